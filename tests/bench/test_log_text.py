@@ -251,7 +251,7 @@ def damage(old: str, new: str) -> str:
         ),
         (damage("   100.00    0.04    0.04", "   0.04"), "row: row must"),
         (damage("  4096          1024", "  4096"), "row: count of a row"),
-        (damage("1024     float     sum", "1024     float"), "row: its operation"),
+        (damage("1024     float     sum", "1024     float"), "row: operation of a row"),
         (damage(" 1024     float     sum", " 1024     sum"), "row: type of a row"),
         (damage("bandwidth    : ", "bandwidth    : x"), "19: Avg bus bandwidth"),
         (damage("values : 0", "values : "), "18: Out of bounds values must"),

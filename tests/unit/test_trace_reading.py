@@ -183,7 +183,7 @@ def test_what_horovod_wrote_is_read_as_far_as_it_goes(tmp_path, ending):
         (b"hello\n", "must be JSON"),
         (b"[]", "must name its tensors or ranks"),
         (b'{"traceEvents": []}', "neither"),
-        (gzip.compress(b"hello", mtime=0)[:-9], "read whole"),
+        (gzip.compress(b"hello", mtime=0)[:-9], "must be a file that can be read"),
         (b'{"displayTimeUnit": "ms",\n"otherData": {"ronde_timeline": 99},\n', "99"),
         (b'{"displayTimeUnit": "ms",\n"otherData": {"x',  "must be JSON"),
         (b'[{"ph": "B", "pid": 1}, 4]', "must be JSON"),
@@ -200,7 +200,7 @@ def test_what_is_no_timeline_is_refused(tmp_path, content, why):
 def test_a_file_that_is_not_there_is_refused(tmp_path):
     with pytest.raises(UsageError, match="must be a file that can be read"):
         read_trace(tmp_path / "no.json")
-    with pytest.raises(UsageError, match="parts must be there, got none"):
+    with pytest.raises(UsageError, match="there are no parts in"):
         read_trace(tmp_path)
     write_trace(tmp_path / "t.json", late_job(), limit_bytes=LIMIT)
     with pytest.raises(UsageError, match="cannot be merged again"):

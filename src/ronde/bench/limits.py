@@ -226,16 +226,23 @@ def _interface_between(communicator: Communicator, hosts: Sequence[str]) -> str:
     return next((each.interface for each in own if each.address == towards), "")
 
 
+def pci_address(device: torch.device) -> str:
+    """Return the PCI domain, bus and device of a GPU; zeros for a CPU."""
+    facts: Any = None
+    if device.type == "cuda":
+        # torch has no types for these properties.
+        facts = cast("Any", torch.cuda).get_device_properties(device)
+    names = ("pci_domain_id", "pci_bus_id", "pci_device_id")
+    return "{:04x}:{:02x}:{:02x}".format(*(getattr(facts, n, 0) for n in names))
+
+
 def _with_gpus(
     world: LimitWorld,
     communicator: Communicator,
     hosts: Sequence[str],
     device: torch.device,
 ) -> LimitWorld:
-    # torch has no types for them.
-    facts: Any = cast("Any", torch.cuda).get_device_properties(device)
-    parts = facts.pci_domain_id, facts.pci_bus_id, facts.pci_device_id
-    own = (hosts[communicator.rank], "{:04x}:{:02x}:{:02x}.0".format(*parts))
+    own = (hosts[communicator.rank], f"{pci_address(device)}.0")
     everyone = [(str(h), str(b)) for h, b in all_gather_json(communicator, own)]
     if len(set(everyone)) < len(everyone):
         return world.lacking("ranks share a GPU, whose own memory carries the bytes")

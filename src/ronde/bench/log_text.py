@@ -287,8 +287,8 @@ class _Reader:
             self._state.is_headless = True
             self._report(
                 self._at,
-                "rows from here on were left out: a row must stand below a header "
-                f"(# size count type ...), got {text[:60]!r} without one",
+                "rows from here on have no header (# size count type ...) and were "
+                f"left out: {text[:60]!r}",
             )
 
     def _mention(self, text: str) -> None:
@@ -326,7 +326,7 @@ class _Reader:
             # The operation is blank in all rows of a table or in none.
             if columns.has_root and above and bool(above[0].redop) != bool(row.redop):
                 raise UsageError(  # noqa: TRY301
-                    f"its operation must be there as above it, got {row.redop!r}"
+                    f"operation of a row must be as in the row above, got {row.redop!r}"
                 )
         except UsageError as error:
             self._report(self._row_at, f"a row was left out: {error}")

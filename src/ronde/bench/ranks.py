@@ -3,10 +3,11 @@
 import os
 import socket
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
+from ronde.bench.limits import pci_address
 from ronde.bench.options import Options, UnsupportedError
 from ronde.bench.results import Device
 from ronde.bench.variables import Variables
@@ -160,13 +161,9 @@ def cuda_device(index: int, local_rank: int, cure: str) -> torch.device:
 
 
 def _describe(rank: int, group: int, device: torch.device) -> Device:
-    index, pci, name = 0, (0, 0, 0), MachineRecord.here().cpu or "CPU"
+    name = MachineRecord.here().cpu or "CPU"
     if device.type == "cuda":
-        # torch gives these properties no type.
-        cuda: Any = torch.cuda
-        facts: Any = cuda.get_device_properties(device)
-        index, name = device.index, facts.name
-        names = ("pci_domain_id", "pci_bus_id", "pci_device_id")
-        pci = tuple(int(getattr(facts, each, 0)) for each in names)
-    bus_id = "{:04x}:{:02x}:{:02x}".format(*pci)
-    return Device(rank, group, os.getpid(), socket.gethostname(), index, bus_id, name)
+        name = torch.cuda.get_device_name(device)
+    index, host = device.index or 0, socket.gethostname()
+    address = pci_address(device)
+    return Device(rank, group, os.getpid(), host, index, address, name)

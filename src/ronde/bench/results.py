@@ -152,7 +152,7 @@ def from_record(record: Record) -> Run:
         return from_plain(Run, values, "a run")
     except ValueError as error:
         raise UsageError(
-            f"values of a {KIND} record must be a run's, got one that is not: {error}"
+            f"values of a {KIND} record must be those of a run: {error}"
         ) from error
 
 

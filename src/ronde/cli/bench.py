@@ -258,8 +258,8 @@ def run_train(words: Sequence[str]) -> int:
         return run_self(own_words, size)
     if given.num_proc not in (None, info.size):
         raise UsageError(
-            f"-n must be the ranks that {info.launcher} has started, {info.size}, "
-            f"got {given.num_proc}. Leave -n out."
+            f"-n must be the number of ranks that {info.launcher} has started, "
+            f"{info.size}, got {given.num_proc}. Leave -n out."
         )
     return _run_rank(options, info, given)
 

@@ -208,8 +208,7 @@ def read_trace(path: Path) -> Trace:
             return _read_json(cast("IO[str]", lines), path)
     except (OSError, EOFError, zlib.error) as error:
         raise UsageError(
-            f"timeline must be a file that can be read whole, got {str(path)!r}: "
-            f"{error}."
+            f"timeline must be a file that can be read, got {str(path)!r}: {error}."
         ) from error
 
 
@@ -236,8 +235,8 @@ def read_part_files(paths: Sequence[Path]) -> list[Track]:
     tracks = read_parts(blobs.values(), "the parts")
     if not tracks:
         raise UsageError(
-            f"parts must be there, got none in {', '.join(map(str, paths))}. They are "
-            f"files that end in {SUFFIX}."
+            f"there are no parts in {', '.join(map(str, paths))}: files that end in "
+            f"{SUFFIX}."
         )
     return tracks
 
