@@ -68,9 +68,8 @@ def test_a_soak_of_one_rank_skips_what_cannot_be_reduced_and_overwrites_nothing(
     code, out, err = bench("reduce_scatter", *words, *soak, cwd=tmp_path)
     assert (code, err) == (Exit.OK, "")
     assert (tmp_path / "a.json").read_text() == "kept"
-    assert json.loads((tmp_path / "a.json.1").read_text())["ronde"]["size"] == 1
-    assert len({row[2] for row in rows(out)}) == 10
-    assert len(rows(out)) > 10
+    ours = json.loads((tmp_path / "a.json.1").read_text())["ronde"]
+    assert (ours["size"], ours["ended_by"]) == (1, "duration")
     assert out.count("# skipped: f8e") == 2
     assert "one rank has no bus" in out
     assert {row[7] for row in rows(out)} == {"0.00"}
