@@ -42,17 +42,6 @@ def test_a_part_that_was_cut_off_is_read_up_to_there(operations, data):
         assert tracks[0].operations == operations
 
 
-def test_ranks_and_sessions_are_told_apart():
-    blobs = [
-        gzip.compress(encode(record(), rank=rank, session=session))
-        for session in (1, 0)
-        for rank in (1, 0)
-    ]
-    tracks = read_parts(blobs)
-    places = [(track.header.session, track.header.rank) for track in tracks]
-    assert places == [(0, 0), (0, 1), (1, 0), (1, 1)]
-
-
 def test_a_part_given_twice_is_refused():
     blob = gzip.compress(encode(record()))
     with pytest.raises(UsageError, match="each once, got rank 0 twice"):

@@ -258,7 +258,6 @@ class ParserState:
             test=name,
             ranks=ranks,
             rows=tuple(self.rows),
-            footers=self.footers,
             average_busbw_gb_per_s=self._number(AVERAGE),
             num_out_of_bounds=None if bounds is None else int(bounds),
             is_complete=is_complete,

@@ -89,8 +89,6 @@ class Run:
     # In the order of measuring. Sizes repeat: with several dtypes, operations, roots or
     # cycles, and where rounding made them 0.
     rows: tuple[Row, ...]
-    # What followed the rows, such as ``Avg bus bandwidth``, as printed.
-    footers: dict[str, str] = field(default_factory=dict[str, str])
     average_busbw_gb_per_s: float | None = None  # as printed
     num_out_of_bounds: int | None = None  # failed checks, as printed; None without any
     is_complete: bool = True  # it ran to its end and all rows are here
@@ -146,7 +144,7 @@ def from_record(record: Record) -> Run:
         raise UsageError(f"kind of a record must be {KIND}, got {record.kind!r}.")
     values: dict[str, Any] = {"failures": []}  # missing in old records
     for name, value in record.values.items():
-        if name != "extras":  # of old records
+        if name not in ("extras", "footers"):  # of old records
             values[name] = _numbers(value) if name in _MEASURED else value
     try:
         return from_plain(Run, values, "a run")
