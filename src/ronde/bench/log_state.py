@@ -200,7 +200,6 @@ class ParserState:
     nccl_warning: tuple[int, str] | None = None
     has_gap: bool = False
     has_errors: bool = False  # rows have the old column ``error`` instead of ``#wrong``
-    is_headless: bool = False  # rows below have no header
 
     @property
     def is_over(self) -> bool:

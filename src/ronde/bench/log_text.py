@@ -163,11 +163,7 @@ class _Reader:
                 self._report(number, str(error))
         elif (not first.isdigit() or "Test " in text) and (sign := _SIGNS.search(text)):
             self._add_sign(text, sign)
-        elif _UNITS_OR_FENCE.match(text):
-            pass
-        elif self._columns is None or self._state.is_over:
-            self._outside(text)
-        else:
+        elif self._columns and not (self._state.is_over or _UNITS_OR_FENCE.match(text)):
             self._inside(line, self._columns)
         if self._columns is None and text.endswith(_DOTS):
             self._state.listed.is_cut = bool(self._state.listed.devices)
@@ -225,7 +221,7 @@ class _Reader:
 
     def _open_run(self, kind: str) -> None:
         state = self._state
-        has_content = state.listed.devices or state.is_headless
+        has_content = state.listed.devices or state.has_table
         is_new = state.signs or (has_content and kind in state.banners)
         if self._columns is not None or is_new:
             self._close()
@@ -243,15 +239,14 @@ class _Reader:
                 self._state.title, self._state.mention = state.title, state.mention
         elif not state.banners and not state.listed.devices:
             state.first_line = self._at
-        self._state.has_table = self._state.is_headless = True
+        self._state.has_table = True
         self._columns = _parse_header(words, self._state.halves)
-        self._state.is_headless = False
 
     def _close(self) -> None:
         if self._row and self._columns is not None:
             self._add_row(self._columns)
         state = self._state
-        has_begun = self._columns is not None or state.banners or state.is_headless
+        has_begun = self._columns is not None or state.banners or state.has_table
         if has_begun or state.has_failed:
             self.runs.append(state.finish(self._test))
             run = f"{self._source}:{self._at - 1}: run {len(self.runs)}"
@@ -278,18 +273,6 @@ class _Reader:
         self._state.add_footer(name, value, self._at)
         if name == "error":
             self._state.failures.append((self._at, f"error: {value}"))
-
-    def _outside(self, text: str) -> None:
-        """Read a line outside a table, where a row is an error."""
-        words = text.split() if text[0].isdigit() else []
-        is_row = len(words) > 6 and words[0].isdecimal() and _looks_like_row(words)
-        if is_row and not self._state.is_headless:
-            self._state.is_headless = True
-            self._report(
-                self._at,
-                "rows from here on have no header (# size count type ...) and were "
-                f"left out: {text[:60]!r}",
-            )
 
     def _mention(self, text: str) -> None:
         if self._columns is None and text[0] != "#" and not self._state.mention:
