@@ -7,6 +7,7 @@ from importlib.resources import files
 from typing import Any
 
 from ronde.bench import Row, Side
+from ronde.render import number
 
 NTHREAD = (
     "# nThread 1 nGpus 1 minBytes 8 maxBytes 1024 step: 2(factor) warmup iters: 1 "
@@ -17,38 +18,18 @@ HALVES = "           out-of-place                       in-place          "
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How a log is to look.
+    """Form of a log."""
 
-    Attributes:
-        num_devices: Lines in the list of devices; 0 for no list.
-        has_banner: Whether version, start and nThread are printed.
-        has_timestamps: As with ``-S 1``.
-        has_per_iteration: As with ``-I 1``.
-        has_limit: As ronde appends it.
-        prefix: Before every line.
-        end: Of every line.
-    """
-
-    num_devices: int = 2
-    has_banner: bool = True
-    has_timestamps: bool = False
-    has_per_iteration: bool = False
-    has_limit: bool = False
+    num_devices: int = 2  # lines in the list of devices; 0 for no list
+    has_banner: bool = True  # version, start and nThread
+    has_timestamps: bool = False  # as with ``-S 1``
+    has_per_iteration: bool = False  # as with ``-I 1``
+    has_limit: bool = False  # as in ronde's own
     prefix: str = ""
     end: str = "\n"
 
 
-def number(value: float, width: int) -> str:
-    """Write a number as nccl-tests does: fewer decimals where they do not fit."""
-    for decimals in (2, 1, 0):
-        text = f"{value:{width}.{decimals}f}"
-        if len(text) <= width:
-            return text
-    return f"{value:{width}.{1 if width >= 7 else 0}e}"
-
-
 def as_printed(value: float, width: int) -> float:
-    """Return what is left of a number once it was printed."""
     return float(number(value, width))
 
 
@@ -73,7 +54,6 @@ def header(form: Form) -> list[str]:
 
 
 def row_line(row: Row, form: Form) -> str:
-    """Return one row."""
     line = (
         f"{row.size_bytes:12d}  {row.count:12d}  {row.dtype:>8}  {row.redop:>6}  "
         f"{-1 if row.root is None else row.root:6d}"
@@ -133,7 +113,6 @@ def log_lines(test: str, rows: Sequence[Row], form: Form) -> list[str]:
 
 
 def log(test: str, rows: Sequence[Row], form: Form = Form()) -> str:
-    """Return a whole log of one run."""
     return "".join(
         f"{form.prefix}{line}{form.end}" for line in log_lines(test, rows, form)
     )

@@ -68,9 +68,8 @@ def test_a_soak_of_one_rank_skips_what_cannot_be_reduced_and_overwrites_nothing(
     code, out, err = bench("reduce_scatter", *words, *soak, cwd=tmp_path)
     assert (code, err) == (Exit.OK, "")
     assert (tmp_path / "a.json").read_text() == "kept"
-    assert json.loads((tmp_path / "a.json.1").read_text())["ronde"]["size"] == 1
-    assert len({row[2] for row in rows(out)}) == 10
-    assert len(rows(out)) > 10
+    ours = json.loads((tmp_path / "a.json.1").read_text())["ronde"]
+    assert (ours["size"], ours["ended_by"]) == (1, "duration")
     assert out.count("# skipped: f8e") == 2
     assert "one rank has no bus" in out
     assert {row[7] for row in rows(out)} == {"0.00"}
@@ -101,7 +100,7 @@ def test_half_a_world_is_no_single_run():
     }
     code, out, err = bench("all_reduce", "--engine", "gloo", "-T", "100ms", **alone)
     assert (code, out) == (Exit.USAGE, "")
-    assert "all 2 ranks that plain has started must meet" in err
+    assert "not all 2 ranks of plain have connected" in err
 
 
 def free_port() -> int:
@@ -135,7 +134,7 @@ def test_engines_are_set_side_by_side(tmp_path):
     code, out, err = bench(
         *("all_reduce", "-g", "2", "-b", "1K", "-e", "4K", "-f", "4", "-n", "2"),
         *("--compare", "gloo,shared_memory", "--rounds", "3", "--no-limit"),
-        *("--json", "c.jsonl", "--plot", "c.png"),
+        *("--json", "c.jsonl"),
         cwd=tmp_path,
     )
     assert (code, err) == (Exit.OK, "")
@@ -148,7 +147,6 @@ def test_engines_are_set_side_by_side(tmp_path):
     runs = [from_record(r) for r in read_records(tmp_path / "c.jsonl", "bench")]
     assert [run.engine for run in runs] == ["gloo", "shared_memory"]
     assert [len(run.rows) for run in runs] == [2, 2]
-    assert (tmp_path / "c.png").stat().st_size > 1000
 
 
 def first_row(process) -> None:
@@ -205,7 +203,7 @@ def test_a_rank_that_stops_is_noticed_in_time():
     os.kill(stopped, signal.SIGSTOP)
     code, out, err = ended(process)
     assert code == Exit.TIMEOUT
-    assert "must end within -T 5 s" in err
+    assert "did not end within -T 5 s" in err
     assert "# error: " in out
 
 

@@ -71,7 +71,6 @@ WRONG = {
     "--engine ucc": "--engine must be one of auto, .*got 'ucc'",
     "--algorithm square": "--algorithm must be one of ring",
     "--compare gloo,shared_memory -J a.json": "-J must be left out",
-    "--plot picture.gif": "--plot must be a file that ends in",
     "-J /nowhere/at/all.json": "-J must be a file in a directory that exists",
     "-b 1P -e 1P --device cpu -g 2": r"-b must be at most \d+ \(.*\), for which every",
     "-x 3": "-x must be one of 0, 1, 2",
@@ -85,13 +84,6 @@ def test_wrong_words_are_refused_in_one_sentence(
     said = refusal(capsys, "bench", "all_reduce", *words.split(), code=Exit.USAGE)
     assert said.count("\n") == 1
     assert re.search(WRONG[words], said)
-
-
-def test_an_unknown_collective_is_answered_with_the_list(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    said = refusal(capsys, "bench", "all_sum", code=Exit.USAGE)
-    assert "all_reduce, all_gather" in said
 
 
 def test_help_does_not_wait_for_torch() -> None:

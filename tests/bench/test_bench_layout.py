@@ -149,12 +149,6 @@ def test_single_iterations_have_four_columns_a_side() -> None:
     assert len(titles) - 1 == len(cells)
 
 
-def test_what_was_not_checked_is_marked() -> None:
-    unchecked = Half(Side(1.0, 1.0, 1.0, None))
-    line = row_line(replace(measured(), in_place=unchecked), heading())
-    assert line.endswith("     1.00    1.00    1.00     N/A")
-
-
 @pytest.mark.parametrize(
     ("value", "width", "text"),
     [

@@ -139,7 +139,7 @@ def test_small_rows_move_through_the_buffer_and_large_ones_stay():
         return CallSpec(test, DTYPES["float"], "sum", shape, 0, 2)
 
     def starts(num_bytes):
-        views = buffers.places(spec(num_bytes), is_in_place=False)
+        views = buffers.moving_views(spec(num_bytes), is_in_place=False)
         return [view.receive.data_ptr() for view in views]
 
     small = starts(256)
@@ -180,26 +180,13 @@ def test_a_time_is_that_of_one_operation():
     assert bench.combined_us([2.0]) == 100_000.0
 
 
-def test_operations_are_taken_in_turn():
-    seen = []
-    clock = Clock(lambda: None, lambda: None)
-    operations = [lambda i=i: seen.append(i) for i in range(3)]
-    clock.time(operations, TimingLoop(iterations=4, aggregated=2))
-    assert seen == [0, 1, 2, 0, 1, 2, 0, 1]
-
-
 def test_iterations_are_summed_up_without_those_skipped():
     ranks = [[100.0, *range(1, 101)], [0.0, *[0.5] * 100]]
     times = IterationTimes(ranks, 1)
     assert times.kept_us == list(range(1, 101))
     assert times.mean_us == 50.5
-    assert [times.percentile_us(p) for p in (1, 50, 95, 99, 100)] == [
-        1,
-        50,
-        95,
-        99,
-        100,
-    ]
+    percents = [1, 50, 95, 99, 100]
+    assert [times.percentile_us(p) for p in percents] == percents
     assert times.deviation_us == pytest.approx((9999 / 12) ** 0.5)
     assert times.variation_percent == pytest.approx(100 * (9999 / 12) ** 0.5 / 50.5)
     assert times.times_us[0] == 100.0

@@ -32,34 +32,18 @@ from ronde.topology import (
 CPU = torch.device("cpu")
 
 
-class Sysfs:
-    """A directory that looks like another machine's."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-
-    def write(self, path: str, text: str) -> None:
-        file = self.root / path
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(f"{text}\n")
-
-
-@pytest.fixture
-def sysfs(tmp_path: Path) -> Sysfs:
-    return Sysfs(tmp_path)
-
-
-def test_the_last_level_cache(sysfs: Sysfs) -> None:
+def test_the_last_level_cache(tmp_path: Path) -> None:
     for cpu in range(4):
         for index, (level, size, shared) in enumerate(
             [("1", "48K", cpu), ("2", "2048K", cpu), ("3", "32M", cpu // 2)]
         ):
-            folder = f"sys/devices/system/cpu/cpu{cpu}/cache/index{index}"
-            sysfs.write(f"{folder}/level", level)
-            sysfs.write(f"{folder}/size", size)
-            sysfs.write(f"{folder}/shared_cpu_list", str(shared))
-    assert cache_bytes(sysfs.root) == 2 * 32 << 20
-    assert cache_bytes(sysfs.root / "nowhere") == 0
+            folder = tmp_path / f"sys/devices/system/cpu/cpu{cpu}/cache/index{index}"
+            folder.mkdir(parents=True)
+            (folder / "level").write_text(f"{level}\n")
+            (folder / "size").write_text(f"{size}\n")
+            (folder / "shared_cpu_list").write_text(f"{shared}\n")
+    assert cache_bytes(tmp_path) == 2 * 32 << 20
+    assert cache_bytes(tmp_path / "nowhere") == 0
 
 
 def test_buffers_are_beyond_the_cache_within_an_eighth_of_memory() -> None:
@@ -102,12 +86,6 @@ def test_the_network_limits_several_hosts(run_ranks) -> None:
     assert found == found[:1] * 3
     # 0.125 * 2/1 * 2/3
     assert found[0].limit == Limit(pytest.approx(1 / 6), "as given, 0.125 GB/s", "")
-
-
-def test_memory_binds_where_the_network_is_faster(run_ranks) -> None:
-    hosts = ["a", "b", "a"]
-    found = run_ranks(3, _search, hosts, KnownRates(network_gb_per_s=1e6), "broadcast")
-    assert found[0].limit.link.startswith("memory, ")
 
 
 def test_a_link_that_does_not_report_is_no_limit(run_ranks) -> None:
@@ -159,13 +137,6 @@ def test_the_interface_towards_the_other_hosts_is_found(run_ranks) -> None:
     else:
         named = found[0].reason.removeprefix("the link rate is not known: ").split()[0]
         assert named in (others or {"no"})
-
-
-def test_one_rank_has_no_limit(run_ranks) -> None:
-    def alone(communicator: Communicator) -> Limit | None:
-        return search_limit("all_reduce", communicator, ["a"], CPU, KnownRates()).limit
-
-    assert run_ranks(1, alone) == [None]
 
 
 def test_memory_is_measured_by_host(run_ranks) -> None:

@@ -54,9 +54,7 @@ FAILED = {
     ),
     "with its cause": (
         START + lines(REMARK, WARN, WARN, HOST + NCCL, ECHO),
-        [
-            f"10: the run failed: NCCL: no route to gpu-18; line 12: {HOST}{NCCL}",
-        ],
+        [f"10: the run failed: NCCL: no route to gpu-18; line 12: {HOST}{NCCL}"],
     ),
     "after other rows": (CUT + lines(HOST + NCCL), [f"16: the run failed: {HOST}"]),
     "within a row": (
@@ -64,10 +62,6 @@ FAILED = {
         + "       16384          4096     float     sum      -1"
         + lines(HOST + NCCL),
         [f"16: the run failed: {HOST}{NCCL}"],
-    ),
-    "old, without a host": (
-        START + lines("Test CUDA failure common.cu:730 'unknown error'"),
-        ["9: the run failed: Test CUDA failure"],
     ),
     "of AMD": (
         START + lines("gpu-17: Test HIP failure common.cu:88 'out of memory'"),
@@ -81,10 +75,7 @@ FAILED = {
         CUT + lines(ECHO),
         ["16: the run failed: .. gpu-17 pid 4001: Test failure common.cu:455"],
     ),
-    "in the last line": (
-        CUT + HOST + NCCL,
-        [f"16: the run failed: {HOST}{NCCL}"],
-    ),
+    "in the last line": (CUT + HOST + NCCL, [f"16: the run failed: {HOST}{NCCL}"]),
     "the second of two": (
         GOOD + START + lines(HOST + NCCL) + GOOD,
         ["30: the run failed: "],
@@ -103,17 +94,9 @@ FAILED = {
         GOOD.replace(": 0 OK", ": 3 FAILED"),
         ["16: Out of bounds values : 3 FAILED"],
     ),
-    "checks that failed, in a word": (
-        GOOD.replace(": 0 OK", ": 2 OK"),
-        ["16: Out of bounds values : 2 OK"],
-    ),
     "bandwidth below what was asked for": (
         re.sub(r"(bandwidth    : \S+) ", r"\1 FAILED", GOOD),
         ["17: Avg bus bandwidth : "],
-    ),
-    "an average of nothing": (
-        re.sub(r"bandwidth    : \S+ ", "bandwidth    : N/A", GOOD),
-        ["17: Avg bus bandwidth : N/A"],
     ),
     "an average that is no number": (
         re.sub(r"bandwidth    : \S+ ", "bandwidth    : -nan", GOOD),
@@ -121,14 +104,7 @@ FAILED = {
     ),
     "a rate that is no number": (
         with_row(busbw_gb_per_s=float("nan")),
-        [
-            "14: a time or rate that is negative or no number in 1 row",
-            "17: Avg",
-        ],
-    ),
-    "a rate below 0": (
-        with_row(algbw_gb_per_s=-1.0),
-        ["14: a time or rate that is negative or no number in 1 row"],
+        ["14: a time or rate that is negative or no number in 1 row", "17: Avg"],
     ),
     "an error at the end": (
         GOOD.replace("\n\n", "\n# error: interrupted\n"),
@@ -197,83 +173,12 @@ def test_what_a_launcher_saw_killed_failed(line: str, prefix: str) -> None:
         assert (run.is_complete, log.damage, log.cuts) == (is_over, [], [])
 
 
-DASHES = "-" * 74
-STEP_ENDED = (
-    "slurmstepd: error: *** STEP 7.0 ON gpu-16 CANCELLED AT 2026-11-21T18:30:00"
-)
-# Lines as a launcher prints them, what is quoted of them and the number of its line.
-QUOTED = {
-    "a node that failed": (
-        [
-            "srun: Job step aborted: Waiting up to 32 seconds for job step to finish.",
-            f"{STEP_ENDED} DUE TO NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS ***",
-            "srun: error: Node failure on gpu-17",
-        ],
-        *(18, "srun: error: Node failure on gpu-17"),
-    ),
-    "the first task": (
-        [KILLED[1], f"{STEP_ENDED} ***", "srun: error: gpu-18: task 9: Terminated"],
-        *(16, KILLED[1]),
-    ),
-    "no program": (
-        [KILLED[1], "slurmstepd: error: execve(): all_reduce_perf: No such file or d"],
-        *(17, "slurmstepd: error: execve(): all_reduce_perf: No such file or d"),
-    ),
-    "no memory": (
-        [KILLED[3], "srun: error: gpu-17: task 5: Out Of Memory"],
-        *(17, "srun: error: gpu-17: task 5: Out Of Memory"),
-    ),
-    "the process of Open MPI 4": (
-        [
-            *(DASHES, "Primary job  terminated normally, but 1 process returned"),
-            "a non-zero exit code. Per user-direction, the job has been aborted.",
-            *(DASHES, DASHES, f"mpirun {KILLED[5].partition(' ')[2]}, thus causing"),
-            *("the job to be terminated. The first process to do so was:", ""),
-            *("  Process name: [[71,1],13]", "  Exit code:    3", DASHES),
-        ],
-        21,
-        (
-            f"mpirun {KILLED[5].partition(' ')[2]}, thus causing the job to be "
-            "terminated. The first process to do so was: Process name: [[71,1],13] "
-            "Exit code: 3"
-        ),
-    ),
-    "the rank of Open MPI 5": (
-        [
-            *("[gpu-17:78] Signal: Segmentation fault (11)", DASHES),
-            "prterun noticed that process rank 13 with PID 78 on node gpu-17 exited on",
-            *("signal 11 (Segmentation fault).", DASHES),
-        ],
-        18,
-        (
-            "prterun noticed that process rank 13 with PID 78 on node gpu-17 exited on "
-            "signal 11 (Segmentation fault)."
-        ),
-    ),
-    "a node that was lost": (
-        [
-            *("ORTE has lost communication with a remote daemon.", ""),
-            *("  Remote daemon: [[71,0],3] on node gpu-17", ""),
-            "This is usually due to either a failure of the TCP network",
-        ],
-        16,
-        (
-            "ORTE has lost communication with a remote daemon. Remote daemon: "
-            "[[71,0],3] on node gpu-17"
-        ),
-    ),
-    "what the test reports of it": (
-        [KILLED[4], ECHO, HOST + NCCL, WARN, ECHO],
-        *(16, f"{KILLED[4]}; line 18: {HOST}{NCCL}"),
-    ),
-}
-
-
-@pytest.mark.parametrize("case", QUOTED)
-def test_the_most_telling_line_is_quoted(case: str) -> None:
-    texts, at, quoted = QUOTED[case]
+def test_the_first_signs_are_quoted() -> None:
+    """The cause is often not the first line, and never far behind it."""
+    texts = [KILLED[1], "srun: error: Node failure on gpu-17", ECHO, KILLED[0], WARN]
     (run,) = read_log(CUT + lines(*texts), "a.log").runs
-    assert run.failures == (f"a.log:{at}: the run failed: {quoted}",)
+    quoted = f"{texts[0]}; line 17: {texts[1]}; line 19: {texts[3]}"
+    assert run.failures == (f"a.log:16: the run failed: {quoted}",)
     assert run.rows == tuple(ROWS)
 
 
@@ -287,10 +192,6 @@ CUTS = {
     "in the footer": (GOOD[: GOOD.index("# Avg")], "a.log:16: run 1 has no footer"),
     "then whole": (CUT + GOOD, "a.log:15: run 1 has no footer"),
     "after a whole one": (GOOD + CUT, "a.log:36: run 2 has no footer"),
-    "with carriage returns": (
-        CUT.replace("\n", "\r\n"),
-        "a.log:15: run 1 has no footer",
-    ),
 }
 
 
@@ -305,10 +206,8 @@ def test_a_run_without_its_end_exits_with_6(
     assert read(tmp_path, text, "--partial") == 0
 
 
-NO_SLOTS = lines(KILLED[-2], "slots that were requested:", "", "  ./all_reduce_perf")
 GOOD_ONES = {
     "another program killed before it": lines(*STRAY) + GOOD,
-    "a try that did not start": NO_SLOTS + KILLED[-1] + "\n" + GOOD,
     "warnings": GOOD.replace("#       ", lines(REMARK, WARN) + "#       ", 1),
     "unchecked": log(
         "all_reduce", [replace(r, in_place=side(9, 1, 1, None)) for r in ROWS]
@@ -327,23 +226,15 @@ def test_good_runs_have_not_failed(case: str, tmp_path: Path) -> None:
 
 
 JSONS = {
-    "wrong": ("results.1.in_place.nwrong", 7.0, "3: 7 wrong elements in 1 row"),
+    "wrong": ("results.1.in_place.nwrong", 7.0, "result 1: 7 wrong elements in 1 row"),
     "no number": (
         "results.1.in_place.bus_bw",
         "nan",
-        "3: a time or rate that is negative or no number",
+        "result 1: a time or rate that is negative or no number",
     ),
-    "checks": (
-        "out_of_bounds",
-        {"count": 2, "okay": "false"},
-        "5: Out of bounds values",
-    ),
-    "slow": (
-        "average_bus_bandwidth.okay",
-        "false",
-        "6: Avg bus bandwidth : 0.75 FAILED",
-    ),
-    "error": ("errors", ["timed out"], "7: error: timed out"),
+    "checks": ("out_of_bounds", {"count": 2, "okay": "false"}, "Out of bounds values"),
+    "slow": ("average_bus_bandwidth.okay", "false", "Avg bus bandwidth : 0.75 FAILED"),
+    "error": ("errors", ["timed out"], "error: timed out"),
 }
 
 
@@ -359,12 +250,9 @@ def test_json_of_runs_that_failed(
     for each in parents:
         entry = entry[each]
     entry[last] = value
-    text = json.dumps(content).replace('{"size"', '\n{"size"')
-    for name in ('"out_of_bounds"', '"average', '"errors"'):
-        text = text.replace(name, f"\n{name}")
-    assert read(tmp_path, text, "--partial") == 7
+    assert read(tmp_path, json.dumps(content), "--partial") == 7
     (problem,) = problems(capsys.readouterr().err)
-    assert problem.startswith(f"a.log:{reason}"), problem
+    assert problem.startswith(f"a.log: {reason}"), problem
 
 
 def test_records_of_runs_that_failed(
@@ -430,8 +318,6 @@ PASTED = {
     "the header alone": unmarked(GOOD[GOOD.index("#          size") :]),
     "no line of units": re.sub("#? +.B. .*\n", "", unmarked(GOOD)),
     "in a fence": f"Hello,\n```\n{unmarked(GOOD)}```\nas above.\n",
-    "in a mail": re.sub("^", "> ", unmarked(GOOD), flags=re.MULTILINE),
-    "quoted with signs": re.sub("^", "> ", GOOD, flags=re.MULTILINE),
     "of mpirun": re.sub("^", "[1,0]<stdout>:", unmarked(GOOD), flags=re.MULTILINE),
     "of srun": re.sub("^", "0: ", unmarked(GOOD), flags=re.MULTILINE),
 }

@@ -17,17 +17,13 @@ def read(name: str) -> Run:
 
 @dataclass(frozen=True)
 class Expected:
-    """Counted and read off by hand.
-
-    Attributes:
-        last: Size and in-place busbw of the last row.
-    """
+    """Counted and read off by hand."""
 
     name: str
     test: str
     num_rows: int
     ranks: tuple[int, str]
-    last: tuple[int, float]
+    last: tuple[int, float]  # size and in-place busbw
     average: float
     is_complete: bool = True
 
@@ -76,7 +72,8 @@ def test_every_sample_is_read(expected: Expected) -> None:
     assert row.in_place is not None
     assert (row.size_bytes, row.in_place.busbw_gb_per_s) == expected.last
     assert run.average_busbw_gb_per_s == expected.average
-    assert run.num_out_of_bounds == 0
+    is_checked = "superbench" not in expected.name
+    assert run.num_out_of_bounds == (0 if is_checked else None)
     assert run.is_complete is expected.is_complete
 
 

@@ -63,13 +63,13 @@ def test_another_number_of_ranks_than_the_launcher_has_started():
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (("--model", "resnet51"), "model must be one of alexnet, cnn, googlenet,"),
+        (("--model", "resnet51"), "model must be one of gpt2, mlp, mnist_cnn,"),
         ((), "--model must be given"),
-        (("--model", "cnn", "--batch", "many"), "invalid int value: 'many'"),
-        (("--model", "cnn", "--dtype", "half"), "'float32', 'bfloat16'"),
-        (("--model", "cnn", "--engine", "tin_can"), "--engine must be one of auto,"),
-        (("--model", "cnn", "-n", "0"), "-n must be at least 1, got 0."),
-        (("--model", "cnn", "--json", "/nowhere/at/all"), "Type: mkdir -p /nowhere/at"),
+        (("--model", "mlp", "--batch", "many"), "invalid int value: 'many'"),
+        (("--model", "mlp", "--dtype", "half"), "'float32', 'bfloat16'"),
+        (("--model", "mlp", "--engine", "tin_can"), "--engine must be one of auto,"),
+        (("--model", "mlp", "-n", "0"), "-n must be at least 1, got 0."),
+        (("--model", "mlp", "--json", "/nowhere/at/all"), "Type: mkdir -p /nowhere/at"),
     ],
 )
 def test_bad_words_are_one_sentence(capsys, words, sentence):

@@ -17,7 +17,7 @@ from ronde.bench import (
 from ronde.errors import UsageError
 
 pytestmark = NEEDS_CUDA
-SHORT = TrainOptions(MODELS["resnet18"], batch=16, rounds=2, steps=3, device="cuda")
+SHORT = TrainOptions(MODELS["resnet20"], batch=16, rounds=2, steps=3, device="cuda")
 KINDS = [
     SHORT,
     replace(SHORT, dtype="bfloat16", is_channels_last=True),

@@ -97,12 +97,6 @@ def test_a_foreign_clock_is_measured_at_both_ends(store):
         assert bound.high_ns - bound.low_ns == 2
 
 
-def test_a_rank_that_records_nothing_is_not_waited_for(store):
-    rank = Rank(store, 0, 2, options=LONG._replace(end_s=9 * HANG_S))
-    rank.gathering.compare_again()
-    assert rank.gathering.collect() == ({}, [])
-
-
 def test_a_rank_that_is_gone_is_waited_for_a_while(store):
     ranks = [
         Rank(store, rank, 3, options=options)

@@ -39,7 +39,7 @@ def reduce_twice(info, path):
     return texts
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 3])
 def test_a_timeline_holds_all_ranks_when_it_is_stopped(tmp_path, size):
     texts, *_ = run_ranks_bare(
         size, reduce_twice, tmp_path / "t.json", environment=DYNAMIC
@@ -127,8 +127,8 @@ def test_sessions_that_record_leave_nothing_open(tmp_path, how):
         assert held[-1][1] <= held[2][1], held
     if how == "RONDE_TIMELINE":
         tracks = read_part_files([path])
-        places = [(t.header.session, t.header.rank) for t in tracks]
-        assert places == [(number, rank) for number in range(8) for rank in range(2)]
+        headers = [(t.header.session, t.header.rank) for t in tracks]
+        assert headers == [(number, rank) for number in range(8) for rank in range(2)]
         assert all(track.is_whole and track.operations for track in tracks)
     else:
         assert read_events(path.read_text())
@@ -155,7 +155,7 @@ def test_rank_0_may_record_alone(tmp_path):
     assert {e["pid"] for e in content["traceEvents"]} == {0}
 
 
-def call_too_early(info, path):
+def call_wrongly(info, path):
     for call in (lambda: hvd.start_timeline(path), hvd.stop_timeline):
         with pytest.raises(NotInitializedError, match="has not been initialized"):
             call()
@@ -167,24 +167,17 @@ def call_too_early(info, path):
     hvd.shutdown()
 
 
-def test_calls_that_cannot_be_raise_what_horovod_raises(tmp_path):
-    run_ranks_bare(1, call_too_early, str(tmp_path / "t.json"))
-
-
-def record_where_nothing_can_be_written(info, path):
+def start_nowhere(info, path):
     hvd.init()
-    if hvd.rank() == 0:
-        with pytest.raises(FileNotFoundError):
-            hvd.start_timeline(path)
-    hvd.allreduce(torch.ones(3), name="x")
+    with pytest.raises(FileNotFoundError):
+        hvd.start_timeline(path)
     hvd.shutdown()
 
 
-def test_a_file_that_cannot_be_made_is_told_at_the_call(tmp_path):
-    path = tmp_path / "no" / "t.json"
-    run_ranks_bare(
-        2, record_where_nothing_can_be_written, str(path), environment=DYNAMIC
-    )
+def test_calls_that_cannot_be_raise_what_horovod_raises(tmp_path):
+    run_ranks_bare(1, call_wrongly, str(tmp_path / "t.json"))
+    nowhere = str(tmp_path / "no" / "t.json")
+    run_ranks_bare(1, start_nowhere, nowhere, environment=DYNAMIC)
 
 
 def lose_the_directory(info, path):

@@ -1,4 +1,4 @@
-"""Timelines are read back as they were written, and told in figures."""
+"""Readers and summaries of timelines."""
 
 import gzip
 import json
@@ -114,22 +114,10 @@ def test_who_came_late_is_not_told_beyond_the_clocks_error():
     text = draw_trace("t", summary, 10)
     assert "it is unknown which rank came last" in text
     assert "within 78.1us of rank 0's; rank 1's is the least certain" in text
-
-
-def test_clocks_that_nobody_measured_are_said_to_be_so():
-    job = late_job()
-    off = track(1, job[1].operations, clock="b")
-    text = draw_trace("t", summarize(trace_of([job[0], off])), 10)
+    unmeasured = trace_of([job[0], track(1, job[1].operations, clock="b")])
+    text = draw_trace("t", summarize(unmeasured), 10)
     assert "The clocks of rank 1 were not measured" in text
     assert "for rank 1" not in text
-
-
-def test_tensors_that_wait_at_once_count_once():
-    own = [record(f"x{i}", i, 0, 900, 900, 1000) for i in range(4)]
-    other = [record(f"x{i}", i, 800, 900, 900, 1000) for i in range(4)]
-    summary = summarize(trace_of([track(0, own), track(1, other)]))
-    assert summary.ranks[0].waiting_s == pytest.approx(800e-9)
-    assert summary.ranks[1].held_up_s == pytest.approx(800e-9)
 
 
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)).map(sorted)))
@@ -155,14 +143,6 @@ def test_what_is_missing_is_said(tmp_path):
     assert "There are no records of rank 1." in text
     empty = draw_trace("t", summarize(trace_of([track(0, [])])), 10)
     assert empty.startswith("t: no operation was recorded.\n")
-
-
-def test_parts_are_read_from_files_and_directories(tmp_path):
-    one = write_part(tmp_path / "a", "r0", record(), rank=0)
-    write_part(tmp_path / "b", "r1", record(submitted=5), rank=1)
-    trace = trace_of(read_part_files([one, tmp_path / "b"]))
-    assert [rank.rank for rank in trace.ranks] == [0, 1]
-    assert len(read_trace(one).ranks) == len(read_trace(tmp_path / "a").ranks) == 1
 
 
 def test_sessions_of_one_rank_are_put_together(tmp_path):
@@ -203,7 +183,7 @@ def test_what_horovod_wrote_is_read_as_far_as_it_goes(tmp_path, ending):
         (b"hello\n", "must be JSON"),
         (b"[]", "must name its tensors or ranks"),
         (b'{"traceEvents": []}', "neither"),
-        (gzip.compress(b"hello", mtime=0)[:-9], "read whole"),
+        (gzip.compress(b"hello", mtime=0)[:-9], "must be a file that can be read"),
         (b'{"displayTimeUnit": "ms",\n"otherData": {"ronde_timeline": 99},\n', "99"),
         (b'{"displayTimeUnit": "ms",\n"otherData": {"x',  "must be JSON"),
         (b'[{"ph": "B", "pid": 1}, 4]', "must be JSON"),
@@ -220,7 +200,7 @@ def test_what_is_no_timeline_is_refused(tmp_path, content, why):
 def test_a_file_that_is_not_there_is_refused(tmp_path):
     with pytest.raises(UsageError, match="must be a file that can be read"):
         read_trace(tmp_path / "no.json")
-    with pytest.raises(UsageError, match="parts must be there, got none"):
+    with pytest.raises(UsageError, match="there are no parts in"):
         read_trace(tmp_path)
     write_trace(tmp_path / "t.json", late_job(), limit_bytes=LIMIT)
     with pytest.raises(UsageError, match="cannot be merged again"):

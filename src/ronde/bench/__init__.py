@@ -30,7 +30,7 @@ __getattr__ = lazy_exports(
         "timing": "Clock Watchdog combine",
         "training.catalogue": "CHARACTERS GPT2_SMALL MODELS TransformerShape",
         "training.measurement": (
-            "AUXILIARY_WEIGHT Footprint Replica batches is_in_step loss_of "
+            "Footprint Replica batches is_in_step loss_of "
             "make_samples measure measure_footprint time_block"
         ),
         "training.models": "FACTORIES PaddedShortcut Transformer build",

@@ -1,4 +1,4 @@
-"""What can be measured: collectives, types, operations, sizes; without torch.
+"""Collectives, types, operations and sizes that can be measured; no torch.
 
 Elements are counted for one rank.
 """
@@ -80,11 +80,11 @@ def parse_ops(text: str) -> tuple[str, ...]:
     return (name,)
 
 
-_CHUNK_BYTES = 16  # what is split among the ranks is split at multiples of this
+_CHUNK_BYTES = 16  # each rank's share is a multiple of this
 
 
 class Spread(StrEnum):
-    """How the bytes of a row are given to the ranks."""
+    """Share of a row's bytes that each rank sends and receives."""
 
     WHOLE = "whole"  # every rank has all of them
     SHARED_SEND = "shared_send"  # every rank sends a share and may receive all
@@ -94,14 +94,13 @@ class Spread(StrEnum):
 
 
 class Factor(StrEnum):
-    """What busbw is of algbw, for n ranks."""
+    """Factor from algbw to busbw for n ranks."""
 
     ONE = "1"
     REDUCED = "2(n-1)/n"
     SHARED = "(n-1)/n"
 
     def value_for(self, size: int) -> float:
-        """Return the factor; 0 for one rank, but for ``ONE``."""
         if self is Factor.ONE:
             return 1.0
         return (2 if self is Factor.REDUCED else 1) * (size - 1) / size
@@ -118,7 +117,7 @@ class Collective:
     has_root: bool = False
     is_in_place_checked: bool = True  # the in-place half can be verified
     redop: str = "none"  # the cell where ``has_op`` is False
-    emulation: str = ""  # what it is made of, where no engine has it; or empty
+    emulation: str = ""  # the calls it is made of where no engine has it; or empty
 
     @property
     def binary_name(self) -> str:
@@ -127,7 +126,7 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How many elements one rank gives and gets."""
+    """Elements that one rank sends and receives."""
 
     count: int  # the argument of the call, as the row shows it
     send: int  # elements to send, at most, over all ranks alike
@@ -193,9 +192,8 @@ def find_collective(name: str) -> Collective:
 
 
 def shape_of(test: Collective, num_bytes: int, item_bytes: int, size: int) -> Shape:
-    """Return what one rank gives and gets in a row of ``num_bytes``."""
-    # Shares are rounded down to 16 bytes, so small rows may be empty. For ``MATRIX``
-    # see ``traffic.shape_of_matrix``; here it is an even share.
+    # Shares are rounded down to 16 bytes, so small rows may be empty. ``MATRIX`` gets
+    # an even share here; see ``shape_of_matrix``.
     total = num_bytes // item_bytes
     if test.spread is Spread.WHOLE:
         return Shape(total, total, total)
@@ -209,8 +207,7 @@ def shape_of(test: Collective, num_bytes: int, item_bytes: int, size: int) -> Sh
 
 
 def is_possible(test: Collective, size: int) -> bool:
-    """Say whether so many ranks can do it: a hypercube needs a power of two."""
-    return test.name != "hypercube" or size & (size - 1) == 0
+    return test.name != "hypercube" or size.bit_count() == 1
 
 
 def base_bytes(test: Collective, shape: Shape, item_bytes: int, size: int) -> int:
@@ -220,15 +217,14 @@ def base_bytes(test: Collective, shape: Shape, item_bytes: int, size: int) -> in
 
 
 def premultiplier(rank: int) -> int:
-    """Return what ``mulsum`` multiplies a rank's input by before it is summed."""
-    return 1 + rank % 2
+    return 1 + rank % 2  # for ``mulsum``
 
 
 Matrix = tuple[tuple[int, ...], ...]  # ``matrix[i][j]`` bytes go from rank i to rank j
 
 
 class Traffic(NamedTuple):
-    """What decides the matrix."""
+    """Rule of the traffic matrix of ``alltoallv``."""
 
     spread: float = 1.0  # 0: every pair the same; 1: as the distance of ranks
     given: Matrix = ()
@@ -260,8 +256,10 @@ def shape_of_matrix(matrix: Matrix, item_bytes: int, count: int) -> Shape:
 
 
 def read_matrix(text: str, scale: float) -> Matrix:
-    """Read a square matrix of bytes, numbers between blanks, one row a line."""
-    # Every number is multiplied by ``scale`` and rounded down to 16.
+    """Parse a square matrix of bytes, one row per line.
+
+    Every number is multiplied by ``scale`` and rounded down to 16.
+    """
     lines = [line.split() for line in text.splitlines() if line.strip()]
     if not lines or any(len(line) != len(lines) for line in lines):
         widths = sorted({len(line) for line in lines})
@@ -293,10 +291,10 @@ _MAX_RESERVE_BYTES = 4 * _GIB
 
 
 def largest_row(free_bytes: int, num_sharing: int, *, is_checked: bool) -> int:
-    """Return the bytes of the largest row for which a rank can have its buffers.
+    """Return the largest size of a row for which a rank has enough memory.
 
-    Keeps a reserve of 1 GiB for every started 16 GiB, at most 4, and another GiB; of
-    little memory at most half. Two buffers are needed, a third to verify results.
+    The reserve is 1 GiB per 16 GiB or part of it, at most 4 GiB, plus 1 GiB, but never
+    more than half. A row needs two buffers, and a third to verify results.
     Source: nccl-tests.
     """
     started = -(-free_bytes // _RESERVE_PER_BYTES)

@@ -1,10 +1,10 @@
-"""Inputs of which the exact result of every collective is known, and its check.
+"""Verification: inputs with a known exact result of every collective.
 
-Inputs are pure functions of (seed, rank, index): every rank can make any part of any
-rank's input and of any result by itself. A result is a list of pieces: of a copying
-collective somebody's input, of a reducing one the reduction of all inputs. Before the
-operation every element of the result is set to the complement of the right answer:
-what is not written is wrong, zeros included. Bytes on both sides are watched.
+Inputs are pure functions of (seed, rank, index): every rank can compute any part of any
+rank's input and of any result. A result is a list of pieces, each a part of one rank's
+input or the reduction of all inputs. Before the operation every element of the result
+is set to the complement of the right answer, so that an element that is not written is
+wrong. Bytes on both sides are checked too.
 
 Note [Exact results]. A floating-point reduction depends on its order, unless no partial
 result is ever rounded. So:
@@ -18,12 +18,12 @@ result is ever rounded. So:
 * Averages are sums as above where the number of ranks is a power of two: the division
   is exact then. Else two ranks contribute, and the last bits may differ: see
   ``TOLERANCE``.
-* Integers wrap, whatever the order. Their factors are odd: a product with an even one
-  in it is soon zero. Their averages are of small numbers: whether the sum wraps is the
-  engine's own affair.
+* Integers wrap, in any order. Their factors are odd: a product with an even one
+  in it is soon zero. Their averages are of small numbers, as engines may or may not
+  wrap the sum.
 * Copies are of random bytes, NaN with payloads included.
 
-Rank and index go into every number, so that chunks that were swapped are wrong.
+Every number depends on rank and index, so that swapped chunks are wrong.
 """
 
 from collections.abc import Sequence
@@ -46,12 +46,12 @@ class Piece:
 
     start: int  # where it begins in the result
     count: int  # how many elements
-    source: int  # the rank whose input it is, or ``REDUCED``
+    source: int  # the rank that it is copied from, or ``REDUCED``
     source_start: int  # where it begins in the input
 
 
 def pieces_of(spec: CallSpec) -> list[Piece]:
-    """Return what this rank's result must be; nothing where it has none."""
+    """Return the pieces of this rank's result; none if it has no result."""
     name, rank, size, count = spec.test.name, spec.rank, spec.size, spec.shape.count
     if name in _ROOT_ONLY and rank != spec.root:
         return []
@@ -83,18 +83,18 @@ TOLERANCE = 2  # representable numbers by which an average may be wrong
 _LOW = 0xFFFFFFFF
 _INT32_MAX = torch.iinfo(torch.int32).max
 _INT64_MAX = torch.iinfo(torch.int64).max
-_NOBODY = -1  # instead of a rank: what an index has in common for all ranks
+_ALL_RANKS = -1  # instead of a rank: for numbers that are equal on all ranks
 
 
 @dataclass(frozen=True, slots=True)
 class ReductionInputs:
-    """The inputs of one reduction, and its result."""
+    """Inputs and result of one reduction."""
 
-    dtype: DType  # type of the elements
+    dtype: DType
     op: str  # nccl-tests' name of the operation
     size: int  # number of ranks
     seed: int  # another seed gives other numbers
-    device: torch.device  # where the tensors are made
+    device: torch.device
 
     @property
     def tolerance(self) -> int:
@@ -103,7 +103,7 @@ class ReductionInputs:
     @property
     def is_exact(self) -> bool:
         is_divided = self.op == "avg" and self.dtype.is_float
-        return not is_divided or self.size & (self.size - 1) == 0
+        return not is_divided or self.size.bit_count() == 1
 
     def input_of(self, rank: int, start: int, count: int) -> Tensor:
         draw = Draw(self.seed, start, count, self.device)
@@ -135,7 +135,7 @@ class ReductionInputs:
         return choose(left ^ turn, right ^ turn) ^ turn
 
     def _wide(self, draw: "Draw", rank: int) -> Tensor:
-        """Return a rank's input: as int32 or int64 which hold it, factors as float."""
+        """Return a rank's input as int32 or int64; factors of a product as float."""
         if self.dtype.is_float:
             if self.op == "prod":
                 return self._factor(draw, rank)
@@ -155,27 +155,27 @@ class ReductionInputs:
         limit = _power_of_two(largest // factor // num_giving)
         given = draw.below(rank, limit).add_(1)
         if self.is_exact:
-            given.mul_(draw.sign(_NOBODY))
+            given.mul_(draw.sign(_ALL_RANKS))
         if num_giving < self.size:
             given.mul_(draw.turn(rank, self.size) < num_giving)
         return given
 
     def _factor(self, draw: "Draw", rank: int) -> Tensor:
-        """Return one rank's random significand, or another's power of two."""
+        """Return a random significand for one rank, powers of two for the others."""
         bits, room = self.dtype.significand_bits, self.dtype.max_exponent
         half = 2 ** (bits - 1)
         significand = (draw.below(rank, half) + half).double() / half
-        place = draw.turn(rank, self.size)
+        turn = draw.turn(rank, self.size)
         each = max(1, min(3, room // max(1, self.size - 1)))
         power = draw.half(rank).bitwise_and_(3).clamp_(max=each)
-        power = torch.where(place * each <= room, power, 0)
+        power = torch.where(turn * each <= room, power, 0)
         # Shifted, since not every device's exp2() is exact.
         powers = (torch.ones_like(power) << power).double()
-        factor = torch.where(place == 0, significand, powers)
+        factor = torch.where(turn == 0, significand, powers)
         return factor * draw.sign(rank)
 
     def _small_integer(self, draw: "Draw", rank: int) -> Tensor:
-        """Return numbers of at least 0 that can be added up, or doubled, unharmed."""
+        """Return numbers >= 0, so small that their sum, or double, fits the type."""
         num_bytes = self.dtype.num_bytes
         highest = 2 ** (8 * num_bytes - (0 if self.dtype.is_unsigned else 1)) - 1
         if self.op == "mulsum":
@@ -191,7 +191,7 @@ class ReductionInputs:
 def random_bytes(
     seed: int, rank: int, start: int, count: int, device: torch.device
 ) -> Tensor:
-    """Return bytes ``start`` to ``start + count`` of a rank's endless random string."""
+    """Return ``count`` bytes of a rank's random sequence, from ``start`` on."""
     first = start // 8
     num_words = -(-(start + count) // 8) - first
     words = Draw(seed, first, num_words, device).bits(rank)
@@ -200,9 +200,9 @@ def random_bytes(
 
 
 class Draw:
-    """Random numbers for a run of indices: equal arguments give equal numbers."""
+    """Counter-based random numbers for a range of indices; every call a new tensor."""
 
-    # Counting in 32 bits is what makes it quick; results are new tensors.
+    # 32-bit arithmetic makes it fast.
 
     def __init__(self, seed: int, start: int, count: int, device: torch.device) -> None:
         index = torch.arange(start, start + count, dtype=torch.int64, device=device)
@@ -213,7 +213,7 @@ class Draw:
             self._mixed ^= _mix((index >> 32).to(torch.int32))
 
     def half(self, rank: int, stream: int = 1) -> Tensor:
-        """Return 32 random bits, as int32; another stream gives others."""
+        """Return 32 random bits as int32, different for each stream."""
         salt = (self._seed + 2) * 0x9E3779B1 + rank * 0x85EBCA6B
         return _mix(self._mixed ^ _signed((salt ^ (stream * 0xC2B2AE35)) & _LOW))
 
@@ -231,14 +231,14 @@ class Draw:
         return self.half(rank, 3).bitwise_and_(2).neg_().add_(1)
 
     def turn(self, rank: int, size: int) -> Tensor:
-        """Return the rank's place in an order of the ranks that each index turns."""
-        first = self.half(_NOBODY, 4).bitwise_and_(_INT32_MAX).remainder_(size)
+        """Return the rank's position in a rotation of the ranks, random per index."""
+        first = self.half(_ALL_RANKS, 4).bitwise_and_(_INT32_MAX).remainder_(size)
         return first.neg_().add_(rank + size).remainder_(size)
 
 
 def _mix(values: Tensor) -> Tensor:
-    """Scramble int32 in place, one to one. Source: lowbias32, Wellons."""
-    # torch shifts the sign in from the left, so that must be masked.
+    """Hash int32 in place, one to one. Source: lowbias32, Wellons."""
+    # torch shifts the sign in from the left, so mask it.
     values ^= (values >> 16).bitwise_and_(0xFFFF)
     values *= 0x7FEB352D
     values ^= (values >> 15).bitwise_and_(0x1FFFF)
@@ -256,7 +256,7 @@ def _power_of_two(limit: int) -> int:
 
 
 def _narrow(bits: Tensor, dtype: DType) -> Tensor:
-    """Return random bits as numbers that ``dtype`` has; 4 and 8 bytes stay bits."""
+    """Bring random bits into the range of a one-byte type."""
     if dtype.num_bytes > 1:
         return bits
     low = bits.bitwise_and_(0xFF)
@@ -264,7 +264,6 @@ def _narrow(bits: Tensor, dtype: DType) -> Tensor:
 
 
 def _cast(wide: Tensor, dtype: DType) -> Tensor:
-    """Return whole numbers, or float64, as ``dtype``; integers wrap."""
     target = getattr(torch, dtype.torch_name)
     if dtype.is_float:
         return wide.to(target)
@@ -278,14 +277,16 @@ _SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 Expected = list[tuple[Tensor, Tensor]]
-"""The bits of a result in parts that the cache can hold, with those they must have."""
+"""Chunks of a result, small enough for the cache, each with the right bits."""
 
 
 def prepare(
     spec: CallSpec, inputs: ReductionInputs, views: Views, canaries: Sequence[Tensor]
 ) -> Expected:
-    """Write the inputs, and what the result must not be."""
-    # ``inputs`` has the type, the seed and the device also where nothing is reduced.
+    """Write the inputs, and wrong values into the result; return the right ones.
+
+    ``inputs`` gives type, seed and device also if nothing is reduced.
+    """
     for canary in canaries:
         canary.fill_(_CANARY)
     signed = _SIGNED[spec.dtype.num_bytes]
@@ -309,7 +310,7 @@ def prepare(
 
 
 def count_wrong(canaries: Sequence[Tensor], expected: Expected, tolerance: int) -> int:
-    """Return this rank's wrong elements, and touched bytes beside the result."""
+    """Count this rank's wrong elements and the changed bytes beside the result."""
     wrong = sum(int((each != _CANARY).sum()) for each in canaries)
     for got, right in expected:
         if torch.equal(got, right):

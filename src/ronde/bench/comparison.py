@@ -5,11 +5,11 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from ronde.bench.results import PLACES, Row, Run, Side
+from ronde.bench.results import HALVES, Row, Run, Side
 
 
 class RowKey(NamedTuple):
-    """What two rows must share to be compared; sizes alone repeat."""
+    """Key by which rows of two results are matched."""
 
     test: str  # the collective; empty where it is unknown
     engine: str  # in results of several engines; else empty
@@ -26,8 +26,8 @@ class Pair(NamedTuple):
     """One half of a row in both results."""
 
     key: RowKey
-    place: str  # ``out_of_place`` or ``in_place``
-    a_busbw_gb_per_s: float  # the median where the row came repeatedly
+    half: str  # ``out_of_place`` or ``in_place``
+    a_busbw_gb_per_s: float  # the median of repeated rows
     b_busbw_gb_per_s: float
     ratio: float | None  # b by a; None where either is 0 or no finite number
 
@@ -55,8 +55,8 @@ class _Figures(NamedTuple):
 
 def compare(a: Sequence[Run], b: Sequence[Run]) -> Comparison:
     """Set two results side by side."""
-    # A ratio is that of busbw. Where both have times and equally many ranks it is taken
-    # from these: of small sizes the printed busbw has but one digit.
+    # The ratio is of busbw, or of the times if both have them and the same number of
+    # ranks: at small sizes the printed busbw has only one digit.
     first, second = _collect(a), _collect(b)
     keys_a, keys_b = ({key for key, _ in each} for each in (first, second))
     warnings = _warnings(a, b)
@@ -66,12 +66,12 @@ def compare(a: Sequence[Run], b: Sequence[Run]) -> Comparison:
             first, second = peaks
             warnings.append("no size is in both: the highest busbw of each is compared")
     pairs: list[Pair] = []
-    # Out of place stands first in a log, and so here.
+    # Out of place first, as in a log.
     halves = first.keys() & second.keys()
-    for key, place in sorted(halves, key=lambda half: (half[0], half[1] == PLACES[1])):
-        left, right = first[key, place], second[key, place]
+    for key, half in sorted(halves, key=lambda each: (each[0], each[1] == HALVES[1])):
+        left, right = first[key, half], second[key, half]
         ratio = _ratio(left, right)
-        pairs.append(Pair(key, place, left.busbw_gb_per_s, right.busbw_gb_per_s, ratio))
+        pairs.append(Pair(key, half, left.busbw_gb_per_s, right.busbw_gb_per_s, ratio))
     return Comparison(
         pairs=tuple(pairs),
         only_a=tuple(sorted(keys_a - keys_b)),
@@ -93,10 +93,10 @@ def _collect(runs: Sequence[Run]) -> dict[tuple[RowKey, str], _Figures]:
                 root=row.shown_root,
                 size_bytes=row.size_bytes,
             )
-            for place in PLACES:
-                side: Side | None = getattr(row, place)
+            for half in HALVES:
+                side: Side | None = getattr(row, half)
                 if side is not None and side.busbw_gb_per_s is not None:
-                    found.setdefault((key, place), []).append((side, run.ranks.value))
+                    found.setdefault((key, half), []).append((side, run.ranks.value))
     return {key: _median(entry) for key, entry in found.items()}
 
 
@@ -104,10 +104,10 @@ def _peaks(
     figures: Mapping[tuple[RowKey, str], _Figures],
 ) -> dict[tuple[RowKey, str], _Figures]:
     peaks: dict[tuple[RowKey, str], _Figures] = {}
-    for (key, place), each in figures.items():
-        half = key._replace(size_bytes=PEAK), place
-        if half not in peaks or each.busbw_gb_per_s > peaks[half].busbw_gb_per_s:
-            peaks[half] = each._replace(time_us=None)
+    for (key, half), each in figures.items():
+        peak = key._replace(size_bytes=PEAK), half
+        if peak not in peaks or each.busbw_gb_per_s > peaks[peak].busbw_gb_per_s:
+            peaks[peak] = each._replace(time_us=None)
     return peaks
 
 
@@ -156,6 +156,6 @@ class Compared(NamedTuple):
         return self.rows[engine].sides()[0]
 
     def ratio(self, engine: str) -> float:
-        """Return how many times as fast an engine is as the first."""
+        """Return the speed of an engine relative to the first."""
         first = self.side(next(iter(self.rows)))
         return (first.time_us or 0.0) / (self.side(engine).time_us or math.inf)

@@ -1,8 +1,8 @@
-"""The limit of busbw for the ranks that are here: finds the links, takes the tightest.
+"""The physical bound of busbw: the slowest link between the ranks.
 
-Every rank looks at its own host; what they found is exchanged, and the slowest of each
-link counts. Nothing is guessed: where the rate of a link is unknown there is no limit,
-and the reason is shown.
+Every rank reads the links of its own host; the ranks exchange them, and the slowest of
+each kind counts. If the rate of a link is unknown there is no bound, and the reason is
+shown.
 """
 
 import re
@@ -52,12 +52,14 @@ _SHARE_OF_MEMORY = 8
 _NUM_ROUNDS = 5
 _ROUND_S = 0.06
 _PIECE_BYTES = 8 << 20
-_TOUCH_S = 0.4  # for a rank to get its pages; in a virtual machine that may be slow
+_TOUCH_S = 0.4  # limit for touching pages, which is slow in some virtual machines
 
 
 def cache_bytes(root: Path = _ROOT) -> int:
-    """Return the size of all last-level caches of a machine; 0 where it is unknown."""
-    # A virtual machine may show the whole cache of its host's processor.
+    """Return the size of all last-level caches of a machine; 0 if unknown.
+
+    A virtual machine may show the whole cache of its host's processor.
+    """
     sizes: dict[tuple[int, str], int] = {}
     for folder in root.glob(_CACHES):
         try:
@@ -83,10 +85,10 @@ def buffer_bytes(cache: int, available: int, num_ranks: int) -> int:
 def measure_memory(
     communicator: Communicator, host: str
 ) -> tuple[dict[str, float], str]:
-    """Copy on all ranks at once, for about a second; collective.
+    """Measure memory by copying on all ranks at once, for about a second; collective.
 
-    Returns each host's rate in GB/s, bytes read and written together, of the best of
-    several rounds; and when a figure may exceed it.
+    Returns the rate of each host in GB/s, reads and writes together, in the best of
+    several rounds, and a note on figures that may exceed it.
     """
     hosts = all_gather_json(communicator, host)
     available = min(all_gather_json(communicator, available_memory().num_bytes))
@@ -112,7 +114,7 @@ def measure_memory(
 
 
 def _touched(size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return two equal buffers of up to ``size`` bytes that have their pages."""
+    """Allocate two equal buffers of up to ``size`` bytes and touch their pages."""
     source, target = (torch.empty(size, dtype=torch.uint8) for _ in range(2))
     start_s = time.perf_counter()
     end = 0
@@ -128,7 +130,7 @@ def copy_gb_per_s(
     target: torch.Tensor,
     clock_ns: Callable[[], int] = time.perf_counter_ns,
 ) -> float:
-    """Copy for a while; return bytes read and written by the time, in GB/s."""
+    """Copy for a while and return the rate in GB/s, reads and writes together."""
     num_bytes, start_ns = 0, clock_ns()
     while True:
         target.copy_(source)
@@ -148,10 +150,12 @@ def search_limit(
     device: torch.device,
     given: KnownRates,
 ) -> Bound:
-    """Return the limit of busbw for these ranks, or why there is none; collective."""
-    # On CPUs it takes about a second, in which all ranks copy memory. ``hosts`` has the
-    # host of every rank; ``test`` is spelled as ``ronde bench`` does. ``given`` has the
-    # rate of a host's links on all ranks, or this host's interface for TCP.
+    """Return the bound of busbw, or the reason why there is none; collective.
+
+    On CPUs it takes about a second, in which all ranks copy memory. ``hosts`` has the
+    host of every rank. ``given`` has the rate of a host's links on all ranks, or this
+    host's interface for TCP.
+    """
     if test not in COLLECTIVES:
         return Bound(test, None, f"{test} has no formula")
     if communicator.size < 2:
@@ -169,7 +173,6 @@ def _world(
     device: torch.device,
     given: KnownRates,
 ) -> LimitWorld:
-    """Return what carries the bytes of these ranks; collective."""
     counts = Counter(hosts)
     layout = RankLayout(communicator.size, len(counts), max(counts.values()))
     own = LimitWorld(layout, has_gpus=device.type == "cuda")
@@ -193,26 +196,25 @@ def _with_network(
     hosts: Sequence[str],
     given: KnownRates,
 ) -> LimitWorld:
-    """Return a world with the links of this host that carry the bytes; collective."""
     if given.network_gb_per_s is not None:
         return with_network(world, HostTopology(), given)
     found = _interface_between(communicator, hosts)
     host = read_host()
     if not world.has_gpus:
-        # What adapters receive goes to the processors.
+        # Received bytes go to the processors.
         host = host._replace(gpus=())
     # Gloo speaks TCP; NCCL and MPI take RDMA adapters where there are any.
     if (world.has_gpus or communicator.engine == "mpi") and find_rdma_ports(host):
         return with_network(world, host, KnownRates())
     interface = given.interface or found
     if not interface:
-        why = "no interface of a host leads to where the ranks meet"
-        return world.lacking(_NO_RATE.format(why))
+        reason = "no interface of a host leads to rank 0's host"
+        return world.lacking(_NO_RATE.format(reason))
     return with_network(world, host, KnownRates(interface=interface))
 
 
 def _interface_between(communicator: Communicator, hosts: Sequence[str]) -> str:
-    """Return this host's interface towards rank 0's host; empty without; collective."""
+    """Return this host's interface to rank 0's host, or nothing; collective."""
     own = read_interfaces()
     first = all_gather_json(communicator, own)[0]
     candidates = [InterfaceAddress(*each) for each in first]
@@ -224,17 +226,23 @@ def _interface_between(communicator: Communicator, hosts: Sequence[str]) -> str:
     return next((each.interface for each in own if each.address == towards), "")
 
 
+def pci_address(device: torch.device) -> str:
+    """Return the PCI domain, bus and device of a GPU; zeros for a CPU."""
+    facts: Any = None
+    if device.type == "cuda":
+        # torch has no types for these properties.
+        facts = cast("Any", torch.cuda).get_device_properties(device)
+    names = ("pci_domain_id", "pci_bus_id", "pci_device_id")
+    return "{:04x}:{:02x}:{:02x}".format(*(getattr(facts, n, 0) for n in names))
+
+
 def _with_gpus(
     world: LimitWorld,
     communicator: Communicator,
     hosts: Sequence[str],
     device: torch.device,
 ) -> LimitWorld:
-    """Return a world with the links of this host's GPUs; collective."""
-    # torch has no types for them.
-    facts: Any = cast("Any", torch.cuda).get_device_properties(device)
-    place = facts.pci_domain_id, facts.pci_bus_id, facts.pci_device_id
-    own = (hosts[communicator.rank], "{:04x}:{:02x}:{:02x}.0".format(*place))
+    own = (hosts[communicator.rank], f"{pci_address(device)}.0")
     everyone = [(str(h), str(b)) for h, b in all_gather_json(communicator, own)]
     if len(set(everyone)) < len(everyone):
         return world.lacking("ranks share a GPU, whose own memory carries the bytes")
@@ -245,7 +253,6 @@ def _with_gpus(
 def with_gpus_at(
     bus_ids: Collection[str], world: LimitWorld, here: Detected
 ) -> LimitWorld:
-    """Return a world with the links of some of this host's GPUs."""
     used = [gpu for gpu in here.host.gpus if gpu.bus_id in bus_ids]
     if len(used) < len(bus_ids):
         return world.lacking("the kernel does not show the GPUs of all ranks")

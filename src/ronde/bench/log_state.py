@@ -1,20 +1,19 @@
-"""A run while its log is being read, and what follows from all of it together.
+"""State of the log parsers: one run, with its ranks and test inferred from figures.
 
-busbw is algbw times a factor that depends on the collective and the number of ranks
-alone, so that a log that names neither still shows much of them.
+busbw is algbw times a factor that depends only on the collective and the number of
+ranks, so a log that names neither still shows much of them.
 """
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from enum import IntEnum
 from functools import cached_property
 from pathlib import PurePath
 from typing import NamedTuple
 
 from ronde.bench.catalog import COLLECTIVES, Factor
-from ronde.bench.results import Extra, RankCount, RankSource, Row, Run
+from ronde.bench.results import RankCount, RankSource, Row, Run
 from ronde.errors import UsageError
 
 
@@ -64,12 +63,10 @@ def infer_ranks(test: str, rows: Sequence[Row]) -> RankCount:
     if not math.isfinite(high) or not math.isfinite(middle):
         return RankCount(low=max(first, 1))
     last = math.floor(high + 1e-9)
+    if first > last:
+        return RankCount()
     value = min(max(round(middle), first), last)
-    return (
-        RankCount(value, RankSource.RATIO, first, last)
-        if first <= last
-        else RankCount()
-    )
+    return RankCount(value, RankSource.RATIO, first, last)
 
 
 def agrees(test: str, num_ranks: int, rows: Sequence[Row]) -> bool:
@@ -101,7 +98,7 @@ def infer_tests(rows: Sequence[Row], num_ranks: int | None) -> list[str]:
 
 
 def _intervals(rows: Sequence[Row]) -> list[_Interval]:
-    """Return what each printed pair allows, the largest row's first."""
+    """Return the interval of each printed pair, the largest row's first."""
     found: list[_Interval] = []
     for row in sorted(rows, key=lambda each: each.size_bytes, reverse=True):
         for side in row.sides():
@@ -127,27 +124,15 @@ _DEVICE = re.compile(
     r"(?P<host>\S+)\s+device\s+\d+\s*(?:\[[^\]]*\])?\s*(?P<name>.*)"
 )
 _NUMBER = re.compile(r"(?:[-+0-9.e]+|-?inf|-?nan|N/A)(?!\S)")
-_MAX_LISTED = 3
-
-
-class End(IntEnum):
-    """A sign that a run has ended too early, the most telling kind first."""
-
-    FAILURE = 0  # the benchmark names the call that failed
-    CAUSE = 1  # a launcher, shell or kernel reports why: no memory, a node that failed
-    PROCESS = 2  # a launcher names a process that died or was killed
-    VAGUE = 3  # it reports that some process did, or what followed
-    ECHO = 4  # the benchmark's callers of what failed
-    STRAY = 5  # some process was killed, perhaps of another program
-    WARNING = 6  # of NCCL: a cause where it stands before one of the above
+_MAX_SIGNS = 3
 
 
 class Log(NamedTuple):
-    """What a file has. Texts name the file and the line."""
+    """Runs and problems of one file. Texts name the file and the line."""
 
     runs: list[Run]
     damage: list[str]  # what could not be read
-    cuts: list[str]  # runs whose end is not there, for no reason that the file shows
+    cuts: list[str]  # runs without an end, and without a sign of a failure
 
 
 class ListedDevice(NamedTuple):
@@ -169,7 +154,7 @@ class DeviceList:
 
     @cached_property
     def num_ranks(self) -> int | None:
-        """The ranks of the group of rank 0, which alone prints; None if any lack."""
+        """The ranks of rank 0's group, which alone prints; None if any are missing."""
         numbers = sorted(device.rank for device in self.devices)
         each = 1 if any(rank % self.num_each for rank in numbers) else self.num_each
         whole = list(range(0, len(numbers) * each, each))
@@ -187,44 +172,52 @@ class DeviceList:
 
 @dataclass(slots=True)
 class ParserState:
-    """What is known of a run so far."""
+    """One run, as far as it has been read.
+
+    A position is a line of text, or the index of a result in JSON, -1 for the rest.
+    """
 
     source: str  # the log's name, for messages and as a hint of the test
     first_line: int  # where the run begins
+    is_json: bool = False
     banners: set[str] = field(default_factory=set[str])
     title: str = ""  # the test's name as the run itself stated it
     mention: str = ""  # a name such as ``all_reduce_perf`` met before the table
-    places: list[str] = field(default_factory=list[str])
+    halves: list[str] = field(default_factory=list[str])
     listed: DeviceList = field(default_factory=DeviceList)
-    has_table: bool = False  # whether the results have begun
+    has_table: bool = False
     given: RankCount | None = None  # where ranks need not be counted or inferred
     facts: dict[str, object] = field(default_factory=dict[str, object])
     engine: str = ""
     rows: list[Row] = field(default_factory=list[Row])
-    extras: list[dict[str, Extra]] = field(default_factory=list[dict[str, Extra]])
     footers: dict[str, str] = field(default_factory=dict[str, str])
-    lines: list[int] = field(default_factory=list[int])  # of each row
+    positions: list[int] = field(default_factory=list[int])  # of each row
     warnings: list[str] = field(default_factory=list[str])
     failures: list[tuple[int, str]] = field(default_factory=list[tuple[int, str]])
-    # The first sign of each kind that something ended the run, with its line.
-    ends: dict[End, tuple[int, str]] = field(default_factory=dict[End, tuple[int, str]])
-    strays: list[str] = field(default_factory=list[str])
+    # Lines that show that the run failed, in order.
+    signs: list[tuple[int, str]] = field(default_factory=list[tuple[int, str]])
+    stray: tuple[int, str] | None = None  # a killed process, perhaps another program's
+    nccl_warning: tuple[int, str] | None = None
     has_gap: bool = False
-    is_headless: bool = False  # whether rows below belong to no header
+    has_errors: bool = False  # rows have the old column ``error`` instead of ``#wrong``
 
     @property
     def is_over(self) -> bool:
         return AVERAGE in self.footers
 
+    @property
+    def has_failed(self) -> bool:
+        return bool(self.signs or self.stray)
+
     def add_device(self, comment: str) -> bool:
-        """Take a line of the list of devices; return whether it was one."""
+        """Read a line of the list of devices; return False for any other line."""
         if found := _DEVICE.match(comment):
             rank, group = int(found["rank"]), int(found["group"] or 0)
             name = found["name"].strip()
             self.listed.devices.append(ListedDevice(rank, group, found["host"], name))
         return found is not None
 
-    def add_footer(self, name: str, value: str, line: int) -> None:
+    def add_footer(self, name: str, value: str, position: int) -> None:
         if name in (AVERAGE, OUT_OF_BOUNDS):
             word = _NUMBER.match(value)
             try:
@@ -233,23 +226,18 @@ class ParserState:
                 raise UsageError(f"{name} must be a number, got {value!r}.") from None
             is_good = number == 0 if name == OUT_OF_BOUNDS else 0 <= number < math.inf
             if "FAILED" in value or not is_good:
-                self.failures.append((line, f"{name} : {value}"))
+                self.failures.append((position, f"{name} : {value}"))
         self.footers[name] = value
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether there is a sign of why it ended too early."""
-        return bool(self.ends.keys() - {End.WARNING})
-
     def missing(self) -> list[str]:
-        """Return what a run lacks that was cut or aborted without a sign of why."""
-        if self.is_over or self.has_ended:
+        """Describe the missing end of a run that shows no failure."""
+        if self.is_over or self.has_failed:
             return []
         if self.has_table:
             return ["has no footer: the run was aborted, or the log is cut"]
         return ["ended before its table began"]
 
-    def finish(self, test: str = "", line_of: Callable[[int], int] = int) -> Run:
+    def finish(self, test: str = "") -> Run:
         ending = self._ending()
         # A warning that is quoted as the cause is not reported twice.
         quoted = "; ".join(text for _, text in ending)
@@ -258,23 +246,17 @@ class ParserState:
         name = test or self._find_test(listed.num_ranks, warnings)
         ranks = self._count_ranks(name, listed.num_ranks, warnings)
         is_complete = self.is_over and not self.has_gap
-        if self.strays:
-            more = len(self.strays) - _MAX_LISTED
-            text = f"passed over what is no row: {'; '.join(self.strays[:_MAX_LISTED])}"
-            warnings.append(f"{text} and {more} more" if more > 0 else text)
-        facts: dict[str, object] = {
-            "source": self.source,
-            "line": self.first_line,
-            **listed.facts,
-            **self.facts,
-        }
+        facts = {"source": self.source, "line": self.first_line}
+        facts |= {**listed.facts, **self.facts}
         bounds = self._number(OUT_OF_BOUNDS)
+        sides = [side for row in self.rows for side in row.sides()]
+        is_checked = self.has_errors or any(s.num_wrong is not None for s in sides)
+        if not (bounds or is_checked):
+            bounds = None  # 0 of no checks
         run = Run(
             test=name,
             ranks=ranks,
             rows=tuple(self.rows),
-            extras=tuple(self.extras) if any(self.extras) else (),
-            footers=self.footers,
             average_busbw_gb_per_s=self._number(AVERAGE),
             num_out_of_bounds=None if bounds is None else int(bounds),
             is_complete=is_complete,
@@ -284,35 +266,36 @@ class ParserState:
         )
         odd = _odd_average(run) if is_complete else ""
         warnings += [odd] if odd else []
-        bad = [(line_of(self.lines[index]), text) for index, text in run.bad_values()]
+        bad = [(self.positions[index], text) for index, text in run.bad_values()]
         found = sorted([*bad, *self.failures, *ending])
-        failures = tuple(f"{self.source}:{line}: {text}" for line, text in found)
+        failures = tuple(self.locate(position, text) for position, text in found)
         return replace(run, warnings=tuple(warnings), failures=failures)
+
+    def locate(self, position: int, text: str) -> str:
+        if not self.is_json:
+            return f"{self.source}:{position}: {text}"
+        result = f"result {position}: " if position >= 0 else ""
+        return f"{self.source}: {result}{text}"
 
     def _number(self, footer: str) -> float | None:
         text = self.footers.get(footer, "N/A")
         return None if text.startswith("N/A") else float(text.split()[0])
 
     def _ending(self) -> list[tuple[int, str]]:
-        """Return what ended the run too early, the first cause first."""
-        ends = {kind: self.ends[kind] for kind in sorted(self.ends)}
-        warning = ends.pop(End.WARNING, None)
-        if self.is_over and End.STRAY in ends:
-            line, text = ends.pop(End.STRAY)
+        """Return the failure that ended the run too early, with its line; or none."""
+        signs = self.signs[:_MAX_SIGNS]
+        if self.stray and self.is_over:
+            line, text = self.stray
             self.warnings.append(f"line {line}: {text}")
-        if End.FAILURE in ends:
-            ends.pop(End.ECHO, None)
-        # Of a launcher's the most telling alone: the others follow from it.
-        reports = ends.keys() & {End.CAUSE, End.PROCESS, End.VAGUE, End.STRAY}
-        for kind in sorted(reports)[1:]:
-            ends.pop(kind)
-        signs = sorted(ends.values())
-        if warning and signs and warning < signs[0]:
-            signs.insert(0, warning)
-        texts = [f"line {line}: {text}" for line, text in signs[1:]]
-        return [
-            (at, "; ".join([f"the run failed: {t}", *texts])) for at, t in signs[:1]
-        ]
+        elif self.stray and not signs:
+            signs = [self.stray]
+        if not signs:
+            return []
+        if self.nccl_warning and self.nccl_warning < signs[0]:
+            signs.insert(0, self.nccl_warning)
+        (first, text), *others = signs
+        more = "".join(f"; line {line}: {other}" for line, other in others)
+        return [(first, f"the run failed: {text}{more}")]
 
     def _count_ranks(
         self, test: str, listed: int | None, warnings: list[str]
@@ -347,7 +330,7 @@ class ParserState:
 
 
 def _odd_average(run: Run) -> str:
-    """Return how a log's average differs from that of its rows; empty for not."""
+    """Return a warning if a log's average is not that of its rows, else nothing."""
     values, stated = run.all_busbw_gb_per_s(), run.average_busbw_gb_per_s
     if not values or stated is None or not all(map(math.isfinite, values)):
         return ""

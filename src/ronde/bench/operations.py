@@ -1,7 +1,7 @@
-"""One operation of each collective on memory of its own, ready to be called repeatedly.
+"""The timed calls: one operation of each collective on preallocated buffers.
 
-What an engine has no call for is made of those that it has. All slicing is done before
-the timed loop: an operation is a function without arguments.
+Collectives that engines lack are made of calls that they have. All slicing is done
+before the timed loop: an operation is a function without arguments.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,11 +14,11 @@ from torch import Tensor
 from ronde.bench.catalog import Collective, DType, Matrix, Shape, premultiplier
 from ronde.collectives import Communicator, ReduceOp, rows
 
-CANARY_BYTES = 256  # on either side of a result, which nobody may touch
-# Engines do these in place; out of place is a copy and then that.
+CANARY_BYTES = 256  # on either side of a result, to detect stray writes
+# Engines do these in place only; out of place is a copy and the call in place.
 IN_PLACE_ONLY = frozenset({"all_reduce", "broadcast", "reduce"})
 
-_MAX_PLACES = 16384
+_MAX_VIEWS = 16384
 
 Operation = Callable[[], object]
 
@@ -46,7 +46,7 @@ class CallSpec:
 
 
 class Views(NamedTuple):
-    """One operation's arguments; in place both are of one buffer."""
+    """Arguments of one operation; in place both are in one buffer."""
 
     send: Tensor
     receive: Tensor
@@ -54,7 +54,7 @@ class Views(NamedTuple):
 
 
 class Buffers:
-    """Two buffers that are allocated once and hold the largest row."""
+    """Send and receive buffers, allocated once for the largest row."""
 
     def __init__(
         self, allocate: Callable[[int], Tensor], capacity_bytes: int, unaligned_by: int
@@ -66,12 +66,14 @@ class Buffers:
         self._send = allocate(num_bytes)
         self._receive = allocate(num_bytes)
 
-    def places(self, spec: CallSpec, *, is_in_place: bool) -> Iterator[Views]:
-        """Yield the arguments of the first, second, ... operation of a loop."""
-        # Each is behind the one before by what that touched, so that small messages are
-        # not in the cache already, and round again; the largest row stays where it is.
+    def moving_views(self, spec: CallSpec, *, is_in_place: bool) -> Iterator[Views]:
+        """Yield the arguments of the first, second, ... operation of a loop.
+
+        Each operation works on the memory behind the previous one's, so that small
+        messages are not in the cache. The largest row has no room to move.
+        """
         step = spec.shape.span * spec.dtype.num_bytes
-        count = min(_MAX_PLACES, self.capacity_bytes // step if step else 1)
+        count = min(_MAX_VIEWS, self.capacity_bytes // step if step else 1)
         for index in range(max(1, count)):
             yield self.views(spec, index, is_in_place=is_in_place)
 
@@ -89,9 +91,9 @@ class Buffers:
         return Views(own, receive[end : end + shape.receive], is_in_place)
 
     def fill(self, pattern: Tensor, num_bytes: int) -> None:
-        """Repeat the bytes of ``pattern`` through the first part of both buffers."""
-        # Timed reductions are soon infinite or have wrapped, which costs no more time;
-        # zeros, or numbers that become denormal, could.
+        """Repeat the bytes of ``pattern`` in the first part of both buffers."""
+        # Zeros and denormal numbers could change the speed of a reduction; numbers that
+        # become infinite or wrap do not.
         end = min(num_bytes + 2 * CANARY_BYTES, self._send.numel())
         for buffer in (self._send, self._receive):
             for start in range(0, end, pattern.numel()):
@@ -99,7 +101,7 @@ class Buffers:
                 part.copy_(pattern[: part.numel()])
 
     def canaries(self, spec: CallSpec, *, is_in_place: bool) -> tuple[Tensor, Tensor]:
-        """Return the bytes on either side of what the first place's operation fills."""
+        """Return the bytes on either side of the first operation's result."""
         start = self._start(spec)
         # In place the input may be beside the result.
         filled = spec.shape.span if is_in_place else spec.shape.receive
@@ -114,8 +116,10 @@ class Buffers:
 def make_operation(
     spec: CallSpec, communicator: Communicator, views: Views
 ) -> Operation:
-    """Return an operation on ``views``; it is over when the call returns."""
-    # On CUDA "over" means ordered before what the current stream is given next.
+    """Return an operation on ``views`` that is complete when the call returns.
+
+    On CUDA it is complete in the order of the current stream.
+    """
     return _MAKERS[spec.test.name](spec, communicator, views)
 
 
@@ -144,7 +148,7 @@ def _reduce_scatter(
 
 
 def _reduce(spec: CallSpec, communicator: Communicator, views: Views) -> Operation:
-    """Every rank reduces its share, and the root gathers the shares."""
+    """Reduce a share on every rank, then gather the shares at the root."""
     counts = rows(views.receive.numel(), spec.size)
     shares = views.receive.split_with_sizes(counts)
     own = shares[spec.rank]
@@ -157,7 +161,7 @@ def _reduce(spec: CallSpec, communicator: Communicator, views: Views) -> Operati
 def _to_root(
     spec: CallSpec, communicator: Communicator, own: Tensor, slots: Sequence[Tensor]
 ) -> Operation:
-    """Return what brings every rank's ``own`` to the root, whose own stays."""
+    """Send every other rank's ``own`` to its slot at the root."""
     if spec.rank != spec.root:
         return lambda: communicator.send(own, spec.root).wait()
     others = [(slots[r], r) for r in range(spec.size) if r != spec.rank]
@@ -240,7 +244,7 @@ def _sendrecv(spec: CallSpec, communicator: Communicator, views: Views) -> Opera
 
 
 def _hypercube(spec: CallSpec, communicator: Communicator, views: Views) -> Operation:
-    """Gather by doubling: in round k ranks that differ in bit k exchange all."""
+    """Gather by doubling: in round k, ranks that differ in bit k exchange all data."""
     share = views.send.numel()
     if not share:
         return lambda: None

@@ -1,4 +1,4 @@
-"""The options of ``ronde bench``: nccl-tests' flags and ours, as values; no torch.
+"""Options of ``ronde bench``: nccl-tests' flags and ronde's own; no torch.
 
 Every flag of nccl-tests is honoured, ignored with a note, or refused.
 """
@@ -31,12 +31,12 @@ class Exit(IntEnum):
     TIMEOUT = 4
     UNSUPPORTED = 5
     USAGE = 6
-    FAILED = 7  # wrong values, less bandwidth than was asked for, or a run that failed
+    FAILED = 7  # wrong values, too little bandwidth, or a run that failed
     INTERRUPTED = 130
 
 
 class UnsupportedError(UsageError):
-    """What was asked for makes sense, but not here: exit code 5."""
+    """A valid request that cannot be met here: exit code 5."""
 
 
 ALL_ROOTS = -1
@@ -44,7 +44,7 @@ ALL_ROOTS = -1
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """Which rows there are."""
+    """Rows of a benchmark."""
 
     min_bytes: int
     max_bytes: int
@@ -61,7 +61,7 @@ class Sweep:
             size = size * self.factor if self.factor > 1 else size + self.step_bytes
 
     def roots(self, test: Collective, size: int) -> list[int]:
-        """Return the roots to take in turn, -1 where there is none."""
+        """Return the roots to measure, -1 for a collective without a root."""
         if not test.has_root:
             return [-1]
         return list(range(size)) if self.root == ALL_ROOTS else [self.root]
@@ -69,13 +69,13 @@ class Sweep:
 
 @dataclass(frozen=True, slots=True)
 class TimingLoop:
-    """How one row is measured."""
+    """Measurement of one row."""
 
     iterations: int = 20  # timed iterations
     aggregated: int = 1  # operations an iteration
     warmup: int = 1  # untimed operations before a sweep, for every size
-    checks: int = 1  # verified operations for each size and place
-    cycles: int = 1  # whole sweeps; 0 goes on until it is stopped
+    checks: int = 1  # verified operations for each size, out of place and in place
+    cycles: int = 1  # whole sweeps; 0 for no end
     blocking: int = 0
     average: int = 1
     is_cpu_time: bool = False  # show the time that the calls took to return
@@ -88,37 +88,36 @@ class TimingLoop:
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """What is shown of a run, and where."""
+    """Output of a run."""
 
     has_timestamps: bool = False  # every row ends with the time of day
     has_memory: bool = False  # show at the end how much memory was used
-    has_limit: bool = True  # find the physical bound, and show how near each row is
+    has_limit: bool = True  # find the physical bound and add a column %limit
     link_rate_gb_per_s: float = 0.0  # of a host's link; 0 reads it
     json_path: str = ""  # file for nccl-tests' JSON, or empty
     record_path: str = ""  # file that a record is appended to, or empty
-    plot_path: str = ""  # file for a drawing, or empty
 
 
 @dataclass(frozen=True, slots=True)
 class Engines:
-    """What moves the bytes."""
+    """Engines to measure, and their device."""
 
     names: tuple[str, ...] = ("auto",)
     algorithm: str = ""  # the schedule, or empty
     device: str = "auto"  # ``cpu``, ``cuda`` or ``auto``
     is_foreign: bool = False  # measure tensors that are not in the engine's own memory
-    rounds: int = 5  # how often engines that are compared take turns
+    rounds: int = 5  # turns of engines that are compared
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """All that was asked for."""
+    """The whole command line."""
 
     test: Collective
     sweep: Sweep
-    loop: TimingLoop  # how each is measured
-    shown: Shown  # what is shown
-    engines: Engines  # what moves the bytes
+    loop: TimingLoop
+    shown: Shown
+    engines: Engines
     num_threads: int = 1  # nccl-tests' threads a process
     num_gpus: int = 1  # nccl-tests' GPUs a thread
     is_compared: bool = False  # set engines side by side
@@ -130,8 +129,8 @@ class Options:
     ignored: tuple[str, ...] = ()  # flags that have no effect, as the user wrote them
     needing_cuda: tuple[str, ...] = ()
     cta_policy: str = ""  # for NCCL, or empty
-    # In a rank that ``ronde bench`` started: ``terminal`` or ``pipe``, what the user
-    # looks at; else empty.
+    # In a rank that ``ronde bench`` started: ``terminal`` or ``pipe``, the user's
+    # standard error; else empty.
     parent: str = ""
     words: tuple[str, ...] = ()  # the command line
 
@@ -166,8 +165,8 @@ measurement (nccl-tests' flags):
   -c, --check N         verified operations of each row; 0 for none (default: 1)
   -z, --blocking N      1: wait and barrier after each operation; 2: wait after each;
                         3: wait and barrier after each iteration (default: 0, neither)
-  -a, --average N       how the ranks' times are combined: 0 rank 0's, 1 mean, 2 least,
-                        3 greatest (default: 1)
+  -a, --average N       time of a row: 0 rank 0's, 1 the ranks' mean, 2 least, 3
+                        greatest (default: 1)
   -T, --timeout TIME    exit with code 4 if a synchronisation takes longer (default: 0,
                         no limit)
   -u, --unalign N       elements by which buffers are shifted (default: 0)
@@ -177,9 +176,9 @@ measurement (nccl-tests' flags):
                         iterations that -I leaves out of its summary (default: 0)
 
 output (nccl-tests' flags):
-  -C, --report_cputime N      1: show how long the calls took to return (default: 0)
+  -C, --report_cputime N      1: show the time until the calls return (default: 0)
   -S, --report_timestamps N   1: end each row with the time of day (default: 0)
-  -M, --memory N              1: show at the end how much memory was used (default: 0)
+  -M, --memory N              1: show the memory used at the end (default: 0)
   -J, --output_file FILE      write nccl-tests' JSON to FILE, which must end in .json
 
 ranks (nccl-tests' flags):
@@ -201,8 +200,8 @@ types and operations:
   -o, --op NAME         sum, prod, max, min, avg, mulsum or all (default: sum)
 
 engines:
-  --engine NAME         what moves the bytes (default: auto)
-  --algorithm NAME      schedule that it follows
+  --engine NAME         engine (default: auto)
+  --algorithm NAME      schedule of the engine scheduled
   --compare A,B         compare engines, which take turns on each row
   --rounds N            turns of --compare (default: 5)
   --device NAME         cpu, cuda or auto (default: auto)
@@ -213,7 +212,6 @@ engines:
 
 further output and control:
   --json FILE           append a record to FILE
-  --plot FILE           draw a chart into FILE, an .svg or .png
   --[no-]limit          find the physical bound and add a column %limit (default: on)
   --link-rate GB/S      rate of a host's link, where it is unknown
   --duration TIME       end a soak after TIME, as 30s or 2h
@@ -247,7 +245,7 @@ _DEFAULTS = {
     "-o": "sum",
     "--engine": "auto",
     "--device": "auto",
-    **dict.fromkeys(("-J", "-x", "--algorithm", "--json", "--plot", "--parent"), ""),
+    **dict.fromkeys(("-J", "-x", "--algorithm", "--json", "--parent"), ""),
 }
 _NOT_HERE = {
     "-G": "replay of CUDA graphs",
@@ -259,11 +257,11 @@ _Flags = Mapping[str, str]
 
 
 def parse(words: Sequence[str]) -> Options:
-    """Read a command line, the collective's name first.
+    """Parse a command line, the collective's name first.
 
     Raises:
-        UnsupportedError: It asks for what cannot be had here; ``--lenient`` ignores it.
-        UsageError: It is wrong.
+        UnsupportedError: A flag is not supported here, and ``--lenient`` is not given.
+        UsageError: The command line is wrong.
     """
     parser = CommandParser("ronde bench", HELP, positionals={"collective": "?"})
     parser.declare("  --parent WHERE")
@@ -367,7 +365,6 @@ def _shown(flags: _Flags, *, has_limit: bool) -> Shown:
         link_rate_gb_per_s=rate,
         json_path=path,
         record_path=flags["--json"],
-        plot_path=flags["--plot"],
     )
 
 

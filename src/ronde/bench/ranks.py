@@ -1,12 +1,13 @@
-"""The ranks of a benchmark: connected, cut into groups, each with its device."""
+"""Connections of a benchmark's ranks, their groups and devices."""
 
 import os
 import socket
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
+from ronde.bench.limits import pci_address
 from ronde.bench.options import Options, UnsupportedError
 from ronde.bench.results import Device
 from ronde.bench.variables import Variables
@@ -22,12 +23,12 @@ _CUDA_ENGINES = frozenset({"auto", "nccl"})
 
 
 class Ranks(NamedTuple):
-    """What this rank has in common with the others."""
+    """The ranks of a benchmark, as seen by this one."""
 
     control: Communicator
     engines: Mapping[str, Communicator]
-    device: torch.device  # where this rank's tensors are
-    devices: tuple[Device, ...]  # what each rank of the world runs on
+    device: torch.device  # of this rank's tensors
+    devices: tuple[Device, ...]  # one per rank of the world
     hosts: tuple[str, ...]  # the host of each rank of this rank's group
     num_sharing: int  # ranks on this host
 
@@ -36,7 +37,7 @@ class Ranks(NamedTuple):
         return next(iter(self.engines.values()))
 
     @property
-    def is_speaker(self) -> bool:
+    def is_rank_0(self) -> bool:
         return self.control.rank == 0
 
     def exchange(self, values: Sequence[float]) -> list[list[float]]:
@@ -49,12 +50,12 @@ class Ranks(NamedTuple):
             communicator.close()
 
 
-def meet_ranks(info: RankInfo, options: Options, variables: Variables) -> Ranks:
-    """Connect to the other ranks by every engine that is asked for; collective.
+def connect_ranks(info: RankInfo, options: Options, variables: Variables) -> Ranks:
+    """Connect to the other ranks with every engine of the command line; collective.
 
     Raises:
-        UsageError: An engine is not there, or there is no such device.
-        CollectiveError: Not all ranks came.
+        UsageError: An engine or a device is missing.
+        CollectiveError: A rank is missing.
     """
     device, names = _device(info, options, variables), options.engines.names
     if variables.split is not None and "mpi" in names:
@@ -99,7 +100,7 @@ def _connect(info: RankInfo, name: str, options: Options) -> Communicator:
         info,
         engine=engine,
         algorithm=algorithm or options.engines.algorithm,
-        # Longer than the watchdog, which knows more.
+        # Longer than the watchdog, whose message is better.
         timeout_s=limit_s + _AFTER_WATCHDOG_S if limit_s else DEFAULT_TIMEOUT_S,
     )
 
@@ -107,7 +108,7 @@ def _connect(info: RankInfo, name: str, options: Options) -> Communicator:
 def _group_info(
     info: RankInfo, colours: Sequence[int], hosts: Sequence[str]
 ) -> RankInfo:
-    """Return what this rank's group alone meets by, where all have met."""
+    """Return the ``RankInfo`` by which this rank's group connects."""
     mine = colours[info.rank]
     members = [rank for rank, colour in enumerate(colours) if colour == mine]
     local = [rank for rank in members if hosts[rank] == hosts[info.rank]]
@@ -160,13 +161,9 @@ def cuda_device(index: int, local_rank: int, cure: str) -> torch.device:
 
 
 def _describe(rank: int, group: int, device: torch.device) -> Device:
-    index, place, name = 0, (0, 0, 0), MachineRecord.here().cpu or "CPU"
+    name = MachineRecord.here().cpu or "CPU"
     if device.type == "cuda":
-        # torch gives these properties no type.
-        cuda: Any = torch.cuda
-        facts: Any = cuda.get_device_properties(device)
-        index, name = device.index, facts.name
-        names = ("pci_domain_id", "pci_bus_id", "pci_device_id")
-        place = tuple(int(getattr(facts, each, 0)) for each in names)
-    bus_id = "{:04x}:{:02x}:{:02x}".format(*place)
-    return Device(rank, group, os.getpid(), socket.gethostname(), index, bus_id, name)
+        name = torch.cuda.get_device_name(device)
+    index, host = device.index or 0, socket.gethostname()
+    address = pci_address(device)
+    return Device(rank, group, os.getpid(), host, index, address, name)

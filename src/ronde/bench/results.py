@@ -1,4 +1,4 @@
-"""A benchmark as values: while it runs, afterwards, and as a record; no torch."""
+"""Results of a benchmark, and their record; no torch."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -27,7 +27,7 @@ class Side:
 
     @property
     def is_measured(self) -> bool:
-        """Whether time and rates are finite numbers of at least 0, or not there."""
+        """True unless time or a rate is negative, infinite or NaN."""
         time_us, algbw = self.time_us or 0.0, self.algbw_gb_per_s or 0.0
         is_time, is_rate = 0 <= time_us < math.inf, 0 <= algbw < math.inf
         return is_time and is_rate and 0 <= (self.busbw_gb_per_s or 0.0) < math.inf
@@ -53,12 +53,11 @@ class Row:
         return -1 if self.root is None else self.root
 
 
-PLACES = ("out_of_place", "in_place")
-Extra = float | str  # A cell that only some logs have
+HALVES = ("out_of_place", "in_place")
 
 
 class RankSource(StrEnum):
-    """What shows how many ranks took part."""
+    """Source of the number of ranks."""
 
     GIVEN = "given"
     DEVICES = "devices"  # the list of devices, one line a rank
@@ -68,11 +67,11 @@ class RankSource(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RankCount:
-    """How many ranks took part, and how sure that is."""
+    """Number of ranks, with its uncertainty."""
 
     value: int | None = None  # None where it is unknown
     source: RankSource = RankSource.UNKNOWN
-    # The least and the largest number that agree with what was printed.
+    # The least and the largest number that agree with the printed figures.
     low: int | None = None
     high: int | None = None
 
@@ -90,17 +89,12 @@ class Run:
     # In the order of measuring. Sizes repeat: with several dtypes, operations, roots or
     # cycles, and where rounding made them 0.
     rows: tuple[Row, ...]
-    # One mapping a row, or none at all: cells beyond a ``Row``, such as
-    # ``out_of_place.cputime_us``, ``in_place.i_p99_us`` or ``timestamp``.
-    extras: tuple[dict[str, Extra], ...] = ()
-    # What followed the rows, such as ``Avg bus bandwidth``, as printed.
-    footers: dict[str, str] = field(default_factory=dict[str, str])
-    average_busbw_gb_per_s: float | None = None  # as the run stated it itself
-    num_out_of_bounds: int | None = None  # failed checks that the run stated itself
-    is_complete: bool = True  # whether it ran to its end and all rows are here
-    warnings: tuple[str, ...] = ()  # what is odd about it, one sentence each
-    failures: tuple[str, ...] = ()  # what ended it, and wrong values
-    engine: str = ""  # what moved the bytes; empty where it is unknown
+    average_busbw_gb_per_s: float | None = None  # as printed
+    num_out_of_bounds: int | None = None  # failed checks, as printed; None without any
+    is_complete: bool = True  # it ran to its end and all rows are here
+    warnings: tuple[str, ...] = ()  # one sentence each
+    failures: tuple[str, ...] = ()  # the reason of its end, and wrong values
+    engine: str = ""  # empty where it is unknown
     facts: dict[str, Any] = field(default_factory=dict[str, Any])
 
     def all_busbw_gb_per_s(self) -> list[float]:
@@ -108,19 +102,13 @@ class Run:
         return [value for value in values if value is not None]
 
     def num_wrong(self) -> float | None:
-        """Return the wrong elements of all rows; None where nothing was checked.
-
-        Old tables have a column ``error`` and the number of failed checks instead.
-        """
+        """Return the wrong elements, or failed checks of old logs; None without any."""
         counts = [side.num_wrong for row in self.rows for side in row.sides()]
         known = [count for count in counts if count is not None]
-        has_errors = any(key.endswith(".error") for each in self.extras for key in each)
-        if known:
-            return sum(known)
-        return self.num_out_of_bounds if has_errors or self.num_out_of_bounds else None
+        return sum(known) if known else self.num_out_of_bounds
 
     def bad_values(self) -> list[tuple[int, str]]:
-        """Return what no good run has, each with the index of the first such row."""
+        """Describe wrong elements and unreal figures, with the index of their row."""
         wrong = f"{self.num_wrong() or 0:g} wrong elements"
         unreal = "a time or rate that is negative or no number"
         found: dict[str, list[int]] = {wrong: [], unreal: []}
@@ -131,21 +119,21 @@ class Run:
                 if not side.is_measured:
                     found[unreal].append(index)
         bad: list[tuple[int, str]] = []
-        for what, (first, *more) in ((w, each) for w, each in found.items() if each):
+        for problem, (first, *more) in ((p, at) for p, at in found.items() if at):
             row, rows = self.rows[first], counted(len({first, *more}), "row")
             where = f"the first of {row.size_bytes} bytes, {row.dtype} {row.redop}"
-            bad.append((first, f"{what} in {rows}, {where}"))
+            bad.append((first, f"{problem} in {rows}, {where}"))
         return bad
 
 
 KIND = "bench"
-_MEASURED = ("rows", "extras", "average_busbw_gb_per_s")
+_MEASURED = ("rows", "average_busbw_gb_per_s")
 _ELSEWHERE = MachineRecord(num_cores=0, cpu="", python="", platform="")
 _NON_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
 
 def to_record(run: Run, *, was_measured_here: bool = True) -> Record:
-    """Return a run as a record of kind ``bench``; infinity and NaN become text."""
+    """Make a record of kind ``bench``; infinity and NaN become text."""
     values = cast("dict[str, Any]", finite(asdict(run)))
     machine = MachineRecord.here() if was_measured_here else _ELSEWHERE
     return Record(KIND, values, machine=machine)
@@ -154,19 +142,20 @@ def to_record(run: Run, *, was_measured_here: bool = True) -> Record:
 def from_record(record: Record) -> Run:
     if record.kind != KIND:
         raise UsageError(f"kind of a record must be {KIND}, got {record.kind!r}.")
-    values: dict[str, Any] = {"failures": []}  # records of before have none
+    values: dict[str, Any] = {"failures": []}  # missing in old records
     for name, value in record.values.items():
-        values[name] = _numbers(value) if name in _MEASURED else value
+        if name not in ("extras", "footers"):  # of old records
+            values[name] = _numbers(value) if name in _MEASURED else value
     try:
         return from_plain(Run, values, "a run")
     except ValueError as error:
         raise UsageError(
-            f"values of a {KIND} record must be a run's, got one that is not: {error}"
+            f"values of a {KIND} record must be those of a run: {error}"
         ) from error
 
 
 def _numbers(value: object) -> object:
-    """Return ``value`` with what ``finite`` has made text as numbers again."""
+    """Undo ``finite``: words for infinity and NaN become numbers."""
     if isinstance(value, dict):
         entries = cast("dict[str, object]", value)
         return {name: _numbers(each) for name, each in entries.items()}
@@ -176,9 +165,9 @@ def _numbers(value: object) -> object:
 
 
 def finite(value: object, num_decimals: int | None = None) -> object:
-    """Return ``value`` with infinities and NaN as text, and tuples as lists.
+    """Make ``value`` valid JSON: infinities and NaN as text, tuples as lists.
 
-    Other floats are rounded to ``num_decimals``, where they are given.
+    Other floats are rounded to ``num_decimals`` if it is given.
     """
     if isinstance(value, float):
         if not math.isfinite(value):
@@ -220,14 +209,13 @@ class IterationTimes:
         return 100 * self.deviation_us / self.mean_us if self.mean_us else 0.0
 
     def percentile_us(self, percent: int) -> float:
-        """Return the time that ``percent`` of the iterations do not exceed."""
         times = self.kept_us
         return times[max(0, math.ceil(percent / 100 * len(times)) - 1)]
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What one rank runs on."""
+    """Process and device of one rank."""
 
     rank: int  # of the world
     group: int
@@ -240,7 +228,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Heading:
-    """What is known before the first row."""
+    """Facts that are shown before the first row."""
 
     options: Options
     engine: str
@@ -250,13 +238,13 @@ class Heading:
     notes: tuple[str, ...] = ()
     shown_variables: tuple[str, ...] = ()  # the environment, as far as it may be quoted
     limit: Limit | None = None  # the physical bound, where one is known
-    call_overhead_us: float | None = None  # of an operation on next to nothing
+    call_overhead_us: float | None = None  # of an operation on almost no data
     nccl_version: int = 0  # as NCCL writes it in one number; 0 without it
     started_at: datetime = field(default_factory=datetime.now)
 
 
 class Half(NamedTuple):
-    """One place of one row."""
+    """One measured half of a row: out of place or in place."""
 
     side: Side
     iterations: IterationTimes | None = None  # where each was timed
@@ -275,20 +263,20 @@ class Measured:
 
 
 class Reason(IntEnum):
-    """Why there are no more rows; where ranks differ the greatest counts."""
+    """Reason of the end; where ranks differ, the greatest counts."""
 
     COMPLETE = 0
-    DURATION = 1  # the time that the user gave it is over
+    DURATION = 1  # --duration is over
     STOPPED = 2  # by the user
 
 
 @dataclass(slots=True)
 class Totals:
-    """What is kept of all rows: a soak must not grow."""
+    """Sums over all rows, so that a soak keeps no rows."""
 
     num_rows: int = 0
     num_busbw: int = 0  # bandwidths in the sum
-    sum_busbw_gb_per_s: float = 0.0  # of all rows and places
+    sum_busbw_gb_per_s: float = 0.0  # of all rows and halves
     peak_busbw_gb_per_s: float = 0.0
     peak_size_bytes: int = 0
     num_failed: int = 0  # checks that failed
@@ -314,12 +302,12 @@ class Totals:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """What is known after the last row."""
+    """Facts that are shown after the last row."""
 
     totals: Totals
     least_busbw_gb_per_s: float | None = None  # the average must reach 0.9 of it
     memory: str = ""  # the memory line, or empty
-    errors: tuple[str, ...] = ()  # what went wrong, one sentence each
+    errors: tuple[str, ...] = ()  # one sentence each
     reason: Reason = Reason.COMPLETE
     ended_at: datetime = field(default_factory=datetime.now)
 

@@ -1,4 +1,4 @@
-"""From options to rows: everything before the first and after the last."""
+"""Setup of a benchmark: ranks, memory, buffers and heading."""
 
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -10,7 +10,7 @@ from ronde.bench import catalog
 from ronde.bench.limits import search_limit
 from ronde.bench.operations import IN_PLACE_ONLY, Buffers
 from ronde.bench.options import Options
-from ronde.bench.ranks import Ranks, meet_ranks
+from ronde.bench.ranks import Ranks, connect_ranks
 from ronde.bench.results import Heading
 from ronde.bench.sweeps import Case, RowBench
 from ronde.bench.timing import Clock, Expired, Watchdog
@@ -32,14 +32,14 @@ class BenchSession(NamedTuple):
     variables: Variables
     ranks: Ranks
     benches: dict[str, RowBench]  # by engine
-    notes: tuple[str, ...]  # how it is measured
+    notes: tuple[str, ...]  # shown above the rows
 
     @property
     def first(self) -> RowBench:
         return next(iter(self.benches.values()))
 
     def heading(self) -> Heading:
-        """Return what is known before the first row; collective."""
+        """Gather the facts for the heading; collective."""
         limit, reason = self._limit()
         device, version = self.ranks.device, 0
         if device.type == "cuda":
@@ -65,11 +65,11 @@ class BenchSession(NamedTuple):
         )
 
     def _limit(self) -> tuple[Limit | None, str]:
-        """Find the physical bound, or why there is none; collective."""
+        """Return the physical bound, or the reason why there is none; collective."""
         shown, ranks = self.options.shown, self.ranks
         if not shown.has_limit:
             return None, ""
-        # ronde run names the interface so, if not the user.
+        # Set by ronde run or by the user.
         named = select_variables([_INTERFACE]).get(_INTERFACE, "")
         given = KnownRates(shown.link_rate_gb_per_s or None, interface=named)
         name, device = self.options.test.name, ranks.device
@@ -77,7 +77,7 @@ class BenchSession(NamedTuple):
         return found.limit, found.reason
 
     def _call_overhead_us(self) -> float | None:
-        """Return the time of an operation on next to nothing."""
+        """Measure an operation on almost no data."""
         bench = self.first
         test, sweep, loop = self.options.test, self.options.sweep, self.options.loop
         size, num_bytes = bench.communicator.size, sweep.dtypes[0].num_bytes
@@ -99,13 +99,13 @@ class BenchSession(NamedTuple):
 def open_session(
     rank_info: RankInfo, options: Options, variables: Variables, on_expired: Expired
 ) -> BenchSession:
-    """Connect, find room, allocate; collective.
+    """Connect the ranks and allocate their buffers; collective.
 
     Raises:
-        UsageError: Something asked for cannot be.
-        CollectiveError: The ranks did not meet.
+        UsageError: An option cannot be met.
+        CollectiveError: A rank is missing.
     """
-    ranks = meet_ranks(rank_info, options, variables)
+    ranks = connect_ranks(rank_info, options, variables)
     size, device = ranks.group.size, ranks.device
     if options.test.has_root and options.sweep.root >= size:
         raise UsageError(
@@ -126,8 +126,8 @@ def open_session(
             return own.allocate(num_bytes, torch.uint8, device)
 
         buffers = Buffers(allocate, num_bytes, loop.unaligned_by)
-        how = (clock, loop, variables.traffic, watchdog)
-        benches[name] = RowBench(ranks, communicator, buffers, *how)
+        rules = (clock, loop, variables.traffic, watchdog)
+        benches[name] = RowBench(ranks, communicator, buffers, *rules)
     notes = (*_notes(options, size, device), *cut)
     return BenchSession(options, variables, ranks, benches, notes)
 
@@ -153,7 +153,7 @@ def _clock(ranks: Ranks) -> Clock:
 
 
 def _fit(options: Options, ranks: Ranks) -> tuple[Options, tuple[str, ...]]:
-    """Cut the sweep to what fits the memory of the scarcest rank; collective."""
+    """Cut the sweep to the least memory of any rank; collective."""
     if ranks.device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(ranks.device)
         memory = AvailableMemory(free, "the GPU's memory", "")

@@ -1,4 +1,4 @@
-"""Rows, sweeps and engines side by side: timed and verified."""
+"""Measurement of rows, sweeps and compared engines."""
 
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,13 +26,13 @@ _TILE_BYTES = 1 << 17
 
 
 class Case(NamedTuple):
-    """What one row is of."""
+    """Collective, type, operation, root and size of one row."""
 
     test: catalog.Collective
     dtype: catalog.DType
-    op: str  # the reduction, or what the cell shows
+    op: str  # the reduction, or the text of its cell
     root: int  # or -1
-    size_bytes: int  # what the sweep asks for
+    size_bytes: int  # nominal; shares are rounded down
 
     def __str__(self) -> str:
         return (
@@ -50,7 +50,7 @@ class RowBench:
     buffers: Buffers
     clock: Clock
     loop: TimingLoop
-    traffic: catalog.Traffic  # who sends how much in ``alltoallv``
+    traffic: catalog.Traffic  # of ``alltoallv``
     watchdog: Watchdog
 
     def spec(self, case: Case) -> CallSpec:
@@ -68,8 +68,8 @@ class RowBench:
     def operations(self, case: Case, *, is_in_place: bool) -> list[Operation]:
         spec = self.spec(case)
         count = self.loop.iterations * self.loop.aggregated
-        places = islice(self.buffers.places(spec, is_in_place=is_in_place), count)
-        return [make_operation(spec, self.communicator, views) for views in places]
+        views = islice(self.buffers.moving_views(spec, is_in_place=is_in_place), count)
+        return [make_operation(spec, self.communicator, each) for each in views]
 
     def warm_up(self, case: Case) -> None:
         with self.watchdog.watching(f"warm-up of {case}"):
@@ -142,7 +142,7 @@ class RowBench:
         counts: Sequence[float],
         called_us: float | None = None,
     ) -> results.Side:
-        """Return half a row; ``called_us`` is shown as the time where it is given."""
+        """Make half a row; ``called_us`` replaces the time that is shown."""
         size, width = self.communicator.size, case.dtype.num_bytes
         moved = catalog.base_bytes(case.test, self.spec(case).shape, width, size)
         algbw = moved / time_us / 1e3 if time_us else 0.0
@@ -186,38 +186,38 @@ def _tile(reduction: ReductionInputs | None, rank: int, device: torch.device) ->
 
 @dataclass(frozen=True, slots=True)
 class SweepBench:
-    """Runs the sweeps that were asked for."""
+    """The sweeps of one engine."""
 
-    rows: RowBench  # measures one row
-    options: Options  # which rows there are
-    is_stopped: Callable[[], bool]  # whether the user of this rank wants an end
-    is_traffic_shown: bool = False  # say of ``alltoallv`` what every rank sent
+    rows: RowBench
+    options: Options
+    is_stopped: Callable[[], bool]  # has the user of this rank stopped it?
+    is_traffic_shown: bool = False  # show the traffic of every rank in ``alltoallv``
 
-    def run(self, take: Callable[[results.Measured | str], None]) -> results.Reason:
-        """Have ``take`` called with each row, and remarks between; collective."""
+    def run(self, report: Callable[[results.Measured | str], None]) -> results.Reason:
+        """Call ``report`` with each row, and with remarks between; collective."""
         test, size = self.options.test, self.rows.communicator.size
         if not catalog.is_possible(test, size):
-            take(f"nRanks {size} is not a power of 2, skipping")
+            report(f"nRanks {size} is not a power of 2, skipping")
             return results.Reason.COMPLETE
         pairs, skipped = self.possible()
         for text in skipped:
-            take(text)
+            report(text)
         started = monotonic()
         cycles = self.options.loop.cycles
         for cycle in range(cycles) if cycles else count():
             for case in self.cases(pairs):
                 measured = self.rows.measure(case, cycle)
-                take(measured)
+                report(measured)
                 if self.is_traffic_shown and test.spread is catalog.Spread.MATRIX:
                     for text in self._traffic(case, measured):
-                        take(text)
+                        report(text)
                 reason = self.agree_to_stop(started)
                 if reason:
                     return reason
         return results.Reason.COMPLETE
 
     def cases(self, pairs: list[tuple[catalog.DType, str]]) -> Iterator[Case]:
-        """Yield the cases of one sweep; warms each type, operation and root up."""
+        """Yield the cases of one sweep; warm up each type, operation and root first."""
         test, sweep = self.options.test, self.options.sweep
         for dtype, op in pairs:
             for root in sweep.roots(test, self.rows.communicator.size):
@@ -229,7 +229,7 @@ class SweepBench:
                 yield from cases
 
     def agree_to_stop(self, started_s: float) -> results.Reason:
-        """Return whether to end here, and why, alike on all ranks; collective."""
+        """Return the reason to stop, or ``COMPLETE`` to go on; collective."""
         duration_s = self.options.loop.duration_s
         is_over = bool(duration_s) and monotonic() - started_s > duration_s
         own = results.Reason.DURATION if is_over else results.Reason.COMPLETE
@@ -254,7 +254,7 @@ class SweepBench:
             )
 
     def possible(self) -> tuple[list[tuple[catalog.DType, str]], list[str]]:
-        """Return the types and operations that the engine has, and why not others."""
+        """Return the types and operations of the engine, and notes on the others."""
         sweep, communicator = self.options.sweep, self.rows.communicator
         possible: list[tuple[catalog.DType, str]] = []
         skipped: list[str] = []
@@ -276,14 +276,14 @@ class SweepBench:
 
 @dataclass(frozen=True, slots=True)
 class EngineComparison:
-    """Runs the same rows on several engines, in turns: a slow minute hits all."""
+    """The same rows on several engines, in turns, so that a slow minute hits all."""
 
-    benches: Mapping[str, RowBench]  # the first is the one others are compared with
+    benches: Mapping[str, RowBench]  # the first is the reference
     options: Options
     is_stopped: Callable[[], bool]
 
-    def run(self, take: Callable[[Compared | str], None]) -> results.Reason:
-        """Have ``take`` called with each row, and remarks between; collective."""
+    def run(self, report: Callable[[Compared | str], None]) -> results.Reason:
+        """Call ``report`` with each row, and with remarks between; collective."""
         sweeps = {
             name: SweepBench(bench, self.options, self.is_stopped)
             for name, bench in self.benches.items()
@@ -296,12 +296,12 @@ class EngineComparison:
                 raise UnsupportedError(f"engine {name}: {error}") from error
             found.append(pairs)
             for text in skipped:
-                take(f"{name}: {text}")
+                report(f"{name}: {text}")
         common = [pair for pair in found[0] if all(pair in each for each in found)]
         started = monotonic()
         all_cases = (sweep.cases(common) for sweep in sweeps.values())
         for case, *_ in zip(*all_cases, strict=True):
-            take(self._compare(case))
+            report(self._compare(case))
             reason = next(iter(sweeps.values())).agree_to_stop(started)
             if reason:
                 return reason

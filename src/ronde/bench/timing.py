@@ -1,9 +1,9 @@
-"""The clock around operations, and the watchdog of what does not end.
+"""Timing of operations, and a watchdog.
 
-Note [What is timed]. Wall clock of the host around all iterations and the final
-synchronisation. Everything that an operation needs is made before; the collector is off
-meanwhile. Engines for CPU tensors are waited for after every operation, since the next
-one uses the same buffers: ``-z 0`` and ``-z 2`` are one there.
+Note [What is timed]. The host's wall clock around all iterations and the final
+synchronisation. Arguments are made before, and the garbage collector is off. Operations
+on CPU tensors are waited for one by one, as the next one may use the same buffers:
+``-z 0`` is ``-z 2`` there.
 """
 
 import gc
@@ -24,17 +24,17 @@ Expired = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Watchdog:
-    """Reports from another thread when a stretch of work takes too long."""
+    """Reports work that takes too long, from another thread."""
 
-    timeout_s: float  # 0 watches nothing
+    timeout_s: float  # 0 for no watchdog
     on_expired: Expired  # gets the name of the work
 
     @contextmanager
-    def watching(self, what: str) -> Generator[None]:
+    def watching(self, work: str) -> Generator[None]:
         if not self.timeout_s:
             yield
             return
-        timer = threading.Timer(self.timeout_s, self.on_expired, (what,))
+        timer = threading.Timer(self.timeout_s, self.on_expired, (work,))
         timer.daemon = True
         timer.start()
         try:
@@ -49,20 +49,20 @@ WAIT_AND_BARRIER_OUTSIDE = 3
 
 
 class Elapsed(NamedTuple):
-    """What one rank measured of one loop."""
+    """One rank's times of one loop."""
 
     total_s: float  # from the first call to the end of the last operation
     called_s: float  # from the first call to the return of the last
-    iterations_s: tuple[float, ...] = ()  # each iteration, where that was asked for
+    iterations_s: tuple[float, ...] = ()  # with ``-I``
 
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """How this device is timed."""
+    """Clock of a device."""
 
-    synchronize: Operation  # waits for all that the device was given
+    synchronize: Operation  # waits for all work of the device
     barrier: Operation  # waits for all ranks
-    # A moment, and the seconds between two: on the host, or of the device's stream.
+    # A time stamp, and the seconds between two: of the host, or of the stream.
     mark: Callable[[], Any] = perf_counter
     between: Callable[[Any, Any], float] = lambda begun, ended: ended - begun
 
@@ -115,7 +115,7 @@ class Clock:
 
 
 def combine(times_s: Sequence[float], average: int) -> float:
-    """Make one time of those of all ranks, as nccl-tests' ``-a`` asks."""
+    """Combine the times of all ranks as nccl-tests' ``-a`` does."""
     if average == 0:
         return times_s[0]
     return (fmean, min, max)[average - 1](times_s)

@@ -1,4 +1,4 @@
-"""What nccl-tests' environment variables ask for; no torch."""
+"""nccl-tests' environment variables; no torch."""
 
 import re
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ SHOWN = (
     "CUDA_DEVICE_ORDER",
     "RONDE_ENGINE",
     "RONDE_ALGORITHM",
-)  # What a result may quote. nccl-tests writes down all variables, secrets included.
+)  # A result may quote these. nccl-tests records all variables, secrets included.
 
 _SPLIT = re.compile(r"\s*(AND|OR|MOD|DIV|[&|%/])\s*(\w+)\s*", re.IGNORECASE)
 _OPERATORS = {
@@ -32,23 +32,23 @@ _SIGNS = {"&": "AND", "|": "OR", "%": "MOD", "/": "DIV"}
 
 
 class Split(NamedTuple):
-    """How the ranks are cut into groups: those of one colour are together."""
+    """Rule that gives each rank the colour of its group."""
 
     operator: str  # AND, OR, MOD or DIV
-    operand: int  # what it is done with
+    operand: int
 
     def colour_of(self, rank: int) -> int:
         return _OPERATORS[self.operator](rank, self.operand)
 
 
 class Variables(NamedTuple):
-    """What the environment asks for."""
+    """Settings that nccl-tests reads from the environment."""
 
     split: Split | None = None  # None for one group
     first_device: int | None = None  # the first GPU to use; None for the local rank's
     least_busbw_gb_per_s: float | None = None  # the average must reach 0.9 of it
     traffic: Traffic = Traffic()
-    is_traffic_shown: bool = False  # print what every rank sent
+    is_traffic_shown: bool = False  # show the traffic of every rank
     shown: tuple[str, ...] = ()  # the variables that a result may quote
 
 

@@ -1,4 +1,4 @@
-"""``ronde bench``: words -> ranks of its own, or this rank's part -> exit code."""
+"""``ronde bench`` and ``ronde bench train``: command line, and start of the ranks."""
 
 import argparse
 import sys
@@ -11,10 +11,7 @@ from ronde.arguments import CommandParser
 from ronde.bench.catalog import largest_row, require_room
 from ronde.bench.options import HELP, Exit, Options, UnsupportedError, parse
 from ronde.bench.training.catalogue import MODELS
-from ronde.bench.training.outcome import (
-    TrainOptions,
-    find_model,
-)
+from ronde.bench.training.outcome import TrainOptions, find_model
 from ronde.bench.variables import read_variables
 from ronde.cli.exits import give_up_output, is_unwritten
 from ronde.errors import CollectiveError, RondeError, UsageError
@@ -27,7 +24,6 @@ from ronde.launch.program import absolute_path
 from ronde.launch.signals import STOPPING, caught_signals
 from ronde.memory import available_memory, import_torch
 from ronde.render.console import SelfLaunchConsole
-from ronde.render.plot import check_path
 from ronde.topology.machine import count_cores, count_slots
 from ronde.world import Launcher, RankInfo, read_rank_info
 from ronde.world.environment import require_algorithm, require_engine
@@ -45,7 +41,7 @@ def run(words: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return Exit.INTERRUPTED
     except RondeError as error:
-        # One write: the launcher's console shows once what several ranks write alike.
+        # One write: the launcher's console merges equal lines of several ranks.
         sys.stderr.write(f"ronde: {error}\n")
         sys.stderr.flush()
         codes = [code for kind, code in _EXITS if isinstance(error, kind)]
@@ -85,7 +81,6 @@ def _bench(words: list[str]) -> int:
         return _start(words, options)
     if not options.parent and info.launcher is not Launcher.NONE:
         _require_joinable(options, info)
-    # Only here: this imports torch.
     import_torch()
     from ronde.cli.bench_rank import run_rank
 
@@ -103,8 +98,6 @@ def _require_possible(options: Options) -> None:
             "-J must be left out with --compare: its form holds one engine. Give "
             "--json FILE for a record of each."
         )
-    if shown.plot_path:
-        check_path(Path(shown.plot_path))
     for name, path in (("-J", shown.json_path), ("--json", shown.record_path)):
         if path and not absolute_path(path).parent.is_dir():
             raise UsageError(
@@ -120,7 +113,7 @@ def _start(words: Sequence[str], options: Options) -> int:
         memory, is_checked = available_memory(), options.loop.checks > 0
         largest = largest_row(memory.num_bytes, size, is_checked=is_checked)
         require_room(options.sweep.min_bytes, largest, memory)
-    # To NCCL each rank is a host of its own: on one host it refuses a GPU twice.
+    # A host name per rank, as NCCL refuses two ranks of one host on one GPU.
     rank_env = {
         rank: {"NCCL_HOSTID": f"ronde-{rank}", "NCCL_P2P_DISABLE": "1"}
         for rank in range(size if options.is_gpu_shared else 0)
@@ -150,9 +143,9 @@ def _require_joinable(options: Options, info: RankInfo) -> None:
         )
     if options.is_gpu_shared:
         raise UsageError(
-            "--share-gpu must be given where ronde bench starts the ranks itself, got "
-            f"a rank of {info.launcher}. Set NCCL_HOSTID to another name for each "
-            "rank instead, and NCCL_TESTS_DEVICE."
+            "--share-gpu needs ranks that ronde bench starts itself, got a rank of "
+            f"{info.launcher}. Set NCCL_HOSTID to another name for each rank "
+            "instead, and NCCL_TESTS_DEVICE."
         )
 
 
@@ -166,10 +159,10 @@ def run_self(
     env: Mapping[str, str] | None = None,
     rank_env: Mapping[int, Mapping[str, str]] | None = None,
 ) -> int:
-    """Start ``python -m ronde WORDS`` once per rank on this machine; wait for the end.
+    """Run ``python -m ronde WORDS`` once per rank on this machine.
 
-    Ctrl-C and SIGTERM go to all ranks, which have 10 s to end. Returns the exit code of
-    the rank that failed first, else 0; after Ctrl-C the highest of all.
+    Ctrl-C and SIGTERM go to all ranks, which have 10 s to exit. Returns the exit code
+    of the rank that failed first, else 0; after Ctrl-C the highest of all.
     """
     with caught_signals() as signal_fd, start_local_agent() as agent:
         spec = JobSpec(
@@ -189,7 +182,7 @@ def run_self(
 _HELP = """\
 usage: ronde bench train --model NAME [-n N] [options]
 
-Measure training steps of a well-known model.
+Measure training steps of a model.
 
 options:
   --model NAME          one of the models below
@@ -209,7 +202,7 @@ options:
                         ranks to start (default: one per GPU, else one per core)
   --device {auto,cpu,cuda}
                         (default: auto)
-  --engine NAME         what moves the tensors, as for ronde run
+  --engine NAME         engine, as for ronde run
   --rounds N            rounds (default: 5)
   --steps N             steps per round (default: as many as take about 0.4 s)
   --warmup N            untimed steps before the first round (default: 3)
@@ -217,9 +210,9 @@ options:
   -h, --help            show this help and exit
 
 Three runs take turns, a few steps each, over several rounds: 1 rank, all ranks, and all
-ranks without communication, which is the most that reducing gradients could reach. The
-data is synthetic. "exposed" is the communication that the backward pass does not hide:
-its time with communication minus its time without.
+ranks without communication, the ceiling for all ranks. The data is synthetic. "exposed"
+is the communication that the backward pass does not hide: its time with communication
+minus its time without.
 
 Without a launcher the command starts its own ranks on this machine; under ronde run,
 torchrun or mpirun it joins theirs.
@@ -246,7 +239,7 @@ def run_train(words: Sequence[str]) -> int:
     options, path = _options(given), given.json
     if path is not None and (path.is_dir() or not absolute_path(path).parent.is_dir()):
         raise UsageError(
-            f"--json must be a file in a directory that is there, got {path}. "
+            f"--json must be a file in a directory that exists, got {path}. "
             f"Type: mkdir -p {path.parent}"
         )
     info = read_rank_info()
@@ -265,8 +258,8 @@ def run_train(words: Sequence[str]) -> int:
         return run_self(own_words, size)
     if given.num_proc not in (None, info.size):
         raise UsageError(
-            f"-n must be the ranks that {info.launcher} has started, {info.size}, "
-            f"got {given.num_proc}. Leave -n out."
+            f"-n must be the number of ranks that {info.launcher} has started, "
+            f"{info.size}, got {given.num_proc}. Leave -n out."
         )
     return _run_rank(options, info, given)
 
@@ -291,9 +284,8 @@ def _run_rank(options: TrainOptions, info: RankInfo, given: argparse.Namespace) 
             append_record(given.json, Record(KIND, record_values(outcome)))
         if not outcome.is_in_step:
             print(
-                "ronde: weights must be equal on all ranks after training, and are "
-                f"not. Compare the sums of engine {outcome.setting.engine}: "
-                "ronde bench all_reduce",
+                "ronde: the ranks' weights differ after training. Check the sums of "
+                f"engine {outcome.setting.engine}: ronde bench all_reduce",
                 file=sys.stderr,
             )
     return Exit.OK if outcome.is_in_step else Exit.FAILED
@@ -304,14 +296,13 @@ def _show_progress(num_done: int, num_blocks: int) -> None:
 
     text = f"\r{bar(num_done, num_blocks)} blocks of steps"
     if num_done == num_blocks:
-        # The launcher's console knows no escapes.
+        # The launcher's console handles no escape sequences.
         text = "\r\x1b[K" if sys.stderr.isatty() else "\r \r"
     print(text, end="", file=sys.stderr, flush=True)
 
 
 def _options(given: argparse.Namespace) -> TrainOptions:
     model = find_model(given.model)
-    # What is left out is as ``TrainOptions`` has it.
     named: dict[str, Any] = {"batch": model.batch}
     names = "batch rounds steps warmup dtype device optimizer compression input"
     for name in names.split():

@@ -17,7 +17,7 @@ import torch
 from ronde.bench import results
 from ronde.bench.comparison import Compared
 from ronde.bench.options import Exit, Options
-from ronde.bench.ranks import Ranks, meet_ranks
+from ronde.bench.ranks import Ranks, connect_ranks
 from ronde.bench.session import BenchSession, open_session
 from ronde.bench.sweeps import EngineComparison, SweepBench
 from ronde.bench.tuning import tune
@@ -26,7 +26,6 @@ from ronde.collectives.choice import TableKey, explain, find_table, save
 from ronde.errors import CollectiveError, UsageError
 from ronde.records import append_record
 from ronde.render import bench as render
-from ronde.render.plot import Point, draw
 from ronde.units import format_size
 from ronde.world import RankInfo
 from ronde.world.environment import read_cache_directory
@@ -43,9 +42,9 @@ _SEVERAL_HOSTS = (
 
 @contextmanager
 def _stopping() -> Generator[Callable[[], bool]]:
-    """Let Ctrl-C and SIGTERM end the benchmark between two rows, or at once if again.
+    """Turn Ctrl-C and SIGTERM into a flag; the second signal kills.
 
-    Yields whether the user has asked for it.
+    Yields a function that returns True after the first one.
     """
     received: list[int] = []
 
@@ -65,26 +64,26 @@ def _stopping() -> Generator[Callable[[], bool]]:
 
 
 def run_rank(options: Options, variables: Variables, info: RankInfo) -> int:
-    """Take part in a benchmark; return the exit code, alike on all ranks."""
+    """Run this rank's part of a benchmark; return the exit code, equal on all ranks."""
     if options.is_tuned:
         _run_tuning(options, variables, info)
     if not options.is_measured:
         if options.is_explained:
-            ranks = meet_ranks(info, options, variables)
-            if ranks.is_speaker:
+            ranks = connect_ranks(info, options, variables)
+            if ranks.is_rank_0:
                 print("\n".join(_explained(ranks)), flush=True)
-            _part(ranks)
+            _close(ranks)
         return Exit.OK
     reporter = Reporter(options, is_shown=info.rank == 0)
     try:
         session = open_session(info, options, variables, reporter.expired)
     except CollectiveError as error:
         raise UsageError(
-            f"all {info.size} ranks that {info.launcher} has started must meet: {error}"
+            f"not all {info.size} ranks of {info.launcher} have connected: {error}"
         ) from error
     with _stopping() as is_stopped:
         try:
-            if options.is_explained and session.ranks.is_speaker:
+            if options.is_explained and session.ranks.is_rank_0:
                 lines = _explained(session.ranks)
                 print("\n".join(f"# {line}" for line in lines), flush=True)
             measure = _compare if options.is_compared else _sweep
@@ -94,12 +93,12 @@ def run_rank(options: Options, variables: Variables, info: RankInfo) -> int:
             reporter.end(results.Ending(reporter.totals, errors=(problem,)))
             session.ranks.close()
             raise
-        _part(session.ranks)
+        _close(session.ranks)
     return code
 
 
-def _part(ranks: Ranks) -> None:
-    # Nobody may leave before rank 0 has reported all: a launcher would end it.
+def _close(ranks: Ranks) -> None:
+    # A rank that exits before rank 0 has reported everything may end the job.
     ranks.control.barrier().wait()
     ranks.close()
 
@@ -110,7 +109,7 @@ def _sweep(
     reporter.begin(session.heading())
     is_shown = session.variables.is_traffic_shown
     sweep = SweepBench(session.first, session.options, is_stopped, is_shown)
-    reason = sweep.run(reporter.take)
+    reason = sweep.run(reporter.report)
     # A soak has no other end.
     is_cut = reason is results.Reason.STOPPED and session.options.loop.cycles > 0
     errors = ("interrupted",) if is_cut else ()
@@ -139,7 +138,7 @@ def _compare(
     heading, shown = session.heading(), session.options.shown
     compared: list[Compared] = []
 
-    def take(event: Compared | str) -> None:
+    def report(event: Compared | str) -> None:
         if isinstance(event, str):
             reporter.show(f"# {event}")
             return
@@ -149,18 +148,16 @@ def _compare(
     reporter.show(*render.facts_lines(heading))
     reporter.show(*render.comparison_titles(heading, list(session.benches)))
     comparison = EngineComparison(session.benches, session.options, is_stopped)
-    reason = comparison.run(take)
+    reason = comparison.run(report)
     was_stopped = reason is results.Reason.STOPPED
     error = "interrupted" if was_stopped else ""
     reporter.show(*render.comparison_summary(compared, error))
     rows = {name: [each.rows[name] for each in compared] for name in session.benches}
-    if session.ranks.is_speaker:
+    if session.ranks.is_rank_0:
         for name, each in rows.items() if shown.record_path else ():
             run = _run(heading, name, each, {})
             run = replace(run, is_complete=reason is results.Reason.COMPLETE)
             append_record(Path(shown.record_path), results.to_record(run))
-        if shown.plot_path:
-            _plot(heading, rows)
     if was_stopped:
         return Exit.INTERRUPTED
     sides = [each.side(engine) for each in compared for engine in each.rows]
@@ -172,8 +169,8 @@ def _run_tuning(options: Options, variables: Variables, info: RankInfo) -> None:
     if not names:
         names = _ONE_HOST if info.local_size == info.size else _SEVERAL_HOSTS
     engines = replace(options.engines, names=names, device="cpu")
-    ranks = meet_ranks(info, replace(options, engines=engines), variables)
-    is_shown = ranks.is_speaker and options.parent == "terminal"
+    ranks = connect_ranks(info, replace(options, engines=engines), variables)
+    is_shown = ranks.is_rank_0 and options.parent == "terminal"
 
     def show(num_done: int, num_sizes: int) -> None:
         is_over = num_done == num_sizes
@@ -181,11 +178,11 @@ def _run_tuning(options: Options, variables: Variables, info: RankInfo) -> None:
         print(text, end="", file=sys.stderr, flush=True)
 
     table = tune(ranks.engines, on_progress=show if is_shown else None)
-    if ranks.is_speaker:
+    if ranks.is_rank_0:
         key = TableKey.here(Counter(ranks.hosts))
         path = save(table, key, read_cache_directory())
         print(f"{explain(table)}\nkept in {path}", flush=True)
-    _part(ranks)
+    _close(ranks)
 
 
 def _explained(ranks: Ranks) -> list[str]:
@@ -194,7 +191,7 @@ def _explained(ranks: Ranks) -> list[str]:
 
 
 class Reporter:
-    """Shows what is measured as it comes; writes JSON, a record and a drawing."""
+    """Output of rank 0: the table, progress, JSON and a record."""
 
     def __init__(self, options: Options, *, is_shown: bool) -> None:
         self.totals = results.Totals()
@@ -222,7 +219,7 @@ class Reporter:
         if self._json is not None:
             self._json.begin(heading)
 
-    def take(self, event: results.Measured | str) -> None:
+    def report(self, event: results.Measured | str) -> None:
         if isinstance(event, str):
             self.show(f"# {event}")
             return
@@ -234,7 +231,7 @@ class Reporter:
         if self._json is not None:
             self._json.row(event)
         if event.cycle != self._cycle and not self._options.loop.cycles:
-            # A soak keeps its last sweep alone.
+            # A soak keeps only its last sweep.
             self._rows.clear()
         self._cycle = event.cycle
         self._rows.append(event.row)
@@ -275,12 +272,10 @@ class Reporter:
                 failures=ending.failures,
             )
             append_record(Path(shown.record_path), results.to_record(run))
-        if shown.plot_path:
-            _plot(heading, {heading.engine: self._rows})
 
-    def expired(self, what: str) -> None:
+    def expired(self, work: str) -> None:
         limit_s = self._options.loop.timeout_s
-        reason = f"{what} must end within -T {limit_s:g} s, and did not"
+        reason = f"{work} did not end within -T {limit_s:g} s"
         print(f"ronde: {reason}.", file=sys.stderr, flush=True)
         self.end(results.Ending(self.totals, errors=(reason,)))
         sys.stdout.flush()
@@ -288,7 +283,7 @@ class Reporter:
         os._exit(Exit.TIMEOUT)
 
     def _wipe(self, *, is_last: bool = False) -> None:
-        """Take the line of progress away; the launcher's console does it by itself."""
+        """Clear the line of progress; the launcher's console needs only the last."""
         if self._has_progress and sys.stderr.isatty():
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
         elif self._has_progress and is_last:
@@ -305,19 +300,6 @@ def _run(
     facts = {**facts, "words": list(heading.options.words)}
     test = heading.options.test.name
     return results.Run(test, ranks, tuple(rows), engine=engine, facts=facts)
-
-
-def _plot(heading: results.Heading, rows: Mapping[str, Sequence[results.Row]]) -> None:
-    series = {name: [_point(row) for row in own] for name, own in rows.items()}
-    if any(point.busbw_gb_per_s > 0 for own in series.values() for point in own):
-        path = Path(heading.options.shown.plot_path)
-        title = f"{heading.options.test.name}, {heading.size} ranks"
-        draw(series, heading.limit, path, title=title)
-
-
-def _point(row: results.Row) -> Point:
-    best = max(row.sides(), key=lambda side: side.busbw_gb_per_s or 0.0)
-    return Point(row.size_bytes, best.busbw_gb_per_s or 0.0, best.time_us)
 
 
 def _open_new(path: str) -> TextIO:

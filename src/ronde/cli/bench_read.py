@@ -1,4 +1,4 @@
-"""``ronde bench read`` and ``compare``: words -> results of others -> tables."""
+"""``ronde bench read`` and ``compare``: tables of results in logs and records."""
 
 import argparse
 import sys
@@ -122,7 +122,7 @@ def run_compare(words: Sequence[str]) -> int:
             "two results must have rows of the same test, type, operation and root to "
             "be compared, got none. If a log does not name its test, give --test."
         )
-    # A ratio that is no number is below everything.
+    # NaN is below any ratio.
     if options.fail_below is None or mean >= options.fail_below:
         return status
     print(f"ronde: B/A is {mean:.3f}, below {options.fail_below:g}", file=sys.stderr)
@@ -153,7 +153,7 @@ def _read(options: argparse.Namespace, names: Sequence[str]) -> list[Log]:
 
 
 def _read_file(name: str, test: str) -> Log:
-    """Read a log; one that cannot be read has no runs, for others may have failed."""
+    """Read a log; a file that cannot be read becomes a log without runs."""
     is_input = name == "-"
     try:
         content = sys.stdin.buffer.read() if is_input else Path(name).read_bytes()

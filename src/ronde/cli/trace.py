@@ -1,4 +1,4 @@
-"""``ronde trace``: words -> timelines -> text, or one timeline."""
+"""``ronde trace``: shows a timeline as text, or merges parts into one."""
 
 import argparse
 import sys

@@ -19,7 +19,6 @@ __getattr__ = lazy_exports(
         "hosts": "fold_hosts write_hostfile",
         "job": "plan_text summarize tabulate_failures",
         "jobs": "draw_jobs",
-        "plot": "Point check_path draw",
         "text": "format_ranks format_runs parse_ranks",
         "topo_log": "count_findings draw_log draw_log_findings draw_search",
         "topo_tables": (

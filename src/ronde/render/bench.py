@@ -1,7 +1,7 @@
-"""A benchmark as nccl-tests prints it, and its JSON, version 3; engines compared.
+"""Output of a benchmark in nccl-tests' form: table and JSON, version 3; comparisons.
 
-Ours is appended where parsers of theirs do not look: in comments, ``%limit`` after
-everything else in a row, and in JSON under the key ``ronde``.
+ronde's additions are where parsers of that form do not look: in comments, ``%limit`` as
+the last cell of a row, and in JSON under the key ``ronde``.
 """
 
 import json
@@ -141,7 +141,7 @@ def _half(half: results.Half) -> str:
 
 
 def number(value: float, width: int) -> str:
-    """Write a number with as many decimals, up to two, as fit into ``width``."""
+    """Format a number with up to two decimals, as many as fit into ``width``."""
     for decimals in (2, 1, 0):
         text = f"{value:{width}.{decimals}f}"
         if len(text) <= width:
@@ -180,7 +180,7 @@ def bar(num_done: int, num_all: int) -> str:
 def progress_text(
     totals: results.Totals, num_rows: int, elapsed_s: float, cycle: int
 ) -> str:
-    """Return how far a benchmark is; ``num_rows`` is 0 for a soak, which has no end."""
+    """Return the line of progress; ``num_rows`` is 0 for a soak, which has no end."""
     done = totals.num_rows
     text = f"{bar(done, num_rows)} rows" if num_rows else f"soak: cycle {cycle + 1}"
     text += "" if num_rows else f", {done} rows"
@@ -193,12 +193,12 @@ def progress_text(
 
 def comparison_titles(heading: results.Heading, engines: Sequence[str]) -> list[str]:
     rounds = heading.options.engines.rounds
-    place = "in place" if heading.options.test.is_in_place_checked else "out of place"
+    half = "in place" if heading.options.test.is_in_place_checked else "out of place"
     names = "".join(f" |{name:^{_WIDTH}}" for name in engines)
     cells = f"{'time':>{_TIME}}  {'busbw':>{_RATE}}  {'ratio':>{_RATIO}}"
     units = f"{'(us)':>{_TIME}}  {'(GB/s)':>{_RATE}}  {'':>{_RATIO}}"
     return [
-        f"# engines take turns: medians of {rounds} rounds, {place}",
+        f"# engines take turns: medians of {rounds} rounds, {half}",
         f"# ratio: speed by that of {engines[0]}",
         "#",
         f"# {_KEY.format('', '', '', '')}{names}",
@@ -234,7 +234,7 @@ VERSION = 3
 
 
 class JsonReport:
-    """Writes one result into a new file: valid JSON at every end, Ctrl-C included."""
+    """JSON of one result; it is valid after every end, also after Ctrl-C."""
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
@@ -251,7 +251,7 @@ class JsonReport:
             "nccl_version": heading.nccl_version,
             "config": _config(heading),
         }
-        # The list of rows stays open, as does the object around it.
+        # The list of rows and the object around it are closed by ``end``.
         self._file.write(json.dumps(head)[:-1] + ', "results": [')
         self._file.flush()
 
@@ -285,16 +285,16 @@ class JsonReport:
             "redop": row.redop,
             "root": f"{row.shown_root:6d}",
         }
-        for place in results.PLACES:
-            side, times, _ = getattr(measured, place)
-            entry[place] = {
+        for half in results.HALVES:
+            side, times, _ = getattr(measured, half)
+            entry[half] = {
                 time: side.time_us,
                 "alg_bw": side.algbw_gb_per_s,
                 "bus_bw": side.busbw_gb_per_s,
                 "nwrong": None if side.num_wrong is None else float(side.num_wrong),
             }
             if times is not None:
-                entry[f"{place}_per_iter"] = _iterations(times)
+                entry[f"{half}_per_iter"] = _iterations(times)
         entry["actual_iterations"] = self._heading.options.loop.iterations
         entry["experiment_name"] = ""
         at = measured.at.strftime(_STAMP)

@@ -1,10 +1,10 @@
-"""Tables of benchmarks: read, compared, and of training steps."""
+"""Tables of results that were read, compared, or measured from training steps."""
 
 import math
 from collections.abc import Iterable, Sequence
 
 from ronde.bench.comparison import PEAK, Comparison, RowKey
-from ronde.bench.results import PLACES, Run, Side
+from ronde.bench.results import HALVES, Run, Side
 from ronde.bench.training.catalogue import ModelFacts, Unit
 from ronde.bench.training.outcome import Phase, TrainingOutcome, Variant
 from ronde.render.text import align
@@ -23,7 +23,7 @@ _WIDTH = 10
 
 
 def draw_runs(runs: Sequence[tuple[str, Run]]) -> str:
-    """Return a line a run, each with the name of its log; bandwidths are in GB/s."""
+    """Return one line per run, with the name of its log; bandwidths are in GB/s."""
     return _table(_RUN_HEADINGS, [_run_cells(name, run) for name, run in runs])
 
 
@@ -44,8 +44,9 @@ def draw_comparison(comparison: Comparison, names: tuple[str, str]) -> str:
     lines = [f"A: {a}\n", f"B: {b}\n", *(f"{w}.\n" for w in comparison.warnings)]
     lines += ["\nbusbw in GB/s\n", _comparison_table(comparison)]
     mean = comparison.mean_ratio()
-    what = "no two rows can be compared"
-    lines.append(f"\n{what if mean is None else f'B/A, geometric mean: {mean:.3f}'}\n")
+    text = "no two rows can be compared"
+    text = text if mean is None else f"B/A, geometric mean: {mean:.3f}"
+    lines.append(f"\n{text}\n")
     tests = grouped((p.key.test or "?", p) for p in comparison.pairs if p.ratio)
     for test, pairs in tests.items():
         peak_a = max(pair.a_busbw_gb_per_s for pair in pairs)
@@ -54,7 +55,7 @@ def draw_comparison(comparison: Comparison, names: tuple[str, str]) -> str:
         lines.append(f"{test}, B/A of the peaks: {peak_b / peak_a:.3f} ({peaks})\n")
     for name, keys in (("A", comparison.only_a), ("B", comparison.only_b)):
         if keys:
-            lines.append(f"only in {name}: {_name_keys(keys)}\n")
+            lines.append(f"only in {name}: {counted(len(keys), 'row')}\n")
     return "".join(lines)
 
 
@@ -65,8 +66,8 @@ def _comparison_table(comparison: Comparison) -> str:
         titles = [key.test or "?", key.engine or _NONE, key.dtype, key.redop]
         size = "peak" if key.size_bytes == PEAK else format_size(key.size_bytes)
         titles += [str(key.root), size]
-        line = cells.setdefault(key, titles + [_NONE] * 3 * len(PLACES))
-        start = len(titles) + 3 * PLACES.index(pair.place)
+        line = cells.setdefault(key, titles + [_NONE] * 3 * len(HALVES))
+        start = len(titles) + 3 * HALVES.index(pair.half)
         line[start : start + 3] = [
             _number(pair.a_busbw_gb_per_s),
             _number(pair.b_busbw_gb_per_s),
@@ -79,22 +80,6 @@ def _comparison_table(comparison: Comparison) -> str:
         for line in lines:
             del line[1]
     return _table(lines[0], lines[1:])
-
-
-def _name_keys(keys: Sequence[RowKey]) -> str:
-    def kind_of(key: RowKey) -> str:
-        root = f"root {key.root}" if key.root >= 0 else ""
-        words = (key.test or "?", key.engine, key.dtype, key.redop, root)
-        return " ".join(word for word in words if word)
-
-    texts: list[str] = []
-    for kind, sizes in grouped((kind_of(key), key.size_bytes) for key in keys).items():
-        text = ", ".join(map(format_size, sizes))
-        if len(sizes) > 3:
-            low, high = format_size(min(sizes)), format_size(max(sizes))
-            text = f"{len(sizes)} sizes from {low} to {high}"
-        texts.append(f"{kind}: {text}")
-    return "; ".join(texts)
 
 
 def _run_cells(name: str, run: Run) -> list[str]:
@@ -122,7 +107,7 @@ def _run_cells(name: str, run: Run) -> list[str]:
 
 
 def _several(words: Iterable[str]) -> str:
-    """Return the one word that all are, or how many there are."""
+    """Return the word that all are, or the number of different ones."""
     different = list(dict.fromkeys(words)) or [_NONE]
     return different[0] if len(different) == 1 else f"{len(different)} kinds"
 
@@ -158,7 +143,7 @@ def draw_training(outcome: TrainingOutcome) -> str:
 
 
 def draw_models(models: list[ModelFacts]) -> str:
-    """Return a line a model: parameters, multiply-adds of a sample, usual batch."""
+    """Return one line per model: parameters, batch, multiply-adds of a sample."""
     lines = [f"{'name':12}{'parameters':>13}{'batch':>7}  forward"]
     lines += [
         f"{m.name:12}{m.num_parameters:13,}{m.batch:7}  {_macs(m)} for {_sample(m)}"
@@ -180,21 +165,21 @@ def _sample(model: ModelFacts) -> str:
 def _header(outcome: TrainingOutcome) -> list[str]:
     options, setting = outcome.options, outcome.setting
     model = options.model
-    what = f"{model.num_parameters:,} parameters, {_macs(model)} forward"
+    size = f"{model.num_parameters:,} parameters, {_macs(model)} forward"
     threads = counted(setting.num_threads, "thread")
     ranks = counted(setting.num_ranks, "rank")
     rounds = counted(len(outcome.rounds), "round")
-    how = f"{rounds} of {counted(outcome.num_steps, 'step')}"
+    blocks = f"{rounds} of {counted(outcome.num_steps, 'step')}"
     choices = [f"batch {options.batch} a rank", options.dtype, options.optimizer]
     choices += ["channels last"] if options.is_channels_last else []
     choices += ["compiled"] if options.is_compiled else []
     if setting.num_ranks > 1:
         choices += [f"engine {setting.engine}", f"compression {options.compression}"]
     lines = [
-        f"# {model.name}: {what} for {_sample(model)}",
+        f"# {model.name}: {size} for {_sample(model)}",
         f"# {ranks} on {setting.device}, {threads} each: {setting.device_name}",
         f"# {', '.join(choices)}",
-        f"# ms a step: medians over {how}, of the slowest rank",
+        f"# ms a step: medians over {blocks}, of the slowest rank",
     ]
     note = "# the split is of further steps, the device synchronised after each part"
     return lines if setting.device == "cpu" else [*lines, note]

@@ -124,7 +124,7 @@ class Recordings:
         own, self._own = self._own, None
         if own is not None:
             own.close()
-            own.bring_together(self._path, self._limit_bytes)
+            own.merge(self._path, self._limit_bytes)
 
     def break_off(self) -> None:
         """End both without the other ranks, some of which may be gone.
@@ -134,10 +134,10 @@ class Recordings:
         own, self._own = self._own, None
         launcher, self._launcher = self._launcher, None
         if own is not None:
-            own.break_off()
+            own.abort()
             own.remove_part()
         if launcher is not None:
-            launcher.break_off()
+            launcher.abort()
 
     def close(self) -> None:
         self.stop()

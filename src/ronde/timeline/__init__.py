@@ -1,4 +1,4 @@
-"""What ran when, taken down on each rank while it runs."""
+"""Recording of every rank's collectives, and their merged trace."""
 
 from ronde.lazy_exports import lazy_exports
 

@@ -1,9 +1,8 @@
-"""Tracks of all ranks on one clock, and which rank came late; pure.
+"""Alignment of all ranks' records to one clock, and the late rank of each operation.
 
-Ranks on one kernel share ``CLOCK_MONOTONIC``; ``clock_identity`` names it. Between
-others an offset is bounded by exchanges: who asks another for its time, at ``asked_ns``
-by its own clock, and has the answer at ``answered_ns``, knows that the answer was true
-at some moment between the two.
+Ranks on one kernel share ``CLOCK_MONOTONIC``; ``clock_identity`` names it. For other
+clocks an exchange bounds the offset: the reference's time in the answer was read
+between ``asked_ns`` and ``answered_ns`` of the own clock.
 """
 
 import platform
@@ -17,7 +16,7 @@ from ronde.timeline.events import Activity, ClockBound, Recorded
 from ronde.timeline.part import Track
 from ronde.world.environment import boot_identity
 
-DRIFT = 1e-4  # how fast a clock may drift from another, where unmeasured
+DRIFT = 1e-4  # bound of the drift between two clocks
 
 
 def clock_identity() -> str:
@@ -31,15 +30,15 @@ def clock_identity() -> str:
 
 
 class ClockReading(NamedTuple):
-    """One question for the reference's time, and its answer."""
+    """One exchange of times with the reference."""
 
     asked_ns: int  # by the own clock
-    reference_ns: int  # the answer, by the reference's clock
+    reference_ns: int  # by the reference's clock
     answered_ns: int  # by the own clock
 
 
 def bound_offset(exchanges: Sequence[ClockReading]) -> ClockBound:
-    """Return the bound that a quick series of exchanges gives together."""
+    """Combine a quick series of exchanges."""
     first, last = exchanges[0].asked_ns, exchanges[-1].answered_ns
     middle = (first + last) // 2
     slack = int((last - first) * DRIFT / 2)
@@ -49,16 +48,15 @@ def bound_offset(exchanges: Sequence[ClockReading]) -> ClockBound:
 
 
 class ClockMap(NamedTuple):
-    """Brings times of one clock to the reference's."""
+    """Map from one clock to the reference's."""
 
-    # Time, offset and error in ns, ascending in time, linear between them. No points:
-    # the clocks are one.
+    # Time, offset and error in ns, in order of time, linear between them. Without
+    # points both clocks are the same.
     points: tuple[tuple[int, int, int], ...] = ()
-    is_measured: bool = True  # else by the hosts' times of day, whose error is unknown
+    is_measured: bool = True  # False: from the time of day, with unknown error
 
     @classmethod
     def of_bounds(cls, bounds: Sequence[ClockBound]) -> "ClockMap":
-        """Run straight through the middles of what was measured."""
         points = [
             (b.at_ns, (b.low_ns + b.high_ns) // 2, -((b.low_ns - b.high_ns) // 2))
             for b in sorted(bounds, key=lambda bound: bound.at_ns)
@@ -69,43 +67,45 @@ class ClockMap(NamedTuple):
         return self._interpolate(at_ns, 1) if self.points else 0
 
     def error_ns(self, at_ns: int) -> int:
-        """Return how far the offset may be wrong; beyond what was measured it grows."""
+        """Return the error of the offset; it grows beyond the measured times."""
         if not self.points or not self.is_measured:
             return 0
         inside_ns = min(max(at_ns, self.points[0][0]), self.points[-1][0])
         drift_ns = int(abs(at_ns - inside_ns) * DRIFT)
         return self._interpolate(inside_ns, 2) + drift_ns
 
-    def _interpolate(self, at_ns: int, what: int) -> int:
+    def _interpolate(self, at_ns: int, column: int) -> int:
         index = bisect_right(self.points, at_ns, key=lambda point: point[0])
         index = min(index, len(self.points) - 1)
         before, after = self.points[max(index - 1, 0)], self.points[index]
         span = after[0] - before[0]
-        rise = (after[what] - before[what]) * (at_ns - before[0]) // span if span else 0
-        return before[what] + rise
+        if not span:
+            return before[column]
+        rise = after[column] - before[column]
+        return before[column] + rise * (at_ns - before[0]) // span
 
 
 class OperationKey(NamedTuple):
-    """What makes records of several ranks one operation."""
+    """Key that the ranks' records of one operation share."""
 
     session: int  # of the recording
     set_id: int  # the process set
     sequence: int  # among the set's operations
     name: str  # on the wire
-    turn: int  # how often the rest came before: numbers of sets are used again
+    turn: int  # earlier records with the same fields: ids of sets are reused
 
 
 class Arrival(NamedTuple):
-    """When the ranks asked for one operation."""
+    """Submission times of one operation."""
 
     late_rank: int  # the last; the lowest of several
     late_ns: int
-    early_ns: int  # when the first did
-    margin_ns: int  # by how much the last one was later than the one before it
+    early_ns: int  # of the first rank
+    margin_ns: int  # between the last rank and the one before it
 
     @classmethod
     def of(cls, times: Iterable[tuple[int, int]]) -> "Arrival":
-        """Return what pairs of a time and a negated rank show, two at least."""
+        """Make it of at least two pairs of a time and a negated rank."""
         ordered = sorted(times)
         late_ns, rank = ordered[-1]
         return cls(-rank, late_ns, ordered[0][0], late_ns - ordered[-2][0])
@@ -125,20 +125,20 @@ class AlignedTrack(NamedTuple):
 
     @property
     def error_us(self) -> float | None:
-        """How far its times may be off, at most; None where unmeasured."""
+        """Bound of the error of its times; None where unmeasured."""
         if not self.clock.is_measured:
             return None
         ends = [record.ended_ns for _, record in self.keyed]
         if not ends:
             return 0.0
-        # The map takes times of the own clock; the difference is far below its drift.
+        # The map needs times of the own clock.
         offset = self.clock.offset_ns(ends[0])
         bounds = (min(ends), max(ends))
         return max(self.clock.error_ns(at - offset) for at in bounds) / 1000
 
 
 def align(tracks: Sequence[Track]) -> list[AlignedTrack]:
-    """Bring all tracks to the clock of rank 0, or else of the lowest rank there is."""
+    """Align all tracks to the clock of rank 0, or else of the lowest rank."""
     clocks = _clock_maps(tracks)
     aligned: list[AlignedTrack] = []
     for track in tracks:
@@ -152,7 +152,7 @@ def align(tracks: Sequence[Track]) -> list[AlignedTrack]:
 def with_keys(
     records: Iterable[tuple[int, Recorded]],
 ) -> list[tuple[OperationKey, Recorded]]:
-    """Find the keys of one rank's records, in their order, each with its session."""
+    """Compute the keys of one rank's records, given in order with their session."""
     turns: Counter[tuple[int, int, int, str]] = Counter()
     keyed: list[tuple[OperationKey, Recorded]] = []
     for session, record in records:
@@ -183,20 +183,22 @@ def _clock_maps(tracks: Sequence[Track]) -> dict[str, ClockMap]:
 def find_arrivals(
     ranks: Iterable[tuple[int, Iterable[tuple[OperationKey, Recorded]]]],
 ) -> dict[OperationKey, Arrival]:
-    """Return which rank asked last, for each operation that several asked for."""
-    asked: dict[OperationKey, list[tuple[int, int]]] = {}
+    """Return the last rank of each operation that several ranks submitted."""
+    submitted: dict[OperationKey, list[tuple[int, int]]] = {}
     for rank, records in ranks:
         for key, record in records:
             if record.submitted_ns:
-                asked.setdefault(key, []).append((record.submitted_ns, -rank))
-    return {key: Arrival.of(times) for key, times in asked.items() if len(times) > 1}
+                submitted.setdefault(key, []).append((record.submitted_ns, -rank))
+    return {
+        key: Arrival.of(times) for key, times in submitted.items() if len(times) > 1
+    }
 
 
 def _shift(record: Recorded, clock: ClockMap) -> Recorded:
-    """Return a record with its times on the common clock; 0 stays "never"."""
+    """Shift a record to the common clock; 0 stays 0."""
     if not clock.points:
         return record
-    # One offset for all of it: its parts keep their lengths and stay nested.
+    # One offset for all times, so that activities keep their lengths and stay nested.
     offset = clock.offset_ns(record.ended_ns)
     return record._replace(
         submitted_ns=record.submitted_ns and record.submitted_ns + offset,
@@ -211,7 +213,7 @@ def _shift(record: Recorded, clock: ClockMap) -> Recorded:
 
 
 def waited_ns(record: Recorded, arrival: Arrival | None) -> int:
-    """Return how long a rank's tensor waited for the last rank's; 0 where unknown."""
+    """Return the time that a rank's tensor waited for the last rank; 0 if unknown."""
     if arrival is None or not record.submitted_ns:
         return 0
     return max(0, min(arrival.late_ns, record.ended_ns) - record.submitted_ns)

@@ -1,14 +1,14 @@
-"""Tracks of all ranks as one file in Chrome's trace format.
+"""Writer of a merged trace in Chrome's trace format.
 
 Note [The form of the file]
-    A JSON object: first ``otherData`` with what is known of the ranks and their clocks,
-    then ``traceEvents``, one a line, sorted by time. A rank is a ``pid``; operations of
-    a process set that overlap lie in several ``tid``, its lanes. An operation is an
-    ``X`` named ``NEGOTIATE_<OP>`` from its submission to the agreement, and one named
-    ``<OP>`` with its activities inside. At the moment at which the last rank came an
-    ``X`` without length bears that rank's number. Arguments name the tensor
-    (``tensor``), who came last (``late_rank``) and how long this rank's tensor waited
-    for it (``waited_us``). Times are us since the first event, to the ns.
+    A JSON object: first ``otherData`` with the ranks and their clocks, then
+    ``traceEvents``, one a line, sorted by time. A rank is a ``pid``; operations of a
+    process set that overlap lie in several ``tid``, its lanes. An operation is an ``X``
+    named ``NEGOTIATE_<OP>`` from its submission to the agreement, and one named
+    ``<OP>`` with its activities inside. At the submission of the last rank an ``X``
+    without length has that rank's number. Arguments name the tensor (``tensor``), the
+    last rank (``late_rank``) and the wait of this rank's tensor for it (``waited_us``).
+    Times are us since the first event, with three decimals.
 """
 
 import gzip
@@ -38,15 +38,15 @@ Span = tuple[int, int]  # begin and end
 
 
 class Lanes:
-    """Gives each span the lowest lane in which nothing overlaps it.
+    """Allocator of lanes: each span gets the lowest one in which it overlaps no other.
 
-    Spans must be given in the order of their begins.
+    Spans must come in order of their begin.
     """
 
     def __init__(self) -> None:
         self._ends: list[int] = []  # of each lane's last span
 
-    def place(self, begin: int, end: int) -> int:
+    def allocate(self, begin: int, end: int) -> int:
         free = (lane for lane, last in enumerate(self._ends) if last <= begin)
         lane = next(free, len(self._ends))
         self._ends[lane : lane + 1] = [max(end, begin + 1)]
@@ -54,7 +54,7 @@ class Lanes:
 
 
 def nest(spans: Iterable[Span], within: Span) -> Sequence[Span]:
-    """Cut spans so that each lies within those it begins in, and all within one."""
+    """Cut spans so that each ends within the spans in which it begins."""
     given = list(spans)
     cut: list[Span] = [within] * len(given)
     open_ends: list[int] = [within[1]]
@@ -71,12 +71,12 @@ def nest(spans: Iterable[Span], within: Span) -> Sequence[Span]:
 
 
 Timed = tuple[int, int, str]
-"""Begin in ns; minus the length, so that a span precedes what it holds; the event."""
+"""Begin in ns; minus the length, to sort a span before its inner ones; the event."""
 Keyed = tuple[OperationKey, Recorded]
 
 
 class RankEvents:
-    """Lays out one rank's operations."""
+    """Trace events of one rank."""
 
     def __init__(self, rank: int, host: str) -> None:
         self.records: list[Keyed] = []
@@ -87,47 +87,47 @@ class RankEvents:
         self._tids: dict[tuple[int, int], int] = {}
 
     def events(self, arrivals: Mapping[OperationKey, Arrival]) -> Iterator[Timed]:
-        """Yield all events in order; they are never all in memory."""
+        """Yield all events in order, without holding all in memory."""
         mark = f'"ph": "i", "name": "CYCLE_START", "pid": {self._rank}, "tid": 0'
         marks = ((at_ns, 0, f'{mark}, "s": "p"') for at_ns in sorted(self.cycles))
         return heapq.merge(self._operations(arrivals), marks)
 
     def names(self) -> list[str]:
         name = f"rank {self._rank} ({self._host})"
-        place = {"pid": self._rank, "tid": 0}
-        return name_events("process", place, {"name": name}, self._rank)
+        ids = {"pid": self._rank, "tid": 0}
+        return name_events("process", ids, {"name": name}, self._rank)
 
     def lane_names(self) -> Iterator[str]:
-        """Yield the names of lanes, after ``events`` has found which it needs."""
+        """Yield the names of the lanes that ``events`` has used."""
         for (set_id, lane), tid in self._tids.items():
             name = {"name": f"process set {set_id}, lane {lane}"}
-            place = {"pid": self._rank, "tid": tid}
-            yield from name_events("thread", place, name, tid)
+            ids = {"pid": self._rank, "tid": tid}
+            yield from name_events("thread", ids, name, tid)
 
     def _operations(self, arrivals: Mapping[OperationKey, Arrival]) -> Iterator[Timed]:
         waiting: list[Timed] = []
         for key, record in sorted(self.records, key=lambda pair: begin_ns(pair[1])):
             first_ns = begin_ns(record)
-            # Nothing that comes now begins before that.
+            # No later event begins before that.
             while waiting and waiting[0][0] < first_ns:
                 yield heapq.heappop(waiting)
             lanes = self._lanes.setdefault(key.set_id, Lanes())
-            lane = lanes.place(first_ns, record.ended_ns)
+            lane = lanes.allocate(first_ns, record.ended_ns)
             tid = self._tids.setdefault((key.set_id, lane), len(self._tids) + 1)
-            place = f'"pid": {self._rank}, "tid": {tid}'
-            for event in _spans(key, record, arrivals.get(key), place):
+            ids = f'"pid": {self._rank}, "tid": {tid}'
+            for event in _spans(key, record, arrivals.get(key), ids):
                 heapq.heappush(waiting, event)
         while waiting:
             yield heapq.heappop(waiting)
 
 
 def name_events(
-    kind: str, place: Mapping[str, int], name: Mapping[str, object], index: int
+    kind: str, ids: Mapping[str, int], name: Mapping[str, object], index: int
 ) -> list[str]:
     """Return the events that name a ``process`` or ``thread`` and order it."""
     about = {f"{kind}_name": name, f"{kind}_sort_index": {"sort_index": index}}
     return [
-        json.dumps({"name": each, "ph": "M", **place, "args": args})
+        json.dumps({"name": each, "ph": "M", **ids, "args": args})
         for each, args in about.items()
     ]
 
@@ -137,7 +137,7 @@ def begin_ns(record: Recorded) -> int:
 
 
 def _spans(
-    key: OperationKey, record: Recorded, arrival: Arrival | None, place: str
+    key: OperationKey, record: Recorded, arrival: Arrival | None, ids: str
 ) -> Iterator[Timed]:
     def since(at_ns: int) -> str:
         return us(at_ns - record.begun_ns) if at_ns else "null"
@@ -154,27 +154,27 @@ def _spans(
     if record.agreed_ns and record.submitted_ns:
         span = (first_ns, min(max(record.agreed_ns, first_ns), record.begun_ns))
         args = f'"tensor": {tensor}{late}'
-        yield _x(span, f'"NEGOTIATE_{record.kind}"', place, args)
+        yield _x(span, f'"NEGOTIATE_{record.kind}"', ids, args)
     if arrival is not None:
         at_ns = min(max(arrival.late_ns, span[0]), span[1])
-        yield _x((at_ns, at_ns), f'"{arrival.late_rank}"', place)
-    what = (
+        yield _x((at_ns, at_ns), f'"{arrival.late_rank}"', ids)
+    facts = (
         f'"tensor": {tensor}, "set": {key.set_id}, "sequence": {key.sequence}, '
         f'"session": {key.session}, "dtype": "{record.dtype}", '
         f'"shape": {json.dumps(record.shape)}, "fused": {record.num_fused}, '
         f'"submitted_us": {since(record.submitted_ns)}, '
         f'"agreed_us": {since(record.agreed_ns)}{late}'
     )
-    yield _x(whole, f'"{record.kind}"', place, what)
+    yield _x(whole, f'"{record.kind}"', ids, facts)
     inner = nest([(a.begun_ns, a.ended_ns) for a in record.activities], whole)
     for activity, part in zip(record.activities, inner, strict=True):
-        yield _x(part, json.dumps(activity.name), place)
+        yield _x(part, json.dumps(activity.name), ids)
 
 
-def _x(span: tuple[int, int], name: str, place: str, args: str = "") -> Timed:
+def _x(span: tuple[int, int], name: str, ids: str, args: str = "") -> Timed:
     length = span[1] - span[0]
     more = f', "args": {{{args}}}' if args else ""
-    text = f'"dur": {us(length)}, "ph": "X", "name": {name}, {place}{more}'
+    text = f'"dur": {us(length)}, "ph": "X", "name": {name}, {ids}{more}'
     return span[0], -length, text
 
 
@@ -193,7 +193,11 @@ def write_trace(
     limit_bytes: int,
     remarks: Sequence[str] = (),
 ) -> int:
-    """Write a trace; an older file of the name is replaced when it is complete."""
+    """Write a trace, without the oldest operations if it exceeds the limit.
+
+    An older file is replaced when the new one is complete. Returns the number of
+    operations that were left out.
+    """
     aligned = align(tracks)
     records = sorted(r.ended_ns for track in aligned for _, r in track.keyed)
     num_kept = len(records)
@@ -217,8 +221,8 @@ def write_trace(
 
 
 def _replace(path: Path, lines: Iterator[tuple[float, str]], limit_bytes: int) -> float:
-    """Write a file; return 1, or without having written it the share that fits."""
-    # Beside ``path`` first, so that nobody ever finds half a file.
+    """Write a file and return 1; if it exceeds the limit return the share that fits."""
+    # A temporary file first, so that ``path`` is never incomplete.
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     draft, is_packed = Path(name), path.name.endswith(".gz")
     try:
@@ -240,7 +244,7 @@ def _replace(path: Path, lines: Iterator[tuple[float, str]], limit_bytes: int) -
 def _text(
     tracks: Sequence[AlignedTrack], since_ns: int | None, remarks: Sequence[str]
 ) -> Iterator[tuple[float, str]]:
-    """Yield the file line by line, each with the share of events written till then."""
+    """Yield the lines of the file, each with the share of events up to it."""
     arrivals = find_arrivals((track.rank, track.keyed) for track in tracks)
     kept: list[list[Keyed]] = [
         [] if since_ns is None else [k for k in t.keyed if k[1].ended_ns >= since_ns]

@@ -1,13 +1,12 @@
-"""Ranks compare their clocks and hand their records to rank 0, through a store.
+"""Clock comparison, and transfer of the ranks' records to rank 0, through a store.
 
-No rank waits for long: one that does not take part, because it is gone or never began
-a timeline, is left out when its time is up.
+All waits are bounded: a rank that is gone, or records nothing, is left out.
 """
 
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from typing import NamedTuple, Protocol
 
@@ -15,32 +14,31 @@ from ronde.timeline.alignment import ClockReading, bound_offset
 from ronde.timeline.events import ClockBound
 
 NUM_EXCHANGES = 32
-CHUNK_BYTES = 1 << 20  # a store takes 8 MiB at once
-_LOOK_S = 1.0  # how long to wait before looking whether this rank closes
-_POLL_S = 0.01
+CHUNK_BYTES = 1 << 20  # a store accepts 8 MiB at once
+_SLICE_S = 0.1  # of a wait, after which this rank may have been closed
 
 _logger = logging.getLogger("ronde")
 
 
 class SharedStore(Protocol):
-    """What is needed of ``torch.distributed.Store``."""
+    """The methods of ``torch.distributed.Store`` that a timeline uses."""
 
     def set(self, key: str, value: bytes, /) -> object: ...
     def get(self, key: str, /) -> bytes: ...
     def add(self, key: str, amount: int, /) -> int: ...
     def check(self, keys: list[str], /) -> bool: ...
-    # A RuntimeError when the time is up.
+    # Raises RuntimeError at the timeout.
     def wait(self, keys: list[str], timeout: timedelta, /) -> object: ...
     def delete_key(self, key: str, /) -> bool: ...
 
 
 class GatheringOptions(NamedTuple):
-    """How long a rank waits for others that have begun a timeline, and its clock."""
+    """Timeouts for other ranks, and the clock."""
 
-    start_s: float = 30.0  # to compare clocks with
-    exchange_s: float = 1.0  # each exchange of times but the first
-    end_s: float = 5.0  # to compare clocks with again, or to hand in their records
-    take_s: float = 2.0  # until rank 0 has taken its records
+    start_s: float = 30.0  # for the first comparison of clocks
+    exchange_s: float = 1.0  # for each exchange of times but the first
+    end_s: float = 5.0  # for the last comparison, and for each rank's records
+    hand_in_s: float = 2.0  # until rank 0 has read this rank's records
     now_ns: Callable[[], int] = time.monotonic_ns
 
 
@@ -48,9 +46,9 @@ USUAL = GatheringOptions()
 
 
 class Gathering:
-    """One rank's end of one recording of all ranks.
+    """One rank's part in a recording of all ranks.
 
-    The methods after ``start`` are called by one thread.
+    Only one thread may call the methods after ``start``.
     """
 
     def __init__(
@@ -69,10 +67,10 @@ class Gathering:
         self._clock = clock
         self._on_bound = on_bound
         self._options = options
-        self._is_leader = False
+        self._is_leader = False  # of the ranks of a clock that is not rank 0's
         self._closing = threading.Event()
         name = "ronde-timeline-clocks"
-        self._thread = threading.Thread(target=self._compare, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._start, name=name, daemon=True)
 
     def start(self) -> None:
         """Announce that this rank records, and compare the clocks in a thread."""
@@ -86,21 +84,17 @@ class Gathering:
     def compare_again(self) -> None:
         self.stop()
         self._closing.clear()
-        deadline = time.monotonic() + self._options.end_s
-        if self._rank == 0:
-            self._serve("end", self._foreign_clocks(self._announced()), deadline)
-        elif self._is_leader:
-            self._measure("end", deadline)
+        self._compare("end", time.monotonic() + self._options.end_s)
 
     def hand_in(self, part: bytes) -> bool:
-        """Give rank 0 this rank's records; on any other rank."""
+        """Send this rank's records to rank 0; return False if it does not read them."""
         starts = range(0, len(part), CHUNK_BYTES)
         for number, at in enumerate(starts):
             chunk = part[at : at + CHUNK_BYTES]
             self._store.set(f"part/{self._rank}/{number}", chunk)
         self._store.set(f"part/{self._rank}", str(len(starts)).encode())
-        limit_s = self._options.take_s
-        # One wait and no questions: rank 0 may end as soon as it has answered.
+        limit_s = self._options.hand_in_s
+        # One wait without slices: rank 0 may end as soon as it has answered.
         try:
             self._store.wait([f"taken/{self._rank}"], timedelta(seconds=limit_s))
         except RuntimeError:
@@ -108,37 +102,35 @@ class Gathering:
         return True
 
     def collect(self) -> tuple[dict[int, bytes], list[int]]:
-        """Take the other ranks' records; on rank 0."""
+        """Return the other ranks' records, and the ranks that sent none in time."""
         parts: dict[int, bytes] = {}
         missing: list[int] = []
         deadline = time.monotonic() + self._options.end_s
         for rank in self._announced():
             if rank == 0:
                 continue
-            if not self._wait_for([f"part/{rank}"], deadline):
+            if not self._wait([f"part/{rank}"], deadline):
                 missing.append(rank)
                 continue
             deadline = time.monotonic() + self._options.end_s
-            count = int(self._take(f"part/{rank}"))
-            chunks = (self._take(f"part/{rank}/{number}") for number in range(count))
+            count = int(self._pop(f"part/{rank}"))
+            chunks = (self._pop(f"part/{rank}/{number}") for number in range(count))
             parts[rank] = b"".join(chunks)
             self._store.set(f"taken/{rank}", b"")
-        # An answer to this shows that those before it are out.
+        # A reply to this shows that the answers before it were sent.
         self._store.check(["clock/0"])
         return parts, missing
 
-    def _compare(self) -> None:
-        """Compare the clocks at the start; the thread."""
+    def _start(self) -> None:
         deadline = time.monotonic() + self._options.start_s
         try:
             if self._rank == 0:
-                self._wait_for([f"clock/{r}" for r in range(self._size)], deadline)
-                self._serve("start", self._foreign_clocks(self._announced()), deadline)
-            elif self._wait_for(["clock/0"], deadline):
-                is_own = self._store.get("clock/0").decode() == self._clock
-                if not is_own and self._store.add(f"leader/{self._clock}", 1) == 1:
+                self._wait([f"clock/{rank}" for rank in range(self._size)], deadline)
+            elif self._wait(["clock/0"], deadline):
+                is_foreign = self._store.get("clock/0").decode() != self._clock
+                if is_foreign and self._store.add(f"leader/{self._clock}", 1) == 1:
                     self._is_leader = True
-                    self._measure("start", deadline)
+            self._compare("start", deadline)
         except RuntimeError as error:
             if self._closing.is_set():  # as other ranks may be gone
                 return
@@ -154,56 +146,55 @@ class Gathering:
             return everyone
         return [rank for rank in everyone if self._store.check([f"clock/{rank}"])]
 
-    def _foreign_clocks(self, ranks: Sequence[int]) -> list[str]:
-        clocks = {self._store.get(f"clock/{rank}").decode() for rank in ranks}
-        return sorted(clocks - {self._clock})
+    def _compare(self, phase: str, deadline: float) -> None:
+        if self._is_leader:
+            self._measure(f"{phase}/{self._clock}", deadline)
+        elif self._rank == 0:
+            clocks = {self._store.get(f"clock/{rank}") for rank in self._announced()}
+            for clock in sorted(each.decode() for each in clocks):
+                if clock != self._clock:
+                    self._answer(f"{phase}/{clock}", deadline)
 
-    def _serve(self, phase: str, clocks: Sequence[str], deadline: float) -> None:
-        for clock in clocks:
-            until = deadline
-            for number in range(NUM_EXCHANGES):
-                key = f"{phase}/{clock}/{number}"
-                if not self._wait_quickly(f"ask/{key}", until):
-                    break
-                self._store.set(f"answer/{key}", str(self._options.now_ns()).encode())
-                self._store.delete_key(f"ask/{key}")
-                until = time.monotonic() + self._options.exchange_s
+    def _answer(self, topic: str, deadline: float) -> None:
+        """Send this rank's time to the leader of another clock, when it asks."""
+        for number in range(NUM_EXCHANGES):
+            if not self._wait([f"ask/{topic}/{number}"], deadline):
+                break
+            now = str(self._options.now_ns()).encode()
+            self._store.set(f"answer/{topic}/{number}", now)
+            self._store.delete_key(f"ask/{topic}/{number}")
+            deadline = time.monotonic() + self._options.exchange_s
 
-    def _measure(self, phase: str, deadline: float) -> None:
+    def _measure(self, topic: str, deadline: float) -> None:
         exchanges: list[ClockReading] = []
         for number in range(NUM_EXCHANGES):
-            key = f"{phase}/{self._clock}/{number}"
             asked_ns = self._options.now_ns()
-            self._store.set(f"ask/{key}", b"")
-            if not self._wait_quickly(f"answer/{key}", deadline):
+            self._store.set(f"ask/{topic}/{number}", b"")
+            if not self._wait([f"answer/{topic}/{number}"], deadline):
                 break
             answered_ns = self._options.now_ns()
-            answer_ns = int(self._take(f"answer/{key}"))
+            answer_ns = int(self._pop(f"answer/{topic}/{number}"))
             exchanges.append(ClockReading(asked_ns, answer_ns, answered_ns))
             deadline = time.monotonic() + self._options.exchange_s
         if len(exchanges) > 1:
-            # The first waited for rank 0 to be there.
+            # The first one waited until rank 0 was ready.
             self._on_bound(bound_offset(exchanges[1:]))
 
-    def _take(self, key: str) -> bytes:
+    def _pop(self, key: str) -> bytes:
         value = self._store.get(key)
         self._store.delete_key(key)
         return value
 
-    def _wait_for(self, keys: list[str], deadline: float) -> bool:
-        while not self._store.check(keys):
-            if time.monotonic() > deadline or self._closing.wait(_POLL_S):
-                return False
-        return True
-
-    def _wait_quickly(self, key: str, deadline: float) -> bool:
-        while (left_s := deadline - time.monotonic()) > 0:
+    def _wait(self, keys: list[str], deadline: float) -> bool:
+        """Wait for keys; return False at the deadline or when closed."""
+        while not self._closing.is_set():
+            left_s = min(deadline - time.monotonic(), _SLICE_S)
+            if left_s <= 0:
+                return self._store.check(keys)
             try:
-                self._store.wait([key], timedelta(seconds=min(left_s, _LOOK_S)))
+                self._store.wait(keys, timedelta(seconds=left_s))
             except RuntimeError:
-                self._store.check([key])  # raises where the store itself is gone
-                if self._closing.is_set():
-                    return False
+                self._store.check(keys[:1])  # raises if the store itself is gone
             else:
                 return True
         return False

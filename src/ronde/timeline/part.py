@@ -1,19 +1,18 @@
-"""One rank's records: as lines of JSON, packed, and as files within a limit.
+"""One rank's records: format, reader, and files within a limit.
 
 Note [The form of a part]
     A part is one or more *segments*, each a gzip stream of lines of JSON. The first
     line of a segment is an object, its header. The others are arrays::
 
-        ["d", number, set_id, name, kind, dtype, [shape]]     what the number stands for
+        ["d", number, set_id, name, kind, dtype, [shape]]     defines the number
         [number, sequence, ended, submitted, agreed, begun, num_fused, ...activities]
         ["c", at]                                              a cycle
         ["b", at, low, high]                                   a bound of the clock
-        ["e", num_taken, num_lost]                             the orderly end
+        ["e", num_recorded, num_lost]                          the end of a recording
 
     ``ended`` counts from the line before, ``submitted``, ``agreed`` and ``begun`` back
-    from ``ended``, with -1 for what never was; activities are a name, a time after
-    ``begun`` and a length, flat. All in ns. A stream that was cut off is read up to its
-    last whole line.
+    from ``ended``, with -1 for none; activities are a name, a time after ``begun`` and
+    a length, flat. All in ns. A truncated stream is read up to its last whole line.
 """
 
 import json
@@ -28,21 +27,21 @@ from typing import Any, cast
 from ronde.errors import UsageError
 from ronde.timeline.events import Activity, ClockBound, Recorded
 
-FORMAT = 1  # a change that an older reader would misread raises it
+FORMAT = 1  # raised by incompatible changes
 MAGIC = b"\x1f\x8b"
 
 
 @dataclass(frozen=True, slots=True)
 class PartHeader:
-    """Whose records they are."""
+    """Rank, host, clock and session of the records."""
 
     rank: int
     size: int  # number of ranks
     host: str
     clock: str
     wall_ns: int  # time of day less monotonic time
-    session: int = 0  # how many recordings this process had begun before
-    num_before: int = 0  # records taken in earlier segments
+    session: int = 0  # number of the recording
+    num_before: int = 0  # records in earlier segments
 
 
 @dataclass(slots=True)
@@ -54,24 +53,24 @@ class Track:
     cycles: list[int] = field(default_factory=list[int])
     # Of its clock's offset to rank 0's.
     bounds: list[ClockBound] = field(default_factory=list[ClockBound])
-    num_dropped: int = 0  # operations that were taken but are not here
-    is_whole: bool = False  # whether the recording was ended in order
-    num_taken: int = 0
+    num_dropped: int = 0  # recorded operations that are missing
+    is_whole: bool = False  # the recording was closed
+    num_recorded: int = 0
 
-    def take(self, line: list[Any], kinds: list[list[Any]], last_ns: int) -> int:
+    def add_line(self, line: list[Any], kinds: list[list[Any]], last_ns: int) -> int:
         """Add a line; return the time that the next one counts from."""
         match line:
-            case ["d", _, *what]:
-                kinds.append(what)
+            case ["d", _, *kind]:
+                kinds.append(kind)
             case ["c", at]:
                 self.cycles.append(at)
             case ["b", at, low, high]:
                 self.bounds.append(ClockBound(at, low, high))
-            case ["e", num_taken, num_lost]:
-                self.num_taken, self.is_whole = num_taken + num_lost, True
+            case ["e", num_recorded, num_lost]:
+                self.num_recorded, self.is_whole = num_recorded + num_lost, True
             case _:
                 self.operations.append(_decode(line, kinds, last_ns))
-                self.num_taken = self.header.num_before + len(self.operations)
+                self.num_recorded = self.header.num_before + len(self.operations)
                 return self.operations[-1].ended_ns
         return last_ns
 
@@ -85,11 +84,11 @@ class Track:
         self.cycles += later.cycles
         # Each segment repeats the bounds of those before it.
         self.bounds += [b for b in later.bounds if b not in self.bounds]
-        self.is_whole, self.num_taken = later.is_whole, later.num_taken
+        self.is_whole, self.num_recorded = later.is_whole, later.num_recorded
 
 
 class Encoder:
-    """Turns records into the lines of one segment."""
+    """Encoder of the lines of one segment."""
 
     def __init__(self, header: PartHeader) -> None:
         self._numbers: dict[tuple[Any, ...], int] = {}
@@ -98,7 +97,7 @@ class Encoder:
 
     def operations(self, records: Iterable[Recorded]) -> bytes:
         lines: list[str] = []
-        # Tensors that went together have the same.
+        # Tensors of one fused collective have the same activities.
         activities, begun_ns, parts = (), 0, ""
         for record in records:
             if (record.activities, record.begun_ns) != (activities, begun_ns):
@@ -107,11 +106,11 @@ class Encoder:
                     f",{json.dumps(name)},{begun - begun_ns},{ended - begun}"
                     for name, begun, ended in activities
                 )
-            what = (record[0], record[2], record[3], *record[8:10])
-            number = self._numbers.get(what)
+            kind = (record[0], record[2], record[3], *record[8:10])
+            number = self._numbers.get(kind)
             if number is None:
-                number = self._numbers[what] = len(self._numbers)
-                lines.append(json.dumps(["d", number, *what]))
+                number = self._numbers[kind] = len(self._numbers)
+                lines.append(json.dumps(["d", number, *kind]))
             ended = record.ended_ns
             submitted = ended - record.submitted_ns if record.submitted_ns else -1
             agreed = ended - record.agreed_ns if record.agreed_ns else -1
@@ -128,7 +127,6 @@ def encode_line(content: object) -> bytes:
 
 
 def is_part(data: bytes) -> bool:
-    """Return whether bytes are a part, or the beginning of one."""
     if not data.startswith(MAGIC):
         return False
     text = zlib.decompressobj(wbits=31).decompress(data, 64)
@@ -136,7 +134,7 @@ def is_part(data: bytes) -> bool:
 
 
 def read_parts(blobs: Iterable[bytes], source: str = "part") -> list[Track]:
-    """Read segments of any ranks, in any order; what was cut off is left out."""
+    """Read segments of any ranks, in any order; truncated lines are ignored."""
     segments = [s for blob in blobs for s in _segments(blob, source)]
     segments.sort(key=lambda s: (s.header.session, s.header.rank, s.header.num_before))
     tracks: dict[tuple[int, int], Track] = {}
@@ -147,7 +145,7 @@ def read_parts(blobs: Iterable[bytes], source: str = "part") -> list[Track]:
         if track is not segment:
             track.extend(segment, source)
     for track in tracks.values():
-        track.num_dropped = track.num_taken - len(track.operations)
+        track.num_dropped = track.num_recorded - len(track.operations)
     return list(tracks.values())
 
 
@@ -163,9 +161,9 @@ def _segments(blob: bytes, source: str) -> Iterator[Track]:
                     yield segment
                 header = _header(cast("dict[str, Any]", content), source)
                 segment, kinds, last_ns = Track(header), [], 0
-                segment.num_taken = header.num_before
+                segment.num_recorded = header.num_before
             elif segment is not None:
-                last_ns = segment.take(content, kinds, last_ns)
+                last_ns = segment.add_line(content, kinds, last_ns)
         except (ValueError, TypeError, IndexError) as error:
             if isinstance(error, UsageError):
                 raise
@@ -178,15 +176,15 @@ def _segments(blob: bytes, source: str) -> Iterator[Track]:
 
 
 def _lines(blob: bytes, source: str) -> Iterator[bytes]:
-    """Unpack streams one after another, each up to its last whole line."""
+    """Decompress the streams of a part, each up to its last whole line."""
     while blob:
         unpacker = zlib.decompressobj(wbits=31)
         try:
             text = unpacker.decompress(blob)
         except zlib.error as error:
             raise UsageError(
-                f"{source} must be packed records, got what cannot be unpacked: "
-                f"{error}. Name files that a rank of ronde wrote."
+                f"{source} must be compressed records, got bytes that cannot be "
+                f"decompressed: {error}. Name files that a rank of ronde wrote."
             ) from error
         yield from text[: text.rfind(b"\n") + 1].splitlines()
         blob = unpacker.unused_data
@@ -221,14 +219,14 @@ def _decode(
     return Recorded(set_id, sequence, name, kind, *times, *about)
 
 
-NUM_SEGMENTS = 4  # at most: a recording keeps at least 3 of 4 of its limit
+NUM_SEGMENTS = 4  # a full recording keeps at least three quarters of its limit
 SUFFIX = ".ronde-part"
 
 
 class PartFiles:
-    """Writes one rank's records to files of a directory, packed, within a limit.
+    """One rank's records in compressed files of a directory, within a limit.
 
-    What was taken before a crash can be read.
+    After a crash the files hold all records that were added.
     """
 
     def __init__(self, directory: Path, header: PartHeader, limit_bytes: int) -> None:
@@ -239,27 +237,27 @@ class PartFiles:
         self._finished: list[Path] = []
         self._bounds: list[ClockBound] = []
         self._num_segments = 0
-        self._num_taken = 0
+        self._num_recorded = 0
         self._open()
 
     @property
     def paths(self) -> list[Path]:
         return [*self._finished, self._path]
 
-    def take(self, records: Sequence[Recorded], cycles: Sequence[int] = ()) -> None:
+    def add(self, records: Sequence[Recorded], cycles: Sequence[int] = ()) -> None:
         if self._size_bytes >= self._segment_bytes:
             self._rotate()
         lines = self._new_bounds() + self._encoder.operations(records)
-        self._num_taken += len(records)
+        self._num_recorded += len(records)
         lines += b"".join(encode_line(["c", at_ns]) for at_ns in cycles)
         self._write(lines)
 
-    def take_bound(self, bound: ClockBound) -> None:
-        """Have the next records bring what was measured; from any thread."""
+    def add_bound(self, bound: ClockBound) -> None:
+        """Write a bound with the next records; from any thread."""
         self._bounds.append(bound)
 
     def close(self, num_lost: int) -> None:
-        end = encode_line(["e", self._num_taken, num_lost])
+        end = encode_line(["e", self._num_recorded, num_lost])
         self._finish(self._new_bounds() + end)
 
     def read(self) -> bytes:
@@ -270,7 +268,7 @@ class PartFiles:
         theirs = (p for stem in stems for p in self.directory.glob(f"{stem}*{SUFFIX}"))
         for path in [*self.paths, *theirs]:
             path.unlink(missing_ok=True)
-        with suppress(OSError):  # where others' parts are still there
+        with suppress(OSError):  # other ranks' parts are still there
             self.directory.rmdir()
 
     def _open(self) -> None:
@@ -281,11 +279,11 @@ class PartFiles:
         self._file = open(self._path, "wb", 0, opener=_open_private)  # noqa: SIM115
         self._size_bytes = self._num_bounds = 0
         self._packer = zlib.compressobj(1, wbits=31)
-        self._encoder = Encoder(replace(header, num_before=self._num_taken))
+        self._encoder = Encoder(replace(header, num_before=self._num_recorded))
         self._write(self._encoder.head + self._new_bounds())
 
     def _new_bounds(self) -> bytes:
-        """Return the lines of bounds that this segment has not."""
+        """Encode the bounds that this segment does not have yet."""
         bounds = self._bounds[self._num_bounds :]
         self._num_bounds += len(bounds)
         return b"".join(encode_line(["b", *bound]) for bound in bounds)

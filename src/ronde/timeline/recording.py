@@ -1,4 +1,4 @@
-"""One recording on one rank, from its beginning to the file that it becomes."""
+"""Recording of one rank, and the merge of all ranks' records into a file."""
 
 import json
 import logging
@@ -22,26 +22,26 @@ from ronde.units import parse_size_bytes
 
 _logger = logging.getLogger("ronde")
 
-MAX_WAITING = 1 << 16  # operations that may wait for the thread; more are dropped
-_SLICE = 32  # operations formatted at a time: Note [Kind to the trainer]
+MAX_WAITING = 1 << 16  # operations in the queue; more are dropped
+_SLICE = 32  # operations formatted at a time: Note [Short slices]
 _Item = TypeVar("_Item")
 
 
 class Sink(Protocol):
-    """Where records go. Called by one thread; an OSError ends the sink."""
+    """Destination of records. Called by one thread; removed after an OSError."""
 
-    def take(self, records: Sequence[Recorded], cycles: Sequence[int] = ()) -> None: ...
+    def add(self, records: Sequence[Recorded], cycles: Sequence[int] = ()) -> None: ...
     def close(self, num_lost: int) -> None: ...
 
 
 class ThreadedRecorder:
-    """Takes down operations from any thread, at the cost of an append.
+    """Queue of operations from any thread, written to sinks by a thread.
 
-    Note [Kind to the trainer]
-        The thread formats a few operations at a time, about 0.1 ms, and then lets go of
-        the interpreter: otherwise a program that waits for it would wait for the whole
-        switch interval, 5 ms. It runs at the program's own priority: at a lower one it
-        could be suspended while it holds the interpreter.
+    Note [Short slices]
+        The thread formats a few operations at a time, about 0.1 ms, and then releases
+        the GIL: otherwise the program would wait for the switch interval, 5 ms. It has
+        the program's own priority: at a lower one it could be suspended while it holds
+        the GIL.
     """
 
     def __init__(
@@ -67,7 +67,6 @@ class ThreadedRecorder:
         self._operations.append(recorded)
 
     def cycle(self, at_ns: int) -> None:
-        """Take down that submissions were sent off for agreement."""
         if self._has_cycles and len(self._cycles) < MAX_WAITING:
             self._cycles.append(at_ns)
 
@@ -77,14 +76,14 @@ class ThreadedRecorder:
 
     def _run(self) -> None:
         while not self._closing.wait(self._gather_s):
-            self._hand_on()
-        self._hand_on()
+            self._flush()
+        self._flush()
         self._each(lambda sink: sink.close(self._num_lost))
 
-    def _hand_on(self) -> None:
+    def _flush(self) -> None:
         while self._operations or self._cycles:
             taken = _pop(self._operations), _pop(self._cycles)
-            self._each(lambda sink, taken=taken: sink.take(*taken))
+            self._each(lambda sink, taken=taken: sink.add(*taken))
             time.sleep(0)
 
     def _each(self, do: Callable[[Sink], None]) -> None:
@@ -94,7 +93,7 @@ class ThreadedRecorder:
             except OSError as error:
                 self._sinks.remove(sink)
                 _logger.warning(
-                    "the timeline cannot be written: %s. The job goes on; further "
+                    "the timeline cannot be written: %s. The job continues; further "
                     "operations are not recorded.",
                     error,
                 )
@@ -109,10 +108,10 @@ _CYCLE = '{"ph": "i", "name": "CYCLE_START", "ts": %d, "s": "g"}'
 
 
 class LiveFile:
-    """Writes one rank's timeline in Horovod's form: each tensor is a ``pid``.
+    """Timeline of one rank in Horovod's form: each tensor is a ``pid``.
 
-    A JSON array of events in Chrome's trace format, times in us since ``start_ns``.
-    What comes next overwrites its end.
+    A JSON array of events in Chrome's trace format, times in us since ``start_ns``. It
+    is valid JSON at any time, as each write replaces the end.
     """
 
     def __init__(
@@ -127,7 +126,7 @@ class LiveFile:
         start = {"start_time_since_epoch_in_micros": wall_us}
         self._write(name_events("process", {"pid": 0}, start, 0))
 
-    def take(self, records: Sequence[Recorded], cycles: Sequence[int] = ()) -> None:
+    def add(self, records: Sequence[Recorded], cycles: Sequence[int] = ()) -> None:
         if self._left_bytes > 0:
             events = [event for record in records for event in self._spans(record)]
             self._write(events + [_CYCLE % self._us(at_ns) for at_ns in cycles])
@@ -189,20 +188,20 @@ def _end(ts: int, pid: int, about: str = "") -> str:
 
 
 DEFAULT_LIMIT_BYTES = 32 << 20
-PACKED_RATIO = 2  # how much smaller a part is than its share of a packed trace
+PACKED_RATIO = 2  # size of a rank's share of a compressed trace by that of its part
 _MIN_PART_BYTES = 64 << 10
 _GATHER_S = 0.5
 _LIVE_GATHER_S = 0.05
 
 
 def part_header(rank: int, size: int, host: str, session: int) -> PartHeader:
-    """Head this rank's records; ``session`` counts recordings, alike on all ranks."""
+    """Make the header; ``session`` numbers recordings equally on all ranks."""
     wall_ns = time.time_ns() - time.monotonic_ns()
     return PartHeader(rank, size, host, clock_identity(), wall_ns, session)
 
 
 class RankRecording:
-    """Records one rank; the part stays in a directory, or becomes rank 0's file."""
+    """Recording of one rank in a part file, which may be merged into rank 0's file."""
 
     def __init__(
         self,
@@ -229,8 +228,9 @@ class RankRecording:
                 header.rank,
                 header.size,
                 clock=header.clock,
-                # Not of this object: a circle would keep the store's connection open.
-                on_bound=self._files.take_bound,
+                # A method of this object would be a reference cycle, which keeps the
+                # store's connection open.
+                on_bound=self._files.add_bound,
             )
             self._gathering.start()
 
@@ -242,7 +242,7 @@ class RankRecording:
                 _logger.warning("clocks could not be compared at the end: %s", error)
         self.recorder.close()
 
-    def break_off(self) -> None:
+    def abort(self) -> None:
         """Close without comparing clocks again: other ranks may be gone."""
         if self._gathering is not None:
             self._gathering.stop()
@@ -251,15 +251,15 @@ class RankRecording:
     def remove_part(self) -> None:
         self._files.remove()
 
-    def bring_together(self, path: Path, limit_bytes: int) -> None:
-        """After ``close``: have rank 0 write the trace of all ranks, and remove parts.
+    def merge(self, path: Path, limit_bytes: int) -> None:
+        """Write the trace of all ranks on rank 0 and remove the parts, after ``close``.
 
-        Where that fails, a warning is logged and the parts stay.
+        On failure a warning is logged and the parts stay.
         """
         header, gathering = self._header, self._gathering
         try:
             if header.rank != 0 and gathering is not None:
-                # Else rank 0 removes them, where it can, once it comes to it.
+                # If rank 0 has not read them in time, it removes them later.
                 if gathering.hand_in(self._files.read()):
                     self._files.remove()
                 return
@@ -289,9 +289,9 @@ def _remarks(missing: list[int], size: int, parts: dict[int, bytes]) -> list[str
     remarks: list[str] = []
     if missing:
         remarks.append(f"The records of ranks {missing} did not come in time.")
-    silent = [r for r in range(1, size) if r not in parts and r not in missing][:16]
-    if silent:
-        remarks.append(f"Ranks {silent} recorded nothing: no timeline ran there.")
+    without = [r for r in range(1, size) if r not in parts and r not in missing][:16]
+    if without:
+        remarks.append(f"Ranks {without} recorded nothing: no timeline ran there.")
     return remarks
 
 
@@ -303,7 +303,7 @@ def open_horovod_recording(
     limit_bytes: int,
     has_cycles: bool,
 ) -> RankRecording:
-    """Begin a timeline as Horovod has it: rank 0 writes ``path`` while it runs."""
+    """Begin a timeline as in Horovod: rank 0 writes ``path`` while it runs."""
     live = None
     if header.rank == 0:
         live = LiveFile(
@@ -315,7 +315,7 @@ def open_horovod_recording(
         )
     directory = path.parent / f"{path.name}.parts"
     if header.rank != 0 and not path.parent.is_dir():
-        # The path is of rank 0's host.
+        # The path exists only on rank 0's host.
         directory = Path(tempfile.mkdtemp(prefix="ronde-timeline-"))
     return RankRecording(
         header,
@@ -331,9 +331,9 @@ def open_horovod_recording(
 def recorded_job(
     path: Path, limit: str | None, report: Callable[[str], None]
 ) -> Generator[dict[str, str]]:
-    """Yield the variables that make a job's ranks record; then write the trace of all.
+    """Yield the variables that make a job's ranks record; then merge their records.
 
-    However the job ends: what each rank had recorded by then is in the trace.
+    The trace is also written if the job fails.
     """
     limit_bytes = parse_size_bytes(limit) if limit else DEFAULT_LIMIT_BYTES
     parts = path.with_name(f"{path.name}.parts")
@@ -365,7 +365,6 @@ def recorded_job(
 def _merge_parts(
     path: Path, parts: Path, limit_bytes: int, report: Callable[[str], None]
 ) -> None:
-    """Write the trace; a failure here must not hide how the job ended."""
     files = sorted(parts.glob(f"*{SUFFIX}"))
     if not files:
         report("the timeline is empty: no rank called init(), so there is no file")

@@ -1,4 +1,4 @@
-"""Timelines of all ranks, read: merged and summed up."""
+"""Readers and summaries of timelines."""
 
 from ronde.lazy_exports import lazy_exports
 from ronde.trace.reading import read_part_files, read_trace

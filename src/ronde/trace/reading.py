@@ -1,4 +1,4 @@
-"""Reads timelines: merged ones, parts of ranks, and Horovod's own."""
+"""Readers of timelines: merged traces, parts of ranks, and Horovod's files."""
 
 import gzip
 import json
@@ -28,17 +28,17 @@ class RankTrace(NamedTuple):
     host: str  # empty where it is unknown
     clock_error_us: float | None  # against rank 0's clock; None where unmeasured
     num_dropped: int  # operations that are missing
-    is_whole: bool  # whether its recording ended in order
+    is_whole: bool  # the recording was closed
     operations: Sequence[tuple[OperationKey, Recorded]]  # on the common clock
 
 
 class Trace(NamedTuple):
-    """Records of all ranks that are known."""
+    """Records of all ranks in a file."""
 
     size: int  # number of ranks of the job; 0 where it is unknown
     ranks: Sequence[RankTrace]
-    arrivals: Mapping[OperationKey, Arrival]  # who came last, where that is known
-    remarks: Sequence[str]  # what the file does not show, in sentences
+    arrivals: Mapping[OperationKey, Arrival]  # where known
+    remarks: Sequence[str]  # sentences on missing data
 
 
 _NEGOTIATE = "NEGOTIATE_"
@@ -48,12 +48,12 @@ _ALONE = (
 )
 
 _Done = tuple[Recorded, dict[int, int]]
-"""An operation, and when each rank was ready, in ns."""
+"""An operation, and the time in ns at which each rank was ready."""
 
 
 @dataclass(slots=True)
 class _Tensor:
-    """One tensor's events so far."""
+    """State of one tensor while its events are read."""
 
     name: str
     depth: int = 0
@@ -63,7 +63,7 @@ class _Tensor:
     begun_ns: int = 0
     num_done: int = 0
 
-    def take(self, event: Mapping[str, Any]) -> _Done | None:
+    def add(self, event: Mapping[str, Any]) -> _Done | None:
         phase, at_ns = event.get("ph"), round(event.get("ts", 0) * 1000)
         if phase == "X" and str(event.get("name")).isdecimal():
             self.ticks[int(event["name"])] = at_ns
@@ -100,7 +100,7 @@ def _read_horovod(events: Iterable[Mapping[str, Any]]) -> Trace:
         pid = event.get("pid")
         if event.get("name") == "process_name" and "name" in event.get("args", {}):
             tensors[pid] = _Tensor(event["args"]["name"])
-        elif pid in tensors and (done := tensors[pid].take(event)) is not None:
+        elif pid in tensors and (done := tensors[pid].add(event)) is not None:
             record, ticks = done
             key = OperationKey(0, 0, record.sequence, record.name, 0)
             operations.append((key, record))
@@ -108,8 +108,8 @@ def _read_horovod(events: Iterable[Mapping[str, Any]]) -> Trace:
                 arrivals[key] = Arrival.of((at, -rank) for rank, at in ticks.items())
     if not tensors:
         raise UsageError(
-            "timeline must name its tensors or ranks, got events without any. It is "
-            "no timeline of ronde or Horovod."
+            "timeline must name its tensors or ranks, got events without names. It is "
+            "not from ronde or Horovod."
         )
     num_blind = len(operations) - len(arrivals)
     remarks = [_ALONE]
@@ -145,7 +145,7 @@ def _read_merged(facts: Mapping[str, Any], lines: Iterable[str]) -> Trace:
             clock_error_us=each["clock_error_us"],
             num_dropped=each["dropped"],
             is_whole=each["is_whole"],
-            # All operations come with the first recording.
+            # All operations belong to the first recording.
             operations=records.pop(each["rank"], ()),
         )
         for each in facts["ranks"]
@@ -176,7 +176,7 @@ def _record(event: Mapping[str, Any]) -> Recorded:
     begun_ns = round(event["ts"] * 1000)
 
     def absolute_ns(since_us: float | None) -> int:
-        # 0 is what never was, so a time at the very start is moved by 1.
+        # 0 means none, so a time of 0 becomes 1.
         return 0 if since_us is None else (begun_ns + round(since_us * 1000)) or 1
 
     return Recorded(
@@ -208,8 +208,7 @@ def read_trace(path: Path) -> Trace:
             return _read_json(cast("IO[str]", lines), path)
     except (OSError, EOFError, zlib.error) as error:
         raise UsageError(
-            f"timeline must be a file that can be read whole, got {str(path)!r}: "
-            f"{error}."
+            f"timeline must be a file that can be read, got {str(path)!r}: {error}."
         ) from error
 
 
@@ -236,8 +235,8 @@ def read_part_files(paths: Sequence[Path]) -> list[Track]:
     tracks = read_parts(blobs.values(), "the parts")
     if not tracks:
         raise UsageError(
-            f"parts must be there, got none in {', '.join(map(str, paths))}. They are "
-            f"files that end in {SUFFIX}."
+            f"there are no parts in {', '.join(map(str, paths))}: files that end in "
+            f"{SUFFIX}."
         )
     return tracks
 
@@ -255,7 +254,7 @@ def trace_of(tracks: Sequence[Track]) -> Trace:
 
 
 def _read_json(lines: "IO[str]", path: Path) -> Trace:
-    """Tell by the beginning whose file it is; only ours may be too large to hold."""
+    """Read a merged trace line by line, or Horovod's file at once."""
     try:
         first, second = lines.readline(), lines.readline()
         if second.startswith('"otherData": '):

@@ -1,4 +1,4 @@
-"""A trace in figures: who waited, how long, for what and for whom."""
+"""Summary of a trace: the waits of ranks and tensors, and the late ranks."""
 
 import math
 from collections import Counter
@@ -19,43 +19,43 @@ _DTYPE_BYTES = {
 
 
 class RankSummary(NamedTuple):
-    """What one rank did."""
+    """Times of one rank."""
 
     trace: RankTrace
     waiting_s: float
-    moving_s: float  # time in which an operation was carried out
-    num_late: int  # operations for which it came last, beyond the clocks' error
+    moving_s: float  # in which an operation was carried out
+    num_late: int  # operations for which it was last, beyond the clocks' error
     held_up_s: float
 
 
 class TensorSummary(NamedTuple):
-    """How long the ranks waited for one tensor."""
+    """Waits for one tensor."""
 
     name: str  # on the wire
-    num_operations: int  # of which it is known who came last
-    waiting_s: float  # from the first rank's submission to the last one's, in all
-    longest_s: float  # the same, of the worst one
-    late_ranks: Sequence[tuple[int, int]]  # each with its count, the most first
+    num_operations: int  # with a known last rank
+    waiting_s: float  # sum of the times from the first rank's submission to the last's
+    longest_s: float  # the longest of these
+    late_ranks: Sequence[tuple[int, int]]  # ranks with counts, highest count first
 
 
 class FusionSummary(NamedTuple):
-    """What was carried out together, on the rank with the most records."""
+    """Fused collectives of the rank with the most records."""
 
     num_tensors: int
-    num_batches: int  # collectives that they took
+    num_batches: int  # collectives
     mean_bytes: float  # of a batch; 0 where dtypes are unknown
     max_tensors: int  # of the largest batch
 
 
 class TraceSummary(NamedTuple):
-    """A trace in figures."""
+    """Figures of a trace."""
 
     trace: Trace
     span_s: float  # from the first event to the last
     num_operations: int  # different ones, over all ranks
-    num_unclear: int  # those whose last rank is unclear, for the clocks' error
+    num_unclear: int  # operations whose ranks differ by less than the clocks' error
     ranks: Sequence[RankSummary]
-    tensors: Sequence[TensorSummary]  # those that waited longest in all, first
+    tensors: Sequence[TensorSummary]  # the longest wait first
     fusion: FusionSummary | None  # None where nothing was recorded
 
 
@@ -81,7 +81,7 @@ def summarize(trace: Trace) -> TraceSummary:
 
 
 def _error_ns(trace: Trace) -> float:
-    """Return how much later one rank must be than another to be surely later."""
+    """Return the least difference of two ranks' times that exceeds both errors."""
     errors_us = [rank.clock_error_us for rank in trace.ranks]
     known_us = sorted(error for error in errors_us if error is not None)
     if len(known_us) < len(errors_us):
@@ -141,7 +141,7 @@ def _fusion(ranks: Sequence[RankTrace]) -> FusionSummary | None:
     if fullest is None or not fullest.operations:
         return None
     records = [record for _, record in fullest.operations]
-    # What was agreed on has a record for each tensor, a bucket of gradients has one.
+    # Each negotiated tensor has a record, each bucket of gradients has one.
     fused = [record.num_fused for record in records if record.agreed_ns]
     buckets = [record.num_fused for record in records if not record.agreed_ns]
     num_batches = len(buckets) + round(sum(1 / max(number, 1) for number in fused))

@@ -1,4 +1,4 @@
-"""The models that can be trained, with their published figures; no torch.
+"""The models that ``ronde bench train`` measures, with their sizes; no torch.
 
 Multiply-adds are those of convolutions and matrix products in one forward pass of one
 sample, as the field counts them (one multiply-add is two FLOP). Figures with a formula
@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 
 class Unit(StrEnum):
-    """What a model's throughput counts."""
+    """Unit of a model's throughput."""
 
     IMAGES = "images"
     TOKENS = "tokens"
@@ -20,13 +20,13 @@ class Unit(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What is known of a model before it is built."""
+    """Size of a model, its input and its usual batch."""
 
-    name: str  # how the command calls it
-    unit: Unit  # what its throughput counts
+    name: str  # as on the command line
+    unit: Unit
     sample_shape: tuple[int, ...]  # of a language model the tokens of its context
-    num_classes: int  # classes, or words of the vocabulary
-    batch: int  # samples a step of one rank, by default
+    num_classes: int  # of a language model the words of its vocabulary
+    batch: int  # samples per step and rank, by default
     num_parameters: int
     forward_macs: int  # multiply-adds of one sample's forward pass, in inference
 
@@ -37,7 +37,7 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True)
 class TransformerShape:
-    """A decoder-only language model of GPT-2's form, in numbers."""
+    """Sizes of a decoder-only language model of GPT-2's form."""
 
     num_layers: int
     width: int  # features of a token
@@ -62,16 +62,7 @@ class TransformerShape:
 
 GPT2_SMALL = TransformerShape(12, 768, 12, 1024, 50257)
 CHARACTERS = TransformerShape(4, 128, 4, 64, 65)
-"""What nanoGPT recommends to train on a CPU, a character a token."""
-
-
-def _image_net(
-    name: str, batch: int, num_parameters: int, forward_macs: int
-) -> ModelFacts:
-    shape = (3, 224, 224)
-    return ModelFacts(
-        name, Unit.IMAGES, shape, 1000, batch, num_parameters, forward_macs
-    )
+"""nanoGPT's model for a CPU, with one character per token."""
 
 
 def _language_model(name: str, shape: TransformerShape, batch: int) -> ModelFacts:
@@ -81,25 +72,18 @@ def _language_model(name: str, shape: TransformerShape, batch: int) -> ModelFact
 
 _FACTS = (
     # Source: torchvision's model zoo.
-    _image_net("alexnet", 16, 61_100_840, 714_000_000),
-    _image_net("googlenet", 8, 13_004_888, 1_498_000_000),
-    _image_net("resnet18", 8, 11_689_512, 1_814_000_000),
-    _image_net("resnet50", 4, 25_557_032, 4_089_000_000),
+    ModelFacts(
+        *("resnet50", Unit.IMAGES, (3, 224, 224), 1000, 4, 25_557_032, 4_089_000_000)
+    ),
     # Source: He et al. 2016, table 6: 0.27 M parameters, shortcuts without weights;
     # multiply-adds are the sum of k^2 c_in c_out h w over the layers.
     ModelFacts("resnet20", Unit.IMAGES, (3, 32, 32), 10, 32, 269_722, 40_551_040),
-    # Source: LeCun et al. 1998, with C3 on all maps of S2: 156 + 2,416 + 48,120 +
-    # 10,164 + 850 and 117,600 + 240,000 + 48,000 + 10,080 + 840.
-    ModelFacts("lenet5", Unit.IMAGES, (1, 32, 32), 10, 100, 61_706, 416_520),
     # Source: Horovod's MNIST example: 260 + 5,020 + 16,050 + 510 and 144,000 + 320,000
     # + 16,000 + 500.
     ModelFacts("mnist_cnn", Unit.IMAGES, (1, 28, 28), 10, 100, 21_840, 480_500),
     # 784-4096-3072-10: 3,215,360 + 12,585,984 + 30,730 and 784 * 4096 + 4096 * 3072 +
     # 3072 * 10.
     ModelFacts("mlp", Unit.IMAGES, (784,), 10, 32, 15_832_074, 15_824_896),
-    # Seven 3 x 3 convolutions and a classifier: 1,792 + 73,856 + 295,168 + 1,180,160 +
-    # 3 * 2,359,808 + 5,130, and the sum of k^2 c_in c_out h w over the layers.
-    ModelFacts("cnn", Unit.IMAGES, (3, 32, 32), 10, 8, 8_635_530, 794_498_048),
     _language_model("transformer", CHARACTERS, 12),
     # OpenAI's GPT-2 small: 124,439,808 parameters.
     _language_model("gpt2", GPT2_SMALL, 1),

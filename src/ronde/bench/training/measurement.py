@@ -1,14 +1,13 @@
-"""Measures training steps of one model: the library call of ``ronde bench train``."""
+"""Measurement of training steps, for ``ronde bench train``."""
 
 import gc
 import math
 import random
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +39,7 @@ from ronde.units import format_size
 
 
 class Stopwatch:
-    """Adds up what each phase takes; without ``synchronize`` it does nothing."""
+    """Sums of the phases' times; without ``synchronize`` it does nothing."""
 
     def __init__(self, synchronize: Callable[[], None] | None = None) -> None:
         self._synchronize = synchronize
@@ -63,12 +62,12 @@ class Stopwatch:
         return {phase: ns / num_steps / 1e9 for phase, ns in self._total_ns.items()}
 
 
-NUM_PREPARED = 2  # more would only take memory: nothing is learned from them
+NUM_PREPARED = 2  # more would only cost memory
 Batch = tuple[Tensor, Tensor]  # inputs and labels, on the host
 
 
 def batches(options: TrainOptions, device: torch.device, seed: int) -> Iterator[Batch]:
-    """Yield batches without end; for an accelerator prepared ones are pinned."""
+    """Yield batches without end; prepared ones for an accelerator are pinned."""
     generator = torch.Generator().manual_seed(seed)
     size, num_samples = options.batch, NUM_PREPARED * options.batch
     inputs, labels = make_samples(options.model, num_samples, generator)
@@ -88,17 +87,13 @@ def batches(options: TrainOptions, device: torch.device, seed: int) -> Iterator[
 def make_samples(
     model: ModelFacts, num_samples: int, generator: torch.Generator | None = None
 ) -> Batch:
-    """Make samples on the host, or on the device that is current as a context."""
+    """Make random samples on the current default device."""
     shape = (num_samples, *model.sample_shape)
     if model.unit is Unit.IMAGES:
         labels = torch.randint(model.num_classes, (num_samples,), generator=generator)
         return torch.randn(shape, generator=generator), labels
     tokens = torch.randint(model.num_classes, shape, generator=generator)
     return tokens, torch.randint(model.num_classes, shape, generator=generator)
-
-
-AUXILIARY_WEIGHT = 0.3
-"""Of each auxiliary classifier in the loss. Source: Szegedy et al. 2015, section 5."""
 
 
 class Replica:
@@ -149,39 +144,31 @@ class Replica:
 
     @torch.no_grad()
     def digest(self) -> int:
-        """Return a number that is equal where all weights are, bit for bit."""
+        """Return a checksum of the bits of all weights."""
         bits = [p.detach().flatten().view(torch.int32) for p in self.model.parameters()]
         sums = [each.sum(dtype=torch.int64) for each in bits]
         weights = torch.arange(1, len(sums) + 1, device=self._device)
         return int((torch.stack(sums) * weights).sum())
 
 
-def loss_of(outputs: Tensor | tuple[Tensor, ...], labels: Tensor) -> Tensor:
-    if isinstance(outputs, Tensor):
-        return cross_entropy(outputs.flatten(0, -2), labels.flatten())
-    own, *auxiliary = (cross_entropy(each, labels) for each in outputs)
-    return own + AUXILIARY_WEIGHT * sum(auxiliary, torch.zeros_like(own))
+def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
+    return cross_entropy(logits.flatten(0, -2), labels.flatten())
 
 
-@dataclass(frozen=True, slots=True)
-class Footprint:
-    """The least that one rank needs."""
+class Footprint(NamedTuple):
+    """Minimum memory of one rank."""
 
     fixed_bytes: int  # weights, gradients and the optimizer's state of all replicas
-    sample_bytes: int  # inputs and what backward needs of forward, for one sample
-
-    def num_bytes(self, batch: int) -> int:
-        return self.fixed_bytes + batch * self.sample_bytes
-
-    def largest_batch(self, num_bytes: int) -> int:
-        return max(0, (num_bytes - self.fixed_bytes) // self.sample_bytes)
+    sample_bytes: int  # inputs and saved activations of one sample
 
 
 def measure_footprint(options: TrainOptions, num_replicas: int) -> Footprint:
-    """Return what a rank needs at least, by a forward pass on tensors without data."""
-    # Workspaces, and the gradients of activations, come on top.
+    """Compute a rank's minimum memory by a forward pass on tensors without data.
+
+    Workspaces and the gradients of activations are not included.
+    """
     is_mixed = options.dtype == "bfloat16"
-    # Not the meta device: there attention keeps matrices that no real device keeps.
+    # Not the meta device: attention saves matrices there that no real device saves.
     with FakeTensorMode(), torch.autocast("cpu", torch.bfloat16, enabled=is_mixed):
         model = build(options.model.name)
         samples = [make_samples(options.model, n) for n in (1, 2)]
@@ -189,7 +176,7 @@ def measure_footprint(options: TrainOptions, num_replicas: int) -> Footprint:
         data = sum(tensor.nbytes for tensor in samples[0])
     num_copies = 4 if options.optimizer == "adam" else 3
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
-    a_sample = two - one  # the rest is there once, such as weights cast to bfloat16
+    a_sample = two - one  # the rest exists once, such as weights cast to bfloat16
     return Footprint(
         fixed_bytes=num_replicas * num_copies * weights + one - a_sample,
         sample_bytes=a_sample + num_replicas * NUM_PREPARED * data,
@@ -197,7 +184,7 @@ def measure_footprint(options: TrainOptions, num_replicas: int) -> Footprint:
 
 
 def _saved_bytes(model: nn.Module, inputs: Tensor, labels: Tensor) -> int:
-    # Storages are kept until the sum is made, so that none takes another one's place.
+    # Storages are kept until the sum is made, so that no id is used twice.
     storages: dict[int, torch.UntypedStorage] = {}
 
     def note(tensor: Tensor) -> Tensor:
@@ -212,29 +199,29 @@ def _saved_bytes(model: nn.Module, inputs: Tensor, labels: Tensor) -> int:
 
 
 def _identity(tensor: Tensor) -> int:
-    """Return what views of one storage have in common; data has no address here."""
+    """Identify a storage; fake tensors have no data pointer."""
     return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]  # noqa: SLF001
 
 
 def require_fit(options: TrainOptions, device: torch.device, num_replicas: int) -> None:
-    """Refuse what cannot fit; collective, and every rank comes to the same end."""
-    footprint = measure_footprint(options, num_replicas)
+    """Raise a UsageError on all ranks if the model does not fit; collective."""
+    fixed_bytes, sample_bytes = measure_footprint(options, num_replicas)
     if device.type == "cuda":
         share, remedy = torch.cuda.mem_get_info(device)[0], "Take a smaller model."
     else:
         available = available_memory()
         share, remedy = available.num_bytes // hvd.local_size(), available.remedy
     least = int(hvd.allreduce(torch.tensor(share), op=hvd.Min))
-    needed = footprint.num_bytes(options.batch)
+    needed = fixed_bytes + options.batch * sample_bytes
     if needed <= least:
         return
-    largest = footprint.largest_batch(least)
-    cure = f"Type: --batch {largest}" if largest else remedy
+    if largest := max(0, (least - fixed_bytes) // sample_bytes):
+        remedy = f"Type: --batch {largest}"
     raise UsageError(
         f"batch must fit the memory of a rank, which is {format_size(least)}, got "
         f"{options.batch}: {options.model.name} takes at least "
-        f"{format_size(footprint.fixed_bytes)} + {options.batch} * "
-        f"{format_size(footprint.sample_bytes)} = {format_size(needed)}. {cure}"
+        f"{format_size(fixed_bytes)} + {options.batch} * {format_size(sample_bytes)} = "
+        f"{format_size(needed)}. {remedy}"
     )
 
 
@@ -249,32 +236,17 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-@contextmanager
-def used(device: torch.device) -> Generator[None]:
-    """Make ``device`` current, and let cuDNN look for its fastest kernels."""
-    if device.type != "cuda":
-        yield
-        return
-    was_searching = torch.backends.cudnn.benchmark
-    torch.backends.cudnn.benchmark = True
-    try:
-        with torch.cuda.device(device):
-            yield
-    finally:
-        torch.backends.cudnn.benchmark = was_searching
-
-
 _MAX_PROFILED_STEPS = 10
 
 
 def time_block(
     replica: Replica, num_steps: int, device: torch.device, *, is_alone: bool = False
 ) -> StepTimes:
-    """Return the slowest rank's times, of all or of rank 0 alone; collective."""
+    """Time a block of steps and return the slowest rank's times; collective."""
     own = StepTimes(0.0, dict.fromkeys(Phase, 0.0))
     is_stepping = not is_alone or hvd.rank() == 0
     if is_stepping:
-        # Brings the replica's memory back into the caches.
+        # Bring the replica's memory back into the caches.
         replica.step(Stopwatch())
         synchronize(device)
     hvd.barrier()
@@ -302,8 +274,8 @@ def _time_steps(replica: Replica, num_steps: int, device: torch.device) -> StepT
     if device.type == "cpu":
         step_s = elapsed_s(stopwatch, num_steps)
         return StepTimes(step_s, stopwatch.seconds_a_step(num_steps))
-    # A synchronisation a phase would keep the host from running ahead of the device,
-    # so the phases are timed in steps of their own.
+    # To synchronise after each phase keeps the host from running ahead of the device,
+    # so the phases are timed in further steps.
     step_s = elapsed_s(Stopwatch(), num_steps)
     num_profiled = min(num_steps, _MAX_PROFILED_STEPS)
     elapsed_s(stopwatch, num_profiled)
@@ -313,7 +285,7 @@ def _time_steps(replica: Replica, num_steps: int, device: torch.device) -> StepT
 _BLOCK_S = 0.4
 _MAX_STEPS = 100
 
-OnProgress = Callable[[int, int], None]  # gets the number of blocks done, and of all
+OnProgress = Callable[[int, int], None]  # gets the numbers of blocks: done, and all
 
 
 def measure(
@@ -325,7 +297,7 @@ def measure(
     a machine that slows down slows all of them.
 
     Raises:
-        UsageError: There is no such device, or the model does not fit.
+        UsageError: The device is missing, or the model does not fit.
         CollectiveError: A rank was lost.
     """
     device = _agree_on_devices(options)
@@ -333,12 +305,16 @@ def measure(
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
     size = hvd.size()
-    with used(device):
+    with ExitStack() as settings:
+        if device.type == "cuda":
+            settings.enter_context(torch.cuda.device(device))
+            flags = torch.backends.cudnn.flags(enabled=True, benchmark=True)
+            settings.enter_context(flags)
         require_fit(options, device, num_replicas=min(size, 2))
         replicas = _make_replicas(options, device)
         num_steps = options.steps
         if num_steps is None:
-            # So many last long enough to be timed; the same on all ranks.
+            # Long enough to be timed; the same number on all ranks.
             step_s = time_block(replicas[Variant.ONE_RANK], 1, device).step_s
             num_steps = max(1, min(_MAX_STEPS, math.ceil(_BLOCK_S / step_s)))
         rounds = _run_rounds(replicas, num_steps, options.rounds, device, on_progress)
@@ -350,7 +326,7 @@ def measure(
 
 
 def _agree_on_devices(options: TrainOptions) -> torch.device:
-    """Return this rank's device; where one rank has none, all refuse together."""
+    """Return this rank's device; raise on all ranks if one has none; collective."""
     device, refusal = torch.device("cpu"), ""
     try:
         device = choose_device(options.device, hvd.local_rank())
@@ -383,7 +359,7 @@ def _run_rounds(
     device: torch.device,
     on_progress: OnProgress | None,
 ) -> tuple[Round, ...]:
-    order = random.Random(0)  # noqa: S311  the same on all ranks is what matters
+    order = random.Random(0)  # noqa: S311  must be the same on all ranks
     rounds: list[Round] = []
     num_blocks = num_rounds * len(replicas)
     for number in range(num_rounds):
@@ -402,7 +378,6 @@ def _run_rounds(
 
 
 def is_in_step(replicas: Mapping[Variant, Replica]) -> bool:
-    """Return whether all ranks have the same weights; collective."""
     if Variant.ALL_RANKS not in replicas:
         return True
     digest = replicas[Variant.ALL_RANKS].digest()

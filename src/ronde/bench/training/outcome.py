@@ -1,4 +1,4 @@
-"""Training steps: what to measure, and what was measured; no torch."""
+"""Options and results of a measurement of training steps; no torch."""
 
 import statistics
 from collections.abc import Mapping
@@ -9,31 +9,27 @@ from typing import Any, Literal
 from ronde.bench.training.catalogue import MODELS, ModelFacts
 from ronde.errors import UsageError
 
-Dtype = Literal["float32", "bfloat16"]  # of forward: autocast, the weights stay float32
-DeviceKind = Literal["auto", "cpu", "cuda"]  # auto takes CUDA where there is a device
-OptimizerKind = Literal["sgd", "adam"]
-WireFormat = Literal["none", "fp16", "bf16"]  # what gradients travel as
-# Batches made before, in turn; or each of random samples, as a data loader makes it.
-InputKind = Literal["prepared", "gathered"]
+DeviceKind = Literal["auto", "cpu", "cuda"]  # auto is CUDA if torch has a device
 
 
 @dataclass(frozen=True, slots=True)
 class TrainOptions:
-    """What to measure."""
+    """Options of ``ronde bench train``."""
 
     model: ModelFacts
-    batch: int  # samples a step of one rank, in every variant
+    batch: int  # samples per step and rank, in every variant
     rounds: int = 5  # blocks of steps of each variant; figures are medians over them
-    steps: int | None = None  # steps of a block; None takes as many as last about 0.4 s
-    warmup: int = 3  # steps of each model before anything is timed
-    dtype: Dtype = "float32"
+    steps: int | None = None  # steps of a block; None for about 0.4 s
+    warmup: int = 3  # untimed steps of each model
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of autocast
     device: DeviceKind = "auto"
-    optimizer: OptimizerKind = "sgd"
-    compression: WireFormat = "none"
-    input: InputKind = "prepared"
-    engine: str = ""  # what moves the gradients; empty takes the environment's
-    is_channels_last: bool = False  # lay images and weights out with the channels last
-    is_compiled: bool = False  # let ``torch.compile`` compile the model
+    optimizer: Literal["sgd", "adam"] = "sgd"
+    compression: Literal["none", "fp16", "bf16"] = "none"
+    # Two batches in turn; or random samples in each step, as from a data loader.
+    input: Literal["prepared", "gathered"] = "prepared"
+    engine: str = ""  # empty for the environment's
+    is_channels_last: bool = False
+    is_compiled: bool = False
 
     def __post_init__(self) -> None:
         least = {"batch": 1, "rounds": 1, "steps": 1, "warmup": 0}
@@ -62,7 +58,7 @@ def find_model(name: str) -> ModelFacts:
 
 
 class Phase(StrEnum):
-    """A part of a step, in the order in which they follow each other."""
+    """A part of a step, in their order."""
 
     INPUT = "input"
     HOST_TO_DEVICE = "host_to_device"
@@ -72,7 +68,7 @@ class Phase(StrEnum):
 
 
 class Variant(StrEnum):
-    """Who steps, and whether gradients are reduced."""
+    """One of the three runs that are compared."""
 
     ONE_RANK = "one_rank"
     ALL_RANKS = "all_ranks"
@@ -81,9 +77,9 @@ class Variant(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """What a step took, the mean over a block of steps."""
+    """Mean times of a block of steps."""
 
-    step_s: float  # of the slowest rank, undisturbed
+    step_s: float  # of the slowest rank, without timing the phases
     phases_s: Mapping[Phase, float]
 
 
@@ -93,25 +89,25 @@ KIND = "bench_train"
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Where it was measured."""
+    """Ranks, device and engine of a measurement."""
 
-    num_ranks: int  # ranks that trained together
-    num_threads: int  # threads that each rank computes with
+    num_ranks: int
+    num_threads: int  # per rank
     device: str  # ``cpu`` or ``cuda``
-    device_name: str  # the processor's or accelerator's model
-    engine: str  # what moved the gradients; empty with one rank
-    torch: str  # version of torch
+    device_name: str
+    engine: str  # empty with one rank
+    torch: str  # version
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingOutcome:
     """All rounds of one measurement."""
 
-    options: TrainOptions  # what was asked for
-    setting: Setting  # where it was measured
+    options: TrainOptions
+    setting: Setting
     num_steps: int  # steps of a block
     rounds: tuple[Round, ...]
-    is_in_step: bool  # whether all ranks' weights were equal, bit for bit, at the end
+    is_in_step: bool  # all ranks' weights were equal at the end, bit for bit
 
     def variants(self) -> list[Variant]:
         return [variant for variant in Variant if variant in self.rounds[0]]
@@ -125,14 +121,14 @@ class TrainingOutcome:
         return num_ranks * units / self.step_s(variant)
 
     def phase_s(self, variant: Variant, phase: Phase) -> float:
-        """Return what a part took; of ``backward()`` only what is not exposed."""
+        """Return a part's time; of ``backward()`` without exposed communication."""
         is_split = phase is Phase.BACKWARD and variant is Variant.ALL_RANKS
         source = Variant.NO_COMMUNICATION if is_split else variant
         return statistics.median(each[source].phases_s[phase] for each in self.rounds)
 
     def exposed_s(self) -> float:
         """Return the communication of a step that backward does not hide."""
-        # It is what ``backward()`` takes longer with communication than without; noise
+        # The time of ``backward()`` with communication minus the time without; noise
         # can make it negative.
         variants, phase = (Variant.ALL_RANKS, Variant.NO_COMMUNICATION), Phase.BACKWARD
         pairs = [[each[v].phases_s[phase] for v in variants] for each in self.rounds]
