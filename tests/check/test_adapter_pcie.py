@@ -68,7 +68,7 @@ def probe(tmp_path):
 def find(values):
     fleet = Fleet((HostFacts("a", values, {}, {}),), {})
     found = judge(fleet, [adapter_pcie]).findings
-    return [(each.severity, each.what) for each in found]
+    return [(each.severity, each.message) for each in found]
 
 
 def test_a_link_that_carries_its_port_is_no_finding(probe):

@@ -107,11 +107,11 @@ def test_hosts_that_are_all_slow_are_found_by_their_links(num, link, rate, but):
     }
     assert [f.host for f in found] == hosts_of(num)
     shown = f"{rate:.3g} GB/s ({8 * rate:.3g} Gbit/s)"
-    assert all(shown in f.what for f in found)
+    assert all(shown in f.message for f in found)
     if but:
         assert "ethtool up0; ip -s link show up0" in found[0].fix
     else:
-        assert "between hosts by tcp; " in found[0].what
+        assert "between hosts by tcp; " in found[0].message
         assert found[0].fix == ""
 
 
@@ -242,7 +242,7 @@ def test_a_host_that_sends_slowly_is_reported_with_its_partners():
         slow_down(rates, "h1", other, rate)
     (found,) = findings_of(rates)
     assert (found.host, found.severity) == ("h1", Severity.FAIL)
-    assert found.what == "it sends only 0.7 GB/s to h2, h3, h0"
+    assert found.message == "it sends only 0.7 GB/s to h2, h3, h0"
     assert found.usual == "10 GB/s between other hosts"
 
 
@@ -252,7 +252,7 @@ def test_a_host_that_receives_slowly_is_reported_and_many_partners_are_counted()
         slow_down(rates, other, "h0", 5.0)
     (found,) = findings_of(rates)
     assert (found.host, found.severity) == ("h0", Severity.WARN)
-    assert found.what == "it receives only 5 GB/s from h1, h2, h3, h4 and 3 more"
+    assert found.message == "it receives only 5 GB/s from h1, h2, h3, h4 and 3 more"
 
 
 def test_a_host_with_troubles_in_both_directions_names_neither():
@@ -261,7 +261,7 @@ def test_a_host_with_troubles_in_both_directions_names_neither():
     slow_down(rates, "h0", "h1", 2.0)
     slow_down(rates, "h2", "h0", 3.0)
     (found,) = findings_of(rates)
-    assert (found.host, found.what) == ("h0", "only 3 GB/s with h1, h2")
+    assert (found.host, found.message) == ("h0", "only 3 GB/s with h1, h2")
 
 
 def test_a_slow_link_is_reported_on_no_host():

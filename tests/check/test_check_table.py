@@ -313,7 +313,7 @@ def test_json_holds_facts_findings_and_verdict():
             "check": "locked-memory",
             "severity": "fail",
             "host": "node2",
-            "what": "8 GiB can be locked",
+            "message": "8 GiB can be locked",
             "usual": "",
             "fix": "ulimit -l unlimited",
         }

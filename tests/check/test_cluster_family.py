@@ -76,9 +76,9 @@ def test_a_probe_that_hung_fails_its_host_and_one_that_ended_does_not():
     )
     hung, crashed = find(fleet)
     assert (hung.check, hung.severity, hung.host) == ("probe-hung", FAIL, "b")
-    assert hung.what == f"probe gpu: {HUNG}"
+    assert hung.message == f"probe gpu: {HUNG}"
     assert (crashed.check, crashed.severity, crashed.host) == ("probe-hung", WARN, "c")
-    assert "no_such_probe" in crashed.what
+    assert "no_such_probe" in crashed.message
 
 
 def test_a_host_that_did_not_answer_has_hung():
@@ -119,7 +119,7 @@ def test_a_clock_is_not_blamed_for_what_the_exchange_may_be_off():
 
 def test_a_clock_is_reported_with_its_side():
     (finding,) = find(clocks(a=0.0, b=-0.25, c=0.0))
-    assert finding.what == "its clock is 250ms behind this machine's"
+    assert finding.message == "its clock is 250ms behind this machine's"
     assert finding.usual == "as this machine's on most hosts"
 
 
@@ -131,7 +131,7 @@ def test_a_clock_is_reported_with_its_side():
 )
 def test_less_than_most_is_reported_and_more_is_not(changes, check, words):
     (finding,) = find(make_fleet("a", "b", "c", b=changes))
-    assert (finding.check, finding.host, finding.what) == (check, "b", words)
+    assert (finding.check, finding.host, finding.message) == (check, "b", words)
     assert find(make_fleet("a", "b", "c", a=changes, b=changes)) == ()
 
 
@@ -159,7 +159,7 @@ def test_slow_hosts(walls, reported):
 
 def test_a_slow_host_is_reported_with_what_others_need():
     (slow,) = find(paces(a=0.5, b=0.5, c=5.0))
-    assert slow.what == "5 ms for a piece of work"
+    assert slow.message == "5 ms for a piece of work"
     assert slow.usual == "0.5 ms on most hosts"
     assert slow.fix.startswith("Look at who uses")
 
@@ -175,7 +175,7 @@ def test_a_product_that_differs_fails_its_host():
         FAIL,
         "b",
     )
-    assert finding.what == "the product on cuda:0 has checksum bad0"
+    assert finding.message == "the product on cuda:0 has checksum bad0"
     assert finding.usual == "c0ffee on 3 devices"
 
 
@@ -188,7 +188,7 @@ def test_a_product_that_differs_fails_its_host():
 )
 def test_a_product_that_fails_by_itself(reported, words):
     (finding,) = find(hosts_with("cluster.products", a={"cpu": reported}))
-    assert (finding.severity, finding.what) == (FAIL, words)
+    assert (finding.severity, finding.message) == (FAIL, words)
 
 
 @pytest.mark.parametrize(

@@ -187,8 +187,8 @@ SMALL = {"total": 40 * GIB, "used": 0}
 def test_a_gpu_in_trouble_is_named(question, answer, check, severity, what):
     finding = only(find(host(**{question: answer})), check)
     assert finding.severity is severity
-    assert finding.what.startswith("GPU 7: ")
-    assert what in finding.what
+    assert finding.message.startswith("GPU 7: ")
+    assert what in finding.message
 
 
 @pytest.mark.parametrize(
@@ -219,14 +219,14 @@ def test_alike_gpus_are_reported_together():
     for gpu in record["gpus"][2:5]:
         gpu["recovery_action"] = 2
     finding = only(find(host(record=record)), "gpu-advice")
-    assert finding.what == "GPUs 2-4: the driver advises a reboot of the host"
+    assert finding.message == "GPUs 2-4: the driver advises a reboot of the host"
 
 
 def test_a_lost_gpu_is_reported_once():
     record = healthy(8)
     record["gpus"][3] = dict.fromkeys(record["gpus"][3], refusal(LOST, "GPU is lost"))
     finding = only(find(host(record=record)), "gpu-lost")
-    assert (finding.severity, finding.what) == (FAIL, "GPU 3: GPU is lost")
+    assert (finding.severity, finding.message) == (FAIL, "GPU 3: GPU is lost")
 
 
 def test_a_server_that_shares_a_gpu_is_not_in_the_way():
@@ -260,7 +260,7 @@ def test_a_host_with_one_gpu_gets_one_rank_unless_more_are_asked_for():
 def test_inactive_nvlinks_are_counted(links, what):
     found = find(host(nvlinks=links))
     assert {each.check for each in found} <= {"gpu-nvlink"}
-    assert f"GPU 7: {what}" in [each.what for each in found]
+    assert f"GPU 7: {what}" in [each.message for each in found]
 
 
 @pytest.mark.parametrize(
@@ -283,7 +283,7 @@ def test_models_have_their_number_of_nvlinks(title, num_links):
         # One link at least is active on a host whose links are judged.
         record["gpus"][0]["nvlinks"] = links
         what = f"{num_links - 1} of {num_links} NVLinks are active"
-        reported = [f.what for f in find(host(num_gpus=4, record=record))]
+        reported = [f.message for f in find(host(num_gpus=4, record=record))]
         assert [what in text for text in reported] == [True] * is_reported
 
 
@@ -301,7 +301,7 @@ def test_of_an_unknown_model_the_gpu_with_fewer_links_is_odd():
     for gpu in record["gpus"][:3]:
         gpu["nvlinks"] = [True] * 4
     finding = only(find(host(num_gpus=4, record=record)), "gpu-nvlink")
-    assert finding.what == "GPU 3: 3 active NVLinks"
+    assert finding.message == "GPU 3: 3 active NVLinks"
     assert finding.usual.startswith("4 active NVLinks")
 
 
@@ -366,7 +366,7 @@ def bare(**facts):
 def test_a_driver_that_does_not_answer_is_reported_with_its_words():
     error = "Driver/library version mismatch"
     finding = only(find(bare(nvml_error=error)), "gpu-answers")
-    assert error in finding.what
+    assert error in finding.message
     assert "reboot" in finding.fix
 
 
@@ -394,7 +394,7 @@ def test_a_card_without_a_driver_is_a_warning():
         find(bare(files={}, kernel_module="", cards=cards, count=0)), "gpu-answers"
     )
     assert finding.severity is WARN
-    assert finding.what.endswith(
+    assert finding.message.endswith(
         "2 NVIDIA cards without NVIDIA's driver: they have no driver, nouveau"
     )
 
@@ -402,7 +402,7 @@ def test_a_card_without_a_driver_is_a_warning():
 def test_a_common_file_that_cannot_be_opened_is_reported():
     files = kernel_facts(8)["gpu.files"] | {"/dev/nvidia-uvm": "Permission denied"}
     finding = only(find(host(facts={"gpu.files": files})), "gpu-files")
-    assert finding.what == "cannot open /dev/nvidia-uvm (Permission denied)"
+    assert finding.message == "cannot open /dev/nvidia-uvm (Permission denied)"
 
 
 def test_files_of_gpus_that_a_job_was_not_given_do_not_matter():
@@ -417,14 +417,14 @@ def test_a_gpu_that_the_driver_could_not_start_is_reported_though_others_work():
     files = {f"/dev/nvidia{n}": "" for n in range(8)} | {"/dev/nvidiactl": ""}
     files["/dev/nvidia3"] = "Input/output error"
     finding = only(find(host(num_gpus=7, facts={"gpu.files": files})), "gpu-files")
-    assert finding.what == "cannot open /dev/nvidia3 (Input/output error)"
+    assert finding.message == "cannot open /dev/nvidia3 (Input/output error)"
     assert "reboot" in finding.fix
 
 
 def test_a_gpu_that_nvml_does_not_know_is_missed():
     facts = {"gpu.files": kernel_facts(8)["gpu.files"]}
     finding = only(find(host(num_gpus=7, facts=facts)), "gpu-lost")
-    assert finding.what == "NVML knows 7 GPUs, but 8 have device files"
+    assert finding.message == "NVML knows 7 GPUs, but 8 have device files"
 
 
 def test_a_host_with_fewer_gpus_is_odd():
@@ -474,13 +474,13 @@ def xid(code, **changes):
 def test_errors_in_the_log_are_judged_by_their_number(entry, severity):
     finding = only(find(host(facts={"gpu.xids": [entry]} | UNADVISED)), "gpu-xid")
     assert finding.severity is severity
-    assert "at 0000:1b:00.0 10m ago" in finding.what
+    assert "at 0000:1b:00.0 10m ago" in finding.message
 
 
 def test_errors_since_the_start_are_reported_with_their_age():
     entry = xid(95, age_s=30 * 3600.0, times=3)
     finding = only(find(host(facts={"gpu.xids": [entry]} | UNADVISED)), "gpu-xid")
-    assert finding.what == (
+    assert finding.message == (
         "Xid 95 (memory error, not contained) at 0000:1b:00.0, 3 times, last 30h ago"
     )
     assert "--gpu-reset" in finding.fix
@@ -522,7 +522,7 @@ def test_an_error_may_have_been_dealt_with(action, severity):
     found = find(host(facts=facts))
     (finding,) = (each for each in found if each.check == "gpu-xid")
     assert finding.severity is severity
-    assert ("asks for nothing" in finding.what) == (severity is WARN)
+    assert ("asks for nothing" in finding.message) == (severity is WARN)
 
 
 # Software

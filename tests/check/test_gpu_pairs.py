@@ -60,7 +60,7 @@ def find(*, nvlinks=True, **changes):
     facts = {"gpu.pairs": rates, "gpu.nvlinks": [[nvlinks] * 18] * 8}
     fleet = Fleet((HostFacts("a", facts, {}, {}),), {})
     found = judge(fleet, [gpu_pair_speed]).findings
-    return [(each.severity, each.what) for each in found]
+    return [(each.severity, each.message) for each in found]
 
 
 def test_equal_pairs_are_no_finding():

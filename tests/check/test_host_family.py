@@ -61,7 +61,7 @@ def test_a_fault_is_found_on_its_host_and_no_other(name, changes, severity, word
     assert finding.check == name
     assert finding.severity == severity
     assert finding.host == "b"
-    assert words in finding.what
+    assert words in finding.message
 
 
 def test_each_check_has_a_fault_here():
@@ -138,12 +138,12 @@ def test_more_ranks_need_more():
         ("memory-left", WARN),
     ]
     (finding,) = find(make_fleet("a", settings=settings, a={"num_cpus": 4}))
-    assert finding.what == "4 CPUs may be used, for 8 ranks"
+    assert finding.message == "4 CPUs may be used, for 8 ranks"
 
 
 def test_of_two_hosts_that_differ_both_are_reported():
     found = find(make_fleet("a", "b", b={"memlock_bytes": 1 << 20}))
-    assert [(f.host, f.what, f.usual) for f in found] == [
+    assert [(f.host, f.message, f.usual) for f in found] == [
         (
             "a",
             "any amount of memory may be locked",

@@ -93,7 +93,7 @@ def test_a_name_that_leads_to_loopback_is_reported_with_what_to_write():
     assert (finding.check, finding.host) == ("host-name", "n2")
     # Debian writes that into every /etc/hosts, and ronde run is not hurt by it.
     assert finding.severity == Severity.WARN
-    assert "resolves to 127.0.1.1" in finding.what
+    assert "resolves to 127.0.1.1" in finding.message
     assert "10.0.0.1 me" in finding.fix
     assert "GLOO_SOCKET_IFNAME=eth0" in finding.fix
 
@@ -109,7 +109,7 @@ def test_a_name_that_leads_to_loopback_is_reported_with_what_to_write():
 )
 def test_a_name_that_leads_elsewhere_is_reported(own, said):
     own = PLAIN["network.own_name"] | own
-    assert said in only(fleet_of(2, {"network.own_name": own})).what
+    assert said in only(fleet_of(2, {"network.own_name": own})).message
 
 
 def test_a_name_may_lead_to_a_bridge_that_is_not_for_containers():
@@ -150,7 +150,7 @@ def test_a_chosen_interface_that_is_not_there_is_reported(variable, setting, sai
         changed["network.interfaces"] = INTERFACES | idle
     finding = only(fleet_of(2, changed))
     assert (finding.check, finding.host) == ("chosen-interface", "n2")
-    assert said in finding.what
+    assert said in finding.message
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ def test_a_slower_link_is_reported():
     slow = {"network.interfaces": INTERFACES | {"eth0": ETH0 | {"mbit_per_s": 1000}}}
     finding = only(fleet_of(3, slow))
     assert (finding.check, finding.host) == ("link-speed", "n2")
-    assert finding.what == "eth0 runs at 1 Gbit/s"
+    assert finding.message == "eth0 runs at 1 Gbit/s"
     assert finding.usual == "10 Gbit/s on 2 hosts"
 
 
@@ -230,7 +230,7 @@ def test_a_link_that_went_down_five_times_in_a_day_is_reported(downs, is_reporte
 def test_flaps_of_rdma_ports_count_on_the_first_day():
     """Their counter has no dates: later it is no measure of the last 24 hours."""
     finding = only(fleet_of(2, port({"downs": 5}), PLAIN | WITH_IB))
-    assert finding.what == "mlx5_0:1 went down 5 times within 24 hours"
+    assert finding.message == "mlx5_0:1 went down 5 times within 24 hours"
     week = {"network.uptime_s": 7 * 86400.0}
     assert not found(fleet_of(2, port({"downs": 500}) | week, PLAIN | WITH_IB))
 
@@ -239,7 +239,7 @@ def test_a_port_that_is_up_elsewhere_is_reported():
     finding = only(fleet_of(3, port(DOWN), PLAIN | WITH_IB))
     assert (finding.check, finding.host) == ("rdma-port", "n2")
     assert finding.severity == Severity.FAIL
-    assert finding.what == "mlx5_0:1 is DOWN/Polling"
+    assert finding.message == "mlx5_0:1 is DOWN/Polling"
     assert finding.usual == "ACTIVE/LinkUp on 2 hosts"
 
 
@@ -282,7 +282,7 @@ def test_a_port_that_is_meant_to_be_down_is_fine():
 def test_a_slower_port_is_reported():
     finding = only(fleet_of(3, port({"mbit_per_s": 200000}), PLAIN | WITH_IB))
     assert (finding.check, finding.host) == ("rdma-rate", "n2")
-    assert finding.what == "mlx5_0:1 runs at 200 Gbit/s"
+    assert finding.message == "mlx5_0:1 runs at 200 Gbit/s"
 
 
 @pytest.mark.parametrize(
@@ -304,7 +304,7 @@ def test_a_roce_port_needs_a_routable_gid(gids, index, said):
     usual = PLAIN | WITH_IB | {"network.rdma_ports": {"mlx5_0:1": ROCE}}
     reported = found(fleet_of(2, changed, usual))
     assert set(reported) == ({("roce-gid", "n2")} if said else set())
-    assert all(said in each.what for each in reported.values())
+    assert all(said in each.message for each in reported.values())
 
 
 NO_GID = ROCE | {"gids": {"0": ROCE["gids"]["0"]}}

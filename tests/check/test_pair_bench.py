@@ -42,7 +42,7 @@ def findings_of(facts):
     reported = tuple(HostFacts(name, values, {}, {}) for name, values in facts.items())
     findings = judge(Fleet(reported, {}), of_family(Family.NETWORK)).findings
     return [
-        (each.check, each.host, each.severity, each.what)
+        (each.check, each.host, each.severity, each.message)
         for each in findings
         if each.check != "link-rate"
     ]
@@ -226,7 +226,9 @@ def test_sockets_despite_adapters_are_remarked():
 
 
 def remarked(is_error, rule="sockets-between-nodes"):
-    return {rule: {"is_error": is_error, "what": "It is slow.", "remedy": "Mend it."}}
+    return {
+        rule: {"is_error": is_error, "message": "It is slow.", "remedy": "Mend it."}
+    }
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,7 @@ def test_the_host_with_a_folder_of_its_own_is_named(tmp_path: Path) -> None:
     (finding,) = findings_of(hosts)
     assert finding.host == "c"
     assert finding.severity is Severity.FAIL
-    assert finding.what == "/data shows files of c"
+    assert finding.message == "/data shows files of c"
     assert finding.usual == "files of a, b on 2 hosts"
     assert not [*own.glob("*/*"), *common.glob("*/*")]
 
@@ -254,7 +254,7 @@ def host(name: str, path: str, seen: Mapping[str, bool]) -> Any:
 def judged(*hosts: HostFacts) -> list[tuple[str, str, str, str]]:
     fleet = Fleet(hosts, {})
     return [
-        (f.check, f.host, f.what, f.usual)
+        (f.check, f.host, f.message, f.usual)
         for check in sharing_checks()
         for f in check.find(fleet)
     ]

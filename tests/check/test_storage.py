@@ -236,7 +236,7 @@ def test_a_missing_shared_folder_is_found_where_it_is_missing() -> None:
     (finding,) = found(fleet(facts(), other, facts()))
     assert (finding.check, finding.host) == ("folder-missing", "node2")
     assert finding.severity is Severity.FAIL
-    assert finding.what == "/data: No such file or directory"
+    assert finding.message == "/data: No such file or directory"
 
 
 def test_a_missing_folder_to_start_in_is_found_with_what_to_do() -> None:
@@ -260,7 +260,7 @@ def test_a_missing_folder_is_found_though_it_is_for_temporary_files(role: str) -
 )
 def test_what_cannot_be_entered_is_found(change: dict[str, Any], why: str) -> None:
     (finding,) = found(fleet(facts(paths={"/data": folder(["shared"], **change)})))
-    assert finding.what.startswith(f"/data: {why}")
+    assert finding.message.startswith(f"/data: {why}")
     is_file = "it is a file: name a folder" in finding.fix
     assert is_file == (why == "no folder")
 
@@ -301,7 +301,7 @@ def test_room_is_judged(
 
 def test_room_is_reported_in_words() -> None:
     (finding,) = found(one_folder(free_bytes=512 << 20, size_bytes=100 * GIB))
-    assert finding.what == "/job has 512MiB free of 100GiB"
+    assert finding.message == "/job has 512MiB free of 100GiB"
     assert finding.fix == "du -xh /job | sort -h | tail  # there, and make room"
 
 
@@ -313,7 +313,7 @@ def test_room_of_one_file_system_is_reported_once() -> None:
         "/scratch": folder(["temporary"], **little),
     }
     findings = found(fleet(facts(paths=paths)))
-    assert [f.what.split()[0] for f in findings] == ["/data", "/job"]
+    assert [f.message.split()[0] for f in findings] == ["/data", "/job"]
 
 
 def test_room_does_not_matter_where_nothing_can_be_written() -> None:
@@ -347,7 +347,7 @@ def test_a_mount_that_hangs_is_one_finding() -> None:
         files={"/data/a": lost},
     )
     findings = found(fleet(facts(), hung, facts()))
-    assert [(f.check, f.host, f.what) for f in findings] == [
+    assert [(f.check, f.host, f.message) for f in findings] == [
         ("hung-mount", "node2", "/data does not answer")
     ]
     assert "umount -f -l /data  #" in findings[0].fix
@@ -358,7 +358,7 @@ def test_a_wrong_file_is_found_on_the_host_that_has_it() -> None:
     (finding,) = found(fleet(facts(), wrong, facts()))
     assert (finding.check, finding.host) == ("dataset-files", "node2")
     assert finding.severity is Severity.FAIL
-    assert finding.what == "/data/a has 3 bytes, sha256 0000, read whole"
+    assert finding.message == "/data/a has 3 bytes, sha256 0000, read whole"
     assert finding.usual == "3 bytes, sha256 ba78, read whole on 2 hosts"
     assert finding.fix == "rsync -ac node1:/data/a /data/a"
 
@@ -367,7 +367,7 @@ def test_a_missing_file_is_found() -> None:
     gone = facts(files={"/data/a": {"error": "No such file or directory"}})
     (finding,) = found(fleet(facts(), facts(), gone))
     assert (finding.host, finding.severity) == ("node3", Severity.FAIL)
-    assert finding.what == "/data/a: No such file or directory"
+    assert finding.message == "/data/a: No such file or directory"
     assert finding.fix == "rsync -ac node1:/data/a /data/a"
 
 
@@ -386,11 +386,11 @@ def test_what_no_host_has_cannot_be_copied(error: str, fix: str) -> None:
 def test_of_equal_files_it_is_shown_how_much_was_read() -> None:
     large = facts(files={"/data/a": file("ba78", 40 * GIB, 64 << 20)})
     (first, second) = (f for c in CHECKS for f in c.find(fleet(large, large)))
-    assert first.what == (
+    assert first.message == (
         "/data/a has 42949672960 bytes, sha256 ba78, read 64MiB of 40GiB"
     )
     assert (first.severity, first.fix) == (Severity.INFORM, "")
-    assert first.what == second.what
+    assert first.message == second.message
 
 
 def test_of_two_hosts_with_other_files_none_is_blamed_alone() -> None:

@@ -105,7 +105,7 @@ def test_a_fleet_without_gpus_or_torch_says_only_that_there_is_no_torch() -> Non
     assert {(f.check, f.severity) for f in findings} == {
         ("torch-installed", Severity.FAIL)
     }
-    assert findings[0].what == (
+    assert findings[0].message == (
         "/usr/bin/python3 cannot import torch: ModuleNotFoundError: No module named "
         "'torch'"
     )
@@ -216,7 +216,7 @@ def test_the_one_of_three_that_differs_is_named(
 
 def test_of_two_that_differ_both_are_reported() -> None:
     findings = found(fleet({}, {"torch": "2.12.0"}))
-    assert [(f.host, f.what, f.usual) for f in findings] == [
+    assert [(f.host, f.message, f.usual) for f in findings] == [
         ("node1", "torch 2.13.0", "2.12.0 elsewhere"),
         ("node2", "torch 2.12.0", "2.13.0 elsewhere"),
     ]
@@ -224,7 +224,7 @@ def test_of_two_that_differ_both_are_reported() -> None:
 
 def test_another_torch_is_reported_once_though_its_build_differs_too() -> None:
     findings = found(fleet({}, {"torch": "2.12.0", "torch_build": "CPU"}, {}))
-    assert [(f.host, f.what) for f in findings] == [("node2", "torch 2.12.0")]
+    assert [(f.host, f.message) for f in findings] == [("node2", "torch 2.12.0")]
 
 
 def test_packages_that_differ_are_reported_together_and_not_without_end() -> None:
@@ -233,14 +233,14 @@ def test_packages_that_differ_are_reported_together_and_not_without_end() -> Non
     (finding,) = found(
         fleet({"packages": usual}, {"packages": usual}, {"packages": other})
     )
-    assert finding.what == "p0 2.0, p1 2.0, p2 2.0 and 2 more"
+    assert finding.message == "p0 2.0, p1 2.0, p2 2.0 and 2 more"
     assert finding.usual == "1.0 on 2 hosts"
     assert finding.fix == f"{PIP}p0==1.0 p1==1.0 p2==1.0 p3==1.0 p4==1.0"
 
 
 def test_a_package_that_is_missing_is_reported() -> None:
     (finding,) = found(fleet({"packages": {"numpy": "2.4.6"}}, {}, {}))
-    assert finding.what == f"tqdm {ABSENT}"
+    assert finding.message == f"tqdm {ABSENT}"
 
 
 def test_packages_that_are_judged_apart_are_not_reported_twice() -> None:
@@ -269,7 +269,7 @@ def test_variables_of_one_host_are_reported_with_their_values(
     environment: dict[str, str], what: str, usual: str
 ) -> None:
     (finding,) = found(fleet({}, {}, {"environment": environment}))
-    assert (finding.what, finding.usual) == (what, usual)
+    assert (finding.message, finding.usual) == (what, usual)
     assert finding.fix.startswith("grep -sE ")
 
 

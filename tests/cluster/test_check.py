@@ -95,7 +95,7 @@ def run_check(
     assert done.returncode == (0 if is_ready else 2), done.stderr
     said: dict[tuple[str, str], str] = {}
     for each in findings:
-        key, what = (each["check"], each["host"]), each["what"]
+        key, what = (each["check"], each["host"]), each["message"]
         said[key] = f"{said[key]}\n{what}" if key in said else what
     return Checked(
         frozenset(said),

@@ -366,15 +366,15 @@ def find_slow_devices(
             # In a draw no single device can be said to crawl.
             is_bad = device in fewest.hosts and not fewest.is_draw
             severity = FAIL if is_bad else WARN
-            what = f"{measure.action} {measure.show(amounts[device])}"
-            found[device] = Problem(what, severity, usual)
+            message = f"{measure.action} {measure.show(amounts[device])}"
+            found[device] = Problem(message, severity, usual)
     return found
 
 
 def _of_hosts(found: Iterable[tuple[CheckedDevice, Problem]]) -> Problems:
     for device, problem in found:
-        what = f"{device.name} {problem.what}"
-        yield problem._replace(what=what, host=device.host)
+        message = f"{device.name} {problem.message}"
+        yield problem._replace(message=message, host=device.host)
 
 
 @check(FAIL, PRODUCTS)
@@ -394,16 +394,16 @@ def product_checksum(fleet: Fleet) -> Problems:
     for host, products in fleet.known(PRODUCTS).items():
         for device, each in products.items():
             if "failure" in each:
-                what = f"the product on {device} failed: {each['failure']}"
-                yield Problem(what, host=host)
+                message = f"the product on {device} failed: {each['failure']}"
+                yield Problem(message, host=host)
                 continue
             checksums[host, device] = each["checksum"]
             if each["num_wrong"]:
-                what = f"{each['num_wrong']} of {each['num_products']} products on "
-                yield Problem(f"{what}{device} differ from the first one", host=host)
+                message = f"{each['num_wrong']} of {each['num_products']} products on "
+                yield Problem(f"{message}{device} differ from the first one", host=host)
     for (host, device), value, usual in find_odd(checksums, of="devices"):
-        what = f"the product on {device} has checksum {value}"
-        yield Problem(what, usual=usual, host=host)
+        message = f"the product on {device} has checksum {value}"
+        yield Problem(message, usual=usual, host=host)
 
 
 _CPU_SPEED = SpeedMeasure("computed at", "GFLOP/s", 0.8, 0.5)
@@ -464,8 +464,8 @@ def gpu_copy_speed(fleet: Fleet) -> Problems:
         for name, copies in gpus.items():
             device = CheckedDevice(host, name, copies.get("model", ""))
             if "failure" in copies:
-                what = f"could not be measured: {copies['failure']}"
-                found.append((device, Problem(what, INFORM)))
+                message = f"could not be measured: {copies['failure']}"
+                found.append((device, Problem(message, INFORM)))
             else:
                 known[device] = copies
     for name, measure in _MEASURES.items():
@@ -489,11 +489,11 @@ def _judge_with_host(
         problem = slow.get(device)
         floor = _FLOORS_GB_PER_S.get(device.model.removeprefix("NVIDIA "), 0.0)
         if rate < floor and (problem is None or problem.severity is not FAIL):
-            what = f"{measure.action} {measure.show(rate)}, below the {floor:g}"
-            problem = Problem(f"{what} of a sound {device.model}", FAIL)
+            message = f"{measure.action} {measure.show(rate)}, below the {floor:g}"
+            problem = Problem(f"{message} of a sound {device.model}", FAIL)
         if problem is not None and not known[device]["is_near"]:
-            what = f"{problem.what} (its memory there may have been far)"
-            problem = problem._replace(severity=WARN, what=what)
+            message = f"{problem.message} (its memory there may have been far)"
+            problem = problem._replace(severity=WARN, message=message)
         if problem is not None:
             found[device] = problem
     return found

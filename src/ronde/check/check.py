@@ -44,7 +44,7 @@ class Finding(NamedTuple):
     check: str
     severity: Severity
     host: str  # for two hosts what ``name_pair`` returns
-    what: str  # without a subject: ``/dev/shm has 64MiB``
+    message: str  # without a subject: ``/dev/shm has 64MiB``
     usual: str = ""  # what most other hosts have, if that is the point
     fix: str = ""  # what to do or type
 
@@ -56,7 +56,7 @@ class Finding(NamedTuple):
 class Problem(NamedTuple):
     """What a judge finds; its check completes it to a ``Finding``."""
 
-    what: str
+    message: str
     severity: Severity | None = None  # None for the check's own
     usual: str = ""
     fix: str = ""  # if more exact than the check's own
@@ -85,11 +85,11 @@ class Check(NamedTuple):
     besides: tuple[str, ...] = ()  # facts that it uses where they are known
 
     def find(self, fleet: Fleet) -> Iterator[Finding]:
-        for what, severity, usual, fix, host in self.judge(fleet):
+        for message, severity, usual, fix, host in self.judge(fleet):
             how_bad = severity or self.severity
             # What is only worth knowing needs no cure.
             cure = fix or (self.fix if how_bad is not INFORM else "")
-            yield Finding(self.id, how_bad, host, what, usual, cure)
+            yield Finding(self.id, how_bad, host, message, usual, cure)
 
 
 _FIELDS = ("reads", "threshold", "source", "fix", "needs", "why")

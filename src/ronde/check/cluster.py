@@ -59,11 +59,11 @@ def probe_hung(fleet: Fleet) -> Problems:
     fix = "Type there: python -m ronde check; and report it if it fails as well"
     for host, failed in fleet.known(FAILED).items():
         for probe, failure in failed.items():
-            what = f"probe {probe}: {failure}"
+            message = f"probe {probe}: {failure}"
             if failure.startswith(ENDED) and probe != "torch":
-                yield Problem(what, WARN, fix=fix, host=host)
+                yield Problem(message, WARN, fix=fix, host=host)
             else:
-                yield Problem(what, host=host)
+                yield Problem(message, host=host)
 
 
 def clock(_: NodeContext, _question: dict[str, Value]) -> dict[str, Value]:

@@ -106,8 +106,8 @@ def expected_ports(fleet: Fleet) -> Problems:
         ]
         fast = max(sum(rate >= mbit_per_s for rate in rates) for rates in (rdma, own))
         if fast < number:
-            what = f"{fast} ports of {mbit_per_s / 1000:g} Gbit/s are up"
-            yield Problem(what, usual=f"{number} expected", host=facts.host)
+            message = f"{fast} ports of {mbit_per_s / 1000:g} Gbit/s are up"
+            yield Problem(message, usual=f"{number} expected", host=facts.host)
 
 
 @check(FAIL, "host.memory_bytes", family=Family.CLUSTER)
@@ -124,5 +124,5 @@ def expected_memory(fleet: Fleet) -> Problems:
     expected = fleet.settings.get(EXPECTED, {}).get("memory_bytes", 0)
     for host, num_bytes in fleet.known("host.memory_bytes").items():
         if num_bytes < _SHARE_OF_MEMORY * expected:
-            what = f"{format_size(num_bytes)} of memory"
-            yield Problem(what, usual=f"{format_size(expected)} expected", host=host)
+            message = f"{format_size(num_bytes)} of memory"
+            yield Problem(message, usual=f"{format_size(expected)} expected", host=host)

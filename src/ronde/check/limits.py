@@ -167,8 +167,10 @@ def _lacking_memory(fleet: Fleet) -> Problems:
         if not is_free and _limit(values[_LOCKED]) < _MIN_LOCKED_BYTES:
             # Many machines have an adapter; NCCL alone uses it, between hosts.
             is_used = len(fleet.hosts) > 1 and values.get("host.num_gpus") != 0
-            what = f"{_show_locked(_limit(values[_LOCKED]))}, {adapters[0]} needs more"
-            yield Problem(what, FAIL if is_used else WARN, host=facts.host)
+            message = (
+                f"{_show_locked(_limit(values[_LOCKED]))}, {adapters[0]} needs more"
+            )
+            yield Problem(message, FAIL if is_used else WARN, host=facts.host)
 
 
 @check(FAIL, _FILES, besides=(_MOST_FILES,))
@@ -218,15 +220,17 @@ def process_limit(values: Values, _: Fleet) -> Problems:
     fix = "docker run --pids-limit -1; TasksMax=infinity in the unit; podPidsLimit of "
     fix += "the kubelet"
     if left < _MIN_PIDS_LEFT:
-        what = f"the control group allows {max(0, left)} more processes and threads"
-        yield Problem(what, fix=fix)
+        message = f"the control group allows {max(0, left)} more processes and threads"
+        yield Problem(message, fix=fix)
     elif values[_PIDS] < _MIN_PROCESSES:
-        what = f"the control group allows {values[_PIDS]} processes and threads"
-        yield Problem(what, WARN, fix=fix)
+        message = f"the control group allows {values[_PIDS]} processes and threads"
+        yield Problem(message, WARN, fix=fix)
     elif limit < _MIN_PROCESSES and "sys_resource" not in values[_CAPABILITIES]:
-        what = f"a user may have {int(limit)} processes and threads"
+        message = f"a user may have {int(limit)} processes and threads"
         hard = values.get(_MOST_USER_PIDS)
-        yield Problem(what, WARN, fix=_raise_limit("u", "nproc", _GOOD_PROCESSES, hard))
+        yield Problem(
+            message, WARN, fix=_raise_limit("u", "nproc", _GOOD_PROCESSES, hard)
+        )
 
 
 @each_host(WARN, _QUOTA, _CPUS)
@@ -274,8 +278,8 @@ def shared_memory(values: Values, _: Fleet) -> Problems:
         fix = f"As root: mount -o remount,rw {_SHARED} && chmod 1777 {_SHARED}"
         yield Problem(f"nothing may be written to {_SHARED}", fix=fix)
     elif free <= _MIN_SHARED_BYTES or free < min(_GOOD_SHARED_BYTES, usual):
-        what = f"{_SHARED} has {format_size(free)} free of {format_size(size)}"
-        yield Problem(what, FAIL if free <= _MIN_SHARED_BYTES else WARN)
+        message = f"{_SHARED} has {format_size(free)} free of {format_size(size)}"
+        yield Problem(message, FAIL if free <= _MIN_SHARED_BYTES else WARN)
 
 
 @each_host(FAIL, _LEFT)

@@ -162,8 +162,8 @@ def printed_errors(values: Values, _: Fleet) -> Problems:
     needs: a file
     why: What has failed ends the next job as well.
     """
-    for what, severity, fix in values[_ERRORS]:
-        yield Problem(what, Severity(severity), fix=fix)
+    for message, severity, fix in values[_ERRORS]:
+        yield Problem(message, Severity(severity), fix=fix)
 
 
 def read_saved_facts(saved: Saved) -> tuple[HostFacts, str]:
@@ -176,13 +176,13 @@ def read_saved_facts(saved: Saved) -> tuple[HostFacts, str]:
     values: dict[str, Value] = {}
     lines = list(_log_lines(saved))
     if probe is SMI_QUERY:
-        what, own, more = _read_query(values, saved)
+        message, own, more = _read_query(values, saved)
         lines += more
     elif probe is RDMA_PORTS:
-        what, own = _read_ports(values, saved)
+        message, own = _read_ports(values, saved)
     else:
-        what = counted(len(lines), "kernel line" if is_log else "line")
-        what += f" (sought: {_SOUGHT})" * is_log
+        message = counted(len(lines), "kernel line" if is_log else "line")
+        message += f" (sought: {_SOUGHT})" * is_log
         own = _lost_links(lines)
         # The index of the line stands for the age.
         xids = find_xids((number, line) for number, (_, line) in enumerate(lines))
@@ -200,7 +200,7 @@ def read_saved_facts(saved: Saved) -> tuple[HostFacts, str]:
         )
     is_gone = any(each["code"] == 79 for each in values.get("gpu.xids", ()))
     values[_ERRORS] = [e for e in errors if not is_gone or _OFF_THE_BUS not in e[0]]
-    return HostFacts(saved.name, values, {}, {}), what
+    return HostFacts(saved.name, values, {}, {}), message
 
 
 def _log_lines(saved: Saved) -> Iterator[tuple[str, str]]:
@@ -234,8 +234,8 @@ def _find_errors(lines: _Lines) -> list[_Error]:
             found[silent] = [e for e in found.get(silent, []) if e[0] != match[1]]
         for row, pattern in zip(rows[::2], patterns, strict=True):
             if match := pattern.search(line):
-                severity, fix, what = row.split(maxsplit=2)
-                error = what.format(*match.groups()), severity, _FIXES[fix]
+                severity, fix, message = row.split(maxsplit=2)
+                error = message.format(*match.groups()), severity, _FIXES[fix]
                 # A GPU is its own place.
                 at = place if place.isdecimal() else match.groupdict().get("at") or ""
                 found.setdefault(error, []).append((at, place))
@@ -243,14 +243,16 @@ def _find_errors(lines: _Lines) -> list[_Error]:
     return [_sum_up(*error, seen) for error, seen in found.items() if seen]
 
 
-def _sum_up(what: str, severity: str, fix: str, seen: list[tuple[str, str]]) -> _Error:
+def _sum_up(
+    message: str, severity: str, fix: str, seen: list[tuple[str, str]]
+) -> _Error:
     ends = list(dict.fromkeys(at for at, _ in seen if at))
     place = seen[-1][1]
-    text = f"GPU{'s' * (len(ends) > 1)} {', '.join(ends)}: {what}"
+    text = f"GPU{'s' * (len(ends) > 1)} {', '.join(ends)}: {message}"
     if not place.isdecimal():
         named = f": {list_first(ends, 4)}" if ends else ""
         times = f", {len(seen)} times, last" if len(seen) > 1 else ""
-        text = f"{what}{named}{times}{place}"
+        text = f"{message}{named}{times}{place}"
     return text, severity, fix.format(at=",".join(ends))
 
 
@@ -274,9 +276,9 @@ def _lost_links(lines: _Lines) -> Iterator[_Error]:
             lost += flaps - (is_down and number < len(boots) - 1)
             lost += flaps > 0 and number == 0 and not own[0]
         if lost:
-            what = f"{at} lost its link {counted(lost, 'time')}"
-            what += " and is down" * is_down
-            yield what, "warn" if lost > 2 or is_down else "inform", _FIXES["link"]
+            message = f"{at} lost its link {counted(lost, 'time')}"
+            message += " and is down" * is_down
+            yield message, "warn" if lost > 2 or is_down else "inform", _FIXES["link"]
 
 
 def _read_query(
@@ -321,9 +323,9 @@ def _compare_gpus(gpus: list[Element], attached: str) -> Iterator[_Error]:
         for n, value in enumerate(values):
             is_odd = value not in ("", "N/A", usual) and 2 * values.count(usual) > num
             if is_odd and not find_error(value):
-                what = f"GPU {n}: its {name} is {value}, but {usual} on most GPUs"
+                message = f"GPU {n}: its {name} is {value}, but {usual} on most GPUs"
                 how_bad = "inform" if name == "model" else "warn"
-                yield what, how_bad, fix.format(n, usual.partition(" ")[0].upper())
+                yield message, how_bad, fix.format(n, usual.partition(" ")[0].upper())
 
 
 def _flatten(section: Element, path: str) -> Iterator[str]:
@@ -360,5 +362,5 @@ def _compare_ports(up: dict[str, dict[str, Any]]) -> Iterator[_Error]:
         is_slow = is_odd or 4 * rate <= most
         how_bad, fix = ("warn", "link") if is_slow else ("inform", "choose")
         if 0 < rate < most:
-            what = f"{name} has {rate:g} of {most:g} Gb/s, which others have"
-            yield what, how_bad, _FIXES[fix]
+            message = f"{name} has {rate:g} of {most:g} Gb/s, which others have"
+            yield message, how_bad, _FIXES[fix]

@@ -211,14 +211,14 @@ def torch_installed(values: Values, fleet: Fleet) -> Problems:
     lacks_others = re.match(r"ModuleNotFoundError: No module named '(?!torch\b)", error)
     if error and "torch" in values.get(_PACKAGES, {}) and not lacks_others:
         words.insert(0, "--force-reinstall")
-    what = f"torch {version} is older than ronde can use"
+    message = f"torch {version} is older than ronde can use"
     if error:
-        what = f"{values[_PYTHON_PATH]} cannot import torch: {error}"
+        message = f"{values[_PYTHON_PATH]} cannot import torch: {error}"
     fix = _pip_install(values, *words)
     if folder := values.get(SHADOWING):
         moving = shlex.join(["mv", folder, f"{folder}.old"])
         fix = f"{moving}  # PYTHONPATH puts it before any other torch"
-    yield Problem(what, fix=fix)
+    yield Problem(message, fix=fix)
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -266,13 +266,13 @@ def _differing_names(
                 found.setdefault(host, []).append(_Difference(name, value, usual))
     for facts in fleet.hosts:
         if each := found.get(facts.host, ()):
-            what = list_first([f"{d.name}{join}{d.value}" for d in each], _MAX_NAMED)
+            message = list_first([f"{d.name}{join}{d.value}" for d in each], _MAX_NAMED)
             usual = each[0].usual
             if len({d.usual for d in each}) > 1:
                 named = (f"{d.name}{join}{d.usual}" for d in each[:_MAX_NAMED])
                 usual = "; ".join(named)
             fix = find_fix(facts.values, each)
-            yield Problem(what, usual=usual, fix=fix, host=facts.host)
+            yield Problem(message, usual=usual, fix=fix, host=facts.host)
 
 
 @check(WARN, _PACKAGES)

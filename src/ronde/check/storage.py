@@ -194,8 +194,8 @@ def _compare_file(path: str, files: Mapping[str, Mapping[str, Any]]) -> Problems
     for host, each in files.items():
         if host in odd:
             value, usual = odd[host]
-            what = f"{path} has {value}"
-            yield Problem(what, usual=usual, fix=copy_to(host), host=host)
+            message = f"{path} has {value}"
+            yield Problem(message, usual=usual, fix=copy_to(host), host=host)
         elif host in shown:
             yield Problem(f"{path} has {shown[host]}", INFORM, host=host)
         elif not each.get("has_hung"):
@@ -251,14 +251,14 @@ def disk_space(values: Values, _: Fleet) -> Problems:
         free, size = each["free_bytes"], each["size_bytes"]
         is_little = free < _LOW_SHARE * size and free < _PLENTY_BYTES
         if is_little or free < _LOW_BYTES:
-            what = f"{path} has {format_size(free)} free of {format_size(size)}"
-            yield Problem(what, FAIL if free < _FULL_BYTES else WARN, fix=fix)
+            message = f"{path} has {format_size(free)} free of {format_size(size)}"
+            yield Problem(message, FAIL if free < _FULL_BYTES else WARN, fix=fix)
         free, num = each["free_inodes"], each["num_inodes"]
         # File systems without such a limit have none at all.
         if num > 0 and free < _LOW_SHARE * num:
-            what = f"{path} has room for {free} more files, of {num}"
+            message = f"{path} has room for {free} more files, of {num}"
             fix = f"du --inodes -x {folder} | sort -n | tail  # there; remove files"
-            yield Problem(what, FAIL if free == 0 else WARN, fix=fix)
+            yield Problem(message, FAIL if free == 0 else WARN, fix=fix)
 
 
 def try_path(_: NodeContext, question: dict[str, Value]) -> dict[str, Value]:
@@ -335,8 +335,8 @@ def shared_folder(fleet: Fleet) -> Problems:
     for path, sight in by_path.items():
         if not any(sight.values()):
             for host in sight if len(sight) > 1 else ():
-                what = f"unknown whether {path} is shared: no host can write there"
-                yield Problem(what, INFORM, host=host)
+                message = f"unknown whether {path} is shared: no host can write there"
+                yield Problem(message, INFORM, host=host)
             continue
         # Hosts that share it see the same files, whoever of them could leave one.
         left = sorted({other for seen in sight.values() for other in seen})

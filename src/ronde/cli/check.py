@@ -347,7 +347,7 @@ def make_preflight(directory: str, env: dict[str, str]) -> Preflight:
         judgement = judge(Fleet(found.hosts, settings), checks)
         findings = judgement.findings
         bad = [each for each in findings if each.severity is Severity.FAIL]
-        failures = [HostFailure(e.host, Failure(e.what, e.fix)) for e in bad]
+        failures = [HostFailure(e.host, Failure(e.message, e.fix)) for e in bad]
         if found.failures or bad:
             unfit = {host for each in bad for host in each.hosts}
             unfit |= {each.host for each in found.failures}
@@ -359,7 +359,7 @@ def make_preflight(directory: str, env: dict[str, str]) -> Preflight:
         warned = [each for each in findings if each.severity is Severity.WARN]
         unread = [each for each in judgement.unread if each.check == GPU_COUNT]
         return (
-            *(f"{each.host}: {each.what}. {each.fix}" for each in warned),
+            *(f"{each.host}: {each.message}. {each.fix}" for each in warned),
             *(f"{each.host}: its GPUs are unknown: {each.reason}" for each in unread),
         )
 
@@ -442,7 +442,7 @@ def _progress() -> Generator[Callable[[str], None]]:
             sys.stderr.flush()
 
     try:
-        yield lambda what: show(f"ronde: {what} ...")
+        yield lambda message: show(f"ronde: {message} ...")
     finally:
         show("")
 

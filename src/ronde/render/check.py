@@ -122,7 +122,7 @@ def _draw_causes(same: Sequence[Finding], width: int) -> str:
     causes: dict[str, list[str]] = {}
     for each in same:
         usual = f", but {each.usual}" if each.usual else ""
-        causes.setdefault(f"{each.what}{usual}", []).append(each.host)
+        causes.setdefault(f"{each.message}{usual}", []).append(each.host)
     # Where all have it, the line above names them.
     is_split = len({frozenset(names) for names in causes.values()}) > 1
     text = ""
@@ -200,7 +200,9 @@ def draw_changes(changes: Changes, since: str, width: int = WIDTH) -> str:
     same: dict[str, list[str]] = {}
     for word, findings in (("new", changes.new), ("gone", changes.gone)):
         for each in findings:
-            text = f"{word} on {{}}: {each.check}: {shorten(each.what, _MAX_FINDING)}"
+            text = (
+                f"{word} on {{}}: {each.check}: {shorten(each.message, _MAX_FINDING)}"
+            )
             same.setdefault(text, []).append(each.host)
     for each in changes.facts:
         before, after = _difference(each.before, each.after)

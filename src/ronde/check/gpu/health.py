@@ -45,8 +45,8 @@ def gpu_advice(action: Value) -> Problems:
     why: The GPU has met an error that it cannot recover from by itself.
     """
     if action:
-        what, fix = ADVICE.get(action, (f"action {action}", _RESET))
-        yield Problem(f"the driver advises {what}", fix=fix)
+        message, fix = ADVICE.get(action, (f"action {action}", _RESET))
+        yield Problem(f"the driver advises {message}", fix=fix)
 
 
 @each_gpu(FAIL, "gpu.remapped_rows")
@@ -67,8 +67,8 @@ def gpu_rows(rows: Value) -> Problems:
     if rows["is_pending"]:
         yield Problem("a broken row of its memory waits to be replaced", fix=_RESET)
     if rows["uncorrected"] > _MAX_UNCORRECTED_ROWS:
-        what = f"{rows['uncorrected']} rows of its memory were replaced"
-        yield Problem(what, fix=_REPLACE)
+        message = f"{rows['uncorrected']} rows of its memory were replaced"
+        yield Problem(message, fix=_REPLACE)
 
 
 @each_gpu(FAIL, "gpu.ecc_errors")
@@ -87,15 +87,15 @@ def gpu_ecc_errors(counts: Value) -> Problems:
     """
     ever = counts["sram_uncorrected_ever"]
     if ever > _MAX_SRAM_UNCORRECTED_EVER:
-        what = f"{ever} uncorrectable errors in its caches since it was made"
-        yield Problem(what, fix=_REPLACE)
-    for name, limit, what in (
+        message = f"{ever} uncorrectable errors in its caches since it was made"
+        yield Problem(message, fix=_REPLACE)
+    for name, limit, message in (
         ("sram_uncorrected", 0, "uncorrectable errors in its caches"),
         ("sram_corrected", _MAX_SRAM_CORRECTED, "corrected errors in its caches"),
         ("dram_corrected", _MAX_DRAM_CORRECTED, "corrected errors in its memory"),
     ):
         if counts[name] > limit:
-            yield Problem(f"{counts[name]} {what} since the last start", fix=_RESET)
+            yield Problem(f"{counts[name]} {message} since the last start", fix=_RESET)
 
 
 @each_gpu(FAIL, "gpu.clock_events")
@@ -110,9 +110,9 @@ def gpu_clocks(reasons: Value) -> Problems:
     needs: an NVIDIA GPU
     why: One slow GPU slows every step of all ranks.
     """
-    for bit, severity, what in _CLOCK_EVENTS:
+    for bit, severity, message in _CLOCK_EVENTS:
         if reasons & bit:
-            yield Problem(what, severity)
+            yield Problem(message, severity)
 
 
 @each_gpu(WARN, "gpu.margin_celsius")

@@ -142,14 +142,16 @@ def _narrow_links(fleet: Fleet) -> Problems:
 
 
 def _narrow_link(values: Values, link: dict[str, int], most: int) -> Problem | None:
-    what = f"its PCI link has {link['width']} lanes of {link['max_width']}"
+    message = f"its PCI link has {link['width']} lanes of {link['max_width']}"
     if not 0 < link["width"] < link["max_width"]:
         return None
     if link["width"] == most:
-        what += "; the slot or card may have no more"
-        return Problem(what, INFORM, fix=_COMPARE)
+        message += "; the slot or card may have no more"
+        return Problem(message, INFORM, fix=_COMPARE)
     # Virtual machines do not see the slot, whose lanes may be fewer.
-    return Problem(what, WARN, fix=_COMPARE) if values[_VIRTUAL] else Problem(what)
+    return (
+        Problem(message, WARN, fix=_COMPARE) if values[_VIRTUAL] else Problem(message)
+    )
 
 
 @check(FAIL, _NVLINKS, "gpu.titles")
@@ -187,9 +189,9 @@ def _inactive_links(fleet: Fleet) -> Problems:
 def _lacking_links(links: Value, title: str) -> Problem | None:
     wanted = next((num for name, num in _EXPECTED_LINKS if name.search(title)), 0)
     inactive = format_list([n for n, is_active in enumerate(links) if not is_active])
-    what = f"{sum(links)} of {wanted} NVLinks are active"
-    what += f", not {inactive}" * bool(inactive)
-    return Problem(what) if sum(links) < wanted else None
+    message = f"{sum(links)} of {wanted} NVLinks are active"
+    message += f", not {inactive}" * bool(inactive)
+    return Problem(message) if sum(links) < wanted else None
 
 
 @each_gpu(FAIL, "gpu.fabric")
@@ -207,22 +209,22 @@ def gpu_fabric(fabric: Value) -> Problems:
     """
     status, health = fabric["status"], fabric["health"]
     if fabric["state"] != _COMPLETED:
-        if what := _UNFINISHED.get(fabric["state"]):
-            yield Problem(f"its registration with the fabric {what}")
+        if message := _UNFINISHED.get(fabric["state"]):
+            yield Problem(f"its registration with the fabric {message}")
         # What else is reported counts once it is registered.
         return
     if status:
         yield Problem(f"its registration with the fabric ended in error {status}")
     configuration = health >> _CONFIGURATION_BIT & 0xF
     if configuration not in _CONFIGURATION_FINE:
-        what = f"the fabric is configured wrongly (NVML's number {configuration})"
-        yield Problem(what)
-    for first_bit, severity, what in _HEALTH:
+        message = f"the fabric is configured wrongly (NVML's number {configuration})"
+        yield Problem(message)
+    for first_bit, severity, message in _HEALTH:
         if health >> first_bit & 3 == 1:
-            yield Problem(what, severity)
+            yield Problem(message, severity)
     if fabric["summary"] in _SUMMARIES:
-        severity, what = _SUMMARIES[fabric["summary"]]
-        yield Problem(what, severity)
+        severity, message = _SUMMARIES[fabric["summary"]]
+        yield Problem(message, severity)
 
 
 @each_host(FAIL, _DIRECT, COUNT)

@@ -358,7 +358,7 @@ def fold_gpus(host: str, problems: Iterable[Problem | None]) -> Problems:
     for problem, numbers in alike.items():
         gpus = f"GPU{'s' * (len(numbers) > 1)} {format_list(numbers)}"
         fix = problem.fix.replace("-i N", f"-i {','.join(map(str, numbers))}")
-        yield problem._replace(what=f"{gpus}: {problem.what}", fix=fix, host=host)
+        yield problem._replace(message=f"{gpus}: {problem.message}", fix=fix, host=host)
 
 
 def each_gpu(

@@ -117,9 +117,9 @@ def gpu_pair_speed(fleet: Fleet) -> Problems:
         pairs: dict[str, float] = facts.values[PAIRS]
         wrong = [pair for pair, rate in pairs.items() if not rate]
         if wrong:
-            what = f"GPUs {list_first(wrong)}: what arrives is not what was sent"
+            message = f"GPUs {list_first(wrong)}: what arrives is not what was sent"
             fix = "switch ACS and the IOMMU's translation off, else reset the GPUs"
-            yield Problem(what, fix=fix, host=facts.host)
+            yield Problem(message, fix=fix, host=facts.host)
         usual = median(pairs.values()) if pairs else 0.0
         links = facts.values.get(_NVLINKS) or ()
         has_nvlinks = bool(links) and all(any(each or ()) for each in links)
@@ -132,5 +132,5 @@ def gpu_pair_speed(fleet: Fleet) -> Problems:
                 slow[is_bad].append(f"{pair} ({rate:.3g} GB/s)")
         median_text = f"{usual:.3g} GB/s is the median of its pairs"
         for is_bad, names in slow.items():
-            severity, what = FAIL if is_bad else WARN, f"GPUs {list_first(names)}"
-            yield Problem(what, severity, median_text, host=facts.host)
+            severity, message = FAIL if is_bad else WARN, f"GPUs {list_first(names)}"
+            yield Problem(message, severity, median_text, host=facts.host)

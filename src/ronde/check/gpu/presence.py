@@ -116,13 +116,15 @@ def gpu_answers(values: Values, _: Fleet) -> Problems:
         yield Problem(f"NVML does not answer: {error}", fix=fix)
     elif module and not (files or values.get(COUNT)):
         # NVML's helper makes files that nobody has needed yet.
-        what = "the driver is loaded, but there is no file /dev/nvidia0"
+        message = "the driver is loaded, but there is no file /dev/nvidia0"
         fix = "docker run --gpus all; on bare metal: sudo nvidia-modprobe -u -c 0"
-        yield Problem(what, fix=fix)
+        yield Problem(message, fix=fix)
     elif cards and not module and not files:
         drivers = ", ".join(sorted({each["driver"] or "no driver" for each in cards}))
-        what = f"{len(cards)} NVIDIA cards without NVIDIA's driver: they have {drivers}"
-        yield Problem(what, WARN)
+        message = (
+            f"{len(cards)} NVIDIA cards without NVIDIA's driver: they have {drivers}"
+        )
+        yield Problem(message, WARN)
 
 
 @each_host(FAIL, _FILES)
@@ -150,8 +152,8 @@ def gpu_files(values: Values, _: Fleet) -> Problems:
         names = " ".join(name for name, why in needed.items() if why)
         fix = f"sudo chmod 666 {names}  # or docker run --gpus all, or srun "
         fix += f"--gres=gpu:{len(cards)}"
-        what = f"cannot open {', '.join(bad)}"
-        yield Problem(what, fix=gpu_lost.fix if is_broken else fix)
+        message = f"cannot open {', '.join(bad)}"
+        yield Problem(message, fix=gpu_lost.fix if is_broken else fix)
 
 
 @check(FAIL, LOST, _FILES, COUNT)
@@ -174,8 +176,8 @@ def gpu_lost(fleet: Fleet) -> Problems:
         num_files = sum(not why for n, why in files.items() if _CARD.fullmatch(n))
         count = host.values[COUNT] or 0
         if count < num_files:
-            what = f"NVML knows {count} GPUs, but {num_files} have device files"
-            yield Problem(what, host=host.host)
+            message = f"NVML knows {count} GPUs, but {num_files} have device files"
+            yield Problem(message, host=host.host)
 
 
 @same_everywhere(FAIL, COUNT, "number of GPUs")
@@ -248,8 +250,8 @@ def gpu_cuda(values: Values, _: Fleet) -> Problems:
     driver = values["gpu.cuda_version"]
     if match and driver and tuple(driver) < (int(match[1]), int(match[2])):
         has = f"the driver supports CUDA {driver[0]}.{driver[1]}"
-        what = f"{has}, torch was built for {match[1]}.{match[2]}"
-        yield Problem(what, FAIL if driver[0] < int(match[1]) else WARN)
+        message = f"{has}, torch was built for {match[1]}.{match[2]}"
+        yield Problem(message, FAIL if driver[0] < int(match[1]) else WARN)
 
 
 @each_gpu(FAIL, "gpu.memory_bytes", "gpu.processes", "gpu.busy_percent")

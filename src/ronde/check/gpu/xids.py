@@ -162,7 +162,7 @@ def gpu_xid(values: Values, _: Fleet) -> Problems:
         if not fix or ("advice" in each and each["address"] in advice):
             continue
         is_xid, code = each["kind"] == "Xid", each["code"]
-        what = f"{each['kind']} {code}"
+        message = f"{each['kind']} {code}"
         name = _NAMES.get(code, "") if is_xid else ""
         before = causes.get(each["address"]) if is_xid and code == 45 else None
         if cause := each.get("cause", before):
@@ -171,17 +171,17 @@ def gpu_xid(values: Values, _: Fleet) -> Problems:
             name = f"the driver advises {ADVICE.get(each['advice'], ADVICE[1])[0]}"
         if is_xid and severity is FAIL:
             causes[each["address"]] = code
-        what += f" ({name})" if name else ""
-        what += f" at {each['address']}"
-        what += f", {each['times']} times, last" if each["times"] > 1 else ""
-        what += f" {each.get('where') or format_duration(each['age_s']) + ' ago'}"
+        message += f" ({name})" if name else ""
+        message += f" at {each['address']}"
+        message += f", {each['times']} times, last" if each["times"] > 1 else ""
+        message += f" {each.get('where') or format_duration(each['age_s']) + ' ago'}"
         # A switch is reset with all GPUs.
         own: list[Value] = [*advice.values()]
         own = [advice.get(each["address"])] if is_xid else own
         if severity is FAIL and own and not any(a != 0 for a in own):
-            severity, what = WARN, f"{what}; by now the driver asks for nothing"
+            severity, message = WARN, f"{message}; by now the driver asks for nothing"
         fix = fix.replace("-i N", f"-i {each['address']}")
-        yield Problem(what, severity, fix=fix)
+        yield Problem(message, severity, fix=fix)
 
 
 def _resolve(entry: Value) -> _Resolution:

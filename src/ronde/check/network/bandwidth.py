@@ -206,7 +206,7 @@ def judge_logs(logs: Sequence[bytes]) -> dict[str, Value]:
     return {
         finding.rule: {
             "is_error": finding.severity is Level.ERROR,
-            "what": finding.what,
+            "message": finding.what,
             "remedy": finding.remedy,
         }
         for finding in judge_nccl_log(log)
@@ -493,10 +493,10 @@ def link_rate(fleet: Fleet) -> Problems:
     meant = f"{round(500 * min((e.rate for e in lacking.values()), default=0), 2):g}"
     for where, (rate, must) in lacking.items():
         if where not in crawling:
-            what, first = f"only {_show_gbit(rate)}", where.partition(" ")[0]
+            message, first = f"only {_show_gbit(rate)}", where.partition(" ")[0]
             fix = _look_at_link(fleet, first)
             fix += f"; or, if it is meant to be so slow: --expect {meant}MB/s"
-            yield Problem(what, usual=must, fix=fix, host=where)
+            yield Problem(message, usual=must, fix=fix, host=where)
     pairs = _rates_of_pairs(rates).values()
     least, most = min(pairs, default=0.0), max(pairs, default=0.0)
     shown = _show_gbit(most)
@@ -504,8 +504,8 @@ def link_rate(fleet: Fleet) -> Problems:
         shown = f"{_show(least)} to {shown}"
     for facts in fleet.having(RATES, WAY) if pairs else ():
         if facts.host not in lacking:
-            what = f"{shown} between hosts by {facts.values[WAY]}"
-            text = f"{what}; {_link_of(facts.values).text}"
+            message = f"{shown} between hosts by {facts.values[WAY]}"
+            text = f"{message}; {_link_of(facts.values).text}"
             yield Problem(text, INFORM, host=facts.host)
 
 
@@ -538,13 +538,13 @@ def slow_host_link(fleet: Fleet) -> Problems:
     for slow in judge_pairs(fleet.known(RATES))[0]:
         limit = _SLOW_SHARE * slow.usual
         if slow.sent < limit <= slow.received:
-            what = f"it sends only {_show(slow.sent)} to"
+            message = f"it sends only {_show(slow.sent)} to"
         elif slow.received < limit <= slow.sent:
-            what = f"it receives only {_show(slow.received)} from"
+            message = f"it receives only {_show(slow.received)} from"
         else:
-            what = f"only {_show(slow.rate)} with"
+            message = f"only {_show(slow.rate)} with"
         yield Problem(
-            f"{what} {list_first([*slow.partners], 4)}",
+            f"{message} {list_first([*slow.partners], 4)}",
             FAIL if _crawls(slow) else WARN,
             f"{_show(slow.usual)} between other hosts",
             _look_at_link(fleet, slow.host),
@@ -596,9 +596,9 @@ def pair_job(fleet: Fleet) -> Problems:
 
     def failed(where: str, names: str, among: str, reason: str) -> Problem:
         way = known[0].values[WAY]
-        what = f"no all_reduce by {way} {among}: {reason.rstrip('.')}"
+        message = f"no all_reduce by {way} {among}: {reason.rstrip('.')}"
         fix = f"ronde run -H {names} -x NCCL_DEBUG=INFO ronde bench all_reduce "
-        return Problem(what, fix=f"{fix}--engine {way}  # shows more", host=where)
+        return Problem(message, fix=f"{fix}--engine {way}  # shows more", host=where)
 
     for host, reasons in failures.items():
         if reasons and host not in able:
@@ -629,5 +629,5 @@ def nccl_choice(values: Values, _: Fleet) -> Problems:
     is_up = any(port["state"] == "ACTIVE" for port in ports)
     for rule, remark in values[REMARKS].items():
         is_bad = remark["is_error"] or (rule == _SOCKETS and is_up)
-        what = f"{rule}: {remark['what'].rstrip('.')}"
-        yield Problem(what, FAIL if is_bad else WARN, fix=remark["remedy"])
+        message = f"{rule}: {remark['message'].rstrip('.')}"
+        yield Problem(message, FAIL if is_bad else WARN, fix=remark["remedy"])

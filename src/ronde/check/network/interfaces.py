@@ -253,13 +253,13 @@ def host_name(values: Values, fleet: Fleet) -> Problems:
         return
     interfaces: Interfaces = values[INTERFACES]
     own = values[_OWN_NAME]
-    if what := _unreached_name(own, interfaces):
+    if message := _unreached_name(own, interfaces):
         name, address, interface = own["name"], values.get(ADDRESS), find_name(values)
         fix = (
             f"In /etc/hosts there, let the only line with {name} be: {address} {name}. "
             f"Or export {_GLOO}={interface} (ronde run does)."
         )
-        yield Problem(what, fix=fix if interface else "")
+        yield Problem(message, fix=fix if interface else "")
 
 
 def _unreached_name(own: Mapping[str, Any], interfaces: Interfaces) -> str:
@@ -301,17 +301,17 @@ def chosen_interface(values: Values, fleet: Fleet) -> Problems:
             chosen = setting.split(",")
         # Of those chosen by name each has to be there.
         if missing := [name for name in chosen if name not in interfaces]:
-            what = f": no {', '.join(missing)} is among {known}"
+            message = f": no {', '.join(missing)} is among {known}"
         elif not chosen:
-            what = f" fits no interface here: {known}"
+            message = f" fits no interface here: {known}"
         elif len(fleet.hosts) < 2 or setting.startswith("^"):
             continue
         elif why := _unreached(chosen, interfaces):
-            what = f" takes {', '.join(chosen)} alone, which {why}"
+            message = f" takes {', '.join(chosen)} alone, which {why}"
         else:
             continue
         fix = f"unset {variable}  # or name an interface of this host: ip -br address"
-        yield Problem(f"{variable}={setting}{what}", fix=fix)
+        yield Problem(f"{variable}={setting}{message}", fix=fix)
 
 
 def _unreached(names: Sequence[str], interfaces: Interfaces) -> str:
@@ -343,9 +343,9 @@ def find_slower(
         num = counts[usual]
         for host, rate in rates.items():
             if 0 < rate < usual:
-                what = f"{name} runs at {rate / 1000:g} Gbit/s"
+                message = f"{name} runs at {rate / 1000:g} Gbit/s"
                 others = f"{usual / 1000:g} Gbit/s on {num} host{'s' * (num > 1)}"
-                yield name, Problem(what, usual=others, host=host)
+                yield name, Problem(message, usual=others, host=host)
 
 
 @check(WARN, INTERFACES)

@@ -92,12 +92,14 @@ def adapter_pcie(values: Values, _: Fleet) -> Problems:
             continue
         width, speed = link["width"], link["speed"]
         carried = width * speed * _CODED.get(speed, _CODED_128)
-        what = f"{name}: its PCI link has {width} lanes of {speed:g} GT/s"
+        message = f"{name}: its PCI link has {width} lanes of {speed:g} GT/s"
         port = link["mbit_per_s"] / 1000
         if speed and carried < port:
-            what += f", {carried:.0f} Gbit/s, and its port {port:g} Gbit/s"
+            message += f", {carried:.0f} Gbit/s, and its port {port:g} Gbit/s"
             # What both ends do not have is how the host was built.
             is_best = width >= link["max_width"] and speed >= link["max_speed"]
-            yield Problem(what, WARN if is_best or values[VIRTUAL] else FAIL)
+            yield Problem(message, WARN if is_best or values[VIRTUAL] else FAIL)
         elif width < link["max_width"]:
-            yield Problem(f"{what}, where {link['max_width']} lanes are possible", WARN)
+            yield Problem(
+                f"{message}, where {link['max_width']} lanes are possible", WARN
+            )

@@ -191,9 +191,9 @@ def rdma_port(fleet: Fleet) -> Problems:
             )
             found.setdefault(problem, []).append(name)
         for problem, names in found.items():
-            what = f"{list_first(names, 4)} {'is' if len(names) == 1 else 'are'}"
-            fix = _cure(facts.values, problem.what, names)
-            yield problem._replace(what=f"{what} {problem.what}", fix=fix)
+            message = f"{list_first(names, 4)} {'is' if len(names) == 1 else 'are'}"
+            fix = _cure(facts.values, problem.message, names)
+            yield problem._replace(message=f"{message} {problem.message}", fix=fix)
 
 
 def _cure(values: Values, state: str, names: list[str]) -> str:
@@ -274,10 +274,10 @@ def roce_gid(fleet: Fleet) -> Problems:
         for name, port in _chosen(facts.values).items():
             if port["layer"] != "Ethernet" or not _is_up(port):
                 continue
-            severity, what = FAIL, _wrong_index(name, port["gids"], index)
+            severity, message = FAIL, _wrong_index(name, port["gids"], index)
             if not _is_usable(port):
                 severity = _weigh_gids(facts, name, hosts)
-                what = f"{name} has no GID of RoCE v2 that is routable"
+                message = f"{name} has no GID of RoCE v2 that is routable"
             adapter = name.partition(":")[0]
             fix = f"give the interface of {name} an IP address; or export "
             fix += (
@@ -285,8 +285,8 @@ def roce_gid(fleet: Fleet) -> Problems:
             )
             if index and _is_usable(port):
                 fix = f"unset {_INDEX}  # NCCL finds it"
-            if what:
-                yield Problem(what, severity, fix=fix, host=facts.host)
+            if message:
+                yield Problem(message, severity, fix=fix, host=facts.host)
 
 
 def _is_usable(port: Port) -> bool:
@@ -342,5 +342,5 @@ def rdma_devices(values: Values, fleet: Fleet) -> Problems:
     if not values[_LIBRARY]:
         missing.append(f"{_IBVERBS} is not installed")
     if len(fleet.hosts) > 1 and up and missing:
-        what = f"{', '.join(up)} up, but {' and '.join(missing)}"
-        yield Problem(what, FAIL if _has_gpus(values) else WARN)
+        message = f"{', '.join(up)} up, but {' and '.join(missing)}"
+        yield Problem(message, FAIL if _has_gpus(values) else WARN)

@@ -258,13 +258,13 @@ def _visit(name: str, wait_s: float, target: dict[str, Value]) -> dict[str, Valu
     found: dict[str, Value] = {"error": "", "is_refused": False, "lost_bytes": 0}
     found["own_mtu"] = own_mtu
     with ExitStack() as closing:
-        line, what = None, ""
+        line, message = None, ""
         try:
             for port in target["ports"]:
-                what = f"port {port}"
+                message = f"port {port}"
                 line = closing.enter_context(_connect(address, port, token))
         except OSError as error:
-            found["error"] = f"{what}: {_reason(error)}"
+            found["error"] = f"{message}: {_reason(error)}"
             found["is_refused"] = isinstance(error, ConnectionRefusedError)
         if own_mtu:
             # Also where no connection was made: a lost answer is no lost question.
@@ -279,8 +279,8 @@ def _visit(name: str, wait_s: float, target: dict[str, Value]) -> dict[str, Valu
                     _echo(line, LARGE_BYTES)
                     found["lost_bytes"] = 0
             except OSError as error:
-                what = f"an open connection breaks: {_reason(error)}"
-                found |= {"error": what, "lost_bytes": 0}
+                message = f"an open connection breaks: {_reason(error)}"
+                found |= {"error": message, "lost_bytes": 0}
     return found
 
 
@@ -466,18 +466,18 @@ def reachable(fleet: Fleet) -> Problems:
         sender, receiver = own[0]
         first = reached[sender][receiver]
         ways = ("it cannot connect to {}", "{} cannot connect to it")
-        what = _name_ways(host, own, *ways)
+        message = _name_ways(host, own, *ways)
         if not any((b, a) in own for a, b in own):
             is_half = set(own).isdisjoint((b, a) for a, b in failing)
-            what += f"; the other way {'it works' if is_half else 'packets arrive'}"
-        what += f"; {first['error']}"
-        what += "; datagrams arrive" if first.get("is_heard") else ""
+            message += f"; the other way {'it works' if is_half else 'packets arrive'}"
+        message += f"; {first['error']}"
+        message += "; datagrams arrive" if first.get("is_heard") else ""
         fix = (
             f"Let TCP through from {sender} to {receiver}, all ports: nft list "
             f"ruleset, or iptables -S, on {receiver} and {sender}; then routes (ip "
             "route get) and cloud rules."
         )
-        yield Problem(what, fix=fix, host=host)
+        yield Problem(message, fix=fix, host=host)
 
 
 @check(WARN, MTU, besides=(ADDRESS, INTERFACES))
@@ -532,9 +532,11 @@ def path_mtu(fleet: Fleet) -> Problems:
         )
         fix += "let ICMP 'too big' through"
         if least and least < here:
-            what = f"{ways}: no packets above {least} bytes arrive, its MTU is {here}"
+            message = (
+                f"{ways}: no packets above {least} bytes arrive, its MTU is {here}"
+            )
             fix = f"{_set_mtu(fleet, host, least) or 'lower its MTU'}; or {fix}"
         else:
             size = format_size(max(reached[a][b]["lost_bytes"] for a, b in own))
-            what = f"{ways}: messages of {size} are lost, those of 8 bytes arrive"
-        yield Problem(what, fix=fix, host=host)
+            message = f"{ways}: messages of {size} are lost, those of 8 bytes arrive"
+        yield Problem(message, fix=fix, host=host)
