@@ -64,7 +64,7 @@ def test_checks_of_several_hosts_say_nothing_of_one(looked):
 
 def test_64_such_hosts_are_judged_in_a_second(looked):
     """CPU time; a fiftieth of it is usual."""
-    (host,) = load_last(looked[1]).kept.hosts
+    (host,) = load_last(looked[1])[1].hosts
     hosts = [host._replace(host=f"node{number}") for number in range(64)]
     begun_s = time.process_time()
     judgement = judge(Fleet(tuple(hosts), {}), all_checks())
@@ -128,7 +128,7 @@ def test_no_host_can_be_asked(tmp_path):
     assert done.returncode == 3
     text = done.stdout.decode()
     assert text.splitlines()[-1] == "no host answered, so nothing is known"
-    assert f"x taking-part: {ABSENT}\n    cannot be asked: " in text
+    assert f"x taking-part: {ABSENT}\n    no answer: " in text
     with pytest.raises(UsageError):
         parse_hostfile(good.read_text(), "good.txt")
 
@@ -136,7 +136,7 @@ def test_no_host_can_be_asked(tmp_path):
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        (["--only", "hots"], r"--only must name .* got 'hots'. Type: host"),
+        (["--only", "hots"], r"--only must be .* got 'hots'. Type: host"),
         (["--only", "zzzzzz"], r"Type: ronde check list"),
         (["--skip", "taking-prat"], r"got 'taking-prat'. Type: taking-part"),
         (["--only", "taking-part", "--skip", "taking-part"], "--skip must leave"),
@@ -144,7 +144,7 @@ def test_no_host_can_be_asked(tmp_path):
         (["--burn", "100d"], "--burn must be at most a day"),
         (["--bandwidth", "pigeon"], "--bandwidth must be auto, tcp, gloo or nccl, got"),
         (["--ranks", "0"], "--ranks must be"),
-        (["--path", ""], "must name something"),
+        (["--path", ""], "must not be empty"),
         (["--save", "/proc"], "--save must be a file that can be written"),
         (["--write-hostfile", "/none/good"], "--write-hostfile must be a file"),
         (["-H", "a", "--hostfile", "b"], "must stand alone"),
@@ -162,11 +162,9 @@ def test_what_cannot_be_is_refused(words, why):
     ("words", "why"),
     [
         (["--since", "/none/facts"], b"--since must be a file that can be read"),
-        (["explain", "lockd-memory"], b"explain must name a check's id, got"),
-        (["explain"], b"explain must stand with an id behind it"),
-        (["--list"], b"unknown option --list. Type: ronde check list\n"),
-        (["--explain", "memlock"], b"unknown option --explain. Type: ronde check list"),
-        (["list", "all"], b"list must stand with nothing behind it"),
+        (["explain", "lockd-memory"], b"explain must be a check's id, got"),
+        (["explain"], b"explain must have one argument"),
+        (["list", "all"], b"list must have no argument"),
     ],
 )
 def test_bad_words_end_with_64(words, why):
@@ -236,18 +234,13 @@ def test_help_and_lists():
     assert b"check" in check("--help").stdout
 
 
-def test_colours_and_progress_are_for_a_terminal():
-    plain, coloured = (
-        on_terminal({"TERM": "xterm", "NO_COLOR": no_colour}) for no_colour in ("1", "")
-    )
-    assert b"ronde: connecting" in plain
-    assert b"ronde: connecting" in coloured
-    assert b"\x1b[1;31mx" in coloured
-    assert b"\x1b[1;31mx" not in plain
-    assert b"x taking-part" in plain
+def test_progress_is_shown_on_a_terminal():
+    written = on_terminal()
+    assert b"ronde: connecting" in written
+    assert b"x taking-part" in written
 
 
-def on_terminal(env):
+def on_terminal():
     """Return what a check of a host that does not answer writes on a terminal."""
     head, terminal = pty.openpty()
     words = check.command("check", "-H", ABSENT, *NO_SSH)
@@ -256,7 +249,7 @@ def on_terminal(env):
         stdin=subprocess.DEVNULL,
         stdout=terminal,
         stderr=terminal,
-        env=clean_environment() | env,
+        env=clean_environment(),
     ) as process:
         os.close(terminal)
         written = b""

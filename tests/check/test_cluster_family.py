@@ -161,7 +161,7 @@ def test_a_slow_host_is_reported_with_what_others_need():
     (slow,) = find(paces(a=0.5, b=0.5, c=5.0))
     assert slow.message == "5 ms for a piece of work"
     assert slow.usual == "0.5 ms on most hosts"
-    assert slow.fix.startswith("Look at who uses")
+    assert slow.fix.startswith("Look for other programs")
 
 
 def test_a_product_that_differs_fails_its_host():

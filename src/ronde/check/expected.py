@@ -1,4 +1,4 @@
-"""What each host must have by the user: ``--expect 8xH100,8x400G,2TiB,10GB/s``."""
+"""The equipment that ``--expect 8xH100,8x400G,2TiB,10GB/s`` demands of each host."""
 
 import re
 from pathlib import Path
@@ -9,7 +9,7 @@ from ronde.errors import UsageError
 from ronde.units import format_size, parse_size_bytes
 
 EXPECTED = "expected"  # setting; see ``read_expected``
-# The rest is the firmware's and the kernel's.
+# Firmware and kernel take the rest.
 _SHARE_OF_MEMORY = 0.9
 _PORTS = re.compile(r"(\d{1,4})x(\d{1,5})G(?:b(?:it)?(?:/s|ps)?)?", re.IGNORECASE)
 _GPUS = re.compile(r"(\d{1,4})x([A-Za-z][\w .-]*)")
@@ -18,11 +18,10 @@ _RATE_UNITS = {"k": 1e-6, "M": 1e-3, "G": 1.0, "T": 1e3}
 
 
 def read_expected(text: str) -> dict[str, Value]:
-    """Return what ``--expect`` names, or a file of such words, a line or comma each.
+    """Parse the words of ``--expect``, or of the file that it names.
 
     ``gpus`` is a number and a part of the model's name, ``ports`` a number and Mbit/s,
-    ``memory_bytes`` a size, and ``gb_per_s`` what goes through between hosts; what is
-    not named is left out.
+    ``memory_bytes`` a size, and ``gb_per_s`` the rate between hosts; each is optional.
     """
     expected: dict[str, Value] = {}
     path = Path(text)
@@ -39,7 +38,7 @@ def read_expected(text: str) -> dict[str, Value]:
             part = {"gb_per_s": rate if found[3] == "B" else rate / 8}
         else:
             try:
-                # Without a unit it is no size.
+                # A size needs a unit.
                 size = parse_size_bytes("" if word.isdecimal() else word)
                 part = {"memory_bytes": size}
             except UsageError:
