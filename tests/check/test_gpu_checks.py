@@ -522,7 +522,7 @@ def test_an_error_may_have_been_dealt_with(action, severity):
     found = find(host(facts=facts))
     (finding,) = (each for each in found if each.check == "gpu-xid")
     assert finding.severity is severity
-    assert ("asks for nothing" in finding.message) == (severity is WARN)
+    assert ("advises no action" in finding.message) == (severity is WARN)
 
 
 # Software

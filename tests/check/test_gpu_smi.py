@@ -139,7 +139,7 @@ def test_without_either_all_is_unreadable(smi, tmp_path):
     reader = FactReader({})
     ask_driver(reader)
     assert not reader.values
-    assert "neither is here: pip install nvidia-ml-py" in reader.unreadable["gpu.count"]
+    assert "nvidia-smi is here: pip install nvidia-ml-py" in reader.unreadable["gpu.count"]
 
 
 def test_a_host_without_a_driver_has_no_gpus(tmp_path):

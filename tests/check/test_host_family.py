@@ -14,7 +14,7 @@ RDMA = {"rdma_devices": ["mlx5_0"]}
 CHECKS = tuple(
     check
     for check in of_family(Family.HOST)
-    if not {"scheduler", "printed"} & {*check.id.split("-")}
+    if not {"scheduler", "logged"} & {*check.id.split("-")}
 )
 
 FAULTS = [

@@ -27,7 +27,7 @@ from ronde.check import (
 HOST = tuple(
     check
     for check in of_family(Family.HOST)
-    if not {"scheduler", "printed"} & {*check.id.split("-")}
+    if not {"scheduler", "logged"} & {*check.id.split("-")}
 )
 LIMITS = """\
 Limit                     Soft Limit           Hard Limit           Units

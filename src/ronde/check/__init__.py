@@ -1,4 +1,4 @@
-"""Whether hosts are fit to train on: facts of each, judged together."""
+"""Checks that hosts are fit to train on: facts of each host, judged together."""
 
 from ronde.lazy_exports import lazy_exports
 
@@ -7,7 +7,8 @@ __getattr__ = lazy_exports(
     {
         "burn": (
             "COPIES MAX_SIZE NUM_IN_ROUND PRODUCTS Rounds address_of burn_host "
-            "make_factor measure_copies measure_gpu multiply staying_near sum_up"
+            "gpu_pair_speed make_factor measure_copies measure_gpu measure_pairs "
+            "multiply staying_near sum_up"
         ),
         "catalogue": "PROBES all_checks all_steps plan_for",
         "check": "Check FAIL Family Finding Problem Severity WARN name_pair",
@@ -20,7 +21,6 @@ __getattr__ = lazy_exports(
             "ALL_ANSWERS GPU_QUESTIONS HOST_QUESTIONS NvmlDriver "
             "RefusedError ask_driver ask_gpu keep_answers"
         ),
-        "gpu.pairs": "gpu_pair_speed measure_pairs",
         "gpu.presence": "gpu_torch opened_files read_cards read_module",
         "gpu.smi": "read_smi",
         "gpu.xids": "read_xids",

@@ -23,7 +23,7 @@ PROBES = {
 
 _SUBJECTS = (
     *("cluster", "expected", "software"),
-    *("gpu.presence", "gpu.health", "gpu.xids", "gpu.links", "gpu.pairs"),
+    *("gpu.presence", "gpu.health", "gpu.xids", "gpu.links"),
     *("burn", "limits", "network.interfaces", "network.reach", "network.rdma"),
     *("network.pci", "network.bandwidth", "storage", "reading"),
 )
@@ -32,14 +32,13 @@ _SUBJECTS = (
 _STEPS = (
     *("cluster.STEP", "network.reach.STEP", "storage.STEP", "storage.FILES_STEP"),
     *("cluster.PACE_STEP", "burn.BURN_STEP"),
-    *("gpu.pairs.STEP", "network.bandwidth.STEP"),
+    *("burn.PAIRS_STEP", "network.bandwidth.STEP"),
 )
 """They run in this order, after the probes."""
 
 OPERATIONS = {
-    "burn": ("burn_host",),
+    "burn": ("burn_host", "copy_pairs"),
     "cluster": ("clock", "spin"),
-    "gpu.pairs": ("copy_pairs",),
     "network.bandwidth": ("bench", "hold_rendezvous"),
     "network.reach": ("listen", "reach", "stream"),
     "storage": ("digest_files", "try_path"),

@@ -1,4 +1,4 @@
-"""Which machine it is, and what a rank inherits and may take there."""
+"""Limits and memory of a host, as a rank there finds them."""
 
 import math
 import os
@@ -15,16 +15,16 @@ from ronde.topology.kernel_files import list_names, read_number, read_text
 from ronde.topology.machine import read_cores, read_cpu_limit, read_gpus
 from ronde.units import counted, format_size
 
-UNLIMITED = -1  # a limit that there is not
+UNLIMITED = -1
 NO_PID_LIMIT = 1 << 40  # more processes than any kernel has
-_SHARED = "/dev/shm"  # noqa: S108 - it is looked at only
+_SHARED = "/dev/shm"  # noqa: S108 - nothing is written there
 _MIN_LOCKED_BYTES = 32 << 30
 _MIN_OPEN_FILES, _FEW_OPEN_FILES, _GOOD_OPEN_FILES = 256, 4096, 65536
 _MIN_PROCESSES, _GOOD_PROCESSES, _MIN_PIDS_LEFT = 4096, 65536, 64
-# systemd lets an eighth of the memory be locked, which is never quite the same.
+# The limit may be a share of the memory, which differs a little between hosts.
 _ALIKE_SHARE = 0.9
 _MIN_SHARED_BYTES, _GOOD_SHARED_BYTES = 64 << 20, 8 << 30
-# Of the memory that may be taken; Linux gives /dev/shm a half, some of it in use.
+# Of the available memory; Linux gives /dev/shm a half, some of it in use.
 _USUAL_SHARED_SHARE = 0.4
 _MIN_RANK_BYTES, _GOOD_RANK_BYTES = 256 << 20, 1 << 30
 
@@ -64,13 +64,12 @@ def read(reader: FactReader) -> None:
     reader.keep(_TOTAL, lambda: parse_meminfo(Path(f"{root}/proc/meminfo").read_text()))
     with reader.reading(_LEFT):
         if "MemAvailable:" not in read_text(f"{root}/proc/meminfo"):
-            # It may have memory all the same.
             raise UnreadableError("/proc/meminfo has no MemAvailable")
         reader.values[_LEFT] = available_memory(Path(f"{root}/")).num_bytes
 
 
 def parse_limit(text: str, row: str, column: int = 0) -> int:
-    """Return a limit of ``/proc/PID/limits``, soft or hard; ``UNLIMITED`` for none."""
+    """Return a limit of ``/proc/PID/limits``; column 0 is the soft one, 1 the hard."""
     for line in text.splitlines():
         if line.startswith(row):
             limit = line[len(row) :].split()[column : column + 1]
@@ -82,7 +81,7 @@ def parse_limit(text: str, row: str, column: int = 0) -> int:
 
 
 def _read_capabilities(own: Path) -> list[str]:
-    """Return capabilities that lift limits; those in an own user namespace do not."""
+    """Return capabilities that lift limits; in a user namespace they do not."""
     if (own / "uid_map").read_text().split()[2:] != ["4294967295"]:
         return []
     effective = re.search(
@@ -94,7 +93,7 @@ def _read_capabilities(own: Path) -> list[str]:
 
 
 def _read_pids(root: str) -> tuple[int, int]:
-    """Return the tightest limit on processes, and how many more there may be."""
+    """Return the lowest limit on processes, and the number still allowed."""
     highest, left = NO_PID_LIMIT, NO_PID_LIMIT
     for group in list_groups(root, "pids"):
         limit = read_number(f"{group}/pids.max", NO_PID_LIMIT)
@@ -104,7 +103,7 @@ def _read_pids(root: str) -> tuple[int, int]:
 
 
 def _read_room(directory: Path) -> tuple[int, int]:
-    """Return the size and what is free; without the directory there is no room."""
+    """Return size and free bytes; 0 if the directory does not exist."""
     try:
         room = os.statvfs(directory)
     except FileNotFoundError:
@@ -123,7 +122,7 @@ def _limit(value: int) -> float:
 
 
 def _raise_limit(option: str, item: str, wanted: int, hard: int | None) -> str:
-    """Return what lifts a limit: nobody but root may go above the hard one."""
+    """Return the command that raises a limit; above the hard one it needs root."""
     if hard is not None and _limit(hard) >= wanted:
         return f"ulimit -{option} {wanted}  # there, also in ~/.bashrc"
     lines = shlex.quote(f"* - {item} {wanted}\\nroot - {item} {wanted}\\n")
@@ -147,7 +146,7 @@ def locked_memory(fleet: Fleet) -> Problems:
     """Enough memory may be locked for RDMA.
 
     reads: the limit on locked memory, RDMA adapters, and the capability to lock more
-    threshold: 32GiB with an RDMA adapter and GPUs; and 90 % of what most hosts have
+    threshold: 32GiB with an RDMA adapter and GPUs; and 90 % of the limit of most hosts
     source: 32GiB: AMD's Primus fd1eeab (preflight/node_smoke/cli.py); unlimited: NCCL
         2.30.7's manual, Troubleshooting NCCL errors; 90 %: ronde's own
     fix: docker run --ulimit memlock=-1; on the host LimitMEMLOCK=infinity for sshd or
@@ -162,10 +161,10 @@ def locked_memory(fleet: Fleet) -> Problems:
 def _lacking_memory(fleet: Fleet) -> Problems:
     for facts in fleet.having(_LOCKED, _ADAPTERS, _CAPABILITIES):
         values, adapters = facts.values, facts.values[_ADAPTERS]
-        # With this capability the kernel does not count what a process locks.
+        # With this capability the limit does not apply.
         is_free = not adapters or "ipc_lock" in values[_CAPABILITIES]
         if not is_free and _limit(values[_LOCKED]) < _MIN_LOCKED_BYTES:
-            # Many machines have an adapter; NCCL alone uses it, between hosts.
+            # Only NCCL uses the adapter, and only between hosts.
             is_used = len(fleet.hosts) > 1 and values.get("host.num_gpus") != 0
             message = (
                 f"{_show_locked(_limit(values[_LOCKED]))}, {adapters[0]} needs more"
@@ -179,26 +178,21 @@ def open_files(fleet: Fleet) -> Problems:
 
     reads: the soft limit on open files that a rank inherits
     threshold: 65536 (below 4096 a warning, 256 a failure), no less than most hosts
-    source: torch.multiprocessing's manual: file_descriptor takes a file a tensor; the
-        numbers are ronde's own: 65536 leaves room for that and a connection a peer
+    source: torch.multiprocessing's manual: file_descriptor opens a file for each
+        tensor; ronde's own: 65536 leaves room for these and a connection to each rank
     fix: ulimit -n 65536, or nofile in /etc/security/limits.conf; docker run --ulimit
         nofile=65536
     why: Connections and shared tensors are files: 'Too many open files' after hours.
     """
     limits = {host: _limit(value) for host, value in fleet.known(_FILES).items()}
-    grades = ((_MIN_OPEN_FILES, FAIL), (_FEW_OPEN_FILES, WARN))
+    grades = (_MIN_OPEN_FILES, FAIL), (_FEW_OPEN_FILES, WARN), (math.inf, INFORM)
     few = (
-        Problem(
-            _show_files(limit),
-            next((s for n, s in grades if limit < n), INFORM),
-            host=host,
-        )
-        for host, limit in limits.items()
-        if limit < _GOOD_OPEN_FILES
+        Problem(_show_files(n), next(s for most, s in grades if n < most), host=host)
+        for host, n in limits.items()
+        if n < _GOOD_OPEN_FILES
     )
     hard = fleet.known(_MOST_FILES)
     for problem in once_a_host(few, having_less(limits, _show_files)):
-        # Or as many as most hosts have.
         usual = [n for n in limits.values() if math.isfinite(n)]
         wanted = int(max(_GOOD_OPEN_FILES, *usual))
         fix = _raise_limit("n", "nofile", wanted, hard.get(problem.host))
@@ -217,8 +211,7 @@ def process_limit(values: Values, _: Fleet) -> Problems:
     why: Threads count as well: a library ends with 'Resource temporarily unavailable'.
     """
     limit, left = _limit(values[_USER_PIDS]), values[_PIDS_LEFT]
-    fix = "docker run --pids-limit -1; TasksMax=infinity in the unit; podPidsLimit of "
-    fix += "the kubelet"
+    fix = process_limit.fix.partition("limits.conf; ")[2]
     if left < _MIN_PIDS_LEFT:
         message = f"the control group allows {max(0, left)} more processes and threads"
         yield Problem(message, fix=fix)
@@ -238,7 +231,7 @@ def cpu_quota(values: Values, fleet: Fleet) -> Problems:
     """Each rank has a CPU of its own.
 
     reads: cpu.max (cfs_quota_us) of control groups; CPUs of affinity and cpuset
-    threshold: a CPU for each rank; a quota below the CPUs that are seen is shown
+    threshold: a CPU for each rank; a quota below the number of visible CPUs is shown
     source: Linux' cgroup-v2.rst, cpu.max, and sched-bwc.rst; a CPU a rank: ronde's own
     fix: Raise the limit (docker run --cpus, resources.limits.cpu, sbatch
         --cpus-per-task), or run fewer ranks there
@@ -252,9 +245,9 @@ def cpu_quota(values: Values, fleet: Fleet) -> Problems:
     elif 0 < seen < wanted:
         yield Problem(f"{seen} CPUs may be used, for {ranks}")
     elif quota and quota < seen:
-        fix = "Keep libraries from starting a thread for each CPU that they see: "
+        fix = "Libraries would start a thread for each visible CPU; set "
         fix += f"OMP_NUM_THREADS={max(1, int(quota) // wanted)}"
-        yield Problem(f"{allowed}, and {seen} are seen", INFORM, fix=fix)
+        yield Problem(f"{allowed}, and {seen} are visible", INFORM, fix=fix)
 
 
 @each_host(FAIL, _SIZE, _FREE, _TOTAL, _LEFT)
@@ -270,7 +263,6 @@ def shared_memory(values: Values, _: Fleet) -> Problems:
     why: Data loaders and NCCL have buffers there: a rank ends with a bus error.
     """
     size, free = values[_SIZE], values[_FREE]
-    # Half of a small machine's memory, or of a small container's, is not little there.
     usual = min(values[_TOTAL], values[_LEFT]) * _USUAL_SHARED_SHARE
     if size == 0:
         yield Problem("there is no /dev/shm")
@@ -286,12 +278,12 @@ def shared_memory(values: Values, _: Fleet) -> Problems:
 def memory_left(values: Values, fleet: Fleet) -> Problems:
     """There is memory for the ranks.
 
-    reads: MemAvailable, and the limits of the control groups less what they use
+    reads: MemAvailable, and the free memory of the control groups
     threshold: 1GiB for each rank; a failure below 256MiB
     source: ronde's own: a process that has imported torch holds 200 to 500MiB
-    fix: End what takes it (ps aux --sort -rss), run fewer ranks, or raise the limit of
+    fix: End other programs (ps aux --sort -rss), run fewer ranks, or raise the limit of
         the container or job
-    why: The kernel kills the rank that asks for one page too many.
+    why: The kernel kills a rank when memory runs out.
     """
     left, wanted = values[_LEFT], fleet.num_ranks
     if left < _GOOD_RANK_BYTES * wanted:

@@ -60,7 +60,7 @@ def usual_value(usual: str) -> str:
 def differing(
     fleet: Fleet, fact: str, title: str, show: Callable[[Value], str] = spell
 ) -> Problems:
-    """Yield the hosts whose fact differs from most others; of two hosts, both."""
+    """Yield the hosts with another value than most; of two hosts, both."""
     shown = {host: show(value) for host, value in fleet.known(fact).items()}
     for host, value, usual in find_odd(shown):
         yield Problem(f"{title} {value}", usual=usual, host=host)

@@ -78,7 +78,7 @@ class FactReader:
 
 
 class ProbeEntry(NamedTuple):
-    """A probe: the modules whose ``read(reader: FactReader)`` run in one process."""
+    """A probe: modules that each have a ``read(reader)``, run in one process."""
 
     modules: tuple[str, ...]
     deadline_s: float  # it is killed then, unless it waits for a processor

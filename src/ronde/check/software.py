@@ -1,6 +1,6 @@
-"""What is installed, and which settings ranks would find: the same on every host.
+"""Installed software and environment variables, which must be equal on all hosts.
 
-All is read from files; ``torch_import`` imports torch.
+All facts come from files; ``torch_import`` imports torch.
 """
 
 import ast
@@ -29,7 +29,7 @@ from ronde.launch.environments import base_environment, own_environment, redacte
 from ronde.topology.kernel_files import list_names, read_text
 from ronde.units import list_first
 
-ABSENT = "not installed"  # the version of what is not there
+ABSENT = "not installed"  # in place of a version
 # From ronde's own requirements.
 _OLDEST_TORCH = (2, 11)
 _TORCH, _BUILD = "versions.torch", "versions.torch_build"
@@ -78,7 +78,7 @@ def _find_torch() -> Path | None:
 
 
 def read_torch(package: Path | None) -> tuple[str, str]:
-    """Return the version of torch, and what it was built for: ``CUDA 12.8``."""
+    """Return the version of torch and its build, such as ``CUDA 12.8``."""
     if package is None:
         return ABSENT, ABSENT
     try:
@@ -90,9 +90,9 @@ def read_torch(package: Path | None) -> tuple[str, str]:
     found: dict[str, str] = {}
     for line in program.body:
         match line:
-            case ast.Assign([ast.Name(name)], ast.Constant(str(value))):
-                found[name] = value
-            case ast.AnnAssign(ast.Name(name), value=ast.Constant(str(value))):
+            case ast.Assign([ast.Name(name)], ast.Constant(str(value))) | ast.AnnAssign(
+                ast.Name(name), value=ast.Constant(str(value))
+            ):
                 found[name] = value
             case _:
                 pass
@@ -103,7 +103,7 @@ def read_torch(package: Path | None) -> tuple[str, str]:
 
 
 def read_packages(directories: Iterable[str]) -> dict[str, str]:
-    """Return versions by normal names, as the names of directories have them."""
+    """Return versions by normalised name, from the names of directories."""
     found: dict[str, str] = {}
     for directory in filter(None, directories):
         for match in filter(None, map(_INFO.fullmatch, list_names(directory))):
@@ -130,7 +130,7 @@ def read_driver(root: str) -> str:
 def select_environment(
     own: Mapping[str, str], forwarded: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return those variables of a rank here that change how it trains."""
+    """Return the variables of a rank here that affect training."""
     known = base_environment(own) | dict(forwarded)
     return {
         name: _show_setting(value)
@@ -141,7 +141,7 @@ def select_environment(
 
 def _show_setting(value: str) -> str:
     if re.search(r"\b(GPU|MIG)-[0-9a-f]", value):
-        # No two hosts have the same.
+        # UUIDs differ between hosts.
         return f"{value.count(',') + 1} by UUID"
     if len(value) <= _MAX_VALUE_CHARS:
         return value
@@ -155,13 +155,13 @@ def torch(fleet: Fleet) -> Problems:
 
     reads: torch/version.py, without importing torch
     threshold: the same version, built for the same CUDA or HIP, everywhere
-    source: ronde's own; what most hosts have, of three or more
+    source: ronde's own; the value of most hosts, of three or more
     fix: python -m pip install there the version of the other hosts, with their build:
         pytorch.org/get-started/locally names the index of each
     needs: several hosts
     why: Ranks compute different things, disagree on what they send, or hang.
     """
-    # Where there is none, torch-installed reports it.
+    # torch-installed reports hosts without torch.
     having = [f for f in fleet.having(_TORCH, _BUILD) if f.values[_TORCH] != ABSENT]
     fleet = Fleet(tuple(having), fleet.settings)
     found = once_a_host(
@@ -179,7 +179,7 @@ def _pip_install(values: Values, *words: str) -> str:
 def _with_pip(problem: Problem, fleet: Fleet, package: str) -> Problem:
     """Add the command that installs the version of most hosts, if there is one."""
     version = usual_value(problem.usual)
-    # The name of a build behind it is no part of a version that every index has.
+    # A package index need not have the local version behind the plus sign.
     number = version.partition("+")[0]
     if not number[:1].isdecimal():
         return problem
@@ -195,7 +195,7 @@ def torch_installed(values: Values, fleet: Fleet) -> Problems:
     """Torch can be imported, and is new enough.
 
     reads: import torch, by the Python that ronde runs with; torch/version.py
-    threshold: it is imported, and at least 2.11
+    threshold: the import succeeds, and torch is at least 2.11
     source: ronde's own requirements
     fix: python -m pip install 'torch>=2.11', or name the ranks' Python with --python.
         Ranks that need no torch: --skip torch-installed
@@ -207,7 +207,7 @@ def torch_installed(values: Values, fleet: Fleet) -> Problems:
     others = (v.partition("+")[0] for v in fleet.known(_TORCH).values() if v != version)
     fit = [v for v in others if _numbers(v) >= _OLDEST_TORCH]
     words = [f"torch=={max(fit, key=_numbers)}" if fit else "torch>=2.11"]
-    # What is installed already but for other packages needs only those.
+    # An installed torch whose dependencies are missing need not be reinstalled.
     lacks_others = re.match(r"ModuleNotFoundError: No module named '(?!torch\b)", error)
     if error and "torch" in values.get(_PACKAGES, {}) and not lacks_others:
         words.insert(0, "--force-reinstall")
@@ -256,7 +256,7 @@ def _differing_names(
     absent: str,
     find_fix: Callable[[Values, Sequence[_Difference]], str],
 ) -> Problems:
-    """Yield each host once, with the names whose values differ there."""
+    """Yield one problem for each host with different values, which lists the names."""
     known: dict[str, dict[str, str]] = fleet.known(fact)
     found: dict[str, list[_Difference]] = {}
     for name in sorted({name for each in known.values() for name in each}):
@@ -267,12 +267,14 @@ def _differing_names(
     for facts in fleet.hosts:
         if each := found.get(facts.host, ()):
             message = list_first([f"{d.name}{join}{d.value}" for d in each], _MAX_NAMED)
-            usual = each[0].usual
-            if len({d.usual for d in each}) > 1:
-                named = (f"{d.name}{join}{d.usual}" for d in each[:_MAX_NAMED])
-                usual = "; ".join(named)
-            fix = find_fix(facts.values, each)
-            yield Problem(message, usual=usual, fix=fix, host=facts.host)
+            usual = [f"{d.name}{join}{d.usual}" for d in each[:_MAX_NAMED]]
+            is_same = len({d.usual for d in each}) == 1
+            yield Problem(
+                message,
+                usual=each[0].usual if is_same else "; ".join(usual),
+                fix=find_fix(facts.values, each),
+                host=facts.host,
+            )
 
 
 @check(WARN, _PACKAGES)
@@ -281,18 +283,18 @@ def packages(fleet: Fleet) -> Problems:
 
     reads: names of *.dist-info and *.egg-info in Python's path; a hash of ronde's code
     threshold: the same names and versions; torch and NCCL have their own checks
-    source: ronde's own; what most hosts have, of three or more
+    source: ronde's own; the value of most hosts, of three or more
     fix: python -m pip freeze >lock.txt on a host that is right, and python -m pip
         install -r lock.txt on the others
     needs: several hosts
-    why: Ranks run different code: one fails to import, or computes otherwise.
+    why: Ranks run different code: an import fails, or results differ.
     """
     return _differing_names(fleet, _PACKAGES, " ", ABSENT, _install_usual)
 
 
 def _install_usual(values: Values, differences: Sequence[_Difference]) -> str:
-    """Return what installs the versions of most hosts; empty in a draw."""
-    # ronde is on no index: it is compared by its code, and copied.
+    """Return the command for the versions of most hosts; empty in a draw."""
+    # Not ronde, whose version here contains a hash of its code.
     usual = {d.name: usual_value(d.usual) for d in differences if d.name != "ronde"}
     wanted = [f"{name}=={v}" for name, v in usual.items() if v and v != ABSENT]
     return _pip_install(values, *wanted) if wanted else ""
@@ -304,7 +306,7 @@ def environment(fleet: Fleet) -> Problems:
 
     reads: NCCL_*, TORCH_*, CUDA_*, GLOO_*, OMP_*, UCX_*, RONDE_*, LD_* of ranks
     threshold: the same values everywhere
-    source: ronde's own; what most hosts have, of three or more
+    source: ronde's own; the value of most hosts, of three or more
     fix: look for leftovers there: grep -s NAME ~/.bashrc ~/.profile /etc/environment
     needs: several hosts
     why: Ranks choose different networks, algorithms or libraries, or hang.
@@ -324,7 +326,7 @@ def gpu_driver(version: str) -> str:
 
     reads: /proc/driver/nvidia/version, else /sys/module/amdgpu/version
     threshold: the same version everywhere
-    source: ronde's own; what most hosts have, of three or more
+    source: ronde's own; the value of most hosts, of three or more
     fix: install the driver of the other hosts there, and reboot
     needs: several hosts
     why: Features differ: peer access, NVLink and CUDA's limits on the driver.

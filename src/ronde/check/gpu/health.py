@@ -1,4 +1,4 @@
-"""Whether GPUs are in good health: memory, clocks, temperature, firmware."""
+"""Checks of the health of GPUs: memory, clocks, temperature, firmware."""
 
 from ronde.check.check import FAIL, WARN, Problem, Problems, check
 from ronde.check.fleet import Fleet, Value
@@ -21,7 +21,7 @@ ADVICE = {
     6: ("a reset of the bus", "stop what uses the GPU, then reset its PCI slot"),
     7: ("a reboot of the whole system", "power the host off and on"),
 }
-"""What the driver advises, and what to type, by NVML's number."""
+"""Advice of the driver and the command for it, by NVML's number."""
 
 _CLOCK_EVENTS = (
     (0x80, FAIL, "the power supply brakes it (power brake slowdown)"),
@@ -29,7 +29,7 @@ _CLOCK_EVENTS = (
     (0x08, WARN, "its hardware has halved its clocks (hardware slowdown)"),
     (0x20, WARN, "it is hot (software thermal slowdown)"),
 )
-"""Bit of the reason, the worst first."""
+"""By bit, the worst first."""
 
 
 @each_gpu(FAIL, "gpu.recovery_action")
@@ -59,8 +59,8 @@ def gpu_rows(rows: Value) -> Problems:
         Memory Error Management, RMA Policy, and DCGM 72fa3fe
     fix: stop what uses the GPU, then: sudo nvidia-smi --gpu-reset -i N
     needs: an NVIDIA GPU from Ampere on
-    why: Errors there have ended jobs; until the reset its pages are left out, and when
-        no spare rows are left, more jobs end.
+    why: Errors there have ended jobs. Until the reset its pages are not used; once no
+        spare rows are left, more jobs end.
     """
     if rows["has_failed"]:
         yield Problem("a broken row of its memory could not be replaced", fix=_REPLACE)

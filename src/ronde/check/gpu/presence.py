@@ -1,4 +1,4 @@
-"""Whether the GPUs answer, are what others have, fit torch, and are free for ranks."""
+"""Checks of GPUs: they answer, are equal on all hosts, fit torch, and are free."""
 
 import errno
 import os
@@ -33,7 +33,7 @@ _NVML_CURES = {
 _MAX_USED_BYTES = 2 << 30
 _MAX_BUSY_PERCENT = 20
 _BUILD = "versions.torch_build"
-_SERVER = "nvidia-cuda-mps"  # stands on a GPU for other programs
+_SERVER = "nvidia-cuda-mps"  # it uses GPUs on behalf of other programs
 
 
 def read(reader: FactReader) -> None:
@@ -43,7 +43,7 @@ def read(reader: FactReader) -> None:
     with opened_files(root) as files:
         reader.values |= {_CARDS: cards, _MODULE: module, _FILES: files, _NVML: ""}
         if not (module or files):
-            # What cards there are then stand idle, and one finding says so.
+            # ``gpu-answers`` reports cards without a driver.
             reader.values[COUNT] = 0
             return
         if not root:
@@ -56,7 +56,7 @@ def read(reader: FactReader) -> None:
 
 
 def read_cards(root: str) -> list[Value]:
-    """Return ``address`` and ``driver``, empty for none, of each card on the bus."""
+    """Return address and driver (empty for none) of each card on the bus."""
     found: list[Value] = []
     for address, each in read_functions(root).items():
         if each.vendor == _NVIDIA and is_gpu(each.class_code, each.vendor):
@@ -74,16 +74,16 @@ def read_module(root: str) -> str:
 
 @contextmanager
 def opened_files(root: str) -> Generator[dict[str, str]]:
-    """Open the device files; give why each cannot be opened, empty for one that is.
+    """Open the device files and keep them open; yield the error of each, or empty.
 
-    They stay open meanwhile. Where nobody uses the GPUs and the driver is not
-    persistent, it starts each of them, which takes seconds, when its file is opened,
-    all at once in the background, and stops each again when the last one is closed.
+    Without persistence mode the driver initialises a GPU, which takes seconds, when the
+    first file is opened, and stops it when the last one is closed. Opening all files
+    initialises all GPUs concurrently.
     """
     names = [name for name in list_names(f"{root}/dev") if _CARD.fullmatch(name)]
     if names:
         names.append("nvidiactl")
-        # With its helper, CUDA makes this one as soon as it needs it.
+        # If this helper is installed, CUDA makes the file itself.
         if not os.path.exists(f"{root}/usr/bin/nvidia-modprobe"):  # noqa: PTH110
             names.append("nvidia-uvm")
     with ExitStack() as closing:
@@ -115,7 +115,6 @@ def gpu_answers(values: Values, _: Fleet) -> Problems:
         fix = next((cure for word, cure in _NVML_CURES.items() if word in error), "")
         yield Problem(f"NVML does not answer: {error}", fix=fix)
     elif module and not (files or values.get(COUNT)):
-        # NVML's helper makes files that nobody has needed yet.
         message = "the driver is loaded, but there is no file /dev/nvidia0"
         fix = "docker run --gpus all; on bare metal: sudo nvidia-modprobe -u -c 0"
         yield Problem(message, fix=fix)
@@ -141,8 +140,8 @@ def gpu_files(values: Values, _: Fleet) -> Problems:
     """
     files: dict[str, str] = values[_FILES]
     cards = {name: why for name, why in files.items() if _CARD.fullmatch(name)}
-    # A job that has some of the GPUs may not open the files of the others; but with
-    # this error the driver could not start the GPU.
+    # A job with some of the GPUs may not open the files of the others. But this error
+    # means that the driver could not start the GPU.
     needed = {n: why for n, why in files.items() if n not in cards or why == _BROKEN}
     if cards and all(cards.values()):
         needed |= cards
@@ -161,8 +160,8 @@ def gpu_lost(fleet: Fleet) -> Problems:
     """Every GPU answers.
 
     reads: NVML's answers for each GPU, in its own process, and the device files
-    threshold: no GPU is reported as lost or in need of a reset, has no name, or does
-        not answer all questions in 15 s; no fewer GPUs than device files
+    threshold: no GPU is reported as lost or in need of a reset, lacks a name, or takes
+        more than 15 s for all answers; no fewer GPUs than device files
     source: NVIDIA's nvml.h 13 (go-nvml 2f9e261): GPU_IS_LOST, RESET_REQUIRED; 15 s:
         AMD's Primus fd1eeab (preflight/node_smoke/cli.py); device files: ronde's own
     fix: reboot the host; if it happens again, the GPU or its slot is broken
@@ -185,7 +184,7 @@ def gpu_count(count: Value) -> str:
     """All hosts have the same number of GPUs.
 
     reads: the number of GPUs by NVML
-    threshold: what most hosts have
+    threshold: the number of most hosts
     source: ronde's own: ranks are spread evenly over hosts
     fix: give each host its ranks with -H host:ranks, or find the missing GPU
     needs: several hosts
@@ -207,7 +206,7 @@ def gpu_model(fleet: Fleet) -> Problems:
     why: The faster GPUs wait for the slower; a model may fit on the others only.
     """
     titles, memory = "gpu.titles", "gpu.memory_bytes"
-    # A host without GPUs differs in their number already.
+    # ``gpu-count`` reports hosts without GPUs.
     having = tuple(facts for facts in fleet.having(titles) if facts.values[titles])
     equipped = fleet._replace(hosts=having)
     yield from differing(
@@ -223,8 +222,8 @@ def gpu_model(fleet: Fleet) -> Problems:
 def gpu_torch(values: Values, _: Fleet) -> Problems:
     """Torch can use the GPUs.
 
-    reads: what torch was built for, in its version.py, and the number of GPUs
-    threshold: for CUDA where there are NVIDIA GPUs
+    reads: torch's build in its version.py, and the number of GPUs
+    threshold: a build for CUDA if there are NVIDIA GPUs
     source: torch's own version.py: cuda is None in builds for CPUs
     fix: python -m pip install --force-reinstall torch: for Linux the package index has
         builds for CUDA. pytorch.org/get-started/locally names the index of each CUDA
@@ -256,12 +255,12 @@ def gpu_cuda(values: Values, _: Fleet) -> Problems:
 
 @each_gpu(FAIL, "gpu.memory_bytes", "gpu.processes", "gpu.busy_percent")
 def gpu_busy(memory: Value, processes: Value, percent: Value) -> Problems:
-    """Nobody else uses the GPUs.
+    """No other program uses the GPUs.
 
     reads: NVML's computing processes, used memory and utilization of each GPU
     threshold: no process, below 2 GiB used, below 20 % busy; not MPS, not a desktop's
     source: AMD's Primus fd1eeab (preflight/node_smoke/cli.py)
-    fix: nvidia-smi; end what is left of your own jobs
+    fix: nvidia-smi; end leftovers of your own jobs
     needs: an NVIDIA GPU
     why: Memory runs out, or all ranks wait for the one that shares its GPU.
     """
@@ -282,7 +281,7 @@ def gpu_mig(fleet: Fleet) -> Problems:
     """No GPU is split into instances (MIG).
 
     reads: NVML's MIG mode
-    threshold: off; with one rank in all, as with one GPU, it is only shown
+    threshold: off; with one rank in all, as with one GPU, only a note
     source: NVIDIA's MIG guide: no peer access between instances; NCCL 2.32's manual:
         from 2.31 on it joins instances, as an experiment and without NVLinks
     fix: stop what uses the GPU, then: sudo nvidia-smi -i N -mig 0  # removes all its
