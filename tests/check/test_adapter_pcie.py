@@ -127,7 +127,3 @@ def test_ports_that_are_down_or_slow_are_left_alone(probe, port):
 def test_adapters_without_a_link_are_left_alone(probe):
     assert probe(width="255")["network.pci_links"] == {}
     assert probe(width="0")["network.pci_links"] == {}
-
-
-def test_ports_of_virtual_functions_are_left_alone(probe):
-    assert probe(port={f"{CARD}/physfn/vendor": ""})["network.pci_links"] == {}

@@ -81,11 +81,6 @@ def test_a_probe_that_hung_fails_its_host_and_one_that_ended_does_not():
     assert "no_such_probe" in crashed.message
 
 
-def test_a_host_that_did_not_answer_has_hung():
-    (finding,) = find(hosts_with("probe.failed", a={"gpu": "no answer within 35 s"}))
-    assert (finding.check, finding.severity) == ("probe-hung", FAIL)
-
-
 def test_a_torch_whose_import_kills_python_is_a_failure():
     crash = "it ended with code -4: Illegal instruction"
     (finding,) = find(hosts_with("probe.failed", a={"torch": crash}))
@@ -123,19 +118,12 @@ def test_a_clock_is_reported_with_its_side():
     assert finding.usual == "as this machine's on most hosts"
 
 
-@pytest.mark.parametrize(
-    ("changes", "check", "words"),
-    [
-        ({"memory_bytes": 192 * GIB}, "memory-alike", "192GiB of memory"),
-    ],
-)
-def test_less_than_most_is_reported_and_more_is_not(changes, check, words):
-    (finding,) = find(make_fleet("a", "b", "c", b=changes))
-    assert (finding.check, finding.host, finding.message) == (check, "b", words)
-    assert find(make_fleet("a", "b", "c", a=changes, b=changes)) == ()
-
-
-def test_a_little_less_memory_is_usual():
+def test_less_memory_than_most_is_reported_and_a_little_less_is_not():
+    less = {"memory_bytes": 192 * GIB}
+    (finding,) = find(make_fleet("a", "b", "c", b=less))
+    assert (finding.check, finding.host) == ("memory-alike", "b")
+    assert finding.message == "192GiB of memory"
+    assert find(make_fleet("a", "b", "c", a=less, b=less)) == ()
     assert find(make_fleet("a", "b", "c", b={"memory_bytes": 231 * GIB})) == ()
 
 
@@ -206,9 +194,3 @@ def test_a_product_that_is_slow(speed, severity):
 def test_a_clock_is_never_off_alone_of_two(offsets):
     reported = {finding.host for finding in find(clocks(**offsets))}
     assert len(reported) != 1 or len(offsets) > 2
-
-
-@given(st.dictionaries(st.sampled_from("abcdef"), st.floats(0, 1e6)))
-def test_paces_are_judged_whatever_they_are(walls):
-    found = find(paces(**walls))
-    assert {finding.host for finding in found} <= walls.keys()

@@ -1,7 +1,5 @@
 """Checks of GPUs: each fires on what it is for, and is silent on healthy hosts."""
 
-import re
-
 import pytest
 from tests.check.fleets import of_family
 from tests.check.nvml_fake import GIB, SavedNvml, asking, healthy, refusal
@@ -12,7 +10,6 @@ from ronde.check import (
     Fleet,
     HostFacts,
     Severity,
-    gpu_torch,
     judge,
     keep_answers,
 )
@@ -98,22 +95,6 @@ def test_nothing_is_wrong_with_a_card_that_supports_little():
     assert judgement.unread == ()
 
 
-def test_a_check_without_an_answer_is_not_made():
-    one = host(num_gpus=1, ecc_errors=refusal(999, "Unknown Error"))
-    judgement = judge(Fleet((one,), {}), CHECKS)
-    assert judgement.findings == ()
-    assert [(u.check, u.reason) for u in judgement.unread] == [
-        ("gpu-ecc-errors", "of GPU 0: Unknown Error")
-    ]
-
-
-def test_every_check_reports_what_it_is():
-    for check in CHECKS:
-        assert all((check.title, check.reads, check.threshold, check.source)), check.id
-        assert all((check.fix, check.needs, check.why, check.facts)), check.id
-    assert len({check.id for check in CHECKS}) == len(CHECKS)
-
-
 # One GPU
 
 
@@ -128,9 +109,6 @@ FABRIC = healthy(1)["gpus"][0]["fabric"]
 PCIE = {"width": 16, "max_width": 16, "generation": 1, "max_generation": 5}
 TRAINER = {"pid": 4242, "memory_bytes": GIB, "command": "python"}
 MPS = {"pid": 4243, "memory_bytes": GIB, "command": "nvidia-cuda-mps-server"}
-ON = {"now": True, "pending": True, "default": True}
-OFF = {"now": False, "pending": False, "default": True}
-SMALL = {"total": 40 * GIB, "used": 0}
 
 
 @pytest.mark.parametrize(
@@ -214,14 +192,6 @@ def test_what_is_within_its_threshold_is_not_reported(question, answer):
     assert find(host(**{question: answer})) == ()
 
 
-def test_alike_gpus_are_reported_together():
-    record = healthy(8)
-    for gpu in record["gpus"][2:5]:
-        gpu["recovery_action"] = 2
-    finding = only(find(host(record=record)), "gpu-advice")
-    assert finding.message == "GPUs 2-4: the driver advises a reboot of the host"
-
-
 def test_a_lost_gpu_is_reported_once():
     record = healthy(8)
     record["gpus"][3] = dict.fromkeys(record["gpus"][3], refusal(LOST, "GPU is lost"))
@@ -232,11 +202,6 @@ def test_a_lost_gpu_is_reported_once():
 def test_a_server_that_shares_a_gpu_is_not_in_the_way():
     values = {"gpu.processes": [[]] * 7 + [[MPS]]}
     assert find(host(facts=values)) == ()
-
-
-def test_one_rank_may_use_an_instance():
-    finding = only(find(host(num_gpus=1, mig=True), num_ranks=1), "gpu-mig")
-    assert finding.severity is INFORM
 
 
 def test_a_host_with_one_gpu_gets_one_rank_unless_more_are_asked_for():
@@ -305,13 +270,6 @@ def test_of_an_unknown_model_the_gpu_with_fewer_links_is_odd():
     assert finding.usual.startswith("4 active NVLinks")
 
 
-def test_a_card_without_a_bridge_is_not_odd():
-    record = healthy(3, nvlinks=[False] * 4)
-    for gpu in record["gpus"]:
-        gpu["titles"] = "NVIDIA RTX A6000"
-    assert find(host(num_gpus=3, record=record)) == ()
-
-
 @pytest.mark.parametrize("is_virtual", [True, False])
 def test_narrow_links_that_are_alike_are_only_shown(is_virtual):
     facts = {"gpu.is_virtual": is_virtual}
@@ -327,10 +285,6 @@ def test_narrow_links_that_are_alike_are_only_shown(is_virtual):
 def test_a_slot_that_is_narrower_than_the_others_is_odd():
     finding = only(find(host(pcie=PCIE | {"width": 8, "max_width": 8})), "gpu-pcie")
     assert finding.usual == "PCI link x16 on most GPUs of this model"
-
-
-def test_of_two_gpus_none_is_odd():
-    assert find(host(num_gpus=2, vbios="other")) == ()
 
 
 def test_the_odd_gpu_is_found_among_all_hosts():
@@ -370,22 +324,11 @@ def test_a_driver_that_does_not_answer_is_reported_with_its_words():
     assert "reboot" in finding.fix
 
 
-def test_a_container_without_the_drivers_library_learns_how_to_get_it():
-    finding = only(
-        find(bare(nvml_error="NVML Shared Library Not Found")), "gpu-answers"
-    )
-    assert "NVIDIA_DRIVER_CAPABILITIES=compute,utility" in finding.fix
-
-
 def test_a_container_without_its_gpus_learns_how_to_get_them():
     no_library = "NVML Shared Library Not Found"
     finding = only(find(bare(files={}, nvml_error=no_library)), "gpu-answers")
     assert finding.severity is FAIL
     assert "--gpus all" in finding.fix
-
-
-def test_files_that_nvml_has_made_only_now_are_not_missed():
-    assert find(host(facts={"gpu.files": {}})) == ()
 
 
 def test_a_card_without_a_driver_is_a_warning():
@@ -397,12 +340,6 @@ def test_a_card_without_a_driver_is_a_warning():
     assert finding.message.endswith(
         "2 NVIDIA cards without NVIDIA's driver: they have no driver, nouveau"
     )
-
-
-def test_a_common_file_that_cannot_be_opened_is_reported():
-    files = kernel_facts(8)["gpu.files"] | {"/dev/nvidia-uvm": "Permission denied"}
-    finding = only(find(host(facts={"gpu.files": files})), "gpu-files")
-    assert finding.message == "cannot open /dev/nvidia-uvm (Permission denied)"
 
 
 def test_files_of_gpus_that_a_job_was_not_given_do_not_matter():
@@ -500,17 +437,6 @@ def test_an_error_in_the_log_has_its_own_cure(code, words):
     assert words in finding.fix
 
 
-def test_the_cure_for_a_torch_without_cuda_names_no_index_that_ends_some_day():
-    """The index of each CUDA ends at some torch: that of 12.4 at 2.6."""
-    assert "/whl/" not in gpu_torch.fix
-    assert not re.search(r"cu1\d\d", gpu_torch.fix)
-
-
-@pytest.mark.parametrize("code", [66, 106, 108, 154])
-def test_errors_that_ask_for_nothing_are_not_reported(code):
-    assert find(host(facts={"gpu.xids": [xid(code)]})) == ()
-
-
 @pytest.mark.parametrize(("action", "severity"), [(0, WARN), (1, FAIL), (None, FAIL)])
 def test_an_error_may_have_been_dealt_with(action, severity):
     """The driver takes its advice back when the GPU was reset."""
@@ -539,10 +465,3 @@ def test_an_error_may_have_been_dealt_with(action, severity):
 def test_torch_and_the_driver_must_fit(build, cuda, check, severity):
     facts = {"versions.torch_build": build, "gpu.cuda_version": cuda}
     assert only(find(host(facts=facts)), check).severity is severity
-
-
-@pytest.mark.parametrize(
-    "build", ["CUDA 11.8", "CUDA 12.4", "HIP 6.2", "not installed"]
-)
-def test_torch_that_fits_is_not_reported(build):
-    assert find(host(facts={"versions.torch_build": build})) == ()

@@ -1,7 +1,6 @@
 """GPUs that compute or copy slower than others of their model."""
 
 import pytest
-from hypothesis import given, strategies as st
 
 from ronde.check import COPIES, PRODUCTS, Fleet, HostFacts, Severity, all_checks, judge
 
@@ -100,41 +99,6 @@ def test_in_a_draw_of_many_what_others_have_stays_short():
     }
 
 
-def test_gpus_whose_ronde_does_not_report_the_model_are_compared_by_number():
-    one, other, slow = (
-        gpus(computed(10.0, ""), computed(speed, "")) for speed in (95.0, 100.0, 70.0)
-    )
-    assert find(PRODUCTS, one, other, other) == ()
-    (finding,) = find(PRODUCTS, slow, other, other)
-    assert (finding.host, finding.severity) == ("a", FAIL)
-    assert finding.message.startswith("cuda:1 ")
-
-
-def test_each_slow_gpu_of_a_host_is_named():
-    odd = [computed(30.0), computed(31.0)]
-    found = find(PRODUCTS, gpus(*[computed(100.0)] * 6, *odd))
-    assert [finding.message for finding in found] == [
-        "cuda:6 computed at 30 GFLOP/s",
-        "cuda:7 computed at 31 GFLOP/s",
-    ]
-
-
-@given(
-    st.dictionaries(
-        st.tuples(st.sampled_from("abc"), st.integers(0, 9)), st.floats(1e-3, 1e6)
-    )
-)
-def test_speeds_are_judged_whatever_they_are(speeds):
-    hosts = [
-        {f"cuda:{n}": computed(speed) for (h, n), speed in speeds.items() if h == host}
-        for host in "abc"
-    ]
-    reported = [(f.host, f.severity) for f in find(PRODUCTS, *hosts)]
-    assert {host for host, _ in reported} <= {host for host, _ in speeds}
-    if len(speeds) <= 2:
-        assert FAIL not in {severity for _, severity in reported}
-
-
 # Copying
 
 
@@ -157,14 +121,6 @@ def test_a_gpu_that_copies_slower_than_its_model(part, words, share, severity):
     for finding in found:
         assert finding.message == f"cuda:3 copied {words} at {share} GB/s"
         assert finding.usual == "100 GB/s on most GPUs of this model"
-
-
-def test_copies_of_all_hosts_are_compared():
-    usual = gpus(copied(model=CARD), copied(model=CARD))
-    found = find(
-        COPIES, usual, usual, gpus(copied(model=CARD), copied(13.0, model=CARD))
-    )
-    assert [(f.severity, f.host) for f in found] == [(FAIL, "c")]
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,9 @@
 import pytest
 from hypothesis import given, strategies as st
 from tests.check.fleets import of_family
-from tests.check.host_values import GIB, HEALTHY, make_fleet
+from tests.check.host_values import GIB, make_fleet
 
-from ronde.check import Family, Fleet, HostFacts, Severity, find_few, judge
+from ronde.check import Family, Severity, find_few, judge
 
 FAIL, WARN, INFORM = Severity
 
@@ -108,10 +108,6 @@ def test_a_limit_is_lifted_as_far_as_it_may_be(changes, fix):
     assert finding.fix.startswith(fix)
 
 
-def test_a_host_alone_is_not_asked_about_the_others():
-    assert find(make_fleet("a", a={"memlock_bytes": 8 << 20})) == ()
-
-
 @pytest.mark.parametrize(
     ("names", "num_gpus", "severity"),
     [("a", 8, WARN), ("ab", 8, FAIL), ("ab", 0, WARN)],
@@ -139,29 +135,6 @@ def test_more_ranks_need_more():
     ]
     (finding,) = find(make_fleet("a", settings=settings, a={"num_cpus": 4}))
     assert finding.message == "4 CPUs may be used, for 8 ranks"
-
-
-def test_of_two_hosts_that_differ_both_are_reported():
-    found = find(make_fleet("a", "b", b={"memlock_bytes": 1 << 20}))
-    assert [(f.host, f.message, f.usual) for f in found] == [
-        (
-            "a",
-            "any amount of memory may be locked",
-            "1MiB of memory may be locked elsewhere",
-        ),
-        (
-            "b",
-            "1MiB of memory may be locked",
-            "any amount of memory may be locked elsewhere",
-        ),
-    ]
-
-
-def test_what_is_not_known_is_not_judged():
-    unreadable = dict.fromkeys(HEALTHY, "no permission")
-    judged = judge(Fleet((HostFacts("a", {}, unreadable, {}),), {}), CHECKS)
-    assert judged.findings == ()
-    assert {unread.check for unread in judged.unread} == {c.id for c in CHECKS}
 
 
 amounts = st.dictionaries(st.text(max_size=3), st.floats(0, 1e12), max_size=8)

@@ -1,7 +1,6 @@
 """What is known of names, interfaces and RDMA ports is judged."""
 
 import pytest
-from hypothesis import given, strategies as st
 from tests.check.fleets import of_family
 
 from ronde.check import Family, Fleet, HostFacts, Severity, chooses, judge
@@ -53,6 +52,7 @@ WITH_IB = {
 }
 
 CHECKS = of_family(Family.NETWORK)
+FAIL, WARN, INFORM = Severity
 
 
 def fleet_of(num, changed=None, usual=PLAIN):
@@ -92,7 +92,7 @@ def test_a_name_that_leads_to_loopback_is_reported_with_what_to_write():
     finding = only(fleet_of(3, changed))
     assert (finding.check, finding.host) == ("host-name", "n2")
     # Debian writes that into every /etc/hosts, and ronde run is not hurt by it.
-    assert finding.severity == Severity.WARN
+    assert finding.severity == WARN
     assert "resolves to 127.0.1.1" in finding.message
     assert "10.0.0.1 me" in finding.fix
     assert "GLOO_SOCKET_IFNAME=eth0" in finding.fix
@@ -110,17 +110,6 @@ def test_a_name_that_leads_to_loopback_is_reported_with_what_to_write():
 def test_a_name_that_leads_elsewhere_is_reported(own, said):
     own = PLAIN["network.own_name"] | own
     assert said in only(fleet_of(2, {"network.own_name": own})).message
-
-
-def test_a_name_may_lead_to_a_bridge_that_is_not_for_containers():
-    own = PLAIN["network.own_name"] | {"addresses": ["10.3.0.1"]}
-    changed = {"network.own_name": own}
-    for bridge, is_reported in (("br-0123456789ab", True), ("br-ex", False)):
-        added = {bridge: DOCKER0 | {"addresses": ["10.3.0.1"]}}
-        reported = found(
-            fleet_of(2, changed | {"network.interfaces": INTERFACES | added})
-        )
-        assert set(reported) == ({("host-name", "n2")} if is_reported else set())
 
 
 def test_a_name_does_not_matter_to_one_host_or_where_an_interface_is_chosen():
@@ -185,12 +174,6 @@ def test_the_way_to_choose_is_nccls():
     assert [n for n in ports if chooses("=mlx5_1::0:0", n)] == ["mlx5_1:1"]
 
 
-@given(st.text("=^:,eth01", max_size=12), st.text("eth01:", max_size=6))
-def test_what_is_excluded_is_what_would_be_chosen(setting, name):
-    listed = setting.lstrip("^")
-    assert chooses(f"^{listed}", name) != chooses(listed, name)
-
-
 def test_a_slower_link_is_reported():
     slow = {"network.interfaces": INTERFACES | {"eth0": ETH0 | {"mbit_per_s": 1000}}}
     finding = only(fleet_of(3, slow))
@@ -205,20 +188,6 @@ def test_what_a_hypervisor_or_the_air_says_of_a_link_is_not_judged(kind):
     usual = {"network.interfaces": {"eth0": link | {"mbit_per_s": 20_000}}}
     changed = {"network.interfaces": {"eth0": link}}
     assert not found(fleet_of(3, changed, PLAIN | usual))
-
-
-def test_a_link_that_a_hypervisor_makes_up_need_not_carry_large_packets():
-    reported = {
-        "n9": {"error": "", "interface": "eth0", "own_mtu": 1500, "lost_bytes": 0}
-    }
-    fast = ETH0 | {"mbit_per_s": 100_000, "kind": "paravirtual"}
-    usual = PLAIN | {"network.interfaces": {"eth0": fast}, "network.reach": reported}
-    assert not found(fleet_of(1, usual=usual))
-
-
-def test_a_faster_link_is_no_fault():
-    fast = {"network.interfaces": INTERFACES | {"eth0": ETH0 | {"mbit_per_s": 20000}}}
-    assert not found(fleet_of(3, fast))
 
 
 @pytest.mark.parametrize(("downs", "is_reported"), [(4, False), (5, True)])
@@ -238,7 +207,7 @@ def test_flaps_of_rdma_ports_count_on_the_first_day():
 def test_a_port_that_is_up_elsewhere_is_reported():
     finding = only(fleet_of(3, port(DOWN), PLAIN | WITH_IB))
     assert (finding.check, finding.host) == ("rdma-port", "n2")
-    assert finding.severity == Severity.FAIL
+    assert finding.severity == FAIL
     assert finding.message == "mlx5_0:1 is DOWN/Polling"
     assert finding.usual == "ACTIVE/LinkUp on 2 hosts"
 
@@ -246,11 +215,11 @@ def test_a_port_that_is_up_elsewhere_is_reported():
 @pytest.mark.parametrize(
     ("num", "setting", "other_up", "severity"),
     [
-        (3, "", True, Severity.INFORM),
-        (3, "=mlx5_0,mlx5_1", True, Severity.FAIL),
-        (3, "", False, Severity.WARN),
-        (1, "", True, Severity.INFORM),
-        (1, "", False, Severity.WARN),
+        (3, "", True, INFORM),
+        (3, "=mlx5_0,mlx5_1", True, FAIL),
+        (3, "", False, WARN),
+        (1, "", True, INFORM),
+        (1, "", False, WARN),
     ],
 )
 def test_a_port_that_is_down_everywhere_may_have_no_cable(
@@ -267,15 +236,11 @@ def test_a_port_that_is_down_everywhere_may_have_no_cable(
 
 
 @pytest.mark.parametrize(
-    "variables", [{"NCCL_IB_HCA": "mlx5_1"}, {"NCCL_IB_DISABLE": "1"}]
+    "variables",
+    [{"NCCL_IB_HCA": "mlx5_1"}, {"NCCL_IB_DISABLE": "1"}, {"NCCL_NET": "Socket"}],
 )
 def test_a_port_that_is_not_chosen_is_not_looked_at(variables):
     changed = port(DOWN) | {"network.variables": variables}
-    assert not found(fleet_of(3, changed, PLAIN | WITH_IB))
-
-
-def test_a_port_that_is_meant_to_be_down_is_fine():
-    changed = port({"state": "DOWN", "physical_state": "Disabled"})
     assert not found(fleet_of(3, changed, PLAIN | WITH_IB))
 
 
@@ -308,7 +273,6 @@ def test_a_roce_port_needs_a_routable_gid(gids, index, said):
 
 
 NO_GID = ROCE | {"gids": {"0": ROCE["gids"]["0"]}}
-BESIDE_IB = {"an:1": NO_GID, "ib:1": IB}
 ELSEWHERE = ROCE["gids"]["3"] | {"address": f"{'0000:' * 5}ffff:a9fe:0001"}
 
 
@@ -316,22 +280,17 @@ ELSEWHERE = ROCE["gids"]["3"] | {"address": f"{'0000:' * 5}ffff:a9fe:0001"}
     ("ports", "usual", "num_gpus", "severity"),
     [
         # A cloud gives every machine a port without an address beside the fast ones.
-        (
-            {"an:1": NO_GID, "ib:1": IB},
-            {"an:1": NO_GID, "ib:1": IB},
-            8,
-            Severity.INFORM,
-        ),
+        ({"an:1": NO_GID, "ib:1": IB}, {"an:1": NO_GID, "ib:1": IB}, 8, INFORM),
         # The others have one there.
-        ({"an:1": NO_GID, "ib:1": IB}, {"an:1": ROCE, "ib:1": IB}, 8, Severity.FAIL),
+        ({"an:1": NO_GID, "ib:1": IB}, {"an:1": ROCE, "ib:1": IB}, 8, FAIL),
         # There is no port but this, and NCCL would try it.
-        ({"an:1": NO_GID}, {"an:1": NO_GID}, 8, Severity.FAIL),
-        ({"an:1": NO_GID}, {"an:1": NO_GID}, 0, Severity.INFORM),
+        ({"an:1": NO_GID}, {"an:1": NO_GID}, 8, FAIL),
+        ({"an:1": NO_GID}, {"an:1": NO_GID}, 0, INFORM),
         (
             {"an:1": ROCE | {"gids": {"3": ELSEWHERE}}},
             {"an:1": ROCE},
             8,
-            Severity.FAIL,
+            FAIL,
         ),
     ],
 )
@@ -353,25 +312,4 @@ def test_an_adapter_that_leads_nowhere_needs_no_device_files():
     )
     assert {check for check, _ in reported} == {"roce-gid"}
     reported = found(fleet_of(2, usual=usual | {"network.rdma_ports": {"an:1": ROCE}}))
-    assert {f.severity for f in reported.values()} == {Severity.WARN}
-
-
-def test_without_rdma_its_ports_do_not_matter():
-    changed = {"network.variables": {"NCCL_NET": "Socket"}} | port(DOWN)
-    assert not found(fleet_of(3, changed, PLAIN | WITH_IB))
-
-
-def test_unreadable_is_not_bad():
-    nothing = HostFacts("n1", {}, {"network.interfaces": "no"}, {})
-    assert not judge(Fleet((nothing, nothing), {}), CHECKS).findings
-
-
-def test_every_check_says_what_people_need():
-    ids = [check.id for check in CHECKS]
-    assert len(set(ids)) == len(ids)
-    for check in CHECKS:
-        assert check.family == Family.NETWORK
-        reported = (check.title, check.reads, check.threshold, check.source, check.fix)
-        assert all(reported)
-        assert check.why
-        assert check.facts
+    assert {f.severity for f in reported.values()} == {WARN}

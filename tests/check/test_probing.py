@@ -66,7 +66,3 @@ def test_probes_run_side_by_side(
     opening = entries["opening"]._replace(settings={"path": str(meeting)})
     outcomes = run_probes({"waiting": waiting, "opening": opening}, {})
     assert [each.failure for each in outcomes.values()] == ["", ""]
-
-
-def test_no_probes_are_no_trouble() -> None:
-    assert run_probes({}, {}) == {}

@@ -9,7 +9,6 @@ from tests.topology.hostile import bad_inputs, check_harmless
 
 from ronde.check import read_saved_facts
 from ronde.cli import main
-from ronde.errors import UsageError
 from ronde.topology import Saved
 
 HERE = Path(__file__).parent
@@ -346,13 +345,6 @@ def test_a_link_that_goes_down_with_the_host_is_not_lost(judged):
     assert "lost its link 6 times\n" in judged(flaps)[1]
 
 
-def test_what_a_driver_only_informs_of_is_no_error(judged):
-    line = (
-        "mlx5_core 0000:29:00.0: print_health_info:431: Health issue, severity(6) INFO"
-    )
-    assert judged(log(line)) == (0, NOTHING.replace("6", "7"))
-
-
 def ibstat(*ports: tuple[str, str, str, str]) -> str:
     """Return ibstat's text of adapters with a port each."""
     return "".join(
@@ -500,15 +492,3 @@ def test_harm_is_none():
 
     text = query().encode()
     assert check_harmless(read, bad_inputs(text, "nvidia_smi_log", "gpu")) > 5
-
-
-def test_a_cut_file_is_judged_by_what_it_has():
-    text = query().partition("    Retired Pages")[0]
-    facts, what = read_saved_facts(Saved("a", text.encode()))
-    assert what == "nvidia-smi -q of 1 GPU"
-    assert facts.values["gpu.ecc_errors"] == [
-        {"sram_uncorrected": 0, "sram_uncorrected_ever": 0, "sram_corrected": 0,
-         "dram_corrected": 7}
-    ]  # fmt: skip
-    with pytest.raises(UsageError, match="Was it cut"):
-        read_saved_facts(Saved("a", b"<nvidia_smi_log><gpu id='1'>"))

@@ -195,12 +195,6 @@ def test_a_file_that_comes_late_is_waited_for(tmp_path: Path) -> None:
     assert outcome == {"seen": ["x"]}
 
 
-def test_a_file_of_another_content_is_not_taken_for_it(tmp_path: Path) -> None:
-    (tmp_path / "x").write_text("y")
-    task = {"do": "find", "path": str(tmp_path), "names": ["x"], "patience_s": 0.0}
-    assert run_tasks([[task]], HANG_S) == [[{"seen": []}]]
-
-
 def test_what_hangs_costs_its_deadline_and_nothing_else(tmp_path: Path) -> None:
     # Whoever opens a pipe that nobody writes to waits for ever, as on a dead mount.
     pipe, file = tmp_path / "pipe", tmp_path / "file"
@@ -213,22 +207,6 @@ def test_what_hangs_costs_its_deadline_and_nothing_else(tmp_path: Path) -> None:
     lost = {"error": "no answer within 4 s", "has_hung": True}
     assert first == [lost] * 3
     assert second[0]["size_bytes"] == 4
-
-
-def test_what_is_not_there_says_so() -> None:
-    tasks = [{"do": do, "path": "/nowhere"} for do in ("look", "digest")]
-    assert run_tasks([tasks], HANG_S) == [
-        [{"error": "No such file or directory"}, {"error": "No such file or directory"}]
-    ]
-
-
-def test_a_folder_that_cannot_be_written_to_is_not_left_a_file(tmp_path: Path) -> None:
-    target = tmp_path / "file"
-    target.touch()
-    context = NodeContext({}, ExitStack())
-    task = {"do": "leave", "name": "x"}
-    question = {"path": str(target), "limit_s": HANG_S, "task": task}
-    assert try_path(context, question) == {"error": "Not a directory"}
 
 
 @pytest.mark.parametrize("place", [0, 15, NUM_SAMPLES - 1])
@@ -258,39 +236,6 @@ def judged(*hosts: HostFacts) -> list[tuple[str, str, str, str]]:
         for check in sharing_checks()
         for f in check.find(fleet)
     ]
-
-
-def test_of_two_hosts_that_share_nothing_both_are_named() -> None:
-    assert judged(host("a", "/d", {"b": False}), host("b", "/d", {"a": False})) == [
-        ("shared-folder", "a", "/d shows files of a", "files of b elsewhere"),
-        ("shared-folder", "b", "/d shows files of b", "files of a elsewhere"),
-    ]
-
-
-def test_what_is_seen_one_way_only_is_not_shared() -> None:
-    found = judged(host("a", "/d", {"b": True}), host("b", "/d", {"a": False}))
-    assert [each[2] for each in found] == [
-        "/d shows files of a, b",
-        "/d shows files of b",
-    ]
-
-
-def test_of_two_halves_each_is_compared_with_the_other() -> None:
-    sight = {
-        "a": {"b": True, "c": False, "d": False},
-        "b": {"a": True, "c": False, "d": False},
-        "c": {"a": False, "b": False, "d": True},
-        "d": {"a": False, "b": False, "c": True},
-    }
-    found = judged(*(host(name, "/d", seen) for name, seen in sight.items()))
-    assert found[0] == (
-        "shared-folder",
-        "a",
-        "/d shows files of a, b",
-        "files of c, d elsewhere",
-    )
-    assert [each[1] for each in found] == ["a", "b", "c", "d"]
-    assert found[3][3] == "files of a, b elsewhere"
 
 
 def test_a_host_that_sees_nothing_is_named_where_who_left_it_is_gone() -> None:

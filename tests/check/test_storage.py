@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, strategies as st
 from tests.check.fleets import of_family
 from tests.check.programs import run_step, start_hosts
 
@@ -21,7 +20,6 @@ from ronde.check import (
     Severity,
     Value,
     digest_files,
-    find_mount,
     read_mounts,
     run_probes,
 )
@@ -81,14 +79,6 @@ def test_a_tree_is_read(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert values["storage.hung"] == []
 
 
-def test_this_host_is_read_and_has_nothing_to_fail_for(tmp_path: Path) -> None:
-    values = read(paths=[str(tmp_path)])
-    assert set(values) == {"storage.hung", "storage.paths"}
-    reported = values["storage.paths"][str(tmp_path)]
-    assert reported["is_directory"]
-    assert reported["kind"] != ""
-
-
 def sparse(path: Path, size: int, last: bytes = b"") -> str:
     """Make a file with holes: what is in the middle, and at its end, may differ."""
     with path.open("wb") as file:
@@ -127,12 +117,6 @@ def test_files_are_read_whole_up_to_a_size_and_one_that_hangs_loses_no_other(
     assert answer[paths[0]] == whole
 
 
-def test_all_mounts_of_this_host_are_read() -> None:
-    lines = Path("/proc/self/mountinfo").read_text().splitlines()
-    points = {line.split()[4] for line in lines}
-    assert len(read_mounts("")) == len(points)
-
-
 def test_mounts_are_read_as_the_kernel_writes_them(tree: Path) -> None:
     assert read_mounts(str(tree)) == {
         "/": "ext4",
@@ -142,33 +126,6 @@ def test_mounts_are_read_as_the_kernel_writes_them(tree: Path) -> None:
         "/dead": "nfs",
     }
     assert read_mounts("/nowhere") == {}
-
-
-@given(st.text(alphabet="/ -\\0417abn\n", max_size=200))
-def test_any_table_of_mounts_is_read(
-    tmp_path_factory: pytest.TempPathFactory, text: str
-) -> None:
-    root = tmp_path_factory.getbasetemp() / "any"
-    (root / "proc/self").mkdir(parents=True, exist_ok=True)
-    (root / "proc/self/mountinfo").write_text(text)
-    for point, kind in read_mounts(str(root)).items():
-        assert point in text or "\\" in text
-        assert kind in text
-
-
-@pytest.mark.parametrize(
-    ("path", "mount"),
-    [
-        ("/data", "/data"),
-        ("/data/x", "/data"),
-        ("/database", "/"),
-        ("/", "/"),
-        ("/data/deep/x", "/data/deep"),
-    ],
-)
-def test_the_nearest_mount_counts(path: str, mount: str) -> None:
-    assert find_mount(path, ["/", "/data", "/data/deep"]) == mount
-    assert find_mount(path, []) == ""
 
 
 def folder(roles: list[str], **changes: Value) -> dict[str, Any]:
@@ -231,27 +188,10 @@ def test_healthy_hosts_give_no_findings() -> None:
         assert found(fleet(*(facts() for _ in range(size)))) == []
 
 
-def test_a_missing_shared_folder_is_found_where_it_is_missing() -> None:
-    other = facts(paths={"/data": missing(["shared"])})
-    (finding,) = found(fleet(facts(), other, facts()))
-    assert (finding.check, finding.host) == ("folder-missing", "node2")
-    assert finding.severity is Severity.FAIL
-    assert finding.message == "/data: No such file or directory"
-
-
 def test_a_missing_folder_to_start_in_is_found_with_what_to_do() -> None:
     (finding,) = found(fleet(facts(paths={"/job": missing(["directory"])})))
     assert (finding.check, finding.severity) == ("folder-missing", Severity.FAIL)
     assert "--chdir DIR" in finding.fix
-
-
-@pytest.mark.parametrize("role", ["shared", "directory"])
-def test_a_missing_folder_is_found_though_it_is_for_temporary_files(role: str) -> None:
-    missed = missing([role, "temporary"])
-    findings = found(fleet(facts(paths={"/data": missed})))
-    assert {(each.check, each.severity) for each in findings} == {
-        ("folder-missing", Severity.FAIL),
-    }
 
 
 @pytest.mark.parametrize(
@@ -297,12 +237,6 @@ def test_room_is_judged(
     )
     expected = [] if severity is None else [("disk-space", severity)]
     assert [(f.check, f.severity) for f in findings] == expected
-
-
-def test_room_is_reported_in_words() -> None:
-    (finding,) = found(one_folder(free_bytes=512 << 20, size_bytes=100 * GIB))
-    assert finding.message == "/job has 512MiB free of 100GiB"
-    assert finding.fix == "du -xh /job | sort -h | tail  # there, and make room"
 
 
 def test_room_of_one_file_system_is_reported_once() -> None:
@@ -363,14 +297,6 @@ def test_a_wrong_file_is_found_on_the_host_that_has_it() -> None:
     assert finding.fix == "rsync -ac node1:/data/a /data/a"
 
 
-def test_a_missing_file_is_found() -> None:
-    gone = facts(files={"/data/a": {"error": "No such file or directory"}})
-    (finding,) = found(fleet(facts(), facts(), gone))
-    assert (finding.host, finding.severity) == ("node3", Severity.FAIL)
-    assert finding.message == "/data/a: No such file or directory"
-    assert finding.fix == "rsync -ac node1:/data/a /data/a"
-
-
 @pytest.mark.parametrize(
     ("error", "fix"),
     [
@@ -391,12 +317,3 @@ def test_of_equal_files_it_is_shown_how_much_was_read() -> None:
     )
     assert (first.severity, first.fix) == (Severity.INFORM, "")
     assert first.message == second.message
-
-
-def test_of_two_hosts_with_other_files_none_is_blamed_alone() -> None:
-    wrong = facts(files={"/data/a": file("0000", 4)})
-    assert [f.host for f in found(fleet(facts(), wrong))] == ["node1", "node2"]
-
-
-def test_hosts_of_which_nothing_is_known_are_not_judged() -> None:
-    assert found(fleet({}, {}, {})) == []
