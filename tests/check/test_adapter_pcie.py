@@ -79,10 +79,7 @@ def test_a_link_that_carries_its_port_is_no_finding(probe):
 
 def test_half_the_lanes_are_found(probe):
     assert find(probe(width="8")) == [
-        (
-            FAIL,
-            f"mlx5_0:1: {EIGHT}, 252 Gbit/s, and its port 400 Gbit/s",
-        )
+        (FAIL, f"mlx5_0:1: {EIGHT}, 252 Gbit/s, and its port 400 Gbit/s")
     ]
 
 
@@ -105,10 +102,7 @@ def test_a_slower_generation_is_found(probe):
 def test_fewer_lanes_that_are_enough_are_a_warning(probe):
     slow = {"sys/class/infiniband/mlx5_0/ports/1/rate": "200 Gb/sec (4X HDR)"}
     assert find(probe(width="8", port=slow)) == [
-        (
-            WARN,
-            f"mlx5_0:1: {EIGHT}, where 16 lanes are possible",
-        )
+        (WARN, f"mlx5_0:1: {EIGHT}, where 16 lanes are possible")
     ]
 
 

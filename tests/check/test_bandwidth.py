@@ -309,10 +309,7 @@ def test_strangers_are_let_go(listening_hosts):
         assert liar.recv(1) == b""
 
 
-@pytest.mark.parametrize(
-    ("gb_per_s", "late_s"),
-    [(0.0002, 0.0), (0.02, 0.3)],
-)
+@pytest.mark.parametrize(("gb_per_s", "late_s"), [(0.0002, 0.0), (0.02, 0.3)])
 def test_a_slow_receiver_is_measured(listening_hosts, gb_per_s, late_s):
     """A receiver of the test's own takes bytes at a pace, and may answer late."""
     contexts, _ = listening_hosts

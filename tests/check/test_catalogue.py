@@ -67,11 +67,7 @@ def test_all_run_for_all_checks():
         ("--only taking-part", set(), set()),
         ("--only probe-hung", set(PROBES), set()),
         ("--only probe-hung,locked-memory", {"host"}, set()),
-        (
-            "--skip storage",
-            set(PROBES) - {"storage"},
-            {"clock", "reaching", "pace"},
-        ),
+        ("--skip storage", set(PROBES) - {"storage"}, {"clock", "reaching", "pace"}),
     ],
 )
 def test_what_is_needed_runs_alone(words, probes, steps):

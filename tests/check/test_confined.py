@@ -23,10 +23,7 @@ def check(*words):
         pytest.skip(reason)
     command = [sys.executable, "-m", "ronde", "check", *words]
     return subprocess.run(
-        [*confined, *command],
-        capture_output=True,
-        timeout=HANG_S,
-        check=False,
+        [*confined, *command], capture_output=True, timeout=HANG_S, check=False
     )
 
 

@@ -7,13 +7,7 @@ import pytest
 from tests.check.copies_suite import RATES, check_copies
 from tests.check.cuda_fake import PINNING_REFUSED, FakeTorch
 
-from ronde.check import (
-    Rounds,
-    address_of,
-    measure_copies,
-    measure_gpu,
-    staying_near,
-)
+from ronde.check import Rounds, address_of, measure_copies, measure_gpu, staying_near
 
 torch = pytest.importorskip("torch")
 

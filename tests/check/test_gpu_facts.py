@@ -122,8 +122,7 @@ def test_a_gpu_that_is_gone_is_reported_once_and_not_as_unreadable(code):
 
 @given(
     st.dictionaries(
-        st.sampled_from(list(GPU_QUESTIONS)),
-        st.integers(1, 1000).map(refusal),
+        st.sampled_from(list(GPU_QUESTIONS)), st.integers(1, 1000).map(refusal)
     )
 )
 def test_whatever_is_refused_every_fact_is_reported_or_unreadable(refused):

@@ -30,12 +30,7 @@ WORN = healthy(
     margin_celsius=-3,
     pcie={"width": 8, "max_width": 16, "generation": 3, "max_generation": 5},
     nvlinks=[True, False, True],
-    fabric={
-        "state": 3,
-        "status": 0,
-        "health": 0x211,
-        "summary": 2,
-    },
+    fabric={"state": 3, "status": 0, "health": 0x211, "summary": 2},
     mig=True,
     processes=[{"pid": 77, "memory_bytes": 123}, {"pid": 78, "memory_bytes": None}],
     busy_percent=97,
@@ -84,9 +79,7 @@ def test_a_function_that_an_old_driver_lacks_is_refused(open_library):
     assert refused.value.code == FUNCTION_NOT_FOUND
 
 
-def test_a_driver_without_the_newest_form_reports_the_fabric_all_the_same(
-    open_library,
-):
+def test_a_driver_without_the_newest_form_reports_the_fabric_all_the_same(open_library):
     nvml = open_library(FakeLibrary(WORN, fabric_version=2))
     reported = WORN["gpus"][1]["fabric"]
     assert nvml.ask_gpu("fabric", 1) == reported | {"summary": 0}

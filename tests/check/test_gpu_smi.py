@@ -6,13 +6,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from ronde.check import (
-    ALL_ANSWERS,
-    FactReader,
-    UnreadableError,
-    ask_driver,
-    read_smi,
-)
+from ronde.check import ALL_ANSWERS, FactReader, UnreadableError, ask_driver, read_smi
 
 GPU = (Path(__file__).parent / "nvidia-smi-gpu.xml").read_text()
 HEAD = (

@@ -100,10 +100,7 @@ def test_this_machine_has_its_own_limits():
         "print(json.dumps([reading.values, reading.unreadable]))"
     )
     ended = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        check=True,
-        timeout=HANG_S,
+        [sys.executable, "-c", code], capture_output=True, check=True, timeout=HANG_S
     )
     values, unreadable = json.loads(ended.stdout)
     assert values["host.memlock_bytes"] == 65536

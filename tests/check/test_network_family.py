@@ -286,12 +286,7 @@ ELSEWHERE = ROCE["gids"]["3"] | {"address": f"{'0000:' * 5}ffff:a9fe:0001"}
         # There is no port but this, and NCCL would try it.
         ({"an:1": NO_GID}, {"an:1": NO_GID}, 8, FAIL),
         ({"an:1": NO_GID}, {"an:1": NO_GID}, 0, INFORM),
-        (
-            {"an:1": ROCE | {"gids": {"3": ELSEWHERE}}},
-            {"an:1": ROCE},
-            8,
-            FAIL,
-        ),
+        ({"an:1": ROCE | {"gids": {"3": ELSEWHERE}}}, {"an:1": ROCE}, 8, FAIL),
     ],
 )
 def test_a_port_without_an_address_is_as_bad_as_it_is_needed(
