@@ -21,13 +21,13 @@ __getattr__ = lazy_exports(
             "ALL_ANSWERS GPU_QUESTIONS HOST_QUESTIONS NvmlDriver "
             "RefusedError ask_driver ask_gpu keep_answers"
         ),
-        "gpu.presence": "gpu_torch opened_files read_cards read_module",
+        "gpu.presence": "opened_files",
         "gpu.smi": "read_smi",
         "gpu.xids": "read_xids",
         "history": "Change Changes Kept compare load_last save",
         "hosts": "HostSet NodeContext Reply",
         "judging": "Judgement Unread decide fit_together judge",
-        "limits": "UNLIMITED parse_limit parse_meminfo",
+        "limits": "UNLIMITED parse_limit",
         "majority": "differing find_few",
         "node": "main",
         "network.bandwidth": (
@@ -45,12 +45,12 @@ __getattr__ = lazy_exports(
         "probing": (
             "FAILED FactReader ProbeEntry UnreadableError read_facts run_probes"
         ),
-        "reading": "NOT_OF_FILES read_saved_facts",
+        "reading": "read_saved_facts",
         "software": (
-            "ABSENT digest_code find_nccl read_driver read_packages read_torch "
+            "ABSENT find_nccl read_driver read_module read_packages read_torch "
             "select_environment"
         ),
-        "storage": "digest_files find_mount find_shared read_mounts try_path",
+        "storage": "digest_files find_shared read_mounts try_path",
         "torch_import": "find_error",
     },
 )

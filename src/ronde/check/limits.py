@@ -11,7 +11,7 @@ from ronde.check.fleet import Fleet, Values
 from ronde.check.majority import having_less, once_a_host
 from ronde.check.probing import FactReader, UnreadableError
 from ronde.memory import available_memory, list_groups
-from ronde.topology.kernel_files import list_names, read_number, read_text
+from ronde.topology.kernel_files import list_names, read_number
 from ronde.topology.machine import read_cores, read_cpu_limit, read_gpus
 from ronde.units import counted, format_size
 
@@ -61,10 +61,12 @@ def read(reader: FactReader) -> None:
     reader.keep_each((_PIDS, _PIDS_LEFT), lambda: _read_pids(root))
     reader.keep_each((_SIZE, _FREE), lambda: _read_room(shared))
     reader.keep(_WRITABLE, lambda: os.access(shared, os.W_OK | os.X_OK))
-    reader.keep(_TOTAL, lambda: parse_meminfo(Path(f"{root}/proc/meminfo").read_text()))
-    with reader.reading(_LEFT):
-        if "MemAvailable:" not in read_text(f"{root}/proc/meminfo"):
-            raise UnreadableError("/proc/meminfo has no MemAvailable")
+    with reader.reading(_TOTAL, _LEFT):
+        memory = Path(f"{root}/proc/meminfo").read_text()
+        total = re.search(r"^MemTotal:\s*(\d+)", memory, re.MULTILINE)
+        if total is None or "MemAvailable:" not in memory:
+            raise UnreadableError("/proc/meminfo has no MemTotal or no MemAvailable")
+        reader.values[_TOTAL] = int(total[1]) * 1024
         reader.values[_LEFT] = available_memory(Path(f"{root}/")).num_bytes
 
 
@@ -109,12 +111,6 @@ def _read_room(directory: Path) -> tuple[int, int]:
     except FileNotFoundError:
         return 0, 0
     return room.f_blocks * room.f_frsize, room.f_bavail * room.f_frsize
-
-
-def parse_meminfo(text: str) -> int:
-    rows = [line.split() for line in text.splitlines()]
-    fields = {r[0]: int(r[1]) for r in rows if len(r) > 1 and r[1].isdecimal()}
-    return fields["MemTotal:"] * 1024
 
 
 def _limit(value: int) -> float:

@@ -9,9 +9,9 @@ import importlib.util
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 import ronde
 from ronde.check.check import FAIL, WARN, Problem, Problems, check, each_host
@@ -42,7 +42,7 @@ _NAMES = frozenset({"LD_LIBRARY_PATH", "LD_PRELOAD"})
 _MAX_VALUE_CHARS = 200
 _MAX_NAMED = 3
 _INFO = re.compile(r"(?P<name>[^-]+)-(?P<version>\d[^-]*)(-.*)?\.(dist|egg)-info")
-_NVIDIA_MODULE = re.compile(r"Module\s.*?(\d+\.\d+(\.\d+)*)")
+_NVIDIA_MODULE = re.compile(r"Kernel Module\s.*?(\d+\.\d+(\.\d+)*)")
 _NCCL_WHEEL = re.compile(r"nvidia-nccl-cu\d+")
 _HAS_ITS_CHECK = re.compile(r"torch|nvidia-nccl-.*|pip|setuptools|wheel")
 
@@ -53,9 +53,11 @@ def read(reader: FactReader) -> None:
     )
     reader.values["versions.python"] = sys.version.split()[0]
     reader.values[_PYTHON_PATH] = sys.executable
-    reader.keep_each((_TORCH, _BUILD), lambda: read_torch(_find_torch()))
+    spec = importlib.util.find_spec("torch")
+    package = Path(spec.origin).parent if spec and spec.origin else None
+    reader.keep_each((_TORCH, _BUILD), lambda: read_torch(package))
     packages = read_packages(sys.path)
-    code = digest_code(Path(ronde.__file__).parent)
+    code = _digest_code(Path(ronde.__file__).parent)
     packages["ronde"] = f"{ronde.__version__} (code {code})"
     reader.values[_PACKAGES] = packages
     reader.values[_NCCL] = find_nccl(packages)
@@ -63,18 +65,12 @@ def read(reader: FactReader) -> None:
     reader.values[_SETTINGS] = redacted(environment)
 
 
-def digest_code(package: Path) -> str:
-    """Return the beginning of a hash of all Python files of a package."""
+def _digest_code(package: Path) -> str:
     digest = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
         digest.update(f"{path.relative_to(package)}\0".encode())
         digest.update(hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()[:12]
-
-
-def _find_torch() -> Path | None:
-    spec = importlib.util.find_spec("torch")
-    return Path(spec.origin).parent if spec and spec.origin else None
 
 
 def read_torch(package: Path | None) -> tuple[str, str]:
@@ -117,12 +113,17 @@ def find_nccl(packages: Mapping[str, str]) -> str:
     return ", ".join(sorted(versions)) or ABSENT
 
 
+def read_module(root: str) -> str:
+    """Return the version of NVIDIA's module, such as ``560.35.03 (open)``, or empty."""
+    text = read_text(f"{root}/proc/driver/nvidia/version")
+    match = _NVIDIA_MODULE.search(text)
+    is_open = "Open Kernel Module" in text
+    return match[1] + " (open)" * is_open if match else ""
+
+
 def read_driver(root: str) -> str:
-    if text := read_text(f"{root}/proc/driver/nvidia/version"):
-        match = _NVIDIA_MODULE.search(text)
-        if match is None:
-            raise UnreadableError(f"no version in {text.splitlines()[0]}")
-        return f"NVIDIA {match[1]}"
+    if module := read_module(root):
+        return f"NVIDIA {module.removesuffix(' (open)')}"
     amdgpu = read_text(f"{root}/sys/module/amdgpu/version")
     return f"amdgpu {amdgpu}" if amdgpu else ABSENT
 
@@ -243,36 +244,34 @@ def nccl(fleet: Fleet) -> Problems:
         yield _with_pip(problem, fleet, wheel)
 
 
-class _Difference(NamedTuple):
-    name: str
-    value: str
-    usual: str  # of ``find_odd``
-
-
 def _differing_names(
     fleet: Fleet,
     fact: str,
     join: str,
     absent: str,
-    find_fix: Callable[[Values, Sequence[_Difference]], str],
+    find_fix: Callable[[Values, Mapping[str, str]], str],
 ) -> Problems:
-    """Yield one problem for each host with different values, which lists the names."""
+    """Yield one problem for each host with different values, which lists the names.
+
+    ``find_fix`` gets the values of most hosts by name, as ``find_odd`` returns them.
+    """
     known: dict[str, dict[str, str]] = fleet.known(fact)
-    found: dict[str, list[_Difference]] = {}
+    values: dict[str, list[str]] = defaultdict(list)
+    usual: dict[str, dict[str, str]] = defaultdict(dict)
     for name in sorted({name for each in known.values() for name in each}):
         if not _HAS_ITS_CHECK.fullmatch(name):
             shown = {host: each.get(name, absent) for host, each in known.items()}
-            for host, value, usual in find_odd(shown):
-                found.setdefault(host, []).append(_Difference(name, value, usual))
+            for host, value, others in find_odd(shown):
+                values[host].append(f"{name}{join}{value}")
+                usual[host][name] = others
     for facts in fleet.hosts:
-        if each := found.get(facts.host, ()):
-            message = list_first([f"{d.name}{join}{d.value}" for d in each], _MAX_NAMED)
-            usual = [f"{d.name}{join}{d.usual}" for d in each[:_MAX_NAMED]]
-            is_same = len({d.usual for d in each}) == 1
+        if own := usual.get(facts.host):
+            named = [f"{n}{join}{others}" for n, others in own.items()][:_MAX_NAMED]
+            same = {*own.values()}
             yield Problem(
-                message,
-                usual=each[0].usual if is_same else "; ".join(usual),
-                fix=find_fix(facts.values, each),
+                list_first(values[facts.host], _MAX_NAMED),
+                usual=same.pop() if len(same) == 1 else "; ".join(named),
+                fix=find_fix(facts.values, own),
                 host=facts.host,
             )
 
@@ -292,11 +291,11 @@ def packages(fleet: Fleet) -> Problems:
     return _differing_names(fleet, _PACKAGES, " ", ABSENT, _install_usual)
 
 
-def _install_usual(values: Values, differences: Sequence[_Difference]) -> str:
+def _install_usual(values: Values, usual: Mapping[str, str]) -> str:
     """Return the command for the versions of most hosts; empty in a draw."""
-    # Not ronde, whose version here contains a hash of its code.
-    usual = {d.name: usual_value(d.usual) for d in differences if d.name != "ronde"}
-    wanted = [f"{name}=={v}" for name, v in usual.items() if v and v != ABSENT]
+    # Not ronde: its version here contains a hash of the code.
+    versions = {n: usual_value(text) for n, text in usual.items() if n != "ronde"}
+    wanted = [f"{name}=={v}" for name, v in versions.items() if v and v != ABSENT]
     return _pip_install(values, *wanted) if wanted else ""
 
 
@@ -314,10 +313,9 @@ def environment(fleet: Fleet) -> Problems:
     return _differing_names(fleet, _SETTINGS, "=", "(not set)", _look_for)
 
 
-def _look_for(_: Values, differences: Sequence[_Difference]) -> str:
-    names = "|".join(d.name for d in differences)
+def _look_for(_: Values, usual: Mapping[str, str]) -> str:
     files = "~/.bashrc ~/.profile /etc/environment /etc/profile.d/*"
-    return f"grep -sE {shlex.quote(names)} {files}  # there, for leftovers"
+    return f"grep -sE {shlex.quote('|'.join(usual))} {files}  # there, for leftovers"
 
 
 @same_everywhere(WARN, _DRIVER, "GPU driver")

@@ -13,7 +13,8 @@ from ronde.check.gpu.nvml import COUNT, LOST, ask_driver, each_gpu, fold_gpus, o
 from ronde.check.gpu.xids import read_xids
 from ronde.check.majority import differing, same_everywhere, spell
 from ronde.check.probing import FactReader
-from ronde.topology.kernel_files import list_names, read_text
+from ronde.check.software import read_module
+from ronde.topology.kernel_files import list_names
 from ronde.topology.pci import is_gpu, read_link
 from ronde.topology.probes.sysfs import read_functions
 
@@ -23,8 +24,6 @@ _BROKEN = os.strerror(errno.EIO)
 _NVIDIA = 0x10DE
 _OPENING = os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK
 _CARD = re.compile(r"(/dev/)?nvidia\d+")
-_VERSION = re.compile(r"Kernel Module.*?\s(\d+(?:\.\d+)+)\s")
-
 _NVML_CURES = {
     "ismatch": "reboot: the driver was updated while its module was loaded",
     "Not Found": "in a container: docker run -e NVIDIA_DRIVER_CAPABILITIES=compute,"
@@ -63,13 +62,6 @@ def read_cards(root: str) -> list[Value]:
             driver = read_link(f"{root}/sys/bus/pci/devices/{address}/driver")
             found.append({"address": address, "driver": driver.rpartition("/")[2]})
     return found
-
-
-def read_module(root: str) -> str:
-    text = read_text(f"{root}/proc/driver/nvidia/version")
-    match = _VERSION.search(text)
-    is_open = "Open Kernel Module" in text
-    return match[1] + " (open)" * is_open if match else ""
 
 
 @contextmanager

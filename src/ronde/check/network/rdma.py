@@ -64,7 +64,11 @@ def read(reader: FactReader) -> None:
         if name.startswith("uverbs")
     }
     if list_names(f"{root}/sys/class/infiniband"):
-        reader.values[_LIBRARY] = _has_library()
+        reader.values[_LIBRARY] = True
+        try:
+            ctypes.CDLL(_IBVERBS)
+        except OSError:
+            reader.values[_LIBRARY] = False
 
 
 def _list_ports(root: str) -> Iterator[tuple[str, str, bool]]:
@@ -124,14 +128,6 @@ def _read_gids(own: str) -> dict[str, Value]:
                 "interface": read_text(f"{own}/gid_attrs/ndevs/{index}"),
             }
     return found
-
-
-def _has_library() -> bool:
-    try:
-        ctypes.CDLL(_IBVERBS)
-    except OSError:
-        return False
-    return True
 
 
 def _chosen(values: Values) -> dict[str, Port]:
