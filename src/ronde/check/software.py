@@ -124,6 +124,8 @@ def read_module(root: str) -> str:
 def read_driver(root: str) -> str:
     if module := read_module(root):
         return f"NVIDIA {module.removesuffix(' (open)')}"
+    if text := read_text(f"{root}/proc/driver/nvidia/version"):
+        raise UnreadableError(f"no version in {text.splitlines()[0]}")
     amdgpu = read_text(f"{root}/sys/module/amdgpu/version")
     return f"amdgpu {amdgpu}" if amdgpu else ABSENT
 
