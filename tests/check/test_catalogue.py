@@ -64,7 +64,7 @@ def test_all_run_for_all_checks():
         ("--only slow-host --burn 1s", set(), {"pace"}),
         ("--only clock-offset", set(), {"clock"}),
         ("--only gpu-torch", {"gpu", "versions"}, set()),
-        ("--only taking-part", set(), set()),
+        ("--only host-answers", set(), set()),
         ("--only probe-hung", set(PROBES), set()),
         ("--only probe-hung,locked-memory", {"host"}, set()),
         ("--skip storage", set(PROBES) - {"storage"}, {"clock", "reaching", "pace"}),

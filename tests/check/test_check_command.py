@@ -96,7 +96,7 @@ def test_a_host_that_cannot_be_asked_is_a_finding(tmp_path):
     assert done.returncode == 2
     assert [host["host"] for host in reported["hosts"]] == ["localhost"]
     absent = [each for each in reported["findings"] if each["host"] == ABSENT]
-    assert [each["check"] for each in absent] == ["taking-part"]
+    assert [each["check"] for each in absent] == ["host-answers"]
     assert ABSENT in reported["verdict"]["not_ready"]
     ready = "localhost" not in reported["verdict"]["not_ready"]
     assert good.read_text() == (
@@ -122,7 +122,7 @@ def test_no_host_can_be_asked(tmp_path):
     assert done.returncode == 3
     text = done.stdout.decode()
     assert text.splitlines()[-1] == "no host answered, so nothing is known"
-    assert f"x taking-part: {ABSENT}\n    no answer: " in text
+    assert f"x host-answers: {ABSENT}\n    no answer: " in text
     with pytest.raises(UsageError):
         parse_hostfile(good.read_text(), "good.txt")
 
@@ -132,8 +132,8 @@ def test_no_host_can_be_asked(tmp_path):
     [
         (["--only", "hots"], r"--only must be .* got 'hots'. Type: host"),
         (["--only", "zzzzzz"], r"Type: ronde check list"),
-        (["--skip", "taking-prat"], r"got 'taking-prat'. Type: taking-part"),
-        (["--only", "taking-part", "--skip", "taking-part"], "--skip must leave"),
+        (["--skip", "host-anwsers"], r"got 'host-anwsers'. Type: host-answers"),
+        (["--only", "host-answers", "--skip", "host-answers"], "--skip must leave"),
         (["--burn", "soon"], "--burn: duration must be"),
         (["--burn", "100d"], "--burn must be at most a day"),
         (["--bandwidth", "pigeon"], "--bandwidth must be auto, tcp, gloo or nccl, got"),
@@ -193,8 +193,8 @@ def test_only_and_skip_choose_checks():
     families = {check.family for check in request("--only", "gpu").checks}
     assert families == {"gpu", "cluster"}
     ids = [check.id for check in request("--only", "gpu", "--skip", "gpu").checks]
-    assert ids == ["taking-part"]
-    assert len(request("--skip", "taking-part").checks) == len(all_checks()) - 1
+    assert ids == ["host-answers"]
+    assert len(request("--skip", "host-answers").checks) == len(all_checks()) - 1
 
 
 def test_hosts_come_back_from_a_hostfile():
@@ -216,16 +216,16 @@ def test_help_and_lists():
         for each in all_checks()
         if each.family == family
     ]
-    assert listed.count("\n  taking-part ") == 1
-    done = check("check", "explain", "taking-part")
-    assert done.stdout.startswith(b"taking-part: the host can be reached")
+    assert listed.count("\n  host-answers ") == 1
+    done = check("check", "explain", "host-answers")
+    assert done.stdout.startswith(b"host-answers: the host can be reached")
     assert b"check" in check("--help").stdout
 
 
 def test_progress_is_shown_on_a_terminal():
     written = on_terminal()
     assert b"ronde: connecting" in written
-    assert b"x taking-part" in written
+    assert b"x host-answers" in written
 
 
 def on_terminal():

@@ -19,7 +19,7 @@ from ronde.check import (
 from ronde.errors import UsageError
 from ronde.render import draw_changes
 
-IDS = (*(check.id for check in CHECKS), "taking-part")
+IDS = (*(check.id for check in CHECKS), "host-answers")
 
 
 def kept(fleet):
@@ -188,7 +188,7 @@ def test_hosts_that_came_and_went():
 
 
 def test_a_host_that_answers_no_more_is_a_new_finding():
-    absent = Finding("taking-part", Severity.FAIL, "node2", "no answer: refused")
+    absent = Finding("host-answers", Severity.FAIL, "node2", "no answer: refused")
     after = Kept(make_fleet(1).hosts, (absent,), IDS)
     changes = compare(kept(make_fleet(2)), after)
     assert changes.new == (absent,)

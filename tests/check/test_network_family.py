@@ -253,7 +253,7 @@ def test_a_slower_port_is_reported():
 @pytest.mark.parametrize(
     ("gids", "index", "said"),
     [
-        ({"0": ROCE["gids"]["0"]}, "", "no GID of RoCE v2"),
+        ({"0": ROCE["gids"]["0"]}, "", "no routable GID of RoCE v2"),
         (ROCE["gids"], "0", "NCCL_IB_GID_INDEX=0 is fe80:"),
         (ROCE["gids"], "2", "of mlx5_0:1, IB/RoCE v1"),
         (ROCE["gids"], "7", "NCCL_IB_GID_INDEX=7 is an empty GID"),

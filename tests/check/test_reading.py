@@ -73,7 +73,7 @@ FAULTS = """
 2 x gpu-fabric: the fabric is unhealthy | Summary: Healthy > Unhealthy
 2 x gpu-pcie: its PCI link has 8 lanes of 16 | Current: 16x > 8x
 2 x gpu-clocks: it is too hot (hardware | HW Thermal Slowdown: Not Active > Active
-2 x gpu-clocks: the power supply brakes | Power Brake Slowdown: Not Active > Active
+2 x gpu-clocks: the power supply slows | Power Brake Slowdown: Not Active > Active
 2 x gpu-advice: the driver advises a reboot of the host | Action: None > Reboot
 2 x logged-errors: the driver advises: Bus Reset | Action: None > Bus Reset
 2 x gpu-lost: GPU is lost | Product Name: NVIDIA H200 > GPU is lost
@@ -297,7 +297,7 @@ LOGGED = """
   nfs: server nas1 not responding|nfs: server nas2 not responding|nfs: server nas1 OK
 0 ! logged-errors: the kernel has killed programs for lack of memory: python3 in line 7
   Out of memory: Killed process 71 (python3) total-vm:9kB, anon-rss:8kB
-0 i gpu-xid: Xid 31 (access to memory that is not mapped) at 0000:3a:00.0 in line 7
+0 i gpu-xid: Xid 31 (access to unmapped memory) at 0000:3a:00.0 in line 7
   NVRM: Xid (PCI:0000:3a:00): 31, pid=9, name=python, Ch 0000000b, MMU Fault
 2 x gpu-xid: SXid 20034 at 0000:c1:00.0 in line 7 (8123.004711)
   nvidia-nvswitch3: SXid (PCI:0000:c1:00.0): 20034, Fatal, Link 30 LTSSM Fault Up

@@ -534,7 +534,7 @@ def gpu_copy_speed(fleet: Fleet) -> Problems:
     fix: Look at its PCI link under load (sudo lspci -vv | grep Lnk) and clocks; reseat
         it; for its own memory: dcgmi diag -r 3
     needs: --burn, torch, GPUs; to compare, several of one model
-    why: Every step waits for the GPU whose data comes last.
+    why: Every step waits for the slowest GPU.
     """
     known: dict[CheckedDevice, Value] = {}
     found: list[tuple[CheckedDevice, Problem]] = []

@@ -28,7 +28,7 @@ class Family(StrEnum):
 class Severity(StrEnum):
     """The severity of a finding."""
 
-    FAIL = "fail"  # training would fail, or crawl
+    FAIL = "fail"  # training would fail, or be very slow
     WARN = "warn"  # training may be slower, or fail later
     INFORM = "inform"  # worth knowing
 

@@ -19,7 +19,7 @@ on the version of a library nor on instructions that some processors lack."""
 
 # Setting: ``reason`` and ``cure`` of each host that did not answer.
 ABSENT = "absent"
-TAKING_PART = "taking-part"
+HOST_ANSWERS = "host-answers"
 
 # Fact: a host's clock less this machine's, in seconds.
 OFFSET = "cluster.clock_offset_s"
@@ -31,12 +31,12 @@ _TIMEOUT_S = 3.0
 
 
 @check(FAIL, family=Family.CLUSTER)
-def taking_part(fleet: Fleet) -> Problems:
+def host_answers(fleet: Fleet) -> Problems:
     """The host can be reached, and ronde starts there.
 
     reads: the first answer of an agent, started as ronde run starts it
     threshold: an answer within 30 s, with the same ronde and minor version of Python
-    source: ronde's own: what ronde run needs to start ranks there
+    source: ronde's own: ronde run needs the same to start ranks there
     fix: ssh HOST true, and read its error
     why: ronde run starts nothing at all while one of its hosts is missing.
     """

@@ -63,7 +63,7 @@ def expected_gpus(fleet: Fleet) -> Problems:
     """Each host has the GPUs that --expect names.
 
     reads: NVML's number and names of the GPUs
-    threshold: as many whose name contains the model's
+    threshold: this number of GPUs with the model in their name
     source: --expect
     fix: nvidia-smi -L; lspci -d 10de:  # shows cards that the driver does not
     needs: --expect with GPUs, as 8xH100

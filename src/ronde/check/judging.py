@@ -42,7 +42,7 @@ def judge(fleet: Fleet, checks: Sequence[Check]) -> Judgement:
             findings += tuple(check.find(fleet))
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             # A host with another version of ronde may format facts differently.
-            reason = f"the form of the facts is unknown: {error!r}"
+            reason = f"the format of the facts is unknown: {error!r}"
             unread += [Unread(check.id, host, reason) for host in able]
             continue
         made.update((host, check.family) for host in able)
@@ -110,14 +110,14 @@ def decide(
     failed = [where for where, all_of in found.items() if Severity.FAIL in all_of]
     warned = [w for w in found if Severity.WARN in found[w] and w not in failed]
     faulty = [name for name in hosts if (name,) in failed]
-    asked_in_vain = {each.host for each in judgement.unread if each.check == GPU_COUNT}
+    without_gpus = {each.host for each in judgement.unread if each.check == GPU_COUNT}
     made = {host for host, family in judgement.made if family in families}
     unread = {*hosts} - made if families else set[str]()
-    unknown = [n for n in hosts if n in asked_in_vain | unread and n not in faulty]
-    sorted_out = {*faulty, *unknown}
+    unknown = [n for n in hosts if n in without_gpus | unread and n not in faulty]
+    excluded = {*faulty, *unknown}
     return Readiness(
-        tuple(n for n in hosts if n not in sorted_out and (n,) not in warned),
-        tuple(n for n in hosts if n not in sorted_out and (n,) in warned),
+        tuple(n for n in hosts if n not in excluded and (n,) not in warned),
+        tuple(n for n in hosts if n not in excluded and (n,) in warned),
         tuple(faulty),
         tuple(unknown),
         num_asked,

@@ -73,7 +73,7 @@ def digest(path: str) -> TaskOutcome:
     with Path(path).open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            return {"error": "it is no file"}
+            return {"error": "it is not a regular file"}
         if size <= WHOLE_BYTES:
             found, num_read = hashlib.file_digest(file, "sha256"), size
         else:

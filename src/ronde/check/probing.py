@@ -71,7 +71,7 @@ class FactReader:
         except OSError as error:
             reason = f"{error.filename or ''}: {error.strerror or error}".lstrip(": ")
         except (ValueError, KeyError, IndexError, AttributeError) as error:
-            reason = f"its form is unknown: {error!r}"
+            reason = f"unknown format: {error!r}"
         else:
             return
         self.unreadable |= dict.fromkeys(names, reason)

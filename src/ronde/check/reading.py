@@ -29,7 +29,7 @@ NOT_OF_FILES = ("roce-gid", "gpu-mig")
 _ERRORS = "host.logged_errors"
 _OFF_THE_BUS = "a GPU has fallen off the bus"
 _FIXES = {
-    "reset": "stop what uses the GPU, then: sudo nvidia-smi --gpu-reset -i {at}",
+    "reset": "stop all programs on the GPU, then: sudo nvidia-smi --gpu-reset -i {at}",
     "replace": "have the GPU replaced",
     "mode": "sudo nvidia-smi -i {at} -c DEFAULT",
     "persist": "sudo nvidia-smi -pm 1",
@@ -43,7 +43,7 @@ _FIXES = {
     "choose": "name the ports for jobs: NCCL_IB_HCA",
     "cool": "check fans, dust and airflow",
     "host": "drain the host; sudo ras-mc-ctl --errors; have the part replaced",
-    "look": "look at the lines around it; it may be what ended or held up the job",
+    "look": "look at the lines around it; it may have ended or delayed the job",
     "cut": "write it again: nvidia-smi -q; a GPU that is still missing has failed",
 }
 _SILENT = "a file server does not answer"

@@ -81,7 +81,7 @@ def read_torch(package: Path | None) -> tuple[str, str]:
         program = ast.parse((package / "version.py").read_text("utf-8"))
     except SyntaxError as error:
         raise UnreadableError(
-            f"{package}/version.py is no Python: {error.msg}; reinstall torch"
+            f"{package}/version.py is not valid Python: {error.msg}; reinstall torch"
         ) from error
     found: dict[str, str] = {}
     for line in program.body:
@@ -162,7 +162,7 @@ def torch(fleet: Fleet) -> Problems:
     fix: python -m pip install there the version of the other hosts, with their build:
         pytorch.org/get-started/locally names the index of each
     needs: several hosts
-    why: Ranks compute different things, disagree on what they send, or hang.
+    why: Ranks compute different things, disagree on messages, or hang.
     """
     # torch-installed reports hosts without torch.
     having = [f for f in fleet.having(_TORCH, _BUILD) if f.values[_TORCH] != ABSENT]

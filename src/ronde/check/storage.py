@@ -21,7 +21,7 @@ _SHARED, _DIRECTORY, _TEMPORARY = "shared", "directory", "temporary"
 _LOW_SHARE = 0.05
 _PLENTY_BYTES, _LOW_BYTES, _FULL_BYTES = 50 << 30, 1 << 30, 16 << 20
 _PATHS, _FILES, _HUNG = "storage.paths", "storage.files", "storage.hung"
-# Fact: by path, by each other host that left a file there, whether it is seen here.
+# Fact: by path and other host that wrote a file there, True if it is seen here.
 SHARED = "storage.shared"
 _HANG_S, _CLEAR_S, _SLACK_S = 5.0, 10.0, 5.0
 _PATIENCE_S = 3.0  # for a file of another host to appear
@@ -221,7 +221,7 @@ def hung_mount(values: Values, _: Fleet) -> Problems:
     """
     hung: list[str] = values[_HUNG]
     for path in hung:
-        # Its mounts further down hang with it.
+        # Mounts below it hang as well.
         if not any(path.startswith(f"{other}/") for other in hung):
             fix = f"umount -f -l {shlex.quote(path)}  # there, or the mount above it, "
             fix += "after a look at its file server; then mount it again"

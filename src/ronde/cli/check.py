@@ -13,7 +13,7 @@ from typing import NamedTuple
 from ronde.arguments import CommandParser, read_number, read_one_of
 from ronde.check.catalogue import all_checks, plan_for
 from ronde.check.check import Check, Family, Severity
-from ronde.check.cluster import ABSENT, TAKING_PART
+from ronde.check.cluster import ABSENT, HOST_ANSWERS
 from ronde.check.collect import Collected, collect, collect_from
 from ronde.check.expected import EXPECTED, read_expected
 from ronde.check.fleet import ENVIRONMENT, Fleet, Value
@@ -301,7 +301,7 @@ def _choose(options: argparse.Namespace, checks: Sequence[Check]) -> tuple[Check
     only = read_names("--only", options.only)
     skipped = read_names("--skip", options.skip)
     # A host that does not answer fails every choice of checks.
-    only |= {TAKING_PART} if only else {*Family}
+    only |= {HOST_ANSWERS} if only else {*Family}
     chosen = tuple(
         check
         for check in checks
@@ -369,7 +369,7 @@ def judge_request(request: CheckRequest, collected: Collected) -> _Checked:
     names = [host.name for host in request.hosts]
     # With --only it may be that none of the chosen facts was read.
     is_part = bool(getattr(request.options, "only", ()))
-    families = {e.family for e in request.checks if is_part and e.id != TAKING_PART}
+    families = {e.family for e in request.checks if is_part and e.id != HOST_ANSWERS}
     verdict = decide(names, judgement, len(collected.hosts), families)
     code = EXIT_READY
     if not verdict.num_asked:

@@ -10,7 +10,7 @@ _MAX_DRAM_CORRECTED = 20_000_000
 _MAX_SRAM_UNCORRECTED_EVER = 4
 _MIN_MARGIN_CELSIUS = 5
 
-_RESET = "stop what uses the GPU, then: sudo nvidia-smi --gpu-reset -i N"
+_RESET = "stop all programs on the GPU, then: sudo nvidia-smi --gpu-reset -i N"
 _REPLACE = "have the GPU replaced"
 ADVICE = {
     1: ("a reset of the GPU", _RESET),
@@ -18,13 +18,13 @@ ADVICE = {
     3: ("no more peer access", "end the jobs that use peers, then reset the GPU"),
     4: ("an end of its jobs, then a reset", _RESET),
     5: ("a recovery of the IMEX domain", "sudo systemctl restart nvidia-imex"),
-    6: ("a reset of the bus", "stop what uses the GPU, then reset its PCI slot"),
+    6: ("a reset of the bus", "stop all programs on the GPU, then reset its PCI slot"),
     7: ("a reboot of the whole system", "power the host off and on"),
 }
 """Advice of the driver and the command for it, by NVML's number."""
 
 _CLOCK_EVENTS = (
-    (0x80, FAIL, "the power supply brakes it (power brake slowdown)"),
+    (0x80, FAIL, "the power supply slows it (power brake slowdown)"),
     (0x40, FAIL, "it is too hot (hardware thermal slowdown)"),
     (0x08, WARN, "its hardware has halved its clocks (hardware slowdown)"),
     (0x20, WARN, "it is hot (software thermal slowdown)"),
@@ -40,7 +40,7 @@ def gpu_advice(action: Value) -> Problems:
     threshold: 0, none
     source: NVIDIA's nvml.h 13 (go-nvml 2f9e261), GET_GPU_RECOVERY_ACTION; actions 6
         and 7: NVML's change log for 615
-    fix: stop what uses the GPU, then: sudo nvidia-smi --gpu-reset -i N
+    fix: stop all programs on the GPU, then: sudo nvidia-smi --gpu-reset -i N
     needs: an NVIDIA GPU, a driver from 570 on
     why: The GPU has met an error that it cannot recover from by itself.
     """
@@ -57,7 +57,7 @@ def gpu_rows(rows: Value) -> Problems:
     threshold: none failed, none pending, at most 512 replaced (uncorrectable errors)
     source: Azure's node health checks 0e0a1ac (azure_gpu_ecc.nhc); 512: NVIDIA's GPU
         Memory Error Management, RMA Policy, and DCGM 72fa3fe
-    fix: stop what uses the GPU, then: sudo nvidia-smi --gpu-reset -i N
+    fix: stop all programs on the GPU, then: sudo nvidia-smi --gpu-reset -i N
     needs: an NVIDIA GPU from Ampere on
     why: Errors there have ended jobs. Until the reset its pages are not used; once no
         spare rows are left, more jobs end.
@@ -81,7 +81,7 @@ def gpu_ecc_errors(counts: Value) -> Problems:
     source: Azure's node health checks 0e0a1ac (azure_gpu_ecc.nhc and
         nd96isr_h100_v5.conf), with 0 ever as well; 4 ever: Stas Bekman's ML Engineering
         744d01e (nvidia/debug.md), near NVIDIA's RMA policy, which counts by bank
-    fix: stop what uses the GPU, then: sudo nvidia-smi --gpu-reset -i N
+    fix: stop all programs on the GPU, then: sudo nvidia-smi --gpu-reset -i N
     needs: an NVIDIA GPU with ECC
     why: Uncorrectable errors end the job; many corrected ones announce them.
     """

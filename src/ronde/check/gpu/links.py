@@ -202,8 +202,9 @@ def gpu_fabric(fabric: Value) -> Problems:
     threshold: completed without an error, and healthy
     source: NVIDIA's nvml.h 13 (go-nvml 2f9e261): fabric state, health mask, summary;
         NVIDIA's Fabric Manager guide 2.3
-    fix: stop what uses the GPUs; give the Fabric Manager the driver's version, then:
-        sudo systemctl restart nvidia-fabricmanager; on GB200: look at the switch trays
+    fix: stop all programs on the GPUs; give the Fabric Manager the driver's version,
+        then: sudo systemctl restart nvidia-fabricmanager; on GB200: look at the switch
+        trays
     needs: NVIDIA GPUs behind NVSwitches
     why: CUDA does not start (error 802), or NVLinks are slow.
     """

@@ -263,9 +263,9 @@ def gpu_busy(memory: Value, processes: Value, percent: Value) -> Problems:
         fix = f"ps -fp {','.join(pids)}; end it if it is yours: kill {' '.join(pids)}"
         yield Problem(f"used by {names}", fix=fix)
     if memory and memory["used"] >= _MAX_USED_BYTES:
-        yield Problem(f"{memory['used'] / 2**30:.1f} GiB of its memory are used")
+        yield Problem(f"{memory['used'] / 2**30:.1f} GiB of its memory is used")
     if (percent or 0) >= _MAX_BUSY_PERCENT:
-        yield Problem(f"busy to {percent} %", WARN)
+        yield Problem(f"{percent} % busy", WARN)
 
 
 @check(FAIL, "gpu.mig")
@@ -276,8 +276,8 @@ def gpu_mig(fleet: Fleet) -> Problems:
     threshold: off; with one rank in all, as with one GPU, only a note
     source: NVIDIA's MIG guide: no peer access between instances; NCCL 2.32's manual:
         from 2.31 on it joins instances, as an experiment and without NVLinks
-    fix: stop what uses the GPU, then: sudo nvidia-smi -i N -mig 0  # removes all its
-        instances
+    fix: stop all programs on the GPU, then: sudo nvidia-smi -i N -mig 0  # removes all
+        its instances
     needs: an NVIDIA GPU from Ampere on
     why: NCCL up to 2.30 cannot join instances; later ones copy through the host.
     """

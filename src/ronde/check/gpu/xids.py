@@ -20,7 +20,7 @@ from ronde.units import format_duration
 _Resolution = tuple[Severity, str]  # with the fix; empty for none
 _TABLE = """
 fail 46,62,64,95,109-110,119-120,136,140,143,155-156,158
-  stop what uses the GPU, then: sudo nvidia-smi --gpu-reset -i N
+  stop all programs on the GPU, then: sudo nvidia-smi --gpu-reset -i N
 fail 48,167,171-172
   reset the GPU (sudo nvidia-smi --gpu-reset -i N), then dcgmi diag -r 3; if it happens
   again, have the GPU replaced
@@ -36,8 +36,8 @@ fail 74,144-150
 warn 78
   update the vGPU software
 inform 94
-  start the program again; when it suits, stop what uses the GPU, then: sudo nvidia-smi
-  --gpu-reset -i N
+  start the program again; when it suits, stop all programs on the GPU, then: sudo
+  nvidia-smi --gpu-reset -i N
 inform 8,11,13,25,31-32,39-41,43,45,60,68-72,75-77,80,82-86,88-89,96-105,126-135,139
   start the program again; if it happens again, look at the program
 inform 63,92,121
@@ -63,13 +63,13 @@ _OTHER = INFORM, "look the number up in NVIDIA's catalogue of Xid errors"
 _FATAL_SWITCH = FAIL, "reset all GPUs of the host, or reboot it"
 _NVLINK = range(144, 151)
 _NAMES = {
-    8: "a channel stood still",
+    8: "a channel hung",
     13: "error in a kernel",
-    31: "access to memory that is not mapped",
+    31: "access to unmapped memory",
     45: "a program ended and was cleaned up",
     43: "a program's work was stopped",
-    46: "the GPU stood still",
-    48: "two bits wrong in memory",
+    46: "the GPU hung",
+    48: "double-bit memory error",
     54: "no auxiliary power",
     62: "its micro-controller halted",
     63: "a row or page of memory will be replaced",
@@ -80,7 +80,7 @@ _NAMES = {
     92: "many corrected memory errors",
     94: "memory error, contained",
     95: "memory error, not contained",
-    109: "a context could not be switched",
+    109: "a context switch timed out",
     110: "security fault",
     119: "its system processor does not answer",
     120: "error of its system processor",
@@ -92,8 +92,8 @@ _NAMES = {
     156: "a broken part was retired",
     158: "a fatal timeout",
     167: "fatal timeout on the PCI bus",
-    171: "two bits wrong in memory (DRAM)",
-    172: "two bits wrong in a cache (SRAM)",
+    171: "double-bit memory error (DRAM)",
+    172: "double-bit cache error (SRAM)",
 } | dict.fromkeys(_NVLINK, "error of an NVLink")
 
 # With MIG the instance follows the address.

@@ -272,7 +272,7 @@ def roce_gid(fleet: Fleet) -> Problems:
             severity, message = FAIL, _wrong_index(name, port["gids"], index)
             if not _is_usable(port):
                 severity = _weigh_gids(facts, name, hosts)
-                message = f"{name} has no GID of RoCE v2 that is routable"
+                message = f"{name} has no routable GID of RoCE v2"
             adapter = name.partition(":")[0]
             fix = f"give the interface of {name} an IP address; or export "
             fix += (
