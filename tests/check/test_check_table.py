@@ -103,14 +103,6 @@ def test_many_hosts_keep_to_the_width():
     assert sorted(map(int, named)) == list(range(1, 65))
 
 
-def test_names_that_do_not_fold_are_wrapped():
-    names = [f"{letter * 9}" for letter in "abcdef"]
-    text = tabulate_hosts(names, Judgement((), (), {}), CHECKS, width=60)
-    lines = text.splitlines()
-    assert lines[1].startswith("aaaaaaaaa, bbbbbbbbb,  ")
-    assert lines[2:] == ["ccccccccc, ddddddddd,", "eeeeeeeee, fffffffff"]
-
-
 def test_equal_findings_are_reported_once():
     odd = {f"node{n}": {"memlock": 8} for n in (3, 4, 5)}
     findings = judge(make_fleet(8, **odd), CHECKS).findings

@@ -137,19 +137,6 @@ def test_more_ranks_need_more():
     assert finding.message == "4 CPUs may be used, for 8 ranks"
 
 
-amounts = st.dictionaries(st.text(max_size=3), st.floats(0, 1e12), max_size=8)
-
-
-@given(amounts, st.floats(0.1, 1.0))
-def test_few_are_few_or_all(amounts, share):
-    few = find_few(amounts, share)
-    if few.is_draw:
-        assert set(few.hosts) == set(amounts)
-    else:
-        assert 2 * len(few.hosts) < max(1, len(amounts))
-        assert all(amounts[host] < share * few.usual for host in few.hosts)
-
-
 @given(st.integers(3, 9), st.integers(0, 8), st.floats(1.0, 1e9))
 def test_one_that_has_a_tenth_is_found_and_one_that_has_more_is_not(count, odd, usual):
     hosts = {f"n{number}": usual for number in range(count)}

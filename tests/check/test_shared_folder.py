@@ -157,15 +157,6 @@ def test_an_end_in_between_leaves_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(("names", "paths"), [("a", [""]), ("ab", [])])
-def test_without_hosts_or_folders_nothing_is_asked(tmp_path, names, paths):
-    programs = Programs(dict.fromkeys(names, tmp_path))
-    hosts = hosts_of(programs, paths=paths)
-    find_shared(hosts)
-    assert programs.asked == []
-    assert findings_of(hosts) == []
-
-
 def test_a_file_that_comes_late_is_waited_for(tmp_path):
     file = tmp_path / "x"
     os.mkfifo(file)
@@ -182,20 +173,6 @@ def test_a_file_that_comes_late_is_waited_for(tmp_path):
     [[outcome]] = run_tasks([[task]], HANG_S)
     coming.join()
     assert outcome == {"seen": ["x"]}
-
-
-def test_what_hangs_costs_its_deadline_and_nothing_else(tmp_path):
-    # Whoever opens a pipe that nobody writes to waits for ever, as on a dead mount.
-    pipe, file = tmp_path / "pipe", tmp_path / "file"
-    os.mkfifo(pipe)
-    file.write_text("data")
-    hanging = [{"do": "digest", "path": str(each)} for each in (file, pipe, file)]
-    first, second = run_tasks(
-        [hanging, [{"do": "digest", "path": str(file)}]], deadline_s=4.0
-    )
-    lost = {"error": "no answer within 4 s", "has_hung": True}
-    assert first == [lost] * 3
-    assert second[0]["size_bytes"] == 4
 
 
 @pytest.mark.parametrize("place", [0, 15, NUM_SAMPLES - 1])
