@@ -76,7 +76,7 @@ def test_what_is_needed_runs_alone(words, probes, steps):
 
 @pytest.mark.parametrize("check", all_checks(), ids=lambda check: check.id)
 def test_what_a_check_needs_is_given(check: Check):
-    facts = {*check.facts, *check.besides} - {FAILED}
+    facts = {*check.facts, *check.optional} - {FAILED}
     assert {giver_of(fact) for fact in facts} <= givers(check)
 
 

@@ -11,7 +11,7 @@ from ronde.check import (
     HostFacts,
     Severity,
     judge,
-    keep_answers,
+    store_answers,
 )
 
 NOT_SUPPORTED, LOST = 3, 15
@@ -51,7 +51,7 @@ def host(name="a", num_gpus=8, facts=(), record=None, **changes):
     """Return the facts of a host whose last GPU has other answers."""
     reading = FactReader({})
     nvml = SavedNvml(record or healthy(num_gpus, **changes))
-    keep_answers(reading, nvml, asking(nvml))
+    store_answers(reading, nvml, asking(nvml))
     values = kernel_facts(num_gpus) | reading.values | dict(facts)
     return HostFacts(name, values, reading.unreadable, {})
 

@@ -24,13 +24,13 @@ from ronde.check import (
     FactReader,
     UnreadableError,
     ask_driver,
-    keep_answers,
     opened_files,
     read_acs,
     read_direct_rdma,
     read_is_virtual,
     read_module,
     read_xids,
+    store_answers,
 )
 
 ROOT = Path(__file__).parents[2]
@@ -48,7 +48,7 @@ ACS_REDIRECTION = 0x1D
 def keep(record):
     reading = FactReader({})
     nvml = SavedNvml(record)
-    keep_answers(reading, nvml, asking(nvml))
+    store_answers(reading, nvml, asking(nvml))
     return reading
 
 

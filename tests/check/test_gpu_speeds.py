@@ -24,7 +24,7 @@ def copied(up=55.0, down=55.0, within=2600.0, model=H100, *, is_near=True):
     }
 
 
-def find(fact, *hosts, **besides):
+def find(fact, *hosts, **optional):
     """Return what is found on hosts a, b and so on, whose GPUs tell this."""
     checks = {
         fact: [check for check in all_checks() if fact in check.facts]
@@ -32,7 +32,7 @@ def find(fact, *hosts, **besides):
     }
     fleet = Fleet(
         tuple(
-            HostFacts(name, {fact: reported, **besides}, {}, {})
+            HostFacts(name, {fact: reported, **optional}, {}, {})
             for name, reported in zip("abcdef", hosts, strict=False)
         ),
         {},

@@ -8,7 +8,7 @@ from ronde.check import (
     Change,
     Finding,
     HostFacts,
-    Kept,
+    SavedRun,
     Severity,
     compare,
     judge,
@@ -23,11 +23,11 @@ IDS = (*(check.id for check in CHECKS), "host-answers")
 
 
 def kept(fleet):
-    return Kept(fleet.hosts, judge(fleet, CHECKS).findings, IDS)
+    return SavedRun(fleet.hosts, judge(fleet, CHECKS).findings, IDS)
 
 
 def host(name="a", **values):
-    return Kept((HostFacts(name, values, {}, {}),), (), ())
+    return SavedRun((HostFacts(name, values, {}, {}),), (), ())
 
 
 def changed(before, after):
@@ -62,7 +62,7 @@ FACTS = st.dictionaries(st.text(max_size=4), JSON, max_size=4)
 @given(FACTS)
 def test_any_facts_come_back(tmp_path_factory, values):
     path = tmp_path_factory.mktemp("kept") / "facts"
-    save(path, Kept((HostFacts("a", values, {}, {}),), (), ()))
+    save(path, SavedRun((HostFacts("a", values, {}, {}),), (), ()))
     again = load_last(path)[1]
     assert again.hosts[0].values == values
     assert not any(compare(again, again))
@@ -158,9 +158,9 @@ def test_findings_that_came_and_went():
 def test_a_pair_of_hosts_that_is_slow_now_is_new():
     fleet = make_fleet(3)
     slow = Finding("latency", Severity.FAIL, name_pair("node1", "node3"), "slow")
-    then, now = Kept(fleet.hosts, (), IDS), Kept(fleet.hosts, (slow,), IDS)
+    then, now = SavedRun(fleet.hosts, (), IDS), SavedRun(fleet.hosts, (slow,), IDS)
     assert compare(then, now).new == compare(now, then).gone == (slow,)
-    with_others = Kept(fleet.hosts[:2], (), IDS)
+    with_others = SavedRun(fleet.hosts[:2], (), IDS)
     assert compare(with_others, now).new == ()
 
 
@@ -173,7 +173,7 @@ def test_a_finding_in_other_words_is_no_new_one():
 
 def test_a_check_that_was_not_made_finds_nothing_new():
     fleet = make_fleet(1, node1={"memlock": 8})
-    one, other = kept(fleet), Kept(fleet.hosts, (), ("governor",))
+    one, other = kept(fleet), SavedRun(fleet.hosts, (), ("governor",))
     assert compare(one, other).gone == ()
     assert compare(other, one).new == ()
 
@@ -189,7 +189,7 @@ def test_hosts_that_came_and_went():
 
 def test_a_host_that_answers_no_more_is_a_new_finding():
     absent = Finding("host-answers", Severity.FAIL, "node2", "no answer: refused")
-    after = Kept(make_fleet(1).hosts, (absent,), IDS)
+    after = SavedRun(make_fleet(1).hosts, (absent,), IDS)
     changes = compare(kept(make_fleet(2)), after)
     assert changes.new == (absent,)
     assert changes.gone_hosts == ()

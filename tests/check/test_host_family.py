@@ -5,7 +5,7 @@ from hypothesis import given, strategies as st
 from tests.check.fleets import of_family
 from tests.check.host_values import GIB, make_fleet
 
-from ronde.check import Family, Severity, find_few, judge
+from ronde.check import Family, Severity, find_low, judge
 
 FAIL, WARN, INFORM = Severity
 
@@ -141,5 +141,5 @@ def test_more_ranks_need_more():
 def test_one_that_has_a_tenth_is_found_and_one_that_has_more_is_not(count, odd, usual):
     hosts = {f"n{number}": usual for number in range(count)}
     name = f"n{odd % count}"
-    assert find_few(hosts | {name: usual / 10}, 0.5).hosts == (name,)
-    assert find_few(hosts | {name: usual * 10}, 0.5).hosts == ()
+    assert find_low(hosts | {name: usual / 10}, 0.5).hosts == (name,)
+    assert find_low(hosts | {name: usual * 10}, 0.5).hosts == ()

@@ -132,7 +132,7 @@ def test_a_host_without_the_folder_is_left_out(tmp_path):
 
 def test_what_a_lost_host_has_left_is_taken_away_by_the_others(tmp_path):
     programs = Programs(dict.fromkeys(("a", "b", "c"), tmp_path))
-    programs.lost_after = ("b", "leave")
+    programs.lost_after = ("b", "mark")
     hosts = hosts_of(programs, paths=[""])
     find_shared(hosts)
     assert shared_of(hosts)["a"] == {"": {"b": True, "c": True}}

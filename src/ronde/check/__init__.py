@@ -19,16 +19,16 @@ __getattr__ = lazy_exports(
         "gpu.links": "read_acs read_direct_rdma read_is_virtual",
         "gpu.nvml": (
             "ALL_ANSWERS GPU_QUESTIONS HOST_QUESTIONS NvmlDriver "
-            "RefusedError ask_driver ask_gpu keep_answers"
+            "RefusedError ask_driver ask_gpu store_answers"
         ),
         "gpu.presence": "opened_files",
         "gpu.smi": "read_smi",
         "gpu.xids": "read_xids",
-        "history": "Change Changes Kept compare load_last save",
+        "history": "Change Changes SavedRun compare load_last save",
         "hosts": "HostSet NodeContext Reply",
         "judging": "Judgement Unread decide fit_together judge",
         "limits": "UNLIMITED parse_limit",
-        "majority": "differing find_few",
+        "majority": "differing find_low",
         "node": "main",
         "network.bandwidth": (
             "Streams bench busbw_of hold_rendezvous judge_logs judge_pairs rounds"

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 from ronde.check.check import FAIL, INFORM, WARN, Family, Problem, Problems, check
 from ronde.check.fleet import Fleet, Value
 from ronde.check.hosts import HostSet, NodeContext, ProbeStep
-from ronde.check.majority import find_few, find_odd
+from ronde.check.majority import find_low, find_odd
 from ronde.check.probing import FactReader, run_probe
 from ronde.processes import die_with_parent
 from ronde.topology.cpu_sets import members
@@ -50,7 +50,7 @@ CPU = "cpu"
 _CUDA, _NUM_GPUS = "cuda:", "gpu.count"
 _BUILD, _NVLINKS = "versions.torch_build", "gpu.nvlinks"
 _BURN_TIMEOUT_S = 130.0
-_BESIDES_S = 60.0  # to import torch, start drivers, and copy with each GPU
+_OVERHEAD_S = 60.0  # to import torch, start drivers, and copy with each GPU
 _PAIRS_S, _SLACK_S = 120.0, 5.0  # to import torch, and half a second for each pair
 _MAX_CHARS = 200
 
@@ -90,14 +90,14 @@ _ROUNDS = Rounds()
 
 
 def burn_host(
-    _: NodeContext, question: dict[str, Value], besides_s: float = _BESIDES_S
+    _: NodeContext, question: dict[str, Value], overhead_s: float = _OVERHEAD_S
 ) -> dict[str, Value]:
     """Multiply two seeded matrices of ``size`` for ``seconds``, on all processors.
 
     Then measure copies of each GPU in turn. The answer has ``products`` of ``multiply``
     and ``copies`` of ``measure_gpu``, by device; ``failure`` replaces a missing result.
     """
-    limit_s = float(question["seconds"]) + besides_s
+    limit_s = float(question["seconds"]) + overhead_s
     multiplied = run_probe(__name__, limit_s, question)
     if multiplied.unreadable:
         raise OSError(multiplied.unreadable["products"])
@@ -106,7 +106,7 @@ def burn_host(
     gpus = [name for name in products if name.startswith(_CUDA)]
     copies: dict[str, Value] = {}
     if gpus:
-        copied = run_probe(__name__, besides_s, {"do": "copy"})
+        copied = run_probe(__name__, overhead_s, {"do": "copy"})
         failed = {"failure": f"its program failed: {copied.failure}"}
         copies = {name: copied.values.get(name, failed) for name in gpus}
     return {"products": products, "copies": copies}
@@ -431,8 +431,8 @@ def find_slow_devices(
     for device, amount in amounts.items():
         models[device.model][device] = amount
     for of_model in models.values():
-        few = find_few(of_model, measure.slow)
-        fewest = find_few(of_model, measure.very_slow)
+        few = find_low(of_model, measure.slow)
+        fewest = find_low(of_model, measure.very_slow)
         for device in few.hosts:
             if few.is_draw:
                 others = [a for other, a in of_model.items() if other != device]
@@ -577,7 +577,7 @@ def _judge_with_host(
     return found
 
 
-@check(FAIL, PAIRS, besides=(_NVLINKS,))
+@check(FAIL, PAIRS, optional=(_NVLINKS,))
 def gpu_pair_speed(fleet: Fleet) -> Problems:
     """Any two GPUs of a host copy to each other as fast, and correctly.
 

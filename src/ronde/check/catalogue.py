@@ -71,7 +71,7 @@ def plan_for(checks: Sequence[Check], settings: Mapping[str, Value]) -> CollectP
     The check ``probe-hung`` needs no probe of its own: it judges those of the other
     checks, and all of them if it is alone.
     """
-    wanted = {fact for check in checks for fact in (*check.facts, *check.besides)}
+    wanted = {fact for check in checks for fact in (*check.facts, *check.optional)}
     steps: list[ProbeStep] = []
     known = all_steps()
     for step in reversed(known):

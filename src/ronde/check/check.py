@@ -82,7 +82,7 @@ class Check(NamedTuple):
     why: str
     facts: tuple[str, ...]  # all required; a host without one of them is skipped
     judge: Judge
-    besides: tuple[str, ...] = ()  # optional facts
+    optional: tuple[str, ...] = ()  # optional facts
 
     def find(self, fleet: Fleet) -> Iterator[Finding]:
         for message, severity, usual, fix, host in self.judge(fleet):
@@ -99,7 +99,7 @@ def make_check(
     judge: Judge,
     severity: Severity,
     facts: tuple[str, ...],
-    besides: tuple[str, ...] = (),
+    optional: tuple[str, ...] = (),
     family: Family | None = None,
 ) -> Check:
     """Return a check with the name and the docstring of a function."""
@@ -124,22 +124,22 @@ def make_check(
         **texts,
         facts=facts,
         judge=judge,
-        besides=besides,
+        optional=optional,
     )
 
 
 def check(
     severity: Severity,
     *facts: str,
-    besides: tuple[str, ...] = (),
+    optional: tuple[str, ...] = (),
     family: Family | None = None,
 ) -> Callable[[Judge], Check]:
     """Turn a judge of all hosts into a check."""
-    return lambda judge: make_check(judge, judge, severity, facts, besides, family)
+    return lambda judge: make_check(judge, judge, severity, facts, optional, family)
 
 
 def each_host(
-    severity: Severity, *facts: str, besides: tuple[str, ...] = ()
+    severity: Severity, *facts: str, optional: tuple[str, ...] = ()
 ) -> Callable[[Callable[[Values, Fleet], Problems]], Check]:
     """Turn a judge of one host's values into a check."""
 
@@ -149,7 +149,7 @@ def each_host(
                 for problem in judge(host.values, fleet):
                     yield problem._replace(host=host.host)
 
-        return make_check(judge, judge_all, severity, facts, besides)
+        return make_check(judge, judge_all, severity, facts, optional)
 
     return make
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from ronde.check.check import FAIL, WARN, Family, Problem, Problems, check
 from ronde.check.fleet import Fleet, Value
 from ronde.check.hosts import HostSet, NodeContext, ProbeStep, Reply
-from ronde.check.majority import find_few, having_less, show_usual
+from ronde.check.majority import find_low, having_less, show_usual
 from ronde.check.probing import ENDED, FAILED
 from ronde.units import format_duration, format_size
 
@@ -189,7 +189,7 @@ def measure_pace(hosts: HostSet) -> None:
                 host, PACE, min(wall_s, hosts.facts[host].values.get(PACE, wall_s))
             )
         paces = {n: f.values[PACE] for n, f in hosts.facts.items() if PACE in f.values}
-        if not find_few(_speeds(paces), 1 / _SLOW).hosts:
+        if not find_low(_speeds(paces), 1 / _SLOW).hosts:
             break
 
 
@@ -213,7 +213,7 @@ def slow_host(fleet: Fleet) -> Problems:
     why: Every collective waits for the slowest host.
     """
     speeds = _speeds(fleet.known(PACE))
-    few, fewest = find_few(speeds, 1 / _SLOW), find_few(speeds, 1 / _VERY_SLOW)
+    few, fewest = find_low(speeds, 1 / _SLOW), find_low(speeds, 1 / _VERY_SLOW)
 
     def show(speed: float) -> str:
         return f"{1000 / speed:.2g} ms"

@@ -58,7 +58,7 @@ def _bad(word: str, rule: str = "GPUs, ports, memory or a rate") -> UsageError:
     )
 
 
-@check(FAIL, "gpu.count", besides=("gpu.titles",), family=Family.CLUSTER)
+@check(FAIL, "gpu.count", optional=("gpu.titles",), family=Family.CLUSTER)
 def expected_gpus(fleet: Fleet) -> Problems:
     """Each host has the GPUs that --expect names.
 
@@ -81,7 +81,7 @@ def expected_gpus(fleet: Fleet) -> Problems:
 
 
 @check(
-    FAIL, "network.interfaces", besides=("network.rdma_ports",), family=Family.CLUSTER
+    FAIL, "network.interfaces", optional=("network.rdma_ports",), family=Family.CLUSTER
 )
 def expected_ports(fleet: Fleet) -> Problems:
     """Each host has the ports that --expect names.

@@ -30,7 +30,7 @@ _SMALL = 1 << 20
 _SHARE = 0.1
 
 
-class Kept(NamedTuple):
+class SavedRun(NamedTuple):
     """The results of one run."""
 
     hosts: tuple[HostFacts, ...]
@@ -58,12 +58,12 @@ class Changes(NamedTuple):
     gone_hosts: tuple[str, ...]
 
 
-def save(path: Path, kept: Kept) -> None:
+def save(path: Path, kept: SavedRun) -> None:
     plain: Any = to_plain(kept)
     append_record(path, Record(KIND, plain), is_private=True)
 
 
-def load_last(path: Path) -> tuple[str, Kept]:
+def load_last(path: Path) -> tuple[str, SavedRun]:
     """Return the last run in a file, and its time, UTC in ISO 8601."""
     try:
         records = read_records(path, KIND)
@@ -78,13 +78,13 @@ def load_last(path: Path) -> tuple[str, Kept]:
             "has no run. Type: ronde check --save FILE"
         )
     try:
-        kept = from_plain(Kept, records[-1].values, f"{path}: run")
+        kept = from_plain(SavedRun, records[-1].values, f"{path}: run")
     except PlainValueError as error:
         raise UsageError(f"{error} Was it written by ronde check --save?") from None
     return records[-1].created_at, kept
 
 
-def compare(before: Kept, after: Kept) -> Changes:
+def compare(before: SavedRun, after: SavedRun) -> Changes:
     old = {facts.host: facts.values for facts in before.hosts}
     new = {facts.host: facts.values for facts in after.hosts}
     asked = {finding.host for finding in before.findings} | old.keys()
@@ -100,7 +100,7 @@ def compare(before: Kept, after: Kept) -> Changes:
 
 
 def _not_in(
-    other: Kept, findings: Sequence[Finding], hosts: set[str]
+    other: SavedRun, findings: Sequence[Finding], hosts: set[str]
 ) -> tuple[Finding, ...]:
     """Return findings that another run, which tried these hosts, does not have."""
     known = {finding[:3] for finding in other.findings}

@@ -49,18 +49,18 @@ _BITS = {"ipc_lock": 14, "sys_resource": 24}
 def read(reader: FactReader) -> None:
     root = reader.root
     adapters = f"{root}/sys/class/infiniband"
-    reader.keep("host.num_gpus", lambda: len(read_gpus(root, {})))
-    reader.keep(_ADAPTERS, lambda: list_names(adapters))
+    reader.store("host.num_gpus", lambda: len(read_gpus(root, {})))
+    reader.store(_ADAPTERS, lambda: list_names(adapters))
     own, shared = Path(f"{root}/proc/self"), Path(f"{root}{_SHARED}")
     with reader.reading(*_LIMITS):
         text = (own / "limits").read_text()
         reader.values |= {n: parse_limit(text, *at) for n, at in _LIMITS.items()}
-    reader.keep(_CAPABILITIES, lambda: _read_capabilities(own))
-    reader.keep(_QUOTA, lambda: read_cpu_limit(root))
-    reader.keep(_CPUS, lambda: sum(len(core.cpus) for core in read_cores(root)))
-    reader.keep_each((_PIDS, _PIDS_LEFT), lambda: _read_pids(root))
-    reader.keep_each((_SIZE, _FREE), lambda: _read_room(shared))
-    reader.keep(_WRITABLE, lambda: os.access(shared, os.W_OK | os.X_OK))
+    reader.store(_CAPABILITIES, lambda: _read_capabilities(own))
+    reader.store(_QUOTA, lambda: read_cpu_limit(root))
+    reader.store(_CPUS, lambda: sum(len(core.cpus) for core in read_cores(root)))
+    reader.store_each((_PIDS, _PIDS_LEFT), lambda: _read_pids(root))
+    reader.store_each((_SIZE, _FREE), lambda: _read_room(shared))
+    reader.store(_WRITABLE, lambda: os.access(shared, os.W_OK | os.X_OK))
     with reader.reading(_TOTAL, _LEFT):
         memory = Path(f"{root}/proc/meminfo").read_text()
         total = re.search(r"^MemTotal:\s*(\d+)", memory, re.MULTILINE)
@@ -168,7 +168,7 @@ def _lacking_memory(fleet: Fleet) -> Problems:
             yield Problem(message, FAIL if is_used else WARN, host=facts.host)
 
 
-@check(FAIL, _FILES, besides=(_MOST_FILES,))
+@check(FAIL, _FILES, optional=(_MOST_FILES,))
 def open_files(fleet: Fleet) -> Problems:
     """A rank may open enough files.
 

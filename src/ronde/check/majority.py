@@ -66,7 +66,7 @@ def differing(
         yield Problem(f"{title} {value}", usual=usual, host=host)
 
 
-class Few(NamedTuple, Generic[K]):
+class LowAmounts(NamedTuple, Generic[K]):
     """Hosts, or devices, with too small an amount."""
 
     hosts: tuple[K, ...]
@@ -74,19 +74,22 @@ class Few(NamedTuple, Generic[K]):
     is_draw: bool
 
 
-def find_few(amounts: Mapping[K, float], share: float) -> Few[K]:
+def find_low(amounts: Mapping[K, float], share: float) -> LowAmounts[K]:
     """Find those below a share of the upper median; with two it is a draw."""
     if not amounts:
-        return Few((), 0.0, is_draw=False)
+        return LowAmounts((), 0.0, is_draw=False)
     usual = statistics.median_high(amounts.values())
     few = tuple(host for host, amount in amounts.items() if amount < share * usual)
     if few and 2 * len(few) >= len(amounts):
-        return Few(tuple(amounts), max(amounts.values()), is_draw=True)
-    return Few(few, usual, is_draw=False)
+        return LowAmounts(tuple(amounts), max(amounts.values()), is_draw=True)
+    return LowAmounts(few, usual, is_draw=False)
 
 
 def show_usual(
-    host: str, amounts: Mapping[str, float], few: Few[str], show: Callable[[float], str]
+    host: str,
+    amounts: Mapping[str, float],
+    few: LowAmounts[str],
+    show: Callable[[float], str],
 ) -> str:
     """Return the amounts of other hosts, for ``Finding.usual``."""
     if not few.is_draw:
@@ -99,7 +102,7 @@ def having_less(
     amounts: Mapping[str, float], show: Callable[[float], str], share: float = 1.0
 ) -> Problems:
     """Yield the hosts below a share of the amount of most hosts."""
-    few = find_few(amounts, share)
+    few = find_low(amounts, share)
     for host in few.hosts:
         usual = show_usual(host, amounts, few, show)
         yield Problem(show(amounts[host]), WARN, usual, host=host)

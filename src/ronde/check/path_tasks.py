@@ -54,7 +54,7 @@ def read(reader: FactReader) -> None:
     reader.values["outcomes"] = outcomes
 
 
-def look(path: str) -> TaskOutcome:
+def inspect(path: str) -> TaskOutcome:
     room = os.statvfs(path)
     return {
         "real_path": str(Path(path).resolve()),
@@ -85,7 +85,7 @@ def digest(path: str) -> TaskOutcome:
     return {"size_bytes": size, "digest": first, "read_bytes": num_read}
 
 
-def leave(path: str, name: str) -> TaskOutcome:
+def mark(path: str, name: str) -> TaskOutcome:
     """Write a small file with its own name in it, for ``find``."""
     Path(path, name).write_text(name, encoding="utf-8")
     return {}
@@ -109,13 +109,13 @@ def _is_complete(path: Path) -> bool:
         return False
 
 
-def clear(path: str, names: Sequence[str]) -> TaskOutcome:
-    """Remove files of ``leave``, concurrently with other hosts."""
+def remove(path: str, names: Sequence[str]) -> TaskOutcome:
+    """Remove files of ``mark``, concurrently with other hosts."""
     for name in names:
         Path(path, name).unlink(missing_ok=True)
     return {}
 
 
 _TASKS: dict[str, Callable[..., TaskOutcome]] = {
-    each.__name__: each for each in (look, digest, leave, find, clear)
+    each.__name__: each for each in (inspect, digest, mark, find, remove)
 }

@@ -49,11 +49,11 @@ class FactReader:
         self.values: dict[str, Value] = {}
         self.unreadable: dict[str, str] = {}
 
-    def keep(self, name: str, read: Callable[[], Value]) -> None:
+    def store(self, name: str, read: Callable[[], Value]) -> None:
         with self.reading(name):
             self.values[name] = read()
 
-    def keep_each(
+    def store_each(
         self, names: Sequence[str], read: Callable[[], Iterable[Value]]
     ) -> None:
         with self.reading(*names):

@@ -12,7 +12,7 @@ from xml.etree.ElementTree import Element
 
 from ronde.check.check import FAIL, Problem, Problems, Severity, each_host
 from ronde.check.fleet import Fleet, HostFacts, Value, Values
-from ronde.check.gpu.nvml import LOST, keep_report
+from ronde.check.gpu.nvml import LOST, store_report
 from ronde.check.gpu.smi import find_error, read_answers
 from ronde.check.gpu.xids import find_xids
 from ronde.check.probing import FactReader
@@ -292,7 +292,7 @@ def _read_query(
         # Jobs may have been running when the file was written.
         for name in ("processes", "busy_percent", "memory_bytes"):
             own.pop(name, None)
-    keep_report(reader, (None, answers))
+    store_report(reader, (None, answers))
     for number, gpu in enumerate(gpus):
         if match := _GONE.search(" ".join(gpu.itertext())):
             reader.values[LOST][number] = match[0]

@@ -55,13 +55,13 @@ def read(reader: FactReader) -> None:
     reader.values[_PYTHON_PATH] = sys.executable
     spec = importlib.util.find_spec("torch")
     package = Path(spec.origin).parent if spec and spec.origin else None
-    reader.keep_each((_TORCH, _BUILD), lambda: read_torch(package))
+    reader.store_each((_TORCH, _BUILD), lambda: read_torch(package))
     packages = read_packages(sys.path)
     code = _digest_code(Path(ronde.__file__).parent)
     packages["ronde"] = f"{ronde.__version__} (code {code})"
     reader.values[_PACKAGES] = packages
     reader.values[_NCCL] = find_nccl(packages)
-    reader.keep(_DRIVER, lambda: read_driver(reader.root))
+    reader.store(_DRIVER, lambda: read_driver(reader.root))
     reader.values[_SETTINGS] = redacted(environment)
 
 
@@ -193,7 +193,7 @@ def _with_pip(problem: Problem, fleet: Fleet, package: str) -> Problem:
     return problem._replace(fix=fix)
 
 
-@each_host(FAIL, _PYTHON_PATH, IMPORT_ERROR, besides=(_TORCH, _PACKAGES, SHADOWING))
+@each_host(FAIL, _PYTHON_PATH, IMPORT_ERROR, optional=(_TORCH, _PACKAGES, SHADOWING))
 def torch_installed(values: Values, fleet: Fleet) -> Problems:
     """Torch can be imported, and is new enough.
 
@@ -229,7 +229,7 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(map(int, match[0].split("."))) if match else ()
 
 
-@check(FAIL, _NCCL, besides=(_PACKAGES, _PYTHON_PATH))
+@check(FAIL, _NCCL, optional=(_PACKAGES, _PYTHON_PATH))
 def nccl(fleet: Fleet) -> Problems:
     """All hosts have the same NCCL.
 

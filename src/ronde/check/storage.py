@@ -47,7 +47,7 @@ def read(reader: FactReader) -> None:
     network = [point for point, kind in mounts.items() if _NETWORK.fullmatch(kind)]
     others = [point for point in network if point not in roles]
     paths = [*roles, *others[:_MAX_NETWORK_MOUNTS]]
-    tasks = [[{"do": "look", "path": f"{root}{path}"}] for path in paths]
+    tasks = [[{"do": "inspect", "path": f"{root}{path}"}] for path in paths]
     outcomes = (outcome for [outcome] in run_tasks(tasks, _HANG_S))
     found = dict(zip(paths, outcomes, strict=True))
     hung = [path for path, each in found.items() if "has_hung" in each]
@@ -294,18 +294,18 @@ def _try_path(
 
     try:
         own = {host: {"name": name} for host, name in files.items()}
-        replies = ask("leave", _HANG_S, own)
+        replies = ask("mark", _HANG_S, own)
         left = {host: files[host] for host in files if not replies[host].failure}
         looking = [h for h in files if left and not replies[h].values.get("has_hung")]
         sought = {"names": list(left.values()), "patience_s": patience_s}
         found = ask("find", patience_s + _HANG_S, dict.fromkeys(looking, sought))
     finally:
         own = {host: {"names": [name]} for host, name in files.items()}
-        replies = ask("clear", _CLEAR_S, own)
+        replies = ask("remove", _CLEAR_S, own)
         # Files of a host that cannot remove them are removed by hosts that share them.
         lost = [name for host, name in files.items() if replies[host].failure]
         able = [host for host in files if lost and not replies[host].failure]
-        ask("clear", _CLEAR_S, {host: {"names": lost} for host in able})
+        ask("remove", _CLEAR_S, {host: {"names": lost} for host in able})
     return {
         host: {o: n in reply.values["seen"] for o, n in left.items() if o != host}
         for host, reply in found.items()

@@ -17,7 +17,7 @@ from ronde.check.cluster import ABSENT, HOST_ANSWERS
 from ronde.check.collect import Collected, collect, collect_from
 from ronde.check.expected import EXPECTED, read_expected
 from ronde.check.fleet import ENVIRONMENT, Fleet, Value
-from ronde.check.history import Changes, Kept, compare, load_last, save
+from ronde.check.history import Changes, SavedRun, compare, load_last, save
 from ronde.check.judging import (
     GPU_COUNT,
     Judgement,
@@ -234,7 +234,7 @@ def _check(words: Sequence[str], timeouts: Timeouts) -> int:
             )
     checked = judge_request(request, collected)
     ids = tuple(check.id for check in request.checks)
-    kept = Kept(collected.hosts, checked.judgement.findings, ids)
+    kept = SavedRun(collected.hosts, checked.judgement.findings, ids)
     try:
         _show(request, checked, since, kept)
     finally:
@@ -386,8 +386,8 @@ def judge_request(request: CheckRequest, collected: Collected) -> _Checked:
 def _show(
     request: CheckRequest,
     checked: _Checked,
-    since: tuple[str, Kept] | None,
-    kept: Kept,
+    since: tuple[str, SavedRun] | None,
+    kept: SavedRun,
 ) -> None:
     changes = compare(since[1], kept) if since else None
     judgement, verdict = checked.judgement, checked.verdict
@@ -405,7 +405,7 @@ def _show(
     print("\n".join(part for part in parts if part), end="")
 
 
-def _write(request: CheckRequest, checked: _Checked, kept: Kept) -> None:
+def _write(request: CheckRequest, checked: _Checked, kept: SavedRun) -> None:
     options = request.options
     if options.save:
         with _writing("--save", options.save):

@@ -131,7 +131,7 @@ def gpu_temperature(margin: Value) -> Problems:
         yield Problem(f"{margin} degrees Celsius below its limit")
 
 
-@check(FAIL, "gpu.titles", besides=("gpu.has_valid_inforom", "gpu.vbios"))
+@check(FAIL, "gpu.titles", optional=("gpu.has_valid_inforom", "gpu.vbios"))
 def gpu_firmware(fleet: Fleet) -> Problems:
     """GPUs of one model have the same VBIOS, and no damaged InfoROM.
 

@@ -289,19 +289,19 @@ def ask_driver(reader: FactReader, deadline_s: float = _DEADLINE_S) -> None:
         try:
             with open_nvml() as nvml:
                 ask = partial(ask_apart, deadline_s=deadline_s)
-                keep_answers(reader, NvmlDriver(nvml), ask)
+                store_answers(reader, NvmlDriver(nvml), ask)
         except NoNvmlError as error:
             if error.__cause__ is not None:  # it is installed, but fails
                 reader.values["gpu.nvml_error"] = str(error.__cause__)
                 raise UnreadableError(str(error)) from error
             try:
-                keep_report(reader, ask_smi())
+                store_report(reader, ask_smi())
             except FailedError as failure:
                 reader.values["gpu.nvml_error"] = str(failure)
                 raise UnreadableError(f"nvidia-smi: {failure}") from failure
 
 
-def keep_report(reader: FactReader, report: SmiReport) -> None:
+def store_report(reader: FactReader, report: SmiReport) -> None:
     """Store the facts ``ALL_ANSWERS`` from a report of nvidia-smi."""
     cuda_version, gpus = report
     reader.values |= {COUNT: len(gpus), "gpu.cuda_version": cuda_version}
@@ -311,20 +311,20 @@ def keep_report(reader: FactReader, report: SmiReport) -> None:
         lost = find_error(str(gpu.get(_NAME, "")))
         missing = () if lost else GPU_QUESTIONS.keys() - gpu.keys()
         found.append(GpuReport(gpu, dict.fromkeys(missing, why), lost))
-    _keep_gpus(reader, found)
+    _store_gpus(reader, found)
 
 
-def keep_answers(
+def store_answers(
     reader: FactReader, nvml: NvmlDriver, ask_gpus: Callable[[int], Sequence[GpuReport]]
 ) -> None:
     """Store the facts ``ALL_ANSWERS``; call ``ask_gpus`` with the number of GPUs."""
     for question in HOST_QUESTIONS:
         with reader.reading(f"gpu.{question}"):
             reader.values[f"gpu.{question}"] = nvml.ask_host(question)
-    _keep_gpus(reader, ask_gpus(reader.values.get(COUNT, 0)))
+    _store_gpus(reader, ask_gpus(reader.values.get(COUNT, 0)))
 
 
-def _keep_gpus(reader: FactReader, gpus: Sequence[GpuReport]) -> None:
+def _store_gpus(reader: FactReader, gpus: Sequence[GpuReport]) -> None:
     reader.values[LOST] = [gpu.lost for gpu in gpus]
     for question in GPU_QUESTIONS:
         fact = f"gpu.{question}"

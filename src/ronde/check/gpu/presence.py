@@ -47,11 +47,11 @@ def read(reader: FactReader) -> None:
             return
         if not root:
             ask_driver(reader)
-    reader.keep("gpu.is_virtual", lambda: read_is_virtual(root))
-    reader.keep("gpu.xids", lambda: read_xids(root))
-    reader.keep("gpu.direct_rdma", lambda: read_direct_rdma(root, module))
+    reader.store("gpu.is_virtual", lambda: read_is_virtual(root))
+    reader.store("gpu.xids", lambda: read_xids(root))
+    reader.store("gpu.direct_rdma", lambda: read_direct_rdma(root, module))
     addresses = [each["address"] for each in cards]
-    reader.keep("gpu.acs", lambda: read_acs(root, addresses))
+    reader.store("gpu.acs", lambda: read_acs(root, addresses))
 
 
 def read_cards(root: str) -> list[Value]:

@@ -139,7 +139,7 @@ def find_xids(lines: Iterable[tuple[float, str]]) -> list[Value]:
     return list(found.values())
 
 
-@each_host(FAIL, "gpu.xids", besides=(_ADVICE, _ADDRESSES))
+@each_host(FAIL, "gpu.xids", optional=(_ADVICE, _ADDRESSES))
 def gpu_xid(values: Values, _: Fleet) -> Problems:
     """The driver has logged no GPU error since the host was started.
 

@@ -56,7 +56,7 @@ _GPUS = ("gpu.count", "versions.torch_build")
 _PORTS = "network.rdma_ports"
 _SOCKETS = "sockets-between-nodes"
 # Below these shares of the median a host or a link is slow, or very slow.
-_SLOW_SHARE, _CRAWL_SHARE = 0.7, 0.3
+_SLOW_SHARE, _VERY_SLOW_SHARE = 0.7, 0.3
 # On faster links the processor or the short time may be the limit.
 _MOST_COUNTED_GB_PER_S = 1.25
 _UNKNOWN_GB_PER_S = 0.0125  # a link of unknown rate counts as 100 Mbit/s
@@ -327,7 +327,7 @@ class LackingPair(NamedTuple):
     """Two hosts below the expected rate, or far below that of their link."""
 
     rate: float  # GB/s
-    must: str  # the expected rate, or the link
+    required: str  # the expected rate, or the link
 
 
 def judge_links(fleet: Fleet) -> dict[HostPair, LackingPair]:
@@ -368,7 +368,7 @@ def _find_lacking(
 
 def _least_rate(link: HostLink) -> float:
     known = _UNKNOWN_GB_PER_S if link.gb_per_s is None else link.gb_per_s
-    return _CRAWL_SHARE * min(known, _MOST_COUNTED_GB_PER_S)
+    return _VERY_SLOW_SHARE * min(known, _MOST_COUNTED_GB_PER_S)
 
 
 def _link_of(values: Values) -> HostLink:
@@ -469,7 +469,7 @@ def _show_gbit(gb_per_s: float) -> str:
     return f"{_show(gb_per_s)} ({8 * gb_per_s:.3g} Gbit/s)"
 
 
-@check(FAIL, RATES, WAY, besides=(ADDRESS, INTERFACES, VIRTUAL, _PORTS))
+@check(FAIL, RATES, WAY, optional=(ADDRESS, INTERFACES, VIRTUAL, _PORTS))
 def link_rate(fleet: Fleet) -> Problems:
     """The bandwidth between hosts is that of their links; it is always shown.
 
@@ -486,17 +486,19 @@ def link_rate(fleet: Fleet) -> Problems:
     """
     rates = fleet.known(RATES)
     slow, links = judge_pairs(rates)
-    crawling = {each.host for each in slow if _crawls(each)}
-    crawling |= {name_pair(each.host, each.other) for each in links if _crawls(each)}
+    crawling = {each.host for each in slow if _is_very_slow(each)}
+    crawling |= {
+        name_pair(each.host, each.other) for each in links if _is_very_slow(each)
+    }
     lacking = _find_lacking(rates, judge_links(fleet))
     # The same rate for all, so that equal fixes are shown once.
     meant = f"{round(500 * min((e.rate for e in lacking.values()), default=0), 2):g}"
-    for where, (rate, must) in lacking.items():
+    for where, (rate, required) in lacking.items():
         if where not in crawling:
             message, first = f"only {_show_gbit(rate)}", where.partition(" ")[0]
             fix = _look_at_link(fleet, first)
             fix += f"; or, if it is meant to be so slow: --expect {meant}MB/s"
-            yield Problem(message, usual=must, fix=fix, host=where)
+            yield Problem(message, usual=required, fix=fix, host=where)
     pairs = _rates_of_pairs(rates).values()
     least, most = min(pairs, default=0.0), max(pairs, default=0.0)
     shown = _show_gbit(most)
@@ -518,11 +520,11 @@ def _look_at_link(fleet: Fleet, host: str) -> str:
     )
 
 
-def _crawls(found: SlowHost | SlowLink) -> bool:
-    return found.rate < _CRAWL_SHARE * found.usual
+def _is_very_slow(found: SlowHost | SlowLink) -> bool:
+    return found.rate < _VERY_SLOW_SHARE * found.usual
 
 
-@check(FAIL, RATES, besides=(ADDRESS, INTERFACES))
+@check(FAIL, RATES, optional=(ADDRESS, INTERFACES))
 def slow_host_link(fleet: Fleet) -> Problems:
     """A host has as much bandwidth to the others as they have.
 
@@ -545,7 +547,7 @@ def slow_host_link(fleet: Fleet) -> Problems:
             message = f"only {_show(slow.rate)} with"
         yield Problem(
             f"{message} {list_first([*slow.partners], 4)}",
-            FAIL if _crawls(slow) else WARN,
+            FAIL if _is_very_slow(slow) else WARN,
             f"{_show(slow.usual)} between other hosts",
             _look_at_link(fleet, slow.host),
             slow.host,
@@ -571,7 +573,7 @@ def slow_pair(fleet: Fleet) -> Problems:
         )
         yield Problem(
             f"only {_show(link.rate)} go through",
-            FAIL if _crawls(link) else WARN,
+            FAIL if _is_very_slow(link) else WARN,
             f"{_show(link.usual)} between other hosts",
             fix,
             name_pair(link.host, link.other),
@@ -613,7 +615,7 @@ def pair_job(fleet: Fleet) -> Problems:
                 yield failed(where, names, "between the two", reason)
 
 
-@each_host(FAIL, REMARKS, besides=(_PORTS,))
+@each_host(FAIL, REMARKS, optional=(_PORTS,))
 def nccl_choice(values: Values, _: Fleet) -> Problems:
     """NCCL chose the fast way between hosts and between GPUs.
 

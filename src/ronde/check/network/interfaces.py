@@ -53,13 +53,13 @@ Interfaces = Mapping[str, Mapping[str, Any]]
 def read(reader: FactReader) -> None:
     root = reader.root
     wait_for_name = look_up_own_name(socket.gethostname(), _resolve)
-    reader.keep(INTERFACES, lambda: read_interfaces(root))
+    reader.store(INTERFACES, lambda: read_interfaces(root))
     forwarded = reader.settings.get(ENVIRONMENT, {})
-    reader.keep(_VARIABLES, lambda: read_variables(root, forwarded))
+    reader.store(_VARIABLES, lambda: read_variables(root, forwarded))
     uptime = Path(f"{root}/proc/uptime")
-    reader.keep(_UPTIME, lambda: float(uptime.read_text("ascii").split()[0]))
-    reader.keep(_DOWNS, lambda: read_link_downs(root, reader.values))
-    reader.keep(_OWN_NAME, wait_for_name)
+    reader.store(_UPTIME, lambda: float(uptime.read_text("ascii").split()[0]))
+    reader.store(_DOWNS, lambda: read_link_downs(root, reader.values))
+    reader.store(_OWN_NAME, wait_for_name)
 
 
 def read_interfaces(root: str) -> dict[str, Value]:
@@ -234,7 +234,7 @@ def chooses(setting: str, name: str) -> bool:
     return is_listed != is_excluding
 
 
-@each_host(WARN, _OWN_NAME, INTERFACES, _VARIABLES, besides=(ADDRESS,))
+@each_host(WARN, _OWN_NAME, INTERFACES, _VARIABLES, optional=(ADDRESS,))
 def host_name(values: Values, fleet: Fleet) -> Problems:
     """The host's own name resolves to an address that others reach.
 

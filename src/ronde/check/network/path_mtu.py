@@ -1,7 +1,7 @@
 """The largest packet that arrives at another host.
 
-Datagrams with "don't fragment" go to ``reach.Reception`` there, which replies with the
-size of each.
+Datagrams with "don't fragment" go to ``reach.ReachServer`` there, which replies with
+the size of each.
 """
 
 import socket

@@ -16,8 +16,8 @@ _MIN_MBIT_PER_S = 25_000
 
 
 def read(reader: FactReader) -> None:
-    reader.keep(_LINKS, lambda: read_links(reader.root))
-    reader.keep(VIRTUAL, lambda: read_is_virtual(reader.root))
+    reader.store(_LINKS, lambda: read_links(reader.root))
+    reader.store(VIRTUAL, lambda: read_is_virtual(reader.root))
 
 
 def read_links(root: str) -> dict[str, Value]:

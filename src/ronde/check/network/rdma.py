@@ -55,8 +55,8 @@ Port = Mapping[str, Any]
 
 def read(reader: FactReader) -> None:
     root = reader.root
-    reader.keep(_PORTS, lambda: read_ports(root))
-    reader.keep(RDMA_ERRORS, lambda: read_errors(root))
+    reader.store(_PORTS, lambda: read_ports(root))
+    reader.store(RDMA_ERRORS, lambda: read_errors(root))
     files = f"{root}/dev/infiniband"
     reader.values[_FILES] = {
         name: os.access(f"{files}/{name}", os.R_OK | os.W_OK)
@@ -249,7 +249,7 @@ def rdma_rate(fleet: Fleet) -> Problems:
     return (problem for _, problem in find_slower(fleet, _PORTS, pick))
 
 
-@check(FAIL, _PORTS, _VARIABLES, besides=(_NUM_GPUS,))
+@check(FAIL, _PORTS, _VARIABLES, optional=(_NUM_GPUS,))
 def roce_gid(fleet: Fleet) -> Problems:
     """Every RoCE port has an address that others can reach.
 
@@ -315,7 +315,7 @@ def _is_routable(gid: Port) -> bool:
     return gid["type"] == _ROCE_2 and not is_local
 
 
-@each_host(FAIL, _PORTS, _VARIABLES, _FILES, _LIBRARY, besides=(_NUM_GPUS,))
+@each_host(FAIL, _PORTS, _VARIABLES, _FILES, _LIBRARY, optional=(_NUM_GPUS,))
 def rdma_devices(values: Values, fleet: Fleet) -> Problems:
     """Ranks may use the RDMA adapters.
 

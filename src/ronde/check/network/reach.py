@@ -64,7 +64,7 @@ NUM_STREAMS = 4  # clouds limit a single stream to a part of a link
 _QUICK_S = 0.02  # frames that take less time are made longer
 
 
-class Reception:
+class ReachServer:
     """TCP ports and a UDP port; ``heard`` counts datagrams by the sender's name."""
 
     def __init__(self) -> None:
@@ -172,9 +172,9 @@ def _connect(address: str, port: int, token: bytes) -> socket.socket:
 
 def listen(context: NodeContext, _: dict[str, Value]) -> dict[str, Value]:
     """Open ports once; return them, their token, and datagrams received by sender."""
-    reception: Reception | None = context.memory.get("reception")
+    reception: ReachServer | None = context.memory.get("reception")
     if reception is None:
-        context.memory["reception"] = reception = Reception()
+        context.memory["reception"] = reception = ReachServer()
         context.closing.callback(reception.close)
     return {
         "ports": reception.ports,
@@ -478,7 +478,7 @@ def reachable(fleet: Fleet) -> Problems:
         yield Problem(message, fix=fix, host=host)
 
 
-@check(WARN, MTU, besides=(ADDRESS, INTERFACES))
+@check(WARN, MTU, optional=(ADDRESS, INTERFACES))
 def mtu(fleet: Fleet) -> Problems:
     """The interfaces between hosts have the same MTU.
 
@@ -508,7 +508,7 @@ def _set_mtu(fleet: Fleet, host: str, size_bytes: Value) -> str:
     return f"ip link set dev {name} mtu {size_bytes}  # as root there, and for good"
 
 
-@check(FAIL, REACH, besides=(ADDRESS, INTERFACES))
+@check(FAIL, REACH, optional=(ADDRESS, INTERFACES))
 def path_mtu(fleet: Fleet) -> Problems:
     """Packets as large as both ends allow arrive.
 
