@@ -11,7 +11,7 @@ from ronde.check.fleet import Fleet, Values
 from ronde.check.majority import having_less, once_a_host
 from ronde.check.probing import FactReader, UnreadableError
 from ronde.memory import available_memory, list_groups
-from ronde.topology.kernel_files import list_names, read_number
+from ronde.topology.kernel_files import list_names, read_fields, read_number
 from ronde.topology.machine import read_cores, read_cpu_limit, read_gpus
 from ronde.units import counted, format_size
 
@@ -61,12 +61,11 @@ def read(reader: FactReader) -> None:
     reader.store_each((_PIDS, _PIDS_LEFT), lambda: _read_pids(root))
     reader.store_each((_SIZE, _FREE), lambda: _read_room(shared))
     reader.store(_WRITABLE, lambda: os.access(shared, os.W_OK | os.X_OK))
-    with reader.reading(_TOTAL, _LEFT):
-        memory = Path(f"{root}/proc/meminfo").read_text()
-        total = re.search(r"^MemTotal:\s*(\d+)", memory, re.MULTILINE)
-        if total is None or "MemAvailable:" not in memory:
-            raise UnreadableError("/proc/meminfo has no MemTotal or no MemAvailable")
-        reader.values[_TOTAL] = int(total[1]) * 1024
+    memory = read_fields(f"{root}/proc/meminfo")
+    reader.store(_TOTAL, lambda: int(memory["MemTotal"].split()[0]) * 1024)
+    with reader.reading(_LEFT):
+        if "MemAvailable" not in memory:
+            raise UnreadableError("/proc/meminfo has no MemAvailable")
         reader.values[_LEFT] = available_memory(Path(f"{root}/")).num_bytes
 
 
