@@ -457,7 +457,7 @@ def _of_hosts(found: Iterable[tuple[CheckedDevice, Problem]]) -> Problems:
 
 @check(FAIL, PRODUCTS)
 def product_checksum(fleet: Fleet) -> Problems:
-    """All processors compute the same.
+    """All processors compute the same result.
 
     reads: the checksum of a float64 matrix product on CPUs and GPUs, for --burn's time
     threshold: the same bits everywhere: sums below 2^53 are exact in any order
@@ -490,7 +490,7 @@ _GPU_SPEED = SpeedMeasure("computed at", "GFLOP/s")
 
 @check(FAIL, PRODUCTS)
 def product_speed(fleet: Fleet) -> Problems:
-    """All processors compute as fast under load.
+    """All processors compute at the same speed under load.
 
     reads: the speed of that product, of all hosts' CPUs and of GPUs of one model
     threshold: CPUs: 80% of the speed of most hosts, below 50% a failure; GPUs: 90% of
@@ -521,7 +521,7 @@ _MEASURES = {
 
 @check(FAIL, COPIES, family=Family.GPU)
 def gpu_copy_speed(fleet: Fleet) -> Problems:
-    """GPUs of one model copy as fast.
+    """GPUs of one model copy at the same speed.
 
     reads: copies from pinned memory of the host, to it, and within the GPU's memory
         (read and written both count), the best of some rounds; one GPU after the other,
@@ -579,7 +579,7 @@ def _judge_with_host(
 
 @check(FAIL, PAIRS, optional=(_NVLINKS,))
 def gpu_pair_speed(fleet: Fleet) -> Problems:
-    """Any two GPUs of a host copy to each other as fast, and correctly.
+    """All pairs of GPUs of a host copy at the same speed, and correctly.
 
     reads: copies of 256 MiB both ways between each two GPUs, one pair at a time
     threshold: the data arrives unchanged; with NVLinks at least 90 % of the median

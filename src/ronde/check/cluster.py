@@ -108,9 +108,9 @@ def clock_offset(fleet: Fleet) -> Problems:
     """All clocks show the same time.
 
     reads: each host's clock against this machine's, beyond the error of the exchange
-    threshold: 100 ms from the middle host; a failure above 5 s
+    threshold: 100 ms from the median host; a failure above 5 s
     source: ronde's own: below 100 ms traces of several hosts can be laid side by side,
-        above 5 s nothing keeps the time
+        above 5 s no time service runs
     fix: As root: timedatectl set-ntp true, or chronyc makestep
     needs: several hosts
     why: Logs and traces of several hosts contradict each other; from minutes on, tokens
@@ -149,7 +149,7 @@ def _show_offset(offset_s: float) -> str:
 
 @check(WARN, "host.memory_bytes", family=Family.CLUSTER)
 def memory_alike(fleet: Fleet) -> Problems:
-    """All hosts have as much memory.
+    """All hosts have the same amount of memory.
 
     reads: MemTotal of /proc/meminfo
     threshold: 90% of the memory of most hosts
@@ -202,7 +202,7 @@ def _speeds(paces: Mapping[str, float]) -> dict[str, float]:
 
 @check(FAIL, PACE)
 def slow_host(fleet: Fleet) -> Problems:
-    """All hosts compute as fast.
+    """All hosts compute at the same speed.
 
     reads: the time of a fixed computation, on all hosts at once
     threshold: twice the time of most hosts; four times is a failure

@@ -87,7 +87,7 @@ def expected_ports(fleet: Fleet) -> Problems:
     """Each host has the ports that --expect names.
 
     reads: /sys/class/net, /sys/class/infiniband: speed and state
-    threshold: as many RDMA ports, or else physical interfaces, that are up and as fast
+    threshold: this number of RDMA ports, or else of physical interfaces, up and as fast
     source: --expect
     fix: ip -br link; ibstat  # look at cable, transceiver and switch port
     needs: --expect with ports, as 8x400G

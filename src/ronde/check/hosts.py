@@ -69,7 +69,7 @@ class HostSet:
                 values: Any = {"error": failure} if failure else json.loads(line)
                 reason = values.pop("error", "")
             except (ValueError, AttributeError, TypeError):
-                values, reason = {}, "its answer cannot be understood"
+                values, reason = {}, "its answer is malformed"
             replies[name] = Reply(values, reason, asked_s, answered_s)
         return replies
 

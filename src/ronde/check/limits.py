@@ -230,7 +230,7 @@ def cpu_quota(values: Values, fleet: Fleet) -> Problems:
     source: Linux' cgroup-v2.rst, cpu.max, and sched-bwc.rst; a CPU a rank: ronde's own
     fix: Raise the limit (docker run --cpus, resources.limits.cpu, sbatch
         --cpus-per-task), or run fewer ranks there
-    why: A rank beyond its quota stands still for the rest of each 100 ms.
+    why: A rank beyond its quota is stopped for the rest of each 100 ms.
     """
     quota, seen, wanted = values[_QUOTA], values[_CPUS], fleet.num_ranks
     ranks = counted(wanted, "rank")
@@ -247,9 +247,9 @@ def cpu_quota(values: Values, fleet: Fleet) -> Problems:
 
 @each_host(FAIL, _SIZE, _FREE, _TOTAL, _LEFT)
 def shared_memory(values: Values, _: Fleet) -> Problems:
-    """The folder /dev/shm has room.
+    """Shared memory (/dev/shm) has free space.
 
-    reads: size and free room of /dev/shm, and whether it may be written to
+    reads: size and free space of /dev/shm, and write permission
     threshold: above 64MiB; a warning below 8GiB, or 40 % of the memory if that is less
     source: 64MiB: Docker's default, too little by NCCL 2.30.7's manual, Shared memory;
         8GiB: AMD's Primus fd1eeab (preflight/node_smoke/cli.py); 40 %: ronde's own

@@ -158,7 +158,7 @@ def logged_errors(values: Values, _: Fleet) -> Problems:
         ports unlike the others are warnings or notes
     source: nvidia-smi's manual; NVIDIA's Dynamic Page Retirement guide (60 pages);
         Linux' drivers/pci/pcie/aer.c, mlx5/core/health.c and events.c, mm/oom_kill.c
-    fix: look at the line, and at those around it
+    fix: look at the line and those around it
     needs: a file
     why: The same fault will end the next job.
     """

@@ -233,7 +233,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 def nccl(fleet: Fleet) -> Problems:
     """All hosts have the same NCCL.
 
-    reads: which nvidia-nccl wheel is installed
+    reads: the installed nvidia-nccl wheel
     threshold: the same version everywhere
     source: NCCL 2.30.7 refuses (src/init.cc): Mismatched NCCL version detected
     fix: python -m pip install there the nvidia-nccl wheel of the other hosts

@@ -526,7 +526,7 @@ def _is_very_slow(found: SlowHost | SlowLink) -> bool:
 
 @check(FAIL, RATES, optional=(ADDRESS, INTERFACES))
 def slow_host_link(fleet: Fleet) -> Problems:
-    """A host has as much bandwidth to the others as they have.
+    """Each host has as much bandwidth as the others.
 
     reads: the bandwidth between each two hosts: by TCP both ways, or ronde bench
     threshold: 70 % of the median of all hosts; below 30 % it fails; three or more hosts
@@ -572,7 +572,7 @@ def slow_pair(fleet: Fleet) -> Problems:
             "  # measures it with an engine; look at cables and switches between them"
         )
         yield Problem(
-            f"only {_show(link.rate)} go through",
+            f"only {_show(link.rate)} between them",
             FAIL if _is_very_slow(link) else WARN,
             f"{_show(link.usual)} between other hosts",
             fix,
@@ -617,14 +617,14 @@ def pair_job(fleet: Fleet) -> Problems:
 
 @each_host(FAIL, REMARKS, optional=(_PORTS,))
 def nccl_choice(values: Values, _: Fleet) -> Problems:
-    """NCCL chose the fast way between hosts and between GPUs.
+    """NCCL uses the fast path between hosts and between GPUs.
 
     reads: NCCL's log of these jobs, as ronde topo log reads it
     threshold: no error of ronde topo log, no sockets if RDMA is up; its warnings warn
     source: NCCL 2.30.7's manual, Logging; docs/topology-log.md has the rules
-    fix: See docs/topology-log.md for the rule that is named.
+    fix: See docs/topology-log.md for the named rule.
     needs: several hosts with GPUs, and --bandwidth
-    why: By sockets or host memory a fraction of the bandwidth is left, unnoticed.
+    why: Over sockets or host memory only a fraction of the bandwidth is left.
     """
     # By the kernel an RDMA port is up, even if NCCL found none.
     ports = values.get(_PORTS, {}).values()

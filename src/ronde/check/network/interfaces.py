@@ -280,7 +280,7 @@ def _unreached_name(own: Mapping[str, Any], interfaces: Interfaces) -> str:
 
 @each_host(FAIL, INTERFACES, _VARIABLES)
 def chosen_interface(values: Values, fleet: Fleet) -> Problems:
-    """The interface that variables choose exists.
+    """The interface chosen by variables exists.
 
     reads: NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME, TP_SOCKET_IFNAME
     threshold: one matches, has an address, and is reached by other hosts; Gloo: all

@@ -518,7 +518,7 @@ def path_mtu(fleet: Fleet) -> Problems:
     fix: Give switches and tunnels between them the hosts' MTU, or the hosts theirs: ip
         link set dev INTERFACE mtu BYTES; and let ICMP 'too big' through.
     needs: several hosts
-    why: Small messages pass, large ones hang or crawl.
+    why: Small messages pass, large ones hang or are very slow.
     """
     reached = fleet.known(REACH)
     for host, own in blame(lossy_pairs(reached)).items():
