@@ -476,7 +476,7 @@ def test_warnings_count_with_strict_and_json_has_it_all(judged):
             "a log of NCCL or torch. Type: ronde topo log a\n",
         ),
         ("Architecture:            x86_64\n", "got output of lscpu."),
-        ("once upon a time\n", "got none of them."),
+        ("once upon a time\n", "got an unknown format."),
     ],
 )
 def test_other_files_are_refused_by_name(judged, text, words):

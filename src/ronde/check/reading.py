@@ -191,7 +191,7 @@ def read_saved_facts(saved: Saved) -> tuple[HostFacts, str]:
         values["gpu.xids"] = xids
     errors = [*_find_errors(lines), *own]
     if not (errors or is_log or probe in (SMI_QUERY, RDMA_PORTS)):
-        name = probe.format if probe else other or "none of them"
+        name = probe.format if probe else other or "an unknown format"
         cure = f"Type: ronde topo lint {saved.name}" if probe else cure
         cure = f" {cure}" * cure.startswith("Type: ")
         raise UsageError(
