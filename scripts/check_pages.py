@@ -11,8 +11,8 @@ from ronde.render.check import SHOWN_FIELDS
 _PAGE_HEAD = """\
 # The checks of `ronde check`
 
-Each check with what it looks at, what is good enough and where that comes from, what
-happens to training otherwise, and what to do. `ronde check explain ID` shows the same.
+Each check: the facts that it reads, its threshold and the source of that, the effect on
+training, and the fix. `ronde check explain ID` shows the same.
 A check whose facts cannot be read is reported as such and is no fault. See
 [ronde check](check.md) for how to use it.
 

@@ -1,10 +1,6 @@
 """What whoever measures copies of a GPU must tell of it."""
 
-RATES = (
-    "host_to_device_gb_per_s",
-    "device_to_host_gb_per_s",
-    "device_memory_gb_per_s",
-)
+RATES = ("host_to_device_gb_per_s", "device_to_host_gb_per_s", "device_memory_gb_per_s")
 
 
 def check_copies(copies):

@@ -6,10 +6,7 @@ from ronde.check import GPU_QUESTIONS, HOST_QUESTIONS, RefusedError, ask_gpu
 
 GIB = 1 << 30
 
-HOST = {
-    "count": 0,
-    "cuda_version": [12, 4],
-}
+HOST = {"count": 0, "cuda_version": [12, 4]}
 
 H100 = {
     "titles": "NVIDIA H100 80GB HBM3",
@@ -34,12 +31,7 @@ H100 = {
     "margin_celsius": 50,
     "pcie": {"width": 16, "max_width": 16, "generation": 1, "max_generation": 5},
     "nvlinks": [True] * 18,
-    "fabric": {
-        "state": 3,
-        "status": 0,
-        "health": 0,
-        "summary": 1,
-    },
+    "fabric": {"state": 3, "status": 0, "health": 0, "summary": 1},
     "mig": False,
     "processes": [],
     "busy_percent": 0,

@@ -65,12 +65,7 @@ FORMS = {
         width=is_count, max_width=is_count, generation=is_count, max_generation=is_count
     ),
     "nvlinks": lambda links: len(links) <= WHOLE_LINKS and all(map(is_bool, links)),
-    "fabric": has(
-        state=is_count,
-        status=is_count,
-        health=is_count,
-        summary=is_count,
-    ),
+    "fabric": has(state=is_count, status=is_count, health=is_count, summary=is_count),
     "mig": is_bool,
     "processes": lambda found: all(map(is_process, found)),
     "busy_percent": lambda percent: 0 <= percent <= 100,

@@ -56,15 +56,9 @@ def test_this_machine_is_looked_at(looked):
     assert json.loads(line)["values"]["hosts"] == reported["hosts"]
 
 
-def test_checks_of_several_hosts_say_nothing_of_one(looked):
-    reported = json.loads(looked[0].stdout)
-    # What nobody looked at is not what could not be read.
-    assert not [each for each in reported["unread"] if "was not read" in each["reason"]]
-
-
 def test_64_such_hosts_are_judged_in_a_second(looked):
     """CPU time; a fiftieth of it is usual."""
-    (host,) = load_last(looked[1]).kept.hosts
+    (host,) = load_last(looked[1])[1].hosts
     hosts = [host._replace(host=f"node{number}") for number in range(64)]
     begun_s = time.process_time()
     judgement = judge(Fleet(tuple(hosts), {}), all_checks())
@@ -102,7 +96,7 @@ def test_a_host_that_cannot_be_asked_is_a_finding(tmp_path):
     assert done.returncode == 2
     assert [host["host"] for host in reported["hosts"]] == ["localhost"]
     absent = [each for each in reported["findings"] if each["host"] == ABSENT]
-    assert [each["check"] for each in absent] == ["taking-part"]
+    assert [each["check"] for each in absent] == ["host-answers"]
     assert ABSENT in reported["verdict"]["not_ready"]
     ready = "localhost" not in reported["verdict"]["not_ready"]
     assert good.read_text() == (
@@ -128,7 +122,7 @@ def test_no_host_can_be_asked(tmp_path):
     assert done.returncode == 3
     text = done.stdout.decode()
     assert text.splitlines()[-1] == "no host answered, so nothing is known"
-    assert f"x taking-part: {ABSENT}\n    cannot be asked: " in text
+    assert f"x host-answers: {ABSENT}\n    no answer: " in text
     with pytest.raises(UsageError):
         parse_hostfile(good.read_text(), "good.txt")
 
@@ -136,15 +130,15 @@ def test_no_host_can_be_asked(tmp_path):
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        (["--only", "hots"], r"--only must name .* got 'hots'. Type: host"),
+        (["--only", "hots"], r"--only must be .* got 'hots'. Type: host"),
         (["--only", "zzzzzz"], r"Type: ronde check list"),
-        (["--skip", "taking-prat"], r"got 'taking-prat'. Type: taking-part"),
-        (["--only", "taking-part", "--skip", "taking-part"], "--skip must leave"),
+        (["--skip", "host-anwsers"], r"got 'host-anwsers'. Type: host-answers"),
+        (["--only", "host-answers", "--skip", "host-answers"], "--skip must leave"),
         (["--burn", "soon"], "--burn: duration must be"),
         (["--burn", "100d"], "--burn must be at most a day"),
         (["--bandwidth", "pigeon"], "--bandwidth must be auto, tcp, gloo or nccl, got"),
         (["--ranks", "0"], "--ranks must be"),
-        (["--path", ""], "must name something"),
+        (["--path", ""], "must not be empty"),
         (["--save", "/proc"], "--save must be a file that can be written"),
         (["--write-hostfile", "/none/good"], "--write-hostfile must be a file"),
         (["-H", "a", "--hostfile", "b"], "must stand alone"),
@@ -162,11 +156,9 @@ def test_what_cannot_be_is_refused(words, why):
     ("words", "why"),
     [
         (["--since", "/none/facts"], b"--since must be a file that can be read"),
-        (["explain", "lockd-memory"], b"explain must name a check's id, got"),
-        (["explain"], b"explain must stand with an id behind it"),
-        (["--list"], b"unknown option --list. Type: ronde check list\n"),
-        (["--explain", "memlock"], b"unknown option --explain. Type: ronde check list"),
-        (["list", "all"], b"list must stand with nothing behind it"),
+        (["explain", "lockd-memory"], b"explain must be a check's id, got"),
+        (["explain"], b"explain must have one argument"),
+        (["list", "all"], b"list must have no argument"),
     ],
 )
 def test_bad_words_end_with_64(words, why):
@@ -192,12 +184,6 @@ def test_settings_are_what_probes_know():
     assert asked["environment"] == {"NCCL_DEBUG": "INFO"}
 
 
-def test_a_way_to_measure_may_be_named():
-    asked = [(), ("--bandwidth",), ("--bandwidth", "gloo")]
-    ways = [request(*words).settings["bandwidth"] for words in asked]
-    assert ways == ["", "auto", "gloo"]
-
-
 def test_slots_are_ranks_unless_said_otherwise():
     assert request("-H", "a:2,b:4").settings["num_ranks"] == 4
     assert "num_ranks" not in request("-H", "a,b").settings
@@ -207,8 +193,8 @@ def test_only_and_skip_choose_checks():
     families = {check.family for check in request("--only", "gpu").checks}
     assert families == {"gpu", "cluster"}
     ids = [check.id for check in request("--only", "gpu", "--skip", "gpu").checks]
-    assert ids == ["taking-part"]
-    assert len(request("--skip", "taking-part").checks) == len(all_checks()) - 1
+    assert ids == ["host-answers"]
+    assert len(request("--skip", "host-answers").checks) == len(all_checks()) - 1
 
 
 def test_hosts_come_back_from_a_hostfile():
@@ -230,24 +216,19 @@ def test_help_and_lists():
         for each in all_checks()
         if each.family == family
     ]
-    assert listed.count("\n  taking-part ") == 1
-    done = check("check", "explain", "taking-part")
-    assert done.stdout.startswith(b"taking-part: the host can be reached")
+    assert listed.count("\n  host-answers ") == 1
+    done = check("check", "explain", "host-answers")
+    assert done.stdout.startswith(b"host-answers: the host can be reached")
     assert b"check" in check("--help").stdout
 
 
-def test_colours_and_progress_are_for_a_terminal():
-    plain, coloured = (
-        on_terminal({"TERM": "xterm", "NO_COLOR": no_colour}) for no_colour in ("1", "")
-    )
-    assert b"ronde: connecting" in plain
-    assert b"ronde: connecting" in coloured
-    assert b"\x1b[1;31mx" in coloured
-    assert b"\x1b[1;31mx" not in plain
-    assert b"x taking-part" in plain
+def test_progress_is_shown_on_a_terminal():
+    written = on_terminal()
+    assert b"ronde: connecting" in written
+    assert b"x host-answers" in written
 
 
-def on_terminal(env):
+def on_terminal():
     """Return what a check of a host that does not answer writes on a terminal."""
     head, terminal = pty.openpty()
     words = check.command("check", "-H", ABSENT, *NO_SSH)
@@ -256,7 +237,7 @@ def on_terminal(env):
         stdin=subprocess.DEVNULL,
         stdout=terminal,
         stderr=terminal,
-        env=clean_environment() | env,
+        env=clean_environment(),
     ) as process:
         os.close(terminal)
         written = b""

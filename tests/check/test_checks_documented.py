@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 from scripts.check_pages import draw_page
-from tests.check.fleets import CHECKS, make_check
+from tests.check.fleets import CHECKS
 from tests.limits import HANG_S
 
 from ronde.check import Family, Severity, all_checks
 from ronde.cli import main
-from ronde.render import explain_check, list_checks
+from ronde.render import explain_check
 
 DOCS = Path(__file__).parents[2] / "docs"
 TOLD = ("title", "reads", "threshold", "source", "fix", "why")
@@ -45,39 +45,6 @@ def test_the_page_is_what_the_checks_say():
     assert (DOCS / "checks.md").read_text() == draw_page(all_checks()), (
         "type: python scripts/check_pages.py"
     )
-
-
-def test_a_page_has_a_section_for_each_check():
-    page = draw_page(CHECKS)
-    assert re.findall(r"^### (.*)$", page, re.MULTILINE) == [
-        "torch",
-        "gpu-heat",
-        "locked-memory",
-        "governor",
-        "latency",
-    ]
-    section = page.partition("### locked-memory\n")[2].partition("###")[0]
-    assert section.startswith("\nLocked-memory is as it should be.\n\n- **Reads:**")
-    assert "- **Fix:** ulimit -l unlimited\n" in section
-    assert "Needs" not in section
-
-
-def test_words_are_no_markup():
-    fix = "echo <b> *x_y* _ `w` | a <= b"
-    check = make_check("a", Family.HOST, Severity.WARN, iter, fix=fix)
-    assert r"echo \<b> \*x_y\* \_ \`w\` | a <= b" in draw_page([check])
-
-
-def test_a_title_may_be_a_question():
-    check = make_check("a", Family.HOST, Severity.WARN, iter)
-    assert "\n\nIs it?\n\n" in draw_page([check._replace(title="is it?")])
-
-
-def test_a_list_has_a_line_for_each_check():
-    assert list_checks(CHECKS).splitlines()[:2] == [
-        "versions:",
-        "  torch                   torch is as it should be",
-    ]
 
 
 def test_all_about_one_check():

@@ -17,12 +17,7 @@ def test_an_answer_in_the_middle_of_the_round_trip_gives_the_offset():
     assert estimate_offset(reply, 1000.0) == (3.0, 0.25)
 
 
-@given(
-    st.floats(-100, 100),
-    st.floats(0, 5),
-    st.floats(0, 5),
-    st.floats(0, 1e4),
-)
+@given(st.floats(-100, 100), st.floats(0, 5), st.floats(0, 5), st.floats(0, 1e4))
 def test_the_true_offset_lies_within_the_error(offset_s, going_s, coming_s, asked_s):
     read_s = 1e6 + asked_s + going_s + offset_s
     answered_s = asked_s + going_s + coming_s

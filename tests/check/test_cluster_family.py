@@ -1,7 +1,6 @@
 """What is found when hosts are compared."""
 
 import pytest
-from hypothesis import given, strategies as st
 from tests.check.fleets import of_family
 from tests.check.host_values import GIB, make_fleet
 
@@ -76,14 +75,9 @@ def test_a_probe_that_hung_fails_its_host_and_one_that_ended_does_not():
     )
     hung, crashed = find(fleet)
     assert (hung.check, hung.severity, hung.host) == ("probe-hung", FAIL, "b")
-    assert hung.what == f"probe gpu: {HUNG}"
+    assert hung.message == f"probe gpu: {HUNG}"
     assert (crashed.check, crashed.severity, crashed.host) == ("probe-hung", WARN, "c")
-    assert "no_such_probe" in crashed.what
-
-
-def test_a_host_that_did_not_answer_has_hung():
-    (finding,) = find(hosts_with("probe.failed", a={"gpu": "no answer within 35 s"}))
-    assert (finding.check, finding.severity) == ("probe-hung", FAIL)
+    assert "no_such_probe" in crashed.message
 
 
 def test_a_torch_whose_import_kills_python_is_a_failure():
@@ -119,23 +113,16 @@ def test_a_clock_is_not_blamed_for_what_the_exchange_may_be_off():
 
 def test_a_clock_is_reported_with_its_side():
     (finding,) = find(clocks(a=0.0, b=-0.25, c=0.0))
-    assert finding.what == "its clock is 250ms behind this machine's"
+    assert finding.message == "its clock is 250ms behind this machine's"
     assert finding.usual == "as this machine's on most hosts"
 
 
-@pytest.mark.parametrize(
-    ("changes", "check", "words"),
-    [
-        ({"memory_bytes": 192 * GIB}, "memory-alike", "192GiB of memory"),
-    ],
-)
-def test_less_than_most_is_reported_and_more_is_not(changes, check, words):
-    (finding,) = find(make_fleet("a", "b", "c", b=changes))
-    assert (finding.check, finding.host, finding.what) == (check, "b", words)
-    assert find(make_fleet("a", "b", "c", a=changes, b=changes)) == ()
-
-
-def test_a_little_less_memory_is_usual():
+def test_less_memory_than_most_is_reported_and_a_little_less_is_not():
+    less = {"memory_bytes": 192 * GIB}
+    (finding,) = find(make_fleet("a", "b", "c", b=less))
+    assert (finding.check, finding.host) == ("memory-alike", "b")
+    assert finding.message == "192GiB of memory"
+    assert find(make_fleet("a", "b", "c", a=less, b=less)) == ()
     assert find(make_fleet("a", "b", "c", b={"memory_bytes": 231 * GIB})) == ()
 
 
@@ -159,9 +146,9 @@ def test_slow_hosts(walls, reported):
 
 def test_a_slow_host_is_reported_with_what_others_need():
     (slow,) = find(paces(a=0.5, b=0.5, c=5.0))
-    assert slow.what == "5 ms for a piece of work"
+    assert slow.message == "5 ms for a piece of work"
     assert slow.usual == "0.5 ms on most hosts"
-    assert slow.fix.startswith("Look at who uses")
+    assert slow.fix.startswith("Look for other programs")
 
 
 def test_a_product_that_differs_fails_its_host():
@@ -175,7 +162,7 @@ def test_a_product_that_differs_fails_its_host():
         FAIL,
         "b",
     )
-    assert finding.what == "the product on cuda:0 has checksum bad0"
+    assert finding.message == "the product on cuda:0 has checksum bad0"
     assert finding.usual == "c0ffee on 3 devices"
 
 
@@ -188,7 +175,7 @@ def test_a_product_that_differs_fails_its_host():
 )
 def test_a_product_that_fails_by_itself(reported, words):
     (finding,) = find(hosts_with("cluster.products", a={"cpu": reported}))
-    assert (finding.severity, finding.what) == (FAIL, words)
+    assert (finding.severity, finding.message) == (FAIL, words)
 
 
 @pytest.mark.parametrize(
@@ -200,15 +187,3 @@ def test_a_product_that_is_slow(speed, severity):
     found = find(hosts_with("cluster.products", a=usual, b=slow, c=usual))
     assert [f.severity for f in found] == ([severity] if severity else [])
     assert {(f.check, f.host) for f in found} <= {("product-speed", "b")}
-
-
-@given(st.dictionaries(st.sampled_from("abcdef"), st.floats(-1e6, 1e6)))
-def test_a_clock_is_never_off_alone_of_two(offsets):
-    reported = {finding.host for finding in find(clocks(**offsets))}
-    assert len(reported) != 1 or len(offsets) > 2
-
-
-@given(st.dictionaries(st.sampled_from("abcdef"), st.floats(0, 1e6)))
-def test_paces_are_judged_whatever_they_are(walls):
-    found = find(paces(**walls))
-    assert {finding.host for finding in found} <= walls.keys()

@@ -24,7 +24,7 @@ def find(words, **changes):
     host = HostFacts("a", facts, {}, {})
     settings = {expected.EXPECTED: read_expected(words)} if words else {}
     found = judge(Fleet((host,), settings), CHECKS).findings
-    return [(each.check, each.what, each.usual) for each in found]
+    return [(each.check, each.message, each.usual) for each in found]
 
 
 @pytest.mark.parametrize("words", ["8xH100,8x400G,2TiB", "8xh100", "4x200Gb/s", ""])

@@ -60,7 +60,7 @@ def find(*, nvlinks=True, **changes):
     facts = {"gpu.pairs": rates, "gpu.nvlinks": [[nvlinks] * 18] * 8}
     fleet = Fleet((HostFacts("a", facts, {}, {}),), {})
     found = judge(fleet, [gpu_pair_speed]).findings
-    return [(each.severity, each.what) for each in found]
+    return [(each.severity, each.message) for each in found]
 
 
 def test_equal_pairs_are_no_finding():
@@ -80,7 +80,7 @@ def test_without_nvlinks_slow_pairs_are_a_warning():
 
 
 def test_wrong_bytes_are_a_failure():
-    assert find(_1=0) == [(FAIL, "GPUs 0-1: what arrives is not what was sent")]
+    assert find(_1=0) == [(FAIL, "GPUs 0-1: the data arrives changed")]
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_one_host_without_two_gpus_for_torch_has_nothing_to_pair(values):
     hosts.facts["a"].values.update(values)
     run_step("GPU pairs", hosts)
     (unread,) = judge(Fleet((hosts.facts["a"],), {}), [gpu_pair_speed]).unread
-    assert unread.reason.startswith("it has no two GPUs that torch can use, so there")
+    assert unread.reason.startswith("torch cannot use two GPUs here; name more")
 
 
 def test_of_several_hosts_one_without_gpus_is_no_complaint():

@@ -6,15 +6,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from ronde.check import (
-    ALL_ANSWERS,
-    PROBES,
-    FactReader,
-    UnreadableError,
-    ask_driver,
-    read_facts,
-    read_smi,
-)
+from ronde.check import ALL_ANSWERS, FactReader, UnreadableError, ask_driver, read_smi
 
 GPU = (Path(__file__).parent / "nvidia-smi-gpu.xml").read_text()
 HEAD = (
@@ -139,10 +131,6 @@ def test_without_either_all_is_unreadable(smi, tmp_path):
     reader = FactReader({})
     ask_driver(reader)
     assert not reader.values
-    assert "neither is here: pip install nvidia-ml-py" in reader.unreadable["gpu.count"]
-
-
-def test_a_host_without_a_driver_has_no_gpus(tmp_path):
-    reader = FactReader({"root": str(tmp_path)})
-    read_facts(reader, PROBES["gpu"].modules)
-    assert reader.values["gpu.count"] == 0
+    assert (
+        "nvidia-smi is here: pip install nvidia-ml-py" in reader.unreadable["gpu.count"]
+    )

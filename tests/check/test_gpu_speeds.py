@@ -1,7 +1,6 @@
 """GPUs that compute or copy slower than others of their model."""
 
 import pytest
-from hypothesis import given, strategies as st
 
 from ronde.check import COPIES, PRODUCTS, Fleet, HostFacts, Severity, all_checks, judge
 
@@ -25,7 +24,7 @@ def copied(up=55.0, down=55.0, within=2600.0, model=H100, *, is_near=True):
     }
 
 
-def find(fact, *hosts, **besides):
+def find(fact, *hosts, **optional):
     """Return what is found on hosts a, b and so on, whose GPUs tell this."""
     checks = {
         fact: [check for check in all_checks() if fact in check.facts]
@@ -33,7 +32,7 @@ def find(fact, *hosts, **besides):
     }
     fleet = Fleet(
         tuple(
-            HostFacts(name, {fact: reported, **besides}, {}, {})
+            HostFacts(name, {fact: reported, **optional}, {}, {})
             for name, reported in zip("abcdef", hosts, strict=False)
         ),
         {},
@@ -61,7 +60,7 @@ def test_one_slow_gpu_of_eight_is_found_within_one_host(speed, severity):
     assert [(f.severity, f.host) for f in found] == ([(severity, "a")] * bool(severity))
     for finding in found:
         assert finding.check == "product-speed"
-        assert finding.what == f"cuda:3 computed at {speed:g} GFLOP/s"
+        assert finding.message == f"cuda:3 computed at {speed:g} GFLOP/s"
         assert finding.usual == "100 GFLOP/s on most GPUs of this model"
 
 
@@ -72,7 +71,7 @@ def test_a_gpu_is_compared_with_all_others_whatever_their_numbers():
         gpus(computed(100.0), computed(50.0)),
     )
     assert [(f.severity, f.host) for f in found] == [(FAIL, "b")]
-    assert found[0].what.startswith("cuda:1 ")
+    assert found[0].message.startswith("cuda:1 ")
 
 
 def test_models_are_not_compared_with_each_other():
@@ -82,57 +81,10 @@ def test_models_are_not_compared_with_each_other():
 
 def test_of_two_gpus_none_is_blamed():
     found = find(PRODUCTS, gpus(computed(10.0), computed(100.0)))
-    assert {(f.severity, f.what, f.usual) for f in found} == {
+    assert {(f.severity, f.message, f.usual) for f in found} == {
         (WARN, "cuda:0 computed at 10 GFLOP/s", "100 GFLOP/s elsewhere"),
         (WARN, "cuda:1 computed at 100 GFLOP/s", "10 GFLOP/s elsewhere"),
     }
-
-
-def test_in_a_draw_of_many_what_others_have_stays_short():
-    speeds = [50.0, 51.0, 52.0, 53.0, 97.0, 98.0, 99.0, 100.0]
-    found = find(PRODUCTS, gpus(*map(computed, speeds)))
-    assert {f.severity for f in found} == {WARN}
-    usual = {f.usual for f in found}
-    assert usual == {
-        "50 GFLOP/s to 100 GFLOP/s elsewhere",
-        "51 GFLOP/s to 100 GFLOP/s elsewhere",
-        "50 GFLOP/s to 99 GFLOP/s elsewhere",
-    }
-
-
-def test_gpus_whose_ronde_does_not_report_the_model_are_compared_by_number():
-    one, other, slow = (
-        gpus(computed(10.0, ""), computed(speed, "")) for speed in (95.0, 100.0, 70.0)
-    )
-    assert find(PRODUCTS, one, other, other) == ()
-    (finding,) = find(PRODUCTS, slow, other, other)
-    assert (finding.host, finding.severity) == ("a", FAIL)
-    assert finding.what.startswith("cuda:1 ")
-
-
-def test_each_slow_gpu_of_a_host_is_named():
-    odd = [computed(30.0), computed(31.0)]
-    found = find(PRODUCTS, gpus(*[computed(100.0)] * 6, *odd))
-    assert [finding.what for finding in found] == [
-        "cuda:6 computed at 30 GFLOP/s",
-        "cuda:7 computed at 31 GFLOP/s",
-    ]
-
-
-@given(
-    st.dictionaries(
-        st.tuples(st.sampled_from("abc"), st.integers(0, 9)), st.floats(1e-3, 1e6)
-    )
-)
-def test_speeds_are_judged_whatever_they_are(speeds):
-    hosts = [
-        {f"cuda:{n}": computed(speed) for (h, n), speed in speeds.items() if h == host}
-        for host in "abc"
-    ]
-    reported = [(f.host, f.severity) for f in find(PRODUCTS, *hosts)]
-    assert {host for host, _ in reported} <= {host for host, _ in speeds}
-    if len(speeds) <= 2:
-        assert FAIL not in {severity for _, severity in reported}
 
 
 # Copying
@@ -155,16 +107,8 @@ def test_a_gpu_that_copies_slower_than_its_model(part, words, share, severity):
         [("gpu-copy-speed", severity)] * bool(severity)
     )
     for finding in found:
-        assert finding.what == f"cuda:3 copied {words} at {share} GB/s"
+        assert finding.message == f"cuda:3 copied {words} at {share} GB/s"
         assert finding.usual == "100 GB/s on most GPUs of this model"
-
-
-def test_copies_of_all_hosts_are_compared():
-    usual = gpus(copied(model=CARD), copied(model=CARD))
-    found = find(
-        COPIES, usual, usual, gpus(copied(model=CARD), copied(13.0, model=CARD))
-    )
-    assert [(f.severity, f.host) for f in found] == [(FAIL, "c")]
 
 
 @pytest.mark.parametrize(
@@ -175,9 +119,9 @@ def test_a_known_model_has_a_floor_even_alone(model, floor):
     assert find(COPIES, gpus(copied(floor, floor, model=model))) == ()
     (finding,) = find(COPIES, gpus(copied(floor - 1, floor, model=model)))
     assert finding.severity is FAIL
-    assert f"from the host at {floor - 1} GB/s, below the {floor} " in finding.what
+    assert f"from the host at {floor - 1} GB/s, below the {floor} " in finding.message
     (finding,) = find(COPIES, gpus(copied(floor, floor - 1, model=model)))
-    assert "to the host" in finding.what
+    assert "to the host" in finding.message
 
 
 @pytest.mark.parametrize(
@@ -199,7 +143,7 @@ def test_a_floor_is_reported_instead_of_a_warning_and_not_beside_a_failure():
     (finding,) = find(COPIES, seven_and(nearly, copied()))
     assert (finding.severity, finding.usual) == (FAIL, "")
     (finding,) = find(COPIES, seven_and(far, copied()))
-    assert (finding.severity, finding.what) == (
+    assert (finding.severity, finding.message) == (
         FAIL,
         "cuda:3 copied from the host at 20 GB/s",
     )
@@ -208,7 +152,7 @@ def test_a_floor_is_reported_instead_of_a_warning_and_not_beside_a_failure():
 def test_memory_that_may_be_far_is_no_failure():
     (finding,) = find(COPIES, gpus(copied(20.0, is_near=False)))
     assert finding.severity is WARN
-    assert finding.what.endswith("(its memory there may have been far)")
+    assert finding.message.endswith("(the host's memory may have been far from it)")
     # The GPU's own memory is where it is.
     slow = copied(within=1000.0, is_near=False)
     (finding,) = find(COPIES, seven_and(slow, copied()))
@@ -218,4 +162,4 @@ def test_memory_that_may_be_far_is_no_failure():
 def test_a_gpu_that_could_not_be_measured_is_reported_and_is_no_fault():
     (finding,) = find(COPIES, gpus(copied(), {"failure": "out of memory"}))
     assert finding.severity is INFORM
-    assert finding.what == "cuda:1 could not be measured: out of memory"
+    assert finding.message == "cuda:1 could not be measured: out of memory"

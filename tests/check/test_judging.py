@@ -40,4 +40,4 @@ def test_the_worst_comes_first_and_what_differs_before_what_is_too_little():
         Problem("less", host="c"),
     ]
     found = judge(FLEET, [check("two", Severity.FAIL, lambda _: iter(reported))])
-    assert [each.what for each in found.findings] == ["less", "other", "little"]
+    assert [each.message for each in found.findings] == ["less", "other", "little"]

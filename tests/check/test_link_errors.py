@@ -1,6 +1,6 @@
 """Errors that links have counted, and what is shown of them when they grow."""
 
-from ronde.check import RDMA_ERRORS, HostFacts, Kept, compare, read_errors
+from ronde.check import RDMA_ERRORS, HostFacts, SavedRun, compare, read_errors
 
 PORT = "sys/class/infiniband/mlx5_0/ports/1"
 
@@ -34,7 +34,7 @@ def test_what_has_grown_since_an_earlier_run_is_shown(tmp_path):
     for number in (7, 9):
         count(tmp_path, counters__symbol_error=number, counters__port_rcv_errors=100)
         values = {RDMA_ERRORS: read_errors(str(tmp_path))}
-        runs.append(Kept((HostFacts("a", values, {}, {}),), (), ()))
+        runs.append(SavedRun((HostFacts("a", values, {}, {}),), (), ()))
     (change,) = compare(*runs).facts
     assert change.fact == "network.rdma_errors[mlx5_0:1][symbol_error]"
     assert (change.before, change.after) == ("7", "9")

@@ -1,7 +1,6 @@
 """What is known of names, interfaces and RDMA ports is judged."""
 
 import pytest
-from hypothesis import given, strategies as st
 from tests.check.fleets import of_family
 
 from ronde.check import Family, Fleet, HostFacts, Severity, chooses, judge
@@ -53,6 +52,7 @@ WITH_IB = {
 }
 
 CHECKS = of_family(Family.NETWORK)
+FAIL, WARN, INFORM = Severity
 
 
 def fleet_of(num, changed=None, usual=PLAIN):
@@ -92,8 +92,8 @@ def test_a_name_that_leads_to_loopback_is_reported_with_what_to_write():
     finding = only(fleet_of(3, changed))
     assert (finding.check, finding.host) == ("host-name", "n2")
     # Debian writes that into every /etc/hosts, and ronde run is not hurt by it.
-    assert finding.severity == Severity.WARN
-    assert "resolves to 127.0.1.1" in finding.what
+    assert finding.severity == WARN
+    assert "resolves to 127.0.1.1" in finding.message
     assert "10.0.0.1 me" in finding.fix
     assert "GLOO_SOCKET_IFNAME=eth0" in finding.fix
 
@@ -109,18 +109,7 @@ def test_a_name_that_leads_to_loopback_is_reported_with_what_to_write():
 )
 def test_a_name_that_leads_elsewhere_is_reported(own, said):
     own = PLAIN["network.own_name"] | own
-    assert said in only(fleet_of(2, {"network.own_name": own})).what
-
-
-def test_a_name_may_lead_to_a_bridge_that_is_not_for_containers():
-    own = PLAIN["network.own_name"] | {"addresses": ["10.3.0.1"]}
-    changed = {"network.own_name": own}
-    for bridge, is_reported in (("br-0123456789ab", True), ("br-ex", False)):
-        added = {bridge: DOCKER0 | {"addresses": ["10.3.0.1"]}}
-        reported = found(
-            fleet_of(2, changed | {"network.interfaces": INTERFACES | added})
-        )
-        assert set(reported) == ({("host-name", "n2")} if is_reported else set())
+    assert said in only(fleet_of(2, {"network.own_name": own})).message
 
 
 def test_a_name_does_not_matter_to_one_host_or_where_an_interface_is_chosen():
@@ -134,13 +123,13 @@ def test_a_name_does_not_matter_to_one_host_or_where_an_interface_is_chosen():
 @pytest.mark.parametrize(
     ("variable", "setting", "said"),
     [
-        ("NCCL_SOCKET_IFNAME", "ib", "fits no interface here: eth0, lo, docker0"),
-        ("NCCL_SOCKET_IFNAME", "=eth", "fits no interface"),
+        ("NCCL_SOCKET_IFNAME", "ib", "matches no interface here: eth0, lo, docker0"),
+        ("NCCL_SOCKET_IFNAME", "=eth", "matches no interface"),
         ("GLOO_SOCKET_IFNAME", "eth", "no eth is among eth0, lo, docker0"),
         ("GLOO_SOCKET_IFNAME", "eth0,eth9", "no eth9 is among"),
-        ("GLOO_SOCKET_IFNAME", "ib0", "takes ib0 alone, which has no address"),
-        ("GLOO_SOCKET_IFNAME", "lo", "takes lo alone"),
-        ("NCCL_SOCKET_IFNAME", "docker", "takes docker0 alone"),
+        ("GLOO_SOCKET_IFNAME", "ib0", "selects only ib0, which has no address"),
+        ("GLOO_SOCKET_IFNAME", "lo", "selects only lo"),
+        ("NCCL_SOCKET_IFNAME", "docker", "selects only docker0"),
     ],
 )
 def test_a_chosen_interface_that_is_not_there_is_reported(variable, setting, said):
@@ -150,7 +139,7 @@ def test_a_chosen_interface_that_is_not_there_is_reported(variable, setting, sai
         changed["network.interfaces"] = INTERFACES | idle
     finding = only(fleet_of(2, changed))
     assert (finding.check, finding.host) == ("chosen-interface", "n2")
-    assert said in finding.what
+    assert said in finding.message
 
 
 @pytest.mark.parametrize(
@@ -185,17 +174,11 @@ def test_the_way_to_choose_is_nccls():
     assert [n for n in ports if chooses("=mlx5_1::0:0", n)] == ["mlx5_1:1"]
 
 
-@given(st.text("=^:,eth01", max_size=12), st.text("eth01:", max_size=6))
-def test_what_is_excluded_is_what_would_be_chosen(setting, name):
-    listed = setting.lstrip("^")
-    assert chooses(f"^{listed}", name) != chooses(listed, name)
-
-
 def test_a_slower_link_is_reported():
     slow = {"network.interfaces": INTERFACES | {"eth0": ETH0 | {"mbit_per_s": 1000}}}
     finding = only(fleet_of(3, slow))
     assert (finding.check, finding.host) == ("link-speed", "n2")
-    assert finding.what == "eth0 runs at 1 Gbit/s"
+    assert finding.message == "eth0 runs at 1 Gbit/s"
     assert finding.usual == "10 Gbit/s on 2 hosts"
 
 
@@ -207,20 +190,6 @@ def test_what_a_hypervisor_or_the_air_says_of_a_link_is_not_judged(kind):
     assert not found(fleet_of(3, changed, PLAIN | usual))
 
 
-def test_a_link_that_a_hypervisor_makes_up_need_not_carry_large_packets():
-    reported = {
-        "n9": {"error": "", "interface": "eth0", "own_mtu": 1500, "lost_bytes": 0}
-    }
-    fast = ETH0 | {"mbit_per_s": 100_000, "kind": "paravirtual"}
-    usual = PLAIN | {"network.interfaces": {"eth0": fast}, "network.reach": reported}
-    assert not found(fleet_of(1, usual=usual))
-
-
-def test_a_faster_link_is_no_fault():
-    fast = {"network.interfaces": INTERFACES | {"eth0": ETH0 | {"mbit_per_s": 20000}}}
-    assert not found(fleet_of(3, fast))
-
-
 @pytest.mark.parametrize(("downs", "is_reported"), [(4, False), (5, True)])
 def test_a_link_that_went_down_five_times_in_a_day_is_reported(downs, is_reported):
     reported = found(fleet_of(1, usual=PLAIN | {"network.link_downs": {"eth0": downs}}))
@@ -230,7 +199,7 @@ def test_a_link_that_went_down_five_times_in_a_day_is_reported(downs, is_reporte
 def test_flaps_of_rdma_ports_count_on_the_first_day():
     """Their counter has no dates: later it is no measure of the last 24 hours."""
     finding = only(fleet_of(2, port({"downs": 5}), PLAIN | WITH_IB))
-    assert finding.what == "mlx5_0:1 went down 5 times within 24 hours"
+    assert finding.message == "mlx5_0:1 went down 5 times within 24 hours"
     week = {"network.uptime_s": 7 * 86400.0}
     assert not found(fleet_of(2, port({"downs": 500}) | week, PLAIN | WITH_IB))
 
@@ -238,19 +207,19 @@ def test_flaps_of_rdma_ports_count_on_the_first_day():
 def test_a_port_that_is_up_elsewhere_is_reported():
     finding = only(fleet_of(3, port(DOWN), PLAIN | WITH_IB))
     assert (finding.check, finding.host) == ("rdma-port", "n2")
-    assert finding.severity == Severity.FAIL
-    assert finding.what == "mlx5_0:1 is DOWN/Polling"
+    assert finding.severity == FAIL
+    assert finding.message == "mlx5_0:1 is DOWN/Polling"
     assert finding.usual == "ACTIVE/LinkUp on 2 hosts"
 
 
 @pytest.mark.parametrize(
     ("num", "setting", "other_up", "severity"),
     [
-        (3, "", True, Severity.INFORM),
-        (3, "=mlx5_0,mlx5_1", True, Severity.FAIL),
-        (3, "", False, Severity.WARN),
-        (1, "", True, Severity.INFORM),
-        (1, "", False, Severity.WARN),
+        (3, "", True, INFORM),
+        (3, "=mlx5_0,mlx5_1", True, FAIL),
+        (3, "", False, WARN),
+        (1, "", True, INFORM),
+        (1, "", False, WARN),
     ],
 )
 def test_a_port_that_is_down_everywhere_may_have_no_cable(
@@ -267,28 +236,24 @@ def test_a_port_that_is_down_everywhere_may_have_no_cable(
 
 
 @pytest.mark.parametrize(
-    "variables", [{"NCCL_IB_HCA": "mlx5_1"}, {"NCCL_IB_DISABLE": "1"}]
+    "variables",
+    [{"NCCL_IB_HCA": "mlx5_1"}, {"NCCL_IB_DISABLE": "1"}, {"NCCL_NET": "Socket"}],
 )
 def test_a_port_that_is_not_chosen_is_not_looked_at(variables):
     changed = port(DOWN) | {"network.variables": variables}
     assert not found(fleet_of(3, changed, PLAIN | WITH_IB))
 
 
-def test_a_port_that_is_meant_to_be_down_is_fine():
-    changed = port({"state": "DOWN", "physical_state": "Disabled"})
-    assert not found(fleet_of(3, changed, PLAIN | WITH_IB))
-
-
 def test_a_slower_port_is_reported():
     finding = only(fleet_of(3, port({"mbit_per_s": 200000}), PLAIN | WITH_IB))
     assert (finding.check, finding.host) == ("rdma-rate", "n2")
-    assert finding.what == "mlx5_0:1 runs at 200 Gbit/s"
+    assert finding.message == "mlx5_0:1 runs at 200 Gbit/s"
 
 
 @pytest.mark.parametrize(
     ("gids", "index", "said"),
     [
-        ({"0": ROCE["gids"]["0"]}, "", "no GID of RoCE v2"),
+        ({"0": ROCE["gids"]["0"]}, "", "no routable GID of RoCE v2"),
         (ROCE["gids"], "0", "NCCL_IB_GID_INDEX=0 is fe80:"),
         (ROCE["gids"], "2", "of mlx5_0:1, IB/RoCE v1"),
         (ROCE["gids"], "7", "NCCL_IB_GID_INDEX=7 is an empty GID"),
@@ -304,11 +269,10 @@ def test_a_roce_port_needs_a_routable_gid(gids, index, said):
     usual = PLAIN | WITH_IB | {"network.rdma_ports": {"mlx5_0:1": ROCE}}
     reported = found(fleet_of(2, changed, usual))
     assert set(reported) == ({("roce-gid", "n2")} if said else set())
-    assert all(said in each.what for each in reported.values())
+    assert all(said in each.message for each in reported.values())
 
 
 NO_GID = ROCE | {"gids": {"0": ROCE["gids"]["0"]}}
-BESIDE_IB = {"an:1": NO_GID, "ib:1": IB}
 ELSEWHERE = ROCE["gids"]["3"] | {"address": f"{'0000:' * 5}ffff:a9fe:0001"}
 
 
@@ -316,23 +280,13 @@ ELSEWHERE = ROCE["gids"]["3"] | {"address": f"{'0000:' * 5}ffff:a9fe:0001"}
     ("ports", "usual", "num_gpus", "severity"),
     [
         # A cloud gives every machine a port without an address beside the fast ones.
-        (
-            {"an:1": NO_GID, "ib:1": IB},
-            {"an:1": NO_GID, "ib:1": IB},
-            8,
-            Severity.INFORM,
-        ),
+        ({"an:1": NO_GID, "ib:1": IB}, {"an:1": NO_GID, "ib:1": IB}, 8, INFORM),
         # The others have one there.
-        ({"an:1": NO_GID, "ib:1": IB}, {"an:1": ROCE, "ib:1": IB}, 8, Severity.FAIL),
+        ({"an:1": NO_GID, "ib:1": IB}, {"an:1": ROCE, "ib:1": IB}, 8, FAIL),
         # There is no port but this, and NCCL would try it.
-        ({"an:1": NO_GID}, {"an:1": NO_GID}, 8, Severity.FAIL),
-        ({"an:1": NO_GID}, {"an:1": NO_GID}, 0, Severity.INFORM),
-        (
-            {"an:1": ROCE | {"gids": {"3": ELSEWHERE}}},
-            {"an:1": ROCE},
-            8,
-            Severity.FAIL,
-        ),
+        ({"an:1": NO_GID}, {"an:1": NO_GID}, 8, FAIL),
+        ({"an:1": NO_GID}, {"an:1": NO_GID}, 0, INFORM),
+        ({"an:1": ROCE | {"gids": {"3": ELSEWHERE}}}, {"an:1": ROCE}, 8, FAIL),
     ],
 )
 def test_a_port_without_an_address_is_as_bad_as_it_is_needed(
@@ -353,25 +307,4 @@ def test_an_adapter_that_leads_nowhere_needs_no_device_files():
     )
     assert {check for check, _ in reported} == {"roce-gid"}
     reported = found(fleet_of(2, usual=usual | {"network.rdma_ports": {"an:1": ROCE}}))
-    assert {f.severity for f in reported.values()} == {Severity.WARN}
-
-
-def test_without_rdma_its_ports_do_not_matter():
-    changed = {"network.variables": {"NCCL_NET": "Socket"}} | port(DOWN)
-    assert not found(fleet_of(3, changed, PLAIN | WITH_IB))
-
-
-def test_unreadable_is_not_bad():
-    nothing = HostFacts("n1", {}, {"network.interfaces": "no"}, {})
-    assert not judge(Fleet((nothing, nothing), {}), CHECKS).findings
-
-
-def test_every_check_says_what_people_need():
-    ids = [check.id for check in CHECKS]
-    assert len(set(ids)) == len(ids)
-    for check in CHECKS:
-        assert check.family == Family.NETWORK
-        reported = (check.title, check.reads, check.threshold, check.source, check.fix)
-        assert all(reported)
-        assert check.why
-        assert check.facts
+    assert {f.severity for f in reported.values()} == {WARN}

@@ -122,15 +122,6 @@ def test_without_a_log_flaps_of_a_later_day_are_unknown(tmp_path):
     assert "dev/kmsg" in facts.unreadable["network.link_downs"]
 
 
-def test_only_variables_that_choose_are_read(tmp_path):
-    write(tmp_path, BASE)
-    assert facts_of(tmp_path).values["network.variables"] == {
-        "GLOO_SOCKET_IFNAME": "eth0",
-        "NCCL_IB_HCA": "=mlx5_0",
-        "NCCL_SOCKET_IFNAME": "eth",
-    }
-
-
 def test_what_ronde_run_would_forward_comes_on_top(tmp_path):
     write(tmp_path, BASE)
     given = {"NCCL_SOCKET_IFNAME": "ib", "NCCL_DEBUG": "WARN", "NCCL_IB_DISABLE": "1"}
@@ -174,19 +165,6 @@ def test_rdma_ports_are_read(tmp_path):
     assert facts.values["network.rdma_device_files"] == {}
 
 
-def test_device_files_are_found(tmp_path):
-    write(tmp_path, BASE | RDMA | {"dev/infiniband/uverbs0": ""})
-    facts = facts_of(tmp_path)
-    assert facts.values["network.rdma_device_files"] == {"uverbs0": True}
-
-
-def test_counters_of_a_virtual_function_are_left_alone(tmp_path):
-    function = {"sys/class/infiniband/mlx5_0/device/physfn/vendor": "0x15b3\n"}
-    write(tmp_path, BASE | RDMA | function)
-    ports = facts_of(tmp_path).values["network.rdma_ports"]
-    assert ports["mlx5_0:1"]["downs"] == -1
-
-
 def test_one_unreadable_fact_does_not_lose_the_others(tmp_path):
     write(tmp_path, BASE | RDMA)
     (tmp_path / PORT / "state").unlink()
@@ -196,20 +174,6 @@ def test_one_unreadable_fact_does_not_lose_the_others(tmp_path):
         *("network.rdma_ports", "network.uptime_s", "network.link_downs")
     }
     assert "network.interfaces" in facts.values
-
-
-def test_an_empty_tree_is_unreadable_and_no_fault(tmp_path):
-    facts = facts_of(tmp_path)
-    unreadable = {"network.interfaces", "network.variables", "network.uptime_s"}
-    unreadable.add("network.link_downs")
-    assert set(facts.unreadable) == unreadable
-    assert facts.values["network.rdma_ports"] == {}
-
-
-def test_this_machine_is_read():
-    facts = facts_of()
-    assert facts.values["network.interfaces"]["lo"]["kind"] == "loopback"
-    assert facts.values["network.own_name"]["name"]
 
 
 def test_a_name_server_that_hangs_costs_its_deadline_and_is_reported():
@@ -222,12 +186,3 @@ def test_a_name_server_that_hangs_costs_its_deadline_and_is_reported():
     own = look_up_own_name("gpu7", hang)(0.1)
     let_go.set()
     assert own["error"] == "no answer within 0.1 s"
-
-
-def test_a_name_that_does_not_resolve_says_why():
-    def refuse(name):
-        raise OSError(-2, "Name or service not known")
-
-    own = look_up_own_name("gpu7", refuse)()
-    assert own["name"] == "gpu7"
-    assert own["error"] == "Name or service not known"

@@ -64,24 +64,16 @@ def test_a_host_behind_a_firewall_is_named_and_no_other():
     assert set(reported) == {("reachable", "n2")}
     finding = reported["reachable", "n2"]
     assert finding.severity == Severity.FAIL
-    assert finding.what == (
+    assert finding.message == (
         "n1, n3, n4 cannot connect to it; the other way it works; port 4001: no answer"
     )
     assert "from n1 to n2" in finding.fix
 
 
-def test_a_host_that_reaches_nobody_is_named():
-    reported = found(fleet_of(3, {("n3", "n1"): CLOSED, ("n3", "n2"): CLOSED}))
-    assert set(reported) == {("reachable", "n3")}
-    assert reported["reachable", "n3"].what.startswith(
-        "it cannot connect to n1, n2; the"
-    )
-
-
 def test_a_host_that_is_cut_off_is_named():
     reported = found(fleet_of(3, dict.fromkeys(pairs_with("n1", 3), CLOSED)))
     assert set(reported) == {("reachable", "n1")}
-    assert reported["reachable", "n1"].what == (
+    assert reported["reachable", "n1"].message == (
         "it cannot connect to n2, n3 and n2, n3 cannot connect to it; "
         "port 4001: no answer"
     )
@@ -92,7 +84,7 @@ def test_one_way_loss_is_found_where_no_connection_can_be_made():
     heard = CLOSED | {"is_heard": True}
     reported = found(fleet_of(3, {("n3", "n2"): CLOSED, ("n2", "n3"): heard}))
     assert set(reported) == {("reachable", "n3")}
-    assert reported["reachable", "n3"].what == (
+    assert reported["reachable", "n3"].message == (
         "it cannot connect to n2; the other way packets arrive; port 4001: no answer"
     )
 
@@ -101,7 +93,7 @@ def test_who_refuses_is_to_be_looked_at():
     refused = CLOSED | {"is_refused": True, "error": "port 5: connection refused"}
     reported = found(fleet_of(3, {("n1", "n3"): refused | {"is_heard": True}}))
     assert set(reported) == {("reachable", "n3")}
-    assert reported["reachable", "n3"].what.endswith("refused; datagrams arrive")
+    assert reported["reachable", "n3"].message.endswith("refused; datagrams arrive")
 
 
 def test_two_hosts_that_cannot_connect_are_both_reported():
@@ -118,7 +110,7 @@ def test_a_smaller_mtu_is_reported_once():
         changed[pair]["own_mtu"] = 1280
     reported = found(fleet_of(3, changed, n2={"network.peer_mtu": 1280}))
     assert set(reported) == {("mtu", "n2")}
-    assert reported["mtu", "n2"].what == "MTU 1280"
+    assert reported["mtu", "n2"].message == "MTU 1280"
     assert reported["mtu", "n2"].usual == "1500 on 2 hosts"
     # All that TCP sends arrives: it takes the smaller of two.
     assert reported["mtu", "n2"].severity == Severity.WARN
@@ -128,7 +120,7 @@ def test_what_cuts_packets_between_hosts_is_found():
     changed = {pair: {"mtu": 1400} for pair in pairs_with("n3", 3)}
     reported = found(fleet_of(3, changed))
     assert set(reported) == {("path-mtu", "n3")}
-    assert reported["path-mtu", "n3"].what == (
+    assert reported["path-mtu", "n3"].message == (
         "to n1, n2 and from n1, n2: no packets above 1400 bytes arrive, its MTU is 1500"
     )
 
@@ -137,31 +129,12 @@ def test_lost_large_messages_are_distinguished_from_a_closed_port():
     changed = {("n1", "n2"): {"lost_bytes": 65536, "mtu": None}}
     reported = found(fleet_of(3, changed))
     assert set(reported) == {("path-mtu", "n1")}
-    assert "to n2: messages of 64KiB are lost" in reported["path-mtu", "n1"].what
+    assert "to n2: messages of 64KiB are lost" in reported["path-mtu", "n1"].message
     assert "INTERFACE" not in reported["path-mtu", "n1"].fix
-
-
-def test_an_unknown_path_mtu_is_no_fault():
-    pairs = pairs_with("n1", 3)
-    assert not found(fleet_of(3, {pair: {"mtu": None} for pair in pairs}))
-
-
-def test_a_long_list_of_hosts_is_cut():
-    reported = found(fleet_of(8, {(f"n{i}", "n1"): CLOSED for i in range(2, 9)}))
-    assert "n2, n3, n4, n5 and 3 more cannot" in reported["reachable", "n1"].what
 
 
 HOSTS = st.sampled_from("abcdef")
 PAIRS = st.lists(st.tuples(HOSTS, HOSTS).filter(lambda p: p[0] != p[1]), unique=True)
-
-
-@given(PAIRS)
-def test_every_fault_is_reported_on_one_of_its_hosts(pairs):
-    blamed = blame(pairs)
-    reported = [pair for own in blamed.values() for pair in own]
-    assert set(reported) == set(pairs)
-    assert all(host in pair for host, own in blamed.items() for pair in own)
-    assert all(blamed.values())
 
 
 @given(PAIRS, HOSTS)

@@ -1,7 +1,6 @@
 """Probes in processes of their own: what hangs or breaks is alone in it."""
 
 import os
-from pathlib import Path
 
 import pytest
 from tests.limits import HANG_S
@@ -22,7 +21,7 @@ PROGRAMS = {
 
 
 @pytest.fixture
-def entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, ProbeEntry]:
+def entries(tmp_path, monkeypatch):
     package = tmp_path / "some_probes"
     package.mkdir()
     for name, text in PROGRAMS.items():
@@ -37,9 +36,7 @@ def entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, ProbeE
     }
 
 
-def test_a_probe_that_hangs_costs_its_deadline_and_no_other_its_facts(
-    entries: dict[str, ProbeEntry],
-) -> None:
+def test_a_probe_that_hangs_costs_its_deadline_and_no_other_its_facts(entries):
     # The others are slower to start than one deadline, on a machine that is busy.
     chosen = {name: entries[name] for name in ("slow", "quick", "loud", "broken")}
     outcomes = run_probes(chosen, {"number": 7})
@@ -49,16 +46,14 @@ def test_a_probe_that_hangs_costs_its_deadline_and_no_other_its_facts(
     assert outcomes["broken"].failure.endswith("RuntimeError: no such thing")
 
 
-def test_who_is_late_but_computes_has_not_hung(entries: dict[str, ProbeEntry]) -> None:
+def test_who_is_late_but_computes_has_not_hung(entries):
     outcomes = run_probes({name: entries[name] for name in ("late", "endless")}, {})
     assert outcomes["late"].failure == ""
     assert outcomes["late"].seconds > entries["late"].deadline_s
     assert outcomes["endless"].failure.startswith("it hung and was killed after ")
 
 
-def test_probes_run_side_by_side(
-    entries: dict[str, ProbeEntry], tmp_path: Path
-) -> None:
+def test_probes_run_side_by_side(entries, tmp_path):
     """The first waits for the second, which comes to nothing if they take turns."""
     meeting = tmp_path / "meeting"
     os.mkfifo(meeting)
@@ -66,7 +61,3 @@ def test_probes_run_side_by_side(
     opening = entries["opening"]._replace(settings={"path": str(meeting)})
     outcomes = run_probes({"waiting": waiting, "opening": opening}, {})
     assert [each.failure for each in outcomes.values()] == ["", ""]
-
-
-def test_no_probes_are_no_trouble() -> None:
-    assert run_probes({}, {}) == {}

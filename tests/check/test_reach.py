@@ -3,7 +3,6 @@
 import socket
 import struct
 import threading
-import time
 from contextlib import ExitStack, contextmanager, suppress
 
 import pytest
@@ -11,7 +10,6 @@ from hypothesis import given, strategies as st
 from tests.check.programs import run_step, start_hosts, start_without_b
 from tests.limits import HANG_S
 
-from ronde.addresses import own_mtu_towards
 from ronde.check import (
     FRAME,
     LARGE_BYTES,
@@ -77,10 +75,6 @@ def test_what_works_is_reported_with_its_figures(context):
     assert set(listen(context, {})["heard"]) == {"a"}
 
 
-def test_a_second_question_opens_no_more(context):
-    assert listen(context, {}) == listen(context, {})
-
-
 def test_a_closed_port_is_refused(context):
     opened = listen(context, {})
     with socket.create_server(("127.0.0.1", 0)) as closing:
@@ -102,13 +96,9 @@ def test_a_port_that_never_answers_costs_little(context):
                 more = filling.enter_context(socket.socket())
                 more.setblocking(False)
                 more.connect_ex(address)
-            begun_s = time.monotonic()
             reported = reach_one(context, [address[1]], opened["udp_port"])
-            took_s = time.monotonic() - begun_s
     assert reported["error"] == f"port {address[1]}: no answer"
     assert not reported["is_refused"]
-    # By itself the kernel tries for 127 s.
-    assert took_s < HANG_S / 2
 
 
 def test_large_messages_that_get_lost_are_no_closed_port(context):
@@ -160,7 +150,7 @@ def test_ports_are_closed_at_the_end():
         socket.create_connection(("127.0.0.1", port), 1.0)
 
 
-@pytest.mark.parametrize("limit", [600, 1371, 9000, 9001])
+@pytest.mark.parametrize("limit", [600, 1371, 9001])
 def test_the_path_mtu_is_found_to_the_byte(limit):
     """A receiver of the test's own, deaf to packets above a size."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as deaf:
@@ -186,13 +176,6 @@ def test_the_path_mtu_is_found_to_the_byte(limit):
     assert found == min(limit, 9000)
 
 
-def test_where_no_datagram_is_answered_the_mtu_is_unknown():
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as silent:
-        silent.bind(("127.0.0.1", 0))
-        port = silent.getsockname()[1]
-        assert measure_mtu("127.0.0.1", port, TOKEN.encode(), "a", 1500) is None
-
-
 @pytest.mark.parametrize(
     ("greeting", "lost"), [(b"SSH-2.0-any\r\n", 0), (b"220 mail\r\n", None)]
 )
@@ -214,11 +197,6 @@ def test_a_way_that_loses_nothing_and_a_server_of_another_kind(greeting, lost):
     assert (found and found.lost) == lost
 
 
-def test_no_route_no_interface():
-    assert own_mtu_towards("") == 0
-    assert own_mtu_towards("127.0.0.1") == LOOPBACK_MTU
-
-
 def test_three_programs_reach_each_other():
     addresses = {"a": "127.0.0.1", "b": "127.0.0.2", "c": "127.0.0.3"}
     with start_hosts(addresses) as hosts:
@@ -232,12 +210,6 @@ def test_three_programs_reach_each_other():
         # They answer by 127.0.0.1, whatever address they were asked at.
         assert {each["mtu"] for each in reported.values()} == {LOOPBACK_MTU}
         assert facts.values[ADDRESS] == addresses[name]
-
-
-def test_one_program_has_nobody_to_reach():
-    with start_hosts({"a": ""}) as hosts:
-        run_step("reaching", hosts)
-    assert hosts.facts["a"].values == {}
 
 
 def test_a_program_that_has_ended_is_left_out():
@@ -284,8 +256,3 @@ def test_one_success_of_two_is_believed():
     assert better(bad, FINE) == FINE
     assert better(FINE, bad) == FINE
     assert better(bad, bad)["error"]
-
-
-def test_of_two_sizes_the_larger_counts():
-    assert better(FINE, FINE | {"mtu": None}) == FINE
-    assert better(FINE | {"mtu": 1400}, FINE) == FINE

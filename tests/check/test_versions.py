@@ -1,27 +1,20 @@
 """What is installed on hosts: read from files, and judged among hosts."""
 
-import hashlib
-import subprocess
-import sys
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.check.fleets import of_family
-from tests.limits import HANG_S
 
 import ronde
 from ronde.check import (
     ABSENT,
     PROBES,
     Family,
-    Finding,
     Fleet,
     HostFacts,
     Severity,
     UnreadableError,
-    digest_code,
     find_error,
     find_nccl,
     read_driver,
@@ -47,7 +40,7 @@ HEALTHY: dict[str, Any] = {
 NOTHING: tuple[dict[str, Any], ...] = ({},)
 
 
-def fleet(*changes: dict[str, Any], **settings: object) -> Fleet:
+def fleet(*changes, **settings):
     """Return healthy hosts node1, node2, ... with some facts changed in each."""
     hosts = tuple(
         HostFacts(
@@ -61,13 +54,13 @@ def fleet(*changes: dict[str, Any], **settings: object) -> Fleet:
     return Fleet(hosts, settings)
 
 
-def found(of: Fleet) -> list[Finding]:
+def found(of):
     return [
         finding for check in of_family(Family.VERSIONS) for finding in check.find(of)
     ]
 
 
-def test_this_host_reports_all_its_facts() -> None:
+def test_this_host_reports_all_its_facts():
     outcome = run_probes({"versions": PROBES["versions"]}, {})["versions"]
     assert outcome.failure == ""
     assert set(outcome.values) == set(HEALTHY) - {"torch.import_error"}
@@ -76,22 +69,12 @@ def test_this_host_reports_all_its_facts() -> None:
     assert outcome.values["versions.torch"] == version("torch")
 
 
-def test_torch_is_imported_by_its_own_probe_alone() -> None:
-    program = """
-import sys
-from ronde.check import PROBES, FactReader, read_facts
-read_facts(FactReader({}), PROBES["versions"].modules)
-sys.exit("torch" in sys.modules)
-"""
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=HANG_S)
-
-
-def test_a_healthy_fleet_gives_no_findings() -> None:
+def test_a_healthy_fleet_gives_no_findings():
     for size in (1, 2, 3):
         assert found(fleet(*NOTHING * size)) == []
 
 
-def test_a_fleet_without_gpus_or_torch_says_only_that_there_is_no_torch() -> None:
+def test_a_fleet_without_gpus_or_torch_says_only_that_there_is_no_torch():
     bare: dict[str, Any] = {
         "torch": ABSENT,
         "torch_build": ABSENT,
@@ -105,7 +88,7 @@ def test_a_fleet_without_gpus_or_torch_says_only_that_there_is_no_torch() -> Non
     assert {(f.check, f.severity) for f in findings} == {
         ("torch-installed", Severity.FAIL)
     }
-    assert findings[0].what == (
+    assert findings[0].message == (
         "/usr/bin/python3 cannot import torch: ModuleNotFoundError: No module named "
         "'torch'"
     )
@@ -141,9 +124,7 @@ PIP = "/usr/bin/python3 -m pip install "
         ),
     ],
 )
-def test_torch_that_cannot_be_imported_is_a_fault_with_its_cure(
-    error: str, changes: dict[str, Any], fix: str
-) -> None:
+def test_torch_that_cannot_be_imported_is_a_fault_with_its_cure(error, changes, fix):
     odd = {"torch": ABSENT, "torch.import_error": error} | changes
     usual = {"torch": "2.13.0+cu128"}
     findings = [f for f in found(fleet(odd, usual, usual)) if "torch" in f.check]
@@ -153,9 +134,7 @@ def test_torch_that_cannot_be_imported_is_a_fault_with_its_cure(
     assert findings[0].fix.startswith(fix)
 
 
-def test_what_an_import_ends_in_is_the_answer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_an_import_ends_in_is_the_answer(tmp_path, monkeypatch):
     """One of each, by the probe itself: with torch's name, before the real one."""
     (tmp_path / "left_over_a").mkdir()
     texts = {
@@ -204,9 +183,7 @@ def test_what_an_import_ends_in_is_the_answer(
         ("environment", {}, "environment", Severity.WARN),
     ],
 )
-def test_the_one_of_three_that_differs_is_named(
-    fact: str, value: object, check: str, severity: Severity
-) -> None:
+def test_the_one_of_three_that_differs_is_named(fact, value, check, severity):
     (finding,) = found(fleet({}, {fact: value}, {}))
     assert (finding.check, finding.host) == (check, "node2")
     assert finding.severity == severity
@@ -214,39 +191,15 @@ def test_the_one_of_three_that_differs_is_named(
     assert not {"VERSION", "FOLDER", "INTERFACE"}.intersection(finding.fix.split())
 
 
-def test_of_two_that_differ_both_are_reported() -> None:
-    findings = found(fleet({}, {"torch": "2.12.0"}))
-    assert [(f.host, f.what, f.usual) for f in findings] == [
-        ("node1", "torch 2.13.0", "2.12.0 elsewhere"),
-        ("node2", "torch 2.12.0", "2.13.0 elsewhere"),
-    ]
-
-
-def test_another_torch_is_reported_once_though_its_build_differs_too() -> None:
-    findings = found(fleet({}, {"torch": "2.12.0", "torch_build": "CPU"}, {}))
-    assert [(f.host, f.what) for f in findings] == [("node2", "torch 2.12.0")]
-
-
-def test_packages_that_differ_are_reported_together_and_not_without_end() -> None:
+def test_packages_that_differ_are_reported_together_and_not_without_end():
     usual = {f"p{n}": "1.0" for n in range(9)}
     other = usual | {f"p{n}": "2.0" for n in range(5)}
     (finding,) = found(
         fleet({"packages": usual}, {"packages": usual}, {"packages": other})
     )
-    assert finding.what == "p0 2.0, p1 2.0, p2 2.0 and 2 more"
+    assert finding.message == "p0 2.0, p1 2.0, p2 2.0 and 2 more"
     assert finding.usual == "1.0 on 2 hosts"
     assert finding.fix == f"{PIP}p0==1.0 p1==1.0 p2==1.0 p3==1.0 p4==1.0"
-
-
-def test_a_package_that_is_missing_is_reported() -> None:
-    (finding,) = found(fleet({"packages": {"numpy": "2.4.6"}}, {}, {}))
-    assert finding.what == f"tqdm {ABSENT}"
-
-
-def test_packages_that_are_judged_apart_are_not_reported_twice() -> None:
-    packages = {"numpy": "2.4.6", "tqdm": "4.70.1"}
-    more = packages | {"torch": "2.12.0", "nvidia-nccl-cu12": "2.27.3", "pip": "1"}
-    assert found(fleet({}, {}, {"packages": more})) == []
 
 
 @pytest.mark.parametrize(
@@ -265,18 +218,16 @@ def test_packages_that_are_judged_apart_are_not_reported_twice() -> None:
         ),
     ],
 )
-def test_variables_of_one_host_are_reported_with_their_values(
-    environment: dict[str, str], what: str, usual: str
-) -> None:
+def test_variables_of_one_host_are_reported_with_their_values(environment, what, usual):
     (finding,) = found(fleet({}, {}, {"environment": environment}))
-    assert (finding.what, finding.usual) == (what, usual)
+    assert (finding.message, finding.usual) == (what, usual)
     assert finding.fix.startswith("grep -sE ")
 
 
 @pytest.mark.parametrize(
     ("version", "num_bad"), [("2.10.1+cu128", 1), ("2.11.0", 0), ("dev", 0)]
 )
-def test_torch_that_is_too_old_is_known(version: str, num_bad: int) -> None:
+def test_torch_that_is_too_old_is_known(version, num_bad):
     findings = found(fleet({"torch": version}))
     assert [(f.check, f.severity) for f in findings] == [
         ("torch-installed", Severity.FAIL)
@@ -301,25 +252,12 @@ hip: Optional[str] = {hip}
         ("None", "None", "CPU"),
     ],
 )
-def test_torch_reports_what_it_was_built_for(
-    tmp_path: Path, cuda: str, hip: str, build: str
-) -> None:
+def test_torch_reports_what_it_was_built_for(tmp_path, cuda, hip, build):
     (tmp_path / "version.py").write_text(VERSION_FILE.format(cuda=cuda, hip=hip))
     assert read_torch(tmp_path) == ("2.9.0+cu126", build)
 
 
-def test_torch_that_is_not_there_is_no_fault() -> None:
-    assert read_torch(None) == (ABSENT, ABSENT)
-
-
-@pytest.mark.parametrize("text", ["", "__version__ = compute()\n"])
-def test_torch_that_reports_no_version_is_unreadable(tmp_path: Path, text: str) -> None:
-    (tmp_path / "version.py").write_text(text)
-    with pytest.raises(KeyError):
-        read_torch(tmp_path)
-
-
-def test_packages_are_known_by_the_names_of_their_directories(tmp_path: Path) -> None:
+def test_packages_are_known_by_the_names_of_their_directories(tmp_path):
     first, second = tmp_path / "first", tmp_path / "second"
     for name in (
         "first/PyYAML-6.0.3.dist-info",
@@ -344,9 +282,7 @@ def test_packages_are_known_by_the_names_of_their_directories(tmp_path: Path) ->
     assert find_nccl({}) == ABSENT
 
 
-def test_a_torch_that_was_cut_off_is_unreadable_and_the_rest_is_reported(
-    tmp_path: Path,
-) -> None:
+def test_a_torch_that_was_cut_off_is_unreadable_and_the_rest_is_reported(tmp_path):
     (tmp_path / "version.py").write_text("__version__ = '2.13.0'\ncuda: str = (")
     with pytest.raises(UnreadableError, match="reinstall torch"):
         read_torch(tmp_path)
@@ -365,14 +301,14 @@ def test_a_torch_that_was_cut_off_is_unreadable_and_the_rest_is_reported(
         ),
     ],
 )
-def test_the_driver_reports_its_version(tmp_path: Path, text: str, driver: str) -> None:
+def test_the_driver_reports_its_version(tmp_path, text, driver):
     path = tmp_path / "proc/driver/nvidia/version"
     path.parent.mkdir(parents=True)
     path.write_text(text)
     assert read_driver(str(tmp_path)) == driver
 
 
-def test_a_driver_of_amd_a_strange_one_and_none(tmp_path: Path) -> None:
+def test_a_driver_of_amd_a_strange_one_and_none(tmp_path):
     assert read_driver(str(tmp_path)) == ABSENT
     amd = tmp_path / "sys/module/amdgpu/version"
     amd.parent.mkdir(parents=True)
@@ -385,7 +321,7 @@ def test_a_driver_of_amd_a_strange_one_and_none(tmp_path: Path) -> None:
         read_driver(str(tmp_path))
 
 
-def test_settings_are_those_that_ranks_would_find() -> None:
+def test_settings_are_those_that_ranks_would_find():
     own = {
         "NCCL_DEBUG": "WARN",
         "NCCL_ALGO": "Ring",
@@ -402,32 +338,10 @@ def test_settings_are_those_that_ranks_would_find() -> None:
     }
 
 
-def test_a_long_value_is_cut_and_still_distinguished_from_another() -> None:
-    values = [
-        select_environment({"NCCL_X": "a" * 300 + end}, {})["NCCL_X"] for end in "bc"
-    ]
-    assert values[0] != values[1]
-    assert all(len(value) < 250 for value in values)
-    mark = hashlib.sha256(b"a" * 300 + b"b").hexdigest()[:8]
-    assert values[0].endswith(f"(sha256 {mark})")
-
-
-def test_secrets_are_not_among_the_facts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secrets_are_not_among_the_facts(monkeypatch):
     monkeypatch.setenv("RONDE_API_KEY", "hunter2")
     monkeypatch.setenv("NCCL_PROXY", "https://me:hunter2@host/")
     outcome = run_probes({"versions": PROBES["versions"]}, {})["versions"]
     environment = outcome.values["versions.environment"]
     assert {"RONDE_API_KEY", "NCCL_PROXY"} <= set(environment)
     assert "hunter2" not in str(outcome)
-
-
-def test_code_is_distinguished_from_other_code(tmp_path: Path) -> None:
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a/b.py").write_text("1")
-    before = digest_code(tmp_path)
-    (tmp_path / "a/b.pyc").write_text("2")
-    assert digest_code(tmp_path) == before
-    (tmp_path / "a/b.py").rename(tmp_path / "b.py")
-    moved = digest_code(tmp_path)
-    (tmp_path / "b.py").write_text("2")
-    assert len({before, moved, digest_code(tmp_path)}) == 3

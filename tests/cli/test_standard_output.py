@@ -13,7 +13,7 @@ FULL = Path("/dev/full")
 WORDS = [
     ["--help"],
     ["bench", "--help"],
-    ["check", "--json", "--only", "taking-part"],
+    ["check", "--json", "--only", "host-answers"],
     ["plan", "memory", "--params", "7B", "--mesh", "dp_shard=8"],
     ["trace", "--help"],
 ]

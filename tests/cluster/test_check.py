@@ -95,7 +95,7 @@ def run_check(
     assert done.returncode == (0 if is_ready else 2), done.stderr
     said: dict[tuple[str, str], str] = {}
     for each in findings:
-        key, what = (each["check"], each["host"]), each["what"]
+        key, what = (each["check"], each["host"]), each["message"]
         said[key] = f"{said[key]}\n{what}" if key in said else what
     return Checked(
         frozenset(said),
@@ -231,14 +231,14 @@ def test_a_black_hole_on_the_only_way_to_a_host(cluster):
         undoing.enter_context(narrowed(cluster, far, 1400))
         only = {"names": "node1,node2", "connect_s": 2.0}
         checked = run_check(cluster, "--only", "network", **only)
-        assert checked.found == {("taking-part", "node2")}
-        said = checked.said["taking-part", "node2"]
+        assert checked.found == {("host-answers", "node2")}
+        said = checked.said["host-answers", "node2"]
         assert said.endswith(
             "packets above 1400 bytes to it are lost, and the MTU of eth0 is 1500"
         )
         usual = ["ip", "link", "set", "eth0", "mtu", "1500"]
         undoing.callback(cluster.run, near, usual)
-        paste(cluster, near, checked.fixes["taking-part", "node2"])
+        paste(cluster, near, checked.fixes["host-answers", "node2"])
         checked = run_check(cluster, "--only", "network", names="node1,node2")
         assert checked.found == {("mtu", "node1"), ("mtu", "node2")}
         undoing.callback(cluster.run, far, usual)
@@ -503,9 +503,9 @@ def test_hosts_that_cannot_be_asked(cluster, find, tmp_path):
     cluster.cut(cluster.hosts[1])
     # It has two addresses, and one is enough to wait for.
     checked = find("--ssh-args", "-4 -o ConnectTimeout=3", config=config)
-    assert checked.found == {("taking-part", "node2"), ("taking-part", "node3")}
-    assert "not reached" in checked.said["taking-part", "node2"]
-    assert "key refused" in checked.said["taking-part", "node3"]
+    assert checked.found == {("host-answers", "node2"), ("host-answers", "node3")}
+    assert "not reached" in checked.said["host-answers", "node2"]
+    assert "key refused" in checked.said["host-answers", "node3"]
 
 
 def test_another_ronde_and_a_probe_that_hangs(cluster, find, tmp_path):
@@ -519,5 +519,5 @@ def test_another_ronde_and_a_probe_that_hangs(cluster, find, tmp_path):
         replaced(cluster, cluster.hosts[2], Path("/proc/meminfo"), pipe),
     ):
         checked = find()
-    assert checked.found == {("taking-part", "node2"), ("probe-hung", "node3")}
-    assert "its ronde is 9." in checked.said["taking-part", "node2"]
+    assert checked.found == {("host-answers", "node2"), ("probe-hung", "node3")}
+    assert "its ronde is 9." in checked.said["host-answers", "node2"]

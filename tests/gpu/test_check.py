@@ -19,9 +19,9 @@ from ronde.check import (
     address_of,
     all_checks,
     burn_host,
-    keep_answers,
     measure_gpu,
     run_probes,
+    store_answers,
 )
 from ronde.topology import NoNvmlError, open_nvml
 
@@ -65,7 +65,7 @@ def test_the_record_of_the_driver_answers_the_same(nvml, tmp_path):
 
 def test_every_fact_is_told_or_unreadable_with_its_reason(nvml):
     reading = FactReader({})
-    keep_answers(reading, nvml, asking(nvml))
+    store_answers(reading, nvml, asking(nvml))
     assert reading.values.keys() | reading.unreadable.keys() == set(ALL_ANSWERS)
 
 

@@ -1,4 +1,4 @@
-"""Whether hosts are fit to train on: facts of each, judged together."""
+"""Checks that hosts are fit to train on: facts of each host, judged together."""
 
 from ronde.lazy_exports import lazy_exports
 
@@ -7,7 +7,8 @@ __getattr__ = lazy_exports(
     {
         "burn": (
             "COPIES MAX_SIZE NUM_IN_ROUND PRODUCTS Rounds address_of burn_host "
-            "make_factor measure_copies measure_gpu multiply staying_near sum_up"
+            "gpu_pair_speed make_factor measure_copies measure_gpu measure_pairs "
+            "multiply staying_near sum_up"
         ),
         "catalogue": "PROBES all_checks all_steps plan_for",
         "check": "Check FAIL Family Finding Problem Severity WARN name_pair",
@@ -18,17 +19,16 @@ __getattr__ = lazy_exports(
         "gpu.links": "read_acs read_direct_rdma read_is_virtual",
         "gpu.nvml": (
             "ALL_ANSWERS GPU_QUESTIONS HOST_QUESTIONS NvmlDriver "
-            "RefusedError ask_driver ask_gpu keep_answers"
+            "RefusedError ask_driver ask_gpu store_answers"
         ),
-        "gpu.pairs": "gpu_pair_speed measure_pairs",
-        "gpu.presence": "gpu_torch opened_files read_cards read_module",
+        "gpu.presence": "opened_files",
         "gpu.smi": "read_smi",
         "gpu.xids": "read_xids",
-        "history": "Change Changes Kept compare load_last save",
+        "history": "Change Changes SavedRun compare load_last save",
         "hosts": "HostSet NodeContext Reply",
         "judging": "Judgement Unread decide fit_together judge",
-        "limits": "UNLIMITED parse_limit parse_meminfo",
-        "majority": "differing find_few",
+        "limits": "UNLIMITED parse_limit",
+        "majority": "differing find_low",
         "node": "main",
         "network.bandwidth": (
             "Streams bench busbw_of hold_rendezvous judge_logs judge_pairs rounds"
@@ -45,12 +45,12 @@ __getattr__ = lazy_exports(
         "probing": (
             "FAILED FactReader ProbeEntry UnreadableError read_facts run_probes"
         ),
-        "reading": "NOT_OF_FILES read_saved_facts",
+        "reading": "read_saved_facts",
         "software": (
-            "ABSENT digest_code find_nccl read_driver read_packages read_torch "
+            "ABSENT find_nccl read_driver read_module read_packages read_torch "
             "select_environment"
         ),
-        "storage": "digest_files find_mount find_shared read_mounts try_path",
+        "storage": "digest_files find_shared read_mounts try_path",
         "torch_import": "find_error",
     },
 )

@@ -1,13 +1,13 @@
-"""What ``--burn`` measures: a long matrix product on all processors, copies of GPUs.
+"""Measurements with torch: matrix products and GPU copies.
 
-The product runs in a program of its own on all processors, and after it the copies of
-each GPU in another one, with nothing else at work.
+``--burn`` runs a long matrix product on all processors, then copies to and from each
+GPU; ``--bandwidth`` copies between the GPUs of a host. Each runs in its own process.
 
 Note [Exact products]
-    The factors hold whole numbers of at most 2^20. A product of two is at most 2^40,
-    and a sum of ``size`` of them at most ``size * 2^40``: up to a size of 2^13 that is
-    2^53, below which float64 holds every whole number. So no step rounds, in whatever
-    order the sums are made, fused or not, in blocks or by threads: all processors and
+    The factors are whole numbers of at most 2^20. A product of two is at most 2^40, and
+    a sum of ``size`` of them at most ``size * 2^40``: up to a size of 2^13 at most
+    2^53, below which float64 represents every whole number. So no step rounds, for any
+    order of the sums, fused or not, in blocks or by threads: all processors and
     libraries give the same bits, and one that does not is broken.
 """
 
@@ -21,57 +21,66 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
+from itertools import combinations
+from statistics import median
 from threading import Thread
 from typing import Any, NamedTuple
 
 from ronde.check.check import FAIL, INFORM, WARN, Family, Problem, Problems, check
 from ronde.check.fleet import Fleet, Value
 from ronde.check.hosts import HostSet, NodeContext, ProbeStep
-from ronde.check.majority import find_few, find_odd
+from ronde.check.majority import find_low, find_odd
 from ronde.check.probing import FactReader, run_probe
 from ronde.processes import die_with_parent
 from ronde.topology.cpu_sets import members
 from ronde.topology.kernel_files import read_list
 from ronde.topology.pci import plain_address
+from ronde.units import list_first
 
-# Fact: by device, such as ``cpu`` or ``cuda:0``, what it made of the product.
+# Fact: the result of ``multiply`` by device, such as ``cpu`` or ``cuda:0``.
 PRODUCTS = "cluster.products"
-# Fact: by device, such as ``cuda:0``: its model and how fast it copies.
+# Fact: model and rates of copies by device, such as ``cuda:0``.
 COPIES = "cluster.gpu_copies"
+# Fact: GB/s (1e9) of the slower direction by pair, such as ``0-1``; 0 if the data that
+# arrives is not the data sent.
+PAIRS = "gpu.pairs"
 CPU = "cpu"
 _CUDA, _NUM_GPUS = "cuda:", "gpu.count"
+_BUILD, _NVLINKS = "versions.torch_build", "gpu.nvlinks"
 _BURN_TIMEOUT_S = 130.0
-_BESIDES_S = 60.0  # for torch to be imported, drivers to start, and each GPU to copy
+_OVERHEAD_S = 60.0  # to import torch, start drivers, and copy with each GPU
+_PAIRS_S, _SLACK_S = 120.0, 5.0  # to import torch, and half a second for each pair
 _MAX_CHARS = 200
 
 # See Note [Exact products].
 MAX_SIZE = 1 << 13
 _SIZE, _SEED = 2048, 2026
-# From the 32 bits of a signed number to the 21 of one between -2^20 and 2^20.
+# From a signed number of 32 bits to one of 21, between -2^20 and 2^20.
 _SHIFT = 11
-# Products or copies that a GPU is given at once, so that it never waits.
-NUM_IN_ROUND = 8
+NUM_IN_ROUND = 8  # products or copies queued at once, so that a GPU is never idle
 
 _HOST_BYTES = 32 << 20
-_DEVICE_BYTES = 256 << 20  # of two buffers each; more than caches hold
+_DEVICE_BYTES = 256 << 20  # of each of two buffers; more than caches hold
 _MIN_ROUNDS = 3
+_SLOW, _VERY_SLOW = 0.9, 0.7  # pairs of GPUs
 _FLOORS_GB_PER_S = {
     "A100-SXM4-40GB": 21.0,
     "A100-SXM4-80GB": 21.0,
     "H100 80GB HBM3": 48.0,
     "H200": 48.0,
 }
-"""By the model's whole name: parts of a GPU and boards with other links have others."""
+"""By the whole name of the model, since other boards of a GPU have other links."""
 
 Torch = Any
 Tensor = Any
 
 
 class Rounds(NamedTuple):
-    """How long copies are repeated to find the quickest."""
+    """Durations of repeated copies, of which the quickest counts."""
 
-    # Clocks and PCI link of an idle GPU are low, and take some time to rise.
+    # Clocks and PCI link of an idle GPU are slow, and take some time to speed up.
     warm_up_s: float = 0.1
     measured_s: float = 0.2
     clock: Callable[[], float] = time.perf_counter
@@ -81,14 +90,14 @@ _ROUNDS = Rounds()
 
 
 def burn_host(
-    _: NodeContext, question: dict[str, Value], besides_s: float = _BESIDES_S
+    _: NodeContext, question: dict[str, Value], overhead_s: float = _OVERHEAD_S
 ) -> dict[str, Value]:
     """Multiply two seeded matrices of ``size`` for ``seconds``, on all processors.
 
-    Then each GPU copies, one after the other. The answer has ``products`` by device, of
-    ``multiply``, and ``copies`` by GPU, of ``measure_gpu``; of what failed ``failure``.
+    Then measure copies of each GPU in turn. The answer has ``products`` of ``multiply``
+    and ``copies`` of ``measure_gpu``, by device; ``failure`` replaces a missing result.
     """
-    limit_s = float(question["seconds"]) + besides_s
+    limit_s = float(question["seconds"]) + overhead_s
     multiplied = run_probe(__name__, limit_s, question)
     if multiplied.unreadable:
         raise OSError(multiplied.unreadable["products"])
@@ -97,15 +106,24 @@ def burn_host(
     gpus = [name for name in products if name.startswith(_CUDA)]
     copies: dict[str, Value] = {}
     if gpus:
-        copied = run_probe(__name__, besides_s, {"do": "copy"})
+        copied = run_probe(__name__, overhead_s, {"do": "copy"})
         failed = {"failure": f"its program failed: {copied.failure}"}
         copies = {name: copied.values.get(name, failed) for name in gpus}
     return {"products": products, "copies": copies}
 
 
+def copy_pairs(_: NodeContext, question: dict[str, Value]) -> dict[str, Value]:
+    """Copy between any two GPUs of this host; the answer has ``pairs``."""
+    copied = run_probe(__name__, float(question["seconds"]), question)
+    reason = copied.unreadable.get("products") or copied.unreadable.get("pairs", "")
+    if failure := copied.failure or reason:
+        raise OSError(failure)
+    return copied.values
+
+
 def read(reader: FactReader) -> None:
-    """Be the program that multiplies or copies: the settings are the question."""
-    # What asked may be killed, and this computes for long.
+    """Multiply or copy in this process; the settings are the question."""
+    # This computes for long, and the parent may be killed.
     die_with_parent(os.getppid(), signal.SIGKILL)
     try:
         torch: Torch = import_module("torch")
@@ -113,11 +131,22 @@ def read(reader: FactReader) -> None:
         reader.unreadable["products"] = f"torch cannot be imported there: {error}"
         return
     num_gpus = torch.cuda.device_count()
-    if reader.settings["do"] == "burn_host":
-        reader.values["products"] = _multiply_all(torch, num_gpus, reader.settings)
-        return
-    for number in range(num_gpus):
-        reader.values[f"{_CUDA}{number}"] = measure_gpu(torch, number)
+    match reader.settings["do"]:
+        case "burn_host":
+            reader.values["products"] = _multiply_all(torch, num_gpus, reader.settings)
+        case "copy_pairs":
+            try:
+                reader.values["pairs"] = measure_pairs(torch, num_gpus)
+            except RuntimeError as error:
+                reader.unreadable["pairs"] = f"torch failed: {_first_line(error)}"
+        case _:
+            for number in range(num_gpus):
+                reader.values[f"{_CUDA}{number}"] = measure_gpu(torch, number)
+
+
+def _first_line(error: Exception) -> str:
+    # Errors of CUDA continue with advice for programmers.
+    return str(error).partition("\n")[0][:_MAX_CHARS]
 
 
 def _multiply_all(
@@ -156,7 +185,7 @@ def make_factor(torch: Torch, size: int, seed: int) -> Tensor:
 def multiply(
     torch: Torch, device: str, factors: list[Tensor], seconds: float
 ) -> dict[str, Value]:
-    """Multiply two factors, and again until the time is over.
+    """Multiply two factors again and again.
 
     ``checksum`` is of the first product; the others are compared with it.
     """
@@ -171,7 +200,7 @@ def multiply(
         for _ in range(num_in_round):
             wrong += (left @ right != first).any()
         num_products += num_in_round
-        # The number is there when all products are.
+        # Waits for all products.
         num_wrong = int(wrong)
     passed_s = time.monotonic() - begun_s
     flop = 2 * left.shape[0] ** 3 * num_products
@@ -191,10 +220,7 @@ def sum_up(torch: Torch, product: Tensor) -> str:
 
 
 def measure_gpu(torch: Torch, number: int) -> dict[str, Value]:
-    """Measure what a GPU of CUDA's copies.
-
-    ``is_near``: whether the host's memory was on the GPU's side of it.
-    """
+    """Measure copies of a GPU; ``is_near``: the host's memory was next to it."""
     try:
         model = torch.cuda.get_device_name(number)
         address = address_of(torch.cuda.get_device_properties(number))
@@ -210,8 +236,7 @@ def measure_gpu(torch: Torch, number: int) -> dict[str, Value]:
             rates = measure_copies(host, (source, target), torch.cuda.synchronize)
             del source, target
     except RuntimeError as error:
-        # CUDA's errors go on with advice for programmers.
-        return {"failure": str(error).partition("\n")[0][:_MAX_CHARS]}
+        return {"failure": _first_line(error)}
     return {"model": model, "is_near": is_near, **rates}
 
 
@@ -221,7 +246,7 @@ def measure_copies(
     wait: Callable[[], None],
     rounds: Rounds = _ROUNDS,
 ) -> dict[str, float]:
-    """Return GB/s (1e9) copied, the best of some rounds; in memory read and written."""
+    """Return GB/s (1e9) of the best round; within memory both directions count."""
     source, target = buffers
     part = source[: host.numel()]
 
@@ -241,7 +266,7 @@ def measure_copies(
 
 
 def quickest_s(work: Callable[[], None], rounds: Rounds = _ROUNDS) -> float:
-    """Return what the quickest of some rounds takes, once clocks have risen."""
+    """Return the duration of the quickest round after a warm-up."""
     taken: list[float] = []
     now_s = rounds.clock()
     warm_s, end_s = now_s + rounds.warm_up_s, math.inf
@@ -257,7 +282,7 @@ def quickest_s(work: Callable[[], None], rounds: Rounds = _ROUNDS) -> float:
 
 @contextmanager
 def _pinned(torch: Torch) -> Generator[Tensor]:
-    """Give new memory, near this thread, that GPUs copy by themselves."""
+    """Yield new pinned memory, near this thread."""
     memory = torch.empty(_HOST_BYTES, dtype=torch.uint8)
     runtime = torch.cuda.cudart()
     code = int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
@@ -267,7 +292,7 @@ def _pinned(torch: Torch) -> Generator[Tensor]:
         yield memory
     finally:
         try:
-            # What the GPU copied to is free only when it has ended.
+            # Memory may be released only after all copies.
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
         finally:
@@ -275,7 +300,7 @@ def _pinned(torch: Torch) -> Generator[Tensor]:
 
 
 def address_of(properties: Any) -> str:  # noqa: ANN401  torch's, without types
-    """Return where a GPU of CUDA's sits, as sysfs spells it; empty if unknown."""
+    """Return the PCI address of a GPU as sysfs spells it; empty if unknown."""
     try:
         domain, bus = properties.pci_domain_id, properties.pci_bus_id
         device = properties.pci_device_id
@@ -286,7 +311,10 @@ def address_of(properties: Any) -> str:  # noqa: ANN401  torch's, without types
 
 @contextmanager
 def staying_near(address: str, root: str = "") -> Generator[bool]:
-    """Keep this thread, and its new memory, next to a GPU; give whether that works."""
+    """Bind this thread, and so its new memory, to CPUs next to a GPU.
+
+    Yield False if that is not possible.
+    """
     allowed = os.sched_getaffinity(0)
     path = f"{root}/sys/bus/pci/devices/{address}/local_cpulist"
     near = allowed.intersection(members(read_list(path)))
@@ -323,22 +351,72 @@ def run_burn(hosts: HostSet) -> None:
 BURN_STEP = ProbeStep("burning", run_burn, (PRODUCTS, COPIES), (_NUM_GPUS,), "burn_s")
 
 
+def measure_pairs(
+    torch: Torch, num_gpus: int, rounds: Rounds = _ROUNDS
+) -> dict[str, float]:
+    """Return the rate of each pair of GPUs, measured one after the other."""
+    found: dict[str, float] = {}
+    zeros = partial(torch.zeros, _DEVICE_BYTES, dtype=torch.uint8)
+    for one, other in combinations(range(num_gpus), 2):
+        a, b = zeros(device=f"cuda:{one}"), zeros(device=f"cuda:{other}")
+        there = _pair_rate(torch, a.fill_(1), b, rounds)
+        found[f"{one}-{other}"] = min(there, _pair_rate(torch, b.fill_(2), a, rounds))
+        del a, b
+        torch.cuda.empty_cache()
+    return found
+
+
+def _pair_rate(torch: Torch, source: Tensor, target: Tensor, rounds: Rounds) -> float:
+    """Return GB/s of the best copy; 0 if other data arrives."""
+
+    def copy() -> None:
+        target.copy_(source, non_blocking=True)
+        for tensor in (source, target):
+            torch.cuda.synchronize(tensor.device)
+
+    seconds = quickest_s(copy, rounds)
+    is_right = bool((target == source.flatten()[0].item()).all())
+    return round(is_right * source.nbytes / seconds / 1e9, 3)
+
+
+def run_pairs(hosts: HostSet) -> None:
+    able = {
+        name: {"do": "copy_pairs", "seconds": _PAIRS_S}
+        for name, facts in hosts.facts.items()
+        if int(facts.values.get(_NUM_GPUS) or 0) > 1
+        and str(facts.values.get(_BUILD)).startswith(("CUDA", "HIP"))
+    }
+    for name, reply in hosts.ask(able, _PAIRS_S + _SLACK_S).items():
+        if reply.failure:
+            hosts.note_unread(name, PAIRS, reply.failure)
+        else:
+            hosts.note(name, PAIRS, reply.values["pairs"])
+    if len(hosts.names) == 1 and not able:
+        reason = "torch cannot use two GPUs here; name more hosts with -H"
+        hosts.note_unread(hosts.names[0], PAIRS, reason)
+
+
+PAIRS_STEP = ProbeStep(
+    "GPU pairs", run_pairs, (PAIRS,), (_NUM_GPUS, _BUILD), "bandwidth"
+)
+
+
 class CheckedDevice(NamedTuple):
-    """One processor of one host; those of one model should be alike."""
+    """A processor of a host, compared with all of its model."""
 
     host: str
-    name: str  # ``cpu``, all of the host's together, or ``cuda:0`` and so on
+    name: str  # ``cpu`` for all CPUs of the host, or ``cuda:0`` and so on
     model: str
 
 
 class SpeedMeasure(NamedTuple):
-    """What is measured of devices, and when one is slow."""
+    """A measured speed, and the shares of that of most devices that are too slow."""
 
     action: str  # with the preposition before the amount: ``computed at``
     unit: str = "GB/s"
-    # Nobody else uses a GPU: its speed is steadier than that of CPUs.
-    slow: float = 0.9  # below this share of what most have: a warning
-    very_slow: float = 0.8  # and below this one a failure
+    # Speeds of GPUs, which run no other programs, vary less than those of CPUs.
+    slow: float = 0.9  # a warning
+    very_slow: float = 0.8  # a failure
 
     def show(self, amount: float) -> str:
         return f"{amount:.3g} {self.unit}"
@@ -347,14 +425,14 @@ class SpeedMeasure(NamedTuple):
 def find_slow_devices(
     amounts: Mapping[CheckedDevice, float], measure: SpeedMeasure
 ) -> dict[CheckedDevice, Problem]:
-    """Return the devices slower than most of their model; in a draw all."""
+    """Return problems of the devices slower than most of their model; in a draw all."""
     found: dict[CheckedDevice, Problem] = {}
     models: dict[str, dict[CheckedDevice, float]] = defaultdict(dict)
     for device, amount in amounts.items():
         models[device.model][device] = amount
     for of_model in models.values():
-        few = find_few(of_model, measure.slow)
-        fewest = find_few(of_model, measure.very_slow)
+        few = find_low(of_model, measure.slow)
+        fewest = find_low(of_model, measure.very_slow)
         for device in few.hosts:
             if few.is_draw:
                 others = [a for other, a in of_model.items() if other != device]
@@ -363,23 +441,23 @@ def find_slow_devices(
             else:
                 kind = "hosts" if device.name == CPU else "GPUs of this model"
                 usual = f"{measure.show(few.usual)} on most {kind}"
-            # In a draw no single device can be said to crawl.
+            # In a draw either device may be the slow one.
             is_bad = device in fewest.hosts and not fewest.is_draw
             severity = FAIL if is_bad else WARN
-            what = f"{measure.action} {measure.show(amounts[device])}"
-            found[device] = Problem(what, severity, usual)
+            message = f"{measure.action} {measure.show(amounts[device])}"
+            found[device] = Problem(message, severity, usual)
     return found
 
 
 def _of_hosts(found: Iterable[tuple[CheckedDevice, Problem]]) -> Problems:
     for device, problem in found:
-        what = f"{device.name} {problem.what}"
-        yield problem._replace(what=what, host=device.host)
+        message = f"{device.name} {problem.message}"
+        yield problem._replace(message=message, host=device.host)
 
 
 @check(FAIL, PRODUCTS)
 def product_checksum(fleet: Fleet) -> Problems:
-    """All processors compute the same.
+    """All processors compute the same result.
 
     reads: the checksum of a float64 matrix product on CPUs and GPUs, for --burn's time
     threshold: the same bits everywhere: sums below 2^53 are exact in any order
@@ -394,16 +472,16 @@ def product_checksum(fleet: Fleet) -> Problems:
     for host, products in fleet.known(PRODUCTS).items():
         for device, each in products.items():
             if "failure" in each:
-                what = f"the product on {device} failed: {each['failure']}"
-                yield Problem(what, host=host)
+                message = f"the product on {device} failed: {each['failure']}"
+                yield Problem(message, host=host)
                 continue
             checksums[host, device] = each["checksum"]
             if each["num_wrong"]:
-                what = f"{each['num_wrong']} of {each['num_products']} products on "
-                yield Problem(f"{what}{device} differ from the first one", host=host)
+                message = f"{each['num_wrong']} of {each['num_products']} products on "
+                yield Problem(f"{message}{device} differ from the first one", host=host)
     for (host, device), value, usual in find_odd(checksums, of="devices"):
-        what = f"the product on {device} has checksum {value}"
-        yield Problem(what, usual=usual, host=host)
+        message = f"the product on {device} has checksum {value}"
+        yield Problem(message, usual=usual, host=host)
 
 
 _CPU_SPEED = SpeedMeasure("computed at", "GFLOP/s", 0.8, 0.5)
@@ -412,11 +490,11 @@ _GPU_SPEED = SpeedMeasure("computed at", "GFLOP/s")
 
 @check(FAIL, PRODUCTS)
 def product_speed(fleet: Fleet) -> Problems:
-    """All processors compute as fast under load.
+    """All processors compute at the same speed under load.
 
     reads: the speed of that product, of all hosts' CPUs and of GPUs of one model
-    threshold: CPUs: 80% of what most hosts reach, below 50% a failure; GPUs: 90% of
-        what most of the model reach, below 80% a failure
+    threshold: CPUs: 80% of the speed of most hosts, below 50% a failure; GPUs: 90% of
+        that of most GPUs of the model, below 80% a failure
     source: ronde's own: CPUs of like hosts differ more than GPUs of one model
     fix: Look at clocks, power cap and heat of that device while it computes
     needs: --burn, torch; several hosts, or several GPUs of one model
@@ -443,20 +521,20 @@ _MEASURES = {
 
 @check(FAIL, COPIES, family=Family.GPU)
 def gpu_copy_speed(fleet: Fleet) -> Problems:
-    """GPUs of one model copy as fast.
+    """GPUs of one model copy at the same speed.
 
     reads: copies from pinned memory of the host, to it, and within the GPU's memory
         (read and written both count), the best of some rounds; one GPU after the other,
         from CPUs next to it, after the product of --burn
-    threshold: 90% of what most GPUs of the model reach, on all hosts; below 80% a
+    threshold: 90% of the rate of most GPUs of the model, on all hosts; below 80% a
         failure; with the host at least 21 GB/s on A100 SXM, 48 GB/s on H100 SXM and
-        H200 SXM. A warning at most where no CPU next to the GPU could be chosen
+        H200 SXM. Only a warning if no CPU next to the GPU could be chosen
     source: shares: ronde's own; 21 and 48 GB/s: Azure's node health checks 0e0a1ac
         (nd96asr_v4.conf, nd96isr_h100_v5.conf, nd96isr_h200_v5.conf: check_gpu_bw)
     fix: Look at its PCI link under load (sudo lspci -vv | grep Lnk) and clocks; reseat
         it; for its own memory: dcgmi diag -r 3
     needs: --burn, torch, GPUs; to compare, several of one model
-    why: Every step waits for the GPU whose data comes last.
+    why: Every step waits for the slowest GPU.
     """
     known: dict[CheckedDevice, Value] = {}
     found: list[tuple[CheckedDevice, Problem]] = []
@@ -464,8 +542,8 @@ def gpu_copy_speed(fleet: Fleet) -> Problems:
         for name, copies in gpus.items():
             device = CheckedDevice(host, name, copies.get("model", ""))
             if "failure" in copies:
-                what = f"could not be measured: {copies['failure']}"
-                found.append((device, Problem(what, INFORM)))
+                message = f"could not be measured: {copies['failure']}"
+                found.append((device, Problem(message, INFORM)))
             else:
                 known[device] = copies
     for name, measure in _MEASURES.items():
@@ -483,17 +561,52 @@ def _judge_with_host(
     slow: dict[CheckedDevice, Problem],
     measure: SpeedMeasure,
 ) -> dict[CheckedDevice, Problem]:
-    """Return what is slow or below its model's floor, the worse of the two."""
+    """Return devices that are slow or below the floor of their model."""
     found: dict[CheckedDevice, Problem] = {}
     for device, rate in rates.items():
         problem = slow.get(device)
         floor = _FLOORS_GB_PER_S.get(device.model.removeprefix("NVIDIA "), 0.0)
         if rate < floor and (problem is None or problem.severity is not FAIL):
-            what = f"{measure.action} {measure.show(rate)}, below the {floor:g}"
-            problem = Problem(f"{what} of a sound {device.model}", FAIL)
+            message = f"{measure.action} {measure.show(rate)}, below the {floor:g}"
+            problem = Problem(f"{message} of a sound {device.model}", FAIL)
         if problem is not None and not known[device]["is_near"]:
-            what = f"{problem.what} (its memory there may have been far)"
-            problem = problem._replace(severity=WARN, what=what)
+            message = f"{problem.message} (the host's memory may have been far from it)"
+            problem = problem._replace(severity=WARN, message=message)
         if problem is not None:
             found[device] = problem
     return found
+
+
+@check(FAIL, PAIRS, optional=(_NVLINKS,))
+def gpu_pair_speed(fleet: Fleet) -> Problems:
+    """All pairs of GPUs of a host copy at the same speed, and correctly.
+
+    reads: copies of 256 MiB both ways between each two GPUs, one pair at a time
+    threshold: the data arrives unchanged; with NVLinks at least 90 % of the median
+        of the host's pairs (a warning), below 70 % a failure; without, a warning
+    source: ronde's own: 10 % is more than the noise of short copies, 30 % slows a job
+    fix: nvidia-smi topo -m; nvidia-smi nvlink -e; without NVLinks: ACS and the slots
+    needs: --bandwidth, torch, two GPUs
+    why: A ring goes through all GPUs: the slowest pair sets the pace of every step.
+    """
+    for facts in fleet.having(PAIRS):
+        pairs: dict[str, float] = facts.values[PAIRS]
+        wrong = [pair for pair, rate in pairs.items() if not rate]
+        if wrong:
+            message = f"GPUs {list_first(wrong)}: the data arrives changed"
+            fix = "switch ACS and the IOMMU's translation off, else reset the GPUs"
+            yield Problem(message, fix=fix, host=facts.host)
+        usual = median(pairs.values()) if pairs else 0.0
+        links = facts.values.get(_NVLINKS) or ()
+        has_nvlinks = bool(links) and all(any(each or ()) for each in links)
+        slow: dict[bool, list[str]] = defaultdict(list)
+        for pair, rate in pairs.items():
+            # Without NVLinks pairs on two sockets are always slower.
+            limit = _SLOW if has_nvlinks else _VERY_SLOW
+            if 0 < rate < limit * usual:
+                is_bad = has_nvlinks and rate < _VERY_SLOW * usual
+                slow[is_bad].append(f"{pair} ({rate:.3g} GB/s)")
+        median_text = f"{usual:.3g} GB/s is the median of its pairs"
+        for is_bad, names in slow.items():
+            severity, message = FAIL if is_bad else WARN, f"GPUs {list_first(names)}"
+            yield Problem(message, severity, median_text, host=facts.host)

@@ -1,4 +1,4 @@
-"""All probes, steps, operations and checks, and which of them some checks need."""
+"""All probes, steps, operations and checks, and the plan for a choice of checks."""
 
 from collections.abc import Mapping, Sequence
 from importlib import import_module
@@ -19,11 +19,11 @@ PROBES = {
     "network": ProbeEntry(_NETWORK, 5.0, "network."),
     "storage": ProbeEntry(("ronde.check.storage",), 10.0, "storage."),
 }
-"""By name; each runs in a process of its own."""
+"""By name. Each runs in its own process."""
 
 _SUBJECTS = (
     *("cluster", "expected", "software"),
-    *("gpu.presence", "gpu.health", "gpu.xids", "gpu.links", "gpu.pairs"),
+    *("gpu.presence", "gpu.health", "gpu.xids", "gpu.links"),
     *("burn", "limits", "network.interfaces", "network.reach", "network.rdma"),
     *("network.pci", "network.bandwidth", "storage", "reading"),
 )
@@ -32,19 +32,18 @@ _SUBJECTS = (
 _STEPS = (
     *("cluster.STEP", "network.reach.STEP", "storage.STEP", "storage.FILES_STEP"),
     *("cluster.PACE_STEP", "burn.BURN_STEP"),
-    *("gpu.pairs.STEP", "network.bandwidth.STEP"),
+    *("burn.PAIRS_STEP", "network.bandwidth.STEP"),
 )
-"""In their order, after the probes."""
+"""They run in this order, after the probes."""
 
 OPERATIONS = {
-    "burn": ("burn_host",),
+    "burn": ("burn_host", "copy_pairs"),
     "cluster": ("clock", "spin"),
-    "gpu.pairs": ("copy_pairs",),
     "network.bandwidth": ("bench", "hold_rendezvous"),
     "network.reach": ("listen", "reach", "stream"),
     "storage": ("digest_files", "try_path"),
 }
-"""By module: functions that answer a question on a host."""
+"""Functions that ``ronde.check.node`` runs on a host, by module."""
 
 
 def all_checks() -> tuple[Check, ...]:
@@ -60,19 +59,19 @@ def all_steps() -> tuple[ProbeStep, ...]:
 
 
 class CollectPlan(NamedTuple):
-    """What is done; nothing else starts or writes on any host."""
+    """The work on the hosts; nothing else starts or writes on any of them."""
 
-    probes: tuple[str, ...]  # names of those that run, side by side
-    steps: tuple[ProbeStep, ...]  # those after that, in their order
+    probes: tuple[str, ...]  # names; they run concurrently
+    steps: tuple[ProbeStep, ...]  # they run after the probes, in order
 
 
 def plan_for(checks: Sequence[Check], settings: Mapping[str, Value]) -> CollectPlan:
-    """Return what gives the facts that some checks judge by.
+    """Return the probes and steps that yield the facts of some checks.
 
-    Whether probes run to their end is judged of those that run for another check; of
-    all where there is none.
+    The check ``probe-hung`` needs no probe of its own: it judges those of the other
+    checks, and all of them if it is alone.
     """
-    wanted = {fact for check in checks for fact in (*check.facts, *check.besides)}
+    wanted = {fact for check in checks for fact in (*check.facts, *check.optional)}
     steps: list[ProbeStep] = []
     known = all_steps()
     for step in reversed(known):

@@ -1,10 +1,10 @@
-"""The checks that judge the facts of hosts, and what they find.
+"""Checks, which judge the facts of hosts, and their findings.
 
-A check is a function below ``check`` (it judges all hosts together), ``each_host``,
-``same_everywhere`` or ``each_gpu``. Its name is the id. Its docstring is the title and
-a paragraph ``name: text`` for each of ``reads``, ``threshold``, ``source``, ``fix``,
-``needs`` and ``why``. Its family is what its first fact begins with, such as
-``host.``, unless it names another. ``catalogue`` finds it in its module.
+A check is a function with the decorator ``check`` (it judges all hosts together),
+``each_host``, ``same_everywhere`` or ``each_gpu``. Its name is the id. Its docstring is
+the title and a paragraph ``name: text`` for each of ``reads``, ``threshold``,
+``source``, ``fix``, ``needs`` and ``why``. Its family is the first part of its first
+fact, such as ``host.``, unless it names another. ``catalogue`` lists the modules.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ from ronde.check.fleet import Fleet, Values
 
 
 class Family(StrEnum):
-    """What a check is about; a column of the table."""
+    """A group of checks; a column of the table of hosts."""
 
     VERSIONS = "versions"
     GPU = "gpu"
@@ -26,9 +26,9 @@ class Family(StrEnum):
 
 
 class Severity(StrEnum):
-    """How bad a finding is."""
+    """The severity of a finding."""
 
-    FAIL = "fail"  # training would fail, or crawl
+    FAIL = "fail"  # training would fail, or be very slow
     WARN = "warn"  # training may be slower, or fail later
     INFORM = "inform"  # worth knowing
 
@@ -39,14 +39,14 @@ _BETWEEN = " - "
 
 
 class Finding(NamedTuple):
-    """What one check found on one host, or between two."""
+    """A problem of one host, or between two, with the check that found it."""
 
     check: str
     severity: Severity
-    host: str  # for two hosts what ``name_pair`` returns
-    what: str  # without a subject: ``/dev/shm has 64MiB``
-    usual: str = ""  # what most other hosts have, if that is the point
-    fix: str = ""  # what to do or type
+    host: str  # for two hosts the result of ``name_pair``
+    message: str  # such as ``/dev/shm has 64MiB``
+    usual: str = ""  # the value of most other hosts, if the host differs from them
+    fix: str = ""  # a command or an instruction
 
     @property
     def hosts(self) -> tuple[str, ...]:
@@ -54,13 +54,13 @@ class Finding(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """What a judge finds; its check completes it to a ``Finding``."""
+    """A problem as a judge yields it; its check completes it to a ``Finding``."""
 
-    what: str
-    severity: Severity | None = None  # None for the check's own
+    message: str
+    severity: Severity | None = None  # default: the check's
     usual: str = ""
-    fix: str = ""  # if more exact than the check's own
-    host: str = ""  # filled in for a judge of one host
+    fix: str = ""  # default: the check's
+    host: str = ""  # set by ``each_host`` and ``each_gpu``
 
 
 Problems = Iterator[Problem]
@@ -68,11 +68,11 @@ Judge = Callable[[Fleet], Problems]
 
 
 class Check(NamedTuple):
-    """One thing that is judged; the texts are for people."""
+    """A rule for hosts, with its texts for ``explain`` and docs/checks.md."""
 
     id: str
     family: Family
-    severity: Severity  # the worst that it finds, and of a problem that has none
+    severity: Severity  # the worst possible, and the default of its problems
     title: str
     reads: str
     threshold: str
@@ -80,16 +80,15 @@ class Check(NamedTuple):
     fix: str
     needs: str
     why: str
-    facts: tuple[str, ...]  # without one of them the check is not made on a host
+    facts: tuple[str, ...]  # all required; a host without one of them is skipped
     judge: Judge
-    besides: tuple[str, ...] = ()  # facts that it uses where they are known
+    optional: tuple[str, ...] = ()  # optional facts
 
     def find(self, fleet: Fleet) -> Iterator[Finding]:
-        for what, severity, usual, fix, host in self.judge(fleet):
-            how_bad = severity or self.severity
-            # What is only worth knowing needs no cure.
-            cure = fix or (self.fix if how_bad is not INFORM else "")
-            yield Finding(self.id, how_bad, host, what, usual, cure)
+        for message, severity, usual, fix, host in self.judge(fleet):
+            level = severity or self.severity
+            cure = fix or (self.fix if level is not INFORM else "")
+            yield Finding(self.id, level, host, message, usual, cure)
 
 
 _FIELDS = ("reads", "threshold", "source", "fix", "needs", "why")
@@ -100,13 +99,13 @@ def make_check(
     judge: Judge,
     severity: Severity,
     facts: tuple[str, ...],
-    besides: tuple[str, ...] = (),
+    optional: tuple[str, ...] = (),
     family: Family | None = None,
 ) -> Check:
-    """Return a check with the name and the texts of a function."""
-    # Under python -OO there are no texts, and the checks are made all the same.
+    """Return a check with the name and the docstring of a function."""
+    # Under python -OO there are no docstrings; the checks work without.
     title, *lines = (named.__doc__ or "\n").splitlines()
-    # A sentence there, a part of one in lists.
+    # A sentence in the docstring, part of a line in ``ronde check list``.
     title = title.removesuffix(".")
     title = title if title[1:2].isupper() else title[:1].lower() + title[1:]
     texts: dict[str, str] = dict.fromkeys(_FIELDS, "")
@@ -117,26 +116,32 @@ def make_check(
             texts[begin], last = rest, begin
         else:
             texts[last] += f" {line}"
-    name = named.__name__.replace("_", "-")
-    family = family or Family(facts[0].partition(".")[0])
-    given: tuple[str, Family, Severity, str] = (name, family, severity, title)
-    return Check(*given, **texts, facts=facts, judge=judge, besides=besides)
+    return Check(
+        named.__name__.replace("_", "-"),
+        family or Family(facts[0].partition(".")[0]),
+        severity,
+        title,
+        **texts,
+        facts=facts,
+        judge=judge,
+        optional=optional,
+    )
 
 
 def check(
     severity: Severity,
     *facts: str,
-    besides: tuple[str, ...] = (),
+    optional: tuple[str, ...] = (),
     family: Family | None = None,
 ) -> Callable[[Judge], Check]:
-    """Make a judge of all hosts a check."""
-    return lambda judge: make_check(judge, judge, severity, facts, besides, family)
+    """Turn a judge of all hosts into a check."""
+    return lambda judge: make_check(judge, judge, severity, facts, optional, family)
 
 
 def each_host(
-    severity: Severity, *facts: str, besides: tuple[str, ...] = ()
+    severity: Severity, *facts: str, optional: tuple[str, ...] = ()
 ) -> Callable[[Callable[[Values, Fleet], Problems]], Check]:
-    """Make a judge of one host's values a check."""
+    """Turn a judge of one host's values into a check."""
 
     def make(judge: Callable[[Values, Fleet], Problems]) -> Check:
         def judge_all(fleet: Fleet) -> Problems:
@@ -144,7 +149,7 @@ def each_host(
                 for problem in judge(host.values, fleet):
                     yield problem._replace(host=host.host)
 
-        return make_check(judge, judge_all, severity, facts, besides)
+        return make_check(judge, judge_all, severity, facts, optional)
 
     return make
 

@@ -1,4 +1,4 @@
-"""Whether hosts answer, are machines of their own, and as large and fast as others."""
+"""Checks of hosts as a whole: reachable, clocks right, as large and fast as others."""
 
 import time
 from collections.abc import Mapping
@@ -6,64 +6,64 @@ from collections.abc import Mapping
 from ronde.check.check import FAIL, WARN, Family, Problem, Problems, check
 from ronde.check.fleet import Fleet, Value
 from ronde.check.hosts import HostSet, NodeContext, ProbeStep, Reply
-from ronde.check.majority import find_few, having_less, show_usual
+from ronde.check.majority import find_low, having_less, show_usual
 from ronde.check.probing import ENDED, FAILED
 from ronde.units import format_duration, format_size
 
-PACE = "cluster.compute_s"  # fact: for a fixed piece of work, while all hosts do it
+PACE = "cluster.compute_s"  # fact: time of a fixed piece of work, on all hosts at once
 _SLOW, _VERY_SLOW = 2.0, 4.0
 _SPIN_S, _SPIN_TIMEOUT_S, _MAX_ROUNDS = 0.2, 10.0, 5
 _BASE, _EXPONENT, _MODULUS = 3, (1 << 512) - 1, (1 << 521) - 1
-"""Half a millisecond or so, in the interpreter's own arithmetic: no library of which a
-host may have another one, and no instructions that some processors lack."""
+"""About half a millisecond in the interpreter's own arithmetic, which depends neither
+on the version of a library nor on instructions that some processors lack."""
 
-# Setting: by the name of a host that could not be asked, ``reason`` and ``cure``.
+# Setting: ``reason`` and ``cure`` of each host that did not answer.
 ABSENT = "absent"
-TAKING_PART = "taking-part"
+HOST_ANSWERS = "host-answers"
 
 # Fact: a host's clock less this machine's, in seconds.
 OFFSET = "cluster.clock_offset_s"
-ERROR = "cluster.clock_error_s"  # fact: how far off that may be, either way
+ERROR = "cluster.clock_error_s"  # fact: the error of that, either way
 _MUCH_OFFSET_S, _BAD_OFFSET_S = 0.1, 5.0
-# Of what most hosts have: firmware takes a little, here more than there.
-_LITTLE_MEMORY = 0.9
+_LITTLE_MEMORY = 0.9  # share of the memory of most hosts; firmware takes a little
 _NUM_EXCHANGES = 6
 _TIMEOUT_S = 3.0
 
 
 @check(FAIL, family=Family.CLUSTER)
-def taking_part(fleet: Fleet) -> Problems:
+def host_answers(fleet: Fleet) -> Problems:
     """The host can be reached, and ronde starts there.
 
     reads: the first answer of an agent, started as ronde run starts it
     threshold: an answer within 30 s, with the same ronde and minor version of Python
-    source: ronde's own: what ronde run needs to start ranks there
+    source: ronde's own: ronde run needs the same to start ranks there
     fix: ssh HOST true, and read its error
     why: ronde run starts nothing at all while one of its hosts is missing.
     """
     for host, why in fleet.settings.get(ABSENT, {}).items():
-        yield Problem(f"cannot be asked: {why['reason']}", fix=why["cure"], host=host)
+        yield Problem(f"no answer: {why['reason']}", fix=why["cure"], host=host)
 
 
 @check(FAIL, FAILED, family=Family.CLUSTER)
 def probe_hung(fleet: Fleet) -> Problems:
-    """No probe of the host hangs or breaks.
+    """No probe of the host hangs or crashes.
 
-    reads: whether each probe, a process of its own, ends before its deadline
-    threshold: 5 to 60 s by probe (a GPU: gpu-lost); one that breaks is a warning, but
-        a failure if it broke at the import of torch
-    source: ronde's own: meant to be several times what a probe takes on a slow host
-    fix: Look at what hangs: ps -eo pid,stat,wchan:32,cmd; mostly a restart helps
-    why: A rank that asks the same hangs as well, and all others wait for it.
+    reads: the end of each probe, a process of its own
+    threshold: it ends within 5 to 60 s, by probe (a GPU: gpu-lost); a crash is a
+        warning, but a failure at the import of torch
+    source: ronde's own: several times the duration of a probe on a slow host
+    fix: Find the process that hangs: ps -eo pid,stat,wchan:32,cmd; mostly a restart
+        helps
+    why: A rank that makes the same call hangs as well, and all others wait for it.
     """
     fix = "Type there: python -m ronde check; and report it if it fails as well"
     for host, failed in fleet.known(FAILED).items():
         for probe, failure in failed.items():
-            what = f"probe {probe}: {failure}"
+            message = f"probe {probe}: {failure}"
             if failure.startswith(ENDED) and probe != "torch":
-                yield Problem(what, WARN, fix=fix, host=host)
+                yield Problem(message, WARN, fix=fix, host=host)
             else:
-                yield Problem(what, host=host)
+                yield Problem(message, host=host)
 
 
 def clock(_: NodeContext, _question: dict[str, Value]) -> dict[str, Value]:
@@ -71,14 +71,14 @@ def clock(_: NodeContext, _question: dict[str, Value]) -> dict[str, Value]:
 
 
 def compare_clocks(hosts: HostSet) -> None:
-    """Ask all for the time; the quickest answer counts, as in NTP (RFC 5905, 10)."""
+    """Compare all clocks with this one; the quickest answer counts (RFC 5905, 10)."""
     best: dict[str, tuple[float, float]] = {}
     failures: dict[str, str] = {}
     for _ in range(_NUM_EXCHANGES):
         asked = [name for name in hosts.names if name not in failures]
         replies = hosts.ask({name: {"do": "clock"} for name in asked}, _TIMEOUT_S)
-        # Read once an exchange: a clock that is set meanwhile spoils one alone.
-        # A pause between the two would set the clock back: the latest is right.
+        # Once an exchange, so that setting the clock meanwhile spoils only one.
+        # A pause between the two calls makes the result too small, hence the maximum.
         epoch_s = max(time.time() - time.monotonic() for _ in range(5))
         for host, reply in replies.items():
             if reply.failure:
@@ -94,7 +94,7 @@ def compare_clocks(hosts: HostSet) -> None:
 
 
 def estimate_offset(reply: Reply, epoch_s: float) -> tuple[float, float]:
-    """Return a host's clock less this one's, and by how much that may be wrong."""
+    """Return a host's clock less this one's, and the error of that."""
     middle_s = (reply.asked_s + reply.answered_s) / 2
     offset_s = reply.values["time_ns"] / 1e9 - (epoch_s + middle_s)
     return offset_s, (reply.answered_s - reply.asked_s) / 2
@@ -108,9 +108,9 @@ def clock_offset(fleet: Fleet) -> Problems:
     """All clocks show the same time.
 
     reads: each host's clock against this machine's, beyond the error of the exchange
-    threshold: 100 ms from the middle host; a failure above 5 s
+    threshold: 100 ms from the median host; a failure above 5 s
     source: ronde's own: below 100 ms traces of several hosts can be laid side by side,
-        above 5 s nothing keeps the time
+        above 5 s no time service runs
     fix: As root: timedatectl set-ntp true, or chronyc makestep
     needs: several hosts
     why: Logs and traces of several hosts contradict each other; from minutes on, tokens
@@ -120,7 +120,7 @@ def clock_offset(fleet: Fleet) -> Problems:
     offsets = {host: float(values[OFFSET]) for host, values in known.items()}
     if len(offsets) < 2:
         return
-    # One that a host has: the mean of two would be nobody's, and all would be off.
+    # With the mean of two middle ones all hosts could be off.
     usual = sorted(offsets, key=offsets.__getitem__)[len(offsets) // 2]
     apart = {
         host: abs(offset - offsets[usual]) - (known[host][ERROR] + known[usual][ERROR])
@@ -149,11 +149,11 @@ def _show_offset(offset_s: float) -> str:
 
 @check(WARN, "host.memory_bytes", family=Family.CLUSTER)
 def memory_alike(fleet: Fleet) -> Problems:
-    """All hosts have as much memory.
+    """All hosts have the same amount of memory.
 
     reads: MemTotal of /proc/meminfo
-    threshold: 90% of what most hosts have
-    source: ronde's own: one memory module of eight is more, what firmware takes is less
+    threshold: 90% of the memory of most hosts
+    source: ronde's own: one memory module of eight is more, firmware takes less
     fix: Look for memory that firmware has taken out: dmidecode -t memory, the BMC's log
     needs: several hosts
     why: A memory module may have failed; a job that fits elsewhere does not fit there.
@@ -166,10 +166,7 @@ def memory_alike(fleet: Fleet) -> Problems:
 
 
 def spin(_: NodeContext, question: dict[str, Value]) -> dict[str, Value]:
-    """Compute the same again and again for ``seconds``, where the system puts it.
-
-    The answer has ``wall_s`` for one piece of work, waiting included.
-    """
+    """Repeat a fixed computation for ``seconds``; return its mean wall time."""
     begun_s = now_s = time.monotonic()
     num_pieces = 0
     while num_pieces == 0 or now_s < begun_s + float(question["seconds"]):
@@ -180,7 +177,7 @@ def spin(_: NodeContext, question: dict[str, Value]) -> dict[str, Value]:
 
 
 def measure_pace(hosts: HostSet) -> None:
-    """Store the best of some rounds, in which all take part; one if none seems slow."""
+    """Measure all hosts at once, again while one seems slow; the best round counts."""
     for _ in range(_MAX_ROUNDS):
         replies = hosts.ask_all({"do": "spin", "seconds": _SPIN_S}, _SPIN_TIMEOUT_S)
         for host, reply in replies.items():
@@ -192,7 +189,7 @@ def measure_pace(hosts: HostSet) -> None:
                 host, PACE, min(wall_s, hosts.facts[host].values.get(PACE, wall_s))
             )
         paces = {n: f.values[PACE] for n, f in hosts.facts.items() if PACE in f.values}
-        if not find_few(_speeds(paces), 1 / _SLOW).hosts:
+        if not find_low(_speeds(paces), 1 / _SLOW).hosts:
             break
 
 
@@ -205,24 +202,24 @@ def _speeds(paces: Mapping[str, float]) -> dict[str, float]:
 
 @check(FAIL, PACE)
 def slow_host(fleet: Fleet) -> Problems:
-    """All hosts compute as fast.
+    """All hosts compute at the same speed.
 
     reads: the time of a fixed computation, on all hosts at once
-    threshold: twice what most hosts need, four times a failure
+    threshold: twice the time of most hosts; four times is a failure
     source: ronde's own: hosts that share two busy CPUs stay below twice
-    fix: Look at who uses or limits its CPUs: top, taskset -p $$, nice, cpu.max; at
-        governor, power cap and heat
+    fix: Look for other programs and limits: top, taskset -p $$, nice, cpu.max; then for
+        the governor, power cap and heat
     needs: several hosts
     why: Every collective waits for the slowest host.
     """
     speeds = _speeds(fleet.known(PACE))
-    few, fewest = find_few(speeds, 1 / _SLOW), find_few(speeds, 1 / _VERY_SLOW)
+    few, fewest = find_low(speeds, 1 / _SLOW), find_low(speeds, 1 / _VERY_SLOW)
 
     def show(speed: float) -> str:
         return f"{1000 / speed:.2g} ms"
 
     for host in few.hosts:
-        # In a draw no single host can be said to crawl.
+        # In a draw either host may be the slow one.
         is_bad = host in fewest.hosts and not fewest.is_draw
         yield Problem(
             f"{show(speeds[host])} for a piece of work",

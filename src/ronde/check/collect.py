@@ -1,4 +1,4 @@
-"""From hosts to facts: an agent on each, ``ronde.check.node`` there, step by step."""
+"""Collect facts of hosts through ``ronde.check.node``, which an agent starts there."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
@@ -19,7 +19,7 @@ _SLACK_S = 5.0
 
 
 class Collected(NamedTuple):
-    """Facts of the hosts that could be asked, and why others could not."""
+    """Facts of the hosts that answered, and failures of the others."""
 
     hosts: tuple[HostFacts, ...]
     failures: tuple[HostFailure, ...]
@@ -34,7 +34,7 @@ def collect(
     plan: CollectPlan,
     report: Callable[[str], None],
 ) -> Collected:
-    """Collect facts of hosts; nothing is left there when it returns or raises."""
+    """Start agents, collect facts, and end all processes, also after an exception."""
     controller = Controller(NoOutput(), signal_fd, starter)
     try:
         report("connecting")
@@ -54,7 +54,7 @@ def collect_from(
     plan: CollectPlan,
     report: Callable[[str], None],
 ) -> Collected:
-    """Collect facts of hosts whose agents are connected, and leave the agents."""
+    """Collect facts through agents that are connected; they stay connected."""
     nodes, addresses, lost = _locate(controller, nodes)
     programs = controller.start_programs(nodes, "ronde.check.node")
     host_set = HostSet(programs, addresses, settings)
@@ -89,7 +89,7 @@ def _run_probes(hosts: HostSet, names: Sequence[str]) -> None:
 def _locate(
     controller: Controller, nodes: Sequence[AgentNode]
 ) -> tuple[list[AgentNode], Mapping[str, str], tuple[HostFailure, ...]]:
-    """Return the hosts that are still there, their addresses, and those lost."""
+    """Return the hosts left, their addresses, and the failures of hosts lost."""
     left, lost = list(nodes), ()
     while True:
         try:
@@ -127,10 +127,10 @@ def _own_addresses(node: AgentNode) -> list[str]:
 def choose_addresses(
     own: Mapping[str, Sequence[str]], routed: Mapping[str, Collection[str]]
 ) -> dict[str, str]:
-    """Return by name the address of each host to which most others have a route.
+    """Choose the address of each host to which most other hosts have a route.
 
-    Where another host has the same address, as of a bridge that containers use, its
-    route leads to itself. ``own`` has the best address of a host first.
+    A host that has the same address itself, as of a container bridge, does not count:
+    its route leads to itself. ``own`` has the best address of a host first.
     """
 
     def count_routes(address: str) -> int:

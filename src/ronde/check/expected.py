@@ -1,4 +1,4 @@
-"""What each host must have by the user: ``--expect 8xH100,8x400G,2TiB,10GB/s``."""
+"""The equipment that ``--expect 8xH100,8x400G,2TiB,10GB/s`` demands of each host."""
 
 import re
 from pathlib import Path
@@ -9,7 +9,7 @@ from ronde.errors import UsageError
 from ronde.units import format_size, parse_size_bytes
 
 EXPECTED = "expected"  # setting; see ``read_expected``
-# The rest is the firmware's and the kernel's.
+# Firmware and kernel take the rest.
 _SHARE_OF_MEMORY = 0.9
 _PORTS = re.compile(r"(\d{1,4})x(\d{1,5})G(?:b(?:it)?(?:/s|ps)?)?", re.IGNORECASE)
 _GPUS = re.compile(r"(\d{1,4})x([A-Za-z][\w .-]*)")
@@ -18,11 +18,10 @@ _RATE_UNITS = {"k": 1e-6, "M": 1e-3, "G": 1.0, "T": 1e3}
 
 
 def read_expected(text: str) -> dict[str, Value]:
-    """Return what ``--expect`` names, or a file of such words, a line or comma each.
+    """Parse the words of ``--expect``, or of the file that it names.
 
     ``gpus`` is a number and a part of the model's name, ``ports`` a number and Mbit/s,
-    ``memory_bytes`` a size, and ``gb_per_s`` what goes through between hosts; what is
-    not named is left out.
+    ``memory_bytes`` a size, and ``gb_per_s`` the rate between hosts; each is optional.
     """
     expected: dict[str, Value] = {}
     path = Path(text)
@@ -39,7 +38,7 @@ def read_expected(text: str) -> dict[str, Value]:
             part = {"gb_per_s": rate if found[3] == "B" else rate / 8}
         else:
             try:
-                # Without a unit it is no size.
+                # A size needs a unit.
                 size = parse_size_bytes("" if word.isdecimal() else word)
                 part = {"memory_bytes": size}
             except UsageError:
@@ -59,12 +58,12 @@ def _bad(word: str, rule: str = "GPUs, ports, memory or a rate") -> UsageError:
     )
 
 
-@check(FAIL, "gpu.count", besides=("gpu.titles",), family=Family.CLUSTER)
+@check(FAIL, "gpu.count", optional=("gpu.titles",), family=Family.CLUSTER)
 def expected_gpus(fleet: Fleet) -> Problems:
     """Each host has the GPUs that --expect names.
 
     reads: NVML's number and names of the GPUs
-    threshold: as many whose name contains the model's
+    threshold: this number of GPUs with the model in their name
     source: --expect
     fix: nvidia-smi -L; lspci -d 10de:  # shows cards that the driver does not
     needs: --expect with GPUs, as 8xH100
@@ -82,13 +81,13 @@ def expected_gpus(fleet: Fleet) -> Problems:
 
 
 @check(
-    FAIL, "network.interfaces", besides=("network.rdma_ports",), family=Family.CLUSTER
+    FAIL, "network.interfaces", optional=("network.rdma_ports",), family=Family.CLUSTER
 )
 def expected_ports(fleet: Fleet) -> Problems:
     """Each host has the ports that --expect names.
 
     reads: /sys/class/net, /sys/class/infiniband: speed and state
-    threshold: as many RDMA ports, or else physical interfaces, that are up and as fast
+    threshold: this number of RDMA ports, or else of physical interfaces, up and as fast
     source: --expect
     fix: ip -br link; ibstat  # look at cable, transceiver and switch port
     needs: --expect with ports, as 8x400G
@@ -106,8 +105,8 @@ def expected_ports(fleet: Fleet) -> Problems:
         ]
         fast = max(sum(rate >= mbit_per_s for rate in rates) for rates in (rdma, own))
         if fast < number:
-            what = f"{fast} ports of {mbit_per_s / 1000:g} Gbit/s are up"
-            yield Problem(what, usual=f"{number} expected", host=facts.host)
+            message = f"{fast} ports of {mbit_per_s / 1000:g} Gbit/s are up"
+            yield Problem(message, usual=f"{number} expected", host=facts.host)
 
 
 @check(FAIL, "host.memory_bytes", family=Family.CLUSTER)
@@ -124,5 +123,5 @@ def expected_memory(fleet: Fleet) -> Problems:
     expected = fleet.settings.get(EXPECTED, {}).get("memory_bytes", 0)
     for host, num_bytes in fleet.known("host.memory_bytes").items():
         if num_bytes < _SHARE_OF_MEMORY * expected:
-            what = f"{format_size(num_bytes)} of memory"
-            yield Problem(what, usual=f"{format_size(expected)} expected", host=host)
+            message = f"{format_size(num_bytes)} of memory"
+            yield Problem(message, usual=f"{format_size(expected)} expected", host=host)

@@ -1,26 +1,26 @@
-"""What is known of the hosts."""
+"""The facts of all hosts."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-# Setting: what ``ronde run`` would forward to every host, by the variable's name.
+# Setting: the variables that ``ronde run`` would forward to every host.
 ENVIRONMENT = "environment"
-Value = Any  # what JSON can hold
+Value = Any  # of JSON
 Values = Mapping[str, Value]
 HostPair = tuple[str, str]
 
 
 class HostFacts(NamedTuple):
-    """All that is known of one host."""
+    """The facts of one host."""
 
     host: str
-    values: dict[str, Value]  # by the fact's name, such as ``host.memlock_bytes``
-    unreadable: dict[str, str]  # by the fact's name: why, and what would help
-    seconds: dict[str, float]  # by the probe's name: how long it took
+    values: dict[str, Value]  # by fact, such as ``host.memlock_bytes``
+    unreadable: dict[str, str]  # the reason, by fact
+    seconds: dict[str, float]  # duration by probe
 
 
 class Fleet(NamedTuple):
-    """The hosts, in the user's order, and what the user asked for."""
+    """The hosts, in the user's order, and the settings of the command line."""
 
     hosts: tuple[HostFacts, ...]
     settings: dict[str, Value]
@@ -30,7 +30,7 @@ class Fleet(NamedTuple):
         return int(self.settings.get("num_ranks") or 1)
 
     def having(self, *names: str) -> Iterator[HostFacts]:
-        """Yield the hosts of which all these facts are known."""
+        """Yield the hosts that have all these facts."""
         for facts in self.hosts:
             if all(name in facts.values for name in names):
                 yield facts

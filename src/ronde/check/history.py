@@ -1,4 +1,4 @@
-"""What was known of hosts, kept in a file of records; and what has changed since."""
+"""Saved runs of ``ronde check``, and changes since the last one."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -11,7 +11,7 @@ from ronde.errors import UsageError
 from ronde.plain_values import PlainValueError, from_plain, to_plain
 from ronde.records import Record, append_record, read_records
 
-KIND = "check"  # of the records; one is one run of ``ronde check`` with all its hosts
+KIND = "check"  # of the records
 _MEASURED = {
     "host.pids_left": "",
     "gpu.busy_percent": "",
@@ -23,55 +23,48 @@ _MEASURED = {
     "storage.paths": "[free_inodes]",
     "cluster.products": "[num_products]",
 }
-"""By fact, the part that is another the next moment; empty for all of it."""
+"""Facts that change all the time, each with the part that does; empty: all of it."""
 
-# Whole numbers from here on, such as free memory, have changed by more than a tenth.
+# From this number on a whole number, such as free memory, must change by a tenth.
 _SMALL = 1 << 20
 _SHARE = 0.1
 
 
-class Kept(NamedTuple):
-    """One run: facts of the hosts that could be asked, findings, ids of its checks."""
+class SavedRun(NamedTuple):
+    """The results of one run."""
 
     hosts: tuple[HostFacts, ...]
     findings: tuple[Finding, ...]
-    checks: tuple[str, ...]
-
-
-class Earlier(NamedTuple):
-    """A run that was kept."""
-
-    created_at: str  # UTC, ISO 8601
-    kept: Kept
+    checks: tuple[str, ...]  # ids
 
 
 class Change(NamedTuple):
-    """A fact of a host that is not what it was; the values are for people."""
+    """A fact that changed since the last run; the values are formatted."""
 
     host: str
-    fact: str  # the fact's name, and in it the place: ``network.interfaces[eth0].mtu``
+    fact: str  # with the keys: ``network.interfaces[eth0][mtu]``
     before: str
     after: str
 
 
 class Changes(NamedTuple):
-    """What has changed from one run to another."""
+    """Differences between two runs."""
 
-    facts: tuple[Change, ...]  # of hosts that could be asked both times
-    # Findings that were not there, of checks that were made both times.
+    facts: tuple[Change, ...]  # of hosts that answered both times
+    # Findings of checks that were made both times.
     new: tuple[Finding, ...]
     gone: tuple[Finding, ...]
     new_hosts: tuple[str, ...]
-    gone_hosts: tuple[str, ...]  # hosts that were asked one time alone
+    gone_hosts: tuple[str, ...]
 
 
-def save(path: Path, kept: Kept) -> None:
+def save(path: Path, kept: SavedRun) -> None:
     plain: Any = to_plain(kept)
     append_record(path, Record(KIND, plain), is_private=True)
 
 
-def load_last(path: Path) -> Earlier:
-    """Return the last run in a file of records, or raise ``UsageError``."""
+def load_last(path: Path) -> tuple[str, SavedRun]:
+    """Return the last run in a file, and its time, UTC in ISO 8601."""
     try:
         records = read_records(path, KIND)
     except (OSError, UnicodeDecodeError) as error:
@@ -85,14 +78,13 @@ def load_last(path: Path) -> Earlier:
             "has no run. Type: ronde check --save FILE"
         )
     try:
-        kept = from_plain(Kept, records[-1].values, f"{path}: run")
+        kept = from_plain(SavedRun, records[-1].values, f"{path}: run")
     except PlainValueError as error:
         raise UsageError(f"{error} Was it written by ronde check --save?") from None
-    return Earlier(records[-1].created_at, kept)
+    return records[-1].created_at, kept
 
 
-def compare(before: Kept, after: Kept) -> Changes:
-    """Return what has changed, without what changes all the time."""
+def compare(before: SavedRun, after: SavedRun) -> Changes:
     old = {facts.host: facts.values for facts in before.hosts}
     new = {facts.host: facts.values for facts in after.hosts}
     asked = {finding.host for finding in before.findings} | old.keys()
@@ -100,15 +92,15 @@ def compare(before: Kept, after: Kept) -> Changes:
     both = [host for host in new if host in old]
     return Changes(
         tuple(each for host in both for each in _changes(host, old[host], new[host])),
-        _beyond(after.findings, before, asked),
-        _beyond(before.findings, after, known),
+        _not_in(before, after.findings, asked),
+        _not_in(after, before.findings, known),
         tuple(host for host in new if host not in asked),
         tuple(host for host in old if host not in known),
     )
 
 
-def _beyond(
-    findings: Sequence[Finding], other: Kept, hosts: set[str]
+def _not_in(
+    other: SavedRun, findings: Sequence[Finding], hosts: set[str]
 ) -> tuple[Finding, ...]:
     """Return findings that another run, which tried these hosts, does not have."""
     known = {finding[:3] for finding in other.findings}
@@ -128,9 +120,9 @@ def _changes(
     for name in dict.fromkeys((*old, *new)):
         top = name.partition("[")[0]
         part = _MEASURED.get(top)
-        is_of_its_moment = part is not None and name.endswith(part)
-        # What could not be read is no change of what it is.
-        if is_of_its_moment or top not in before or top not in after:
+        is_fleeting = part is not None and name.endswith(part)
+        # A fact that could not be read one time has not changed.
+        if is_fleeting or top not in before or top not in after:
             continue
         if name not in old or name not in new or _differs(old[name], new[name]):
             was, is_now = (
@@ -140,7 +132,7 @@ def _changes(
 
 
 def _differs(before: Value, after: Value) -> bool:
-    # What a number with a fraction means is in the findings.
+    # Findings show measurements that matter.
     if isinstance(before, float) or isinstance(after, float):
         return False
     if isinstance(before, int) and isinstance(after, int):
@@ -150,7 +142,7 @@ def _differs(before: Value, after: Value) -> bool:
 
 
 def _leaves(name: str, value: Value) -> Iterator[tuple[str, Value]]:
-    """Yield what is no object, by its place; lists of objects by their items."""
+    """Yield values that are no objects, with their path; of a list of objects too."""
     if isinstance(value, Mapping):
         entries = cast("Mapping[str, Value]", value)
         for key, each in entries.items():

@@ -1,6 +1,6 @@
-"""All hosts at once: what is asked of them, and the facts that they answer.
+"""Questions to all hosts at once, and the facts from their answers.
 
-A step has all hosts do something at the same time. On each host runs
+A step has all hosts do something at the same time. Each host runs
 ``ronde.check.node``, which calls an operation for each question: a function that takes
 the ``NodeContext`` and the question, and returns the answer. It bounds its own time;
 ``OSError``, ``ValueError`` and ``KeyError`` become the answer's ``error``.
@@ -14,32 +14,32 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ronde.check.fleet import HostFacts, Value
 
 if TYPE_CHECKING:
-    # It is long to import, and every probe imports this.
+    # Every probe imports this module, and that one is slow to import.
     from ronde.launch.job.programs import RemotePrograms
 
 _END_S = 5.0
 
 
 class NodeContext(NamedTuple):
-    """What is kept on a host from question to question."""
+    """State of the program on a host, kept between questions."""
 
-    memory: dict[str, Any]  # by names of the operations' own
-    closing: ExitStack  # undone when the program ends: sockets, files
+    memory: dict[str, Any]
+    closing: ExitStack  # closed when the program ends: sockets, files
 
 
 class Reply(NamedTuple):
-    """The answer of one host; times are by this machine's monotonic clock."""
+    """The answer of one host; times are of this machine's monotonic clock."""
 
     values: dict[str, Any]
-    failure: str  # why there is none, without a subject; empty where there is one
+    failure: str  # the reason if there is no answer, else empty
     asked_s: float
     answered_s: float
 
 
 class HostSet:
-    """The hosts that can be asked, by name, and what is known of each so far.
+    """The connected hosts by name, with the facts collected so far.
 
-    ``addresses``: by which others reach them; empty for a host that has none.
+    ``addresses``: how the other hosts reach each; empty if there is no route.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class HostSet:
     def ask(
         self, questions: Mapping[str, Mapping[str, Value]], timeout_s: float
     ) -> dict[str, Reply]:
-        """Ask some hosts, by name, and wait for the last answer."""
+        """Ask some hosts and wait for all answers."""
         lines = {name: json.dumps(each) for name, each in questions.items()}
         answers = self._programs.ask(lines, timeout_s) if lines else {}
         replies: dict[str, Reply] = {}
@@ -69,7 +69,7 @@ class HostSet:
                 values: Any = {"error": failure} if failure else json.loads(line)
                 reason = values.pop("error", "")
             except (ValueError, AttributeError, TypeError):
-                values, reason = {}, "its answer cannot be understood"
+                values, reason = {}, "its answer is malformed"
             replies[name] = Reply(values, reason, asked_s, answered_s)
         return replies
 
@@ -89,10 +89,10 @@ class HostSet:
 
 
 class ProbeStep(NamedTuple):
-    """A step, which is left out where no check needs its facts."""
+    """A step, which runs only if a check needs its facts."""
 
     name: str
     run: Callable[[HostSet], None]
-    facts: tuple[str, ...]  # what it may store
-    reads: tuple[str, ...] = ()  # facts of others that it uses
-    setting: str = ""  # what the user must have asked for; empty for nothing
+    facts: tuple[str, ...]  # those that it stores
+    reads: tuple[str, ...] = ()  # facts of other probes and steps
+    setting: str = ""  # it runs only if this setting is on; empty: always

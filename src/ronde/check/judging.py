@@ -1,4 +1,4 @@
-"""All checks on all hosts: what is found, what is unread, and which hosts are ready."""
+"""All checks on all hosts: findings, unreadable facts, and readiness."""
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
@@ -7,9 +7,9 @@ from typing import NamedTuple
 from ronde.check.check import Check, Family, Finding, Severity
 from ronde.check.fleet import Fleet, HostFacts, HostPair
 
-# The check without which nobody knows what GPUs a host has.
+# A host on which this check cannot be made has unknown GPUs.
 GPU_COUNT = "gpu-count"
-# Facts of which one at least is not empty where a host has a GPU, or signs of one.
+# A host with a GPU, or signs of one, has at least one of these facts.
 _SIGNS_OF_GPU = ("gpu.count", "gpu.cards", "gpu.kernel_module", "gpu.files")
 
 
@@ -22,12 +22,12 @@ class Unread(NamedTuple):
 
 
 class Judgement(NamedTuple):
-    """What was found."""
+    """The results of all checks."""
 
-    # The worst first; what differs from most hosts before what breaks a threshold.
+    # The worst first; differences between hosts before broken thresholds.
     findings: tuple[Finding, ...]
     unread: tuple[Unread, ...]
-    made: dict[tuple[str, Family], int]  # how many checks were made, by host and family
+    made: dict[tuple[str, Family], int]  # number of checks made
 
 
 def judge(fleet: Fleet, checks: Sequence[Check]) -> Judgement:
@@ -41,47 +41,45 @@ def judge(fleet: Fleet, checks: Sequence[Check]) -> Judgement:
         try:
             findings += tuple(check.find(fleet))
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-            # A host with another version of ronde may have facts of another form.
-            reason = f"the form of the facts is unknown: {error!r}"
+            # A host with another version of ronde may format facts differently.
+            reason = f"the format of the facts is unknown: {error!r}"
             unread += [Unread(check.id, host, reason) for host in able]
             continue
         made.update((host, check.family) for host in able)
     for facts in fleet.hosts:
-        # Of a host without a GPU no check of GPUs has learned anything.
         if not any(facts.values.get(name) for name in _SIGNS_OF_GPU):
             del made[facts.host, Family.GPU]
     order = list(Severity)
-    places = {facts.host: n for n, facts in enumerate(fleet.hosts)}
+    indices = {facts.host: n for n, facts in enumerate(fleet.hosts)}
 
     def badness(finding: Finding) -> tuple[int, bool, str, int]:
-        place = places.get(finding.host, len(places))
-        return order.index(finding.severity), not finding.usual, finding.check, place
+        index = indices.get(finding.host, len(indices))
+        return order.index(finding.severity), not finding.usual, finding.check, index
 
     return Judgement(tuple(sorted(findings, key=badness)), tuple(unread), dict(made))
 
 
 def _why_unread(facts: HostFacts, names: tuple[str, ...]) -> str | None:
-    """Return why a check cannot be made; None if it can, '' with nothing to read."""
+    """Return the reason; None if all facts are there, empty if there is none."""
     for name in names:
         if name not in facts.values:
-            # A probe that failed names what all its facts begin with.
+            # Of a failed probe the reason is stored under the prefix of its facts.
             of_probe = f"{name.partition('.')[0]}."
             return facts.unreadable.get(name) or facts.unreadable.get(of_probe, "")
     return None
 
 
 class Readiness(NamedTuple):
-    """Which hosts are ready; each is in one of these, in the user's order."""
+    """The hosts by readiness, in the user's order; each host is in one group."""
 
     ready: tuple[str, ...]
-    warned: tuple[str, ...]  # ready as well, unless warnings count
+    warned: tuple[str, ...]  # ready, but not with --strict
     faulty: tuple[str, ...]
-    unknown: tuple[str, ...]  # their GPUs could not be asked, or nothing was read
-    num_asked: int  # hosts that gave any answer
-    # Not ready together, whatever each is by itself.
-    faulty_pairs: tuple[HostPair, ...] = ()
-    warned_pairs: tuple[HostPair, ...] = ()  # ready together, unless warnings count
-    is_unread: bool = False  # nothing was read of any that is unknown
+    unknown: tuple[str, ...]  # their GPUs could not be queried, or nothing was read
+    num_asked: int  # hosts that answered
+    faulty_pairs: tuple[HostPair, ...] = ()  # not ready together
+    warned_pairs: tuple[HostPair, ...] = ()  # ready together, but not with --strict
+    is_unread: bool = False  # nothing was read on any of the unknown hosts
 
     @property
     def num_hosts(self) -> int:
@@ -102,9 +100,9 @@ def decide(
     num_asked: int,
     families: Collection[Family] = (),
 ) -> Readiness:
-    """Sort all hosts, and pairs of them, by the worst that was found there.
+    """Sort all hosts, and pairs of them, by their worst finding.
 
-    Of ``families``, if any are named, each host must have a check that was made.
+    With ``families`` a host on which none of their checks was made is unknown.
     """
     found: dict[tuple[str, ...], set[Severity]] = defaultdict(set)
     for each in judgement.findings:
@@ -112,14 +110,14 @@ def decide(
     failed = [where for where, all_of in found.items() if Severity.FAIL in all_of]
     warned = [w for w in found if Severity.WARN in found[w] and w not in failed]
     faulty = [name for name in hosts if (name,) in failed]
-    asked_in_vain = {each.host for each in judgement.unread if each.check == GPU_COUNT}
+    without_gpus = {each.host for each in judgement.unread if each.check == GPU_COUNT}
     made = {host for host, family in judgement.made if family in families}
     unread = {*hosts} - made if families else set[str]()
-    unknown = [n for n in hosts if n in asked_in_vain | unread and n not in faulty]
-    sorted_out = {*faulty, *unknown}
+    unknown = [n for n in hosts if n in without_gpus | unread and n not in faulty]
+    excluded = {*faulty, *unknown}
     return Readiness(
-        tuple(n for n in hosts if n not in sorted_out and (n,) not in warned),
-        tuple(n for n in hosts if n not in sorted_out and (n,) in warned),
+        tuple(n for n in hosts if n not in excluded and (n,) not in warned),
+        tuple(n for n in hosts if n not in excluded and (n,) in warned),
         tuple(faulty),
         tuple(unknown),
         num_asked,
@@ -131,12 +129,12 @@ def decide(
 def fit_together(
     hosts: Sequence[str], readiness: Readiness, *, is_strict: bool
 ) -> tuple[str, ...]:
-    """Leave out hosts until all pairs are ready: most pairs first, else the later."""
+    """Drop hosts until all pairs are ready: most bad pairs first, else the later."""
     left_out = {*readiness.faulty, *readiness.unknown}
     left_out |= {*(readiness.warned if is_strict else ())}
     pairs = {*readiness.faulty_pairs, *(readiness.warned_pairs if is_strict else ())}
     left = [name for name in hosts if name not in left_out]
     while pairs := {pair for pair in pairs if {*pair} <= {*left}}:
         counts = Counter(name for pair in pairs for name in pair)
-        left.pop(max(range(len(left)), key=lambda place: (counts[left[place]], place)))
+        left.pop(max(range(len(left)), key=lambda n: (counts[left[n]], n)))
     return tuple(left)

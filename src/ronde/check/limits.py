@@ -1,4 +1,4 @@
-"""Which machine it is, and what a rank inherits and may take there."""
+"""Limits and memory of a host, as a rank there finds them."""
 
 import math
 import os
@@ -11,20 +11,20 @@ from ronde.check.fleet import Fleet, Values
 from ronde.check.majority import having_less, once_a_host
 from ronde.check.probing import FactReader, UnreadableError
 from ronde.memory import available_memory, list_groups
-from ronde.topology.kernel_files import list_names, read_number, read_text
+from ronde.topology.kernel_files import list_names, read_fields, read_number
 from ronde.topology.machine import read_cores, read_cpu_limit, read_gpus
 from ronde.units import counted, format_size
 
-UNLIMITED = -1  # a limit that there is not
+UNLIMITED = -1
 NO_PID_LIMIT = 1 << 40  # more processes than any kernel has
-_SHARED = "/dev/shm"  # noqa: S108 - it is looked at only
+_SHARED = "/dev/shm"  # noqa: S108 - nothing is written there
 _MIN_LOCKED_BYTES = 32 << 30
 _MIN_OPEN_FILES, _FEW_OPEN_FILES, _GOOD_OPEN_FILES = 256, 4096, 65536
 _MIN_PROCESSES, _GOOD_PROCESSES, _MIN_PIDS_LEFT = 4096, 65536, 64
-# systemd lets an eighth of the memory be locked, which is never quite the same.
+# The limit may be a share of the memory, which differs a little between hosts.
 _ALIKE_SHARE = 0.9
 _MIN_SHARED_BYTES, _GOOD_SHARED_BYTES = 64 << 20, 8 << 30
-# Of the memory that may be taken; Linux gives /dev/shm a half, some of it in use.
+# Of the available memory; Linux gives /dev/shm a half, some of it in use.
 _USUAL_SHARED_SHARE = 0.4
 _MIN_RANK_BYTES, _GOOD_RANK_BYTES = 256 << 20, 1 << 30
 
@@ -49,28 +49,28 @@ _BITS = {"ipc_lock": 14, "sys_resource": 24}
 def read(reader: FactReader) -> None:
     root = reader.root
     adapters = f"{root}/sys/class/infiniband"
-    reader.keep("host.num_gpus", lambda: len(read_gpus(root, {})))
-    reader.keep(_ADAPTERS, lambda: list_names(adapters))
+    reader.store("host.num_gpus", lambda: len(read_gpus(root, {})))
+    reader.store(_ADAPTERS, lambda: list_names(adapters))
     own, shared = Path(f"{root}/proc/self"), Path(f"{root}{_SHARED}")
     with reader.reading(*_LIMITS):
         text = (own / "limits").read_text()
         reader.values |= {n: parse_limit(text, *at) for n, at in _LIMITS.items()}
-    reader.keep(_CAPABILITIES, lambda: _read_capabilities(own))
-    reader.keep(_QUOTA, lambda: read_cpu_limit(root))
-    reader.keep(_CPUS, lambda: sum(len(core.cpus) for core in read_cores(root)))
-    reader.keep_each((_PIDS, _PIDS_LEFT), lambda: _read_pids(root))
-    reader.keep_each((_SIZE, _FREE), lambda: _read_room(shared))
-    reader.keep(_WRITABLE, lambda: os.access(shared, os.W_OK | os.X_OK))
-    reader.keep(_TOTAL, lambda: parse_meminfo(Path(f"{root}/proc/meminfo").read_text()))
+    reader.store(_CAPABILITIES, lambda: _read_capabilities(own))
+    reader.store(_QUOTA, lambda: read_cpu_limit(root))
+    reader.store(_CPUS, lambda: sum(len(core.cpus) for core in read_cores(root)))
+    reader.store_each((_PIDS, _PIDS_LEFT), lambda: _read_pids(root))
+    reader.store_each((_SIZE, _FREE), lambda: _read_room(shared))
+    reader.store(_WRITABLE, lambda: os.access(shared, os.W_OK | os.X_OK))
+    memory = read_fields(f"{root}/proc/meminfo")
+    reader.store(_TOTAL, lambda: int(memory["MemTotal"].split()[0]) * 1024)
     with reader.reading(_LEFT):
-        if "MemAvailable:" not in read_text(f"{root}/proc/meminfo"):
-            # It may have memory all the same.
+        if "MemAvailable" not in memory:
             raise UnreadableError("/proc/meminfo has no MemAvailable")
         reader.values[_LEFT] = available_memory(Path(f"{root}/")).num_bytes
 
 
 def parse_limit(text: str, row: str, column: int = 0) -> int:
-    """Return a limit of ``/proc/PID/limits``, soft or hard; ``UNLIMITED`` for none."""
+    """Return a limit of ``/proc/PID/limits``; column 0 is the soft one, 1 the hard."""
     for line in text.splitlines():
         if line.startswith(row):
             limit = line[len(row) :].split()[column : column + 1]
@@ -82,7 +82,7 @@ def parse_limit(text: str, row: str, column: int = 0) -> int:
 
 
 def _read_capabilities(own: Path) -> list[str]:
-    """Return capabilities that lift limits; those in an own user namespace do not."""
+    """Return capabilities that lift limits; in a user namespace they do not."""
     if (own / "uid_map").read_text().split()[2:] != ["4294967295"]:
         return []
     effective = re.search(
@@ -94,7 +94,7 @@ def _read_capabilities(own: Path) -> list[str]:
 
 
 def _read_pids(root: str) -> tuple[int, int]:
-    """Return the tightest limit on processes, and how many more there may be."""
+    """Return the lowest limit on processes, and the number still allowed."""
     highest, left = NO_PID_LIMIT, NO_PID_LIMIT
     for group in list_groups(root, "pids"):
         limit = read_number(f"{group}/pids.max", NO_PID_LIMIT)
@@ -104,7 +104,7 @@ def _read_pids(root: str) -> tuple[int, int]:
 
 
 def _read_room(directory: Path) -> tuple[int, int]:
-    """Return the size and what is free; without the directory there is no room."""
+    """Return size and free bytes; 0 if the directory does not exist."""
     try:
         room = os.statvfs(directory)
     except FileNotFoundError:
@@ -112,18 +112,12 @@ def _read_room(directory: Path) -> tuple[int, int]:
     return room.f_blocks * room.f_frsize, room.f_bavail * room.f_frsize
 
 
-def parse_meminfo(text: str) -> int:
-    rows = [line.split() for line in text.splitlines()]
-    fields = {r[0]: int(r[1]) for r in rows if len(r) > 1 and r[1].isdecimal()}
-    return fields["MemTotal:"] * 1024
-
-
 def _limit(value: int) -> float:
     return math.inf if value < 0 else value
 
 
 def _raise_limit(option: str, item: str, wanted: int, hard: int | None) -> str:
-    """Return what lifts a limit: nobody but root may go above the hard one."""
+    """Return the command that raises a limit; above the hard one it needs root."""
     if hard is not None and _limit(hard) >= wanted:
         return f"ulimit -{option} {wanted}  # there, also in ~/.bashrc"
     lines = shlex.quote(f"* - {item} {wanted}\\nroot - {item} {wanted}\\n")
@@ -147,7 +141,7 @@ def locked_memory(fleet: Fleet) -> Problems:
     """Enough memory may be locked for RDMA.
 
     reads: the limit on locked memory, RDMA adapters, and the capability to lock more
-    threshold: 32GiB with an RDMA adapter and GPUs; and 90 % of what most hosts have
+    threshold: 32GiB with an RDMA adapter and GPUs; and 90 % of the limit of most hosts
     source: 32GiB: AMD's Primus fd1eeab (preflight/node_smoke/cli.py); unlimited: NCCL
         2.30.7's manual, Troubleshooting NCCL errors; 90 %: ronde's own
     fix: docker run --ulimit memlock=-1; on the host LimitMEMLOCK=infinity for sshd or
@@ -162,41 +156,38 @@ def locked_memory(fleet: Fleet) -> Problems:
 def _lacking_memory(fleet: Fleet) -> Problems:
     for facts in fleet.having(_LOCKED, _ADAPTERS, _CAPABILITIES):
         values, adapters = facts.values, facts.values[_ADAPTERS]
-        # With this capability the kernel does not count what a process locks.
+        # With this capability the limit does not apply.
         is_free = not adapters or "ipc_lock" in values[_CAPABILITIES]
         if not is_free and _limit(values[_LOCKED]) < _MIN_LOCKED_BYTES:
-            # Many machines have an adapter; NCCL alone uses it, between hosts.
+            # Only NCCL uses the adapter, and only between hosts.
             is_used = len(fleet.hosts) > 1 and values.get("host.num_gpus") != 0
-            what = f"{_show_locked(_limit(values[_LOCKED]))}, {adapters[0]} needs more"
-            yield Problem(what, FAIL if is_used else WARN, host=facts.host)
+            message = (
+                f"{_show_locked(_limit(values[_LOCKED]))}, {adapters[0]} needs more"
+            )
+            yield Problem(message, FAIL if is_used else WARN, host=facts.host)
 
 
-@check(FAIL, _FILES, besides=(_MOST_FILES,))
+@check(FAIL, _FILES, optional=(_MOST_FILES,))
 def open_files(fleet: Fleet) -> Problems:
     """A rank may open enough files.
 
     reads: the soft limit on open files that a rank inherits
     threshold: 65536 (below 4096 a warning, 256 a failure), no less than most hosts
-    source: torch.multiprocessing's manual: file_descriptor takes a file a tensor; the
-        numbers are ronde's own: 65536 leaves room for that and a connection a peer
+    source: torch.multiprocessing's manual: file_descriptor opens a file for each
+        tensor; ronde's own: 65536 leaves room for these and a connection to each rank
     fix: ulimit -n 65536, or nofile in /etc/security/limits.conf; docker run --ulimit
         nofile=65536
     why: Connections and shared tensors are files: 'Too many open files' after hours.
     """
     limits = {host: _limit(value) for host, value in fleet.known(_FILES).items()}
-    grades = ((_MIN_OPEN_FILES, FAIL), (_FEW_OPEN_FILES, WARN))
+    grades = (_MIN_OPEN_FILES, FAIL), (_FEW_OPEN_FILES, WARN), (math.inf, INFORM)
     few = (
-        Problem(
-            _show_files(limit),
-            next((s for n, s in grades if limit < n), INFORM),
-            host=host,
-        )
-        for host, limit in limits.items()
-        if limit < _GOOD_OPEN_FILES
+        Problem(_show_files(n), next(s for most, s in grades if n < most), host=host)
+        for host, n in limits.items()
+        if n < _GOOD_OPEN_FILES
     )
     hard = fleet.known(_MOST_FILES)
     for problem in once_a_host(few, having_less(limits, _show_files)):
-        # Or as many as most hosts have.
         usual = [n for n in limits.values() if math.isfinite(n)]
         wanted = int(max(_GOOD_OPEN_FILES, *usual))
         fix = _raise_limit("n", "nofile", wanted, hard.get(problem.host))
@@ -215,18 +206,19 @@ def process_limit(values: Values, _: Fleet) -> Problems:
     why: Threads count as well: a library ends with 'Resource temporarily unavailable'.
     """
     limit, left = _limit(values[_USER_PIDS]), values[_PIDS_LEFT]
-    fix = "docker run --pids-limit -1; TasksMax=infinity in the unit; podPidsLimit of "
-    fix += "the kubelet"
+    fix = process_limit.fix.partition("limits.conf; ")[2]
     if left < _MIN_PIDS_LEFT:
-        what = f"the control group allows {max(0, left)} more processes and threads"
-        yield Problem(what, fix=fix)
+        message = f"the control group allows {max(0, left)} more processes and threads"
+        yield Problem(message, fix=fix)
     elif values[_PIDS] < _MIN_PROCESSES:
-        what = f"the control group allows {values[_PIDS]} processes and threads"
-        yield Problem(what, WARN, fix=fix)
+        message = f"the control group allows {values[_PIDS]} processes and threads"
+        yield Problem(message, WARN, fix=fix)
     elif limit < _MIN_PROCESSES and "sys_resource" not in values[_CAPABILITIES]:
-        what = f"a user may have {int(limit)} processes and threads"
+        message = f"a user may have {int(limit)} processes and threads"
         hard = values.get(_MOST_USER_PIDS)
-        yield Problem(what, WARN, fix=_raise_limit("u", "nproc", _GOOD_PROCESSES, hard))
+        yield Problem(
+            message, WARN, fix=_raise_limit("u", "nproc", _GOOD_PROCESSES, hard)
+        )
 
 
 @each_host(WARN, _QUOTA, _CPUS)
@@ -234,11 +226,11 @@ def cpu_quota(values: Values, fleet: Fleet) -> Problems:
     """Each rank has a CPU of its own.
 
     reads: cpu.max (cfs_quota_us) of control groups; CPUs of affinity and cpuset
-    threshold: a CPU for each rank; a quota below the CPUs that are seen is shown
+    threshold: a CPU for each rank; a quota below the number of visible CPUs is shown
     source: Linux' cgroup-v2.rst, cpu.max, and sched-bwc.rst; a CPU a rank: ronde's own
     fix: Raise the limit (docker run --cpus, resources.limits.cpu, sbatch
         --cpus-per-task), or run fewer ranks there
-    why: A rank beyond its quota stands still for the rest of each 100 ms.
+    why: A rank beyond its quota is stopped for the rest of each 100 ms.
     """
     quota, seen, wanted = values[_QUOTA], values[_CPUS], fleet.num_ranks
     ranks = counted(wanted, "rank")
@@ -248,16 +240,16 @@ def cpu_quota(values: Values, fleet: Fleet) -> Problems:
     elif 0 < seen < wanted:
         yield Problem(f"{seen} CPUs may be used, for {ranks}")
     elif quota and quota < seen:
-        fix = "Keep libraries from starting a thread for each CPU that they see: "
+        fix = "Libraries would start a thread for each visible CPU; set "
         fix += f"OMP_NUM_THREADS={max(1, int(quota) // wanted)}"
-        yield Problem(f"{allowed}, and {seen} are seen", INFORM, fix=fix)
+        yield Problem(f"{allowed}, and {seen} are visible", INFORM, fix=fix)
 
 
 @each_host(FAIL, _SIZE, _FREE, _TOTAL, _LEFT)
 def shared_memory(values: Values, _: Fleet) -> Problems:
-    """The folder /dev/shm has room.
+    """Shared memory (/dev/shm) has free space.
 
-    reads: size and free room of /dev/shm, and whether it may be written to
+    reads: size and free space of /dev/shm, and write permission
     threshold: above 64MiB; a warning below 8GiB, or 40 % of the memory if that is less
     source: 64MiB: Docker's default, too little by NCCL 2.30.7's manual, Shared memory;
         8GiB: AMD's Primus fd1eeab (preflight/node_smoke/cli.py); 40 %: ronde's own
@@ -266,7 +258,6 @@ def shared_memory(values: Values, _: Fleet) -> Problems:
     why: Data loaders and NCCL have buffers there: a rank ends with a bus error.
     """
     size, free = values[_SIZE], values[_FREE]
-    # Half of a small machine's memory, or of a small container's, is not little there.
     usual = min(values[_TOTAL], values[_LEFT]) * _USUAL_SHARED_SHARE
     if size == 0:
         yield Problem("there is no /dev/shm")
@@ -274,20 +265,20 @@ def shared_memory(values: Values, _: Fleet) -> Problems:
         fix = f"As root: mount -o remount,rw {_SHARED} && chmod 1777 {_SHARED}"
         yield Problem(f"nothing may be written to {_SHARED}", fix=fix)
     elif free <= _MIN_SHARED_BYTES or free < min(_GOOD_SHARED_BYTES, usual):
-        what = f"{_SHARED} has {format_size(free)} free of {format_size(size)}"
-        yield Problem(what, FAIL if free <= _MIN_SHARED_BYTES else WARN)
+        message = f"{_SHARED} has {format_size(free)} free of {format_size(size)}"
+        yield Problem(message, FAIL if free <= _MIN_SHARED_BYTES else WARN)
 
 
 @each_host(FAIL, _LEFT)
 def memory_left(values: Values, fleet: Fleet) -> Problems:
     """There is memory for the ranks.
 
-    reads: MemAvailable, and the limits of the control groups less what they use
+    reads: MemAvailable, and the free memory of the control groups
     threshold: 1GiB for each rank; a failure below 256MiB
     source: ronde's own: a process that has imported torch holds 200 to 500MiB
-    fix: End what takes it (ps aux --sort -rss), run fewer ranks, or raise the limit of
+    fix: End other programs (ps aux --sort -rss), run fewer ranks, or raise the limit of
         the container or job
-    why: The kernel kills the rank that asks for one page too many.
+    why: The kernel kills a rank when memory runs out.
     """
     left, wanted = values[_LEFT], fleet.num_ranks
     if left < _GOOD_RANK_BYTES * wanted:

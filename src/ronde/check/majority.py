@@ -1,4 +1,4 @@
-"""What most hosts have, and which differ from it or have less; in a draw, all."""
+"""Values of most hosts, and the hosts that differ or have less; in a draw, all."""
 
 import json
 import statistics
@@ -17,7 +17,7 @@ MIN_MAJORITY = 3  # with fewer hosts there is no majority
 def same_everywhere(
     severity: Severity, fact: str, title: str
 ) -> Callable[[Callable[[Value], str]], Check]:
-    """Make a check of a function that shows a value: all hosts should show the same."""
+    """Turn a function that formats a fact into a check that all hosts have it equal."""
 
     def make(show: Callable[[Value], str]) -> Check:
         def judge(fleet: Fleet) -> Problems:
@@ -29,7 +29,7 @@ def same_everywhere(
 
 
 def spell(value: Value) -> str:
-    """Return a value as people read it, equal ones alike."""
+    """Format a value for people; equal values have equal text."""
     if isinstance(value, str):
         return value or "(empty)"
     if isinstance(value, bool):
@@ -38,7 +38,7 @@ def spell(value: Value) -> str:
 
 
 def find_odd(shown: Mapping[K, str], of: str = "hosts") -> Iterator[tuple[K, str, str]]:
-    """Yield those that differ, with value and what most have."""
+    """Yield odd hosts, each with its value and a text on the value of others."""
     counts = Counter(shown.values())
     if len(counts) < 2:
         return
@@ -53,42 +53,45 @@ def find_odd(shown: Mapping[K, str], of: str = "hosts") -> Iterator[tuple[K, str
 
 
 def usual_value(usual: str) -> str:
-    """Return the value in what ``find_odd`` says of most; empty in a draw."""
+    """Return the value in the last text of ``find_odd``; empty in a draw."""
     return usual.rpartition(" on ")[0]
 
 
 def differing(
     fleet: Fleet, fact: str, title: str, show: Callable[[Value], str] = spell
 ) -> Problems:
-    """Yield the hosts in which a fact is not what most have; with only two, both."""
+    """Yield the hosts with another value than most; of two hosts, both."""
     shown = {host: show(value) for host, value in fleet.known(fact).items()}
     for host, value, usual in find_odd(shown):
         yield Problem(f"{title} {value}", usual=usual, host=host)
 
 
-class Few(NamedTuple, Generic[K]):
-    """Hosts, or parts of them, that have too little of something."""
+class LowAmounts(NamedTuple, Generic[K]):
+    """Hosts, or devices, with too small an amount."""
 
     hosts: tuple[K, ...]
-    usual: float  # what most hosts have; in a draw, the most that any of them has
+    usual: float  # the amount of most hosts; in a draw, the largest
     is_draw: bool
 
 
-def find_few(amounts: Mapping[K, float], share: float) -> Few[K]:
-    """Find those with less than a share of the upper median; of two it is a draw."""
+def find_low(amounts: Mapping[K, float], share: float) -> LowAmounts[K]:
+    """Find those below a share of the upper median; with two it is a draw."""
     if not amounts:
-        return Few((), 0.0, is_draw=False)
+        return LowAmounts((), 0.0, is_draw=False)
     usual = statistics.median_high(amounts.values())
     few = tuple(host for host, amount in amounts.items() if amount < share * usual)
     if few and 2 * len(few) >= len(amounts):
-        return Few(tuple(amounts), max(amounts.values()), is_draw=True)
-    return Few(few, usual, is_draw=False)
+        return LowAmounts(tuple(amounts), max(amounts.values()), is_draw=True)
+    return LowAmounts(few, usual, is_draw=False)
 
 
 def show_usual(
-    host: str, amounts: Mapping[str, float], few: Few[str], show: Callable[[float], str]
+    host: str,
+    amounts: Mapping[str, float],
+    few: LowAmounts[str],
+    show: Callable[[float], str],
 ) -> str:
-    """Return what other hosts have, for ``Finding.usual``."""
+    """Return the amounts of other hosts, for ``Finding.usual``."""
     if not few.is_draw:
         return f"{show(few.usual)} on most hosts"
     others = {show(a): None for name, a in amounts.items() if name != host}
@@ -98,15 +101,15 @@ def show_usual(
 def having_less(
     amounts: Mapping[str, float], show: Callable[[float], str], share: float = 1.0
 ) -> Problems:
-    """Yield the hosts that have less of something than a share of what most have."""
-    few = find_few(amounts, share)
+    """Yield the hosts below a share of the amount of most hosts."""
+    few = find_low(amounts, share)
     for host in few.hosts:
         usual = show_usual(host, amounts, few, show)
         yield Problem(show(amounts[host]), WARN, usual, host=host)
 
 
 def once_a_host(*problems: Problems) -> Problems:
-    """Yield for each host what the first of some judges finds."""
+    """Yield the problems of several judges, for each host those of the first only."""
     known: set[str] = set()
     for each in problems:
         found = [problem for problem in each if problem.host not in known]

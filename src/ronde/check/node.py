@@ -1,7 +1,7 @@
-"""The program on each host: one question a line comes in, one answer a line goes out.
+"""The program on each host: it reads questions and writes answers, one a line.
 
-Questions and answers are JSON objects. A question's ``do`` names the operation; an
-answer has ``error`` where it could not be done.
+Both are JSON objects. The question's ``do`` names the operation. An answer with
+``error`` reports a failure.
 """
 
 import json
@@ -19,7 +19,7 @@ _MODULES = {name: module for module, names in OPERATIONS.items() for name in nam
 
 
 def main() -> None:
-    """Answer until the question is ``end``, or nobody asks any more."""
+    """Answer until the question is ``end`` or standard input is closed."""
     with ExitStack() as closing:
         context = NodeContext({}, closing)
         for line in sys.stdin:

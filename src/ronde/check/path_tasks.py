@@ -1,6 +1,6 @@
-"""Tasks on paths, in processes that may hang: a mount that hangs holds up no other.
+"""Tasks on paths, in processes, so that a hanging mount blocks only its own task.
 
-A thread would not do: while it hangs in the kernel, its process cannot end.
+A process whose thread is blocked in the kernel cannot exit, so threads will not do.
 """
 
 import hashlib
@@ -15,11 +15,10 @@ from ronde.check.probing import ENDED, FactReader, ProbeEntry, run_probes
 
 WHOLE_BYTES = 1 << 30  # a file is read whole up to this size
 SAMPLE_BYTES = 1 << 20
-# So many pieces of a larger file are read, from its first byte to its last.
-NUM_SAMPLES = 64
+NUM_SAMPLES = 64  # of a larger file, from its first byte to its last
 # ``do`` names a function below; the rest are its arguments.
 Task = Mapping[str, object]
-# What came of it. ``error`` is why nothing did, ``has_hung``: time was up.
+# The result of the function, or ``error``; ``has_hung`` after a timeout.
 TaskOutcome = dict[str, Any]
 _PAUSE_S = 0.02
 
@@ -27,10 +26,9 @@ _PAUSE_S = 0.02
 def run_tasks(
     groups: Sequence[Sequence[Task]], deadline_s: float
 ) -> list[list[TaskOutcome]]:
-    """Run tasks, those of a group one after the other, groups side by side.
+    """Run groups of tasks concurrently, the tasks of a group one after the other.
 
-    What lies on one mount belongs into one group: where one task is late, all have
-    hung.
+    Put the tasks of one mount into one group: after a timeout its whole group has hung.
     """
     entries = {
         str(number): ProbeEntry((__name__,), deadline_s, "", {"tasks": group})
@@ -46,7 +44,7 @@ def run_tasks(
 
 
 def read(reader: FactReader) -> None:
-    """Be one of the processes: the setting ``tasks`` is a group."""
+    """Run the group of tasks in the setting ``tasks``."""
     outcomes: list[TaskOutcome] = []
     for task in reader.settings["tasks"]:
         try:
@@ -56,7 +54,7 @@ def read(reader: FactReader) -> None:
     reader.values["outcomes"] = outcomes
 
 
-def look(path: str) -> TaskOutcome:
+def inspect(path: str) -> TaskOutcome:
     room = os.statvfs(path)
     return {
         "real_path": str(Path(path).resolve()),
@@ -71,11 +69,11 @@ def look(path: str) -> TaskOutcome:
 
 
 def digest(path: str) -> TaskOutcome:
-    """Return a file's size, the beginning of a hash, and of how many bytes that is."""
+    """Return a file's size, the start of its hash, and the number of bytes hashed."""
     with Path(path).open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            return {"error": "it is no file"}
+            return {"error": "it is not a regular file"}
         if size <= WHOLE_BYTES:
             found, num_read = hashlib.file_digest(file, "sha256"), size
         else:
@@ -87,37 +85,37 @@ def digest(path: str) -> TaskOutcome:
     return {"size_bytes": size, "digest": first, "read_bytes": num_read}
 
 
-def leave(path: str, name: str) -> TaskOutcome:
-    """Leave a small file; who looks for it waits until all of it is there."""
+def mark(path: str, name: str) -> TaskOutcome:
+    """Write a small file with its own name in it, for ``find``."""
     Path(path, name).write_text(name, encoding="utf-8")
     return {}
 
 
 def find(path: str, names: Sequence[str], patience_s: float) -> TaskOutcome:
-    """Wait for files that others leave; return those that are seen."""
+    """Wait for the files that other hosts write; return those that are seen."""
     begun_s = time.monotonic()
     Path(path).stat()
     while True:
-        seen = [name for name in names if _holds(Path(path, name), name)]
+        seen = [name for name in names if _is_complete(Path(path, name))]
         if len(seen) == len(names) or time.monotonic() - begun_s > patience_s:
             return {"seen": seen}
         time.sleep(_PAUSE_S)
 
 
-def _holds(place: Path, text: str) -> bool:
+def _is_complete(path: Path) -> bool:
     try:
-        return place.read_bytes() == text.encode()
+        return path.read_bytes() == path.name.encode()
     except OSError:
         return False
 
 
-def clear(path: str, names: Sequence[str]) -> TaskOutcome:
-    """Remove files of ``leave``; another host may do so as well."""
+def remove(path: str, names: Sequence[str]) -> TaskOutcome:
+    """Remove files of ``mark``, concurrently with other hosts."""
     for name in names:
         Path(path, name).unlink(missing_ok=True)
     return {}
 
 
 _TASKS: dict[str, Callable[..., TaskOutcome]] = {
-    each.__name__: each for each in (look, digest, leave, find, clear)
+    each.__name__: each for each in (inspect, digest, mark, find, remove)
 }

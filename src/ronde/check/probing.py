@@ -1,6 +1,6 @@
-"""Probes, each in a process of its own: a driver that hangs takes nothing with it.
+"""Probes, each in its own process, so that a hanging driver blocks only one of them.
 
-Run as a program it is one probe: settings come in as JSON, facts go out as JSON.
+``main`` is the program of a probe: it reads settings and writes facts, as JSON.
 """
 
 import json
@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 from ronde.check.fleet import Value
 from ronde.processes import read_stat
 
-FAILED = "probe.failed"  # fact: by the name of each probe that gave none, why
-# How the failure begins of a probe that ended by itself; any other one hung.
+FAILED = "probe.failed"  # fact: the failure of each probe without facts
+# Prefix of the failure of a probe that exited; the others hung.
 ENDED = "it ended with code"
 _BOOT = (
-    # Ranks have the folder of their script there, not the current one.
+    # Remove the current directory: ranks have that of their script instead.
     "import sys; sys.path[:] = filter(None, [*sys.path, sys.argv[1]]); "
     "from ronde.check.probing import main; main(sys.argv[2:])"
 )
@@ -31,29 +31,29 @@ _WORDS = ("-c", _BOOT, __file__.rpartition("/ronde/check/")[0])
 _KILLED_S = 1.0
 _POLL_S = 0.25
 MOST_DEADLINES = 10
-"""So many times its deadline a probe may take that waits for a processor."""
+"""A probe that waits for a processor is killed after this many deadlines."""
 _MAX_REASON_CHARS = 300
 
 
 class UnreadableError(Exception):
-    """A fact cannot be read; the message is the reason, without a subject."""
+    """A fact cannot be read; the message is the reason."""
 
 
 class FactReader:
-    """Facts as a probe finds them, and why others cannot be read."""
+    """The facts of a probe, and the reasons for those that cannot be read."""
 
     def __init__(self, settings: dict[str, Value]) -> None:
         self.settings = settings
-        # Where proc and sys are; empty for this machine.
+        # The folder with proc and sys; empty on this machine.
         self.root = str(settings.get("root", "/")).rstrip("/")
         self.values: dict[str, Value] = {}
         self.unreadable: dict[str, str] = {}
 
-    def keep(self, name: str, read: Callable[[], Value]) -> None:
+    def store(self, name: str, read: Callable[[], Value]) -> None:
         with self.reading(name):
             self.values[name] = read()
 
-    def keep_each(
+    def store_each(
         self, names: Sequence[str], read: Callable[[], Iterable[Value]]
     ) -> None:
         with self.reading(*names):
@@ -71,40 +71,39 @@ class FactReader:
         except OSError as error:
             reason = f"{error.filename or ''}: {error.strerror or error}".lstrip(": ")
         except (ValueError, KeyError, IndexError, AttributeError) as error:
-            reason = f"its form is unknown: {error!r}"
+            reason = f"unknown format: {error!r}"
         else:
             return
         self.unreadable |= dict.fromkeys(names, reason)
 
 
 class ProbeEntry(NamedTuple):
-    """A probe."""
+    """A probe: modules that each have a ``read(reader)``, run in one process."""
 
-    # Each has ``read(reader: FactReader) -> None``; they run in turn.
     modules: tuple[str, ...]
-    deadline_s: float  # when it is killed, unless it waits for a processor
-    facts: str  # how the names of its facts begin, such as ``host.``
-    settings: Mapping[str, Value] = MappingProxyType({})  # for it alone
+    deadline_s: float  # it is killed then, unless it waits for a processor
+    facts: str  # prefix of its facts, such as ``host.``
+    settings: Mapping[str, Value] = MappingProxyType({})  # in addition to the common
 
 
 class ProbeOutcome(NamedTuple):
-    """The facts of a probe, and those that it could not read, with the reason."""
+    """The result of a probe."""
 
     values: dict[str, Value]
-    unreadable: dict[str, str]
-    failure: str  # why it gave none; empty where it ran to its end
+    unreadable: dict[str, str]  # the reason, by fact
+    failure: str  # the reason if the probe did not finish, else empty
     seconds: float
 
 
 def run_probes(
     entries: Mapping[str, ProbeEntry], settings: Mapping[str, Value]
 ) -> dict[str, ProbeOutcome]:
-    """Run probes side by side.
+    """Run probes concurrently.
 
-    What is late and does nothing has hung, as has what computes for longer than its
-    deadline: it is killed, and holds up no other.
+    A probe past its deadline is killed if it is idle, or if it has computed for longer
+    than its deadline.
     """
-    # Imported here: probes, whose program this is too, do without.
+    # Imported here, because probes import this module and do not need it.
     from concurrent.futures import ThreadPoolExecutor
 
     begun_s, pipe = time.monotonic(), subprocess.PIPE
@@ -114,7 +113,7 @@ def run_probes(
             stdin=pipe,
             stdout=pipe,
             stderr=pipe,
-            # A group of its own, so that what it has started ends with it.
+            # Its own process group, so that its children can be killed as well.
             start_new_session=True,
         )
         for name, entry in entries.items()
@@ -138,7 +137,7 @@ def run_probes(
         seconds = time.monotonic() - begun_s
         return ProbeOutcome(values, unreadable, failure[:_MAX_REASON_CHARS], seconds)
 
-    # One after the other, those behind one that hangs would be taken to hang too.
+    # In turn, probes behind one that hangs would seem to hang as well.
     with ThreadPoolExecutor(len(running) or 1) as pool:
         return dict(zip(running, pool.map(collect, running), strict=True))
 
@@ -146,7 +145,7 @@ def run_probes(
 def _output_of(
     process: "subprocess.Popen[bytes]", given: bytes, begun_s: float, deadline_s: float
 ) -> tuple[bytes, bytes]:
-    """Return what a probe prints; ``TimeoutExpired`` where it hangs."""
+    """Return the output of a probe; raise ``TimeoutExpired`` if it hangs."""
     sent: bytes | None = given
     timeout_s = max(0.0, begun_s + deadline_s - _POLL_S - time.monotonic())
     used_s = 0.0
@@ -165,7 +164,7 @@ def _output_of(
 
 
 def _processor_use(group: int) -> tuple[float, bool]:
-    """Return the processor's seconds of a process group, and whether one is ready."""
+    """Return the CPU seconds of a process group, and if one of them is runnable."""
     ticks, is_ready = 0, False
     for path in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended
@@ -181,7 +180,7 @@ def _kill(process: "subprocess.Popen[bytes]") -> str:
     try:
         process.communicate(timeout=_KILLED_S)
     except subprocess.TimeoutExpired:
-        # What hangs in the kernel dies when that lets go of it.
+        # It is blocked in the kernel, and dies once that returns.
         return "cannot even be killed"
     return "was killed"
 
@@ -189,7 +188,7 @@ def _kill(process: "subprocess.Popen[bytes]") -> str:
 def run_probe(
     module: str, deadline_s: float, settings: Mapping[str, Value]
 ) -> ProbeOutcome:
-    """Run what a module reads in a process of its own."""
+    """Run the ``read`` of a module in its own process."""
     return run_probes({"": ProbeEntry((module,), deadline_s, "", settings)}, {})[""]
 
 
@@ -201,7 +200,7 @@ def read_facts(reader: FactReader, modules: Sequence[str]) -> None:
 
 def main(modules: Sequence[str]) -> None:
     reader = FactReader(json.loads(sys.stdin.buffer.read()))
-    # What libraries print must not be taken for facts.
+    # Keep the output of libraries apart from the facts.
     facts_fd = os.dup(1)
     os.dup2(2, 1)
     read_facts(reader, modules)

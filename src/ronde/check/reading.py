@@ -1,6 +1,6 @@
-"""Files as facts: ``nvidia-smi -q``, a kernel's log and ``ibstat``, each of one host.
+"""Saved output as facts: ``nvidia-smi -q``, kernel logs and ``ibstat``, each a host.
 
-The checks of live hosts judge them, and ``printed-errors`` what only a file shows.
+The checks of live hosts judge them; ``logged-errors`` reports further lines.
 """
 
 import re
@@ -12,7 +12,7 @@ from xml.etree.ElementTree import Element
 
 from ronde.check.check import FAIL, Problem, Problems, Severity, each_host
 from ronde.check.fleet import Fleet, HostFacts, Value, Values
-from ronde.check.gpu.nvml import LOST, keep_report
+from ronde.check.gpu.nvml import LOST, store_report
 from ronde.check.gpu.smi import find_error, read_answers
 from ronde.check.gpu.xids import find_xids
 from ronde.check.probing import FactReader
@@ -25,11 +25,11 @@ from ronde.topology.sources import find_probe
 from ronde.units import counted, list_first
 
 NOT_OF_FILES = ("roce-gid", "gpu-mig")
-"""Checks whose facts a file has in part, or that need the ranks of a job."""
-_ERRORS = "host.printed_errors"
+"""Checks whose facts are incomplete in files, or that need the ranks of a job."""
+_ERRORS = "host.logged_errors"
 _OFF_THE_BUS = "a GPU has fallen off the bus"
 _FIXES = {
-    "reset": "stop what uses the GPU, then: sudo nvidia-smi --gpu-reset -i {at}",
+    "reset": "stop all programs on the GPU, then: sudo nvidia-smi --gpu-reset -i {at}",
     "replace": "have the GPU replaced",
     "mode": "sudo nvidia-smi -i {at} -c DEFAULT",
     "persist": "sudo nvidia-smi -pm 1",
@@ -43,7 +43,7 @@ _FIXES = {
     "choose": "name the ports for jobs: NCCL_IB_HCA",
     "cool": "check fans, dust and airflow",
     "host": "drain the host; sudo ras-mc-ctl --errors; have the part replaced",
-    "look": "look at the lines around it; it may be what ended or held up the job",
+    "look": "look at the lines around it; it may have ended or delayed the job",
     "cut": "write it again: nvidia-smi -q; a GPU that is still missing has failed",
 }
 _SILENT = "a file server does not answer"
@@ -121,7 +121,7 @@ warn look {_SILENT}
 warn look a program crashed in {{}}
   (?:segfault|general protection) .* in (lib(?:[nr]ccl|cuda|torch|ibv|fabric)[^\[ ]*)
 """
-"""Severity, fix and meaning; and the pattern of a line, its groups for ``{}``."""
+"""Severity, fix and message; then the pattern of a line, with groups for ``{}``."""
 _LINK = re.compile(
     r"(?:mlx[45]_\w+|bnxt_en|ice|i40e|ionic) (?P<at>\S+(?: [\w-]+)?): .*?"
     r"(?:[Ll]ink (?:is )?|module \d+, Cable )"
@@ -137,84 +137,84 @@ _ALIKE = {
 }
 _SOUGHT = "errors of GPUs, adapters, links, PCI, memory, processors and file servers"
 _MAX_LINE_CHARS = 1000
-# The job's folder, or else the last one, of a limit that was reached.
+# The cgroup of a limit that was reached: that of a job, else the innermost.
 _CGROUP = re.compile(
     r"(?:oom_memcg=|result of limit of )(?:\S*/(?=job_\d+\b)|[^\s,]*/)([^\s,/]+)"
 )
 _BOOT_OR_END = ("Linux version ", "reboot: ")
 
 
-_Lines = Iterable[tuple[str, str]]  # each with its place
-_Error = tuple[str, str, str]  # meaning, severity and fix
+_Lines = Iterable[tuple[str, str]]  # location and text
+_Error = tuple[str, str, str]  # message, severity and fix
 
 
 @each_host(FAIL, _ERRORS)
-def printed_errors(values: Values, _: Fleet) -> Problems:
-    """A file shows no error of a GPU, adapter, link or host, and is whole.
+def logged_errors(values: Values, _: Fleet) -> Problems:
+    """A saved file is complete and has no error of a GPU, adapter, link or host.
 
     reads: for ronde check read: nvidia-smi -q, a saved kernel log, ibstat
     threshold: no uncorrectable or pending error, no GPU or adapter that was lost, no
         link lost three times or for good; settings, corrected errors, and GPUs or
-        ports unlike the others are warnings or only shown
+        ports unlike the others are warnings or notes
     source: nvidia-smi's manual; NVIDIA's Dynamic Page Retirement guide (60 pages);
         Linux' drivers/pci/pcie/aer.c, mlx5/core/health.c and events.c, mm/oom_kill.c
-    fix: look at the line, and at those around it
+    fix: look at the line and those around it
     needs: a file
-    why: What has failed ends the next job as well.
+    why: The same fault will end the next job.
     """
-    for what, severity, fix in values[_ERRORS]:
-        yield Problem(what, Severity(severity), fix=fix)
+    for message, severity, fix in values[_ERRORS]:
+        yield Problem(message, Severity(severity), fix=fix)
 
 
 def read_saved_facts(saved: Saved) -> tuple[HostFacts, str]:
-    """Return a file as facts of a host of its name, and what it is.
+    """Return the facts of a file as a host of its name, and its kind in words.
 
-    Raises ``UsageError`` for one of another form.
+    Raises ``UsageError`` for other files.
     """
     (other, cure), probe = recognise_other(saved), find_probe(saved)
     is_log = other == KERNEL_LOG
     values: dict[str, Value] = {}
     lines = list(_log_lines(saved))
     if probe is SMI_QUERY:
-        what, own, more = _read_query(values, saved)
+        kind, own, more = _read_query(values, saved)
         lines += more
     elif probe is RDMA_PORTS:
-        what, own = _read_ports(values, saved)
+        kind, own = _read_ports(values, saved)
     else:
-        what = counted(len(lines), "kernel line" if is_log else "line")
-        what += f" (sought: {_SOUGHT})" * is_log
+        kind = counted(len(lines), "kernel line" if is_log else "line")
+        kind += f" (searched for {_SOUGHT})" * is_log
         own = _lost_links(lines)
-        # The index of the line stands for the age.
+        # Instead of its age each line has its index.
         xids = find_xids((number, line) for number, (_, line) in enumerate(lines))
         for each in xids:
             each["where"] = lines[int(each["age_s"])][0].strip()
         values["gpu.xids"] = xids
     errors = [*_find_errors(lines), *own]
     if not (errors or is_log or probe in (SMI_QUERY, RDMA_PORTS)):
-        name = probe.format if probe else other or "none of them"
+        name = probe.format if probe else other or "an unknown format"
         cure = f"Type: ronde topo lint {saved.name}" if probe else cure
         cure = f" {cure}" * cure.startswith("Type: ")
         raise UsageError(
-            f"{saved.name} must be what nvidia-smi -q, dmesg or ibstat prints, got "
+            f"{saved.name} must be output of nvidia-smi -q, dmesg or ibstat, got "
             f"{name}.{cure}"
         )
     is_gone = any(each["code"] == 79 for each in values.get("gpu.xids", ()))
     values[_ERRORS] = [e for e in errors if not is_gone or _OFF_THE_BUS not in e[0]]
-    return HostFacts(saved.name, values, {}, {}), what
+    return HostFacts(saved.name, values, {}, {}), kind
 
 
 def _log_lines(saved: Saved) -> Iterator[tuple[str, str]]:
-    """Yield lines of a kernel or of nvidia-smi itself, each with its place."""
+    """Yield lines of a kernel or of nvidia-smi itself, each with its location."""
     card = group = ""
     for number, line in enumerate(saved.text.splitlines(), 1):
         if match := KERNEL_LINE.match(line[:_MAX_LINE_CHARS]):
             stamp = (match["at"] or match["date"] or "").strip("[] ")
-            # The driver's message of three lines has the GPU in the first.
+            # The first line of a message of three has the GPU.
             card = match["text"] if "NVRM: The NVIDIA GPU" in line else card
             text = re.sub(
                 r"^NVRM: (?=(?:system )?(?:has )?fallen off)", f"{card} ", match["text"]
             )
-            # The line before that of the program names the limit.
+            # The line before that of the killed program names the cgroup.
             limit = _CGROUP.search(text)
             group = limit[1] if limit else group
             text = text.replace("Memory cgroup out", f"Memory cgroup {group} out", 1)
@@ -224,33 +224,36 @@ def _log_lines(saved: Saved) -> Iterator[tuple[str, str]]:
 
 
 def _find_errors(lines: _Lines) -> list[_Error]:
-    """Return what rules find in lines, each once: meaning, severity and fix."""
+    """Apply the rules to lines; equal errors are returned once."""
     rows = _RULES.strip().splitlines()
     patterns = [re.compile(row.strip()) for row in rows[1::2]]
     found: dict[_Error, list[tuple[str, str]]] = {}
-    for place, line in lines:
+    for location, line in lines:
         if match := re.search(r"nfs: server (\S+) OK", line):
             silent = _SILENT, "warn", _FIXES["look"]
             found[silent] = [e for e in found.get(silent, []) if e[0] != match[1]]
         for row, pattern in zip(rows[::2], patterns, strict=True):
             if match := pattern.search(line):
-                severity, fix, what = row.split(maxsplit=2)
-                error = what.format(*match.groups()), severity, _FIXES[fix]
-                # A GPU is its own place.
-                at = place if place.isdecimal() else match.groupdict().get("at") or ""
-                found.setdefault(error, []).append((at, place))
+                severity, fix, message = row.split(maxsplit=2)
+                error = message.format(*match.groups()), severity, _FIXES[fix]
+                # The location in nvidia-smi -q is the number of the GPU.
+                is_gpu = location.isdecimal()
+                at = location if is_gpu else match.groupdict().get("at") or ""
+                found.setdefault(error, []).append((at, location))
                 break
     return [_sum_up(*error, seen) for error, seen in found.items() if seen]
 
 
-def _sum_up(what: str, severity: str, fix: str, seen: list[tuple[str, str]]) -> _Error:
+def _sum_up(
+    message: str, severity: str, fix: str, seen: list[tuple[str, str]]
+) -> _Error:
     ends = list(dict.fromkeys(at for at, _ in seen if at))
-    place = seen[-1][1]
-    text = f"GPU{'s' * (len(ends) > 1)} {', '.join(ends)}: {what}"
-    if not place.isdecimal():
+    location = seen[-1][1]
+    text = f"GPU{'s' * (len(ends) > 1)} {', '.join(ends)}: {message}"
+    if not location.isdecimal():
         named = f": {list_first(ends, 4)}" if ends else ""
         times = f", {len(seen)} times, last" if len(seen) > 1 else ""
-        text = f"{what}{named}{times}{place}"
+        text = f"{message}{named}{times}{location}"
     return text, severity, fix.format(at=",".join(ends))
 
 
@@ -269,14 +272,14 @@ def _lost_links(lines: _Lines) -> Iterator[_Error]:
             own = states[at]
             flaps = sum(was and not is_up for was, is_up in pairwise(own))
             is_down = flaps > 0 and not own[-1]
-            # The last loss before a reboot is the reboot's. In a log without its start
-            # the link was up before the first.
+            # The last loss before a reboot belongs to the reboot. In a log without its
+            # start the link was up before.
             lost += flaps - (is_down and number < len(boots) - 1)
             lost += flaps > 0 and number == 0 and not own[0]
         if lost:
-            what = f"{at} lost its link {counted(lost, 'time')}"
-            what += " and is down" * is_down
-            yield what, "warn" if lost > 2 or is_down else "inform", _FIXES["link"]
+            message = f"{at} lost its link {counted(lost, 'time')}"
+            message += " and is down" * is_down
+            yield message, "warn" if lost > 2 or is_down else "inform", _FIXES["link"]
 
 
 def _read_query(
@@ -286,10 +289,10 @@ def _read_query(
     gpus = top.findall("gpu")
     answers, reader = [read_answers(gpu) for gpu in gpus], FactReader({})
     for own in answers:
-        # Jobs may run while the file is written.
+        # Jobs may have been running when the file was written.
         for name in ("processes", "busy_percent", "memory_bytes"):
             own.pop(name, None)
-    keep_report(reader, (None, answers))
+    store_report(reader, (None, answers))
     for number, gpu in enumerate(gpus):
         if match := _GONE.search(" ".join(gpu.itertext())):
             reader.values[LOST][number] = match[0]
@@ -310,8 +313,8 @@ def _compare_gpus(gpus: list[Element], attached: str) -> Iterator[_Error]:
     """Yield GPUs that are cut off, missing or unlike most others."""
     num = len(gpus)
     if attached.isdecimal() and num < int(attached):
-        how_bad = "inform" if num == 1 else "warn"  # one alone may be meant
-        yield f"the file shows {num} of {attached} GPUs", how_bad, _FIXES["cut"]
+        severity = "inform" if num == 1 else "warn"  # as of nvidia-smi -q -i 3
+        yield f"the file shows {num} of {attached} GPUs", severity, _FIXES["cut"]
     tags = [[each.tag for each in gpu] for gpu in gpus]
     if gpus and tags[0][: len(tags[-1])] == tags[-1] != tags[0]:
         yield f"GPU {num - 1} lacks its last sections", "warn", _FIXES["cut"]
@@ -321,13 +324,13 @@ def _compare_gpus(gpus: list[Element], attached: str) -> Iterator[_Error]:
         for n, value in enumerate(values):
             is_odd = value not in ("", "N/A", usual) and 2 * values.count(usual) > num
             if is_odd and not find_error(value):
-                what = f"GPU {n}: its {name} is {value}, but {usual} on most GPUs"
-                how_bad = "inform" if name == "model" else "warn"
-                yield what, how_bad, fix.format(n, usual.partition(" ")[0].upper())
+                message = f"GPU {n}: its {name} is {value}, but {usual} on most GPUs"
+                severity = "inform" if name == "model" else "warn"
+                yield message, severity, fix.format(n, usual.partition(" ")[0].upper())
 
 
 def _flatten(section: Element, path: str) -> Iterator[str]:
-    """Yield ``section/name: value`` for each value, and modes that will change."""
+    """Yield ``section/name: value`` of all values, and modes that will change."""
     values: dict[str, str] = {}
     for each in section:
         text = (each.text or "").strip()
@@ -347,7 +350,7 @@ def _read_ports(values: dict[str, Value], saved: Saved) -> tuple[str, Iterable[_
 
 
 def _compare_ports(up: dict[str, dict[str, Any]]) -> Iterator[_Error]:
-    """Yield what differs among ports of a host, and of one model."""
+    """Yield differences between the ports of a host, and of one model."""
     layers = sorted({own["layer"] for own in up.values()})
     if len(layers) > 1:
         yield f"ports are of {' and '.join(layers)}", "inform", _FIXES["choose"]
@@ -355,10 +358,10 @@ def _compare_ports(up: dict[str, dict[str, Any]]) -> Iterator[_Error]:
         alike = [each for each in up.values() if each["model"] == own["model"]]
         alike = [each["mbit_per_s"] for each in alike if each["layer"] == own["layer"]]
         rate, most = own["mbit_per_s"] / 1000, max(alike) / 1000
-        # One lane of four, or the only one of several: others may be for storage.
+        # One lane of four, or the only slow one; several slow ones may be for storage.
         is_odd = len(alike) > 3 and sorted(alike)[1] == max(alike)
         is_slow = is_odd or 4 * rate <= most
-        how_bad, fix = ("warn", "link") if is_slow else ("inform", "choose")
+        severity, fix = ("warn", "link") if is_slow else ("inform", "choose")
         if 0 < rate < most:
-            what = f"{name} has {rate:g} of {most:g} Gb/s, which others have"
-            yield what, how_bad, _FIXES[fix]
+            message = f"{name} has {rate:g} of {most:g} Gb/s, which others have"
+            yield message, severity, _FIXES[fix]

@@ -1,6 +1,6 @@
-"""What is installed, and which settings ranks would find: the same on every host.
+"""Installed software and environment variables, which must be equal on all hosts.
 
-All is read from files; ``torch_import`` imports torch.
+All facts come from files; ``torch_import`` imports torch.
 """
 
 import ast
@@ -9,9 +9,9 @@ import importlib.util
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 import ronde
 from ronde.check.check import FAIL, WARN, Problem, Problems, check, each_host
@@ -29,7 +29,7 @@ from ronde.launch.environments import base_environment, own_environment, redacte
 from ronde.topology.kernel_files import list_names, read_text
 from ronde.units import list_first
 
-ABSENT = "not installed"  # the version of what is not there
+ABSENT = "not installed"  # in place of a version
 # From ronde's own requirements.
 _OLDEST_TORCH = (2, 11)
 _TORCH, _BUILD = "versions.torch", "versions.torch_build"
@@ -42,7 +42,7 @@ _NAMES = frozenset({"LD_LIBRARY_PATH", "LD_PRELOAD"})
 _MAX_VALUE_CHARS = 200
 _MAX_NAMED = 3
 _INFO = re.compile(r"(?P<name>[^-]+)-(?P<version>\d[^-]*)(-.*)?\.(dist|egg)-info")
-_NVIDIA_MODULE = re.compile(r"Module\s.*?(\d+\.\d+(\.\d+)*)")
+_NVIDIA_MODULE = re.compile(r"Kernel Module\s.*?(\d+\.\d+(\.\d+)*)")
 _NCCL_WHEEL = re.compile(r"nvidia-nccl-cu\d+")
 _HAS_ITS_CHECK = re.compile(r"torch|nvidia-nccl-.*|pip|setuptools|wheel")
 
@@ -53,18 +53,19 @@ def read(reader: FactReader) -> None:
     )
     reader.values["versions.python"] = sys.version.split()[0]
     reader.values[_PYTHON_PATH] = sys.executable
-    reader.keep_each((_TORCH, _BUILD), lambda: read_torch(_find_torch()))
+    spec = importlib.util.find_spec("torch")
+    package = Path(spec.origin).parent if spec and spec.origin else None
+    reader.store_each((_TORCH, _BUILD), lambda: read_torch(package))
     packages = read_packages(sys.path)
-    code = digest_code(Path(ronde.__file__).parent)
+    code = _digest_code(Path(ronde.__file__).parent)
     packages["ronde"] = f"{ronde.__version__} (code {code})"
     reader.values[_PACKAGES] = packages
     reader.values[_NCCL] = find_nccl(packages)
-    reader.keep(_DRIVER, lambda: read_driver(reader.root))
+    reader.store(_DRIVER, lambda: read_driver(reader.root))
     reader.values[_SETTINGS] = redacted(environment)
 
 
-def digest_code(package: Path) -> str:
-    """Return the beginning of a hash of all Python files of a package."""
+def _digest_code(package: Path) -> str:
     digest = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
         digest.update(f"{path.relative_to(package)}\0".encode())
@@ -72,27 +73,22 @@ def digest_code(package: Path) -> str:
     return digest.hexdigest()[:12]
 
 
-def _find_torch() -> Path | None:
-    spec = importlib.util.find_spec("torch")
-    return Path(spec.origin).parent if spec and spec.origin else None
-
-
 def read_torch(package: Path | None) -> tuple[str, str]:
-    """Return the version of torch, and what it was built for: ``CUDA 12.8``."""
+    """Return the version of torch and its build, such as ``CUDA 12.8``."""
     if package is None:
         return ABSENT, ABSENT
     try:
         program = ast.parse((package / "version.py").read_text("utf-8"))
     except SyntaxError as error:
         raise UnreadableError(
-            f"{package}/version.py is no Python: {error.msg}; reinstall torch"
+            f"{package}/version.py is not valid Python: {error.msg}; reinstall torch"
         ) from error
     found: dict[str, str] = {}
     for line in program.body:
         match line:
-            case ast.Assign([ast.Name(name)], ast.Constant(str(value))):
-                found[name] = value
-            case ast.AnnAssign(ast.Name(name), value=ast.Constant(str(value))):
+            case ast.Assign([ast.Name(name)], ast.Constant(str(value))) | ast.AnnAssign(
+                ast.Name(name), value=ast.Constant(str(value))
+            ):
                 found[name] = value
             case _:
                 pass
@@ -103,7 +99,7 @@ def read_torch(package: Path | None) -> tuple[str, str]:
 
 
 def read_packages(directories: Iterable[str]) -> dict[str, str]:
-    """Return versions by normal names, as the names of directories have them."""
+    """Return versions by normalised name, from the names of directories."""
     found: dict[str, str] = {}
     for directory in filter(None, directories):
         for match in filter(None, map(_INFO.fullmatch, list_names(directory))):
@@ -117,12 +113,19 @@ def find_nccl(packages: Mapping[str, str]) -> str:
     return ", ".join(sorted(versions)) or ABSENT
 
 
+def read_module(root: str) -> str:
+    """Return the version of NVIDIA's module, such as ``560.35.03 (open)``, or empty."""
+    text = read_text(f"{root}/proc/driver/nvidia/version")
+    match = _NVIDIA_MODULE.search(text)
+    is_open = "Open Kernel Module" in text
+    return match[1] + " (open)" * is_open if match else ""
+
+
 def read_driver(root: str) -> str:
+    if module := read_module(root):
+        return f"NVIDIA {module.removesuffix(' (open)')}"
     if text := read_text(f"{root}/proc/driver/nvidia/version"):
-        match = _NVIDIA_MODULE.search(text)
-        if match is None:
-            raise UnreadableError(f"no version in {text.splitlines()[0]}")
-        return f"NVIDIA {match[1]}"
+        raise UnreadableError(f"no version in {text.splitlines()[0]}")
     amdgpu = read_text(f"{root}/sys/module/amdgpu/version")
     return f"amdgpu {amdgpu}" if amdgpu else ABSENT
 
@@ -130,7 +133,7 @@ def read_driver(root: str) -> str:
 def select_environment(
     own: Mapping[str, str], forwarded: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return those variables of a rank here that change how it trains."""
+    """Return the variables of a rank here that affect training."""
     known = base_environment(own) | dict(forwarded)
     return {
         name: _show_setting(value)
@@ -141,7 +144,7 @@ def select_environment(
 
 def _show_setting(value: str) -> str:
     if re.search(r"\b(GPU|MIG)-[0-9a-f]", value):
-        # No two hosts have the same.
+        # UUIDs differ between hosts.
         return f"{value.count(',') + 1} by UUID"
     if len(value) <= _MAX_VALUE_CHARS:
         return value
@@ -155,13 +158,13 @@ def torch(fleet: Fleet) -> Problems:
 
     reads: torch/version.py, without importing torch
     threshold: the same version, built for the same CUDA or HIP, everywhere
-    source: ronde's own; what most hosts have, of three or more
+    source: ronde's own; the value of most hosts, of three or more
     fix: python -m pip install there the version of the other hosts, with their build:
         pytorch.org/get-started/locally names the index of each
     needs: several hosts
-    why: Ranks compute different things, disagree on what they send, or hang.
+    why: Ranks compute different things, disagree on messages, or hang.
     """
-    # Where there is none, torch-installed reports it.
+    # torch-installed reports hosts without torch.
     having = [f for f in fleet.having(_TORCH, _BUILD) if f.values[_TORCH] != ABSENT]
     fleet = Fleet(tuple(having), fleet.settings)
     found = once_a_host(
@@ -179,7 +182,7 @@ def _pip_install(values: Values, *words: str) -> str:
 def _with_pip(problem: Problem, fleet: Fleet, package: str) -> Problem:
     """Add the command that installs the version of most hosts, if there is one."""
     version = usual_value(problem.usual)
-    # The name of a build behind it is no part of a version that every index has.
+    # A package index need not have the local version behind the plus sign.
     number = version.partition("+")[0]
     if not number[:1].isdecimal():
         return problem
@@ -190,12 +193,12 @@ def _with_pip(problem: Problem, fleet: Fleet, package: str) -> Problem:
     return problem._replace(fix=fix)
 
 
-@each_host(FAIL, _PYTHON_PATH, IMPORT_ERROR, besides=(_TORCH, _PACKAGES, SHADOWING))
+@each_host(FAIL, _PYTHON_PATH, IMPORT_ERROR, optional=(_TORCH, _PACKAGES, SHADOWING))
 def torch_installed(values: Values, fleet: Fleet) -> Problems:
     """Torch can be imported, and is new enough.
 
     reads: import torch, by the Python that ronde runs with; torch/version.py
-    threshold: it is imported, and at least 2.11
+    threshold: the import succeeds, and torch is at least 2.11
     source: ronde's own requirements
     fix: python -m pip install 'torch>=2.11', or name the ranks' Python with --python.
         Ranks that need no torch: --skip torch-installed
@@ -207,18 +210,18 @@ def torch_installed(values: Values, fleet: Fleet) -> Problems:
     others = (v.partition("+")[0] for v in fleet.known(_TORCH).values() if v != version)
     fit = [v for v in others if _numbers(v) >= _OLDEST_TORCH]
     words = [f"torch=={max(fit, key=_numbers)}" if fit else "torch>=2.11"]
-    # What is installed already but for other packages needs only those.
+    # An installed torch whose dependencies are missing need not be reinstalled.
     lacks_others = re.match(r"ModuleNotFoundError: No module named '(?!torch\b)", error)
     if error and "torch" in values.get(_PACKAGES, {}) and not lacks_others:
         words.insert(0, "--force-reinstall")
-    what = f"torch {version} is older than ronde can use"
+    message = f"torch {version} is older than ronde can use"
     if error:
-        what = f"{values[_PYTHON_PATH]} cannot import torch: {error}"
+        message = f"{values[_PYTHON_PATH]} cannot import torch: {error}"
     fix = _pip_install(values, *words)
     if folder := values.get(SHADOWING):
         moving = shlex.join(["mv", folder, f"{folder}.old"])
         fix = f"{moving}  # PYTHONPATH puts it before any other torch"
-    yield Problem(what, fix=fix)
+    yield Problem(message, fix=fix)
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -226,11 +229,11 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(map(int, match[0].split("."))) if match else ()
 
 
-@check(FAIL, _NCCL, besides=(_PACKAGES, _PYTHON_PATH))
+@check(FAIL, _NCCL, optional=(_PACKAGES, _PYTHON_PATH))
 def nccl(fleet: Fleet) -> Problems:
     """All hosts have the same NCCL.
 
-    reads: which nvidia-nccl wheel is installed
+    reads: the installed nvidia-nccl wheel
     threshold: the same version everywhere
     source: NCCL 2.30.7 refuses (src/init.cc): Mismatched NCCL version detected
     fix: python -m pip install there the nvidia-nccl wheel of the other hosts
@@ -243,36 +246,36 @@ def nccl(fleet: Fleet) -> Problems:
         yield _with_pip(problem, fleet, wheel)
 
 
-class _Difference(NamedTuple):
-    name: str
-    value: str
-    usual: str  # of ``find_odd``
-
-
 def _differing_names(
     fleet: Fleet,
     fact: str,
     join: str,
     absent: str,
-    find_fix: Callable[[Values, Sequence[_Difference]], str],
+    find_fix: Callable[[Values, Mapping[str, str]], str],
 ) -> Problems:
-    """Yield each host once, with the names whose values differ there."""
+    """Yield one problem for each host with different values, which lists the names.
+
+    ``find_fix`` gets the values of most hosts by name, as ``find_odd`` returns them.
+    """
     known: dict[str, dict[str, str]] = fleet.known(fact)
-    found: dict[str, list[_Difference]] = {}
+    values: dict[str, list[str]] = defaultdict(list)
+    usual: dict[str, dict[str, str]] = defaultdict(dict)
     for name in sorted({name for each in known.values() for name in each}):
         if not _HAS_ITS_CHECK.fullmatch(name):
             shown = {host: each.get(name, absent) for host, each in known.items()}
-            for host, value, usual in find_odd(shown):
-                found.setdefault(host, []).append(_Difference(name, value, usual))
+            for host, value, others in find_odd(shown):
+                values[host].append(f"{name}{join}{value}")
+                usual[host][name] = others
     for facts in fleet.hosts:
-        if each := found.get(facts.host, ()):
-            what = list_first([f"{d.name}{join}{d.value}" for d in each], _MAX_NAMED)
-            usual = each[0].usual
-            if len({d.usual for d in each}) > 1:
-                named = (f"{d.name}{join}{d.usual}" for d in each[:_MAX_NAMED])
-                usual = "; ".join(named)
-            fix = find_fix(facts.values, each)
-            yield Problem(what, usual=usual, fix=fix, host=facts.host)
+        if own := usual.get(facts.host):
+            named = [f"{n}{join}{others}" for n, others in own.items()][:_MAX_NAMED]
+            same = {*own.values()}
+            yield Problem(
+                list_first(values[facts.host], _MAX_NAMED),
+                usual=same.pop() if len(same) == 1 else "; ".join(named),
+                fix=find_fix(facts.values, own),
+                host=facts.host,
+            )
 
 
 @check(WARN, _PACKAGES)
@@ -281,20 +284,20 @@ def packages(fleet: Fleet) -> Problems:
 
     reads: names of *.dist-info and *.egg-info in Python's path; a hash of ronde's code
     threshold: the same names and versions; torch and NCCL have their own checks
-    source: ronde's own; what most hosts have, of three or more
+    source: ronde's own; the value of most hosts, of three or more
     fix: python -m pip freeze >lock.txt on a host that is right, and python -m pip
         install -r lock.txt on the others
     needs: several hosts
-    why: Ranks run different code: one fails to import, or computes otherwise.
+    why: Ranks run different code: an import fails, or results differ.
     """
     return _differing_names(fleet, _PACKAGES, " ", ABSENT, _install_usual)
 
 
-def _install_usual(values: Values, differences: Sequence[_Difference]) -> str:
-    """Return what installs the versions of most hosts; empty in a draw."""
-    # ronde is on no index: it is compared by its code, and copied.
-    usual = {d.name: usual_value(d.usual) for d in differences if d.name != "ronde"}
-    wanted = [f"{name}=={v}" for name, v in usual.items() if v and v != ABSENT]
+def _install_usual(values: Values, usual: Mapping[str, str]) -> str:
+    """Return the command for the versions of most hosts; empty in a draw."""
+    # Not ronde: its version here contains a hash of the code.
+    versions = {n: usual_value(text) for n, text in usual.items() if n != "ronde"}
+    wanted = [f"{name}=={v}" for name, v in versions.items() if v and v != ABSENT]
     return _pip_install(values, *wanted) if wanted else ""
 
 
@@ -304,7 +307,7 @@ def environment(fleet: Fleet) -> Problems:
 
     reads: NCCL_*, TORCH_*, CUDA_*, GLOO_*, OMP_*, UCX_*, RONDE_*, LD_* of ranks
     threshold: the same values everywhere
-    source: ronde's own; what most hosts have, of three or more
+    source: ronde's own; the value of most hosts, of three or more
     fix: look for leftovers there: grep -s NAME ~/.bashrc ~/.profile /etc/environment
     needs: several hosts
     why: Ranks choose different networks, algorithms or libraries, or hang.
@@ -312,10 +315,9 @@ def environment(fleet: Fleet) -> Problems:
     return _differing_names(fleet, _SETTINGS, "=", "(not set)", _look_for)
 
 
-def _look_for(_: Values, differences: Sequence[_Difference]) -> str:
-    names = "|".join(d.name for d in differences)
+def _look_for(_: Values, usual: Mapping[str, str]) -> str:
     files = "~/.bashrc ~/.profile /etc/environment /etc/profile.d/*"
-    return f"grep -sE {shlex.quote(names)} {files}  # there, for leftovers"
+    return f"grep -sE {shlex.quote('|'.join(usual))} {files}  # there, for leftovers"
 
 
 @same_everywhere(WARN, _DRIVER, "GPU driver")
@@ -324,7 +326,7 @@ def gpu_driver(version: str) -> str:
 
     reads: /proc/driver/nvidia/version, else /sys/module/amdgpu/version
     threshold: the same version everywhere
-    source: ronde's own; what most hosts have, of three or more
+    source: ronde's own; the value of most hosts, of three or more
     fix: install the driver of the other hosts there, and reboot
     needs: several hosts
     why: Features differ: peer access, NVLink and CUDA's limits on the driver.

@@ -1,4 +1,4 @@
-"""Folders and files of a host: there, with room, answering, the same everywhere."""
+"""Folders, files and mounts: present, responsive, with space, equal on all hosts."""
 
 import re
 import secrets
@@ -16,15 +16,15 @@ from ronde.check.probing import MOST_DEADLINES, FactReader
 from ronde.launch.environments import own_environment
 from ronde.units import format_size
 
-# Roles of folders: shared by all hosts, where ranks start, for temporary files.
+# Roles of folders: of --path, the one in which ranks start, for temporary files.
 _SHARED, _DIRECTORY, _TEMPORARY = "shared", "directory", "temporary"
 _LOW_SHARE = 0.05
 _PLENTY_BYTES, _LOW_BYTES, _FULL_BYTES = 50 << 30, 1 << 30, 16 << 20
 _PATHS, _FILES, _HUNG = "storage.paths", "storage.files", "storage.hung"
-# Fact: by path, by each other host that left a file there, whether it is seen here.
+# Fact: by path and other host that wrote a file there, True if it is seen here.
 SHARED = "storage.shared"
 _HANG_S, _CLEAR_S, _SLACK_S = 5.0, 10.0, 5.0
-_PATIENCE_S = 3.0  # how long a host looks for what another has written
+_PATIENCE_S = 3.0  # for a file of another host to appear
 _MAX_NETWORK_MOUNTS = 16
 _NETWORK = re.compile(
     r"nfs4?|cifs|smb3|lustre|gpfs|beegfs|ceph|glusterfs|wekafs|panfs|orangefs|afs|9p"
@@ -32,7 +32,7 @@ _NETWORK = re.compile(
 )
 _ELSEWHERE = (
     "start in a folder that exists there too, or give ronde check and ronde run the "
-    "same --chdir DIR; if ronde run --sync DIR copies it there: --skip folder-missing"
+    "same --chdir DIR; if it will be copied there before the job: --skip folder-missing"
 )
 
 
@@ -42,17 +42,17 @@ def read(reader: FactReader) -> None:
     roles: dict[str, list[str]] = {p: [_SHARED] for p in settings.get("paths", ())}
     if directory := settings.get("directory", ""):
         roles.setdefault(directory, []).append(_DIRECTORY)
-    temporary = own_environment().get("TMPDIR") or "/tmp"  # noqa: S108 - looked at only
+    temporary = own_environment().get("TMPDIR") or "/tmp"  # noqa: S108 - read only
     roles.setdefault(temporary, []).append(_TEMPORARY)
     network = [point for point, kind in mounts.items() if _NETWORK.fullmatch(kind)]
     others = [point for point in network if point not in roles]
     paths = [*roles, *others[:_MAX_NETWORK_MOUNTS]]
-    tasks = [[{"do": "look", "path": f"{root}{path}"}] for path in paths]
+    tasks = [[{"do": "inspect", "path": f"{root}{path}"}] for path in paths]
     outcomes = (outcome for [outcome] in run_tasks(tasks, _HANG_S))
     found = dict(zip(paths, outcomes, strict=True))
     hung = [path for path, each in found.items() if "has_hung" in each]
     above = {path: find_mount(path, mounts) for path in hung}
-    # Of a network's file system the mount is named, which can be taken away.
+    # Name the mount of a network file system, since that can be unmounted.
     named = {
         m if _NETWORK.fullmatch(mounts.get(m, "")) else p for p, m in above.items()
     }
@@ -66,7 +66,7 @@ def read(reader: FactReader) -> None:
 def _locate(
     found: dict[str, Value], root: str, mounts: dict[str, str]
 ) -> dict[str, Any]:
-    """Add where a folder is mounted, and what kind of file system that is."""
+    """Replace the real path by the mount and its type of file system."""
     if "real_path" not in found:
         return found
     point = find_mount(found.pop("real_path").removeprefix(root), mounts)
@@ -85,10 +85,9 @@ def read_mounts(root: str) -> dict[str, str]:
     except OSError:
         return mounts
     for line in table.splitlines():
-        place, _, system = line.partition(" - ")
-        words, kinds = place.split(" "), system.split(" ")
+        words, _, kinds = (part.split(" ") for part in line.partition(" - "))
         if len(words) > 4 and kinds[0]:
-            # What is mounted later hides what was there; the kernel escapes blanks.
+            # A later mount hides an earlier one. The kernel escapes blanks.
             point = re.sub(r"\\([0-7]{3})", lambda m: chr(int(m[1], 8)), words[4])
             mounts[point] = kinds[0]
     return mounts
@@ -108,7 +107,7 @@ def folder_missing(values: Values, _: Fleet) -> Problems:
         one, or --chdir; and TMPDIR, else /tmp
     threshold: each can be entered; a warning if temporary files cannot be written
     source: ronde's own: ronde run refuses such a host; Python needs temporary files
-    fix: mount it there, or mkdir -p it where it need not be shared
+    fix: mount it there, or, if it need not be shared, mkdir -p
     why: Ranks there cannot start, or do not find their data and checkpoints.
     """
     for path, each in _answering(values):
@@ -129,7 +128,7 @@ def folder_missing(values: Values, _: Fleet) -> Problems:
 
 
 def digest_files(_: NodeContext, question: dict[str, Value]) -> dict[str, Value]:
-    """Return by path what ``path_tasks.digest`` finds of ``paths``."""
+    """Run ``path_tasks.digest`` on each of ``paths``."""
     groups: dict[str, list[str]] = {}
     for path in question["paths"]:
         groups.setdefault(path.rpartition("/")[0], []).append(path)
@@ -140,7 +139,7 @@ def digest_files(_: NodeContext, question: dict[str, Value]) -> dict[str, Value]
 
 
 def compare_files(hosts: HostSet) -> None:
-    """Have all hosts read the files of ``--file``, at the same time."""
+    """Have all hosts read the files of ``--file`` at the same time."""
     paths: Sequence[str] = hosts.settings["files"]
     limit_s = MOST_DEADLINES * _HANG_S * len(paths) + _SLACK_S
     question = {"do": "digest_files", "paths": paths}
@@ -163,8 +162,8 @@ def dataset_files(fleet: Fleet) -> Problems:
     reads: size and SHA-256 of the files of --file, whole up to 1GiB; of larger ones 64
         pieces of 1MiB from the first byte to the last
     threshold: each exists, with the same size and hash everywhere
-    source: ronde's own; what most hosts have, of three or more; 1GiB takes seconds: a
-        disk reads 150 MB/s or more, a processor hashes 400 MB/s or more
+    source: ronde's own; the value of most hosts, of three or more; 1GiB takes seconds:
+        a disk reads 150 MB/s or more, a processor hashes 400 MB/s or more
     fix: copy it again: rsync -ac HOST:FILE FILE
     needs: --file
     why: Ranks train on different data, or take fewer steps than the others and hang.
@@ -194,8 +193,8 @@ def _compare_file(path: str, files: Mapping[str, Mapping[str, Any]]) -> Problems
     for host, each in files.items():
         if host in odd:
             value, usual = odd[host]
-            what = f"{path} has {value}"
-            yield Problem(what, usual=usual, fix=copy_to(host), host=host)
+            message = f"{path} has {value}"
+            yield Problem(message, usual=usual, fix=copy_to(host), host=host)
         elif host in shown:
             yield Problem(f"{path} has {shown[host]}", INFORM, host=host)
         elif not each.get("has_hung"):
@@ -216,13 +215,13 @@ def hung_mount(values: Values, _: Fleet) -> Problems:
 
     reads: statfs of network file systems, the folder where ranks start, TMPDIR, --path
     threshold: an answer within 5 s
-    source: ronde's own; a quick answer takes milliseconds
+    source: ronde's own; a usual answer takes milliseconds
     fix: look at its file server; then umount -f -l MOUNT, and mount it again
-    why: Every process that touches it hangs, and even kill -9 does not end it.
+    why: Every process that uses it hangs, and even kill -9 does not end it.
     """
     hung: list[str] = values[_HUNG]
     for path in hung:
-        # What lies below hangs with it.
+        # Mounts below it hang as well.
         if not any(path.startswith(f"{other}/") for other in hung):
             fix = f"umount -f -l {shlex.quote(path)}  # there, or the mount above it, "
             fix += "after a look at its file server; then mount it again"
@@ -231,12 +230,12 @@ def hung_mount(values: Values, _: Fleet) -> Problems:
 
 @each_host(FAIL, _PATHS)
 def disk_space(values: Values, _: Fleet) -> Problems:
-    """There is room on disk, for bytes and for files.
+    """There is room on disk, for bytes and for inodes.
 
     reads: statfs of the folder where ranks start, of TMPDIR and of --path
     threshold: 5 % or 50GiB free, and 1GiB; 5 % of the files; below 16MiB a failure
     source: 5 % of the bytes: Imbue's cluster-health 8f5964a (health_checks.py); of the
-        files: what the kubelet evicts at by default; the sizes are ronde's own
+        files: the kubelet evicts pods at this by default; the sizes are ronde's own
     fix: make room there: du -xh FOLDER | sort -h | tail; du --inodes -x FOLDER
     why: Writing a checkpoint fails, after hours of training.
     """
@@ -251,25 +250,25 @@ def disk_space(values: Values, _: Fleet) -> Problems:
         free, size = each["free_bytes"], each["size_bytes"]
         is_little = free < _LOW_SHARE * size and free < _PLENTY_BYTES
         if is_little or free < _LOW_BYTES:
-            what = f"{path} has {format_size(free)} free of {format_size(size)}"
-            yield Problem(what, FAIL if free < _FULL_BYTES else WARN, fix=fix)
+            message = f"{path} has {format_size(free)} free of {format_size(size)}"
+            yield Problem(message, FAIL if free < _FULL_BYTES else WARN, fix=fix)
         free, num = each["free_inodes"], each["num_inodes"]
-        # File systems without such a limit have none at all.
+        # Without a limit on inodes the number is 0.
         if num > 0 and free < _LOW_SHARE * num:
-            what = f"{path} has room for {free} more files, of {num}"
+            message = f"{path} has room for {free} more files, of {num}"
             fix = f"du --inodes -x {folder} | sort -n | tail  # there; remove files"
-            yield Problem(what, FAIL if free == 0 else WARN, fix=fix)
+            yield Problem(message, FAIL if free == 0 else WARN, fix=fix)
 
 
 def try_path(_: NodeContext, question: dict[str, Value]) -> dict[str, Value]:
-    """Do a ``task`` of ``path_tasks`` at a ``path``, within ``limit_s``."""
+    """Run a ``task`` of ``path_tasks`` on a ``path``, within ``limit_s``."""
     task = {**question["task"], "path": question["path"]}
     [[outcome]] = run_tasks([[task]], question["limit_s"])
     return outcome
 
 
 def find_shared(hosts: HostSet, patience_s: float = _PATIENCE_S) -> None:
-    """Have each host leave a file in each folder, and look for those of the others."""
+    """Have each host write a file to each folder and look for those of the others."""
     if len(hosts.names) < 2:
         return
     for host in hosts.names:
@@ -282,7 +281,7 @@ def find_shared(hosts: HostSet, patience_s: float = _PATIENCE_S) -> None:
 def _try_path(
     hosts: HostSet, path: str, patience_s: float
 ) -> dict[str, dict[str, bool]]:
-    """Return whether each host sees each other's file, of hosts that can look."""
+    """Return the other hosts' files that each host sees, if it can look."""
     token = secrets.token_hex(8)
     files = {h: f".ronde-check-{token}.{n}" for n, h in enumerate(hosts.names)}
 
@@ -295,18 +294,18 @@ def _try_path(
 
     try:
         own = {host: {"name": name} for host, name in files.items()}
-        replies = ask("leave", _HANG_S, own)
+        replies = ask("mark", _HANG_S, own)
         left = {host: files[host] for host in files if not replies[host].failure}
         looking = [h for h in files if left and not replies[h].values.get("has_hung")]
         sought = {"names": list(left.values()), "patience_s": patience_s}
         found = ask("find", patience_s + _HANG_S, dict.fromkeys(looking, sought))
     finally:
         own = {host: {"names": [name]} for host, name in files.items()}
-        replies = ask("clear", _CLEAR_S, own)
-        # What a host cannot remove that is gone, others can where they share the path.
+        replies = ask("remove", _CLEAR_S, own)
+        # Files of a host that cannot remove them are removed by hosts that share them.
         lost = [name for host, name in files.items() if replies[host].failure]
         able = [host for host in files if lost and not replies[host].failure]
-        ask("clear", _CLEAR_S, {host: {"names": lost} for host in able})
+        ask("remove", _CLEAR_S, {host: {"names": lost} for host in able})
     return {
         host: {o: n in reply.values["seen"] for o, n in left.items() if o != host}
         for host, reply in found.items()
@@ -321,9 +320,9 @@ STEP = ProbeStep("sharing", find_shared, (SHARED,))
 def shared_folder(fleet: Fleet) -> Problems:
     """A shared folder is the same one on all hosts.
 
-    reads: files that each host leaves in each --path, and all look for; then removed
+    reads: a file that each host writes to each --path for the others, then removes
     threshold: each host sees those of all others within 3 s
-    source: ronde's own; what most hosts share, of three or more
+    source: ronde's own; the value of most hosts, of three or more
     fix: findmnt -T FOLDER on each host; mount the same file system there
     needs: several hosts, --path, and permission to write there
     why: Checkpoints are not found at a restart, or ranks write below a missing mount.
@@ -335,10 +334,10 @@ def shared_folder(fleet: Fleet) -> Problems:
     for path, sight in by_path.items():
         if not any(sight.values()):
             for host in sight if len(sight) > 1 else ():
-                what = f"unknown whether {path} is shared: no host can write there"
-                yield Problem(what, INFORM, host=host)
+                message = f"unknown whether {path} is shared: no host can write there"
+                yield Problem(message, INFORM, host=host)
             continue
-        # Hosts that share it see the same files, whoever of them could leave one.
+        # Hosts that share it see the same files, also those that cannot write there.
         left = sorted({other for seen in sight.values() for other in seen})
         shown: dict[str, str] = {}
         for host, seen in sight.items():

@@ -1,4 +1,4 @@
-"""The probe that imports torch: it takes seconds, and a driver may hang in it."""
+"""The probe that imports torch, which takes seconds and may hang in a driver."""
 
 from importlib import import_module
 from importlib.util import find_spec
@@ -7,7 +7,7 @@ from pathlib import Path
 from ronde.check.probing import FactReader
 from ronde.launch.environments import own_environment
 
-IMPORT_ERROR = "torch.import_error"  # fact: why torch cannot be imported, or empty
+IMPORT_ERROR = "torch.import_error"  # fact: the error of the import, or empty
 # Fact: the folder or file of a torch that PYTHONPATH puts before pip's, or empty.
 SHADOWING = "torch.shadowing"
 
@@ -15,24 +15,24 @@ SHADOWING = "torch.shadowing"
 def read(reader: FactReader) -> None:
     before = filter(None, own_environment().get("PYTHONPATH", "").split(":"))
     spec = find_spec("torch")
-    place = Path((spec and spec.origin) or "")
-    place = place.parent if place.name == "__init__.py" else place
-    is_before = place.parent in [Path(each).absolute() for each in before]
-    reader.values[SHADOWING] = str(place) if is_before else ""
+    path = Path((spec and spec.origin) or "")
+    path = path.parent if path.name == "__init__.py" else path
+    is_before = path.parent in [Path(each).absolute() for each in before]
+    reader.values[SHADOWING] = str(path) if is_before else ""
     error = find_error("torch")
-    if not error and not (place / "version.py").exists():
-        error = f"{place} is another package: it has no version.py"
+    if not error and not (path / "version.py").exists():
+        error = f"{path} is another package: it has no version.py"
     reader.values[IMPORT_ERROR] = error
 
 
 def find_error(name: str) -> str:
-    """Import a package; return why it cannot be used, empty if it can."""
+    """Import a package; return the error, or empty."""
     try:
         package = import_module(name)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - any of them is the answer
         first = f"{error}".strip().partition("\n")[0]
         return f"{type(error).__name__}: {first}"
-    # Python takes any folder of this name for a package, also an empty one.
+    # Python imports any folder of this name as a package, also an empty one.
     if package.__file__ is None:
         return f"{next(iter(package.__path__))} has no __init__.py"
     return ""

@@ -1,4 +1,4 @@
-"""``ronde check``: hosts -> facts -> what is wrong -> exit code."""
+"""``ronde check``: collect facts of hosts, judge them, show the findings."""
 
 import argparse
 import os
@@ -8,16 +8,16 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ronde.arguments import CommandParser, read_number, read_one_of
 from ronde.check.catalogue import all_checks, plan_for
 from ronde.check.check import Check, Family, Severity
-from ronde.check.cluster import ABSENT, TAKING_PART
+from ronde.check.cluster import ABSENT, HOST_ANSWERS
 from ronde.check.collect import Collected, collect, collect_from
 from ronde.check.expected import EXPECTED, read_expected
 from ronde.check.fleet import ENVIRONMENT, Fleet, Value
-from ronde.check.history import Changes, Earlier, Kept, compare, load_last, save
+from ronde.check.history import Changes, SavedRun, compare, load_last, save
 from ronde.check.judging import (
     GPU_COUNT,
     Judgement,
@@ -43,7 +43,6 @@ from ronde.render.hosts import write_hostfile
 from ronde.render.text import WIDTH
 from ronde.topology.sources import read_saved
 from ronde.units import counted, parse_duration_s
-from ronde.world.environment import select_variables
 
 EXIT_READY, EXIT_WARNED, EXIT_NOT_READY, EXIT_UNKNOWN = range(4)
 
@@ -60,32 +59,32 @@ usage: ronde check [-H HOSTS | --hostfile FILE] [options]
 
 Show which hosts are ready for training, what is wrong on the others, and how to fix it.
 
-what to check:
-  --ranks N             ranks that are to run on each host
-  --chdir DIR           folder in which ranks are to start, as for ronde run;
-                        else this one
+checks:
+  --ranks N             ranks on each host; the slots of -H by default
+  --chdir DIR           folder in which ranks will start, as for ronde run; this
+                        one by default
   --path DIR ...        folder that all hosts must share
   --file FILE ...       file that must be equal on all hosts; read whole up to
                         1GiB, of a larger one 64 pieces of 1MiB
-  --expect WORDS        what each host must have, as 8xH100,8x400G,2TiB,10GB/s
-                        (GPUs, ports, memory, and what --bandwidth measures
-                        between hosts), or a file with such words
+  --expect WORDS        equipment of each host, as 8xH100,8x400G,2TiB,10GB/s
+                        (GPUs, ports, memory, and the rate between hosts, which
+                        is measured), or a file with such words
   --only NAME[,NAME] ...
-                        make these checks alone: families or ids of ronde
-                        check list
+                        make only these checks: families or ids of ronde check
+                        list
   --skip NAME[,NAME] ...
                         leave these out
 
 measurements:
-  --burn TIME           also multiply matrices that long, as 30s: results must
-                        be equal, and speeds alike; GPUs copy as well
+  --burn TIME           also multiply matrices for this time, as 30s: results
+                        must be equal, and speeds alike; GPUs copy as well
   --bandwidth [WAY]     also measure the bandwidth between GPUs of a host, and
-                        between hosts, pair by pair: tcp, or ronde bench's
-                        over gloo or nccl; auto takes nccl where all hosts
-                        have it, else tcp
+                        between hosts, pair by pair: by tcp, or ronde bench
+                        over gloo or nccl; auto takes nccl if all hosts have
+                        it, else tcp
 
 output:
-  --strict              exit with 1 where there are warnings
+  --strict              exit with 1 if there are warnings
   --json                print one object of JSON
   --save FILE           append all facts and findings to FILE, a line of JSON
                         a run
@@ -99,11 +98,11 @@ output:
 {HOST_OPTIONS}
 {SSH_OPTIONS}
 In the table: ok, ! warning, x not ready, ? something could not be read, - nothing was
-read. What could not be read is listed and is no fault; but a host whose GPUs cannot be
-asked is not called ready.
+read. Facts that could not be read are listed and are no fault, but a host whose GPUs
+cannot be queried is not ready.
 
 exit code: 0 all hosts are ready, 1 warnings, with --strict, 2 a host is not ready, or
-two are not together, 3 no host answered, or of one it could not be found out, 64 a bad
+two are not ready together, 3 no host answered, or the state of one is unknown, 64 a bad
 command line, 130 after Ctrl-C.
 
 examples:
@@ -115,14 +114,14 @@ examples:
 _READ_HELP = """\
 usage: ronde check read FILE ... [options]
 
-Show what is wrong by what other programs have printed into files.
+Find faults in the saved output of other programs.
 
 options:
-  --strict    exit with 1 where there are warnings
+  --strict    exit with 1 if there are warnings
   --json      print one object of JSON
   -h, --help  show this help and exit
 
-FILE is one of these, found out by looking at it; - is standard input:
+FILE is one of these, recognised by its content; - is standard input:
   nvidia-smi -q, as text or XML (-x), whole or with -d
   a kernel's log: dmesg, dmesg -T, journalctl -k, kern.log, syslog
   ibstat, ibstatus or ibv_devinfo
@@ -136,7 +135,7 @@ example:
 
 
 class CheckRequest(NamedTuple):
-    """What is to be checked."""
+    """The parsed command line."""
 
     options: argparse.Namespace
     hosts: tuple[Host, ...]  # at least one
@@ -145,8 +144,6 @@ class CheckRequest(NamedTuple):
 
 
 class _Checked(NamedTuple):
-    """What was found, and what comes of it."""
-
     collected: Collected
     judgement: Judgement
     verdict: Readiness
@@ -174,12 +171,11 @@ def run(words: Sequence[str], timeouts: Timeouts = USUAL) -> int:
             print(render.explain_check(checks[name]), end="")
         case ["read", *rest]:
             return _read(rest)
-        case [("--list" | "--explain") as option, *_]:
-            raise UsageError(f"unknown option {option}. Type: ronde check list")
         case [("list" | "explain") as verb, *_]:
+            number = "one argument" if verb == "explain" else "no argument"
             raise UsageError(
-                f"{verb} must stand with {'an id' if verb == 'explain' else 'nothing'} "
-                f"behind it, got {' '.join(words)!r}. Type: ronde check --help"
+                f"{verb} must have {number}, got {' '.join(words)!r}. "
+                "Type: ronde check --help"
             )
         case _:
             try:
@@ -190,7 +186,7 @@ def run(words: Sequence[str], timeouts: Timeouts = USUAL) -> int:
 
 
 def _read(words: Sequence[str]) -> int:
-    """Judge files as hosts."""
+    """Judge files, each as a host."""
     parser = CommandParser("ronde check read", _READ_HELP, positionals={"files": "+"})
     options = parser.read(words)
     if options is None:
@@ -209,9 +205,7 @@ def _read(words: Sequence[str]) -> int:
             num = sum(host in finding.hosts for finding in findings)
             found = counted(num, "finding") if num else "nothing found"
             print(f"{host}: {found} in {subject}")
-        shown = render.draw_findings(
-            findings, is_coloured=_is_coloured(), width=_width()
-        )
+        shown = render.draw_findings(findings, _width())
         print("\n" + shown if shown else "", end="")
     return code
 
@@ -240,11 +234,11 @@ def _check(words: Sequence[str], timeouts: Timeouts) -> int:
             )
     checked = judge_request(request, collected)
     ids = tuple(check.id for check in request.checks)
-    kept = Kept(collected.hosts, checked.judgement.findings, ids)
+    kept = SavedRun(collected.hosts, checked.judgement.findings, ids)
     try:
         _show(request, checked, since, kept)
     finally:
-        # Even where nobody reads the output.
+        # Also if standard output is closed.
         _write(request, checked, kept)
     return checked.exit_code
 
@@ -252,12 +246,11 @@ def _check(words: Sequence[str], timeouts: Timeouts) -> int:
 def read_check_request(
     words: Sequence[str], environ: Mapping[str, str]
 ) -> CheckRequest:
-    """Read and check the options of ``ronde check``."""
     options = _make_parser().parse_args(words)
     chosen = _choose(options, all_checks())
     hosts = find_hosts(options, environ)
     if "" in (*options.path, *options.file):
-        raise UsageError("--path and --file must name something, got ''. Name it.")
+        raise UsageError("--path and --file must not be empty, got ''. Give a path.")
     burn_s = parse_duration_s(options.burn, "--burn")
     if burn_s > _MAX_BURN_S:
         raise UsageError(
@@ -290,8 +283,8 @@ def read_check_request(
     written = {"--save": options.save, "--write-hostfile": options.write_hostfile}
     for option, file in written.items():
         path = Path(file or "")
-        place = path if path.exists() else path.parent
-        if file and (path.is_dir() or not os.access(place, os.W_OK)):
+        written_to = path if path.exists() else path.parent
+        if file and (path.is_dir() or not os.access(written_to, os.W_OK)):
             raise _unwritable(option, file)
     return CheckRequest(options, hosts, settings, chosen)
 
@@ -307,8 +300,8 @@ def _choose(options: argparse.Namespace, checks: Sequence[Check]) -> tuple[Check
 
     only = read_names("--only", options.only)
     skipped = read_names("--skip", options.skip)
-    # A host that does not answer is no answer to any question.
-    only |= {TAKING_PART} if only else {*Family}
+    # A host that does not answer fails every choice of checks.
+    only |= {HOST_ANSWERS} if only else {*Family}
     chosen = tuple(
         check
         for check in checks
@@ -321,10 +314,10 @@ def _choose(options: argparse.Namespace, checks: Sequence[Check]) -> tuple[Check
     return chosen
 
 
-def _unknown(name: str, known: Sequence[str], said_by: str, kind: str) -> UsageError:
+def _unknown(name: str, known: Sequence[str], option: str, kind: str) -> UsageError:
     likely = get_close_matches(name, known, n=1)
     cure = f"Type: {likely[0]}" if likely else "Type: ronde check list"
-    return UsageError(f"{said_by} must name {kind}, got {name!r}. {cure}")
+    return UsageError(f"{option} must be {kind}, got {name!r}. {cure}")
 
 
 def _unwritable(option: str, got: str) -> UsageError:
@@ -334,9 +327,9 @@ def _unwritable(option: str, got: str) -> UsageError:
 
 
 def make_preflight(directory: str, env: dict[str, str]) -> Preflight:
-    """Return what ``ronde run --preflight`` does: all checks that cost no option.
+    """Return the checks of ``ronde run --preflight``: all that need no option.
 
-    Ranks import torch themselves in a moment, if they need it.
+    Torch is not imported: ranks that need it will import it in a moment.
     """
     checks = [each for each in all_checks() if each.id != "torch-installed"]
 
@@ -347,7 +340,7 @@ def make_preflight(directory: str, env: dict[str, str]) -> Preflight:
         judgement = judge(Fleet(found.hosts, settings), checks)
         findings = judgement.findings
         bad = [each for each in findings if each.severity is Severity.FAIL]
-        failures = [HostFailure(e.host, Failure(e.what, e.fix)) for e in bad]
+        failures = [HostFailure(e.host, Failure(e.message, e.fix)) for e in bad]
         if found.failures or bad:
             unfit = {host for each in bad for host in each.hosts}
             unfit |= {each.host for each in found.failures}
@@ -359,7 +352,7 @@ def make_preflight(directory: str, env: dict[str, str]) -> Preflight:
         warned = [each for each in findings if each.severity is Severity.WARN]
         unread = [each for each in judgement.unread if each.check == GPU_COUNT]
         return (
-            *(f"{each.host}: {each.what}. {each.fix}" for each in warned),
+            *(f"{each.host}: {each.message}. {each.fix}" for each in warned),
             *(f"{each.host}: its GPUs are unknown: {each.reason}" for each in unread),
         )
 
@@ -374,9 +367,9 @@ def judge_request(request: CheckRequest, collected: Collected) -> _Checked:
     fleet = Fleet(collected.hosts, {**request.settings, ABSENT: absent})
     judgement = judge(fleet, request.checks)
     names = [host.name for host in request.hosts]
-    # With --only it may be that nothing of what was asked for is there.
+    # With --only it may be that none of the chosen facts was read.
     is_part = bool(getattr(request.options, "only", ()))
-    families = {e.family for e in request.checks if is_part and e.id != TAKING_PART}
+    families = {e.family for e in request.checks if is_part and e.id != HOST_ANSWERS}
     verdict = decide(names, judgement, len(collected.hosts), families)
     code = EXIT_READY
     if not verdict.num_asked:
@@ -391,26 +384,28 @@ def judge_request(request: CheckRequest, collected: Collected) -> _Checked:
 
 
 def _show(
-    request: CheckRequest, checked: _Checked, since: Earlier | None, kept: Kept
+    request: CheckRequest,
+    checked: _Checked,
+    since: tuple[str, SavedRun] | None,
+    kept: SavedRun,
 ) -> None:
-    changes = compare(since.kept, kept) if since else None
+    changes = compare(since[1], kept) if since else None
     judgement, verdict = checked.judgement, checked.verdict
     if request.options.json:
         _print_json(checked, changes)
         return
-    look: dict[str, Any] = {"is_coloured": _is_coloured(), "width": _width()}
-    names, width = [host.name for host in request.hosts], look["width"]
+    names, width = [host.name for host in request.hosts], _width()
     parts = [
-        render.tabulate_hosts(names, judgement, request.checks, **look),
-        render.draw_findings(judgement.findings, **look),
+        render.tabulate_hosts(names, judgement, request.checks, width),
+        render.draw_findings(judgement.findings, width),
         render.draw_unread(judgement.unread, width),
-        since and changes and render.draw_changes(changes, since.created_at, width),
+        since and changes and render.draw_changes(changes, since[0], width),
         render.draw_verdict(verdict, judgement.findings, width),
     ]
     print("\n".join(part for part in parts if part), end="")
 
 
-def _write(request: CheckRequest, checked: _Checked, kept: Kept) -> None:
+def _write(request: CheckRequest, checked: _Checked, kept: SavedRun) -> None:
     options = request.options
     if options.save:
         with _writing("--save", options.save):
@@ -442,16 +437,9 @@ def _progress() -> Generator[Callable[[str], None]]:
             sys.stderr.flush()
 
     try:
-        yield lambda what: show(f"ronde: {what} ...")
+        yield lambda step: show(f"ronde: {step} ...")
     finally:
         show("")
-
-
-def _is_coloured() -> bool:
-    """Whether marks may have colours. Source: no-color.org."""
-    variables = select_variables(("NO_COLOR", "TERM"))
-    is_wanted = not variables.get("NO_COLOR") and variables.get("TERM") != "dumb"
-    return is_wanted and sys.stdout.isatty()
 
 
 def _width() -> int:

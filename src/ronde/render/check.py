@@ -1,4 +1,4 @@
-"""What ``ronde check`` shows: hosts, findings, changes, JSON, and its checks."""
+"""The output of ``ronde check``: hosts, findings, changes, JSON, and its checks."""
 
 import json
 import re
@@ -18,10 +18,9 @@ from ronde.units import grouped
 
 FORM = "ronde-check"
 SCHEMA = 1
-"""Changes when a field changes its meaning or goes."""
+"""Raise it when a field is removed or changes its meaning."""
 _FINE, _UNREAD, _NOTHING = "ok", "?", "-"
 _MARKS = {Severity.FAIL: "x", Severity.WARN: "!", Severity.INFORM: _FINE}
-_COLOURS = {_FINE: "32", "!": "33", "x": "1;31"}
 _GAP = "  "
 _NAME = "name"
 _MIN_NAME = 16
@@ -41,11 +40,9 @@ def tabulate_hosts(
     hosts: Sequence[str],
     judgement: Judgement,
     checks: Sequence[Check],
-    *,
-    is_coloured: bool = False,
     width: int = WIDTH,
 ) -> str:
-    """Return hosts by families with a mark in each cell; equal hosts share a line."""
+    """Draw a table of hosts and families with marks; equal hosts share a line."""
     families = [f for f in Family if any(check.family is f for check in checks)]
     marks = _marks(hosts, judgement, {check.id: check.family for check in checks})
     rows: dict[tuple[str, ...], list[str]] = {}
@@ -58,33 +55,24 @@ def tabulate_hosts(
     num_chars = max(len(line) for cell in [[_NAME], *cells.values()] for line in cell)
     lines = [_GAP.join([_NAME.ljust(num_chars), *families]).rstrip()]
     for row, (first, *more) in cells.items():
-        shown = [
-            _paint(mark, is_coloured=is_coloured, width=len(family))
-            for mark, family in zip(row, families, strict=True)
-        ]
+        shown = (
+            mark.ljust(len(name)) for mark, name in zip(row, families, strict=True)
+        )
         lines += [_GAP.join([first.ljust(num_chars), *shown]).rstrip(), *more]
     return "".join(f"{line}\n" for line in lines)
-
-
-def _paint(mark: str, *, is_coloured: bool, width: int = 0) -> str:
-    """Return a mark in its colour, with blanks behind it up to a width."""
-    blanks = " " * (width - len(mark))
-    if not is_coloured or mark not in _COLOURS:
-        return mark + blanks
-    return f"\x1b[{_COLOURS[mark]}m{mark}\x1b[0m{blanks}"
 
 
 def _marks(
     hosts: Sequence[str], judgement: Judgement, families: Mapping[str, Family]
 ) -> dict[tuple[str, Family], str]:
-    """Return the mark of each cell that has one: the worst that is there."""
+    """Return the worst mark of each cell that has one."""
     marks = dict.fromkeys(judgement.made, _FINE)
     for unread in judgement.unread:
         family = families.get(unread.check)
-        # Where nothing at all was read is another mark.
+        # A cell of which nothing was read has no mark.
         if family and (unread.host, family) in marks:
             marks[unread.host, family] = _UNREAD
-    # The worst stands first, so it is written last.
+    # The worst is the first, so write it last.
     for each in reversed(judgement.findings):
         for host in hosts if each.check in families else ():
             if host in each.hosts:
@@ -93,7 +81,7 @@ def _marks(
 
 
 def _wrap_names(text: str, width: int) -> list[str]:
-    """Return lines of names, cut behind commas alone; at least one."""
+    """Break names into lines at commas; return at least one line."""
     lines = [""]
     for piece in re.split("(?<=,)", text):
         if lines[-1] and len(lines[-1]) + len(piece) > width:
@@ -102,18 +90,15 @@ def _wrap_names(text: str, width: int) -> list[str]:
     return [line.rstrip() for line in lines]
 
 
-def draw_findings(
-    findings: Sequence[Finding], *, is_coloured: bool = False, width: int = WIDTH
-) -> str:
-    """Return findings, the worst first; what several hosts have alike is shown once."""
+def draw_findings(findings: Sequence[Finding], width: int = WIDTH) -> str:
+    """Draw findings, the worst first; equal ones of several hosts are drawn once."""
     groups = grouped(((each.check, each.severity, each.fix), each) for each in findings)
     text = ""
     for (check, severity, fix), same in groups.items():
         mark = "i" if severity is Severity.INFORM else _MARKS[severity]
         where = fold_hosts((each.host for each in same), _MAX_NAMES)
-        text += f"{_paint(mark, is_coloured=is_coloured)} {check}: {where}\n"
-        text += _draw_causes(same, width)
-        # In one line, so that it can be pasted.
+        text += f"{mark} {check}: {where}\n{_draw_causes(same, width)}"
+        # On one line, so that it can be pasted.
         text += f"    fix: {fix}\n" if fix else ""
     return text
 
@@ -122,8 +107,8 @@ def _draw_causes(same: Sequence[Finding], width: int) -> str:
     causes: dict[str, list[str]] = {}
     for each in same:
         usual = f", but {each.usual}" if each.usual else ""
-        causes.setdefault(f"{each.what}{usual}", []).append(each.host)
-    # Where all have it, the line above names them.
+        causes.setdefault(f"{each.message}{usual}", []).append(each.host)
+    # If all hosts have the same cause, the line above names them.
     is_split = len({frozenset(names) for names in causes.values()}) > 1
     text = ""
     for cause, names in list(causes.items())[:_MAX_CAUSES]:
@@ -136,7 +121,7 @@ def _draw_causes(same: Sequence[Finding], width: int) -> str:
 
 
 def draw_unread(unread: Sequence[Unread], width: int = WIDTH) -> str:
-    """Return why checks could not be made, each reason once."""
+    """Draw the reasons for which checks could not be made, each once."""
     hosts = grouped(((each.reason, each.check), each.host) for each in unread)
     groups = grouped(
         ((reason, fold_hosts(names, _MAX_NAMES)), check)
@@ -165,10 +150,10 @@ def draw_verdict(
     )
     text = _draw_ready(verdict)
     if verdict.unknown:
+        names = fold_hosts(verdict.unknown, _MAX_NAMES)
         are = "are" if len(verdict.unknown) > 1 else "is"
-        who = fold_hosts(verdict.unknown, _MAX_NAMES)
-        why = "nothing was read" if verdict.is_unread else "the GPUs cannot be asked"
-        shown = f"could not tell whether {who} {are} ready: {why}"
+        why = "nothing was read" if verdict.is_unread else "the GPUs cannot be queried"
+        shown = f"unknown whether {names} {are} ready: {why}"
         text += wrap("", shown, width, indent=_INDENT)
     for (ids, is_pair), names in same.items():
         are = "are" if is_pair or len(names) > 1 else "is"
@@ -189,18 +174,20 @@ def _draw_ready(verdict: Readiness) -> str:
         text += " by itself" if num_ready == 1 else " by themselves"
     if not verdict.is_warned:
         return f"{text}\n"
-    places = [f"on {num_warned} of them"] if 0 < num_warned < num_ready else []
+    warned = [f"on {num_warned} of them"] if 0 < num_warned < num_ready else []
     if (num_pairs := len(verdict.warned_pairs)) and num_warned < num_ready:
-        places.append(f"on {num_pairs} pair{'s' * (num_pairs > 1)}")
-    return f"{text}, with warnings {' and '.join(places)}".rstrip() + "\n"
+        warned.append(f"on {num_pairs} pair{'s' * (num_pairs > 1)}")
+    return f"{text}, with warnings {' and '.join(warned)}".rstrip() + "\n"
 
 
 def draw_changes(changes: Changes, since: str, width: int = WIDTH) -> str:
-    """Return what has changed; hosts that have changed alike are shown together."""
+    """Draw changes, equal ones of several hosts together."""
     same: dict[str, list[str]] = {}
     for word, findings in (("new", changes.new), ("gone", changes.gone)):
         for each in findings:
-            text = f"{word} on {{}}: {each.check}: {shorten(each.what, _MAX_FINDING)}"
+            text = (
+                f"{word} on {{}}: {each.check}: {shorten(each.message, _MAX_FINDING)}"
+            )
             same.setdefault(text, []).append(each.host)
     for each in changes.facts:
         before, after = _difference(each.before, each.after)
@@ -218,7 +205,7 @@ def draw_changes(changes: Changes, since: str, width: int = WIDTH) -> str:
 
 
 def _difference(before: str, after: str) -> tuple[str, str]:
-    """Return both values; of long ones the part where they begin to differ."""
+    """Cut long values to the part where they begin to differ."""
     if max(len(before), len(after)) <= _MAX_VALUE:
         return before, after
     same = takewhile(lambda pair: pair[0] == pair[1], zip(before, after, strict=False))

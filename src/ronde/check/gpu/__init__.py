@@ -1,1 +1,1 @@
-"""GPUs: whether they are there, healthy, free and well connected."""
+"""Checks of GPUs: present, healthy, free and well connected."""

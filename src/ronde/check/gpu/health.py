@@ -1,4 +1,4 @@
-"""Whether GPUs are in good health: memory, clocks, temperature, firmware."""
+"""Checks of the health of GPUs: memory, clocks, temperature, firmware."""
 
 from ronde.check.check import FAIL, WARN, Problem, Problems, check
 from ronde.check.fleet import Fleet, Value
@@ -10,7 +10,7 @@ _MAX_DRAM_CORRECTED = 20_000_000
 _MAX_SRAM_UNCORRECTED_EVER = 4
 _MIN_MARGIN_CELSIUS = 5
 
-_RESET = "stop what uses the GPU, then: sudo nvidia-smi --gpu-reset -i N"
+_RESET = "stop all programs on the GPU, then: sudo nvidia-smi --gpu-reset -i N"
 _REPLACE = "have the GPU replaced"
 ADVICE = {
     1: ("a reset of the GPU", _RESET),
@@ -18,18 +18,18 @@ ADVICE = {
     3: ("no more peer access", "end the jobs that use peers, then reset the GPU"),
     4: ("an end of its jobs, then a reset", _RESET),
     5: ("a recovery of the IMEX domain", "sudo systemctl restart nvidia-imex"),
-    6: ("a reset of the bus", "stop what uses the GPU, then reset its PCI slot"),
+    6: ("a reset of the bus", "stop all programs on the GPU, then reset its PCI slot"),
     7: ("a reboot of the whole system", "power the host off and on"),
 }
-"""What the driver advises, and what to type, by NVML's number."""
+"""Advice of the driver and the command for it, by NVML's number."""
 
 _CLOCK_EVENTS = (
-    (0x80, FAIL, "the power supply brakes it (power brake slowdown)"),
+    (0x80, FAIL, "the power supply slows it (power brake slowdown)"),
     (0x40, FAIL, "it is too hot (hardware thermal slowdown)"),
     (0x08, WARN, "its hardware has halved its clocks (hardware slowdown)"),
     (0x20, WARN, "it is hot (software thermal slowdown)"),
 )
-"""Bit of the reason, the worst first."""
+"""By bit, the worst first."""
 
 
 @each_gpu(FAIL, "gpu.recovery_action")
@@ -40,13 +40,13 @@ def gpu_advice(action: Value) -> Problems:
     threshold: 0, none
     source: NVIDIA's nvml.h 13 (go-nvml 2f9e261), GET_GPU_RECOVERY_ACTION; actions 6
         and 7: NVML's change log for 615
-    fix: stop what uses the GPU, then: sudo nvidia-smi --gpu-reset -i N
+    fix: stop all programs on the GPU, then: sudo nvidia-smi --gpu-reset -i N
     needs: an NVIDIA GPU, a driver from 570 on
     why: The GPU has met an error that it cannot recover from by itself.
     """
     if action:
-        what, fix = ADVICE.get(action, (f"action {action}", _RESET))
-        yield Problem(f"the driver advises {what}", fix=fix)
+        message, fix = ADVICE.get(action, (f"action {action}", _RESET))
+        yield Problem(f"the driver advises {message}", fix=fix)
 
 
 @each_gpu(FAIL, "gpu.remapped_rows")
@@ -57,18 +57,18 @@ def gpu_rows(rows: Value) -> Problems:
     threshold: none failed, none pending, at most 512 replaced (uncorrectable errors)
     source: Azure's node health checks 0e0a1ac (azure_gpu_ecc.nhc); 512: NVIDIA's GPU
         Memory Error Management, RMA Policy, and DCGM 72fa3fe
-    fix: stop what uses the GPU, then: sudo nvidia-smi --gpu-reset -i N
+    fix: stop all programs on the GPU, then: sudo nvidia-smi --gpu-reset -i N
     needs: an NVIDIA GPU from Ampere on
-    why: Errors there have ended jobs; until the reset its pages are left out, and when
-        no spare rows are left, more jobs end.
+    why: Errors there have ended jobs. Until the reset its pages are not used; once no
+        spare rows are left, more jobs end.
     """
     if rows["has_failed"]:
         yield Problem("a broken row of its memory could not be replaced", fix=_REPLACE)
     if rows["is_pending"]:
         yield Problem("a broken row of its memory waits to be replaced", fix=_RESET)
     if rows["uncorrected"] > _MAX_UNCORRECTED_ROWS:
-        what = f"{rows['uncorrected']} rows of its memory were replaced"
-        yield Problem(what, fix=_REPLACE)
+        message = f"{rows['uncorrected']} rows of its memory were replaced"
+        yield Problem(message, fix=_REPLACE)
 
 
 @each_gpu(FAIL, "gpu.ecc_errors")
@@ -81,21 +81,21 @@ def gpu_ecc_errors(counts: Value) -> Problems:
     source: Azure's node health checks 0e0a1ac (azure_gpu_ecc.nhc and
         nd96isr_h100_v5.conf), with 0 ever as well; 4 ever: Stas Bekman's ML Engineering
         744d01e (nvidia/debug.md), near NVIDIA's RMA policy, which counts by bank
-    fix: stop what uses the GPU, then: sudo nvidia-smi --gpu-reset -i N
+    fix: stop all programs on the GPU, then: sudo nvidia-smi --gpu-reset -i N
     needs: an NVIDIA GPU with ECC
     why: Uncorrectable errors end the job; many corrected ones announce them.
     """
     ever = counts["sram_uncorrected_ever"]
     if ever > _MAX_SRAM_UNCORRECTED_EVER:
-        what = f"{ever} uncorrectable errors in its caches since it was made"
-        yield Problem(what, fix=_REPLACE)
-    for name, limit, what in (
+        message = f"{ever} uncorrectable errors in its caches since it was made"
+        yield Problem(message, fix=_REPLACE)
+    for name, limit, message in (
         ("sram_uncorrected", 0, "uncorrectable errors in its caches"),
         ("sram_corrected", _MAX_SRAM_CORRECTED, "corrected errors in its caches"),
         ("dram_corrected", _MAX_DRAM_CORRECTED, "corrected errors in its memory"),
     ):
         if counts[name] > limit:
-            yield Problem(f"{counts[name]} {what} since the last start", fix=_RESET)
+            yield Problem(f"{counts[name]} {message} since the last start", fix=_RESET)
 
 
 @each_gpu(FAIL, "gpu.clock_events")
@@ -110,9 +110,9 @@ def gpu_clocks(reasons: Value) -> Problems:
     needs: an NVIDIA GPU
     why: One slow GPU slows every step of all ranks.
     """
-    for bit, severity, what in _CLOCK_EVENTS:
+    for bit, severity, message in _CLOCK_EVENTS:
         if reasons & bit:
-            yield Problem(what, severity)
+            yield Problem(message, severity)
 
 
 @each_gpu(WARN, "gpu.margin_celsius")
@@ -131,7 +131,7 @@ def gpu_temperature(margin: Value) -> Problems:
         yield Problem(f"{margin} degrees Celsius below its limit")
 
 
-@check(FAIL, "gpu.titles", besides=("gpu.has_valid_inforom", "gpu.vbios"))
+@check(FAIL, "gpu.titles", optional=("gpu.has_valid_inforom", "gpu.vbios"))
 def gpu_firmware(fleet: Fleet) -> Problems:
     """GPUs of one model have the same VBIOS, and no damaged InfoROM.
 

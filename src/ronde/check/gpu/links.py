@@ -1,4 +1,4 @@
-"""Whether GPUs are well connected: PCI lanes, NVLinks, their fabric, GPUDirect, ACS."""
+"""Checks of the links of GPUs: PCI lanes, NVLinks, their fabric, GPUDirect, ACS."""
 
 import re
 import struct
@@ -15,7 +15,7 @@ from ronde.topology.kernel_files import list_names, read_text
 from ronde.topology.probes.sysfs import read_functions
 from ronde.units import grouped
 
-# By NVML's name of the model; those whose links the board joins, not a bridge.
+# Number of NVLinks by the model's name; only boards with fixed links, not bridges.
 _EXPECTED_LINKS = (
     (re.compile("A100-SXM"), 12),
     (re.compile("A800-SXM|H800$"), 8),
@@ -33,11 +33,10 @@ _HEALTH = (
     (6, WARN, "the fabric recovers from a time-out"),
     (0, WARN, "the fabric has less bandwidth than it should"),
 )
-"""First of the two bits of each part of the health, the worst first; 1 is bad."""
+"""First of two bits each, the worst first; the value 1 is bad."""
 _CONFIGURATION_BIT, _CONFIGURATION_FINE = 8, (0, 1)
 
-# Of the first CPU; some kernels take milliseconds for each further one.
-_CPUINFO_BYTES = 8192
+_CPUINFO_BYTES = 8192  # the first CPU; further ones may take milliseconds each
 _HYPERVISORS = re.compile(
     r"QEMU|KVM|VMware|Virtual Machine|Google Compute Engine|Amazon EC2|OpenStack|Xen"
 )
@@ -45,8 +44,8 @@ _MELLANOX = "0x15b3"
 _EXTENDED, _SPACE_BYTES = 0x100, 4096
 _ACS, _ACS_CONTROL = 0x0D, 6
 _REDIRECTING = 0b11101
-"""Of the control register: source validation, redirection of requests and completions,
-and forwarding upstream."""
+"""Bits of the control register: source validation, redirection of requests and
+completions, and forwarding upstream."""
 
 _PCIE, _VIRTUAL, _NVLINKS = "gpu.pcie", "gpu.is_virtual", "gpu.nvlinks"
 _DIRECT = "gpu.direct_rdma"
@@ -54,21 +53,21 @@ _COMPARE = "sudo lspci -vv  # on the bare machine: LnkCap of the GPU and its bri
 
 
 def read_is_virtual(root: str) -> bool:
-    """Return whether this is a virtual machine; if that is unknown, it is none."""
+    """Return True in a virtual machine; False if that is unknown."""
     cpu = read_text(f"{root}/proc/cpuinfo", _CPUINFO_BYTES)
     flags = re.search(r"^flags\s*:(.*)", cpu, re.MULTILINE)
     if flags is not None:
         return "hypervisor" in flags[1].split()
-    # Other processors than x86 do not show it: the firmware's maker counts.
+    # Other processors than x86 do not show it; use the names in the firmware.
     firmware = f"{root}/sys/class/dmi/id"
     product = read_text(f"{firmware}/product_name")
     name = f"{read_text(f'{firmware}/sys_vendor')} {product}"
-    # Products of Amazon EC2 that end so are whole machines.
+    # On Amazon EC2 these are bare metal.
     return bool(_HYPERVISORS.search(name)) and not product.endswith(".metal")
 
 
 def read_direct_rdma(root: str, module: str) -> Value:
-    """Return how many RDMA adapters of NVIDIA's there are, and how they reach GPUs."""
+    """Return the number of NVIDIA's RDMA adapters, and their way to memory of GPUs."""
     top, way = f"{root}/sys/class/infiniband", ""
     vendors = [read_text(f"{top}/{name}/device/vendor") for name in list_names(top)]
     if list_names(f"{root}/sys/module/nvidia_peermem"):
@@ -81,7 +80,7 @@ def read_direct_rdma(root: str, module: str) -> Value:
 
 
 def read_acs(root: str, cards: Iterable[str]) -> list[str]:
-    """Return which bridges above cards redirect traffic; virtual machines need that."""
+    """Return the bridges above cards that redirect traffic; VMs need that."""
     if read_is_virtual(root):
         return []
     functions = read_functions(root)
@@ -97,15 +96,15 @@ def _redirects(root: str, bridge: str) -> bool:
         why = f"only {len(config)} bytes of {path} can be read; root would help"
         raise UnreadableError(why)
     # Source: PCI Express Base Specification, "Extended Capabilities List": a word with
-    # the number in bits 0-15 and the place of the next in bits 20-31.
-    place, seen = _EXTENDED, set[int]()
-    while _EXTENDED <= place <= len(config) - 8 and place not in seen:
-        seen.add(place)
-        (word,) = struct.unpack_from("<I", config, place)
+    # the number in bits 0-15 and the offset of the next in bits 20-31.
+    offset, seen = _EXTENDED, set[int]()
+    while _EXTENDED <= offset <= len(config) - 8 and offset not in seen:
+        seen.add(offset)
+        (word,) = struct.unpack_from("<I", config, offset)
         if word & 0xFFFF == _ACS:
-            (control,) = struct.unpack_from("<H", config, place + _ACS_CONTROL)
+            (control,) = struct.unpack_from("<H", config, offset + _ACS_CONTROL)
             return bool(control & _REDIRECTING)
-        place = word >> 20 & ~3
+        offset = word >> 20 & ~3
     return False
 
 
@@ -113,11 +112,12 @@ def _redirects(root: str, bridge: str) -> bool:
 def gpu_pcie(fleet: Fleet) -> Problems:
     """The GPUs' PCI links have all their lanes.
 
-    reads: NVML's width of each link and the possible one; idle generations are low
-    threshold: where a GPU of the model and host has more lanes, the possible width (a
-        warning in virtual machines); else it is only shown; as most of the model
-    source: NVIDIA's nvml.h 13 (go-nvml 2f9e261): nvmlDeviceGetMaxPcieLinkWidth is what
-        GPU and slot both have, but also 16 for cards of 8 lanes; the rest: ronde's own
+    reads: NVML's current and maximum width of each link; not its generation, which is
+        low when the GPU is idle
+    threshold: the maximum width, if another GPU of the model on the host has more lanes
+        (a warning in virtual machines), else a note; and as most GPUs of the model
+    source: NVIDIA's nvml.h 13 (go-nvml 2f9e261): nvmlDeviceGetMaxPcieLinkWidth is the
+        width of GPU and slot, but also 16 for cards of 8 lanes; the rest: ronde's own
     fix: reseat the card or its cable; look at the slot's settings in the BIOS
     needs: an NVIDIA GPU
     why: Copies to the host and to network adapters take a multiple of the time.
@@ -142,14 +142,16 @@ def _narrow_links(fleet: Fleet) -> Problems:
 
 
 def _narrow_link(values: Values, link: dict[str, int], most: int) -> Problem | None:
-    what = f"its PCI link has {link['width']} lanes of {link['max_width']}"
+    message = f"its PCI link has {link['width']} lanes of {link['max_width']}"
     if not 0 < link["width"] < link["max_width"]:
         return None
     if link["width"] == most:
-        what += "; the slot or card may have no more"
-        return Problem(what, INFORM, fix=_COMPARE)
-    # Virtual machines do not see the slot, whose lanes may be fewer.
-    return Problem(what, WARN, fix=_COMPARE) if values[_VIRTUAL] else Problem(what)
+        message += "; the slot or card may have no more"
+        return Problem(message, INFORM, fix=_COMPARE)
+    # Virtual machines do not see the slot, which may have fewer lanes.
+    return (
+        Problem(message, WARN, fix=_COMPARE) if values[_VIRTUAL] else Problem(message)
+    )
 
 
 @check(FAIL, _NVLINKS, "gpu.titles")
@@ -177,7 +179,7 @@ def gpu_nvlink(fleet: Fleet) -> Problems:
 def _inactive_links(fleet: Fleet) -> Problems:
     for facts in fleet.having(_NVLINKS, "gpu.titles"):
         links = facts.values[_NVLINKS]
-        # Virtual machines with some of the GPUs may have no links at all.
+        # Virtual machines with some GPUs of a host may have no links at all.
         if any(any(each or ()) for each in links):
             pairs = zip(links, facts.values["gpu.titles"], strict=True)
             found = (_lacking_links(each or (), str(title)) for each, title in pairs)
@@ -187,9 +189,9 @@ def _inactive_links(fleet: Fleet) -> Problems:
 def _lacking_links(links: Value, title: str) -> Problem | None:
     wanted = next((num for name, num in _EXPECTED_LINKS if name.search(title)), 0)
     inactive = format_list([n for n, is_active in enumerate(links) if not is_active])
-    what = f"{sum(links)} of {wanted} NVLinks are active"
-    what += f", not {inactive}" * bool(inactive)
-    return Problem(what) if sum(links) < wanted else None
+    message = f"{sum(links)} of {wanted} NVLinks are active"
+    message += f", not {inactive}" * bool(inactive)
+    return Problem(message) if sum(links) < wanted else None
 
 
 @each_gpu(FAIL, "gpu.fabric")
@@ -200,29 +202,29 @@ def gpu_fabric(fabric: Value) -> Problems:
     threshold: completed without an error, and healthy
     source: NVIDIA's nvml.h 13 (go-nvml 2f9e261): fabric state, health mask, summary;
         NVIDIA's Fabric Manager guide 2.3
-    fix: stop what uses the GPUs; give the Fabric Manager the driver's version, then:
-        sudo systemctl restart nvidia-fabricmanager; on GB200: look at the switch trays
+    fix: stop all programs on the GPUs; give the Fabric Manager the driver's version,
+        then: sudo systemctl restart nvidia-fabricmanager; on GB200: look at the switch
+        trays
     needs: NVIDIA GPUs behind NVSwitches
     why: CUDA does not start (error 802), or NVLinks are slow.
     """
     status, health = fabric["status"], fabric["health"]
     if fabric["state"] != _COMPLETED:
-        if what := _UNFINISHED.get(fabric["state"]):
-            yield Problem(f"its registration with the fabric {what}")
-        # What else is reported counts once it is registered.
-        return
+        if message := _UNFINISHED.get(fabric["state"]):
+            yield Problem(f"its registration with the fabric {message}")
+        return  # the rest is valid only once it is registered
     if status:
         yield Problem(f"its registration with the fabric ended in error {status}")
     configuration = health >> _CONFIGURATION_BIT & 0xF
     if configuration not in _CONFIGURATION_FINE:
-        what = f"the fabric is configured wrongly (NVML's number {configuration})"
-        yield Problem(what)
-    for first_bit, severity, what in _HEALTH:
+        message = f"the fabric is configured wrongly (NVML's number {configuration})"
+        yield Problem(message)
+    for first_bit, severity, message in _HEALTH:
         if health >> first_bit & 3 == 1:
-            yield Problem(what, severity)
+            yield Problem(message, severity)
     if fabric["summary"] in _SUMMARIES:
-        severity, what = _SUMMARIES[fabric["summary"]]
-        yield Problem(what, severity)
+        severity, message = _SUMMARIES[fabric["summary"]]
+        yield Problem(message, severity)
 
 
 @each_host(FAIL, _DIRECT, COUNT)
@@ -245,7 +247,7 @@ def gpu_direct_rdma(values: Values, fleet: Fleet) -> Problems:
 
 @each_host(WARN, "gpu.acs", COUNT, _DIRECT)
 def gpu_acs(values: Values, _: Fleet) -> Problems:
-    """PCI bridges pass traffic between devices on directly.
+    """PCI bridges pass traffic between devices directly.
 
     reads: the ACS control register of each bridge above a GPU; not in virtual machines
     threshold: no source validation, redirection or forwarding upstream
@@ -256,7 +258,7 @@ def gpu_acs(values: Values, _: Fleet) -> Problems:
     why: Traffic between GPUs and adapters goes up to the processor and is slow.
     """
     bridges = values["gpu.acs"]
-    # One device has nobody to send to.
+    # A single device has no peer.
     if bridges and (values[COUNT] or 0) + values[_DIRECT]["adapters"] > 1:
         fix = f"sudo setpci -s {bridges[0]} ECAP_ACS+0x6.w=0000"
         fix += ", and so on, or switch ACS off in the BIOS" * (len(bridges) > 1)

@@ -1,11 +1,9 @@
-"""NVML's answers about this host's GPUs, each asked for in a process of its own.
+"""NVML's answers about the GPUs of this host, queried in one process for each GPU.
 
-A GPU that hangs the driver, or ends a process, takes nobody's answers but its own. The
-fact of a question about GPUs is a list in NVML's order, with nothing for a GPU to which
-the question does not apply. Numbers of fields and errors are NVML's own, which do not
-change; calls that a release of the module or of the driver lacks are refused like what
-a GPU does not support. Below are the judges of such lists: GPUs of a host that have the
-same problem share a finding.
+So a GPU that hangs or crashes the driver affects only its own answers. The fact of a
+question is a list in NVML's order, with None for GPUs to which it does not apply. Calls
+that this release of the module or driver lacks count as refused. ``each_gpu`` and
+``odd_gpus`` judge such lists; GPUs of a host with the same problem share a finding.
 """
 
 from collections import Counter, defaultdict
@@ -30,17 +28,16 @@ from ronde.topology.kernel_files import read_text
 from ronde.topology.pci import plain_address
 from ronde.topology.probes.nvml import NoNvmlError, open_nvml
 
-# What the questions about one GPU may take. Source: AMD's Primus.
-_DEADLINE_S = 15.0
+_DEADLINE_S = 15.0  # for all questions about one GPU; source: AMD's Primus
 COUNT = "gpu.count"
-LOST = "gpu.lost"  # fact: of each GPU why it is lost; empty for one that answers
-_NAME = "titles"  # the first question; every GPU that works has an answer
-# Asked once a host; each answer is the fact ``gpu.`` and this name.
+LOST = "gpu.lost"  # fact: the reason by GPU; empty for one that answers
+_NAME = "titles"  # the first question, which every working GPU answers
+# Each answer is the fact ``gpu.`` and this name.
 HOST_QUESTIONS = ("count", "cuda_version")
 
 
 class RefusedError(UnreadableError):
-    """NVML does not answer a question; ``code`` is its number of the error."""
+    """NVML does not answer a question; ``code`` is its error number."""
 
     def __init__(self, code: int, reason: str) -> None:
         super().__init__(f"{reason}{'; root would help' * (code == NO_PERMISSION)}")
@@ -51,13 +48,11 @@ INVALID_ARGUMENT, NOT_SUPPORTED, NO_PERMISSION, INSUFFICIENT_POWER = 2, 3, 4, 8
 TIMEOUT, IRQ_ISSUE, FUNCTION_NOT_FOUND, CORRUPTED_INFOROM = 10, 11, 13, 14
 GPU_IS_LOST, RESET_REQUIRED, ARGUMENT_VERSION_MISMATCH, UNKNOWN = 15, 16, 25, 999
 
-# Errors by which NVML reports a GPU as lost, whatever was asked.
+# For any question these errors mean that the GPU is lost.
 _REPORTED_LOST = frozenset({GPU_IS_LOST, RESET_REQUIRED})
+# So do these for the question for its name. ``UNKNOWN`` is often the first sign of a
+# GPU that has fallen off the bus.
 _GONE = _REPORTED_LOST | {INSUFFICIENT_POWER, TIMEOUT, IRQ_ISSUE, UNKNOWN}
-"""Errors by which a GPU without even a name is lost.
-
-The first sign that one has fallen off the bus is often nothing but ``UNKNOWN``.
-"""
 
 _RECOVERY_FIELD = 230
 _MAX_LINKS = 36
@@ -73,7 +68,7 @@ class NvmlDriver:
     def ask_host(self, question: str) -> Value:
         if question == "count":
             return int(self.call("nvmlDeviceGetCount"))
-        # The newest that the driver supports: 12040 is [12, 4].
+        # 12040 is [12, 4].
         version = int(self.call("nvmlSystemGetCudaDriverVersion_v2"))
         return [version // 1000, version % 1000 // 10]
 
@@ -91,7 +86,7 @@ class NvmlDriver:
         except self.nvml.NVMLError as error:
             raise RefusedError(int(error.value), f"NVML reports: {error}") from error
         except self._mismatch as error:
-            # Not one of NVML's own: the module's word for a driver without a function.
+            # The module raises it if the driver lacks a function.
             reason = f"the driver is too old for nvidia-ml-py's {name}"
             raise RefusedError(FUNCTION_NOT_FOUND, reason) from error
 
@@ -112,13 +107,13 @@ def _text(answer: Any) -> str:  # noqa: ANN401  str, or bytes by release of the 
 
 
 def _memory(ask: _AskedGpu) -> Value:
-    """Return how much is used without what the driver keeps for itself."""
+    """Return total and used memory, without the driver's own."""
     memory = ask("GetMemoryInfo", getattr(ask.driver.nvml, "nvmlMemory_v2", None))
     return {"total": int(memory.total), "used": int(memory.used)}
 
 
 def _fabric(ask: _AskedGpu) -> Value:
-    """Ask in the newest form of the question that module and driver both know."""
+    """Query with the newest struct that both module and driver know."""
     refusal = RefusedError(FUNCTION_NOT_FOUND, "nvidia-ml-py is too old")
     for form in ("c_nvmlGpuFabricInfo_v3_t", "c_nvmlGpuFabricInfo_v2_t"):
         make = getattr(ask.driver.nvml, form, None)
@@ -154,7 +149,7 @@ def _has_valid_inforom(ask: _AskedGpu) -> Value:
 def _recovery(ask: _AskedGpu) -> Value:
     (field,) = ask("GetFieldValues", [_RECOVERY_FIELD])
     if field.nvmlReturn:
-        # A driver that does not know a field reports an invalid number.
+        # A driver that does not know the field reports an invalid argument.
         code = int(field.nvmlReturn)
         code = NOT_SUPPORTED if code == INVALID_ARGUMENT else code
         raise RefusedError(code, f"NVML refuses the field with error {code}")
@@ -167,14 +162,13 @@ def _remapped_rows(ask: _AskedGpu) -> Value:
     return {**counts, "is_pending": bool(is_pending), "has_failed": bool(has_failed)}
 
 
-# Corrected 0 or not 1; since the driver was loaded 0 or ever 1; DRAM 2 or SRAM 7.
+# Corrected 0, uncorrected 1; since the driver was loaded 0, ever 1; DRAM 2, SRAM 7.
 _ECC_ERRORS = {
     "sram_uncorrected": (1, 0, 7),
     "sram_uncorrected_ever": (1, 1, 7),
     "sram_corrected": (0, 0, 7),
     "dram_corrected": (0, 0, 2),
 }
-# The generation now is that of the moment; the highest are of this GPU here.
 _PCIE = {
     "width": "GetCurrPcieLinkWidth",
     "max_width": "GetMaxPcieLinkWidth",
@@ -184,7 +178,7 @@ _PCIE = {
 
 
 def _clock_events(ask: _AskedGpu) -> Value:
-    """Return bits of the reasons for which clocks are not as high as they can be."""
+    """Return NVML's bits of the reasons for reduced clocks."""
     try:
         return int(ask("GetCurrentClocksEventReasons"))
     except RefusedError as error:
@@ -199,14 +193,14 @@ def _nvlinks(ask: _AskedGpu) -> Value:
         try:
             found.append(bool(ask("GetNvLinkState", link)))
         except RefusedError as error:
-            # Numbers of links that it does not have may lie between others.
+            # Numbers without a link may lie between others.
             if error.code not in {NOT_SUPPORTED, INVALID_ARGUMENT}:
                 raise
     return found
 
 
 def _processes(ask: _AskedGpu) -> Value:
-    """Return those that compute on it, but a desktop's: these draw as well."""
+    """Return processes that compute on it, without a desktop's, which also draw."""
     computing, drawing = ask("GetComputeRunningProcesses"), set[int]()
     with suppress(RefusedError):
         if computing:
@@ -239,17 +233,17 @@ GPU_QUESTIONS: dict[str, _Answer] = {
     "processes": _processes,
     "busy_percent": lambda ask: int(ask("GetUtilizationRates").gpu),
 }
-"""Asked of each GPU; the answers are the fact ``gpu.`` and this name."""
+"""The answers of all GPUs are the fact ``gpu.`` and this name."""
 
 ALL_ANSWERS = [f"gpu.{name}" for name in (*HOST_QUESTIONS, *GPU_QUESTIONS, "lost")]
 
 
 class GpuReport(NamedTuple):
-    """What is known of one GPU, by question."""
+    """The answers of one GPU, by question."""
 
-    answers: Mapping[str, Value]  # None where the question does not apply
-    unread: Mapping[str, str]  # why
-    lost: str = ""  # why it is lost; empty for one that answers
+    answers: Mapping[str, Value]  # None if the question does not apply
+    unread: Mapping[str, str]  # the reason
+    lost: str = ""  # the reason; empty if the GPU answers
 
 
 def ask_gpu(nvml: NvmlDriver, number: int) -> GpuReport:
@@ -283,33 +277,32 @@ def ask_apart(count: int, deadline_s: float) -> list[GpuReport]:
 
 
 def read(reader: FactReader) -> None:
-    """Be one of the processes: the setting ``gpu`` is the GPU's number."""
+    """Query the GPU with the number in the setting ``gpu``."""
     with open_nvml() as nvml:
         report = ask_gpu(NvmlDriver(nvml), reader.settings["gpu"])
     reader.values |= report._asdict()
 
 
 def ask_driver(reader: FactReader, deadline_s: float = _DEADLINE_S) -> None:
-    """Store the facts ``ALL_ANSWERS``: NVML's, else as nvidia-smi prints them."""
+    """Store the facts ``ALL_ANSWERS``, by NVML or else by nvidia-smi."""
     with reader.reading(*ALL_ANSWERS):
         try:
             with open_nvml() as nvml:
                 ask = partial(ask_apart, deadline_s=deadline_s)
-                keep_answers(reader, NvmlDriver(nvml), ask)
+                store_answers(reader, NvmlDriver(nvml), ask)
         except NoNvmlError as error:
-            if error.__cause__ is not None:
-                # It is there, and something is wrong with it.
+            if error.__cause__ is not None:  # it is installed, but fails
                 reader.values["gpu.nvml_error"] = str(error.__cause__)
                 raise UnreadableError(str(error)) from error
             try:
-                keep_report(reader, ask_smi())
+                store_report(reader, ask_smi())
             except FailedError as failure:
                 reader.values["gpu.nvml_error"] = str(failure)
                 raise UnreadableError(f"nvidia-smi: {failure}") from failure
 
 
-def keep_report(reader: FactReader, report: SmiReport) -> None:
-    """Store the facts ``ALL_ANSWERS`` as nvidia-smi printed them."""
+def store_report(reader: FactReader, report: SmiReport) -> None:
+    """Store the facts ``ALL_ANSWERS`` from a report of nvidia-smi."""
     cuda_version, gpus = report
     reader.values |= {COUNT: len(gpus), "gpu.cuda_version": cuda_version}
     why = "nvidia-smi does not print it; nvidia-ml-py has it: pip install nvidia-ml-py"
@@ -318,20 +311,20 @@ def keep_report(reader: FactReader, report: SmiReport) -> None:
         lost = find_error(str(gpu.get(_NAME, "")))
         missing = () if lost else GPU_QUESTIONS.keys() - gpu.keys()
         found.append(GpuReport(gpu, dict.fromkeys(missing, why), lost))
-    _keep_gpus(reader, found)
+    _store_gpus(reader, found)
 
 
-def keep_answers(
+def store_answers(
     reader: FactReader, nvml: NvmlDriver, ask_gpus: Callable[[int], Sequence[GpuReport]]
 ) -> None:
-    """Store the facts ``ALL_ANSWERS``; ``ask_gpus`` gets the number of GPUs."""
+    """Store the facts ``ALL_ANSWERS``; call ``ask_gpus`` with the number of GPUs."""
     for question in HOST_QUESTIONS:
         with reader.reading(f"gpu.{question}"):
             reader.values[f"gpu.{question}"] = nvml.ask_host(question)
-    _keep_gpus(reader, ask_gpus(reader.values.get(COUNT, 0)))
+    _store_gpus(reader, ask_gpus(reader.values.get(COUNT, 0)))
 
 
-def _keep_gpus(reader: FactReader, gpus: Sequence[GpuReport]) -> None:
+def _store_gpus(reader: FactReader, gpus: Sequence[GpuReport]) -> None:
     reader.values[LOST] = [gpu.lost for gpu in gpus]
     for question in GPU_QUESTIONS:
         fact = f"gpu.{question}"
@@ -345,12 +338,12 @@ def _keep_gpus(reader: FactReader, gpus: Sequence[GpuReport]) -> None:
             reader.values[fact] = [gpu.answers.get(question) for gpu in gpus]
     for processes in reader.values.get("gpu.processes", ()):
         for process in processes or ():
-            # Empty where a container does not see it.
+            # Empty if a container does not see it.
             process["command"] = read_text(f"/proc/{process['pid']}/comm")
 
 
 def fold_gpus(host: str, problems: Iterable[Problem | None]) -> Problems:
-    """Yield the problems of a host's GPUs; None stands for a sound one."""
+    """Yield the problems of a host's GPUs, of which sound ones have None."""
     alike: dict[Problem, list[int]] = defaultdict(list)
     for number, problem in enumerate(problems):
         if problem is not None:
@@ -358,13 +351,13 @@ def fold_gpus(host: str, problems: Iterable[Problem | None]) -> Problems:
     for problem, numbers in alike.items():
         gpus = f"GPU{'s' * (len(numbers) > 1)} {format_list(numbers)}"
         fix = problem.fix.replace("-i N", f"-i {','.join(map(str, numbers))}")
-        yield problem._replace(what=f"{gpus}: {problem.what}", fix=fix, host=host)
+        yield problem._replace(message=f"{gpus}: {problem.message}", fix=fix, host=host)
 
 
 def each_gpu(
     severity: Severity, *facts: str
 ) -> Callable[[Callable[..., Problems]], Check]:
-    """Make a judge of a GPU's answers a check; its first problem counts."""
+    """Turn a judge of one GPU's answers into a check; its first problem counts."""
 
     def make(judge: Callable[..., Problems]) -> Check:
         def judge_all(fleet: Fleet) -> Problems:
@@ -384,7 +377,7 @@ def each_gpu(
 def odd_gpus(
     fleet: Fleet, fact: str, show: Callable[[Value], str], severity: Severity
 ) -> Problems:
-    """Yield GPUs that differ from over half of their model, as ``show`` writes them."""
+    """Yield GPUs with another value, by ``show``, than most GPUs of their model."""
     shown: dict[str, list[tuple[str, str]]] = {}
     counts: dict[str, Counter[str]] = defaultdict(Counter)
     for facts in fleet.having(fact, "gpu.titles"):

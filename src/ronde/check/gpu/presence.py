@@ -1,4 +1,4 @@
-"""Whether the GPUs answer, are what others have, fit torch, and are free for ranks."""
+"""Checks of GPUs: they answer, are equal on all hosts, fit torch, and are free."""
 
 import errno
 import os
@@ -13,7 +13,8 @@ from ronde.check.gpu.nvml import COUNT, LOST, ask_driver, each_gpu, fold_gpus, o
 from ronde.check.gpu.xids import read_xids
 from ronde.check.majority import differing, same_everywhere, spell
 from ronde.check.probing import FactReader
-from ronde.topology.kernel_files import list_names, read_text
+from ronde.check.software import read_module
+from ronde.topology.kernel_files import list_names
 from ronde.topology.pci import is_gpu, read_link
 from ronde.topology.probes.sysfs import read_functions
 
@@ -23,8 +24,6 @@ _BROKEN = os.strerror(errno.EIO)
 _NVIDIA = 0x10DE
 _OPENING = os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK
 _CARD = re.compile(r"(/dev/)?nvidia\d+")
-_VERSION = re.compile(r"Kernel Module.*?\s(\d+(?:\.\d+)+)\s")
-
 _NVML_CURES = {
     "ismatch": "reboot: the driver was updated while its module was loaded",
     "Not Found": "in a container: docker run -e NVIDIA_DRIVER_CAPABILITIES=compute,"
@@ -33,7 +32,7 @@ _NVML_CURES = {
 _MAX_USED_BYTES = 2 << 30
 _MAX_BUSY_PERCENT = 20
 _BUILD = "versions.torch_build"
-_SERVER = "nvidia-cuda-mps"  # stands on a GPU for other programs
+_SERVER = "nvidia-cuda-mps"  # it uses GPUs on behalf of other programs
 
 
 def read(reader: FactReader) -> None:
@@ -43,20 +42,20 @@ def read(reader: FactReader) -> None:
     with opened_files(root) as files:
         reader.values |= {_CARDS: cards, _MODULE: module, _FILES: files, _NVML: ""}
         if not (module or files):
-            # What cards there are then stand idle, and one finding says so.
+            # ``gpu-answers`` reports cards without a driver.
             reader.values[COUNT] = 0
             return
         if not root:
             ask_driver(reader)
-    reader.keep("gpu.is_virtual", lambda: read_is_virtual(root))
-    reader.keep("gpu.xids", lambda: read_xids(root))
-    reader.keep("gpu.direct_rdma", lambda: read_direct_rdma(root, module))
+    reader.store("gpu.is_virtual", lambda: read_is_virtual(root))
+    reader.store("gpu.xids", lambda: read_xids(root))
+    reader.store("gpu.direct_rdma", lambda: read_direct_rdma(root, module))
     addresses = [each["address"] for each in cards]
-    reader.keep("gpu.acs", lambda: read_acs(root, addresses))
+    reader.store("gpu.acs", lambda: read_acs(root, addresses))
 
 
 def read_cards(root: str) -> list[Value]:
-    """Return ``address`` and ``driver``, empty for none, of each card on the bus."""
+    """Return address and driver (empty for none) of each card on the bus."""
     found: list[Value] = []
     for address, each in read_functions(root).items():
         if each.vendor == _NVIDIA and is_gpu(each.class_code, each.vendor):
@@ -65,25 +64,18 @@ def read_cards(root: str) -> list[Value]:
     return found
 
 
-def read_module(root: str) -> str:
-    text = read_text(f"{root}/proc/driver/nvidia/version")
-    match = _VERSION.search(text)
-    is_open = "Open Kernel Module" in text
-    return match[1] + " (open)" * is_open if match else ""
-
-
 @contextmanager
 def opened_files(root: str) -> Generator[dict[str, str]]:
-    """Open the device files; give why each cannot be opened, empty for one that is.
+    """Open the device files and keep them open; yield the error of each, or empty.
 
-    They stay open meanwhile. Where nobody uses the GPUs and the driver is not
-    persistent, it starts each of them, which takes seconds, when its file is opened,
-    all at once in the background, and stops each again when the last one is closed.
+    Without persistence mode the driver initialises a GPU, which takes seconds, when the
+    first file is opened, and stops it when the last one is closed. Opening all files
+    initialises all GPUs concurrently.
     """
     names = [name for name in list_names(f"{root}/dev") if _CARD.fullmatch(name)]
     if names:
         names.append("nvidiactl")
-        # With its helper, CUDA makes this one as soon as it needs it.
+        # If this helper is installed, CUDA makes the file itself.
         if not os.path.exists(f"{root}/usr/bin/nvidia-modprobe"):  # noqa: PTH110
             names.append("nvidia-uvm")
     with ExitStack() as closing:
@@ -115,14 +107,15 @@ def gpu_answers(values: Values, _: Fleet) -> Problems:
         fix = next((cure for word, cure in _NVML_CURES.items() if word in error), "")
         yield Problem(f"NVML does not answer: {error}", fix=fix)
     elif module and not (files or values.get(COUNT)):
-        # NVML's helper makes files that nobody has needed yet.
-        what = "the driver is loaded, but there is no file /dev/nvidia0"
+        message = "the driver is loaded, but there is no file /dev/nvidia0"
         fix = "docker run --gpus all; on bare metal: sudo nvidia-modprobe -u -c 0"
-        yield Problem(what, fix=fix)
+        yield Problem(message, fix=fix)
     elif cards and not module and not files:
         drivers = ", ".join(sorted({each["driver"] or "no driver" for each in cards}))
-        what = f"{len(cards)} NVIDIA cards without NVIDIA's driver: they have {drivers}"
-        yield Problem(what, WARN)
+        message = (
+            f"{len(cards)} NVIDIA cards without NVIDIA's driver: they have {drivers}"
+        )
+        yield Problem(message, WARN)
 
 
 @each_host(FAIL, _FILES)
@@ -139,8 +132,8 @@ def gpu_files(values: Values, _: Fleet) -> Problems:
     """
     files: dict[str, str] = values[_FILES]
     cards = {name: why for name, why in files.items() if _CARD.fullmatch(name)}
-    # A job that has some of the GPUs may not open the files of the others; but with
-    # this error the driver could not start the GPU.
+    # A job with some of the GPUs may not open the files of the others. But this error
+    # means that the driver could not start the GPU.
     needed = {n: why for n, why in files.items() if n not in cards or why == _BROKEN}
     if cards and all(cards.values()):
         needed |= cards
@@ -150,8 +143,8 @@ def gpu_files(values: Values, _: Fleet) -> Problems:
         names = " ".join(name for name, why in needed.items() if why)
         fix = f"sudo chmod 666 {names}  # or docker run --gpus all, or srun "
         fix += f"--gres=gpu:{len(cards)}"
-        what = f"cannot open {', '.join(bad)}"
-        yield Problem(what, fix=gpu_lost.fix if is_broken else fix)
+        message = f"cannot open {', '.join(bad)}"
+        yield Problem(message, fix=gpu_lost.fix if is_broken else fix)
 
 
 @check(FAIL, LOST, _FILES, COUNT)
@@ -159,8 +152,8 @@ def gpu_lost(fleet: Fleet) -> Problems:
     """Every GPU answers.
 
     reads: NVML's answers for each GPU, in its own process, and the device files
-    threshold: no GPU is reported as lost or in need of a reset, has no name, or does
-        not answer all questions in 15 s; no fewer GPUs than device files
+    threshold: no GPU is reported as lost or in need of a reset, lacks a name, or takes
+        more than 15 s for all answers; no fewer GPUs than device files
     source: NVIDIA's nvml.h 13 (go-nvml 2f9e261): GPU_IS_LOST, RESET_REQUIRED; 15 s:
         AMD's Primus fd1eeab (preflight/node_smoke/cli.py); device files: ronde's own
     fix: reboot the host; if it happens again, the GPU or its slot is broken
@@ -174,8 +167,8 @@ def gpu_lost(fleet: Fleet) -> Problems:
         num_files = sum(not why for n, why in files.items() if _CARD.fullmatch(n))
         count = host.values[COUNT] or 0
         if count < num_files:
-            what = f"NVML knows {count} GPUs, but {num_files} have device files"
-            yield Problem(what, host=host.host)
+            message = f"NVML knows {count} GPUs, but {num_files} have device files"
+            yield Problem(message, host=host.host)
 
 
 @same_everywhere(FAIL, COUNT, "number of GPUs")
@@ -183,7 +176,7 @@ def gpu_count(count: Value) -> str:
     """All hosts have the same number of GPUs.
 
     reads: the number of GPUs by NVML
-    threshold: what most hosts have
+    threshold: the number of most hosts
     source: ronde's own: ranks are spread evenly over hosts
     fix: give each host its ranks with -H host:ranks, or find the missing GPU
     needs: several hosts
@@ -205,7 +198,7 @@ def gpu_model(fleet: Fleet) -> Problems:
     why: The faster GPUs wait for the slower; a model may fit on the others only.
     """
     titles, memory = "gpu.titles", "gpu.memory_bytes"
-    # A host without GPUs differs in their number already.
+    # ``gpu-count`` reports hosts without GPUs.
     having = tuple(facts for facts in fleet.having(titles) if facts.values[titles])
     equipped = fleet._replace(hosts=having)
     yield from differing(
@@ -221,8 +214,8 @@ def gpu_model(fleet: Fleet) -> Problems:
 def gpu_torch(values: Values, _: Fleet) -> Problems:
     """Torch can use the GPUs.
 
-    reads: what torch was built for, in its version.py, and the number of GPUs
-    threshold: for CUDA where there are NVIDIA GPUs
+    reads: torch's build in its version.py, and the number of GPUs
+    threshold: a build for CUDA if there are NVIDIA GPUs
     source: torch's own version.py: cuda is None in builds for CPUs
     fix: python -m pip install --force-reinstall torch: for Linux the package index has
         builds for CUDA. pytorch.org/get-started/locally names the index of each CUDA
@@ -248,18 +241,18 @@ def gpu_cuda(values: Values, _: Fleet) -> Problems:
     driver = values["gpu.cuda_version"]
     if match and driver and tuple(driver) < (int(match[1]), int(match[2])):
         has = f"the driver supports CUDA {driver[0]}.{driver[1]}"
-        what = f"{has}, torch was built for {match[1]}.{match[2]}"
-        yield Problem(what, FAIL if driver[0] < int(match[1]) else WARN)
+        message = f"{has}, torch was built for {match[1]}.{match[2]}"
+        yield Problem(message, FAIL if driver[0] < int(match[1]) else WARN)
 
 
 @each_gpu(FAIL, "gpu.memory_bytes", "gpu.processes", "gpu.busy_percent")
 def gpu_busy(memory: Value, processes: Value, percent: Value) -> Problems:
-    """Nobody else uses the GPUs.
+    """No other program uses the GPUs.
 
     reads: NVML's computing processes, used memory and utilization of each GPU
     threshold: no process, below 2 GiB used, below 20 % busy; not MPS, not a desktop's
     source: AMD's Primus fd1eeab (preflight/node_smoke/cli.py)
-    fix: nvidia-smi; end what is left of your own jobs
+    fix: nvidia-smi; end leftovers of your own jobs
     needs: an NVIDIA GPU
     why: Memory runs out, or all ranks wait for the one that shares its GPU.
     """
@@ -270,9 +263,9 @@ def gpu_busy(memory: Value, processes: Value, percent: Value) -> Problems:
         fix = f"ps -fp {','.join(pids)}; end it if it is yours: kill {' '.join(pids)}"
         yield Problem(f"used by {names}", fix=fix)
     if memory and memory["used"] >= _MAX_USED_BYTES:
-        yield Problem(f"{memory['used'] / 2**30:.1f} GiB of its memory are used")
+        yield Problem(f"{memory['used'] / 2**30:.1f} GiB of its memory is used")
     if (percent or 0) >= _MAX_BUSY_PERCENT:
-        yield Problem(f"busy to {percent} %", WARN)
+        yield Problem(f"{percent} % busy", WARN)
 
 
 @check(FAIL, "gpu.mig")
@@ -280,11 +273,11 @@ def gpu_mig(fleet: Fleet) -> Problems:
     """No GPU is split into instances (MIG).
 
     reads: NVML's MIG mode
-    threshold: off; with one rank in all, as with one GPU, it is only shown
+    threshold: off; with one rank in all, as with one GPU, only a note
     source: NVIDIA's MIG guide: no peer access between instances; NCCL 2.32's manual:
         from 2.31 on it joins instances, as an experiment and without NVLinks
-    fix: stop what uses the GPU, then: sudo nvidia-smi -i N -mig 0  # removes all its
-        instances
+    fix: stop all programs on the GPU, then: sudo nvidia-smi -i N -mig 0  # removes all
+        its instances
     needs: an NVIDIA GPU from Ampere on
     why: NCCL up to 2.30 cannot join instances; later ones copy through the host.
     """

@@ -1,4 +1,4 @@
-"""NVML's answers as ``nvidia-smi`` prints them, for hosts without nvidia-ml-py."""
+"""Answers to NVML's questions by ``nvidia-smi``, for hosts without nvidia-ml-py."""
 
 import re
 import subprocess
@@ -12,10 +12,7 @@ from ronde.check.probing import UnreadableError
 from ronde.topology.pci import plain_address
 
 _DEADLINE_S = 20.0
-_MISSING = (
-    "NVML can only be asked with nvidia-ml-py or nvidia-smi, and neither is here: "
-    "pip install nvidia-ml-py"
-)
+_MISSING = "neither nvidia-ml-py nor nvidia-smi is here: pip install nvidia-ml-py"
 _ACTIONS = ("none", "reset", "reboot", "drain p2p", "drain and reset")
 _ACTIVE = {  # by NVML's bit
     0x80: "hw_power_brake_slowdown",
@@ -24,7 +21,7 @@ _ACTIVE = {  # by NVML's bit
     0x08: "hw_slowdown",
 }
 _STATES = {"not started": 1, "in progress": 2, "completed": 3}
-# NVML's health has two bits of each.
+# In NVML's health each has two bits.
 _HEALTH = "bandwidth route_recovery_in_progress route_unhealthy access_timeout_recovery"
 _SUMMARIES = {"healthy": 1, "unhealthy": 2, "limited capacity": 3}
 _MEMORY = {"total": "total", "used": "used"}
@@ -43,11 +40,11 @@ class NotShownError(Exception):
 
 
 class FailedError(Exception):
-    """nvidia-smi cannot ask the driver; the text is its own."""
+    """nvidia-smi cannot query the driver; the message is its own."""
 
 
-# CUDA's version, and the answers of each GPU by NVML's questions: None where one does
-# not apply to it; missing where it is not shown.
+# CUDA's version, and the answers of each GPU by question: None if one does not apply;
+# missing if it is not printed.
 SmiReport = tuple[list[int] | None, list[dict[str, Value]]]
 
 
@@ -55,14 +52,14 @@ def ask_smi() -> SmiReport:
     """Run ``nvidia-smi``.
 
     Raises:
-        UnreadableError: There is none, or it does not answer.
-        FailedError: It cannot ask the driver.
+        UnreadableError: It is not installed, or does not answer.
+        FailedError: It cannot query the driver.
     """
     return read_smi(_run("-q", "-x"), _run("nvlink", "-s"))
 
 
 def _run(*words: str) -> bytes:
-    command = ["nvidia-smi", *words]  # wherever the driver has put it
+    command = ["nvidia-smi", *words]
     try:
         done = subprocess.run(
             command, capture_output=True, check=False, timeout=_DEADLINE_S
@@ -79,7 +76,7 @@ def _run(*words: str) -> bytes:
 
 
 def read_smi(log: bytes, nvlinks: bytes) -> SmiReport:
-    """Return what ``nvidia-smi -q -x`` and ``nvidia-smi nvlink -s`` printed."""
+    """Parse the output of ``nvidia-smi -q -x`` and ``nvidia-smi nvlink -s``."""
     try:
         top = ET.fromstring(log)  # noqa: S314  what root has installed
     except ET.ParseError as error:
@@ -100,7 +97,7 @@ def read_smi(log: bytes, nvlinks: bytes) -> SmiReport:
 
 
 def read_answers(gpu: Element) -> dict[str, Value]:
-    """Return the answers of one GPU, from its element of the XML."""
+    """Return the answers of one GPU from its XML element."""
     answers: dict[str, Value] = {}
     for question, read in _QUESTIONS.items():
         with suppress(NotShownError):
@@ -109,13 +106,13 @@ def read_answers(gpu: Element) -> dict[str, Value]:
 
 
 def find_error(title: str) -> str:
-    """Return the error that stands in the place of a GPU's name; empty for none."""
+    """Return the name of a GPU if it is an error message, else empty."""
     words = r"unknown error|is lost|requires reset|err!"
     return title if re.search(words, title, re.IGNORECASE) else ""
 
 
 def _text(element: Element, *paths: str) -> str:
-    """Return the text at the first path that is there, such as ``pci/pci_bus_id``."""
+    """Return the text at the first path that exists."""
     for path in paths:
         text = element.findtext(path)
         if text is not None:
@@ -128,7 +125,7 @@ def _known(text: str) -> str | None:
 
 
 def _count(element: Element, path: str, factor: int = 1) -> int | None:
-    """Return a number times a factor; the unit behind it does not count."""
+    """Return a number times a factor, without its unit."""
     text = _known(_text(element, path))
     if text is None:
         return None
@@ -141,7 +138,7 @@ def _count(element: Element, path: str, factor: int = 1) -> int | None:
 def _counts(
     gpu: Element, section: str, paths: dict[str, str], factor: int = 1
 ) -> Value:
-    """Return numbers of a section by name; None where one of them does not apply."""
+    """Return numbers of a section by name; None if one of them does not apply."""
     counts = {n: _count(gpu, f"{section}/{path}", factor) for n, path in paths.items()}
     return None if None in counts.values() else counts
 
@@ -173,7 +170,7 @@ def _ecc(gpu: Element) -> Value:
         try:
             return _count(gpu, own)
         except NotShownError:
-            # Newer drivers tell two kinds apart.
+            # Newer drivers have two kinds.
             kinds = [_count(gpu, f"{own}_{kind}") for kind in ("parity", "secded")]
             return None if None in kinds else sum(filter(None, kinds))
 
@@ -225,7 +222,7 @@ def _mig(gpu: Element) -> Value:
 
 
 def _processes(gpu: Element) -> Value:
-    """Return those that compute on it and draw nothing."""
+    """Return processes that compute on it and do not draw."""
     return [
         {"pid": _count(each, "pid"), "memory_bytes": _count(each, "used_memory", 2**20)}
         for each in gpu.findall("processes/process_info")

@@ -1,9 +1,9 @@
-"""What the driver has logged of GPUs (Xid) and of their switches (SXid) since the boot.
+"""Errors of GPUs (Xid) and of NVSwitches (SXid) in the driver's log since the boot.
 
-What each number asks for is the immediate action of NVIDIA's catalogue of Xid errors,
-as gpud 4a8de33 carries it (nvidia/xid/catalog_generated.go, of 2025-10). Its workflows
-(45, 48, 74, 144 to 150) are here what they mostly end in. For 167, 171 and 172 it has
-no action: 171 and 172 come with a 48 and count like one; that 167 does is ronde's own.
+The fix for each number is the immediate action of NVIDIA's catalogue of Xid errors, by
+gpud 4a8de33 (nvidia/xid/catalog_generated.go, of 2025-10). Its workflows (45, 48, 74,
+144 to 150) are replaced by their usual outcome. It has no action for 167, 171 and 172:
+171 and 172 come with a 48 and count like one; treating 167 so is ronde's own.
 """
 
 import re
@@ -17,10 +17,10 @@ from ronde.topology.kernel_log import read_log
 from ronde.topology.pci import plain_address
 from ronde.units import format_duration
 
-_Resolution = tuple[Severity, str]  # With what to do; empty for nothing.
+_Resolution = tuple[Severity, str]  # with the fix; empty for none
 _TABLE = """
 fail 46,62,64,95,109-110,119-120,136,140,143,155-156,158
-  stop what uses the GPU, then: sudo nvidia-smi --gpu-reset -i N
+  stop all programs on the GPU, then: sudo nvidia-smi --gpu-reset -i N
 fail 48,167,171-172
   reset the GPU (sudo nvidia-smi --gpu-reset -i N), then dcgmi diag -r 3; if it happens
   again, have the GPU replaced
@@ -36,8 +36,8 @@ fail 74,144-150
 warn 78
   update the vGPU software
 inform 94
-  start the program again; when it suits, stop what uses the GPU, then: sudo nvidia-smi
-  --gpu-reset -i N
+  start the program again; when it suits, stop all programs on the GPU, then: sudo
+  nvidia-smi --gpu-reset -i N
 inform 8,11,13,25,31-32,39-41,43,45,60,68-72,75-77,80,82-86,88-89,96-105,126-135,139
   start the program again; if it happens again, look at the program
 inform 63,92,121
@@ -45,9 +45,9 @@ inform 63,92,121
   or a page is pending; if the number grows, have the GPU replaced
 inform 14,37-38,44,66-67,93,106-108,137,141,152-154,157,160-161
 """
-"""Severity, numbers, and what NVIDIA says to do about them.
+"""Severity, numbers, and NVIDIA's fix for them.
 
-154 has the driver's advice, which is a check of its own where the driver answers.
+154 repeats the driver's advice, for which there is the check ``gpu-advice``.
 """
 
 
@@ -63,16 +63,16 @@ _OTHER = INFORM, "look the number up in NVIDIA's catalogue of Xid errors"
 _FATAL_SWITCH = FAIL, "reset all GPUs of the host, or reboot it"
 _NVLINK = range(144, 151)
 _NAMES = {
-    8: "a channel stood still",
+    8: "a channel hung",
     13: "error in a kernel",
-    31: "access to memory that is not mapped",
+    31: "access to unmapped memory",
     45: "a program ended and was cleaned up",
     43: "a program's work was stopped",
-    46: "the GPU stood still",
-    48: "two bits wrong in memory",
+    46: "the GPU hung",
+    48: "double-bit memory error",
     54: "no auxiliary power",
     62: "its micro-controller halted",
-    63: "a row or page of memory is to be replaced",
+    63: "a row or page of memory will be replaced",
     64: "a row of memory could not be replaced",
     69: "error in a kernel",
     74: "error of an NVLink",
@@ -80,7 +80,7 @@ _NAMES = {
     92: "many corrected memory errors",
     94: "memory error, contained",
     95: "memory error, not contained",
-    109: "a context could not be switched",
+    109: "a context switch timed out",
     110: "security fault",
     119: "its system processor does not answer",
     120: "error of its system processor",
@@ -92,11 +92,11 @@ _NAMES = {
     156: "a broken part was retired",
     158: "a fatal timeout",
     167: "fatal timeout on the PCI bus",
-    171: "two bits wrong in memory (DRAM)",
-    172: "two bits wrong in a cache (SRAM)",
+    171: "double-bit memory error (DRAM)",
+    172: "double-bit cache error (SRAM)",
 } | dict.fromkeys(_NVLINK, "error of an NVLink")
 
-# With MIG the instance stands behind the address.
+# With MIG the instance follows the address.
 _XID = re.compile(
     r"(?P<kind>S?Xid) \((?:PCI:)?(?P<address>[0-9a-fA-F:.]+)"
     r"(?: GPU-I:[0-9a-fA-F]+)?\): (?P<code>\d+)(?P<rest>.*)"
@@ -112,15 +112,15 @@ def read_xids(root: str) -> list[Value]:
 
 
 def find_xids(lines: Iterable[tuple[float, str]]) -> list[Value]:
-    """Return what lines have of each kind, GPU and number: the last one, and how many.
+    """Return the last error of each kind, GPU and number, and their count.
 
-    Each line comes with its age in seconds. Whether an error is fatal the log has for
-    SXid, and for Xids of NVLinks from Blackwell on.
+    Each line comes with its age in seconds. ``is_fatal`` is logged for SXids, and from
+    Blackwell on for Xids of NVLinks.
     """
     found: dict[tuple[str, str, int], Value] = {}
     for age_s, line in lines:
         if xid := _XID.search(line):
-            # The driver leaves out the function, which is 0.
+            # The driver omits the function, which is 0.
             text = xid["address"]
             address = plain_address(text) or plain_address(f"{text}.0") or text
             kind, code = xid["kind"], int(xid["code"])
@@ -139,15 +139,15 @@ def find_xids(lines: Iterable[tuple[float, str]]) -> list[Value]:
     return list(found.values())
 
 
-@each_host(FAIL, "gpu.xids", besides=(_ADVICE, _ADDRESSES))
+@each_host(FAIL, "gpu.xids", optional=(_ADVICE, _ADDRESSES))
 def gpu_xid(values: Values, _: Fleet) -> Problems:
     """The driver has logged no GPU error since the host was started.
 
     reads: Xid and SXid in /dev/kmsg, else journalctl -k; NVML's recovery action, in
         saved logs that of Xid 154
-    threshold: none that asks for a reset, a reboot or a repair, no fatal SXid; a
-        warning where the driver asks for nothing by now; those of programs, and of
-        NVLinks if not fatal, are shown
+    threshold: none that needs a reset, a reboot or a repair, no fatal SXid; a warning
+        if the driver no longer advises any; errors of programs, and of NVLinks if not
+        fatal, are shown
     source: NVIDIA's catalogue of Xid errors, by gpud 4a8de33 (nvidia/xid); fatal SXid:
         Fabric Manager guide, by gpud 4a8de33 (nvidia/sxid)
     fix: look the number up in NVIDIA's catalogue of Xid errors; drain the host
@@ -156,13 +156,13 @@ def gpu_xid(values: Values, _: Fleet) -> Problems:
     """
     numbers = zip(values.get(_ADDRESSES) or (), values.get(_ADVICE) or (), strict=False)
     advice = {address: action for address, action in numbers if action is not None}
-    causes: dict[str, int] = {}  # by GPU its last one that asks for something
+    causes: dict[str, int] = {}  # by GPU the last one that needs a repair
     for each in values["gpu.xids"]:
         severity, fix = _resolve(each)
         if not fix or ("advice" in each and each["address"] in advice):
             continue
         is_xid, code = each["kind"] == "Xid", each["code"]
-        what = f"{each['kind']} {code}"
+        message = f"{each['kind']} {code}"
         name = _NAMES.get(code, "") if is_xid else ""
         before = causes.get(each["address"]) if is_xid and code == 45 else None
         if cause := each.get("cause", before):
@@ -171,17 +171,17 @@ def gpu_xid(values: Values, _: Fleet) -> Problems:
             name = f"the driver advises {ADVICE.get(each['advice'], ADVICE[1])[0]}"
         if is_xid and severity is FAIL:
             causes[each["address"]] = code
-        what += f" ({name})" if name else ""
-        what += f" at {each['address']}"
-        what += f", {each['times']} times, last" if each["times"] > 1 else ""
-        what += f" {each.get('where') or format_duration(each['age_s']) + ' ago'}"
-        # A switch is reset with all GPUs.
+        message += f" ({name})" if name else ""
+        message += f" at {each['address']}"
+        message += f", {each['times']} times, last" if each["times"] > 1 else ""
+        message += f" {each.get('where') or format_duration(each['age_s']) + ' ago'}"
+        # A switch is reset together with all GPUs.
         own: list[Value] = [*advice.values()]
         own = [advice.get(each["address"])] if is_xid else own
         if severity is FAIL and own and not any(a != 0 for a in own):
-            severity, what = WARN, f"{what}; by now the driver asks for nothing"
+            severity, message = WARN, f"{message}; by now the driver advises no action"
         fix = fix.replace("-i N", f"-i {each['address']}")
-        yield Problem(what, severity, fix=fix)
+        yield Problem(message, severity, fix=fix)
 
 
 def _resolve(entry: Value) -> _Resolution:
@@ -190,6 +190,6 @@ def _resolve(entry: Value) -> _Resolution:
     if entry.get("advice"):
         return FAIL, ADVICE.get(entry["advice"], ADVICE[1])[1]
     severity, fix = _RESOLUTIONS.get(entry["code"], _OTHER)
-    # In the catalogue's table of these, most that are not fatal ask for nothing.
+    # By the catalogue most of these need no action unless fatal.
     is_harmless = entry["code"] in _NVLINK and not entry["is_fatal"]
     return (INFORM if is_harmless else severity), fix

@@ -1,1 +1,1 @@
-"""The network between hosts: interfaces, RDMA ports, reachability, bandwidth."""
+"""Checks of the network: interfaces, RDMA ports, reachability, bandwidth."""

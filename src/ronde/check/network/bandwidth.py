@@ -1,8 +1,8 @@
-"""Each host against each other: what goes through, and which host or link is slow.
+"""Bandwidth between each two hosts, and the slow hosts and links.
 
-Hosts meet in pairs, as in a tournament; the pairs of a round are disjoint, so that all
-of them can be measured at the same time: by plain streams, or by a job of all ranks of
-two hosts.
+Pairs are measured in rounds, as in a tournament; the pairs of a round are disjoint, so
+that all are measured at the same time: by TCP streams, or by a job of all ranks of two
+hosts.
 """
 
 import base64
@@ -47,60 +47,59 @@ from ronde.topology.graph import Level
 from ronde.topology.nccl_log import judge_nccl_log, read_nccl_log
 from ronde.units import list_first
 
-# Fact: by the name of each other host, what comes from it, in GB/s (1e9).
-RATES = "network.bandwidth"
-# Fact: by the name of each other host with which it could not be measured, why.
-FAILURES = "network.bandwidth_failures"
-WAY = "network.bandwidth_way"  # fact: what was measured: ``tcp``, ``gloo`` or ``nccl``
-# Fact: by rule of ``ronde topo log``, what looks wrong in NCCL's log.
+RATES = "network.bandwidth"  # fact: GB/s (1e9) from each other host
+FAILURES = "network.bandwidth_failures"  # fact: the reason, by other host
+WAY = "network.bandwidth_way"  # fact: ``tcp``, ``gloo`` or ``nccl``
+# Fact: findings in NCCL's log, by rule of ``ronde topo log``.
 REMARKS = "network.nccl_remarks"
 _GPUS = ("gpu.count", "versions.torch_build")
 _PORTS = "network.rdma_ports"
 _SOCKETS = "sockets-between-nodes"
-# Below these shares of the median a host or a link is slow, and crawls.
-_SLOW_SHARE, _CRAWL_SHARE = 0.7, 0.3
-# Of a faster link so much counts, as the processor or a short test may be the limit.
+# Below these shares of the median a host or a link is slow, or very slow.
+_SLOW_SHARE, _VERY_SLOW_SHARE = 0.7, 0.3
+# On faster links the processor or the short time may be the limit.
 _MOST_COUNTED_GB_PER_S = 1.25
 _UNKNOWN_GB_PER_S = 0.0125  # a link of unknown rate counts as 100 Mbit/s
 _STREAM_S, _LISTEN_S, _TIMEOUT_S, _SLACK_S = 0.4, 5.0, 10.0, 5.0
-_RANKS_S = 90.0  # for ranks to start, which import torch, to meet and to measure
+_RANKS_S = 90.0  # for ranks to import torch, connect and measure
 
 _HELD = "benching.rendezvous"
 _KEY_BYTES = 32
 _MAX_CLIENTS = 4096
-# Once a rank has failed, the others have so long to report what they saw.
-_GRACE_S = 3.0
-# By receiver, then by sender: what came through, in gigabytes (1e9) per second.
+_GRACE_S = 3.0  # after the failure of a rank, for the others to report theirs
+# GB/s (1e9) by receiver and sender.
 Rates = Mapping[str, Mapping[str, float]]
 
 
 class PairRates(NamedTuple):
-    """What was measured of a pair of hosts."""
+    """The measurement of a pair of hosts."""
 
-    # In GB/s, what the first and what the second of the pair receives.
-    rates: tuple[float, float] = (0.0, 0.0)
-    failure: str = ""  # why there is none; empty where there is one
-    remarks: Mapping[str, Value] = {}  # what looks wrong in NCCL's log, by rule
+    rates: tuple[float, float] = (0.0, 0.0)  # GB/s that each of the two receives
+    failure: str = ""  # the reason if there are no rates
+    remarks: Mapping[str, Value] = {}  # see ``REMARKS``
 
 
 class Streams:
-    """Plain TCP, both ways at the same time, between ports of ``reach.listen``.
+    """TCP streams in both directions at once, to ports of ``reach.listen``.
 
-    What NCCL or RDMA reaches it does not show; on fast links copying may be the limit.
+    NCCL or RDMA may be faster; on fast links copying may be the limit.
     """
 
     max_rounds = 32
 
     def __init__(self) -> None:
-        self._places: dict[str, dict[str, Value]] = {}
+        self._listeners: dict[str, dict[str, Value]] = {}
 
     def open(self, hosts: HostSet) -> dict[str, str]:
-        """Have the hosts listen; return those that cannot take part, and why."""
+        """Have the hosts listen; return the failures."""
         replies = hosts.ask_all({"do": "listen"}, _LISTEN_S)
         for name, (values, failure, _, _) in replies.items():
             if not failure:
-                where = {"address": hosts.addresses[name], "port": values["ports"][0]}
-                self._places[name] = {**where, "token": values["token"]}
+                self._listeners[name] = {
+                    "address": hosts.addresses[name],
+                    "port": values["ports"][0],
+                    "token": values["token"],
+                }
         return {n: reply.failure for n, reply in replies.items() if reply.failure}
 
     def measure(
@@ -109,7 +108,7 @@ class Streams:
         """Have each pair send to each other for a fixed time."""
         common = {"do": "stream", "seconds": _STREAM_S}
         ways = [way for pair in pairs for way in (pair, pair[::-1])]
-        questions = {one: {**common, **self._places[other]} for one, other in ways}
+        questions = {one: {**common, **self._listeners[other]} for one, other in ways}
         replies = hosts.ask(questions, _TIMEOUT_S)
         found: dict[HostPair, PairRates] = {}
         for pair in pairs:
@@ -122,8 +121,7 @@ class Streams:
 class Benches:
     """``ronde bench all_reduce`` by ``gloo`` or ``nccl``, all ranks of two hosts."""
 
-    # A round takes as long as torch's import and the engine's start: seconds.
-    max_rounds = 8
+    max_rounds = 8  # each takes seconds: torch's import and the engine's start
 
     def __init__(self, engine: str, num_ranks: int) -> None:
         self._is_nccl = engine == "nccl"
@@ -136,15 +134,17 @@ class Benches:
         ]
 
     def open(self, _: HostSet) -> dict[str, str]:
-        """Do nothing: each pair meets at a port of its own."""
+        """Do nothing: each pair has a store of its own."""
         return {}
 
     def measure(
         self, hosts: HostSet, pairs: Sequence[HostPair]
     ) -> dict[HostPair, PairRates]:
-        """Start a job for each pair, and read what it measured."""
-        places = {first: {"address": hosts.addresses[first]} for first, _ in pairs}
-        holds = {h: {"do": "hold_rendezvous", **place} for h, place in places.items()}
+        """Run a job on each pair and return its results."""
+        addresses = {first: hosts.addresses[first] for first, _ in pairs}
+        holds = {
+            h: {"do": "hold_rendezvous", "address": a} for h, a in addresses.items()
+        }
         held = hosts.ask(holds, _LISTEN_S)
         questions: dict[str, dict[str, Value]] = {}
         for pair in pairs:
@@ -154,7 +154,7 @@ class Benches:
                 "do": "bench",
                 "words": self._words,
                 "num_ranks": self._num_ranks,
-                **places[pair[0]],
+                "address": addresses[pair[0]],
                 **held[pair[0]].values,
                 "token": secrets.token_hex(16),
                 "environment": hosts.settings.get(ENVIRONMENT, {}),
@@ -177,7 +177,7 @@ class Benches:
         try:
             rate = busbw_of(answers[0]["record"])
         except UsageError as error:
-            # What ranks have complained of is more than that there is no result.
+            # Errors of ranks explain more than the lack of a result.
             ends = zip(pair, answers, strict=True)
             failures = [f"{h}: {a['failure']}" for h, a in ends if a["failure"]]
             failure = "; ".join(failures) or str(error)
@@ -201,12 +201,12 @@ def busbw_of(record: str) -> float:
 
 
 def judge_logs(logs: Sequence[bytes]) -> dict[str, Value]:
-    """Return by rule what looks wrong in NCCL's logs of the hosts of a pair."""
+    """Return findings in NCCL's logs of the hosts of a pair, by rule."""
     log = read_nccl_log(io.BytesIO(text) for text in logs)
     return {
         finding.rule: {
             "is_error": finding.severity is Level.ERROR,
-            "what": finding.what,
+            "message": finding.what,
             "remedy": finding.remedy,
         }
         for finding in judge_nccl_log(log)
@@ -217,7 +217,7 @@ def judge_logs(logs: Sequence[bytes]) -> dict[str, Value]:
 def hold_rendezvous(
     context: NodeContext, question: dict[str, Value]
 ) -> dict[str, Value]:
-    """Answer for a store at ``address`` for one job; return ``port`` and ``key``."""
+    """Serve a store at ``address`` for one job; return ``port`` and ``key``."""
     held, key = hold_port(question["address"]), secrets.token_bytes(_KEY_BYTES)
     port = held.getsockname()[1]
     held.listen()
@@ -230,10 +230,10 @@ def hold_rendezvous(
 def bench(
     context: NodeContext, question: dict[str, Value], grace_s: float = _GRACE_S
 ) -> dict[str, Value]:
-    """Run this host's half of the ranks of a job of two hosts, to their end.
+    """Run the ranks of this host in a job of two hosts, to their end.
 
-    The question has the fields of ``HalfJob``, the answer those of ``HalfResult``, the
-    log packed, and the record that of rank 0 alone.
+    The question has the fields of ``HalfJob``. The answer has the ``record`` of rank 0,
+    NCCL's ``log``, compressed, and ``failure``.
     """
     given: dict[str, Any] = {name: question[name] for name in HalfJob._fields}
     job = HalfJob(**given)._replace(key=bytes.fromhex(question["key"]))
@@ -250,15 +250,15 @@ def bench(
 
 
 def rounds(hosts: Sequence[str]) -> Iterator[tuple[HostPair, ...]]:
-    """Yield rounds of disjoint pairs, until all have met: the circle method."""
-    places: list[str | None] = [*hosts]
-    if len(places) % 2:
-        places.append(None)
-    half = len(places) // 2
-    for _ in range(len(places) - 1):
-        facing = zip(places[:half], reversed(places[half:]), strict=True)
+    """Yield rounds of disjoint pairs, until all pairs are done: the circle method."""
+    circle: list[str | None] = [*hosts]
+    if len(circle) % 2:
+        circle.append(None)
+    half = len(circle) // 2
+    for _ in range(len(circle) - 1):
+        facing = zip(circle[:half], reversed(circle[half:]), strict=True)
         yield tuple((a, b) for a, b in facing if a is not None and b is not None)
-        places.insert(1, places.pop())
+        circle.insert(1, circle.pop())
 
 
 class SlowHost(NamedTuple):
@@ -268,12 +268,12 @@ class SlowHost(NamedTuple):
     rate: float  # of the lower of both directions
     sent: float
     received: float
-    usual: float  # what pairs without a slow host have
-    partners: tuple[str, ...]  # with whom it is slow, the slowest first
+    usual: float  # the rate of pairs without a slow host
+    partners: tuple[str, ...]  # slow pairs, the slowest first
 
 
 class SlowLink(NamedTuple):
-    """Two hosts that are slow with each other alone."""
+    """Two hosts that are slow only with each other."""
 
     host: str
     other: str
@@ -282,12 +282,12 @@ class SlowLink(NamedTuple):
 
 
 def judge_pairs(rates: Rates) -> tuple[tuple[SlowHost, ...], tuple[SlowLink, ...]]:
-    """Return who is slow; pairs of which one direction is missing do not count.
+    """Return the slow hosts and links; pairs without both directions do not count.
 
-    A pair is as fast as the slower of its directions. A host is slow where the median
-    over its partners is below a share of the median of all hosts' medians: one slow
-    link does not make it that, as long as it has three partners. The links of slow
-    hosts are not listed again; each other link is compared with what is usual then.
+    A pair is as fast as the slower of its directions. A host is slow if the median over
+    its partners is below a share of the median of all hosts' medians: with three
+    partners a single slow link does not suffice. The links of slow hosts are not listed
+    again; the other links are compared with their own median.
     """
     pairs = _rates_of_pairs(rates)
     met: dict[str, dict[str, float]] = {}
@@ -300,7 +300,7 @@ def judge_pairs(rates: Rates) -> tuple[tuple[SlowHost, ...], tuple[SlowLink, ...
     middle = median(medians.values())
     slow = [host for host in met if medians[host] < _SLOW_SHARE * middle]
     others = {p: rate for p, rate in pairs.items() if not {*slow}.intersection(p)}
-    # Slow hosts draw down the medians of the others, all the more the fewer they are.
+    # Without slow hosts, which lower the medians of the others.
     usual = max(middle, median(others.values())) if others else middle
     limit = _SLOW_SHARE * usual
     described: list[SlowHost] = []
@@ -324,10 +324,10 @@ def _rates_of_pairs(rates: Rates) -> dict[HostPair, float]:
 
 
 class LackingPair(NamedTuple):
-    """Two hosts that exchange less than they must, whatever other hosts do."""
+    """Two hosts below the expected rate, or far below that of their link."""
 
     rate: float  # GB/s
-    must: str  # what they must reach, or the link that should carry more
+    required: str  # the expected rate, or the link
 
 
 def judge_links(fleet: Fleet) -> dict[HostPair, LackingPair]:
@@ -340,7 +340,7 @@ def judge_links(fleet: Fleet) -> dict[HostPair, LackingPair]:
         if expected is not None:
             if rate < expected:
                 lacking[pair] = LackingPair(rate, f"{_show(expected)} expected")
-        # Many ranks of Gloo's wait for each other, whatever the link carries.
+        # Many ranks of Gloo wait for each other, so the link is not the limit.
         elif ways != {"gloo"} and links.keys() >= {*pair}:
             slower = min((links[host] for host in pair), key=_least_rate)
             known = "" if slower.gb_per_s else "any link carries 0.1 Gbit/s, and "
@@ -352,7 +352,7 @@ def judge_links(fleet: Fleet) -> dict[HostPair, LackingPair]:
 def _find_lacking(
     rates: Rates, lacking: Mapping[HostPair, LackingPair]
 ) -> dict[str, LackingPair]:
-    """Return hosts that lack with all others, with the best of that; then pairs."""
+    """Return hosts of which all pairs are lacking, with the best; then other pairs."""
     own: dict[str, list[HostPair]] = {}
     for pair in _rates_of_pairs(rates):
         for host in pair:
@@ -368,11 +368,11 @@ def _find_lacking(
 
 def _least_rate(link: HostLink) -> float:
     known = _UNKNOWN_GB_PER_S if link.gb_per_s is None else link.gb_per_s
-    return _CRAWL_SHARE * min(known, _MOST_COUNTED_GB_PER_S)
+    return _VERY_SLOW_SHARE * min(known, _MOST_COUNTED_GB_PER_S)
 
 
 def _link_of(values: Values) -> HostLink:
-    """Return what a host measured by: for NCCL its RDMA ports, if there are any."""
+    """Return the link that was measured: for NCCL the RDMA ports, if there are any."""
     ports: Mapping[str, Any] = values.get(_PORTS, {}) if values[WAY] == "nccl" else {}
     up = [p["mbit_per_s"] / 8000 for p in ports.values() if p["state"] == "ACTIVE"]
     if not up:
@@ -382,10 +382,10 @@ def _link_of(values: Values) -> HostLink:
 
 
 def run(hosts: HostSet) -> None:
-    """Have the hosts meet in pairs, where there are several.
+    """Measure the pairs of hosts.
 
     All pairs of a round are measured at the same time, as a job would load the network.
-    Who is slow is measured once more: a busy moment is no slow link.
+    Slow pairs are measured once more, since the first time may have been a busy moment.
     """
     if len(hosts.names) < 2:
         return
@@ -402,26 +402,26 @@ def run(hosts: HostSet) -> None:
     for name, failure in left_out.items():
         hosts.note_unread(name, RATES, failure)
     schedule = list(rounds([name for name in hosts.names if name not in left_out]))
-    # What is left out is spread over the schedule.
-    played = schedule[:: max(1, -(-len(schedule) // way.max_rounds))]
-    for pairs in played:
-        _play(hosts, way, pairs)
+    # Spread the omitted rounds over the schedule.
+    chosen = schedule[:: max(1, -(-len(schedule) // way.max_rounds))]
+    for pairs in chosen:
+        _measure(hosts, way, pairs)
     fleet = Fleet(tuple(hosts.facts.values()), hosts.settings)
     slow, links = judge_pairs(fleet.known(RATES))
-    suspected = [{each.host, other} for each in slow for other in each.partners]
-    suspected += ({each.host, each.other} for each in links)
-    suspected += map(set, judge_links(fleet))
-    for pairs in played:
-        _play(hosts, way, [pair for pair in pairs if {*pair} in suspected])
+    again = [{each.host, other} for each in slow for other in each.partners]
+    again += ({each.host, each.other} for each in links)
+    again += map(set, judge_links(fleet))
+    for pairs in chosen:
+        _measure(hosts, way, [pair for pair in pairs if {*pair} in again])
     for facts in hosts.facts.values():
         if not facts.values[RATES]:
             del facts.values[RATES]
-            reasons = [*facts.values[FAILURES].values(), "no other host was met"]
+            reasons = [*facts.values[FAILURES].values(), "it was in no pair"]
             facts.unreadable.setdefault(RATES, reasons[0])
 
 
 def _choose_engine(hosts: HostSet) -> str:
-    """Return what the user asked for; ``auto`` is NCCL where all hosts have it."""
+    """Return the user's choice; ``auto`` is NCCL if all hosts have it, else TCP."""
     asked = str(hosts.settings["bandwidth"])
     if asked != "auto":
         return asked
@@ -434,7 +434,7 @@ def _choose_engine(hosts: HostSet) -> str:
 
 
 def _num_ranks(hosts: HostSet, engine: str) -> int:
-    """Return how many ranks a host has in a job of two: of NCCL one a GPU at most."""
+    """Return the number of ranks on each host: with NCCL at most one for each GPU."""
     wanted = int(hosts.settings.get("num_ranks") or 0)
     if engine == "gloo":
         return wanted or 1
@@ -442,8 +442,8 @@ def _num_ranks(hosts: HostSet, engine: str) -> int:
     return max(1, min(wanted or fewest, fewest))
 
 
-def _play(hosts: HostSet, way: Streams | Benches, pairs: Sequence[HostPair]) -> None:
-    """Measure disjoint pairs; the better of two measurements stays."""
+def _measure(hosts: HostSet, way: Streams | Benches, pairs: Sequence[HostPair]) -> None:
+    """Measure disjoint pairs; the better of two measurements counts."""
     if not pairs:
         return
     for pair, (rates, failure, remarks) in way.measure(hosts, pairs).items():
@@ -469,12 +469,12 @@ def _show_gbit(gb_per_s: float) -> str:
     return f"{_show(gb_per_s)} ({8 * gb_per_s:.3g} Gbit/s)"
 
 
-@check(FAIL, RATES, WAY, besides=(ADDRESS, INTERFACES, VIRTUAL, _PORTS))
+@check(FAIL, RATES, WAY, optional=(ADDRESS, INTERFACES, VIRTUAL, _PORTS))
 def link_rate(fleet: Fleet) -> Problems:
-    """Hosts exchange what their links carry; what was measured is shown.
+    """The bandwidth between hosts is that of their links; it is always shown.
 
-    reads: what comes through between each two hosts, as for slow-host-link; the rate of
-        the interface or RDMA ports between them, which is unknown for virtual ones
+    reads: the bandwidth between each two hosts, as for slow-host-link; the rate of the
+        interface or RDMA ports between them, which is unknown for virtual ones
     threshold: the rate of --expect, as 10GB/s; else 30 % of the link's rate, of which
         10 Gbit/s count at most; an unknown rate counts as 100 Mbit/s. Gloo: --expect
     source: ronde's own: four streams fill a sound link of up to 10 Gbit/s by more than
@@ -482,21 +482,23 @@ def link_rate(fleet: Fleet) -> Problems:
     fix: ethtool, ip -s link and tc qdisc show the link's rate, errors and limits; then
         look at cables and switches. A link that is meant to be slow: --expect RATE.
     needs: several hosts, and --bandwidth
-    why: Where all hosts are slow none differs, and every step waits for the network.
+    why: If all hosts are slow none differs, and every step waits for the network.
     """
     rates = fleet.known(RATES)
     slow, links = judge_pairs(rates)
-    crawling = {each.host for each in slow if _crawls(each)}
-    crawling |= {name_pair(each.host, each.other) for each in links if _crawls(each)}
+    crawling = {each.host for each in slow if _is_very_slow(each)}
+    crawling |= {
+        name_pair(each.host, each.other) for each in links if _is_very_slow(each)
+    }
     lacking = _find_lacking(rates, judge_links(fleet))
-    # The same for all, so that they share a finding's lines.
+    # The same rate for all, so that equal fixes are shown once.
     meant = f"{round(500 * min((e.rate for e in lacking.values()), default=0), 2):g}"
-    for where, (rate, must) in lacking.items():
+    for where, (rate, required) in lacking.items():
         if where not in crawling:
-            what, first = f"only {_show_gbit(rate)}", where.partition(" ")[0]
+            message, first = f"only {_show_gbit(rate)}", where.partition(" ")[0]
             fix = _look_at_link(fleet, first)
             fix += f"; or, if it is meant to be so slow: --expect {meant}MB/s"
-            yield Problem(what, usual=must, fix=fix, host=where)
+            yield Problem(message, usual=required, fix=fix, host=where)
     pairs = _rates_of_pairs(rates).values()
     least, most = min(pairs, default=0.0), max(pairs, default=0.0)
     shown = _show_gbit(most)
@@ -504,8 +506,8 @@ def link_rate(fleet: Fleet) -> Problems:
         shown = f"{_show(least)} to {shown}"
     for facts in fleet.having(RATES, WAY) if pairs else ():
         if facts.host not in lacking:
-            what = f"{shown} between hosts by {facts.values[WAY]}"
-            text = f"{what}; {_link_of(facts.values).text}"
+            message = f"{shown} between hosts by {facts.values[WAY]}"
+            text = f"{message}; {_link_of(facts.values).text}"
             yield Problem(text, INFORM, host=facts.host)
 
 
@@ -514,38 +516,38 @@ def _look_at_link(fleet: Fleet, host: str) -> str:
     link = name or "INTERFACE"
     return (
         f"ethtool {link}; ip -s link show {link}; tc qdisc show dev {link}  # there; "
-        "then look at cable and switch, and at what a cloud grants such a machine"
+        "then look at cable and switch, and at the cloud's limit for such a machine"
     )
 
 
-def _crawls(found: SlowHost | SlowLink) -> bool:
-    return found.rate < _CRAWL_SHARE * found.usual
+def _is_very_slow(found: SlowHost | SlowLink) -> bool:
+    return found.rate < _VERY_SLOW_SHARE * found.usual
 
 
-@check(FAIL, RATES, besides=(ADDRESS, INTERFACES))
+@check(FAIL, RATES, optional=(ADDRESS, INTERFACES))
 def slow_host_link(fleet: Fleet) -> Problems:
-    """A host exchanges as much with the others as they do.
+    """Each host has as much bandwidth as the others.
 
-    reads: what comes through between each two hosts: TCP both ways, or ronde bench
+    reads: the bandwidth between each two hosts: by TCP both ways, or ronde bench
     threshold: 70 % of the median of all hosts; below 30 % it fails; three or more hosts
     source: ronde's own: a link at half its rate lies below 70 %, one short measurement
         of a sound link above; below 30 % it is slower than at half its rate
     fix: ethtool, ip -s link and tc qdisc show its link's rate, errors and limits; then
-        look at its cable, its port of the switch, and what the cloud grants it.
+        look at its cable, its port of the switch, and the cloud's limit.
     needs: several hosts, and --bandwidth
     why: Gradients go through all hosts: the slowest sets the pace of every step.
     """
     for slow in judge_pairs(fleet.known(RATES))[0]:
         limit = _SLOW_SHARE * slow.usual
         if slow.sent < limit <= slow.received:
-            what = f"it sends only {_show(slow.sent)} to"
+            message = f"it sends only {_show(slow.sent)} to"
         elif slow.received < limit <= slow.sent:
-            what = f"it receives only {_show(slow.received)} from"
+            message = f"it receives only {_show(slow.received)} from"
         else:
-            what = f"only {_show(slow.rate)} with"
+            message = f"only {_show(slow.rate)} with"
         yield Problem(
-            f"{what} {list_first([*slow.partners], 4)}",
-            FAIL if _crawls(slow) else WARN,
+            f"{message} {list_first([*slow.partners], 4)}",
+            FAIL if _is_very_slow(slow) else WARN,
             f"{_show(slow.usual)} between other hosts",
             _look_at_link(fleet, slow.host),
             slow.host,
@@ -554,24 +556,24 @@ def slow_host_link(fleet: Fleet) -> Problems:
 
 @check(FAIL, RATES)
 def slow_pair(fleet: Fleet) -> Problems:
-    """No two hosts exchange less than either does with the others.
+    """No two hosts have less bandwidth than each has with the others.
 
-    reads: what comes through between each two hosts, as for slow-host-link
+    reads: the bandwidth between each two hosts, as for slow-host-link
     threshold: 70 % of the median of pairs without a slow host; below 30 % it fails
     source: as for slow-host-link
     fix: Look at the way between the two: traceroute, and the switches on it. ronde run
-        -H ONE,OTHER ronde bench sendrecv -b 64M -e 64M shows what an engine reaches.
+        -H ONE,OTHER ronde bench sendrecv -b 64M -e 64M measures it with an engine.
     needs: several hosts, and --bandwidth
     why: A ring that has the two as neighbours is as slow as they are.
     """
     for link in judge_pairs(fleet.known(RATES))[1]:
         fix = (
             f"ronde run -H {link.host},{link.other} ronde bench sendrecv -b 64M -e 64M"
-            "  # shows what an engine reaches; look at cables and switches between them"
+            "  # measures it with an engine; look at cables and switches between them"
         )
         yield Problem(
-            f"only {_show(link.rate)} go through",
-            FAIL if _crawls(link) else WARN,
+            f"only {_show(link.rate)} between them",
+            FAIL if _is_very_slow(link) else WARN,
             f"{_show(link.usual)} between other hosts",
             fix,
             name_pair(link.host, link.other),
@@ -596,9 +598,9 @@ def pair_job(fleet: Fleet) -> Problems:
 
     def failed(where: str, names: str, among: str, reason: str) -> Problem:
         way = known[0].values[WAY]
-        what = f"no all_reduce by {way} {among}: {reason.rstrip('.')}"
+        message = f"no all_reduce by {way} {among}: {reason.rstrip('.')}"
         fix = f"ronde run -H {names} -x NCCL_DEBUG=INFO ronde bench all_reduce "
-        return Problem(what, fix=f"{fix}--engine {way}  # shows more", host=where)
+        return Problem(message, fix=f"{fix}--engine {way}  # shows more", host=where)
 
     for host, reasons in failures.items():
         if reasons and host not in able:
@@ -613,21 +615,21 @@ def pair_job(fleet: Fleet) -> Problems:
                 yield failed(where, names, "between the two", reason)
 
 
-@each_host(FAIL, REMARKS, besides=(_PORTS,))
+@each_host(FAIL, REMARKS, optional=(_PORTS,))
 def nccl_choice(values: Values, _: Fleet) -> Problems:
-    """NCCL chose the fast way between hosts and between GPUs.
+    """NCCL uses the fast path between hosts and between GPUs.
 
     reads: NCCL's log of these jobs, as ronde topo log reads it
     threshold: no error of ronde topo log, no sockets if RDMA is up; its warnings warn
     source: NCCL 2.30.7's manual, Logging; docs/topology-log.md has the rules
-    fix: See docs/topology-log.md for the rule that is named.
+    fix: See docs/topology-log.md for the named rule.
     needs: several hosts with GPUs, and --bandwidth
-    why: By sockets or host memory a fraction of the bandwidth is left, unnoticed.
+    why: Over sockets or host memory only a fraction of the bandwidth is left.
     """
-    # The kernel has an RDMA port that is up, whatever NCCL found.
+    # By the kernel an RDMA port is up, even if NCCL found none.
     ports = values.get(_PORTS, {}).values()
     is_up = any(port["state"] == "ACTIVE" for port in ports)
     for rule, remark in values[REMARKS].items():
         is_bad = remark["is_error"] or (rule == _SOCKETS and is_up)
-        what = f"{rule}: {remark['what'].rstrip('.')}"
-        yield Problem(what, FAIL if is_bad else WARN, fix=remark["remedy"])
+        message = f"{rule}: {remark['message'].rstrip('.')}"
+        yield Problem(message, FAIL if is_bad else WARN, fix=remark["remedy"])

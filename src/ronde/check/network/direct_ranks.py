@@ -1,7 +1,7 @@
-"""Ranks of ``ronde bench`` on two hosts, each half started without an agent.
+"""Ranks of ``ronde bench`` on two hosts, started without an agent.
 
-They have the environment of ``ronde run``. Nothing is written to a disk: their output
-goes into memory, through descriptors that they inherit.
+They have the environment of ``ronde run``. Their output goes to memory, through
+inherited descriptors.
 """
 
 import os
@@ -40,34 +40,31 @@ sys.exit(main())
 
 
 class HalfJob(NamedTuple):
-    """What one host of two has to run."""
+    """The ranks of one host of two."""
 
-    words: Sequence[str]  # what stands after ``ronde bench``
+    words: Sequence[str]  # arguments of ``ronde bench``
     half: int  # 0 on the host of rank 0, else 1
     num_ranks: int  # on each host
-    address: str  # of their store, with its port and key
+    address: str  # of their store
     port: int
     key: bytes
     token: str  # the job's name
-    environment: Mapping[str, str]  # of the ranks, besides their own
-    has_log: bool  # whether NCCL logs
+    environment: Mapping[str, str]  # further variables of the ranks
+    has_log: bool  # NCCL logs
 
 
-class HalfResult(NamedTuple):
-    """What came of a half."""
+def run_half(job: HalfJob, limit_s: float, grace_s: float) -> tuple[bytes, bytes, str]:
+    """Run the ranks to their end; once one has failed, others have ``grace_s``.
 
-    record: bytes  # what the first rank has written with ``--json``
-    log: bytes  # NCCL's
-    failure: str  # why it did not go well, or empty
-
-
-def run_half(job: HalfJob, limit_s: float, grace_s: float) -> HalfResult:
-    """Run the ranks to their end; once one has failed, others have ``grace_s``."""
+    Return the record of the first rank, NCCL's log, and the failure, if any.
+    """
     with ExitStack() as closing:
-        ranks = [_start(job, place, closing) for place in range(job.num_ranks)]
+        ranks = [
+            _start(job, local_rank, closing) for local_rank in range(job.num_ranks)
+        ]
         failure = _follow(ranks, limit_s, grace_s)
         logs = b"".join(_read(rank.log_fd) for rank in ranks)
-        return HalfResult(_read(ranks[0].record_fd), logs, failure)
+        return _read(ranks[0].record_fd), logs, failure
 
 
 class _Rank(NamedTuple):
@@ -78,7 +75,7 @@ class _Rank(NamedTuple):
 
 
 def _start(job: HalfJob, local_rank: int, closing: ExitStack) -> _Rank:
-    """Start one rank; when ``closing`` ends it has ended and nothing is left of it."""
+    """Start one rank; ``closing`` kills it and closes its files."""
     fds = [os.memfd_create("ronde") for _ in range(4)]
     output_fd, record_fd, log_fd, key_fd = fds
     os.write(key_fd, job.key)
@@ -119,7 +116,7 @@ def _environment(job: HalfJob, local_rank: int) -> dict[str, str]:
 
 
 def _follow(ranks: Sequence[_Rank], limit_s: float, grace_s: float) -> str:
-    """Return why ranks did not end well; after a failure they have little time."""
+    """Wait for the ranks; return the first failure, or empty."""
     due_s, failure = time.monotonic() + limit_s, ""
     while time.monotonic() < due_s:
         is_over = all(rank.process.poll() is not None for rank in ranks)

@@ -1,4 +1,4 @@
-"""A host's interfaces, its own name, and the variables that choose among interfaces."""
+"""Network interfaces, the host's own name, and variables that choose interfaces."""
 
 import math
 import os
@@ -19,9 +19,9 @@ from ronde.topology.kernel_files import list_names, read_number, read_text
 from ronde.topology.kernel_log import read_log
 from ronde.topology.pci import read_link
 
-# Fact: the address by which others reach this host; empty if they have no route.
+# Fact: the address at which others reach this host; empty if they have no route.
 ADDRESS = "network.address"
-VIRTUAL = "network.is_virtual"  # fact: whether the host is a virtual machine
+VIRTUAL = "network.is_virtual"  # fact: the host is a virtual machine
 _LOOKUP_S = 2.0
 _MIN_FLAPS = 5
 _DAY_S = 86400
@@ -32,9 +32,9 @@ _VARIABLES, _OWN_NAME = "network.variables", "network.own_name"
 
 _LOOPBACK, _INFINIBAND = "772", "32"
 _MBIT_PER_GB = 8000  # Mbit/s in a GB/s
-# Interfaces that pass on all that they get to others, and add little to a packet.
+# Interfaces whose traffic is carried by others, with hardly larger packets.
 _PASSING_ON = re.compile(r"^DEVTYPE=(vlan|bond|bridge|macvlan|ipvlan)$", re.MULTILINE)
-# Drivers whose links a hypervisor makes up: speed and carrier are what it likes.
+# Drivers of virtual links, whose speed and carrier mean nothing.
 _PARAVIRTUAL = frozenset({"virtio_net", "hv_netvsc", "vmxnet3", "vif", "gve", "ena"})
 _GLOO = "GLOO_SOCKET_IFNAME"
 # As most drivers of adapters write it: "eth0: NIC Link is Down".
@@ -45,7 +45,7 @@ _PREFIXES = ("NCCL_SOCKET_", "NCCL_IB_", "NCCL_NET", "UCX_NET_DEVICES")
 _OF_CONTAINERS = re.compile(
     r"(docker|podman|nerdctl|virbr|lxcbr|lxdbr|cni|veth).*|br-[0-9a-f]{12}"
 )
-"""Interfaces that lead to containers or virtual machines of this host alone."""
+"""Interfaces that lead only to containers or virtual machines of this host."""
 
 Interfaces = Mapping[str, Mapping[str, Any]]
 
@@ -53,26 +53,25 @@ Interfaces = Mapping[str, Mapping[str, Any]]
 def read(reader: FactReader) -> None:
     root = reader.root
     wait_for_name = look_up_own_name(socket.gethostname(), _resolve)
-    reader.keep(INTERFACES, lambda: read_interfaces(root))
+    reader.store(INTERFACES, lambda: read_interfaces(root))
     forwarded = reader.settings.get(ENVIRONMENT, {})
-    reader.keep(_VARIABLES, lambda: read_variables(root, forwarded))
+    reader.store(_VARIABLES, lambda: read_variables(root, forwarded))
     uptime = Path(f"{root}/proc/uptime")
-    reader.keep(_UPTIME, lambda: float(uptime.read_text("ascii").split()[0]))
-    reader.keep(_DOWNS, lambda: read_link_downs(root, reader.values))
-    reader.keep(_OWN_NAME, wait_for_name)
+    reader.store(_UPTIME, lambda: float(uptime.read_text("ascii").split()[0]))
+    reader.store(_DOWNS, lambda: read_link_downs(root, reader.values))
+    reader.store(_OWN_NAME, wait_for_name)
 
 
 def read_interfaces(root: str) -> dict[str, Value]:
-    """Return by the interface's name what it is; of a saved tree without addresses.
+    """Return the interfaces by name, those of a saved tree without addresses.
 
-    ``mbit_per_s`` is 0, and ``carrier_changes`` -1, where it is unknown.
+    An unknown ``mbit_per_s`` is 0, and an unknown ``carrier_changes`` -1.
     """
     directory = f"{root}/sys/class/net"
     found: dict[str, dict[str, Any]] = {}
     for name in sorted(os.listdir(directory)):  # noqa: PTH208 - see kernel_files
         own = f"{directory}/{name}"
-        if not Path(own).is_dir():
-            # bonding_masters is a file.
+        if not Path(own).is_dir():  # bonding_masters is a file
             continue
         found[name] = {
             "kind": _kind(own),
@@ -90,14 +89,14 @@ def read_interfaces(root: str) -> dict[str, Value]:
 
 
 def read_link_downs(root: str, values: Values) -> dict[str, int]:
-    """Return how often each physical interface went down within the last 24 hours.
+    """Count the losses of each physical link in the last 24 hours.
 
-    On the first day the kernel counts it; later its log has it.
+    On the first day it is the kernel's counter, later its log.
     """
     links = values.get(INTERFACES, {})
     own = {name: i for name, i in links.items() if i["kind"] == "physical"}
     downs = dict.fromkeys(own, 0)
-    # Each time a link goes down it comes up again.
+    # Each loss of a link is two changes: down, and up again.
     if is_first_day := values.get(_UPTIME, math.inf) <= _DAY_S:
         downs = {name: i["carrier_changes"] // 2 for name, i in own.items()}
     try:
@@ -137,7 +136,7 @@ def list_carriers(directory: str, name: str) -> list[str]:
 
 
 def find_name(values: Values) -> str:
-    """Return the interface that has ``ADDRESS``, empty if that is unknown."""
+    """Return the interface that has ``ADDRESS``, empty if unknown."""
     interfaces: Interfaces = values.get(INTERFACES, {})
     address = values.get(ADDRESS)
     found = (name for name, each in interfaces.items() if address in each["addresses"])
@@ -145,14 +144,14 @@ def find_name(values: Values) -> str:
 
 
 class HostLink(NamedTuple):
-    """What leads from a host to the others."""
+    """The link from a host to the others."""
 
     text: str  # with a verb: ``eth0 carries 25 Gbit/s``
-    gb_per_s: float | None  # of one adapter; None where it is unknown
+    gb_per_s: float | None  # of one adapter; None if unknown
 
 
 def find_link(values: Values) -> HostLink:
-    """Return the link of ``ADDRESS``; the kernel makes up the rate of a virtual one."""
+    """Return the link of ``ADDRESS``; the rate of a virtual one is unknown."""
     if not (name := find_name(values)):
         return HostLink("the rate of its link is unknown", None)
     interfaces: Interfaces = values[INTERFACES]
@@ -170,8 +169,8 @@ def find_link(values: Values) -> HostLink:
 
 
 def read_variables(root: str, forwarded: Mapping[str, str]) -> dict[str, str]:
-    """Return what chooses interfaces and adapters in the environment of ranks here."""
-    # The file, and not the mapping: a saved tree has one, too.
+    """Return variables of ranks here that choose interfaces and adapters."""
+    # From the file, which a saved tree has as well.
     lines = Path(f"{root}/proc/self/environ").read_bytes().split(b"\0")
     pairs = (line.decode(errors="replace").partition("=") for line in lines)
     known = {name: value for name, _, value in pairs} | dict(forwarded)
@@ -185,9 +184,9 @@ def read_variables(root: str, forwarded: Mapping[str, str]) -> dict[str, str]:
 def look_up_own_name(
     name: str, resolve: Callable[[str], list[str]]
 ) -> Callable[..., dict[str, Value]]:
-    """Begin to look up the host's own name, in a thread: a server may never answer.
+    """Look up the host's own name in a thread, since a server may never answer.
 
-    What is returned waits for the answer.
+    Return a function that waits for the answer.
     """
     found: dict[str, Value] = {}
 
@@ -214,12 +213,11 @@ def _resolve(name: str) -> list[str]:
 
 
 def chooses(setting: str, name: str) -> bool:
-    """Return whether NCCL's way to choose takes an interface, or a port of an adapter.
+    """Return True if a setting of NCCL selects an interface, or a port of an adapter.
 
-    A list of beginnings; of whole names after ``=``, and of what not to take after
-    ``^``. An adapter may be followed by a colon and the port: ``mlx5_0:1``.
-
-    Further fields of an adapter, its rail and plane, choose nothing.
+    It is a list of prefixes; after ``=`` of whole names, after ``^`` of exclusions. An
+    adapter may be followed by a colon and the port: ``mlx5_0:1``; its further fields,
+    rail and plane, do not select.
 
     Source: NCCL 2.30.7's manual on ``NCCL_SOCKET_IFNAME`` and ``NCCL_IB_HCA``.
     """
@@ -236,30 +234,30 @@ def chooses(setting: str, name: str) -> bool:
     return is_listed != is_excluding
 
 
-@each_host(WARN, _OWN_NAME, INTERFACES, _VARIABLES, besides=(ADDRESS,))
+@each_host(WARN, _OWN_NAME, INTERFACES, _VARIABLES, optional=(ADDRESS,))
 def host_name(values: Values, fleet: Fleet) -> Problems:
-    """The host's own name leads to an address that others reach.
+    """The host's own name resolves to an address that others reach.
 
-    reads: the host's name, resolved; its addresses; not if GLOO_SOCKET_IFNAME is set
+    reads: the addresses of the host's name; not if GLOO_SOCKET_IFNAME is set
     threshold: its first own address is neither loopback nor a container bridge's
-    source: torch's ProcessGroupGloo.cpp, createDefaultDevice: Gloo listens at what the
-        name resolves to, else at loopback; ronde run names an interface
+    source: torch's ProcessGroupGloo.cpp, createDefaultDevice: Gloo listens at an
+        address of the name, else at loopback; ronde run names an interface
     fix: Correct /etc/hosts, or export GLOO_SOCKET_IFNAME (ronde run does).
     needs: several hosts
     why: Under torchrun or mpirun, Gloo's ranks listen at loopback; others are refused.
     """
-    # With the variable nobody asks for the name.
+    # With the variable Gloo does not look up the name.
     if len(fleet.hosts) < 2 or values[_VARIABLES].get(_GLOO):
         return
     interfaces: Interfaces = values[INTERFACES]
     own = values[_OWN_NAME]
-    if what := _unreached_name(own, interfaces):
+    if message := _unreached_name(own, interfaces):
         name, address, interface = own["name"], values.get(ADDRESS), find_name(values)
         fix = (
             f"In /etc/hosts there, let the only line with {name} be: {address} {name}. "
             f"Or export {_GLOO}={interface} (ronde run does)."
         )
-        yield Problem(what, fix=fix if interface else "")
+        yield Problem(message, fix=fix if interface else "")
 
 
 def _unreached_name(own: Mapping[str, Any], interfaces: Interfaces) -> str:
@@ -267,7 +265,7 @@ def _unreached_name(own: Mapping[str, Any], interfaces: Interfaces) -> str:
     if own["error"]:
         return f"its name {name} does not resolve: {own['error']}"
     at = {address: i for i, each in interfaces.items() for address in each["addresses"]}
-    # A program that listens takes the first that is this host's.
+    # Gloo listens at the first that is this host's.
     first = next((a for a in own["addresses"] if a in at or is_loopback(a)), "")
     leads = f"its name {name} resolves to"
     if is_loopback(first):
@@ -282,10 +280,10 @@ def _unreached_name(own: Mapping[str, Any], interfaces: Interfaces) -> str:
 
 @each_host(FAIL, INTERFACES, _VARIABLES)
 def chosen_interface(values: Values, fleet: Fleet) -> Problems:
-    """The interface that variables choose is there.
+    """The interface chosen by variables exists.
 
     reads: NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME, TP_SOCKET_IFNAME
-    threshold: one fits that other hosts reach and that has an address; Gloo: all
+    threshold: one matches, has an address, and is reached by other hosts; Gloo: all
     source: NCCL 2.30.7's manual, NCCL_SOCKET_IFNAME; torch.distributed's manual,
         GLOO_SOCKET_IFNAME; that others must reach it: ronde's own
     fix: Unset the variable, or name an interface of this host: ip -br address.
@@ -299,23 +297,23 @@ def chosen_interface(values: Values, fleet: Fleet) -> Problems:
         chosen = [name for name in interfaces if chooses(setting, name)]
         if variable in _BY_NAME:
             chosen = setting.split(",")
-        # Of those chosen by name each has to be there.
+        # Of those chosen by whole name each must exist.
         if missing := [name for name in chosen if name not in interfaces]:
-            what = f": no {', '.join(missing)} is among {known}"
+            message = f": no {', '.join(missing)} is among {known}"
         elif not chosen:
-            what = f" fits no interface here: {known}"
+            message = f" matches no interface here: {known}"
         elif len(fleet.hosts) < 2 or setting.startswith("^"):
             continue
         elif why := _unreached(chosen, interfaces):
-            what = f" takes {', '.join(chosen)} alone, which {why}"
+            message = f" selects only {', '.join(chosen)}, which {why}"
         else:
             continue
         fix = f"unset {variable}  # or name an interface of this host: ip -br address"
-        yield Problem(f"{variable}={setting}{what}", fix=fix)
+        yield Problem(f"{variable}={setting}{message}", fix=fix)
 
 
 def _unreached(names: Sequence[str], interfaces: Interfaces) -> str:
-    """Return why no other host comes by any of some interfaces; empty if one may."""
+    """Return the reason if no other host reaches these interfaces, else empty."""
     if all(
         interfaces[name]["kind"] == "loopback" or _OF_CONTAINERS.fullmatch(name)
         for name in names
@@ -330,10 +328,10 @@ def _unreached(names: Sequence[str], interfaces: Interfaces) -> str:
 def find_slower(
     fleet: Fleet, fact: str, pick: Callable[[dict[str, Any]], int]
 ) -> Iterator[tuple[str, Problem]]:
-    """Yield by name what is slower than the one of this name on most other hosts.
+    """Yield interfaces or ports slower than those of the same name on most hosts.
 
-    In a draw the fastest counts: no interface is faster than it should be. ``pick``
-    returns the Mbit/s of one, 0 to leave it out.
+    In a draw the fastest counts: none is faster than it should be. ``pick`` returns
+    the Mbit/s of one, 0 to skip it.
     """
     hosts = fleet.known(fact)
     for name in dict.fromkeys(name for each in hosts.values() for name in each):
@@ -343,9 +341,9 @@ def find_slower(
         num = counts[usual]
         for host, rate in rates.items():
             if 0 < rate < usual:
-                what = f"{name} runs at {rate / 1000:g} Gbit/s"
+                message = f"{name} runs at {rate / 1000:g} Gbit/s"
                 others = f"{usual / 1000:g} Gbit/s on {num} host{'s' * (num > 1)}"
-                yield name, Problem(what, usual=others, host=host)
+                yield name, Problem(message, usual=others, host=host)
 
 
 @check(WARN, INTERFACES)
@@ -353,9 +351,9 @@ def link_speed(fleet: Fleet) -> Problems:
     """Links run as fast as on the other hosts.
 
     reads: /sys/class/net/*/speed of physical interfaces that are up
-    threshold: what the interface of the same name has on most hosts
-    source: ronde's own: hosts of a job are alike; where two speeds are equally many,
-        the faster one counts
+    threshold: the speed of the interface of the same name on most hosts
+    source: ronde's own: hosts of a job are alike; of two equally frequent speeds the
+        faster one counts
     fix: ethtool INTERFACE: look at speed and errors; then cable and switch port.
     needs: several hosts
     why: The slowest link sets the pace of every reduction.
@@ -378,9 +376,9 @@ def link_flaps(values: Values, _: Fleet) -> Problems:
         the first day carrier_changes, and link_downed of RDMA ports
     threshold: less than 5 times within the last 24 hours
     source: Azure's node health checks 0e0a1ac (azure_ib_link_flapping.nhc)
-    fix: Look when it was: journalctl -k | grep -i 'link is'. Then cable, transceiver
-        and switch port; drain the host while it goes on.
-    why: A link that goes away for seconds ends a run, or stops it for minutes.
+    fix: Find the times: journalctl -k | grep -i 'link is'. Check cable, transceiver and
+        switch port; drain the host while it goes on.
+    why: A link that is down for seconds ends a run, or stalls it for minutes.
     """
     downs: dict[str, int] = dict(values[_DOWNS])
     if values[_UPTIME] <= _DAY_S:

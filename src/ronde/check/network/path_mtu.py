@@ -1,7 +1,7 @@
 """The largest packet that arrives at another host.
 
-Datagrams that may not be cut go to a program of ronde's there, which answers each by
-its size.
+Datagrams with "don't fragment" go to ``reach.ReachServer`` there, which replies with
+the size of each.
 """
 
 import socket
@@ -14,10 +14,9 @@ from ronde.addresses import family_of
 TOKEN_BYTES = 16
 ACK = struct.Struct("!H")
 MAX_DATAGRAM_BYTES = 65535
-ANSWER_S = 0.06  # for the answers to some datagrams
+ANSWER_S = 0.06
 _IP_MTU_DISCOVER, _IPV6_MTU_DISCOVER = 10, 23
-# ``IP_PMTUDISC_PROBE``: as large as the interface allows, whatever was learnt.
-_DO_NOT_CUT = 3
+_PMTUDISC_PROBE = 3  # don't fragment, and ignore the cached path MTU
 _SIZES_A_ROUND = 24
 _TRIES = 3
 
@@ -35,9 +34,9 @@ def measure_mtu(
     headers, least = (28, 576) if family == socket.AF_INET else (48, 1280)
     with socket.socket(family, socket.SOCK_DGRAM) as sending:
         if family == socket.AF_INET:
-            sending.setsockopt(socket.IPPROTO_IP, _IP_MTU_DISCOVER, _DO_NOT_CUT)
+            sending.setsockopt(socket.IPPROTO_IP, _IP_MTU_DISCOVER, _PMTUDISC_PROBE)
         else:
-            sending.setsockopt(socket.IPPROTO_IPV6, _IPV6_MTU_DISCOVER, _DO_NOT_CUT)
+            sending.setsockopt(socket.IPPROTO_IPV6, _IPV6_MTU_DISCOVER, _PMTUDISC_PROBE)
         to, head = (address, port), token + name.encode() + b"\0"
         most = min(own_mtu, MAX_DATAGRAM_BYTES)
         passed, lost, sizes = 0, most + 1, [most]
@@ -47,13 +46,13 @@ def measure_mtu(
             arrived = {size + headers for size in answered}
             passed = max([passed, *arrived])
             lost = min([lost, *(size for size in sizes if size > passed)])
-            # Sizes that part what lies between the two into equal steps.
+            # Next try sizes at equal steps between the two.
             begin = max(passed, least - 1) + 1
             num = min(lost - begin, _SIZES_A_ROUND)
             sizes = [begin + (lost - begin) * i // num for i in range(num)]
             if not arrived and lost <= least:
                 return None
-    # The largest packet of IP is a little less than the loopback interface allows.
+    # On loopback the MTU is a little more than the largest IP packet.
     return own_mtu if passed == most else passed or None
 
 
@@ -64,17 +63,17 @@ def _send_datagrams(
     wanted: set[int],
     wait_s: float,
 ) -> set[int]:
-    """Send datagrams of some sizes; return which are answered."""
+    """Send datagrams of some sizes; return the sizes that were answered."""
     arrived, token = set[int](), begin[:TOKEN_BYTES]
     for _ in range(_TRIES):
         for size in sorted(wanted - arrived, reverse=True):
-            # One that is too large for this host itself is lost like another.
+            # One too large for this host's interface counts as lost.
             with suppress(OSError):
                 sending.sendto(begin.ljust(size, b"\0"), to)
         due_s = time.monotonic() + wait_s
         while arrived < wanted and (left_s := due_s - time.monotonic()) > 0:
             sending.settimeout(left_s)
-            # A host of several addresses may answer by another: the token counts.
+            # The answer may come from another address; the token identifies it.
             with suppress(OSError):
                 answer = sending.recv(TOKEN_BYTES + ACK.size)
                 if answer.startswith(token) and len(answer) > TOKEN_BYTES + 1:

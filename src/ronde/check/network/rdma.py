@@ -1,4 +1,4 @@
-"""RDMA adapters, InfiniBand's and RoCE's: up, as fast as elsewhere, within reach."""
+"""Checks of RDMA adapters, InfiniBand and RoCE: up, as fast as elsewhere, usable."""
 
 import ctypes
 import os
@@ -23,7 +23,7 @@ from ronde.topology.kernel_files import list_names, read_number, read_text
 from ronde.topology.machine import parse_rate
 from ronde.units import list_first
 
-RDMA_ERRORS = "network.rdma_errors"  # fact: by RDMA port the errors that it has counted
+RDMA_ERRORS = "network.rdma_errors"  # fact: error counters by RDMA port
 _PORTS, _VARIABLES = "network.rdma_ports", "network.variables"
 _FILES, _LIBRARY = "network.rdma_device_files", "network.has_rdma_library"
 _NUM_GPUS = "host.num_gpus"
@@ -44,7 +44,7 @@ _ERRORS = {
     "counters": f"{_LINK_ERRORS} local_link_integrity_errors".split(),
     "hw_counters": f"{_LOST} rnr_nak_retry_err".split(),
 }
-"""By directory of a port, what counts what should not be.
+"""Error counters, by directory of a port.
 
 Source: NCCL 2.30.7's manual, RDMA protocol statistics and Port error counters; Linux'
 drivers/infiniband/hw/mlx5/counters.c.
@@ -55,8 +55,8 @@ Port = Mapping[str, Any]
 
 def read(reader: FactReader) -> None:
     root = reader.root
-    reader.keep(_PORTS, lambda: read_ports(root))
-    reader.keep(RDMA_ERRORS, lambda: read_errors(root))
+    reader.store(_PORTS, lambda: read_ports(root))
+    reader.store(RDMA_ERRORS, lambda: read_errors(root))
     files = f"{root}/dev/infiniband"
     reader.values[_FILES] = {
         name: os.access(f"{files}/{name}", os.R_OK | os.W_OK)
@@ -64,11 +64,15 @@ def read(reader: FactReader) -> None:
         if name.startswith("uverbs")
     }
     if list_names(f"{root}/sys/class/infiniband"):
-        reader.values[_LIBRARY] = _has_library()
+        reader.values[_LIBRARY] = True
+        try:
+            ctypes.CDLL(_IBVERBS)
+        except OSError:
+            reader.values[_LIBRARY] = False
 
 
 def _list_ports(root: str) -> Iterator[tuple[str, str, bool]]:
-    """Yield name and folder of each port, and whether it is a virtual function's."""
+    """Yield name and folder of each port, and True for a virtual function's."""
     top = f"{root}/sys/class/infiniband"
     for adapter in list_names(top):
         is_function = Path(f"{top}/{adapter}/device/physfn").exists()
@@ -79,7 +83,7 @@ def _list_ports(root: str) -> Iterator[tuple[str, str, bool]]:
 def read_ports(root: str) -> dict[str, Value]:
     """Return the ports of all adapters, by names such as ``mlx5_0:1``.
 
-    ``downs``: how often the link went down (-1: unknown). Empty GIDs are left out.
+    ``downs`` counts losses of the link (-1: unknown). Empty GIDs are left out.
     """
     found: dict[str, Value] = {}
     for name, own, is_function in _list_ports(root):
@@ -96,7 +100,7 @@ def read_ports(root: str) -> dict[str, Value]:
 
 
 def read_errors(root: str) -> dict[str, dict[str, int]]:
-    """Return by port what it has counted, by name; not of virtual functions."""
+    """Return the error counters of each port, without virtual functions."""
     found: dict[str, dict[str, int]] = {}
     for port, own, is_function in _list_ports(root):
         for directory, names in _ERRORS.items() if not is_function else ():
@@ -126,16 +130,8 @@ def _read_gids(own: str) -> dict[str, Value]:
     return found
 
 
-def _has_library() -> bool:
-    try:
-        ctypes.CDLL(_IBVERBS)
-    except OSError:
-        return False
-    return True
-
-
 def _chosen(values: Values) -> dict[str, Port]:
-    """Return the ports that NCCL would look at."""
+    """Return the ports that NCCL would use."""
     variables: Mapping[str, str] = values[_VARIABLES]
     is_off = variables.get("NCCL_IB_DISABLE") == "1"
     if is_off or variables.get("NCCL_NET", "").lower() == "socket":
@@ -150,7 +146,7 @@ def _is_up(port: Port) -> bool:
 
 
 def _has_gpus(values: Values) -> bool:
-    """Return whether NCCL may run there: without GPUs nobody else needs an adapter."""
+    """Return True if NCCL may run there, the only user of RDMA."""
     return values.get(_NUM_GPUS) != 0
 
 
@@ -159,8 +155,8 @@ def rdma_port(fleet: Fleet) -> Problems:
     """RDMA ports are up.
 
     reads: state and phys_state in /sys/class/infiniband, of ports of NCCL_IB_HCA
-    threshold: ACTIVE and LinkUp; Disabled and Sleep are intended, but for the only
-        one of four or more of a model
+    threshold: ACTIVE and LinkUp; Disabled and Sleep are intended, except of the only
+        such port of four or more of a model
     source: NCCL 2.30.7's manual, NIC-level diagnostics; Disabled and Sleep: AMD's
         Primus fd1eeab (preflight/node_smoke/cli.py); a failure if it is up on most
         hosts or is named: ronde's own
@@ -171,7 +167,7 @@ def rdma_port(fleet: Fleet) -> Problems:
     """
     hosts = list(fleet.having(_PORTS, _VARIABLES))
     for facts in hosts:
-        found: dict[Problem, list[str]] = {}  # ports by what is said of one
+        found: dict[Problem, list[str]] = {}  # ports by their problem
         for name, port in _chosen(facts.values).items():
             is_meant = port["physical_state"] in _MEANT_DOWN
             if _is_up(port) or (is_meant and not _is_odd(facts.values, port)):
@@ -191,27 +187,26 @@ def rdma_port(fleet: Fleet) -> Problems:
             )
             found.setdefault(problem, []).append(name)
         for problem, names in found.items():
-            what = f"{list_first(names, 4)} {'is' if len(names) == 1 else 'are'}"
-            fix = _cure(facts.values, problem.what, names)
-            yield problem._replace(what=f"{what} {problem.what}", fix=fix)
+            message = f"{list_first(names, 4)} {'is' if len(names) == 1 else 'are'}"
+            fix = _cure(facts.values, problem.message, names)
+            yield problem._replace(message=f"{message} {problem.message}", fix=fix)
 
 
 def _cure(values: Values, state: str, names: list[str]) -> str:
     adapter, _, number = names[0].partition(":")
     if state.endswith("Disabled"):
         return f"sudo ibportstate -C {adapter} -D 0 {number} enable"
-    if state.endswith("LinkUp"):
-        # Up, and INIT or ARMED.
+    if state.endswith("LinkUp"):  # INIT or ARMED
         return (
             f"sminfo -C {adapter} -P {number}; if none answers, start a subnet manager"
         )
     leave_out = f"export NCCL_IB_HCA=^={','.join(names)}"
     has_another = any(map(_is_up, values[_PORTS].values()))
-    return _CABLE + f"; if nothing is to be plugged in: {leave_out}" * has_another
+    return _CABLE + f"; if it has no cable on purpose: {leave_out}" * has_another
 
 
 def _is_odd(values: Values, port: Port) -> bool:
-    """Return whether a port alone of four or more of its model is not up."""
+    """Return True if the port is the only one of four or more of its model not up."""
     kind = port.get("model"), port["layer"]
     ports = values[_PORTS].values() if kind[0] else ()
     alike = [_is_up(each) for each in ports if (each["model"], each["layer"]) == kind]
@@ -219,29 +214,29 @@ def _is_odd(values: Values, port: Port) -> bool:
 
 
 def _weigh_port(values: Values, port: Port, num_up: int, num_others: int) -> Severity:
-    """Return how bad a port is that is not up: many have one without a cable."""
+    """Return the severity of a port that is not up; many have no cable on purpose."""
     is_named = values[_VARIABLES].get(_CHOICE, "").startswith("=")
     if 2 * num_up > num_others or (is_named and num_others):
         return FAIL
     has_another = any(_is_up(each) for each in values[_PORTS].values())
     if port["physical_state"] == _UP[1] and port["layer"] == "InfiniBand":
-        # A cable is there, and nobody has made the port active.
+        # It has a cable, but no subnet manager has activated it.
         return WARN if has_another else FAIL
     if _is_odd(values, port):
         return WARN
     if has_another or port["layer"] != "InfiniBand":
         return INFORM
-    # One or two may be of no use; a file's ports are of a host for jobs.
+    # One or two may be unused; the ports in a file are of a host for jobs.
     return FAIL if port.get("model") and len(values[_PORTS]) > 3 else WARN
 
 
 @check(FAIL, _PORTS)
 def rdma_rate(fleet: Fleet) -> Problems:
-    """RDMA ports run at the rate that they have elsewhere.
+    """RDMA ports run as fast as on the other hosts.
 
     reads: rate in /sys/class/infiniband, of ports that are up
-    threshold: what the port of the same name has on most hosts
-    source: ronde's own: hosts of a job are alike; where two rates are equally many, the
+    threshold: the rate of the port of the same name on most hosts
+    source: ronde's own: hosts of a job are alike; of two equally frequent rates the
         faster one counts
     fix: ibstat; ibdiagnet: reseat the cable or transceiver, look at the switch.
     needs: several hosts with RDMA adapters
@@ -254,12 +249,12 @@ def rdma_rate(fleet: Fleet) -> Problems:
     return (problem for _, problem in find_slower(fleet, _PORTS, pick))
 
 
-@check(FAIL, _PORTS, _VARIABLES, besides=(_NUM_GPUS,))
+@check(FAIL, _PORTS, _VARIABLES, optional=(_NUM_GPUS,))
 def roce_gid(fleet: Fleet) -> Problems:
     """Every RoCE port has an address that others can reach.
 
     reads: gids and gid_attrs in /sys/class/infiniband, and NCCL_IB_GID_INDEX
-    threshold: a routable GID of RoCE v2; if most hosts have none, it is only shown
+    threshold: a routable GID of RoCE v2; a note if most hosts have none
     source: NCCL 2.30.7's manual, RoCE: from 2.21 on unset; its net_ib/connect.cc takes
         no link-local GID; RoCE v2 is routed, v1 is not
     fix: Give the port's interface an IP address; unset NCCL_IB_GID_INDEX: NCCL finds
@@ -274,10 +269,10 @@ def roce_gid(fleet: Fleet) -> Problems:
         for name, port in _chosen(facts.values).items():
             if port["layer"] != "Ethernet" or not _is_up(port):
                 continue
-            severity, what = FAIL, _wrong_index(name, port["gids"], index)
+            severity, message = FAIL, _wrong_index(name, port["gids"], index)
             if not _is_usable(port):
                 severity = _weigh_gids(facts, name, hosts)
-                what = f"{name} has no GID of RoCE v2 that is routable"
+                message = f"{name} has no routable GID of RoCE v2"
             adapter = name.partition(":")[0]
             fix = f"give the interface of {name} an IP address; or export "
             fix += (
@@ -285,8 +280,8 @@ def roce_gid(fleet: Fleet) -> Problems:
             )
             if index and _is_usable(port):
                 fix = f"unset {_INDEX}  # NCCL finds it"
-            if what:
-                yield Problem(what, severity, fix=fix, host=facts.host)
+            if message:
+                yield Problem(message, severity, fix=fix, host=facts.host)
 
 
 def _is_usable(port: Port) -> bool:
@@ -296,7 +291,7 @@ def _is_usable(port: Port) -> bool:
 
 
 def _weigh_gids(facts: HostFacts, name: str, hosts: Iterable[HostFacts]) -> Severity:
-    """Return how bad a port without an address is: one for storage never has one."""
+    """Return the severity of a port without an address; one for storage has none."""
     others = [each.values[_PORTS].get(name) for each in hosts if each is not facts]
     num_usable = sum(other is not None and _is_usable(other) for other in others)
     has_another = any(map(_is_usable, _chosen(facts.values).values()))
@@ -320,11 +315,11 @@ def _is_routable(gid: Port) -> bool:
     return gid["type"] == _ROCE_2 and not is_local
 
 
-@each_host(FAIL, _PORTS, _VARIABLES, _FILES, _LIBRARY, besides=(_NUM_GPUS,))
+@each_host(FAIL, _PORTS, _VARIABLES, _FILES, _LIBRARY, optional=(_NUM_GPUS,))
 def rdma_devices(values: Values, fleet: Fleet) -> Problems:
     """Ranks may use the RDMA adapters.
 
-    reads: /dev/infiniband/uverbs* and libibverbs.so.1, where a port is up
+    reads: /dev/infiniband/uverbs* and libibverbs.so.1, if a port is up
     threshold: one may be opened, the library exists; without GPUs a warning
     source: NCCL 2.30.7 loads that library (src/misc/ibvsymbols.cc), which opens those
         files
@@ -342,5 +337,5 @@ def rdma_devices(values: Values, fleet: Fleet) -> Problems:
     if not values[_LIBRARY]:
         missing.append(f"{_IBVERBS} is not installed")
     if len(fleet.hosts) > 1 and up and missing:
-        what = f"{', '.join(up)} up, but {' and '.join(missing)}"
-        yield Problem(what, FAIL if _has_gpus(values) else WARN)
+        message = f"{', '.join(up)} up, but {' and '.join(missing)}"
+        yield Problem(message, FAIL if _has_gpus(values) else WARN)

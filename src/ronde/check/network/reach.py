@@ -1,12 +1,12 @@
-"""Do hosts reach each other, at full size and at once? And streams between two hosts.
+"""Connections between all hosts, with small and large messages; TCP streams.
 
-Every host listens, and then every host reaches every other. Of pairs with a fault the
-host that they share is named.
+Every host listens and then connects to the others. Of pairs with a fault, the host that
+they share is reported.
 
-Each host opens ports that answer whoever knows its token. A frame on a TCP connection
-is a length and as many bytes; one byte comes back when all are there. A datagram, which
-may not be cut on its way, is answered by its size. All is over when the program on the
-host ends, or a few seconds pass.
+A client sends the host's token first. A frame on a TCP connection is a length and as
+many bytes, answered by one byte. A datagram, sent with "don't fragment", is answered by
+its size. The sockets close when the program on the host ends, and idle connections
+after a few seconds.
 """
 
 import hmac
@@ -40,19 +40,19 @@ from ronde.check.network.path_mtu import (
 )
 from ronde.units import format_size, list_first
 
-# By the host's and the other's name: the fact ``REACH``; a pair is in this order.
+# The fact ``REACH`` by host and target, the order in each pair as well.
 Reached = Mapping[str, Mapping[str, Mapping[str, Any]]]
-# Fact: by the other host's name, what ``reach`` returns of it; where connecting failed,
-# ``is_heard`` is whether datagrams arrived there.
+# Fact: the result of ``reach`` by target; after a failed connection with ``is_heard``,
+# True if datagrams arrived there.
 REACH = "network.reach"
-# Fact: of the interface that leads to most other hosts, in bytes.
+# Fact: MTU in bytes of the interface that leads to most other hosts.
 MTU = "network.peer_mtu"
-# Of more hosts, each reaches its neighbours in a ring, and some at random.
+# With more hosts each connects to its neighbours in a ring and to some random ones.
 _MAX_ALL_PAIRS = 32
 _NUM_SHIFTS = 4
 _LISTEN_S, _REACH_S = 4.0, 12.0
 
-LARGE_BYTES = 64 << 10  # a message of many packets: what loses large packets loses it
+LARGE_BYTES = 64 << 10  # a message with many packets of full size
 FRAME = struct.Struct("!I")
 _SMALL_BYTES = 8
 _MAX_FRAME_BYTES = 16 << 20
@@ -60,11 +60,11 @@ _CHUNK_BYTES = 1 << 20
 _NUM_PORTS = 2
 _MAX_CONNECTIONS = 512
 _IDLE_S, _CONNECT_S, _ANSWER_S = 5.0, 1.0, 0.8
-NUM_STREAMS = 4  # clouds let one stream alone have only a part of a link
-_QUICK_S = 0.02  # frames that arrive quicker are made longer
+NUM_STREAMS = 4  # clouds limit a single stream to a part of a link
+_QUICK_S = 0.02  # frames that take less time are made longer
 
 
-class Reception:
+class ReachServer:
     """TCP ports and a UDP port; ``heard`` counts datagrams by the sender's name."""
 
     def __init__(self) -> None:
@@ -92,12 +92,12 @@ class Reception:
             ready: list[Any] = []
             while self._stop_fd not in ready:
                 for each in ready:
-                    # What went away meanwhile is let go.
+                    # The client may have disconnected meanwhile.
                     with suppress(OSError):
-                        self._take(each)
+                        self._on_ready(each)
                 ready, _, _ = select.select([*self._sockets, self._stop_fd], [], [])
 
-    def _take(self, ready: socket.socket) -> None:
+    def _on_ready(self, ready: socket.socket) -> None:
         if ready.type == socket.SOCK_STREAM:
             connection, _ = ready.accept()
             if threading.active_count() >= _MAX_CONNECTIONS:
@@ -115,7 +115,7 @@ class Reception:
 
 
 def _open(kind: socket.SocketKind) -> socket.socket:
-    """Return a socket on all addresses of both families, as far as there are two."""
+    """Return a socket on all addresses, of IPv6 and IPv4 if possible."""
     is_dual = socket.has_dualstack_ipv6()
     opened = socket.socket(socket.AF_INET6 if is_dual else socket.AF_INET, kind)
     if is_dual:
@@ -148,7 +148,7 @@ def _answer(connection: socket.socket, token: bytes) -> None:
 
 
 def receive_exactly(connection: socket.socket, size_bytes: int) -> bytes:
-    """Return so many bytes, or raise ``OSError``."""
+    """Return exactly ``size_bytes``, or raise ``OSError``."""
     data = b""
     while len(data) < size_bytes:
         chunk = connection.recv(size_bytes - len(data))
@@ -171,10 +171,10 @@ def _connect(address: str, port: int, token: bytes) -> socket.socket:
 
 
 def listen(context: NodeContext, _: dict[str, Value]) -> dict[str, Value]:
-    """Open ports for others, once; return which, their token, and who was heard."""
-    reception: Reception | None = context.memory.get("reception")
+    """Open ports once; return them, their token, and datagrams received by sender."""
+    reception: ReachServer | None = context.memory.get("reception")
     if reception is None:
-        context.memory["reception"] = reception = Reception()
+        context.memory["reception"] = reception = ReachServer()
         context.closing.callback(reception.close)
     return {
         "ports": reception.ports,
@@ -185,14 +185,14 @@ def listen(context: NodeContext, _: dict[str, Value]) -> dict[str, Value]:
 
 
 def stream(_: NodeContext, question: dict[str, Value]) -> dict[str, Value]:
-    """Send to another host that listens, in several streams, for ``seconds``.
+    """Send to another host in several streams for ``seconds``.
 
     The question has ``address``, ``port`` and ``token`` of the other. The answer has
-    ``gb_per_s``: what has arrived there, in gigabytes (1e9) per second.
+    the received ``gb_per_s`` (1e9).
     """
-    place = question["address"], question["port"], question["token"].encode()
+    target = question["address"], question["port"], question["token"].encode()
     with ExitStack() as closing:
-        lines = [closing.enter_context(_connect(*place)) for _ in range(NUM_STREAMS)]
+        lines = [closing.enter_context(_connect(*target)) for _ in range(NUM_STREAMS)]
         begun_s = time.monotonic()
         pump = partial(_pump, begun_s=begun_s, due_s=begun_s + question["seconds"])
         with ThreadPoolExecutor(NUM_STREAMS) as pool:
@@ -201,30 +201,29 @@ def stream(_: NodeContext, question: dict[str, Value]) -> dict[str, Value]:
 
 
 def _pump(line: socket.socket, begun_s: float, due_s: float) -> float:
-    """Send frames, two of them under way; return what arrives in bytes per second.
+    """Send frames, two of them in flight; return the received bytes per second.
 
-    Counted from the first byte that any line sends: what waits for a busy thread can
-    then never make a link look faster than it is.
+    The time starts with the first byte of any stream, so that a thread that starts late
+    does not make the link look faster.
     """
     limit_s = due_s - begun_s + _ANSWER_S
     line.settimeout(limit_s)
-    # What is under way when the time is up must not be in the next pair's way.
+    # Discard the data in flight at the end, which would slow the next pair.
     line.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     data, size_bytes = memoryview(bytes(_CHUNK_BYTES)), LARGE_BYTES
-    under_way: deque[int] = deque()
+    in_flight: deque[int] = deque()
     num_bytes, now_s = 0, begun_s
     while now_s < due_s or not num_bytes:
         try:
-            while len(under_way) < 2:
+            while len(in_flight) < 2:
                 line.sendall(FRAME.pack(size_bytes))
                 line.sendall(data[:size_bytes])
-                under_way.append(size_bytes)
+                in_flight.append(size_bytes)
             receive_exactly(line, 1)
         except TimeoutError:
-            # It took longer than that: this is more than there is.
-            return LARGE_BYTES / limit_s
+            return LARGE_BYTES / limit_s  # an upper bound
         before_s, now_s = now_s, time.monotonic()
-        num_bytes += under_way.popleft()
+        num_bytes += in_flight.popleft()
         if now_s - before_s < _QUICK_S:
             size_bytes = min(2 * size_bytes, _CHUNK_BYTES)
     return num_bytes / (now_s - begun_s)
@@ -233,41 +232,40 @@ def _pump(line: socket.socket, begun_s: float, due_s: float) -> float:
 def reach(
     _: NodeContext, question: dict[str, Value], wait_s: float = ANSWER_S
 ) -> dict[str, Value]:
-    """Reach other hosts, all at once; at most about 3 s.
+    """Connect to all targets at once; it takes at most about 3 s.
 
     The question has ``name`` (this host's) and ``targets``, each with ``name``,
     ``address``, ``ports``, ``udp_port`` and ``token``. The answer has ``reached``, by
-    the target's name:
+    target:
 
-    - ``error``: why one of its ports cannot be connected to, else empty;
-    - ``is_refused``: whether it was the other host that refused;
-    - ``lost_bytes``: size of a message that did not arrive though small ones did, or 0;
-    - ``mtu``: the largest packet in bytes that arrives, or null if none did;
-    - ``own_mtu``: of the interface that leads there, in bytes; 0 if none does.
+    - ``error``: of the connection to one of its ports, else empty;
+    - ``is_refused``: True if the target refused it;
+    - ``lost_bytes``: size of a lost message where small ones arrive, else 0;
+    - ``mtu``: the largest packet in bytes that arrives, or null if none does;
+    - ``own_mtu``: MTU in bytes of the interface that leads there; 0 if none does.
     """
     targets: list[dict[str, Value]] = question["targets"]
     with ThreadPoolExecutor(len(targets) or 1) as pool:
-        found = pool.map(partial(_visit, question["name"], wait_s), targets)
+        found = pool.map(partial(_reach_one, question["name"], wait_s), targets)
         return {"reached": {t["name"]: f for t, f in zip(targets, found, strict=True)}}
 
 
-def _visit(name: str, wait_s: float, target: dict[str, Value]) -> dict[str, Value]:
-    """Reach one host."""
+def _reach_one(name: str, wait_s: float, target: dict[str, Value]) -> dict[str, Value]:
     address, token = target["address"], target["token"].encode()
     own_mtu = own_mtu_towards(address)
     found: dict[str, Value] = {"error": "", "is_refused": False, "lost_bytes": 0}
     found["own_mtu"] = own_mtu
     with ExitStack() as closing:
-        line, what = None, ""
+        line, message = None, ""
         try:
             for port in target["ports"]:
-                what = f"port {port}"
+                message = f"port {port}"
                 line = closing.enter_context(_connect(address, port, token))
         except OSError as error:
-            found["error"] = f"{what}: {_reason(error)}"
+            found["error"] = f"{message}: {_reason(error)}"
             found["is_refused"] = isinstance(error, ConnectionRefusedError)
         if own_mtu:
-            # Also where no connection was made: a lost answer is no lost question.
+            # Also without a connection: packets may be lost only on the way back.
             with suppress(OSError):
                 to = (address, target["udp_port"])
                 found["mtu"] = measure_mtu(*to, token, name, own_mtu, wait_s)
@@ -279,8 +277,8 @@ def _visit(name: str, wait_s: float, target: dict[str, Value]) -> dict[str, Valu
                     _echo(line, LARGE_BYTES)
                     found["lost_bytes"] = 0
             except OSError as error:
-                what = f"an open connection breaks: {_reason(error)}"
-                found |= {"error": what, "lost_bytes": 0}
+                message = f"an open connection breaks: {_reason(error)}"
+                found |= {"error": message, "lost_bytes": 0}
     return found
 
 
@@ -298,7 +296,7 @@ def _echo(connection: socket.socket, size_bytes: int) -> None:
 
 
 def run(hosts: HostSet) -> None:
-    """Have the hosts reach each other; what looks bad gets a second try."""
+    """Have the hosts reach each other, and try pairs with a fault once more."""
     if len(hosts.names) < 2:
         return
     listening = hosts.ask_all({"do": "listen"}, _LISTEN_S)
@@ -328,20 +326,20 @@ def run(hosts: HostSet) -> None:
 
 
 def plan_partners(names: Sequence[str]) -> dict[str, list[str]]:
-    """Return whom each host reaches and is reached by; few meet at one host."""
+    """Choose the targets of each host, evenly; with few hosts, all others."""
     num = len(names)
     shifts = list(range(1, num))
     if num > _MAX_ALL_PAIRS:
         chosen = random.Random(num).sample(range(2, (num + 1) // 2), _NUM_SHIFTS)  # noqa: S311
         shifts = sorted({s % num for each in (1, *chosen) for s in (each, -each)})
     return {
-        name: [names[(place + shift) % num] for shift in shifts]
-        for place, name in enumerate(names)
+        name: [names[(index + shift) % num] for shift in shifts]
+        for index, name in enumerate(names)
     }
 
 
 def better(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """Return the better of two tries: one success shows that it works."""
+    """Return the better of two tries; one success is enough."""
     if second["error"] or (second["lost_bytes"] and not first["error"]):
         return first if not first["error"] else second
     mtu = max(first.get("mtu") or 0, second.get("mtu") or 0)
@@ -351,7 +349,7 @@ def better(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
 def _ask_to_reach(
     hosts: HostSet, listening: Mapping[str, Reply], plan: Mapping[str, Sequence[str]]
 ) -> dict[str, dict[str, Any]]:
-    """Return what hosts find of those they are to reach; store why one could not."""
+    """Have hosts reach their targets; return the results, and store failures."""
     questions: dict[str, dict[str, Value]] = {}
     for host, others in plan.items():
         targets = [
@@ -382,10 +380,10 @@ def failing_pairs(reached: Reached) -> list[HostPair]:
 
 
 def lost_pairs(reached: Reached) -> list[HostPair]:
-    """Return the failing pairs, without those whose traffic does arrive.
+    """Return the failing pairs, without directions in which packets arrive.
 
-    A connection needs both directions. Where neither host can connect to the other,
-    but datagrams arrive in one direction, only the other direction is at fault.
+    A connection needs both directions. If neither host can connect to the other, but
+    datagrams arrive in one direction, only the other direction is at fault.
     """
     failing = dict.fromkeys(failing_pairs(reached))
     arriving = {(a, b) for a, b in failing if reached[a][b].get("is_heard")}
@@ -414,10 +412,10 @@ def own_mtu(others: Mapping[str, Mapping[str, Any]]) -> int:
 def blame(
     pairs: Collection[HostPair], at_receiver: Collection[HostPair] = ()
 ) -> dict[str, list[HostPair]]:
-    """Return the hosts that share pairs with a fault, and by host its pairs.
+    """Return the hosts that explain the pairs with a fault, each with its pairs.
 
-    Again and again the host with faults with most others is taken; in a draw, all. Of a
-    pair by itself it is the sender, or of those in ``at_receiver`` the receiver.
+    Repeatedly choose the host with faults to most others; in a draw, all of them. Of an
+    isolated pair choose the sender, or the receiver if it is in ``at_receiver``.
     """
     left = list(dict.fromkeys(pairs))
     blamed: dict[str, list[HostPair]] = {}
@@ -440,7 +438,7 @@ def blame(
 def _name_ways(
     host: str, pairs: Sequence[HostPair], outwards: str, inwards: str
 ) -> str:
-    """Return with whom a host has faults, each direction by its pattern."""
+    """List the other hosts of pairs with a fault, by direction."""
     to = [other for sender, other in pairs if sender == host]
     by = [sender for sender, other in pairs if other == host]
     ways = ((outwards, to), (inwards, by))
@@ -452,12 +450,12 @@ def reachable(fleet: Fleet) -> Problems:
     """Hosts can connect to each other at ports that the kernel chooses.
 
     reads: TCP and datagrams between all pairs; above 32 hosts a ring and eight others
-    threshold: every connection is made within a second, at the second try at last
+    threshold: every connection succeeds within a second, in one of two tries
     source: NCCL 2.30.7's manual, IP ports: ranks listen at ports that the kernel
         chooses, as Gloo's do; a second: TCP's first repeat (RFC 6298), ronde's own
     fix: Let TCP through: nft list ruleset, or iptables -S; then routes and cloud rules.
     needs: several hosts
-    why: The start hangs until its timeout, and the message names no host.
+    why: The start of a job hangs until its timeout, and the error names no host.
     """
     reached = fleet.known(REACH)
     failing, pairs = failing_pairs(reached), lost_pairs(reached)
@@ -466,28 +464,28 @@ def reachable(fleet: Fleet) -> Problems:
         sender, receiver = own[0]
         first = reached[sender][receiver]
         ways = ("it cannot connect to {}", "{} cannot connect to it")
-        what = _name_ways(host, own, *ways)
+        message = _name_ways(host, own, *ways)
         if not any((b, a) in own for a, b in own):
             is_half = set(own).isdisjoint((b, a) for a, b in failing)
-            what += f"; the other way {'it works' if is_half else 'packets arrive'}"
-        what += f"; {first['error']}"
-        what += "; datagrams arrive" if first.get("is_heard") else ""
+            message += f"; the other way {'it works' if is_half else 'packets arrive'}"
+        message += f"; {first['error']}"
+        message += "; datagrams arrive" if first.get("is_heard") else ""
         fix = (
             f"Let TCP through from {sender} to {receiver}, all ports: nft list "
             f"ruleset, or iptables -S, on {receiver} and {sender}; then routes (ip "
             "route get) and cloud rules."
         )
-        yield Problem(what, fix=fix, host=host)
+        yield Problem(message, fix=fix, host=host)
 
 
-@check(WARN, MTU, besides=(ADDRESS, INTERFACES))
+@check(WARN, MTU, optional=(ADDRESS, INTERFACES))
 def mtu(fleet: Fleet) -> Problems:
     """The interfaces between hosts have the same MTU.
 
     reads: the MTU of the interface that leads to the other hosts
-    threshold: what most hosts have
+    threshold: the MTU of most hosts
     source: RFC 4861, 4.6.4: all nodes of a link use one MTU; TCP takes the smaller of
-        two (RFC 9293, 3.7.1), so that nobody notices
+        two (RFC 9293, 3.7.1) and hides the difference
     fix: ip link set dev INTERFACE mtu BYTES, and in the network's configuration.
     needs: several hosts
     why: Small packets take more CPU; RDMA over Ethernet may lose large ones.
@@ -496,7 +494,7 @@ def mtu(fleet: Fleet) -> Problems:
     for problem in differing(fleet, MTU, "MTU"):
         host, wanted = problem.host, usual_value(problem.usual)
         if not wanted:
-            # The smaller one passes wherever the larger one does.
+            # In a draw choose the smaller one, which always passes.
             host, wanted = max(sizes, key=sizes.__getitem__), min(sizes.values())
         fix = _set_mtu(fleet, host, wanted)
         fix = fix if host == problem.host else fix.replace("there", f"on {host}")
@@ -510,17 +508,17 @@ def _set_mtu(fleet: Fleet, host: str, size_bytes: Value) -> str:
     return f"ip link set dev {name} mtu {size_bytes}  # as root there, and for good"
 
 
-@check(FAIL, REACH, besides=(ADDRESS, INTERFACES))
+@check(FAIL, REACH, optional=(ADDRESS, INTERFACES))
 def path_mtu(fleet: Fleet) -> Problems:
     """Packets as large as both ends allow arrive.
 
-    reads: datagrams of several sizes that may not be cut; 64KiB by TCP
+    reads: datagrams of several sizes with "don't fragment"; 64KiB by TCP
     threshold: the smaller MTU of both ends
     source: path MTU discovery (RFC 1191, RFC 8899)
     fix: Give switches and tunnels between them the hosts' MTU, or the hosts theirs: ip
         link set dev INTERFACE mtu BYTES; and let ICMP 'too big' through.
     needs: several hosts
-    why: Small messages pass, large ones hang or crawl.
+    why: Small messages pass, large ones hang or are very slow.
     """
     reached = fleet.known(REACH)
     for host, own in blame(lossy_pairs(reached)).items():
@@ -532,9 +530,11 @@ def path_mtu(fleet: Fleet) -> Problems:
         )
         fix += "let ICMP 'too big' through"
         if least and least < here:
-            what = f"{ways}: no packets above {least} bytes arrive, its MTU is {here}"
+            message = (
+                f"{ways}: no packets above {least} bytes arrive, its MTU is {here}"
+            )
             fix = f"{_set_mtu(fleet, host, least) or 'lower its MTU'}; or {fix}"
         else:
             size = format_size(max(reached[a][b]["lost_bytes"] for a, b in own))
-            what = f"{ways}: messages of {size} are lost, those of 8 bytes arrive"
-        yield Problem(what, fix=fix, host=host)
+            message = f"{ways}: messages of {size} are lost, those of 8 bytes arrive"
+        yield Problem(message, fix=fix, host=host)
