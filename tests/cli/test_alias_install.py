@@ -168,7 +168,7 @@ def test_another_horovodrun_is_neither_replaced_nor_removed(environment) -> None
     before = files(environment)
     code, _, err = environment.ronde("alias", "--install")
     assert code == 64
-    assert f"{environment.horovodrun} must be ronde's or not be there" in err
+    assert f"{environment.horovodrun} is another program. Remove it" in err
     assert files(environment) == before
     environment.horovodrun.unlink()
     assert environment.ronde("alias", "--install")[0] == 0

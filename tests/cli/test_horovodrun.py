@@ -214,8 +214,8 @@ def test_a_configuration_file_gives_what_options_do_not(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("- a", "must have the sections"),
-        ("wrong: {a: 1}", "must have the sections"),
+        ("- a", "must have only the sections"),
+        ("wrong: {a: 1}", "must have only the sections"),
         (
             "params: {no_such: 1}",
             "must hold horovodrun's options, got params.no_such=1",
