@@ -56,7 +56,7 @@ from ronde.launch.limits import ELASTIC, EXIT_INTERNAL, USUAL, Timeouts
 from ronde.launch.program import absolute_path
 from ronde.launch.signals import TIMED_OUT, InterruptedStartError, interruption_code
 from ronde.units import format_duration, parse_duration_s
-from ronde.world.launcher_env import PLACE_VARIABLES
+from ronde.world.launcher_env import RANK_VARIABLES
 
 if TYPE_CHECKING:
     from ronde.topology.placement.binding import PlacementRequest
@@ -231,7 +231,7 @@ def read_request(
         from ronde.cli.elastic import read_elastic
 
         elastic = read_elastic(options, horovod, environ, num_ranks, num_each)
-    if not options.nested and environ.keys() & PLACE_VARIABLES:
+    if not options.nested and environ.keys() & RANK_VARIABLES:
         refuse_nesting(num_ranks, environ)
     env = _rank_env(options, horovod, environ)
     if elastic is None:

@@ -1,4 +1,4 @@
-"""Who am I, how many are we, where do we meet: read once from the environment."""
+"""Rank, size and rendezvous of this process, as read from the environment."""
 
 from typing import TYPE_CHECKING
 
