@@ -1,4 +1,4 @@
-"""Command lines whose options are declared by the lines of the help text."""
+"""Command lines with options that the lines of the help text declare."""
 
 import argparse
 import re
@@ -13,7 +13,7 @@ _OPTIONAL = "[no-]"
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Parser of a command line whose options are declared by the help text.
+    """A parser with the options that the help text declares.
 
     A line of two blanks and a name that begins with ``-`` declares an option:
     ``  -n, --num-proc N  ranks`` takes a value, ``  --json  print JSON`` takes none. A
@@ -140,7 +140,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def _argparse_type(read: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Return a type whose ``UsageError`` keeps its message in argparse."""
+    """Return a type with which argparse keeps the messages of ``UsageError``."""
     if isinstance(read, type):
         return read
 
