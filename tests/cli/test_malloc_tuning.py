@@ -16,10 +16,10 @@ from tests.limits import HANG_S
 import ronde.torch as hvd
 from ronde.cli import read_run_request
 from ronde.memory import MallocThresholds, malloc_thresholds
-from ronde.world.environment import read_malloc_tuning
+from ronde.world import read_malloc_tuning
 
 MIB = 1 << 20
-NUM_STEPS = 4
+NUM_STEPS = 8
 NUM_PAGES = NUM_STEPS * 36 * MIB // resource.getpagesize()
 """Of the gradients of all steps, which are what faults where memory is given back."""
 FAULTS = f"""

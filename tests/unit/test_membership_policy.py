@@ -238,14 +238,6 @@ def test_all_who_are_lost_are_said(number: int, reason: str, *, has_settled: boo
     assert sent(env, ViewBegins)[-1].reason == reason
 
 
-def test_a_host_that_is_blacklisted_is_said():
-    env = running(Rules(1, 4), a=4)
-    for number in range(3):
-        assert not ordered(env, Blacklisted)
-        env.end(number, -9)
-    assert ordered(env, Blacklisted) == [Blacklisted("a", 3, 30.0)]
-
-
 def test_who_fails_is_not_waited_for_but_keeps_its_place():
     env = running(Rules(2, 4), a=2, b=2)
     train(env, 3)
@@ -260,15 +252,6 @@ def test_who_fails_is_not_waited_for_but_keeps_its_place():
     assert start.worker == Worker(4, "a", 1)
 
 
-def test_who_fails_and_does_not_end_is_killed():
-    env = running(Rules(2, 4, settle_s=30.0), a=2, b=2)
-    env.processes[1].is_stalled = True
-    env.fail(1)
-    env.begin()
-    env.wait(30.0)
-    assert [order.worker for order in ordered(env, Kill)] == [1]
-
-
 def test_a_spare_takes_the_lost_rank():
     env = running(Rules(2, 3, spares=1), a=2, b=2)
     train(env, 1)
@@ -278,26 +261,6 @@ def test_a_spare_takes_the_lost_rank():
     change, view = sent(env, ViewBegins)[1:]
     assert change == view._replace(base=0, gone=(1,), new=(Worker(3, "b", 1),))
     assert (view.source, view.step, view.is_equal) == (0, 1, False)
-
-
-def test_the_state_of_the_furthest_counts():
-    env = running(Rules(2, 4), a=2, b=2)
-    env.processes[2].step += 1
-    env.end(3, -9)
-    env.begin()
-    view = sent(env, ViewBegins)[-1]
-    assert (view.source, view.step, view.is_equal) == (2, 1, False)
-
-
-def test_too_few_survivors_wait_for_others():
-    env = running(Rules(4, 4), a=2, b=2)
-    env.end(0, -9)
-    for number in (1, 2, 3):
-        env.settle(number)
-    assert env.view.view == 0
-    assert ordered(env, StartWorker)[-1].worker.slot == 0
-    env.begin()
-    assert ranks(env) == [1, 4, 2, 3]
 
 
 def test_too_few_for_too_long_stop_with_what_was_missing():
@@ -328,18 +291,6 @@ def test_the_first_start_is_not_counted_as_time_with_too_few():
     assert env.phase is ViewPhase.FORMING
     env.begin()
     assert ranks(env) == [0, 1]
-
-
-def test_time_is_counted_once_nobody_starts_any_more():
-    env = Environment.of(Rules(3, 3, formation_s=10.0), a=2)
-    env.answers()[0]()
-    env.now_s = 100.0
-    env.settle(0)
-    env.settle(1)
-    env.wait(9.0)
-    assert env.phase is ViewPhase.FORMING
-    env.wait(1.0)
-    assert env.phase is ViewPhase.STOPPED
 
 
 @pytest.mark.parametrize("is_first_to_wait", [True, False])
@@ -437,19 +388,6 @@ def test_three_failures_of_a_host_within_ten_minutes_bar_it():
     env.run(lambda: len(ranks(env)) == 4)
 
 
-def test_a_spare_on_a_blacklisted_host_waits_until_that_ends():
-    env = running(Rules(1, 3, spares=1), a=2, b=2)
-    for _ in range(3):
-        env.run(lambda: any(p.doing is Doing.WAITING for p in env.processes.values()))
-        env.end(ranks(env)[2], -9)
-        env.begin()
-    assert env.membership.blacklisted(env.now_s) == {"b": 30.0}
-    assert ranks(env) == [0, 1]
-    (spare,) = (n for n, p in env.processes.items() if p.doing is Doing.WAITING)
-    env.wait(30.0)
-    env.run(lambda: ranks(env) == [0, 1, spare])
-
-
 def test_with_one_rank_its_host_has_failed():
     env = running(Rules(1, 4, is_host_domain=True), a=2, b=2)
     env.orders.clear()
@@ -543,13 +481,6 @@ def test_ranks_that_end_with_0_end_the_job():
     assert env.orders[-1] == Send((), Finish())
 
 
-def test_the_last_rank_is_done_after_the_others_have_ended_with_0():
-    env = running(Rules(2, 2), a=2)
-    env.finish(0)
-    env.end(1, 0)
-    assert env.orders[-1] == Send((0,), Finish())
-
-
 def test_a_rank_that_ends_with_0_too_early_has_left():
     env = running(Rules(1, 3), a=3)
     env.orders.clear()
@@ -576,15 +507,6 @@ def test_a_program_that_takes_no_part_may_end_with_0():
     env.end(1, 0)
     assert env.orders[-1] == Send((), Finish())
     assert env.num_started == 2
-
-
-def test_a_program_that_fails_at_once_stops_the_job():
-    env = Environment.of(Rules(2, 2), a=2)
-    env.answers()[0]()
-    env.end(1, 1)
-    assert ordered(env, Stop) == [
-        Stop("worker 1 on a has ended before any rank was ready.")
-    ]
 
 
 @pytest.mark.parametrize("lose", ["kill", "fail_host", "leave_host"])
@@ -624,16 +546,6 @@ def test_a_loss_while_the_view_pauses():
     assert env.orders == [Send((2,), ViewEnded(0, "rank 1 on a has ended"))]
     env.settle(2)
     assert ranks(env) == [0]
-
-
-def test_a_loss_while_a_rank_joins():
-    env = running(Rules(1, 3), a=2)
-    env.find({"a": 3})
-    env.run(lambda: env.view.view == 1)
-    env.end(2, -9)
-    env.begin()
-    assert ranks(env) == [0, 1]
-    assert sent(env, ViewBegins)[-1].is_equal
 
 
 def test_a_loss_while_the_others_are_done():
@@ -734,14 +646,6 @@ def test_a_host_without_which_there_are_too_few_is_left_when_there_are_others():
     assert len(ranks(env)) == 4
 
 
-def test_too_few_without_a_host_that_is_to_be_left_go_on_with_it():
-    env = running(Rules(3, 4), a=2, b=2)
-    env.leave_host("a")
-    env.end(2, -9)
-    env.begin()
-    assert ranks(env) == [0, 1, 3]
-
-
 def test_the_only_one_with_the_newest_state_leaves_once_others_have_it():
     env = running(Rules(1, 4), a=2, b=2)
     env.processes[0].step += 1
@@ -754,20 +658,6 @@ def test_the_only_one_with_the_newest_state_leaves_once_others_have_it():
     assert pause == Send((0, 2, 3), AskStep(1))
     env.begin()
     assert ranks(env) == [2, 3]
-
-
-def test_a_host_that_flaps_stays_and_nobody_is_too_many():
-    env = running(Rules(2, 4, spares=1), a=2, b=2, c=2)
-    for _ in range(5):
-        env.find({"a": 2, "b": 2})
-        env.find({"c": 2, "b": 2, "a": 2})
-    env.begin()
-    assert len(ranks(env)) == 4
-    env.find({"b": 2, "c": 2})
-    env.run(lambda: env.phase is ViewPhase.FORMING)
-    env.find({"a": 2, "b": 2, "c": 2})
-    env.begin()
-    assert len(ranks(env)) == 4
 
 
 def test_slots_that_are_taken_away_are_left():
