@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from ronde.errors import UsageError
-from ronde.units import parse_duration_s
 
 _OPTION = re.compile(r"  (-\S+(?:, -\S+)*)(?: ([^\s-]\S*))?( \.\.\.)?(?:  +\S.*)?")
 _OPTIONAL = "[no-]"
@@ -192,13 +191,6 @@ def one_of(*words: str) -> Callable[[str], str]:
         return text
 
     return read
-
-
-def time_s(text: str) -> float:
-    """Read a duration above 0; a type of options."""
-    if duration_s := parse_duration_s(text):
-        return duration_s
-    raise UsageError(f"must be longer than 0, got {text!r}")
 
 
 def read_number(

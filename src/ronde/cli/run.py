@@ -23,7 +23,6 @@ from ronde.arguments import (
     one_of,
     read_number,
     require_alone,
-    time_s,
     whole_number,
 )
 from ronde.cli.exits import exit_code_of
@@ -55,7 +54,7 @@ from ronde.launch.job.plan import JobSpec
 from ronde.launch.limits import ELASTIC, EXIT_INTERNAL, USUAL, Timeouts
 from ronde.launch.program import absolute_path
 from ronde.launch.signals import TIMED_OUT, InterruptedStartError, interruption_code
-from ronde.units import format_duration, parse_duration_s
+from ronde.units import format_duration, parse_duration_s, parse_positive_s
 from ronde.world.launcher_env import RANK_VARIABLES
 
 if TYPE_CHECKING:
@@ -133,7 +132,7 @@ def _exit_codes(text: str) -> frozenset[int]:
 
 _TYPES = {
     **HOST_TYPES,
-    "TIME": time_s,
+    "TIME": parse_positive_s,
     "--grace": parse_duration_s,
     "--join-timeout": parse_duration_s,
     "--elastic-timeout": str,  # horovodrun's, as --reset-limit: see cli.elastic
