@@ -128,10 +128,10 @@ class Controller:
         """Send each text to its workers, in one frame an agent."""
         with self.cost.count(part):
             for tell in orders:
-                if isinstance(tell, events.Tell):
+                if isinstance(tell, events.Send):
                     self._send(tell)
 
-    def _send(self, tell: events.Tell) -> None:
+    def _send(self, tell: events.Send) -> None:
         text = encode_text(tell.message)
         by_host = defaultdict[str, list[int]](list)
         for number in tell.workers:

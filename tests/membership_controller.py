@@ -32,10 +32,10 @@ from ronde.membership import (
     Order,
     Rules,
     Save,
+    Send,
     StartWorker,
     Stop,
-    Tell,
-    Tick,
+    TimerExpired,
     ToRank,
     ViewBegins,
     ViewPhase,
@@ -99,7 +99,7 @@ class Controller:
             wait_s = None if left_s > 1e6 else max(0.0, left_s)
             ready = self._selector.select(wait_s)
             if not ready:
-                self._apply(Tick())
+                self._apply(TimerExpired())
             for key, _ in ready:
                 if key.fd == self._woken:
                     self._end()
@@ -196,7 +196,7 @@ class Controller:
                 self._unmet.discard(number)
                 if process := self._members.pop(number, None):
                     os.kill(process.pid, signal.SIGKILL)
-            case Tell(workers=numbers, message=message):
+            case Send(workers=numbers, message=message):
                 self._tell(numbers, message)
             case Stop(reason=reason):
                 self.stopped = reason

@@ -18,6 +18,7 @@ import traceback
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -51,18 +52,18 @@ class RankFailedError(AssertionError):
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What one rank is told to do; exactly one of claim and environment is there."""
+    """The work of one rank; either ``info`` or ``environment`` is set."""
 
     fn: Callable[..., Any]
     args: tuple[Any, ...]
-    claim: RankInfo | None = None
+    info: RankInfo | None = None
     connecting: Callable[[RankInfo], Communicator] | None = None
     environment: dict[str, str] | None = None
 
 
 @dataclass(slots=True)
 class Rank:
-    """One rank's process, as the test sees it."""
+    """One rank's process."""
 
     index: int
     process: Any
@@ -81,28 +82,21 @@ def run_ranks(
     dying: Collection[int] = (),
     connecting: Callable[[RankInfo], Communicator] | None = None,
 ) -> list[Any]:
-    """Call ``fn(communicator, *args)`` on ``size`` ranks.
+    """Call ``fn(communicator, *args)`` on each rank; return the results by rank.
 
     Args:
-        size: Number of ranks.
-        fn: What to call; anything cloudpickle takes.
-        args: Its further arguments.
-        timeout_s: When the ranks are killed.
-        dying: Ranks that are meant to end without a result; theirs is None.
+        dying: Ranks that end without a result; theirs is None.
         connecting: Makes the communicator; None connects as every program does.
 
-    Returns:
-        The result of each rank.
-
     Raises:
-        Exception: What the first rank to fail raised, with its traceback as a note.
-        RankFailedError: A rank hung, died, or raised what cannot be pickled.
+        Exception: The error of the first rank to fail, with its traceback as a note.
+        RankFailedError: A rank hung or died, or its error cannot be pickled.
     """
     # Not torch's store: to log a connection it asks a name server for the loopback's
     # name, which may not answer for seconds.
     with job_store() as store:
-        claims = [claim_of(rank, size, store) for rank in range(size)]
-        orders = [Order(fn, args, claim=c, connecting=connecting) for c in claims]
+        infos = [claim_of(rank, size, store) for rank in range(size)]
+        orders = [Order(fn, args, info=each, connecting=connecting) for each in infos]
         return _run(orders, timeout_s, dying)
 
 
@@ -115,22 +109,15 @@ def run_ranks_bare(
     launcher: str = "ronde",
     environment: Mapping[str, str] | None = None,
 ) -> list[Any]:
-    """Call ``fn(claim, *args)`` on ``size`` ranks in a launcher's environment.
+    """Call ``fn(rank_info, *args)`` on each rank in a launcher's environment.
 
-    Nothing is connected: ``fn`` does that itself, say by ``ronde.torch.init()``.
+    Nothing is connected: ``fn`` does that, say by ``ronde.torch.init()``.
 
     Args:
-        size: Number of ranks.
-        fn: What to call; anything cloudpickle takes.
-        args: Its further arguments.
-        timeout_s: When the ranks are killed.
-        dying: Ranks that are meant to end without a result; theirs is None.
-        launcher: "ronde": this process answers for the store, on a unix socket.
-            "torchrun": it answers on the port. "plain": rank 0 is to bind the port.
+        dying: Ranks that end without a result; theirs is None.
+        launcher: "ronde": this process serves the store, on a unix socket. "torchrun":
+            on the port. "plain": rank 0 binds the port.
         environment: Further variables for all ranks.
-
-    Returns:
-        The result of each rank.
     """
     further = dict(environment or {})
     store = hosted_store() if launcher == "torchrun" else None
@@ -171,25 +158,25 @@ def hosted_store() -> TCPStore:
 
 
 def claim_of(rank: int, size: int, store: str) -> RankInfo:
-    """Claim a place on this host, meeting at a :func:`job_store`."""
+    """Return a rank of this host, with its rendezvous at a ``job_store``."""
     return RankInfo(
         Launcher.RONDE, rank, size, rank, size, 0, 1, job_id="tests", store=store
     )
 
 
 def _environment(launcher: str, rank: int, size: int, port: int) -> dict[str, str]:
-    """Name a rank's place as ``launcher`` does."""
-    place = {
+    """Return the variables of a rank as ``launcher`` sets them."""
+    common = {
         "RANK": str(rank),
         "WORLD_SIZE": str(size),
         "LOCAL_RANK": str(rank),
         "LOCAL_WORLD_SIZE": str(size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        "RONDE_DRIFT": "error",  # no test but those of drift has ranks differ
+        "RONDE_DRIFT": "error",  # only in tests of drift the ranks differ
     }
     if launcher == "plain":
-        return place
+        return common
     elastic = {
         "GROUP_RANK": "0",
         "GROUP_WORLD_SIZE": "1",
@@ -199,7 +186,7 @@ def _environment(launcher: str, rank: int, size: int, port: int) -> dict[str, st
         "TORCHELASTIC_USE_AGENT_STORE": str(launcher == "torchrun"),
     }
     if launcher == "torchrun":
-        return place | elastic
+        return common | elastic
     ours = {
         "CROSS_RANK": "0",
         "CROSS_SIZE": "1",
@@ -211,7 +198,7 @@ def _environment(launcher: str, rank: int, size: int, port: int) -> dict[str, st
         "RONDE_HOST": "localhost",
         "RONDE_NODE_RANK": "0",
     }
-    return place | elastic | ours
+    return common | elastic | ours
 
 
 def _run(
@@ -277,7 +264,7 @@ def _collect(ranks: list[Rank], deadline: float, dying: Collection[int]) -> None
 
 
 def _receive(rank: Rank, *, is_dying: bool) -> None:
-    """Take what a rank has sent, or find out how it died."""
+    """Receive a rank's result, or the way it died."""
     rank.is_over = True
     try:
         rank.result, rank.error = cloudpickle.loads(rank.connection.recv_bytes())
@@ -291,10 +278,9 @@ def _receive(rank: Rank, *, is_dying: bool) -> None:
 
 
 def _describe_hang(rank: Rank) -> str:
-    """Have a rank that hangs write its stacks down, and return them.
+    """Return the stacks of a rank that hangs.
 
-    The main thread's first: those of threads that run cannot always be read, and who
-    tries may crash.
+    The main thread's first: reading those of running threads may crash.
     """
     if rank.process.is_alive():
         os.kill(rank.process.pid, signal.SIGUSR1)
@@ -325,25 +311,25 @@ def _end(rank: Rank) -> None:
 
 
 def _be_rank(connection: Connection, stacks: str) -> None:
-    """Live as one rank; the fork server's child starts here."""
+    """Run as one rank; the fork server's child starts here."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # The fork server ends when nobody holds this any more. A rank that hangs must not:
-    # were pytest killed, both would stay.
+    # The fork server ends when all copies of this are closed. A rank that hangs must
+    # not hold one: were pytest killed, both would stay.
     os.close(forkserver._forkserver._forkserver_alive_fd)
     torch.set_num_threads(1)
     with Path(stacks).open("w") as file:
         faulthandler.enable(file)
         faulthandler.register(signal.SIGUSR1, file, all_threads=False)
         faulthandler.register(signal.SIGUSR2, file)
-        reply = _obey(connection)
+        reply = _execute(connection)
         connection.send_bytes(reply)
         faulthandler.unregister(signal.SIGUSR1)
         faulthandler.unregister(signal.SIGUSR2)
         faulthandler.disable()
 
 
-def _obey(connection: Connection) -> bytes:
-    """Carry the order out; return the pickled pair of result and error."""
+def _execute(connection: Connection) -> bytes:
+    """Execute the order; return the pickled pair of result and error."""
     try:
         order: Order = cloudpickle.loads(connection.recv_bytes())
         return cloudpickle.dumps((_call(order), None))
@@ -352,22 +338,17 @@ def _obey(connection: Connection) -> bytes:
         try:
             reply = cloudpickle.dumps((None, error))
             cloudpickle.loads(reply)
-        except Exception:  # noqa: BLE001  whatever a class's own pickling raises
+        except Exception:  # noqa: BLE001  a class's own pickling may raise anything
             failure = RankFailedError(traceback.format_exc())
             reply = cloudpickle.dumps((None, failure))
         return reply
 
 
-def _connect(claim: RankInfo) -> Communicator:
-    return connect(claim, timeout_s=60.0)
-
-
 def _call(order: Order) -> Any:
-    """Make the place that the order asks for and call its function there."""
     if order.environment is None:
-        assert order.claim is not None
-        connecting = order.connecting or _connect
-        communicator = connecting(order.claim)
+        assert order.info is not None
+        connecting = order.connecting or partial(connect, timeout_s=60.0)
+        communicator = connecting(order.info)
         result = order.fn(communicator, *order.args)
         communicator.close()
         return result

@@ -1,7 +1,7 @@
 """The command ``ronde``, and ``python -m ronde``.
 
-Signals are answered before anything else is imported: else one that comes meanwhile
-ends Python in the middle of an import, with a traceback and with another exit code.
+Signal handlers are set before other imports: else a signal would end Python in the
+middle of an import, with a traceback and another exit code.
 """
 
 import os
@@ -19,7 +19,7 @@ def main() -> int:
     }
     from ronde.cli import main as run_command
 
-    # These two catch signals themselves before they start anything.
+    # These two set their own handlers before they start processes.
     if sys.argv[1:2] not in (["run"], ["horovodrun"]):
         for number, handler in before.items():
             signal.signal(number, handler)

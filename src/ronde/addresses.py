@@ -1,6 +1,6 @@
-"""This host's own addresses, and which of them a packet to another host leaves by.
+"""The addresses of this host, and the routes to other hosts.
 
-Every agent imports this at its start: it takes the standard library's light part only.
+Every agent imports this module at its start, so it uses light standard modules only.
 """
 
 import ctypes
@@ -13,7 +13,7 @@ from typing import NamedTuple
 _IFF_UP, _IFF_LOOPBACK, _IFF_RUNNING = 0x1, 0x8, 0x40
 _WANTED = _IFF_UP | _IFF_RUNNING
 _SIOCGIFMTU = 0x8921
-_ANY_PORT = 9  # nothing is sent there, but a route is asked for with a port
+_ANY_PORT = 9  # looking up a route needs a port; nothing is sent there
 
 
 class InterfaceAddress(NamedTuple):
@@ -39,9 +39,9 @@ _Node._fields_ = [
 
 
 def read_interfaces() -> tuple[InterfaceAddress, ...]:
-    """Return the addresses that other hosts may reach this one by, IPv4 first.
+    """Return the addresses at which other hosts may reach this one, IPv4 first.
 
-    None are of loopback, of interfaces without a carrier, or link-local.
+    Without loopback, link-local addresses, and interfaces without a carrier.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     libc.freeifaddrs.argtypes = [_Link]
@@ -67,7 +67,7 @@ def read_interfaces() -> tuple[InterfaceAddress, ...]:
 
 
 def _raw_address(pointer: int | None) -> bytes:
-    """Return the address in a ``struct sockaddr``; empty where it is no IP address."""
+    """Return the address in a ``struct sockaddr``; empty if it is no IP address."""
     family = ctypes.c_ushort.from_address(pointer).value if pointer else None
     if pointer and family == socket.AF_INET:
         return ctypes.string_at(pointer + 4, 4)
@@ -87,11 +87,15 @@ def choose_address(
     sources: Sequence[Sequence[str]],
     mbit_per_s: Mapping[str, int],
 ) -> int | None:
-    """Return the index of the address of one host that all others reach best, or None.
+    """Return the index of a host's best address that all others reach, or None.
 
-    Best is one without a router between, then IPv4, then the fastest interface.
-    ``sources`` has, for every other host, its own address towards each candidate, empty
-    where it has no route there.
+    An address without a router between is best, then IPv4, then the fastest interface.
+
+    Args:
+        candidates: The addresses of the host.
+        sources: For every other host, its own address towards each candidate; empty
+            without a route.
+        mbit_per_s: Speeds of interfaces.
     """
     reached = [i for i in range(len(candidates)) if all(each[i] for each in sources)]
 
@@ -112,7 +116,6 @@ def _network(address: str, num_bits: int) -> tuple[socket.AddressFamily, int]:
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether a numeric address never leaves its host."""
     return address.startswith(("127.", "::ffff:127.")) or address == "::1"
 
 
@@ -121,10 +124,10 @@ def family_of(address: str) -> socket.AddressFamily:
 
 
 def source_towards(address: str) -> str:
-    """Return the own address towards a numeric one; empty without a route there."""
+    """Return this host's address towards a numeric one; empty without a route."""
     family = family_of(address)
     try:
-        socket.inet_pton(family, address)  # a name would be looked up, which may take
+        socket.inet_pton(family, address)  # resolving a name could block
         with socket.socket(family, socket.SOCK_DGRAM) as asking:
             asking.connect((address, _ANY_PORT))
             return asking.getsockname()[0].partition("%")[0]
@@ -133,18 +136,18 @@ def source_towards(address: str) -> str:
 
 
 def interface_towards(address: str) -> str:
-    """Return the interface that leads to an address, empty if none does."""
+    """Return the interface on the route to an address; empty without a route."""
     source = source_towards(address)
     named = (each.interface for each in read_interfaces() if each.address == source)
     return "lo" if is_loopback(source) else next(named, "")
 
 
 def own_mtu_towards(address: str) -> int:
-    """Return the MTU of the interface that leads to an address, 0 if none does."""
+    """Return the MTU of the interface on the route to an address; 0 without a route."""
     name = interface_towards(address)
     if not name:
         return 0
-    # Not a file of sysfs, which may be another network namespace's.
+    # Not from sysfs, which may show another network namespace.
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         request = struct.pack("16s24x", name.encode()[:15])
         answer = fcntl.ioctl(asking, _SIOCGIFMTU, request)

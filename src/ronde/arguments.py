@@ -1,4 +1,4 @@
-"""Options of every command, declared by the lines of its help text."""
+"""Command lines with options that the lines of the help text declare."""
 
 import argparse
 import re
@@ -12,15 +12,21 @@ _OPTIONAL = "[no-]"
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Reads the words of a command as its help text declares them.
+    """A parser with the options that the help text declares.
 
     A line of two blanks and a name that begins with ``-`` declares an option:
     ``  -n, --num-proc N  ranks`` takes a value, ``  --json  print JSON`` takes none. A
     value in braces must be one of those words, one in brackets may be left out, and
     with ``...`` behind it the option may be given several times. ``--[no-]x`` is both
     ``--x`` and ``--no-x``. Options that were not given are None, [] or False.
-    ``types`` has what reads a value, by its word in the help; ``positionals`` the
-    ``nargs`` of each. Errors are ``UsageError``.
+
+    Args:
+        types: Functions that convert a value, by the option's first name or by the
+            value's word in the help. They raise ``UsageError``.
+        positionals: The ``nargs`` of each.
+
+    Raises:
+        UsageError: The only error of a command line.
     """
 
     def __init__(
@@ -31,8 +37,8 @@ class CommandParser(argparse.ArgumentParser):
         types: Mapping[str, Callable[[str], Any]] | None = None,
         positionals: Mapping[str, str | None] | None = None,
     ) -> None:
-        # One for all options: argparse would make one for each, and each asks for the
-        # terminal's width.
+        # argparse would make one for each option, and each asks for the terminal's
+        # width.
         formatter = argparse.HelpFormatter(command, width=80)
         super().__init__(
             prog=command,
@@ -49,17 +55,15 @@ class CommandParser(argparse.ArgumentParser):
         """Add the options of further lines, which the help need not show."""
         for match in filter(None, map(_OPTION.fullmatch, text.splitlines())):
             names, value = match[1].split(", "), match[2] or ""
-            how: dict[str, Any] = {
-                "metavar": value,
-                "type": self._types.get(value, str),
-            }
+            read = self._types.get(names[0]) or self._types.get(value, str)
+            how: dict[str, Any] = {"metavar": value, "type": _argparse_type(read)}
             if _OPTIONAL in names[0]:
                 names = [names[0].replace(_OPTIONAL, "")]
                 how = {"action": argparse.BooleanOptionalAction}
             elif not value:
                 how = {"action": "store_true"}
             elif match[3]:
-                how = {"action": "append", "default": [], "metavar": value}
+                how |= {"action": "append", "default": []}
             elif value.startswith("{"):
                 how["choices"] = value[1:-1].split(",")
             elif value.startswith("["):
@@ -67,7 +71,7 @@ class CommandParser(argparse.ArgumentParser):
             self.add_argument(*names, **how)
 
     def read(self, words: Sequence[str]) -> argparse.Namespace | None:
-        """Return the options; None where help was asked for, and shown."""
+        """Return the options; with ``--help`` print the help and return None."""
         if "-h" in words or "--help" in words:
             self.print_help()
             return None
@@ -77,7 +81,7 @@ class CommandParser(argparse.ArgumentParser):
         return self._help
 
     def given(self, options: argparse.Namespace) -> dict[str, str]:
-        """Return how each option is typed that was given, by its attribute."""
+        """Return the first name of each option that was given, by its attribute."""
         given: dict[str, str] = {}
         for action in self._actions:
             value = getattr(options, action.dest, action.default)
@@ -88,16 +92,16 @@ class CommandParser(argparse.ArgumentParser):
 
     @property
     def options(self) -> Mapping[str, argparse.Action]:
-        """Every name of an option, also those that the help does not show."""
+        """All names of options, with those that the help does not show."""
         return self._option_string_actions
 
     def alias(self, option: str, *names: str) -> None:
-        """Let further names stand for an option; the help does not show them."""
+        """Accept further names of an option, which the help does not show."""
         for name in names:
             self._option_string_actions[name] = self._option_string_actions[option]
 
     def add_underscore_twins(self) -> None:
-        """Let every ``--a-b`` be typed as ``--a_b``."""
+        """Accept ``--a_b`` for every ``--a-b``."""
         for name in list(self._option_string_actions):
             self.alias(name, name[:2] + name[2:].replace("-", "_"))
 
@@ -108,7 +112,10 @@ class CommandParser(argparse.ArgumentParser):
             message = f"{match[1]} must be given, got none"
         if match := re.match(r"argument ([^\s/]+)\S*: (.*)", message):
             option, problem = match[1], match[2]
-            message = f"{option}: {problem}"
+            sign = "" if problem.startswith("must ") else ":"
+            message = f"{option}{sign} {problem}"
+            if message.endswith("."):
+                raise UsageError(message)
             if problem.startswith("expected "):
                 message = f"{option} must have a value, got none"
             elif explicit := re.match("ignored explicit argument '(.*)'", problem):
@@ -128,11 +135,25 @@ class CommandParser(argparse.ArgumentParser):
         raise UsageError(f"unknown option {name}.{meant} Type: {self.prog} --help")
 
     def _refuse_foreign(self, word: str) -> None:
-        """Refuse a well-known option of another launcher, with what stands for it."""
+        """Refuse a well-known option of another launcher; name the one to type here."""
+
+
+def _argparse_type(read: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Return a type with which argparse keeps the messages of ``UsageError``."""
+    if isinstance(read, type):
+        return read
+
+    def convert(text: str) -> object:
+        try:
+            return read(text)
+        except UsageError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return convert
 
 
 def _nearest(word: str, known: Sequence[str], cutoff: float) -> str:
-    from difflib import get_close_matches  # which nobody needs who types it right
+    from difflib import get_close_matches  # only needed for a misspelt word
 
     return next(iter(get_close_matches(word, known, n=1, cutoff=cutoff)), "")
 
@@ -147,32 +168,56 @@ def attribute_of(name: str) -> str:
     return name.lstrip("-").replace("-", "_")
 
 
+def whole_number(least: int = 0, most: int | None = None) -> Callable[[str], int]:
+    """Return a type of options: a whole number within limits."""
+
+    def read(text: str) -> int:
+        if re.fullmatch("[0-9]{1,9}", text):
+            number = int(text)
+            if number >= least and (most is None or number <= most):
+                return number
+        rule = f"of at least {least}" if most is None else f"from {least} to {most}"
+        raise UsageError(f"must be a whole number {rule}, got {text!r}")
+
+    return read
+
+
+def one_of(*words: str) -> Callable[[str], str]:
+    """Return a type of options: one of some words."""
+
+    def read(text: str) -> str:
+        if text not in words:
+            raise UsageError(f"must be {_list_choices(words)}, got {text!r}")
+        return text
+
+    return read
+
+
 def read_number(
-    option: str, text: str, cure: str, *, least: int = 0, most: int | None = None
+    name: str, text: str, cure: str, *, least: int = 0, most: int | None = None
 ) -> int:
-    if re.fullmatch("[0-9]{1,9}", text):
-        number = int(text)
-        if number >= least and (most is None or number <= most):
-            return number
-    rule = f"of at least {least}" if most is None else f"from {least} to {most}"
-    raise UsageError(f"{option} must be a whole number {rule}, got {text!r}. {cure}")
+    try:
+        return whole_number(least, most)(text)
+    except UsageError as error:
+        raise UsageError(f"{name} {error}. {cure}") from None
 
 
 def read_one_of(option: str, word: str, words: Sequence[str]) -> str:
-    if word not in words:
-        raise UsageError(
-            f"{option} must be {', '.join(words[:-1])} or {words[-1]}, got {word!r}. "
-            f"Type: {option} {words[0]}"
-        )
-    return word
+    try:
+        return one_of(*words)(word)
+    except UsageError as error:
+        raise UsageError(f"{option} {error}. Type: {option} {words[0]}") from None
 
 
 def refuse_verb(word: str, verbs: Sequence[str], command: str) -> NoReturn:
-    """Raise ``UsageError``: ``word`` is no verb; which one was meant."""
+    """Raise a ``UsageError`` that names the verb most like ``word``."""
     cure = f"Type: {command} {verbs[0]} {word} ..., or {command} --help"
     if near := _nearest(word, verbs, 0.6):
         cure = f"Did you mean {command} {near}?"
     elif word.startswith("-"):
         cure = f"Type: {command} --help"
-    known = f"{', '.join(verbs[:-1])} or {verbs[-1]}"
-    raise UsageError(f"verb must be {known}, got {word!r}. {cure}")
+    raise UsageError(f"verb must be {_list_choices(verbs)}, got {word!r}. {cure}")
+
+
+def _list_choices(words: Sequence[str]) -> str:
+    return f"{', '.join(words[:-1])} or {words[-1]}"

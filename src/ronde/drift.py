@@ -1,17 +1,17 @@
-"""Finds ranks whose weights or optimizer states differ.
+"""Detection of ranks with different weights or optimizer states.
 
-Note [How drift is found]
-    After an optimizer step every rank takes checksums of some parameters, and of one
-    tensor of the state of each, the next time of others. Bits of them travel with a
-    collective that runs anyway, and so do their complements: a bit that only some ranks
-    have shows to all ranks at once that they differ. A rank without checksums sends
-    zeros.
+Note [Drift detection]
+    After an optimizer step every rank computes checksums of some parameters and of one
+    tensor of the state of each; the next time of others. Bits of them, and the
+    complements of the bits, travel with a collective that runs anyway. If only some
+    ranks have a bit, all ranks see at once that they differ. A rank without checksums
+    sends zeros.
 
     Eight parameters after every eighth step take much less time than one after each:
     code that runs once a step is no longer in the processor's caches.
 
-    Only then do the ranks compare everything, and report what differs. What is equal
-    again by then is not reported: a program may have ranks differ for a while.
+    Only then the ranks compare everything, and report the differences. Values that are
+    equal again by then are not reported: a program may make ranks differ for a while.
 
     A checksum is a sum of integers, which is exact in any order.
 """
@@ -36,7 +36,7 @@ from torch.optim import Optimizer
 from ronde.collectives.objects import Carrier, all_gather_json
 from ronde.errors import CollectiveError
 
-PERIOD = 8  # steps between looks, and parameters that a look is at
+PERIOD = 8  # steps between samples, and parameters of a sample
 _NUM_BITS = 16
 NUM_FLAGS = 2 * _NUM_BITS
 _FACTOR = -7046029254386353131  # 2**64 / golden ratio, odd, as a signed number
@@ -53,12 +53,12 @@ _BEGAN_APART = (
     "broadcast_parameters(model.state_dict(), root_rank=0) before training."
 )
 _ROUNDED = (
-    "rounding, by kernels that are not deterministic or processors that are not alike; "
-    "or a small change that only some ranks made."
+    "rounding, with nondeterministic kernels or different processors; or a small "
+    "change that only some ranks made."
 )
 _CHANGED = (
-    "some ranks changed weights or reduced gradients in a way of their own (such as by "
-    "a checkpoint or clipping), or skipped a step."
+    "only some ranks changed weights or reduced gradients (such as by a checkpoint or "
+    "clipping), or skipped a step."
 )
 _logger = logging.getLogger("ronde")
 
@@ -76,21 +76,21 @@ class RankDifference(NamedTuple):
     def __str__(self) -> str:
         if self.majority:
             others = _text(self.majority)
-            return f"{self.name} on {_text(self.ranks)} is not what it is on {others}"
+            return f"{self.name} on {_text(self.ranks)} differs from {others}"
         return f"{self.name} differs between {_text(self.ranks)}"
 
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """What differs between the ranks, and why.
+    """The differences between the ranks, and their likely cause.
 
     Attributes:
         differences: Weights first, then the optimizer's state and options.
-        num_compared: Values.
-        distance: How far the first weight that differs is apart in some of its
-            elements, relative to the largest of them; None if that is unknown.
-        cause: The likely one, in a sentence or two; empty if nothing differs.
-        num_weights: How many of the differences are weights.
+        num_compared: The number of compared values.
+        distance: The largest difference in a sample of the first differing weight,
+            relative to the sample's largest value; None if unknown.
+        cause: One or two sentences; empty without differences.
+        num_weights: The number of weights among the differences.
     """
 
     differences: tuple[RankDifference, ...]
@@ -101,7 +101,6 @@ class Drift:
 
     @property
     def is_equal(self) -> bool:
-        """Whether nothing differs."""
         return not self.differences
 
     def __str__(self) -> str:
@@ -118,17 +117,16 @@ class Drift:
 
 @dataclass(frozen=True, slots=True)
 class Background:
-    """What is known of the ranks besides their values."""
+    """Facts about the ranks besides their values."""
 
     ranks: tuple[int, ...] = ()  # the carrier's ranks among all; empty if they are all
-    has_say: bool = True  # whether this rank's values count; else it only learns
-    did_begin_equal: bool | None = None  # whether weights were equal, if known
-    # Whether what is named is reduced: then what else the optimizer has is not.
-    is_reducing: bool = False
+    is_compared: bool = True  # if False, this rank only receives the result
+    did_begin_equal: bool | None = None  # None if unknown
+    is_reducing: bool = False  # only named parameters are reduced
 
 
 class Values(NamedTuple):
-    """What is compared of one rank, by name, as JSON can carry it."""
+    """The compared values of one rank, by name, as JSON's types."""
 
     weights: dict[str, str]  # shape, dtype and checksum
     state: dict[str, Any]  # the same, and numbers
@@ -148,8 +146,8 @@ class Values(NamedTuple):
             for number, group in enumerate(optimizer.param_groups):
                 for option, value in group.items():
                     if option != "params":
-                        place = f"{option} of param_groups[{number}]"
-                        values.options[place] = _plain(value)
+                        name = f"{option} of param_groups[{number}]"
+                        values.options[name] = _plain(value)
         return values
 
 
@@ -165,19 +163,19 @@ def compare(
         own |= dict(_unnamed(optimizer, own.values()))
     mine = Values.of(own.items(), optimizer)
     digest = hashlib.sha256(json.dumps(mine).encode()).hexdigest()
-    digests = all_gather_json(carrier, digest if known.has_say else "")
+    digests = all_gather_json(carrier, digest if known.is_compared else "")
     if len({each for each in digests if each}) < 2:
         return Drift((), sum(map(len, mine[:3])))
-    gathered = all_gather_json(carrier, mine if known.has_say else None)
+    gathered = all_gather_json(carrier, mine if known.is_compared else None)
     ranks = known.ranks or range(carrier.size)
     everyone = {r: Values(*v) for r, v in zip(ranks, gathered, strict=True) if v}
     return judge(everyone, known)
 
 
 def judge(everyone: Mapping[int, Values], known: Background) -> Drift:
-    """Return what differs between the values of ranks, and why.
+    """Return the differences between the values of ranks, and their cause.
 
-    State that only some ranks have is sharded, and left out, and so are their weights.
+    Weights and state that only some ranks have are sharded, and left out.
     """
     found: list[RankDifference] = []
     num_compared = num_weights = 0
@@ -210,7 +208,7 @@ def _state_of(optimizer: Optimizer | None, parameter: Tensor) -> Mapping[str, An
 
 
 def _plain(value: Any) -> Any:  # noqa: ANN401  an optimizer's
-    """Return what JSON can carry: numbers, text and lists, of tensors a checksum."""
+    """Return a value of JSON's types, for a tensor its checksum."""
     if isinstance(value, Tensor):
         return _describe(value) if value.dim() else _plain(value.item())
     if isinstance(value, tuple | list):
@@ -225,7 +223,7 @@ def _describe(tensor: Tensor) -> str:
 
 
 def _sample(tensor: Tensor) -> list[float]:
-    """Return some elements of a tensor, evenly spread over it."""
+    """Return evenly spaced elements of a tensor."""
     if not is_plain(tensor) or not tensor.numel():
         return []
     flat = tensor.detach().reshape(-1)
@@ -250,7 +248,6 @@ def _difference(
 def _distance(
     difference: RankDifference, everyone: Mapping[int, Values]
 ) -> float | None:
-    """Return how far samples are apart, of the largest value; None if unknown."""
     samples = [each.samples.get(difference.name, []) for each in everyone.values()]
     columns = list(zip(*samples, strict=False))
     if len(set(map(len, samples))) > 1 or not columns:
@@ -268,9 +265,8 @@ def _cause_of(
         unnamed = re.search(f"(^| of )({_UNNAMED})$", difference.name)
         if known.is_reducing and unnamed is not None:
             return (
-                f"{unnamed[2]} was added behind the "
-                "DistributedOptimizer, and its gradient is not reduced. Use "
-                "add_param_group() of the DistributedOptimizer."
+                f"{unnamed[2]} was added to the wrapped optimizer, and its gradient is "
+                "not reduced. Use add_param_group() of the DistributedOptimizer."
             )
     for difference in differences:
         name, values = difference.name, _values(difference)
@@ -307,7 +303,7 @@ def _text(ranks: Sequence[int]) -> str:
 
 
 def is_plain(value: object) -> TypeGuard[Tensor]:
-    """Return whether it is a tensor whose memory can be read as integers."""
+    """Return True for a tensor with memory that can be read as integers."""
     if type(value) is not Tensor and type(value) is not nn.Parameter:
         return False
     return value.layout is torch.strided and not value.is_meta
@@ -347,7 +343,7 @@ def sum_of_words(tensor: Tensor) -> int:
 
 @cache
 def _weights(size: int, device: torch.device) -> Tensor:
-    """Return odd numbers without a pattern: symmetric changes are to show."""
+    """Return odd numbers without a pattern, to detect symmetric changes."""
     numbers = torch.arange(1, size + 1, device=device).mul_(_FACTOR)
     return numbers.bitwise_xor_(numbers >> _HALF_BITS).mul_(_FACTOR).bitwise_or_(1)
 
@@ -357,7 +353,7 @@ def _part_bytes(tensor: Tensor) -> int:
 
 
 def _checksum(tensor: Tensor, turn: int) -> Tensor:
-    """Return the sum of a part of a tensor: all of it over the turns."""
+    """Return the sum of a part of a tensor; the turns go through all parts."""
     words = read_words(tensor)
     part = _part_bytes(words) // words.itemsize
     num_parts = -(-words.numel() // part)
@@ -376,9 +372,9 @@ def _masks(device: torch.device) -> tuple[Tensor, Tensor]:
 def sums_of_parts(
     parameters: Mapping[str, Tensor], optimizer: Optimizer, turn: int
 ) -> tuple[dict[str, str], dict[str, Any]]:
-    """Return checksums of a part of each, and of a tensor of its state, by name.
+    """Return checksums of a part of each parameter and of its state, by name.
 
-    Of the state also the number of steps, if it is not on an accelerator.
+    The state also has the number of steps, unless it is on an accelerator.
     """
     sums: tuple[dict[str, Tensor], dict[str, Tensor]] = {}, {}
     for name, parameter in parameters.items():
@@ -386,7 +382,7 @@ def sums_of_parts(
             sums[0][name] = _checksum(parameter, turn)
             for key, tensor, part in _tensor_of_state(optimizer, parameter, turn):
                 sums[1][f"{key} of {name}"] = _checksum(tensor, part)
-    # On an accelerator this is waited for once.
+    # One wait for all sums on an accelerator.
     found = iter(_read_all([*sums[0].values(), *sums[1].values()]))
     weights, state = ({name: f"{next(found):x}" for name in each} for each in sums)
     for name in weights:
@@ -405,7 +401,7 @@ def _read_all(sums: Sequence[Tensor]) -> list[int]:
 def _tensor_of_state(
     optimizer: Optimizer, parameter: Tensor, turn: int
 ) -> list[tuple[str, Tensor, int]]:
-    """Return the tensor that is looked at in a turn, if any, and its part's number."""
+    """Return the state's tensor of a turn, if any, with its name and part."""
     state = [
         (key, value)
         for key, value in _state_of(optimizer, parameter).items()
@@ -418,30 +414,31 @@ def _tensor_of_state(
 
 
 class DriftCheck:
-    """Looks at parameters and their state in turn, some after each step."""
+    """Periodic checksums of parameters and their state, some after each step.
+
+    ``mode`` is off, warn or error.
+    """
 
     def __init__(self, mode: str) -> None:
-        """Begin; ``mode`` is off, warn or error."""
-        self.num_steps = 0  # that this rank took, for the report
+        self.num_steps = 0  # of this rank, for the report
         self._mode = mode
         self._is_over = mode == "off"
         self._num_unconfirmed = 0
-        self._num_looks = self._num_since_restart = 0
-        self._known: object = None  # what ``_parameters`` was made from
+        self._num_sampled = self._num_since_restart = 0
+        self._known: object = None  # the source of ``_parameters``
         self._parameters: list[Tensor] = []
-        self._is_state_looked_at = True
+        self._is_state_sampled = True
         self._optimizer: weakref.ref[Optimizer] | None = None
-        self.sums: list[Tensor] = []  # of the looks since the last ``take_flags``
+        self.sums: list[Tensor] = []  # since the last ``pop_flags``
 
     def step_done(self, optimizer: Optimizer) -> None:
-        """Note that an optimizer has stepped; look, if it is time to."""
+        """Count a step of an optimizer; after every ``PERIOD`` steps sample it."""
         if not (self._is_over or self._num_since_restart % PERIOD):
-            self._look(optimizer)
+            self._sample(optimizer)
         self._num_since_restart += 1
         self.num_steps += 1
 
-    def _look(self, optimizer: Optimizer) -> None:
-        """Take checksums of what is next in turn, for ``take_flags``."""
+    def _sample(self, optimizer: Optimizer) -> None:
         lengths = [len(group["params"]) for group in optimizer.param_groups]
         known = id(optimizer), lengths
         if known != self._known:
@@ -450,18 +447,16 @@ class DriftCheck:
             every = [p for group in optimizer.param_groups for p in group["params"]]
             self._parameters = list(filter(is_plain, every))
         for _ in range(min(PERIOD, len(self._parameters))):
-            turn, index = divmod(self._num_looks, len(self._parameters))
-            self._num_looks += 1
-            self._look_at(optimizer, self._parameters[index], turn)
+            turn, index = divmod(self._num_sampled, len(self._parameters))
+            self._num_sampled += 1
+            parameter = self._parameters[index]
+            self.sums.append(_checksum(parameter, turn))
+            if self._is_state_sampled:
+                for _, tensor, part in _tensor_of_state(optimizer, parameter, turn):
+                    self.sums.append(_checksum(tensor, part))
 
-    def _look_at(self, optimizer: Optimizer, parameter: Tensor, turn: int) -> None:
-        self.sums.append(_checksum(parameter, turn))
-        if self._is_state_looked_at:
-            for _, tensor, part in _tensor_of_state(optimizer, parameter, turn):
-                self.sums.append(_checksum(tensor, part))
-
-    def take_flags(self) -> Tensor | None:
-        """Return ``NUM_FLAGS`` zeros and ones of the looks since the last call."""
+    def pop_flags(self) -> Tensor | None:
+        """Return ``NUM_FLAGS`` zeros and ones of all checksums since the last call."""
         if not self.sums:
             return None
         total = self.sums[0]
@@ -469,25 +464,25 @@ class DriftCheck:
             total = total.mul_(3).add_(other.to(total.device))
         self.sums.clear()
         shifts, complements = _masks(total.device)
-        total = total ^ (total >> _HALF_BITS)  # or a sign alone would be lost
+        total = total ^ (total >> _HALF_BITS)  # else a change of sign would be lost
         return (total.mul_(_FACTOR) >> shifts).bitwise_and_(1).bitwise_xor_(complements)
 
     def restart(self) -> None:
-        """Begin with the first parameter again; ranks that had joined are behind."""
-        self._num_looks = self._num_since_restart = 0
+        """Restart at the first parameter, on all ranks, after some had joined."""
+        self._num_sampled = self._num_since_restart = 0
         self.sums.clear()
 
     def report(self, carrier: Carrier, named: Named, known: Background) -> None:
-        """Warn of weights that differ, or raise; look no more then. Collective.
+        """Warn of differing weights, or raise, and stop checking. Collective.
 
-        State that differs alone may do so on purpose, such as an error that is fed
-        back: it is no longer looked at then.
+        State may differ on purpose, as for error feedback: if it differs alone, only
+        weights are checked from then on.
 
         Raises:
             CollectiveError: Weights differ, and the mode is error.
         """
         optimizer = self._optimizer and self._optimizer()
-        known = replace(known, has_say=known.has_say and self._num_looks > 0)
+        known = replace(known, is_compared=known.is_compared and self._num_sampled > 0)
         drift = compare(carrier, named, optimizer, known)
         self.sums.clear()
         if drift.num_weights:
@@ -496,12 +491,12 @@ class DriftCheck:
             report(drift, self._mode, self.num_steps, is_first=is_first)
             return
         self._num_unconfirmed += 1
-        self._is_state_looked_at &= drift.is_equal
+        self._is_state_sampled &= drift.is_equal
         self._is_over |= self._num_unconfirmed == _MAX_UNCONFIRMED
 
 
 def report(drift: Drift, mode: str, num_steps: int, *, is_first: bool) -> None:
-    """Raise in the mode error; in the mode warn log a warning on the first rank."""
+    """Raise in mode ``error``; in mode ``warn`` log a warning on the first rank."""
     text = f"The ranks have drifted apart, seen after step {num_steps}: {drift}"
     if mode == "error":
         raise CollectiveError(text)
@@ -510,7 +505,7 @@ def report(drift: Drift, mode: str, num_steps: int, *, is_first: bool) -> None:
 
 
 def is_apart(flags: Sequence[float]) -> bool:
-    """Return whether the sums of all ranks' flags show a difference."""
+    """Return True if the sums of all ranks' flags show a difference."""
     bits, complements = flags[:_NUM_BITS], flags[_NUM_BITS:]
     return any(bits) and any(
         bit and other for bit, other in zip(bits, complements, strict=True)

@@ -1,6 +1,6 @@
-"""Every error that ronde raises on purpose: each is a ``RondeError``.
+"""The errors that ronde raises; each is a ``RondeError``.
 
-Messages follow one form: ``<name> must be <rule>, got <value>.`` and then what to do.
+A message about a value is ``<name> must be <rule>, got <value>.`` and then a remedy.
 """
 
 from collections.abc import Sequence
@@ -14,15 +14,15 @@ IN_CHILD = (
 
 
 class RondeError(Exception):
-    """Base of all errors that ronde raises on purpose."""
+    """Base of all errors that ronde raises."""
 
 
 class UsageError(RondeError, ValueError):
-    """The caller asked for something that cannot be; nothing was started."""
+    """An argument or option is invalid; nothing was started."""
 
 
 class WorldError(UsageError):
-    """The environment's ranks and sizes are partial or contradict each other."""
+    """The environment's ranks and sizes are incomplete or contradict each other."""
 
 
 class NotInitializedError(RondeError, ValueError):
@@ -34,24 +34,24 @@ class LaunchError(RondeError, RuntimeError):
 
 
 class Failure(NamedTuple):
-    """Why a host cannot take part in a job."""
+    """The reason why a host is unusable."""
 
     reason: str  # ``key refused``
-    cure: str  # what to do or type: ``ssh-copy-id node2``
-    is_transient: bool = False  # the same try may well succeed in a moment
+    cure: str  # a remedy: ``ssh-copy-id node2``
+    is_transient: bool = False  # a retry may succeed
 
 
 class HostFailure(NamedTuple):
-    """A host that cannot take part in a job."""
+    """An unusable host."""
 
     host: str
     failure: Failure
 
 
 class HostError(LaunchError):
-    """Hosts cannot take part in a job; nothing was started.
+    """Hosts are unusable; nothing was started.
 
-    ``failures`` may add to the message; ``ready`` are hosts that could take part.
+    ``failures`` may add to the message; ``ready`` are usable hosts.
     """
 
     def __init__(
@@ -66,11 +66,11 @@ class HostError(LaunchError):
 
 
 class StoreError(RondeError, RuntimeError):
-    """The store that the ranks meet in refuses a request, or cannot be reached."""
+    """The key-value store refuses a request, or cannot be reached."""
 
 
 class CollectiveError(RondeError, RuntimeError):
-    """A collective failed on this rank; the data it was given is undefined."""
+    """A collective failed on this rank; the content of its tensors is undefined."""
 
 
 class PeerLostError(CollectiveError):
@@ -78,17 +78,17 @@ class PeerLostError(CollectiveError):
 
 
 class MembershipError(CollectiveError):
-    """The view that this rank is part of is over; an elastic job goes on in another."""
+    """This rank's view has ended; an elastic job continues in another one."""
 
 
 class UnpairedError(CollectiveError):
-    """All ranks of a set wait to connect, and no two sides wait for each other."""
+    """All ranks of a set wait to connect, and no two of them to each other."""
 
 
 def fresh(error: E) -> E:
-    """Return a new error like one that is kept, to raise in its place.
+    """Return a copy of a stored error, to raise in its place.
 
-    Each raise adds the frames it passes to its error, and with them all that they hold.
+    Each raise adds frames to the traceback, which keep their objects alive.
     """
     again = type(error).__new__(type(error), *error.args)
     again.__dict__.update(error.__dict__)

@@ -1,4 +1,4 @@
-"""Export names of a package's modules and import each module at its first use."""
+"""Lazy exports: a package's modules are imported at the first use of a name."""
 
 from collections.abc import Callable, Mapping
 from importlib import import_module
@@ -9,8 +9,7 @@ def lazy_exports(package: str, names: Mapping[str, str]) -> Callable[[str], obje
 
     Args:
         package: The package's ``__name__``.
-        names: For each module, relative to the package, its exported names, separated
-            by spaces.
+        names: The exported names of each module, separated by spaces.
     """
     modules = {name: module for module, line in names.items() for name in line.split()}
 

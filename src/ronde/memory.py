@@ -1,17 +1,17 @@
-"""How much memory this process may take, and how much of it C's allocator keeps.
+"""Available memory, thresholds of malloc, and garbage collection of torch's modules.
 
-Note [Memory that is kept]:
-    By default glibc gives a tensor of 32 MiB and more back to the kernel when it is
-    freed, and what is free at the end of its heap. The next training step takes it
-    anew, and the kernel clears every page, which can take as long as the step. With
-    higher thresholds the memory stays with the process. They are a part of what the
-    machine or the control group has for each of its ranks.
+Note [Malloc tuning]
+    By default glibc returns a tensor of 32 MiB and more to the kernel when it is freed,
+    and also free memory at the end of its heap. The next training step allocates it
+    again, and the kernel clears every page, which can take as long as the step. With
+    higher thresholds the process keeps the memory. They are fractions of the memory of
+    the machine or control group, divided by its ranks.
 
-Note [Frozen modules]:
-    torch's modules are 180,000 objects, which live until the process ends. Left to
-    Python's garbage collector, each of its full runs looks at all of them: 0.5 s in all
-    while they are imported, 0.15 s in the middle of a step, and again when the process
-    ends. ``gc.freeze`` takes what is there after the import out of its hands.
+Note [Frozen modules]
+    torch's modules are 180,000 objects, which live until the process ends. Each full
+    run of Python's garbage collector would visit all of them: 0.5 s in total during the
+    import, 0.15 s in the middle of a step, and again at exit. ``gc.freeze`` excludes
+    them.
 """
 
 import gc
@@ -30,11 +30,11 @@ _FIRST_WITHOUT_LIMIT = (2, 35)  # older versions take no higher threshold than t
 
 
 def import_torch() -> None:
-    """Import torch and leave it out of garbage collections: Note [Frozen modules]."""
+    """Import torch and exclude it from garbage collection: Note [Frozen modules]."""
     is_collecting = gc.isenabled()
     gc.disable()
     try:
-        import_module("torch")  # by name: most of ronde does without it
+        import_module("torch")  # by name: most of ronde does not need it
         gc.freeze()
     finally:
         if is_collecting:
@@ -42,22 +42,22 @@ def import_torch() -> None:
 
 
 class AvailableMemory(NamedTuple):
-    """The tighter of what the machine has and what the control groups allow."""
+    """The memory that this process may still allocate."""
 
-    num_bytes: int  # how much may still be taken; never negative
-    source: str  # the figure's name and where it is from
-    remedy: str  # what a person can do to have more
+    num_bytes: int  # never negative
+    source: str  # the name and the origin of the figure
+    remedy: str  # advice to get more
 
 
 _FILES = (
     ("memory.max", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
-"""Of control groups, version 2 and 1: limit, usage, and what of it can be reclaimed."""
+"""Of control groups, version 2 and 1: limit, usage, and its reclaimable part."""
 
 
 def available_memory(root: Path = _ROOT) -> AvailableMemory:
-    """Return how much memory this process may still take; ``root`` holds ``proc``."""
+    """Return the smallest limit of the machine and control groups below ``root``."""
     of_machine = AvailableMemory(
         _fields(root / "proc/meminfo").get("MemAvailable:", 0) * 1024,
         "MemAvailable of this machine",
@@ -70,7 +70,7 @@ def _of_groups(root: Path) -> Iterator[AvailableMemory]:
     for folder in map(Path, list_groups(str(root).rstrip("/"), "memory")):
         for limit_name, usage_name, reclaimable in _FILES:
             limit, usage = (_read(folder / name) for name in (limit_name, usage_name))
-            # Empty where it is not mounted, "max" where there is none.
+            # Empty if it is not mounted, "max" without a limit.
             if limit[:1].isdecimal() and usage and int(limit) < _UNLIMITED:
                 used = int(usage) - _fields(folder / "memory.stat").get(reclaimable, 0)
                 yield AvailableMemory(
@@ -83,7 +83,7 @@ def _of_groups(root: Path) -> Iterator[AvailableMemory]:
 
 
 def list_groups(root: str, controller: str) -> list[str]:
-    """Return directories of this process's groups, inner ones first; some may lack."""
+    """Return directories of this process's groups, inner first; some may not exist."""
     mounts = f"{root}/sys/fs/cgroup"
     found: list[str] = []
     for line in _read(Path(f"{root}/proc/self/cgroup")).splitlines():
@@ -95,7 +95,7 @@ def list_groups(root: str, controller: str) -> list[str]:
         else:
             continue
         parts = [part for part in path.rstrip(":").split("/") if part]
-        # A group outside of what is mounted: its path leads up.
+        # The path of a group outside of the mount leads up.
         parts = [] if ".." in parts else parts
         for num in range(len(parts), -1, -1):
             found += ["/".join([top, *parts[:num]]) for top in tops]
@@ -115,10 +115,10 @@ def _fields(path: Path) -> dict[str, int]:
 
 
 class MallocThresholds(NamedTuple):
-    """What glibc's malloc gives back to the kernel: see Note [Memory that is kept]."""
+    """Sizes at which glibc returns memory to the kernel: see Note [Malloc tuning]."""
 
-    trim_bytes: int  # what is free at the heap's end, once it is as much as this
-    mmap_bytes: int  # each allocation of this size and more, when it is freed
+    trim_bytes: int  # of the free memory at the heap's end
+    mmap_bytes: int  # of one allocation that is freed
 
     def environment(self) -> dict[str, str]:
         return {
@@ -127,8 +127,8 @@ class MallocThresholds(NamedTuple):
         }
 
     def apply(self) -> None:
-        """Give them to this process, unless its malloc is another library's."""
-        import ctypes  # the launcher reads memory too, and needs none of this
+        """Apply them to this process, unless its malloc is another library's."""
+        import ctypes  # imported here: the launcher does not need it
 
         libc = ctypes.CDLL(None)
         of_glibc = ctypes.CDLL("libc.so.6").malloc
@@ -139,7 +139,7 @@ class MallocThresholds(NamedTuple):
 
 
 def malloc_thresholds(num_ranks: int, root: Path = _ROOT) -> MallocThresholds | None:
-    """Return each rank's thresholds; None where glibc's own are as high."""
+    """Return each rank's thresholds; None if glibc's own are as high."""
     try:
         version = (os.confstr("CS_GNU_LIBC_VERSION") or "").removeprefix("glibc ")
     except (OSError, ValueError):  # another C library

@@ -1,6 +1,6 @@
-"""Named tuples and dataclasses as JSON's values, and back with a check of each field.
+"""Conversion of named tuples and dataclasses to values of JSON, and back with checks.
 
-Nothing is evaluated, nothing unpickled, nothing unknown is let through.
+Nothing is evaluated or unpickled, and unknown fields are refused.
 """
 
 from contextlib import suppress
@@ -12,11 +12,11 @@ T = TypeVar("T")
 
 
 class PlainValueError(ValueError):
-    """A plain value is not of the form that was expected."""
+    """A plain value does not have the expected form."""
 
 
 def to_plain(value: object) -> object:
-    """Return a value with an object of JSON's for every record in it."""
+    """Return a value with every record in it as a JSON object."""
     if _is_record(type(value)):
         return {n: to_plain(getattr(value, n)) for n in type(value).__annotations__}
     if isinstance(value, tuple):
@@ -25,7 +25,10 @@ def to_plain(value: object) -> object:
 
 
 def from_plain(kind: type[T], plain: object, where: str = "") -> T:
-    """Return the named tuple or dataclass of a plain value; ``where`` is its name."""
+    """Return a plain value as ``kind``, a named tuple or dataclass.
+
+    ``where`` is the name of the value in messages.
+    """
     where = where or kind.__name__
     if not isinstance(plain, dict):
         raise PlainValueError(f"{where} must be an object, got {shorten(plain)}.")
@@ -48,7 +51,7 @@ def _is_record(kind: Any) -> bool:  # noqa: ANN401 - an annotation is any object
 
 
 def _checked(value: object, wanted: Any, where: str) -> object:  # noqa: ANN401
-    """Return a value as its annotation wants it: lists as tuples, texts as members."""
+    """Convert a value to its annotation: lists to tuples, texts to enum members."""
     if isinstance(wanted, UnionType):
         wanted = _chosen(value, wanted)
     outer = getattr(wanted, "__origin__", wanted)
@@ -67,7 +70,7 @@ def _checked(value: object, wanted: Any, where: str) -> object:  # noqa: ANN401
 
 
 def _member(value: Any, wanted: Any, where: str) -> object:  # noqa: ANN401
-    """Return the member of an enumeration that has a value; refuse any other."""
+    """Return the member of an enumeration with a value; refuse any other."""
     name = wanted.__name__ if isinstance(wanted, type) else str(wanted)
     if isinstance(wanted, type) and issubclass(wanted, Enum):
         with suppress(ValueError):
@@ -77,7 +80,7 @@ def _member(value: Any, wanted: Any, where: str) -> object:  # noqa: ANN401
 
 
 def _chosen(value: object, union: UnionType) -> Any:  # noqa: ANN401
-    """Return the member of a union that a value can be; records differ in fields."""
+    """Return the member of a union that fits a value; records differ in fields."""
     own, fields = type(value), None
     if isinstance(value, dict):
         fields = cast("dict[object, object]", value).keys()
@@ -90,7 +93,7 @@ def _chosen(value: object, union: UnionType) -> Any:  # noqa: ANN401
 def _checked_items(
     items: list[object], wanted: tuple[Any, ...], where: str
 ) -> tuple[object, ...]:
-    """Return items of one type, ``tuple[T, ...]``, or of a type each."""
+    """Return items of ``tuple[T, ...]``, or of a tuple with a type for each."""
     if wanted[-1] is Ellipsis:
         wanted = (wanted[0],) * len(items)
     if len(wanted) != len(items):

@@ -1,7 +1,7 @@
-"""Processes and their descendants, as the kernel shows and ends them.
+"""Processes and their descendants: reading, signalling and killing them.
 
 A *child subreaper* becomes the parent of every orphan below it, so no descendant can
-hide by forking twice; a *pidfd* names one process for good.
+hide by forking twice. A *pidfd* refers to one process even after its pid is reused.
 """
 
 import ctypes
@@ -40,7 +40,7 @@ def adopt_orphans() -> None:
 
 @contextmanager
 def adopting_orphans() -> Generator[None]:
-    """Do so for as long as this is open, and not longer than it was so before."""
+    """Do so in a ``with`` block."""
     was_reaper = ctypes.c_int()
     _prctl(_PR_GET_CHILD_SUBREAPER, ctypes.addressof(was_reaper))
     adopt_orphans()
@@ -51,13 +51,13 @@ def adopting_orphans() -> Generator[None]:
 
 
 def die_with_parent(parent_pid: int, death_signal: int) -> bool:
-    """Ask for a signal when the parent ends; False if it has ended already."""
+    """Get a signal when the parent ends; return False if it has already ended."""
     _prctl(_PR_SET_PDEATHSIG, death_signal)
     return os.getppid() == parent_pid
 
 
 def end_with(parent_pid: int, death_signal: int) -> Callable[[], None]:
-    """Return a ``preexec_fn`` by which a child ends with its parent."""
+    """Return a ``preexec_fn`` that makes a child end with its parent."""
 
     def before_exec() -> None:
         if not die_with_parent(parent_pid, death_signal):
@@ -67,7 +67,7 @@ def end_with(parent_pid: int, death_signal: int) -> Callable[[], None]:
 
 
 class ProcessStat(NamedTuple):
-    """One line of the process table; pid and start time name a process for good."""
+    """One process; pid and start time identify it even after the pid is reused."""
 
     pid: int
     parent: int
@@ -99,7 +99,7 @@ def read_process(pid: int) -> ProcessStat | None:
 
 def read_stat(pid: int) -> list[str]:
     """Return the fields of ``/proc/PID/stat`` from the name on; OSError if it ended."""
-    # The name may hold anything, also spaces and parentheses: split at the last one.
+    # The name may contain spaces and parentheses: split at the last one.
     text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     head, _, tail = text.rpartition(")")
     return [head.partition("(")[2], *tail.split()]
@@ -107,14 +107,14 @@ def read_stat(pid: int) -> list[str]:
 
 def read_text(path: str) -> str:
     try:
-        # To its end: of a list such as ``vmstat`` one read returns a page.
+        # In several reads: one returns at most a page of a file such as ``vmstat``.
         return Path(path).read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
 
 
 def is_fork(process: ProcessStat, parent: ProcessStat) -> bool:
-    """Whether both run one program in one group, as a child that only forked does."""
+    """Return True if both run one program in one group, as a child without exec."""
     try:
         programs = {
             Path(f"/proc/{each.pid}/exe").readlink() for each in (process, parent)
@@ -130,14 +130,14 @@ def is_alive(pid: int) -> bool:
 
 
 def ending_status(pid: int) -> int:
-    """Return the wait status that a process ends with; 0 if it is none, or unknown."""
+    """Return the wait status of an ending process; 0 if unknown."""
     with suppress(OSError, IndexError):
         return int(read_stat(pid)[_EXIT_CODE_AT])
     return 0
 
 
 def is_dumping_core(pid: int) -> bool:
-    """Whether a crash ended this process and the kernel still writes its core file."""
+    """Return True while the kernel writes the core file of a crashed process."""
     return "\nCoreDumping:\t1\n" in read_text(f"/proc/{pid}/status")
 
 
@@ -169,7 +169,7 @@ def children() -> frozenset[int]:
 
 
 def has_children() -> bool:
-    """Whether this process has any child, ended or not; it reaps none."""
+    """Return True if this process has a child, ended or not; no child is reaped."""
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
@@ -178,7 +178,7 @@ def has_children() -> bool:
 
 
 def signal_process(process: ProcessStat, number: int) -> None:
-    """Send a signal to exactly this process, or to nobody when it is gone."""
+    """Send a signal to exactly this process, if it still exists."""
     try:
         fd = os.pidfd_open(process.pid)
         try:
@@ -200,12 +200,10 @@ def _is_same(process: ProcessStat) -> bool:
 
 
 class Swept(NamedTuple):
-    """What a sweep did."""
+    """The result of a sweep."""
 
     num_killed: int  # processes that were still running
-    # those the kernel did not let die before the deadline, each named with its state
-    # and what it waits for
-    stuck: tuple[str, ...]
+    stuck: tuple[str, ...]  # processes that had not died at the deadline, with states
 
 
 def sweep(
@@ -214,9 +212,9 @@ def sweep(
 ) -> Swept:
     """Kill every descendant of this process, and reap those that become its children.
 
-    First all are stopped, until no new one appears, so that nobody can fork away; then
-    all are killed. When this returns with nothing stuck, this process has no
-    descendant left but the spared, given that it adopts orphans.
+    First all are stopped, until no new one appears, so that none can escape by a fork;
+    then all are killed. If this process adopts orphans and no process is stuck, only
+    the spared descendants are left.
     """
     me = os.getpid()
     ends_at = time.monotonic() + _KILLED_WITHIN_S
@@ -268,14 +266,14 @@ def waits_in(process: ProcessStat) -> str:
 
 
 def require_empty(job_marker: str, deadline_s: float) -> None:
-    """Wait until no process of a job is left on this host; LaunchError at the end."""
+    """Wait until no process of a job is left on this host; else ``LaunchError``."""
     ends_at = time.monotonic() + deadline_s
     mark = b"RONDE_COOKIE=" + os.fsencode(job_marker)
     while left := [pid for pid in _pids() if mark in _environment(pid)]:
         if time.monotonic() > ends_at:
             raise LaunchError(
-                "processes of the generation before must have ended, but "
-                f"{', '.join(map(str, left[:8]))} run after {deadline_s:g} s. End them."
+                f"processes of the previous start still run after {deadline_s:g} s: "
+                f"{', '.join(map(str, left[:8]))}. Kill them."
             )
         time.sleep(_POLL_S)
 
@@ -283,5 +281,5 @@ def require_empty(job_marker: str, deadline_s: float) -> None:
 def _environment(pid: int) -> list[bytes]:
     try:
         return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:  # somebody else's, or gone
+    except OSError:  # another user's, or gone
         return []

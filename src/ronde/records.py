@@ -1,6 +1,6 @@
-"""What was measured, as lines of JSON that every later reader understands.
+"""Measurements as lines of JSON, with a version.
 
-A file of records is one JSON object a line, each with the version of its form:
+A file of records has one JSON object on each line:
 ``{"schema": 1, "kind": ..., "created_at": ..., "ronde": ..., "machine": ...,
 "values": ...}``. Files are only appended to.
 """
@@ -18,12 +18,12 @@ from ronde.errors import UsageError
 from ronde.plain_values import PlainValueError, from_plain
 
 SCHEMA = 1
-"""Version of the form; every change of it raises this."""
+"""The version of the format."""
 
 
 @dataclass(frozen=True, slots=True)
 class MachineRecord:
-    """What a figure depends on. The host's name is not among it."""
+    """The machine of a measurement, without the host's name."""
 
     num_cores: int  # that this process may use
     cpu: str  # the processor's model name; empty where it is unknown
@@ -57,14 +57,14 @@ def _now() -> str:
 class Record:
     """One measurement."""
 
-    kind: str  # what was measured, such as ``training``; readers choose by it
-    values: dict[str, Any]  # JSON's types only; names carry their units
+    kind: str  # such as ``training``
+    values: dict[str, Any]  # JSON's types only; names have their units
     created_at: str = field(default_factory=_now)  # UTC, ISO 8601
-    ronde: str = __version__  # that wrote it
+    ronde: str = __version__
     machine: MachineRecord = field(default_factory=MachineRecord.here)
 
     def to_json(self) -> str:
-        """Return the record as one line of JSON, which has no form for NaN."""
+        """Return the record as one line of JSON; NaN is refused."""
         content = {
             "schema": SCHEMA,
             "kind": self.kind,
@@ -103,7 +103,7 @@ class Record:
 
 
 def append_record(path: Path, record: Record, *, is_private: bool = False) -> None:
-    """Append one line to ``path``, which is made if need be; lines do not mix."""
+    """Append one line to ``path``; concurrent lines do not mix."""
     line = f"{record.to_json()}\n".encode()
     mode = 0o600 if is_private else 0o644
     # One write to a file opened for appending: the kernel keeps lines whole.
@@ -113,7 +113,7 @@ def append_record(path: Path, record: Record, *, is_private: bool = False) -> No
 
 
 def read_records(path: Path, kind: str | None = None) -> list[Record]:
-    """Read a file's records, of one kind or all, in order; empty lines are skipped."""
+    """Read a file's records, of one kind or all, in order."""
     records: list[Record] = []
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):

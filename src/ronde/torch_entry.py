@@ -1,6 +1,6 @@
-"""What ``import torch`` calls of ronde: it never raises, and imports nothing but torch.
+"""The entry point that ``import torch`` calls: it never raises and imports only torch.
 
-torch ends with an error where this does, in every program of the environment.
+An error here would make ``import torch`` fail in every program of the environment.
 """
 
 import os
@@ -11,13 +11,14 @@ _REPLACE = "RONDE_REPLACE_GLOO"  # set by ``ronde run --replace-gloo``
 
 
 def register() -> None:
-    """Have ``init_process_group("ronde")`` work without an import; see above."""
+    """Register the backend ``ronde`` of ``init_process_group``."""
     try:
         _register()
     except Exception as error:  # noqa: BLE001  see above
         import warnings
 
-        warnings.warn(f"ronde is no backend of torch here: {error}", stacklevel=2)
+        text = f"ronde could not register its backend of torch.distributed: {error}"
+        warnings.warn(text, stacklevel=2)
 
 
 def _register() -> None:
@@ -41,7 +42,7 @@ def _make(given: Any, options: object) -> object:  # noqa: ANN401  torch's, with
 
 
 class _Replaced(type):
-    """The type of what stands where torch makes groups of Gloo and asks for them."""
+    """The metaclass of a replacement for ``ProcessGroupGloo``."""
 
     def __call__(cls, store: Any, rank: int, size: int, timeout: timedelta) -> object:  # noqa: ANN401  torch's
         from ronde.process_group.creation import make_for_gloo

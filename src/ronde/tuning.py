@@ -1,11 +1,11 @@
-"""Finds out by trying which setting costs least, without ending up worse off.
+"""Search for the setting with the least cost, never worse than the default.
 
-Note [How a setting is chosen]
-    A *sample* is the median cost of some steps with one setting, the first step after a
-    change left out. After a warm-up every candidate gets a sample; then the better half
-    of them another, and so on, until one is left or the samples are used up.
+Note [The choice of a setting]
+    A *sample* is the median cost of some steps with one setting, without the first step
+    after a change. After a warm-up every candidate gets a sample; then the better half
+    another one, and so on, until one is left or the samples are used up.
 
-    The winner may have won by luck. So it meets the default once more, in pairs of
+    The winner may have been lucky. So it is compared with the default in pairs of
     samples, in alternating order, and must be cheaper by ``min_gain`` in all pairs but
     one; else the default stays.
 """
@@ -23,7 +23,7 @@ S = TypeVar("S", bound=Hashable)
 
 
 class TuningLog:
-    """A CSV file of samples and of each tuner's choice; the score is 1 / cost."""
+    """A CSV file of samples and of the tuners' choices; the score is 1 / cost."""
 
     COLUMNS: tuple[str, ...] = (
         "tuned",
@@ -42,7 +42,7 @@ class TuningLog:
     def add(
         self, tuned: str, phase: str, setting: Mapping[str, int], cost: float | None
     ) -> None:
-        """Append a row of values of some columns; ``best`` is the phase of a choice."""
+        """Append a row; ``best`` is the phase of a choice."""
         score = f"{1.0 / cost:.6g}" if cost else ""
         row = {"tuned": tuned, "phase": phase, "score": score, **setting}
         with self._path.open("a", newline="") as file:
@@ -51,14 +51,14 @@ class TuningLog:
 
 @dataclass(frozen=True, slots=True)
 class TuningOptions:
-    """How much is tried; equal on all ranks, but for the log."""
+    """The extent of a search; equal on all ranks, except the log."""
 
-    warmup_samples: int = 3  # of the default, thrown away
-    steps_per_sample: int = 10  # whose median is a sample
-    max_samples: int = 20  # to find the best; warm-up and last comparison come on top
-    num_pairs: int = 6  # of samples in the last comparison, winner against default
+    warmup_samples: int = 3  # of the default, discarded
+    steps_per_sample: int = 10
+    max_samples: int = 20  # of the search, without warm-up and final comparison
+    num_pairs: int = 6  # of samples in the final comparison
     min_gain: float = 0.03  # part of the default's cost that a winner must save, 0 to 1
-    log: TuningLog | None = None  # takes down what rank 0 sees
+    log: TuningLog | None = None  # of rank 0
 
     def __post_init__(self) -> None:
         least = {"warmup_samples": 0, "steps_per_sample": 1, "max_samples": 1}
@@ -70,23 +70,23 @@ class TuningOptions:
 
     @property
     def num_fed(self) -> int:
-        """Steps from one possible change of the setting to the next."""
+        """The number of steps between possible changes of the setting."""
         return self.steps_per_sample + 1
 
 
 class Sample(NamedTuple, Generic[S]):
-    """What a setting cost."""
+    """The cost of a setting."""
 
     phase: str  # ``warmup``, ``search`` or ``final``
     setting: S
-    cost: float  # median over the steps, in whatever was fed
+    cost: float  # the median over the steps, in the unit of ``Tuner.feed``
 
 
 class Tuner(Generic[S]):
-    """Chooses the setting of the next step: see Note [How a setting is chosen].
+    """The choice of the next step's setting: see Note [The choice of a setting].
 
-    The first candidate is the default. Once ``is_over``, ``setting`` is the choice. In
-    the log it goes by ``name``, its settings by ``columns``.
+    The first candidate is the default. Once ``is_over``, ``setting`` is the choice.
+    ``name`` and ``columns`` are the tuner and its settings in the log.
     """
 
     def __init__(
@@ -105,10 +105,10 @@ class Tuner(Generic[S]):
         self._advance(None)
 
     def feed(self, cost: float) -> None:
-        """Record what the last step cost: less is better."""
+        """Record the cost of the last step."""
         self._costs.append(cost)
         if len(self._costs) == self._options.num_fed:
-            # A change is paid for in the step after it.
+            # The first step after a change pays for it.
             sample = Sample(self._phase, self.setting, median(self._costs[1:]))
             self._costs = []
             self.samples.append(sample)
@@ -117,14 +117,14 @@ class Tuner(Generic[S]):
 
     @property
     def best_cost(self) -> float | None:
-        """Median of the choice's samples but for the warm-up; None without any."""
+        """The median of the choice's samples after the warm-up; None without any."""
         counted = [s for s in self.samples if s.phase != "warmup"]
         costs = [s.cost for s in counted if s.setting == self.setting]
         return median(costs) if costs else None
 
     def _advance(self, cost: float | None) -> None:
         try:
-            # A generator is started with None.
+            # None starts the generator.
             self._phase, self.setting = self._course.send(cost)  # pyright: ignore[reportArgumentType]
         except StopIteration as end:
             self.is_over, self.setting = True, end.value

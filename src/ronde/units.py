@@ -84,6 +84,13 @@ def parse_duration_s(text: str, option: str = "") -> float:
     return float(sum(_exact(n) * factor for n, factor in pairs if n) / 1_000_000)
 
 
+def parse_positive_s(text: str) -> float:
+    """Read a duration above 0; the type of an option."""
+    if duration_s := parse_duration_s(text):
+        return duration_s
+    raise UsageError(f"must be longer than 0, got {text!r}")
+
+
 def _exact(text: str) -> "Fraction":
     # Imported here: most commands read no such text, and it takes milliseconds.
     from fractions import Fraction

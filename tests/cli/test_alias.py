@@ -171,12 +171,6 @@ def test_it_can_be_turned_off(python) -> None:
     assert "No module named 'horovod'" in err
 
 
-def test_without_the_launcher_there_is_no_horovod(python) -> None:
-    off = "--no-horovod-alias"
-    code = "import importlib.util; print(importlib.util.find_spec('horovod'))"
-    assert python(code, off)[1] == "None\n"
-
-
 def installed_horovod(directory: Path) -> None:
     package = directory / "horovod"
     package.mkdir()
@@ -206,9 +200,3 @@ def test_a_python_without_ronde_is_told_so(python) -> None:
     status, _, err = python(code)
     assert status == 1
     assert "ronde must be installed for the Python that imports it" in err
-
-
-def test_a_child_finds_it_too(python) -> None:
-    child = "import horovod; print(horovod.__name__)"
-    code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
-    assert python(code) == (0, "ronde.horovod\n", "")

@@ -11,7 +11,6 @@ from ronde.horovod import compatibility as util
 from ronde.horovod.compatibility import (
     AsyncDataLoaderMixin,
     BaseDataLoader,
-    HorovodVersionMismatchError,
 )
 from ronde.horovod.launcher import get_env_rank_and_size, in_thread, on_event
 
@@ -81,14 +80,6 @@ def test_a_function_in_a_thread() -> None:
         in_thread(done.set, 1)  # pyright: ignore[reportArgumentType]
 
 
-def test_a_silent_thread_keeps_quiet(capfd) -> None:
-    def fail() -> None:
-        raise KeyError
-
-    in_thread(fail, silent=True).join(HANG_S)
-    assert capfd.readouterr().err == ""
-
-
 def test_a_function_on_an_event() -> None:
     event, stop, done = Event(), Event(), Event()
     thread = on_event(event, done.set, stop=stop, check_stop_interval_s=0.01)
@@ -98,19 +89,6 @@ def test_a_function_on_an_event() -> None:
     again = on_event(event, done.set)
     again.join(HANG_S)
     assert not again.is_alive()
-
-
-def test_an_event_need_not_be_waited_for() -> None:
-    event, stop, done = Event(), Event(), Event()
-    thread = on_event(
-        event, done.set, stop=stop, check_stop_interval_s=0.01, daemon=False
-    )
-    stop.set()
-    thread.join(HANG_S)
-    assert not thread.is_alive()
-    assert not done.is_set()
-    with pytest.raises(ValueError, match="stop must be given"):
-        on_event(event, done.set, daemon=False)
 
 
 def test_the_environment_is_changed_for_a_while(monkeypatch) -> None:
@@ -143,12 +121,3 @@ def test_versions_are_compared_as_such() -> None:
     assert not util.is_version_greater_equal_than("1.9", "1.10.0")
     with pytest.raises(ValueError, match=r"target must be major\.minor\.patch"):
         util.is_version_greater_equal_than("1.9.0", "1.9")
-
-
-def test_the_rest_of_the_odds_and_ends() -> None:
-    assert util.gloo_built()
-    assert not util.ddl_built()
-    assert not util.ccl_built()
-    error = HorovodVersionMismatchError("torch", "3", "2")
-    assert (error.name, error.version, error.installed_version) == ("torch", "3", "2")
-    assert "got 3" in str(error)

@@ -66,12 +66,6 @@ def test_levels_of_verbosity_are_taken(capsys, verbose) -> None:
     assert "ronde: 2 of 2 ranks started in" in capsys.readouterr().err
 
 
-def test_fewer_slots_suffice_where_that_is_said(capsys) -> None:
-    results = horovod.run(place, num_proc=3, min_num_proc=2, hosts="localhost:2")
-    assert [result[0] for result in results] == [(0, 2), (1, 2)]
-    assert "2 ranks start, not 3: there are 2 slots" in capsys.readouterr().err
-
-
 def test_a_rank_that_raises_is_named_with_its_traceback() -> None:
     def fail():
         from horovod.runner.common.util.env import get_env_rank_and_size

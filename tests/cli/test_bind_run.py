@@ -33,13 +33,6 @@ def test_each_rank_has_a_core_of_its_own(ronde, mode):
     assert lines == [f"[0] [{first}] 1 ", f"[1] [{second}] 1 "]
 
 
-@needs_two_cpus
-def test_a_policy_that_is_met_changes_nothing(ronde):
-    options = ("-n", "2", "--bind", "core", "--bind-policy", "restricted")
-    lines = told(ronde, *options)
-    assert lines == [f"[{n}] [{cpu}] 1 " for n, cpu in enumerate(ALLOWED)]
-
-
 def test_ranks_are_not_bound_unless_that_is_asked_for(ronde):
     lines = told(ronde, "-n", "2")
     assert all(line.split("] ", 1)[1].startswith(f"{ALLOWED} ") for line in lines)

@@ -232,7 +232,7 @@ ALONE = "must come with --min-ranks, --max-ranks or --host-discovery, got it alo
         ("--min-np 1 --reset-limit -1", "--reset-limit must be a whole number"),
         (
             "--min-np 1 --notice slack",
-            "--notice must be of signal, aws, gcp, azure, slurm",
+            "--notice must be signal, aws, gcp, azure, slurm or",
         ),
         ("--min-np 1 --notice file:", "file:PATH, got 'file:'"),
         (

@@ -135,7 +135,7 @@ def test_a_rank_that_ends_before_it_joins_the_others_ends_the_job(ronde, least):
     assert result.returncode != 0
     assert lines(result)[0] == (
         f"ronde: worker 1 on {HOST} ended with exit code 0 without the others, which "
-        "wait in hvd.init(). Have all ranks call it."
+        "wait in hvd.init(). Call it on all ranks."
     )
 
 
@@ -178,7 +178,9 @@ def test_the_reset_limit_ends_the_job(ronde):
     result = run(ronde, {"1:3": "SIGKILL", "4:9": "raise"}, *words, last_view=9)
     assert result.returncode == 1
     assert b"rank 1 (worker 4) failed first, after " in result.stderr
-    assert any("exceeded limit: 1, the last time as" in line for line in lines(result))
+    assert any(
+        "exceeded limit: 1, the last time because" in line for line in lines(result)
+    )
 
 
 def test_too_few_ranks_for_too_long_end_the_job(ronde):

@@ -111,7 +111,7 @@ REFUSED = {
     "fd00::zz": "got 'fd00::zz'",
     "fd00::1%": "got 'fd00::1%'",
     "slots=4": "got 'slots=4'",
-    "n[1-3 slots=2": "brackets must be closed and stand in no others",
+    "n[1-3 slots=2": "brackets must be closed and not be nested",
     "n[1-4:2]": "got '1-4:2' in 'n[1-4:2]'",
     "n[1-] slots=2": "got '1-' in 'n[1-]'",
     ",": "hosts must be names such as a:2,b:4, got none",

@@ -68,12 +68,14 @@ def test_a_node_takes_no_option_that_the_head_alone_heeds():
         if action.dest not in heeded | {"help", "listen"}
     }
     assert len(refused) > 40
+    words_of = {"--launcher": "ssh", "--failure-domain": "slot", "--bind": "core"}
+    words_of |= {"--bind-policy": "restricted", "--gpu-view": "one"}
     for name, action in refused.items():
         words = ["--agent", "a:1", action.option_strings[-1]]
         count = 0 if action.const is not None else action.nargs or 1
         rule = "(be given to the head alone|stand without --agent), got "
         with pytest.raises(UsageError, match=f"^{name} must {rule}"):
-            read_run_request([*words, *["1"] * int(count)], {})
+            read_run_request([*words, *[words_of.get(name, "1")] * int(count)], {})
 
 
 def test_a_token_file_that_everybody_can_read_starts_nothing(ronde_here, token):

@@ -16,9 +16,10 @@ from tests.limits import HANG_S
 import ronde.torch as hvd
 from ronde.cli import read_run_request
 from ronde.memory import MallocThresholds, malloc_thresholds
+from ronde.world import read_malloc_tuning
 
 MIB = 1 << 20
-NUM_STEPS = 4
+NUM_STEPS = 8
 NUM_PAGES = NUM_STEPS * 36 * MIB // resource.getpagesize()
 """Of the gradients of all steps, which are what faults where memory is given back."""
 FAULTS = f"""
@@ -34,9 +35,6 @@ def count_faults():
         layer(rows).sum().backward()
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 """
-WITH_INIT = "import ronde.torch as hvd\nhvd.init()\nprint(count_faults(), flush=True)"
-WITHOUT_INIT = "print(count_faults(), flush=True)"
-
 if malloc_thresholds(4) is None:
     pytest.skip("no glibc here, or too little memory", allow_module_level=True)
 
@@ -78,13 +76,6 @@ def count_of_rank(info):
         hvd.shutdown()
 
 
-def counts_of_job(ronde, code, *options):
-    program = (sys.executable, "-c", FAULTS + code)
-    done = ronde("run", "--no-prefix", *options, "--", *program)
-    assert done.returncode == 0, done.stderr.decode()
-    return [int(word) for word in done.stdout.split()]
-
-
 def variables_of_job(ronde, **env):
     """Return the allocator's variables that the first of two ranks has."""
     words = ("run", "-n", "2", "--only", "0", "--no-prefix", "env")
@@ -97,36 +88,34 @@ def malloc_variables(done):
     return {name: text for name, text in lines.items() if name.startswith("MALLOC_")}
 
 
-@pytest.mark.parametrize(
-    "size", [3, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 2, 4))]
-)
-def test_init_has_every_rank_keep_it(run_ranks_bare, size):
-    counts = run_ranks_bare(size, count_of_rank, launcher="plain")
+def test_init_has_every_rank_keep_it(run_ranks_bare):
+    counts = run_ranks_bare(3, count_of_rank, launcher="plain")
     assert max(counts) < NUM_PAGES / 4
 
 
 def test_the_launcher_has_every_rank_keep_it(ronde):
-    """Also before ``init()``, and so in programs that know nothing of ronde."""
-    counts = counts_of_job(ronde, f"{WITHOUT_INIT}\n{WITH_INIT}", "-n", "2")
-    assert len(counts) == 4
-    assert max(counts) < NUM_PAGES / 4
+    """Also in programs that know nothing of ronde."""
+    program = (sys.executable, "-c", f"{FAULTS}\nprint(count_faults())")
+    done = ronde("run", "-n", "1", "--no-prefix", "--", *program)
+    assert done.returncode == 0, done.stderr.decode()
+    assert int(done.stdout) < NUM_PAGES / 4
 
 
-@pytest.mark.parametrize(
-    "env",
-    [
-        {"RONDE_MALLOC_TUNING": "0"},
-        pytest.param({"MALLOC_TRIM_THRESHOLD_": "131072"}, marks=pytest.mark.long),
-        {"MALLOC_ARENA_MAX": "2"},
-        {"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=1048576"},
-    ],
-)
-def test_the_user_can_have_it_given_back(ronde, run_ranks_bare, env):
+def test_the_user_can_have_it_given_back(ronde, run_ranks_bare):
+    env = {"RONDE_MALLOC_TUNING": "0"}
     (count,) = run_ranks_bare(1, count_of_rank, launcher="plain", environment=env)
     assert count >= NUM_PAGES
-    assert variables_of_job(ronde, **env) == {
-        name: text for name, text in env.items() if name.startswith("MALLOC_")
-    }
+    assert variables_of_job(ronde, **env) == {}
+
+
+def test_the_users_own_tuning_counts():
+    assert (
+        read_malloc_tuning({"MALLOC_PERTURB": "", "RONDE_MALLOC_TUNING": "1"}) is False
+    )
+    assert read_malloc_tuning({"MALLOC_ARENA_MAX": "2"}) is False
+    tunables = {"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=1048576"}
+    assert read_malloc_tuning(tunables) is False
+    assert read_malloc_tuning({"GLIBC_TUNABLES": "glibc.rtld.nns=8"}) is True
 
 
 def test_an_option_says_so_too():
@@ -141,29 +130,6 @@ def test_what_is_neither_yes_nor_no_is_refused(ronde_here):
         b"ronde: RONDE_MALLOC_TUNING must be 0 or 1, got 'off'. Correct it, or unset "
         b"it.\n"
     )
-
-
-# What is between the program and glibc's allocator: were that tuned, one would see it.
-SHIM = "void *__libc_malloc(unsigned long); "
-SHIM += "void *malloc(unsigned long size) { return __libc_malloc(size); }"
-
-
-def test_another_allocator_is_left_alone(tmp_path):
-    compiler = shutil.which("cc")
-    if compiler is None:
-        pytest.skip("there is no C compiler to make another allocator with")
-    library = tmp_path / "allocator.so"
-    words = [compiler, "-shared", "-fPIC", "-xc", "-", "-o", str(library)]
-    subprocess.run(words, input=SHIM.encode(), check=True, timeout=HANG_S)
-    done = subprocess.run(
-        [sys.executable, "-c", FAULTS + WITH_INIT],
-        env=clean_environment() | {"LD_PRELOAD": str(library)},
-        capture_output=True,
-        timeout=HANG_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr.decode()
-    assert int(done.stdout) >= NUM_PAGES
 
 
 def test_a_control_group_bounds_it(ronde, small_group):
@@ -200,19 +166,42 @@ print(most - before, held_mib() - before)
 """
 
 
-@pytest.mark.parametrize(
-    ("trim_mib", "mmap_mib", "block_mib", "is_kept"),
-    [(512, 64, 32, True), (128, 64, 32, False), (512, 16, 32, False)],
-)
-def test_what_is_beyond_the_bounds_is_given_back(
-    trim_mib, mmap_mib, block_mib, is_kept
-):
-    sizes = [str(mib * MIB) for mib in (trim_mib, mmap_mib, block_mib)]
+def held_after(*sizes_mib, **env):
+    """Return MiB at the most and after all is freed; the process sets thresholds."""
+    sizes = [str(mib * MIB) for mib in sizes_mib]
     command = [sys.executable, "-c", HOLD, *sizes]
-    done = subprocess.run(command, capture_output=True, timeout=HANG_S, check=True)
-    most_mib, left_mib = map(int, done.stdout.split())
-    assert most_mib >= 8 * block_mib
+    env = clean_environment("PYTHONPATH") | env
+    done = subprocess.run(
+        command, env=env, capture_output=True, timeout=HANG_S, check=True
+    )
+    return map(int, done.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("trim_mib", "mmap_mib", "is_kept"),
+    [(512, 64, True), (128, 64, False), (512, 16, False)],
+)
+def test_what_is_beyond_the_bounds_is_given_back(trim_mib, mmap_mib, is_kept):
+    most_mib, left_mib = held_after(trim_mib, mmap_mib, 32)
+    assert most_mib >= 8 * 32
     assert left_mib >= most_mib - 8 if is_kept else left_mib <= min(trim_mib, 150)
+
+
+# What is between the program and glibc's allocator: were that tuned, one would see it.
+SHIM = "void *__libc_malloc(unsigned long); "
+SHIM += "void *malloc(unsigned long size) { return __libc_malloc(size); }"
+
+
+def test_another_allocator_is_left_alone(tmp_path):
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("there is no C compiler to make another allocator with")
+    library = tmp_path / "allocator.so"
+    words = [compiler, "-shared", "-fPIC", "-xc", "-", "-o", str(library)]
+    subprocess.run(words, input=SHIM.encode(), check=True, timeout=HANG_S)
+    most_mib, left_mib = held_after(512, 64, 32, LD_PRELOAD=str(library))
+    assert most_mib >= 8 * 32
+    assert left_mib <= 150
 
 
 def test_what_has_too_little_or_another_library_is_left_alone(tmp_path):

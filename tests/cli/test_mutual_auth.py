@@ -19,13 +19,13 @@ from ronde.launch import (
     read_token,
     with_port,
 )
-from ronde.store import SharedKey, Transcript
+from ronde.store import HandshakeData, SharedKey
 
 GOOD = "0123456789abcdef" * 2
 TOKEN = SharedKey(GOOD.encode())
-MEETING = Transcript(b"h" * 48, b"n" * 32, b"node info")
+MEETING = HandshakeData(b"h" * 48, b"n" * 32, b"node info")
 some_bytes = st.binary(max_size=40)
-meetings = st.builds(Transcript, some_bytes, some_bytes, some_bytes, some_bytes)
+meetings = st.builds(HandshakeData, some_bytes, some_bytes, some_bytes, some_bytes)
 
 
 @pytest.fixture
@@ -40,9 +40,9 @@ def token_file(tmp_path):
 
 
 @given(meetings, meetings)
-@example(Transcript(b"ab", b"c", b"", b""), Transcript(b"a", b"bc", b"", b""))
-@example(Transcript(b"", b"a", b"", b""), Transcript(b"", b"", b"a", b""))
-@example(Transcript(b"", b"", b"a", b""), Transcript(b"", b"", b"", b"a"))
+@example(HandshakeData(b"ab", b"c", b"", b""), HandshakeData(b"a", b"bc", b"", b""))
+@example(HandshakeData(b"", b"a", b"", b""), HandshakeData(b"", b"", b"a", b""))
+@example(HandshakeData(b"", b"", b"a", b""), HandshakeData(b"", b"", b"", b"a"))
 def test_a_proof_is_of_one_meeting_only(one, other):
     is_same = TOKEN.prove(b"client", one) == TOKEN.prove(b"client", other)
     assert is_same is (one == other)
@@ -125,8 +125,8 @@ def test_no_token_file_is_one_sentence(tmp_path):
 def test_a_token_comes_through_standard_input():
     code = (
         "from ronde.launch import read_token;"
-        "from ronde.store import Transcript;"
-        "print(read_token('-').prove(b'', Transcript(b'', b'')).hex())"
+        "from ronde.store import HandshakeData;"
+        "print(read_token('-').prove(b'', HandshakeData(b'', b'')).hex())"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -136,7 +136,7 @@ def test_a_token_comes_through_standard_input():
         timeout=HANG_S,
         check=True,
     )
-    assert done.stdout.strip() == TOKEN.prove(b"", Transcript(b"", b"")).hex()
+    assert done.stdout.strip() == TOKEN.prove(b"", HandshakeData(b"", b"")).hex()
 
 
 def test_a_certificate_is_of_one_job_and_its_key_does_not_stay_open():

@@ -152,10 +152,6 @@ def test_traffic_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert (axis["axis"], axis["gb_per_s"]) == ("dp_shard", 450)
 
 
-def test_nothing_is_sent_by_one_rank(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "no groups" in plan_traffic(capsys, "--mesh", "dp_shard=1", "-n", "1")
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from tests.limits import HANG_S
 
-from ronde.launch import JobFacts, NodeFacts, base_environment, rank_environment
+from ronde.launch import base_environment
 from ronde.topology import count_cores
-from ronde.world import Launcher, World, read_rank_info
+from ronde.world import Launcher, read_rank_info
 
 DUMP = """
 import json, os
@@ -131,34 +131,6 @@ def test_other_launchers_words_are_taken_away():
     }
     kept = {"SLURM_JOB_ID": "7", "PATH": "/bin", "RONDE_ENGINE": "solo"}
     assert base_environment(foreign | kept) == kept
-
-
-def test_a_rank_on_the_second_node_reads_as_one():
-    world = World(5, 6, 1, 2, 2, 3)
-    env = rank_environment(world, JobFacts("j", 4, "c"), NodeFacts("c", 2, 3))
-    node_info = read_rank_info(env)
-    assert (
-        node_info.rank,
-        node_info.size,
-        node_info.local_rank,
-        node_info.local_size,
-    ) == (5, 6, 1, 2)
-    assert (node_info.cross_rank, node_info.cross_size) == (2, 3)
-    assert (env["GROUP_RANK"], env["NODE_RANK"], env["RONDE_EPOCH"]) == ("2", "2", "4")
-
-
-BIND_IT_ONESELF = """
-import os, socket
-port = int(os.environ["MASTER_PORT"])
-if os.environ["RANK"] == "0":
-    with socket.create_server(("127.0.0.1", port)) as server:
-        print("bound", flush=True)
-"""
-
-
-def test_rank_0_can_serve_on_the_port(ronde):
-    done = ronde("run", "-n", "1", "--", sys.executable, "-c", BIND_IT_ONESELF)
-    assert (done.returncode, done.stdout) == (0, b"[0] bound\n"), done.stderr
 
 
 def test_what_a_killed_agent_and_its_reaper_leave_is_gone_after_the_next_job(ronde):

@@ -25,15 +25,6 @@ def test_help(ronde_here, words):
     assert b"run    start a program once for every slot" in done.stdout
 
 
-def test_help_of_run_names_every_option(ronde_here):
-    done = ronde_here("run", "--help")
-    assert (done.returncode, done.stderr) == (0, b"")
-    options = "-n -np --num-proc --nproc-per-node -x --chdir --log-dir --grace"
-    options += " --engine --algorithm --module"
-    for option in (options + " --no-prefix --master-port --nested").split():
-        assert option.encode() in done.stdout
-
-
 def test_help_of_run_names_what_there_is(ronde_here):
     text = " ".join(ronde_here("run", "--help").stdout.decode().split())
     # MPI starts its ranks itself.

@@ -207,7 +207,7 @@ def test_who_reads_no_more_ends_the_job(ronde):
         assert os.read(process.stdout.fileno(), 10)
         process.stdout.close()
         assert process.wait(HANG_S) == 141
-        assert b"nobody reads the output any more" in process.stderr.read()
+        assert b"the reader of the output has gone" in process.stderr.read()
 
 
 def test_a_reader_that_rests_does_not_hold_back_a_signal(ronde):

@@ -5,7 +5,7 @@ import pytest
 
 from ronde.errors import UsageError
 from ronde.launch import Attempt, Output, Stream
-from ronde.render import Console, Tag, TagPlace, parse_ranks, parse_tag
+from ronde.render import Console, Tag, TagStyle, parse_ranks, parse_tag
 
 HOSTS = ("node1", "node1", "node2", "node2")
 
@@ -56,7 +56,7 @@ def test_a_tag_says_as_much_as_is_asked_for(tmp_path, tag, places):
 
 
 def test_time_alone_is_time_and_what_is_shown_anyhow():
-    assert parse_tag("time") == Tag(TagPlace.AUTO, has_time=True)
+    assert parse_tag("time") == Tag(TagStyle.AUTO, has_time=True)
 
 
 @pytest.mark.parametrize("text", ["", "hosts", "host,rank", "time,time", "host,"])
@@ -101,7 +101,7 @@ def test_a_rank_that_there_is_not_is_refused():
 
 def test_another_generation_begins_with_nothing_of_the_one_before(tmp_path):
     with (tmp_path / "out").open("wb") as file:
-        console = Console(file.fileno(), file.fileno(), tag=Tag(TagPlace.RANK))
+        console = Console(file.fileno(), file.fileno(), tag=Tag(TagStyle.RANK))
         for epoch in range(2):
             console.begin(Attempt("job", epoch, HOSTS))
             console.output(Output(0, Stream.STDOUT, b"cut "), 0.0)

@@ -27,7 +27,7 @@ def test_a_full_disk_is_told_in_a_sentence(words):
         _, said = process.communicate(timeout=HANG_S)
     assert process.returncode == 74
     assert said == (
-        b"ronde: output must go where there is room, got: No space left on device. "
+        b"ronde: output cannot be written: No space left on device. "
         b"Make room, or write elsewhere.\n"
     )
 
@@ -37,7 +37,9 @@ def test_a_full_disk_ends_a_job():
     with FULL.open("wb") as full, ronde.start(*words, stdout=full) as process:
         _, said = process.communicate(timeout=HANG_S)
     assert process.returncode == 74
-    assert b"ronde: standard output takes no more (a full disk), so the job was" in said
+    assert (
+        b"ronde: standard output cannot be written (disk full), so the job was" in said
+    )
 
 
 @pytest.mark.parametrize("words", WORDS, ids=" ".join)

@@ -18,11 +18,11 @@ from ronde.errors import StoreError, UsageError
 from ronde.store import (
     GREETING_BYTES,
     MAGIC,
+    FrameMac,
+    HandshakeData,
     Op,
-    Seal,
+    PendingLimits,
     SharedKey,
-    StrangerLimits,
-    Transcript,
     dial_network,
     encode,
     read_secret,
@@ -140,17 +140,17 @@ def prove(sock):
     """Prove to be of the job; return what marks the frames from here on."""
     sock.settimeout(HANG_S)
     greeting = receive(sock, GREETING_BYTES)
-    transcript, hello, expected = SharedKey(KEY).introduce(greeting)
+    handshake, hello, expected = SharedKey(KEY).answer(greeting)
     sock.sendall(hello)
     assert receive(sock, len(expected)) == expected
-    return Seal(SharedKey(KEY), b"client", transcript)
+    return FrameMac(SharedKey(KEY), b"client", handshake)
 
 
 @pytest.mark.parametrize("turned", [0, 5, -1])
 def test_what_a_middleman_changes_is_not_obeyed(turned):
     with network_store() as port:
         with socket.create_connection((HERE, port)) as sock:
-            frame = bytearray(prove(sock).mark(encode(Op.SET, [b"key", b"value"])))
+            frame = bytearray(prove(sock).sign(encode(Op.SET, [b"key", b"value"])))
             frame[4 + turned if turned >= 0 else turned] ^= 1
             sock.sendall(frame)
             assert drain(sock) == b""
@@ -161,23 +161,23 @@ def test_what_is_sent_again_is_not_obeyed_again():
     with network_store() as port:
         store = store_beyond(HERE, port, SharedKey(KEY), HANG_S)
         with socket.create_connection((HERE, port)) as sock:
-            frame = prove(sock).mark(encode(Op.ADD, [b"n", b"1"]))
+            frame = prove(sock).sign(encode(Op.ADD, [b"n", b"1"]))
             sock.sendall(frame)
             assert sock.recv(4096) != b""
             sock.sendall(frame)
             assert drain(sock) == b""
         assert store.get("n") == b"1"
-    key, transcript = SharedKey(KEY), Transcript(b"", b"")
-    there, back = (Seal(key, role, transcript) for role in (b"client", b"server"))
-    assert there.mark(frame) != back.mark(frame)
+    key, handshake = SharedKey(KEY), HandshakeData(b"", b"")
+    there, back = (FrameMac(key, role, handshake) for role in (b"client", b"server"))
+    assert there.sign(frame) != back.sign(frame)
 
 
 def test_strangers_in_any_number_keep_nobody_out():
     """More than may wait, and they stay; the ranks come in all the same."""
-    # Until they have proven who they are, the ranks are strangers as well.
-    limits = StrangerLimits(most=64, each_s=5 * HANG_S)
-    with network_store(strangers=limits) as port, ExitStack() as closing:
-        strangers = [
+    # Until they have proven who they are, the ranks are pending as well.
+    limits = PendingLimits(most=64, each_s=5 * HANG_S)
+    with network_store(limits=limits) as port, ExitStack() as closing:
+        pending = [
             closing.enter_context(socket.create_connection((HERE, port)))
             for _ in range(limits.most + 50)
         ]
@@ -187,12 +187,12 @@ def test_strangers_in_any_number_keep_nobody_out():
                 *range(1, 21)
             ]
         # The first have been put out for the later ones, and said nothing.
-        assert len(drain(strangers[0])) == len(MAGIC) + NONCE_BYTES
+        assert len(drain(pending[0])) == len(MAGIC) + NONCE_BYTES
 
 
 def test_a_stranger_that_stays_is_put_out():
     with (
-        network_store(strangers=StrangerLimits(each_s=0.1)) as port,
+        network_store(limits=PendingLimits(each_s=0.1)) as port,
         socket.create_connection((HERE, port)) as sock,
     ):
         assert len(drain(sock)) == len(MAGIC) + NONCE_BYTES
@@ -244,10 +244,10 @@ def test_a_secret_that_others_may_know_is_refused(tmp_path, spoil):
 
 
 def test_one_users_processes_know_each_other_job_by_job(tmp_path):
-    transcript = Transcript(b"greeting", b"nonce")
+    handshake = HandshakeData(b"greeting", b"nonce")
     places = (("1.0", "home"), ("1.0", "home"), ("2.0", "home"), ("1.0", "another"))
     one, same, *others = (
-        user_key(job, tmp_path / home).prove(b"client", transcript)
+        user_key(job, tmp_path / home).prove(b"client", handshake)
         for job, home in places
     )
     assert one == same

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 from tests.examples.test_examples_run import (
-    FASHION_MNIST,
     launched,
     run,
     write_stripes,
@@ -28,12 +27,3 @@ def test_it_learns_where_stripes_are(tmp_path: Path, option: str) -> None:
     write_stripes(tmp_path)
     options = f"--epochs 4 --lr 0.05 --batch-size 20 {option}".split()
     assert accuracy_of(tmp_path, *options) >= 95
-
-
-@pytest.mark.long
-@pytest.mark.skipif(
-    not FASHION_MNIST.is_dir(),
-    reason="needs the Debian package dataset-fashion-mnist",
-)
-def test_it_learns_fashion_mnist() -> None:
-    assert accuracy_of(FASHION_MNIST, "--lr", "0.05") >= 80

@@ -32,12 +32,12 @@ from ronde.membership import (
     Order,
     Release,
     Rules,
+    Send,
     Settled,
     StartWorker,
     Stop,
     StopAfter,
-    Tell,
-    Tick,
+    TimerExpired,
     ToRank,
     View,
     ViewBegins,
@@ -140,7 +140,7 @@ class Environment:
     def wait(self, seconds: float) -> None:
         self.now_s += seconds
         if self.now_s >= self.membership.due_s:
-            self.tell(Tick())
+            self.tell(TimerExpired())
 
     def fail_host(self, name: str) -> None:
         host = self.hosts[name]
@@ -311,7 +311,7 @@ class Environment:
         match order:
             case Connect() | Release():
                 self._obey_for_host(order)
-            case Tell():
+            case Send():
                 self._hear(order.workers, order.message)
             case Blacklisted():
                 assert order.host in self._blacklisted()

@@ -84,10 +84,3 @@ def test_gradients_keep_the_order_of_arrival():
     buckets = plan_buckets(specs, [5, 3, 4, 0, 1, 2], limits)
     order = [[slot.index for slot in bucket.slots] for bucket in buckets]
     assert order == [[5], [3, 4], [0, 1], [2]]
-
-
-def test_places_are_aligned():
-    specs = [GradientSpec(3, 4, "x"), GradientSpec(5, 4, "x")]
-    (bucket,) = plan_buckets(specs, [0, 1], BucketLimits())
-    assert [slot.offset for slot in bucket.slots] == [0, 16]
-    assert bucket.numel == 32

@@ -1,8 +1,4 @@
-"""Each sample counts once an epoch, over random changes of ranks; without processes.
-
-100,000 schedules, a minute of CPU time:
-``pytest -m long tests/unit/test_elastic_data.py``.
-"""
+"""Each sample counts once an epoch, over random changes of ranks; without processes."""
 
 import math
 import random
@@ -92,22 +88,6 @@ def test_each_sample_counts_once_in_any_schedule(dealer, seed, num_epochs):
         entries, *arguments, batch_size=batch, drop_last=dealer.drop_last
     )
     assert problems == []
-
-
-@pytest.mark.long
-@pytest.mark.timeout(600)
-def test_each_sample_counts_once_in_100_000_schedules():
-    rng = random.Random(0)
-    for seed in range(100_000):
-        num_samples, batch = rng.randint(1, 60), rng.randint(1, 70)
-        micro_batch = rng.choice([None, rng.randint(1, 9)])
-        dealer = Dealer(num_samples, batch, seed=seed, micro_batch=micro_batch)
-        num_epochs = rng.randint(1, 3)
-        entries = run_schedule(dealer, rng, num_epochs)
-        problems = ledger.problems_of(
-            entries, num_samples, num_epochs, batch_size=batch
-        )
-        assert problems == [], dealer
 
 
 @given(dealers(), st.integers(0, 1 << 60))
@@ -415,33 +395,6 @@ class Shard:
         self.epoch, self.number = state
 
 
-def torchdata_shards():
-    stateful = pytest.importorskip(
-        "torchdata.stateful_dataloader", reason="torchdata is not installed"
-    )
-
-    class Range(IterableDataset):
-        def __init__(self, name, length):
-            self.name, self.length, self.number = name, length, 0
-
-        def __iter__(self):
-            while self.number < self.length:
-                self.number += 1
-                yield torch.tensor([self.name, 0, self.number])
-            self.number = 0
-
-        def state_dict(self):
-            return {"number": self.number}
-
-        def load_state_dict(self, state):
-            self.number = state["number"]
-
-    return [
-        stateful.StatefulDataLoader(Range(name, length), None)
-        for name, length in enumerate(LENGTHS)
-    ]
-
-
 LENGTHS = (4, 2, 5, 3, 4)
 
 
@@ -449,10 +402,8 @@ def own_shards():
     return [Shard(name, length) for name, length in enumerate(LENGTHS)]
 
 
-@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata's call
-@pytest.mark.parametrize("make", [own_shards, torchdata_shards])
 @pytest.mark.parametrize("seed", range(12))
-def test_shards_move_whole_between_ranks(make, seed):
+def test_shards_move_whole_between_ranks(seed):
     """Ranks are threads; those that live exchange their states now and then."""
     rng = random.Random(seed)
     applied, position, ranks, exchanged = [], Position(), [], {}
@@ -462,7 +413,7 @@ def test_shards_move_whole_between_ranks(make, seed):
             kept = rng.sample(ranks, rng.randint(min(1, len(ranks)), len(ranks)))
             num_new = rng.randint(not kept, 4 - len(kept))
             joiners = [
-                ElasticShards(make(), epochs=2, add_up=adder.add_up)
+                ElasticShards(own_shards(), epochs=2, add_up=adder.add_up)
                 for _ in range(num_new)
             ]
             ranks = kept + joiners

@@ -1,12 +1,9 @@
 """The fusion threshold, found on a coordinator whose costs are simulated."""
 
-import csv
-from dataclasses import replace
-
 import pytest
 
 from ronde.coordination import FusionTuning
-from ronde.tuning import TuningLog, TuningOptions
+from ronde.tuning import TuningOptions
 
 MIB = 1 << 20
 DEFAULT = 128 * MIB
@@ -16,13 +13,12 @@ AMOUNT = TuningOptions(warmup_samples=1, steps_per_sample=3, num_pairs=4)
 class Coordinator:
     """Spends time on what it runs: a latency a batch, and more for large batches."""
 
-    def __init__(self, latency_s: float, large_s_per_byte: float, log=None) -> None:
+    def __init__(self, latency_s: float, large_s_per_byte: float) -> None:
         self.now_s = 100.0
         self.threshold = DEFAULT
         self.changes: list[int] = []
         self.latency_s, self.large_s_per_byte = latency_s, large_s_per_byte
-        options = replace(AMOUNT, log=log)
-        self.tuning = FusionTuning(DEFAULT, options, self.change)
+        self.tuning = FusionTuning(DEFAULT, AMOUNT, self.change)
 
     def change(self, threshold: int) -> None:
         self.threshold = threshold
@@ -69,15 +65,3 @@ def test_unnamed_operations_and_empty_ones_do_not_disturb():
     for number in range(20_000):
         coordinator.step([f"allreduce.noname.{number}"], 1000)
     assert coordinator.changes
-
-
-def test_the_last_row_of_the_log_is_the_choice(tmp_path):
-    path = tmp_path / "fusion.csv"
-    coordinator = Coordinator(0.0001, 1e-16, TuningLog(path))
-    coordinator.finish(named(160), MIB)
-    with path.open() as file:
-        rows = list(csv.DictReader(file))
-    assert rows[0]["phase"] == "warmup"
-    assert rows[-1]["phase"] == "best"
-    assert int(rows[-1]["tensor_fusion_threshold"]) == coordinator.threshold
-    assert rows[-1]["bucket_bytes"] == ""

@@ -131,7 +131,7 @@ def test_what_does_nothing_is_sorted_by_how_bad_that_is() -> None:
     )
     assert knobs.without_effect == ("NCCL_HOME", "NUM_NCCL_STREAMS", "WITH_PYTORCH")
     unknown, ccl = knobs.remarks
-    assert "nothing: HOROVOD_ENABLE_XLA_OPS, HOROVOD_FUSSION_THRESHOLD." in unknown
+    assert "no effect: HOROVOD_ENABLE_XLA_OPS, HOROVOD_FUSSION_THRESHOLD." in unknown
     assert "HOROVOD_CPU_OPERATIONS must be mpi or gloo, got ccl." in ccl
 
 

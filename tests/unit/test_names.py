@@ -90,14 +90,6 @@ def test_no_two_public_classes_share_a_name() -> None:
     assert not {name: where for name, where in places.items() if len(where) > 1}
 
 
-def test_words_are_found_as_parts_or_as_wholes() -> None:
-    assert has_word(snake("_HiringAgent"), "hiring")
-    assert not has_word("rehiring", "hiring")
-    assert has_word(snake("PostOffice"), "Post_office")
-    assert has_word("wire", "Wire")
-    assert not has_word("wire_size", "Wire")
-
-
 def test_the_house_is_as_it_is_drawn() -> None:
     """The drawing in CONTRIBUTING.md has the floors that import-linter holds."""
     contributing = (ROOT / "CONTRIBUTING.md").read_text()

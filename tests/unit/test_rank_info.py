@@ -124,13 +124,6 @@ def test_ronde() -> None:
     assert read_rank_info(TORCHRUN_ON_NODE_1_OF_2 | {"RONDE_STORE": "/x"}).store == ""
 
 
-def test_horovod_says_all_numbers_and_no_meeting() -> None:
-    info = read_rank_info(HOROVOD)
-    assert info.launcher is Launcher.HOROVOD
-    assert info.world == World(3, 4, 1, 2, 1, 2)
-    assert info.meeting is None
-
-
 def test_slurm_step_with_unequal_nodes() -> None:
     info = read_rank_info(SLURM)
     assert info.launcher is Launcher.SLURM
@@ -169,17 +162,6 @@ def test_plain_without_local_numbers_leaves_them_open() -> None:
     assert read_rank_info(
         {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "2"}
     ) == RankInfo(Launcher.PLAIN, 2, 4, 2, 3)
-
-
-def test_plain_world_of_one_is_whole() -> None:
-    info = read_rank_info({"RANK": "0", "WORLD_SIZE": "1"})
-    assert info.world == World(0, 1, 0, 1, 0, 1)
-
-
-def test_torchrun_over_nodes_leaves_the_hosts_to_an_exchange() -> None:
-    info = read_rank_info(TORCHRUN_ON_NODE_1_OF_2)
-    assert (info.rank, info.local_rank, info.local_size) == (3, 1, 2)
-    assert info.world is None
 
 
 @pytest.mark.parametrize(

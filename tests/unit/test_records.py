@@ -1,13 +1,11 @@
-import json
 import multiprocessing
-from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 from hypothesis import given, strategies as st
 
 from ronde.errors import UsageError
-from ronde.records import SCHEMA, MachineRecord, Record, append_record, read_records
+from ronde.records import Record, append_record, read_records
 
 LEAVES = st.one_of(
     st.none(),
@@ -27,14 +25,6 @@ def test_a_record_survives_its_line(kind: str, values: dict[str, object]) -> Non
     line = record.to_json()
     assert "\n" not in line
     assert Record.from_json(line) == record
-
-
-def test_a_record_says_when_and_where() -> None:
-    record = Record("training", {"images_per_s": 1.5})
-    assert datetime.fromisoformat(record.created_at).tzinfo == UTC
-    assert record.machine == MachineRecord.here()
-    assert record.machine.num_cores >= 1
-    assert json.loads(record.to_json())["schema"] == SCHEMA
 
 
 def test_files_are_appended_to_and_read_by_kind(tmp_path: Path) -> None:

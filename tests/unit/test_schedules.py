@@ -77,26 +77,11 @@ def every(name: str, size: int, numel: int) -> list[Schedule]:
     ]
 
 
-def loads_of(schedule: Schedule) -> list[int]:
-    return [load.numel for load in schedule.loads for _ in range(load.num_rounds)]
-
-
 @given(names, sizes, numels)
 def test_loads_are_what_the_busiest_rank_does(name, size, numel):
     for schedule in every(name, size, numel):
         loads = [load.numel for load in schedule.loads for _ in range(load.num_rounds)]
         assert loads == heaviest(schedule), schedule.name
-
-
-@given(shares)
-def test_loads_of_uneven_chunks_are_what_the_busiest_rank_does(counts):
-    chunks = Chunks.of_sizes(counts)
-    for name in ("ring", "halving_doubling"):
-        for schedule in (
-            ALGORITHMS[name].reduce_scatter(chunks),
-            ALGORITHMS[name].all_gather(chunks),
-        ):
-            assert loads_of(schedule) == heaviest(schedule), schedule.name
 
 
 @pytest.mark.parametrize("size", range(1, 65))

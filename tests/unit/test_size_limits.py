@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
-
 SOURCE = Path(__file__).parents[2] / "src" / "ronde"
 
 MAX_MODULE_LINES = 800
@@ -150,17 +148,3 @@ def test_modules_classes_and_what_users_import_are_explained() -> None:
         if ast.get_docstring(tree) is None
     ]
     assert not unexplained
-
-
-@pytest.mark.parametrize(
-    ("text", "num_lines"),
-    [
-        ("def f():\n    'Do.'\n    return 1", 1),
-        ("def f():\n    a = 1\n\n    return a", 3),
-        ("def f():\n    'Do.'", 0),
-    ],
-)
-def test_a_body_is_counted_without_its_docstring(text: str, num_lines: int) -> None:
-    node = ast.parse(text).body[0]
-    assert isinstance(node, ast.FunctionDef)
-    assert num_body_lines(Definition(SOURCE, node, is_public=True)) == num_lines

@@ -1,4 +1,4 @@
-"""``ronde alias``: lets every Python of this environment import ronde as horovod."""
+"""``ronde alias``: make ``import horovod`` find ronde in this environment."""
 
 import os
 import sys
@@ -15,19 +15,20 @@ from ronde.launch.environments import ALIAS_DIRECTORY, find_horovod
 _HELP = """\
 usage: ronde alias [--install | --remove]
 
-Without an option, show what import horovod finds in this environment.
+Make import horovod find ronde in every Python of this environment: under mpirun, srun,
+torchrun, plain Python and notebooks. Programs under ronde run need no alias.
 
-ronde run needs no alias installed. mpirun, srun, torchrun, plain Python and notebooks
-do: the alias is a .pth file in site-packages and the command horovodrun in bin.
+The alias is a .pth file in site-packages and the command horovodrun in bin. Without an
+option, show if it is installed.
 
 options:
-  --install   write both; refused where Horovod itself is installed
-  --remove    remove both, but no horovodrun that is not ronde's
+  --install   write both; an error if Horovod itself is installed
+  --remove    remove both, but not another program's horovodrun
   -h, --help  show this help and exit
 """
 
-# Python runs the file too, and takes the second line for a string: the kernel takes a
-# long path, or one with a space, for no interpreter.
+# To Python the second line is a string. It is there because #! cannot name a long path,
+# or one with a space.
 _COMMAND = """\
 #!/bin/sh
 '''exec' "{python}" "$0" "$@"
@@ -74,8 +75,7 @@ def _install(path_file: Path, command: Path) -> str:
         )
     if os.path.lexists(command) and not _is_ours(command):
         raise UsageError(
-            f"{command} must be ronde's or not be there, got another program. Remove "
-            "it, then type: ronde alias --install"
+            f"{command} is another program. Remove it, then type: ronde alias --install"
         )
     text = _COMMAND.format(python=sys.executable)
     wanted = {path_file: f"{ALIAS_DIRECTORY}\n", command: text}
@@ -113,7 +113,7 @@ def _state(path_file: Path) -> str:
 
 
 def _installed_horovod() -> str:
-    """Return Horovod itself, as a distribution or as a package; empty for none."""
+    """Return the installed Horovod, a package or a distribution; or an empty text."""
     if package := find_horovod(sys.path):
         return f"the package {package}"
     try:

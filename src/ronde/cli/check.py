@@ -28,7 +28,7 @@ from ronde.check.judging import (
 )
 from ronde.check.reading import NOT_OF_FILES, read_saved_facts
 from ronde.cli.help import HOST_OPTIONS, SSH_OPTIONS
-from ronde.cli.hosts import HOST_DEFAULTS, find_hosts, make_spawner
+from ronde.cli.hosts import HOST_DEFAULTS, HOST_TYPES, find_hosts, make_spawner
 from ronde.errors import Failure, HostError, HostFailure, UsageError
 from ronde.launch.bootstrap import start_local_agent
 from ronde.launch.environments import own_environment, select_forwarded
@@ -151,7 +151,7 @@ class _Checked(NamedTuple):
 
 
 def _make_parser() -> CommandParser:
-    parser = CommandParser("ronde check", _HELP)
+    parser = CommandParser("ronde check", _HELP, types=HOST_TYPES)
     parser.set_defaults(**HOST_DEFAULTS, burn="0")
     return parser
 

@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Mapping
 
-from ronde.arguments import attribute_of, read_number, read_one_of
+from ronde.arguments import attribute_of, read_number
 from ronde.cli.hosts import (
     DISCOVERIES,
     ELASTIC_OPTIONS,
@@ -24,7 +24,7 @@ _OF_HOROVOD = frozenset(("min-num-proc", "max-num-proc", "blacklist-cooldown-ran
 _NOTICES = ("signal", "aws", "gcp", "azure", "slurm")
 _TYPE = "Type for example: ronde run --min-ranks 2 --max-ranks 4 ..."
 _USUAL = ElasticOptions(1, NO_LIMIT)
-_Limit = tuple[str, int]  # the option, as it is typed, and a number of ranks
+_Limit = tuple[str, int]  # the option, as typed, and a number of ranks
 
 
 def read_elastic(
@@ -34,7 +34,7 @@ def read_elastic(
     num_ranks: int | None,
     num_each: int | None,
 ) -> ElasticOptions | None:
-    """Return how ranks may come and go; None where they are to stay."""
+    """Return the options of an elastic job; None for a job of fixed size."""
     given, script = horovod.elastic, options.host_discovery_script
     few, many = _read_nodes_range(options, num_each)
     least = _limit(
@@ -52,7 +52,7 @@ def read_elastic(
         raise UsageError(
             "--discover-every must come with --host-discovery, got it without. Drop it."
         )
-    # In Horovod an elastic job has no limit but --max-np.
+    # In Horovod only --max-np limits an elastic job.
     is_horovods = script is not None or "min-num-proc" in given
     open_ended = NO_LIMIT if num_ranks is None or is_horovods else num_ranks
     is_by_host = bool(many or script is not None or _OF_HOROVOD & given.keys())
@@ -61,30 +61,20 @@ def read_elastic(
     return ElasticOptions(
         min_ranks=least[1] if least else num_ranks or 1,
         max_ranks=most[1] if most else open_ended,
-        spares=read_number("--spares", options.spares or "0", "Type: --spares 1"),
+        spares=options.spares or 0,
         discovery=discovery,
-        discover_every_s=_duration(
-            options.discover_every, "--discover-every", _USUAL.discover_every_s
-        ),
-        failure_domain=FailureDomain(
-            read_one_of(
-                "--failure-domain",
-                options.failure_domain or domain,
-                tuple(FailureDomain),
-            )
-        ),
+        discover_every_s=options.discover_every or _USUAL.discover_every_s,
+        failure_domain=FailureDomain(options.failure_domain or domain),
         awaits_joining=is_horovods,
         cooldown_s=_read_cooldown(
             options.cooldown, given.get("blacklist-cooldown-range")
         ),
-        elastic_timeout_s=_duration(
-            text, "--elastic-timeout", _USUAL.elastic_timeout_s
-        ),
-        reform_timeout_s=_duration(
-            options.reform_timeout, "--reform-timeout", _USUAL.reform_timeout_s
-        ),
+        elastic_timeout_s=_read_elastic_timeout(text),
+        reform_timeout_s=options.reform_timeout or _USUAL.reform_timeout_s,
         reset_limit=_read_reset_limit(given.get("reset-limit")),
-        notice=_read_notice(options.notice),
+        notice=_USUAL.notice
+        if options.notice is None
+        else _read_notice(options.notice),
     )
 
 
@@ -105,11 +95,14 @@ def _read_nodes_range(
     return (name, least * num_each), (name, most * num_each)
 
 
-def _limit(typed: Mapping[str, str | None], nodes: _Limit | None) -> _Limit | None:
+def _limit(
+    typed: Mapping[str, int | str | None], nodes: _Limit | None
+) -> _Limit | None:
+    # A configuration file holds texts.
     limits = [
-        (name, read_number(name, text, "Correct it.", least=1))
-        for name, text in typed.items()
-        if text is not None
+        (name, read_number(name, str(given), "Correct it.", least=1))
+        for name, given in typed.items()
+        if given is not None
     ]
     limits += [nodes] if nodes else []
     if len(limits) > 1:
@@ -152,7 +145,7 @@ def _read_discovery(
                 f"--nodes must be a range as 2:4 with {option}, got {options.nodes}. "
                 "Or type --max-ranks N in its place."
             )
-        # Imported where it is needed: most jobs start without.
+        # Imported here: most jobs start without it.
         from ronde.launch.hosts.sources import is_hostfile
 
         is_file = is_hostfile(text, option)
@@ -161,10 +154,14 @@ def _read_discovery(
     return None
 
 
-def _duration(text: str | None, option: str, usual: float) -> float:
-    duration_s = usual if text is None else parse_duration_s(text, option)
+def _read_elastic_timeout(text: str | None) -> float:
+    if text is None:
+        return _USUAL.elastic_timeout_s
+    duration_s = parse_duration_s(text, "--elastic-timeout")
     if not duration_s:
-        raise UsageError(f"{option} must be longer than 0, got {text!r}. Correct it.")
+        raise UsageError(
+            f"--elastic-timeout must be longer than 0, got {text!r}. Correct it."
+        )
     return duration_s
 
 
@@ -195,15 +192,13 @@ def _read_reset_limit(text: str | None) -> int | None:
     return read_number("--reset-limit", text, "Leave it out for no limit.")
 
 
-def _read_notice(text: str | None) -> tuple[str, ...]:
-    if text is None:
-        return _USUAL.notice
+def _read_notice(text: str) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(text.split(",")))
     for name in names:
         kind, _, path = name.partition(":")
         if name not in _NOTICES and not (kind == "file" and path):
             raise UsageError(
-                f"--notice must be of {', '.join(_NOTICES)} and file:PATH, got "
+                f"--notice must be {', '.join(_NOTICES)} or file:PATH, got "
                 f"{name!r}. Type: --notice signal,aws"
             )
     return names

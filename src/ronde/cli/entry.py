@@ -1,4 +1,4 @@
-"""The command ``ronde``: picks the verb and turns errors into exit codes."""
+"""The command ``ronde``: choose the verb, and turn errors into exit codes."""
 
 import os
 import sys
@@ -17,16 +17,16 @@ _VERBS = ("run", "ps", "bench", "trace", "check", "topo", "plan", "alias", "horo
 def main(argv: Sequence[str] | None = None, timeouts: Timeouts = USUAL) -> int:
     """Run one command and return its exit code.
 
-    Without ``argv`` the command is this process's own, and its end ends the process.
+    Without ``argv`` it is this process's own command, and the process ends with it.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     _open_standard_fds()
     code = _code_of(words, timeouts)
     if argv is None and words[:1] != ["bench"]:
-        # Past the interpreter's own end, which takes 30 ms for nothing: all that was
-        # started has ended. But torch may have threads, and files to remove.
+        # Skip the interpreter's shutdown, which takes 30 ms: all that was started has
+        # ended. Not for bench: torch may have threads, and files to remove.
         for stream in (sys.stdout, sys.stderr):
-            # There is none where a descriptor was closed.
+            # None if the descriptor was closed.
             with suppress(OSError, ValueError):
                 print(end="", file=stream, flush=True)
         os._exit(code)
@@ -37,14 +37,13 @@ def _code_of(words: list[str], timeouts: Timeouts) -> int:
     code = 0
     try:
         code = _dispatch(words, timeouts)
-        # Here a failure to write can still be reported. An empty ``print`` would write
-        # where there is no buffer, and no terminal that was closed takes that.
+        # Here a failure to write can still be reported.
         if sys.stdout:
             sys.stdout.flush()
     except KeyboardInterrupt:
         return exits.EXIT_INTERRUPTED
     except RondeError as error:
-        # A terminal that was closed takes no complaint.
+        # The terminal may have been closed.
         with suppress(OSError):
             print(f"ronde: {error}", file=sys.stderr)
             if isinstance(error, HostError) and error.failures:
@@ -103,9 +102,9 @@ def _run(words: list[str], timeouts: Timeouts) -> int:
     from ronde.launch.bootstrap import start_local_agent
     from ronde.launch.signals import caught_signals
 
-    # First of all: the agent's start and the imports here take about equally long.
-    # A signal that comes meanwhile waits in its pipe, so that nobody leaves the agent
-    # alone; leaving the block closes the agent's input, which ends it, and waits.
+    # First of all: the agent's start and the imports here take about equally long. A
+    # signal that arrives meanwhile waits in its pipe, so the agent is never left alone:
+    # leaving the block closes the agent's input, which ends it, and waits.
     with caught_signals() as signal_fd, start_local_agent(has_input=True) as agent:
         from ronde.cli.run import run
 
@@ -113,7 +112,7 @@ def _run(words: list[str], timeouts: Timeouts) -> int:
 
 
 def _open_standard_fds() -> None:
-    """Give a closed standard descriptor a place, so that no pipe takes its number."""
+    """Open closed standard descriptors, so that no pipe gets their numbers."""
     for fd in (0, 1, 2):
         try:
             os.fstat(fd)

@@ -1,4 +1,4 @@
-"""The exit codes of ``ronde``, and what becomes of output that cannot be written.
+"""The exit codes of ``ronde``, and the handling of output that cannot be written.
 
 Source: sysexits.h for the codes below 100.
 """
@@ -22,7 +22,7 @@ def exit_code_of(error: RondeError) -> int:
 
 
 def is_unwritten(error: OSError) -> bool:
-    """Whether nobody reads standard output, or a file takes no more."""
+    """Return True if standard output has no reader, or its disk is full."""
     if isinstance(error, BrokenPipeError):
         poll = select.poll()
         poll.register(1, 0)
@@ -31,16 +31,16 @@ def is_unwritten(error: OSError) -> bool:
 
 
 def give_up_output(error: OSError) -> int:
-    """Report why output ends, unless nobody reads it; return the exit code."""
-    # What is left in the buffer must not fail at exit.
+    """Report a full disk; return the exit code."""
+    # The rest of the buffer must not fail at exit.
     sys.stdout = None
     if isinstance(error, BrokenPipeError):
         return EXIT_BROKEN_PIPE
-    # A terminal that was closed takes no complaint either.
+    # The terminal may have been closed.
     with suppress(OSError):
         print(
-            f"ronde: output must go where there is room, got: {error.strerror}. Make "
-            "room, or write elsewhere.",
+            f"ronde: output cannot be written: {error.strerror}. Make room, or write "
+            "elsewhere.",
             file=sys.stderr,
         )
     return EXIT_UNWRITTEN

@@ -1,7 +1,7 @@
-"""The help of ``ronde`` and ``ronde run``, and options that several commands have.
+"""The help of ``ronde`` and ``ronde run``, and the options that commands share.
 
-The lines of options are their declarations, too: see ``ronde.arguments``. Nothing is
-imported here, so that help is shown at once.
+The lines of options also declare them: see ``ronde.arguments``. Nothing is imported
+here, to show help at once.
 """
 
 HELP = """\
@@ -10,15 +10,15 @@ usage: ronde VERB ...
 ronde runs one training program on every GPU or CPU slot and keeps the copies in step.
 
 verbs:
-  run    start a program once for every slot of one host or of many
-  ps     list the jobs that run here, and what their ranks do now
-  bench  measure collectives and training steps; read others' results
+  run    start a program once for every slot of one or more hosts
+  ps     list running jobs and the status of their ranks
+  bench  measure collectives and training steps; read results of other tools
   trace  show which rank waited for which, from a job's timeline
-  check  show which hosts are ready, what is wrong on the others, and how to fix it
-  topo   show how a machine's GPUs, adapters and cores are connected, and how fast
-  plan   show what a layout of ranks needs in memory and traffic, before a start
-  alias  let every Python of this environment import ronde as horovod
-  horovodrun  run, with horovodrun's options
+  check  show which hosts are ready, and how to fix the others
+  topo   show how the GPUs, adapters and cores of a machine are connected
+  plan   estimate the memory and traffic of a training
+  alias  make import horovod find ronde in this environment
+  horovodrun  run a program with horovodrun's options
 
 ronde VERB --help shows more about a verb; ronde --version shows the version.
 """
@@ -32,20 +32,20 @@ hosts:
   --hostfile, -hostfile FILE
                         file with one host per line, as a slots=4; the formats
                         of Horovod, Open MPI, MPICH and DeepSpeed work too
-  --host-discovery WHAT
-                        command that prints such lines, or file that holds
-                        them; ronde run follows its changes
-  --host-discovery-script WHAT
-                        the same, as horovodrun has it
+  --host-discovery SOURCE
+                        command that prints such lines, or file of them;
+                        ronde run follows its changes
+  --host-discovery-script SOURCE
+                        the same, under horovodrun's name
   --slots, --slots-per-host N
-                        slots of each host that has no number of its own
+                        slots of each host without a number of its own
 """
 
 SSH_OPTIONS = """\
 other hosts:
-  --launcher NAME       how to start programs on other hosts: ssh, slurm
-                        (srun) or auto: slurm for the hosts of its
-                        allocation, else ssh (default: auto)
+  --launcher NAME       starts programs on other hosts: ssh, slurm (srun), or
+                        auto, which is slurm for the hosts of its allocation,
+                        else ssh (default: auto)
   --ssh-args ARGS ...   arguments for ssh in one word, as '-F my_config -J
                         gate'; they take precedence over ronde's own
   --python PATH         Python on the other hosts (default: the same path as
@@ -55,18 +55,18 @@ other hosts:
 RUN_HELP = f"""\
 usage: ronde run [-n N] [options] [--] program [arguments]
 
-Start a program once for every slot of one host or of many.
+Start a program once for every slot of one or more hosts.
 
 options:
   -h, --help            show this help and exit
 
 ranks:
   -n, -np, --num-proc N
-                        ranks in all (default: auto, one per slot: a GPU, else
-                        a core)
+                        number of ranks (default: auto, one per slot: a GPU,
+                        else a core)
   --nproc-per-node N    ranks per host: a number, gpu or cpu; with -n, the
-                        most that a host gets
-  -m, --module          program is a Python module, run as python -m does
+                        limit of each host
+  -m, --module          program is a Python module, as for python -m
 
 {HOST_OPTIONS}\
   --nodes, --nnodes N   use only the first N hosts; with --listen: number of
@@ -82,90 +82,88 @@ start:
   --sync DIR            first copy DIR to the same path on every other host
   --interface NAMES     network interfaces for the ranks, as ib0,eth0
                         (default: by routes)
-  --master-port PORT    MASTER_PORT, where programs that call
-                        init_process_group() themselves meet (default: a free
-                        one)
-  --dry-run             query all hosts, show the whole plan, start nothing
+  --master-port PORT    MASTER_PORT, for programs that call
+                        init_process_group() (default: a free port)
+  --dry-run             query all hosts and show the plan; start nothing
   --preflight           check every host first; start nothing if one is unfit
   --nested              start a separate world inside a rank of another
-  --[no-]horovod-alias  let import horovod find ronde even where Horovod is
-                        installed; with --no-, never (default: where Horovod
-                        is not installed)
-  --replace-gloo        have ronde move the tensors of groups that
-                        torch.distributed makes with Gloo
+  --[no-]horovod-alias  make import horovod find ronde even if Horovod is
+                        installed; with --no-, never (default: if Horovod is
+                        not installed)
+  --replace-gloo        use ronde in torch.distributed's process groups of
+                        Gloo
   --no-malloc-tuning    let CPU ranks return freed memory to the kernel at
                         once, as C's allocator does by default
 
 {SSH_OPTIONS}
 end:
-  --timeout TIME        end the job after TIME, as 30m or 2h: shows the stacks
-                        of all ranks; exit code 124
+  --timeout TIME        show the stacks of all ranks and end the job after
+                        TIME, as 30m or 2h; exit code 124
   --grace TIME          time from SIGTERM to SIGKILL, as 500ms, 5s or 2m
                         (default: 15s)
   --max-restarts R      start all ranks again up to R times when one fails or
                         a host is lost
   --no-restart-codes CODES
-                        exit codes after which nothing is restarted (default:
-                        93,64)
+                        exit codes that cause no restart (default: 93,64)
 
-ranks that come and go (hvd.elastic):
-  --min-ranks N         go on without lost ranks while N are left; fewer wait
-                        (default: -n, else 1)
-  --max-ranks N         take hosts and slots that are added, up to N ranks
+elastic jobs (hvd.elastic):
+  --min-ranks N         continue without lost ranks as long as N are left; wait
+                        when there are fewer (default: -n, else 1)
+  --max-ranks N         use hosts and slots that are added, up to N ranks
                         (default: -n, else no limit)
   --discover-every TIME
-                        time between two looks at --host-discovery (default:
-                        1s)
-  --spares N            further processes that wait to take a lost rank's
-                        place (default: 0)
-  --failure-domain WHAT
+                        interval of --host-discovery (default: 1s)
+  --spares N            extra processes, ready to replace lost ranks (default:
+                        0)
+  --failure-domain DOMAIN
                         host: a failed rank's whole host is left out at once;
                         slot: after three failures in ten minutes (default:
-                        slot; with horovodrun's options or --nodes A:B host)
-  --cooldown LO,HI      for how long a host is left out: at first LO, then
-                        twice as long each time, up to HI (default: 30s,1h)
+                        slot; host with horovodrun's options or --nodes A:B)
+  --cooldown LO,HI      time for which a host is left out: LO at first, doubled
+                        each time, up to HI (default: 30s,1h)
   --elastic-timeout TIME
-                        end the job after so long with fewer than --min-ranks
+                        end the job after TIME with fewer than --min-ranks
                         (default: 10m)
   --reform-timeout TIME
-                        what a rank has to leave what it does when ranks
-                        change; then its stacks are shown and it is killed
-                        (default: 30s)
+                        limit for a rank to stop its work when ranks change;
+                        then show its stacks and kill it (default: 30s)
   --reset-limit N       end the job at change N + 1 (default: no limit)
-  --notice NAMES        ranks leave a host before it is taken, by notice from
+  --notice NAMES        leave a host before it is taken away: at the notice of
                         aws, gcp, azure, slurm (a minute before the job's time
-                        limit) or file:PATH (it exists there); several as
+                        limit) or file:PATH (when it exists there); several as
                         aws,slurm (default: signal, SIGTERM to the host's
                         agent, which always counts)
 
 output:
-  --tag WHAT            prefix of each line: rank ([3]), host ([node2:3]) or
+  --tag TAG             prefix of each line: rank ([3]), host ([node2:3]) or
                         none; with ,time also the time of day (default: rank,
                         with several hosts host)
-  -v, --verbose         show the time of each step of the start, and what a
-                        slow one waits for
+  -v, --verbose         show the time of each step of the start, and the cause
+                        of a delay
   --no-prefix           the same as --tag none
-  --only RANKS          show only these ranks, as 0,4-7 or 0-63:8; files have
+  --only RANKS          show only these ranks, as 0,4-7 or 0-63:8; files get
                         all
   --log-dir DIR         also write each rank's output to files under DIR on
                         this host
-  --error-file FILE     write how the job ended to FILE, as JSON
+  --error-file FILE     write the result and failures of the job to FILE, as
+                        JSON
 
 binding:
-  --bind HOW            bind each rank to: core (own cores near its GPU, else
-                        an even part of all), numa (the memory node near its
-                        GPU), auto (what helps there) or none (default: none)
-  --bind-policy POLICY  when a rank's cores and GPU are not near the same
+  --bind MODE           bind each rank to: core (own cores near its GPU, else
+                        an equal share of all), numa (the memory node near its
+                        GPU), auto (chosen for each host) or none (default:
+                        none)
+  --bind-policy POLICY  if a rank's cores and GPU are not near the same
                         memory: best-effort starts it anyway, restricted
                         starts nothing unless its cores need several memory
                         nodes, single-numa-node starts nothing (default:
                         best-effort)
-  --gpu-view WHICH      GPUs that a rank sees: all, its own being number
+  --gpu-view VIEW       GPUs that a rank sees: all, its own as number
                         LOCAL_RANK, or one, its own (default: all)
 
 tensors:
-  --engine NAME         what moves the tensors: auto, shared_memory, gloo,
-                        nccl, scheduled, hierarchical (default: auto)
+  --engine NAME         engine that moves the tensors: auto, shared_memory,
+                        gloo, nccl, scheduled, hierarchical (default: auto)
   --algorithm NAME      schedule of the engines scheduled and hierarchical:
                         ring, tree, halving_doubling
   --timeline FILE       write a trace of all ranks to FILE, for Perfetto and
@@ -174,27 +172,26 @@ tensors:
                         largest size of that file; the oldest entries go first
                         (default: 32MiB)
 
-nodes that join by themselves:
-  --listen [ADDR:]PORT  wait there until as many nodes have joined as --nodes
-                        asks for
-  --agent HEAD:PORT     join the run that listens there, with --slots of this
-                        node's own
+nodes that join:
+  --listen [ADDR:]PORT  wait there until --nodes nodes have joined
+  --agent HEAD:PORT     join the run that listens there, with this node's own
+                        --slots
   --token-file FILE     file with the secret of all nodes; - is standard input
                         (default: $RONDE_TOKEN_FILE)
-  --join-timeout TIME   how long head and nodes wait for each other (default:
-                        5m)
+  --join-timeout TIME   time for which head and nodes wait for each other
+                        (default: 5m)
 
-Each rank finds its place in RANK, WORLD_SIZE, LOCAL_RANK and so on, as under torchrun.
-The first rank to fail ends the job: the others get SIGTERM, and after --grace every
-process of the job that is left is killed. Ctrl-\\ shows the stacks of all ranks.
+Ranks get RANK, WORLD_SIZE, LOCAL_RANK and so on, as under torchrun. The first rank to
+fail ends the job: the others get SIGTERM, and after --grace every process of the job is
+killed. Ctrl-\\ shows the stacks of all ranks.
 
 exit code: 0 if all ranks ended with 0, else the code of the rank that failed first (128
 plus the number of a signal); 130 after Ctrl-C, 143 after SIGTERM, 124 after --timeout;
-64 if the job cannot start as asked; 69 if a host cannot take part or was lost; 70 if
-the launcher itself failed.
+64 for a bad command line; 69 if a host cannot be used or was lost; 70 if the launcher
+itself failed.
 
 Options of horovodrun, and common ones of torchrun and mpirun, work too: see
-docs/launching.md. import horovod finds ronde unless Horovod is installed.
+docs/launching.md. import horovod finds ronde if Horovod is not installed.
 
 examples:
   ronde run train.py --epochs 3

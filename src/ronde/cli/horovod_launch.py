@@ -1,4 +1,4 @@
-"""Horovod's ``runner.launch``: horovodrun, called from Python."""
+"""``horovod.runner.launch``: horovodrun, called from Python."""
 
 import argparse
 import sys
@@ -13,7 +13,7 @@ __all__ = ["_run_elastic", "parse_args", "set_env_from_args"]
 
 
 def parse_args() -> argparse.Namespace:
-    """Read horovodrun's command line, this process's own."""
+    """Read this process's command line as horovodrun's."""
     words = sys.argv[1:]
     options = make_run_parser().parse_args(words)
     options.words = words
@@ -23,7 +23,7 @@ def parse_args() -> argparse.Namespace:
 def set_env_from_args(
     env: MutableMapping[str, str], args: argparse.Namespace
 ) -> MutableMapping[str, str]:
-    """Set the variables that horovodrun's options stand for."""
+    """Set the variables of horovodrun's options."""
     env.update(read_horovod_options(args, env).env)
     return env
 
@@ -32,8 +32,8 @@ def _run_elastic(args: argparse.Namespace) -> None:
     """Run an elastic job.
 
     Raises:
-        UsageError: The options ask for what cannot be; nothing was started.
-        RuntimeError: It failed.
+        UsageError: An option is wrong; nothing was started.
+        RuntimeError: The job failed.
     """
     words = [sys.executable, "-m", "ronde", "run"]
     if args.host_discovery_script is not None and args.discover_every is None:

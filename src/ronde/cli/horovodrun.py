@@ -1,7 +1,6 @@
 """horovodrun: its command, its options and its configuration file.
 
-``ronde run`` takes all its options; ``ronde alias --install`` writes a command
-``horovodrun`` that calls ``ronde horovodrun``.
+``ronde run`` takes all of its options.
 """
 
 import argparse
@@ -21,13 +20,13 @@ from ronde.launch.program import absolute_path
 _HELP = """\
 usage: horovodrun [-np N] [options] program [arguments]
 
-This is ronde's horovodrun: it takes Horovod's options and starts ronde run.
+Start ronde run with the options of Horovod's horovodrun.
 
-  -np N                ranks to start
+  -np N                number of ranks
   -cb, --check-build   show the frameworks and libraries that ronde can use
   -v, --version        show the version of ronde
 
-ronde run --help lists the further options.
+ronde run --help lists the other options.
 """
 
 _CHECK = """\
@@ -50,7 +49,7 @@ Available Tensor Operations:
     [{gloo}] Gloo
     [X] shared memory"""
 
-# Options with a value that is a variable's, by its name without HOROVOD_.
+# Options that set a variable, by the variable's name without HOROVOD_.
 _VALUES = {
     "fusion-threshold-mb": "FUSION_THRESHOLD",
     "cycle-time-ms": "CYCLE_TIME",
@@ -69,7 +68,7 @@ _VALUES = {
     "reset-limit": "RESET_LIMIT",
     "network-interfaces": "GLOO_IFACE",
 }
-# Options that set a variable to 1, and to 0 with no- before them.
+# Options that set a variable to 1, or with no- to 0.
 _SWITCHES = {
     "hierarchical-allreduce": "HIERARCHICAL_ALLREDUCE",
     "hierarchical-allgather": "HIERARCHICAL_ALLGATHER",
@@ -79,8 +78,8 @@ _SWITCHES = {
     "stall-check": "STALL_CHECK_DISABLE",
 }
 _SSH = ("ssh-port", "ssh-identity-file")
-# Those of elastic jobs: read by ``ronde.cli.elastic``.
-_OF_RUN = ("elastic-timeout", "reset-limit")  # ``ronde run`` has them, too
+# Options of elastic jobs, read by ``ronde.cli.elastic``.
+_OF_RUN = ("elastic-timeout", "reset-limit")  # also declared by ``ronde run``
 _LIMITS = ("min-num-proc", "max-num-proc")
 _ELASTIC = (*_LIMITS, "blacklist-cooldown-range", *_OF_RUN)
 _READ_HERE = ("output-filename", "config-file", *_ELASTIC, *_SSH)
@@ -105,7 +104,7 @@ _OTHER_NAMES = {
     "prefix-output-with-timestamp": ["-prefix-timestamp"],
 }
 _CONFIGURABLE = _IGNORED.union(_VALUES, _SWITCHES, _CONTROLLERS, _SSH, _LIMITS, _OF_RUN)
-# Sections of a configuration file, and how the names of their options begin.
+# Sections of a configuration file, and the prefix of their options.
 _SECTIONS = {
     "params": "",
     "autotune": "autotune-",
@@ -132,14 +131,14 @@ def run_horovodrun(words: list[str], run: Callable[[list[str]], int]) -> int:
             marks = {name: "X" if has else " " for name, has in built.items()}
             print(_CHECK.format(version=ronde.__version__, horovod=horovod, **marks))
         case _:
-            taken_for = shlex.join(["ronde", "run", *words]).replace("\n", "\\n")
-            print(f"horovodrun: runs {taken_for}", file=sys.stderr)
+            command = shlex.join(["ronde", "run", *words]).replace("\n", "\\n")
+            print(f"horovodrun: runs {command}", file=sys.stderr)
             return run(words)
     return 0
 
 
 def add_horovod_options(parser: argparse.ArgumentParser) -> None:
-    """Let a parser take horovodrun's options, but for ``-np`` and hosts."""
+    """Declare horovodrun's options that ``ronde run`` does not have."""
 
     def add(name: str, dest: str = "", **how: Any) -> None:  # noqa: ANN401  argparse's own
         names = [f"--{name}", *_OTHER_NAMES.get(name, [])]
@@ -201,7 +200,7 @@ def _variables(given: Mapping[str, str], environ: Mapping[str, str]) -> dict[str
         num_mib = read_number("--fusion-threshold-mb", text, cure)
         env["HOROVOD_FUSION_THRESHOLD"] = str(num_mib << 20)
     known = {**environ, **env}
-    # For those that open sockets themselves.
+    # Gloo and NCCL open sockets themselves.
     if names := known.get("HOROVOD_GLOO_IFACE"):
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             env[name] = known.get(name, names)
@@ -229,24 +228,25 @@ def _configured(given: Mapping[str, str]) -> dict[str, str]:
 
 
 def read_config(path: str, sections: Sequence[str]) -> Iterator[tuple[str, str, str]]:
-    """Yield section, key and value of a configuration file in YAML."""
-    # A section that is no mapping has an empty key. true and false are 1 and 0.
+    """Yield section, key and value of a configuration file in YAML.
+
+    The key of a section that is no mapping is empty. true and false are 1 and 0.
+    """
     text = read_text(path, "--config-file")
     try:
         import yaml
     except ModuleNotFoundError:
         raise UsageError(
-            "--config-file must have PyYAML to be read, which is not installed. "
-            "Type: pip install pyyaml"
+            "--config-file needs PyYAML, which is not installed. Type: pip install "
+            "pyyaml"
         ) from None
     try:
         content: Any = yaml.safe_load(text) or {}
     except yaml.YAMLError as error:
-        raise UsageError(f"{path} must be YAML, but {error}. Correct it.") from None
+        raise UsageError(f"{path} must be YAML, got: {error}. Correct it.") from None
     if not isinstance(content, dict) or not set(cast("Any", content)) <= set(sections):
         raise UsageError(
-            f"{path} must have the sections {', '.join(sections)} and no others. "
-            "Correct it."
+            f"{path} must have only the sections {', '.join(sections)}. Correct it."
         )
     for section, values in cast("dict[str, Any]", content).items():
         is_section = isinstance(values, dict)
@@ -257,7 +257,7 @@ def read_config(path: str, sections: Sequence[str]) -> Iterator[tuple[str, str, 
 
 
 class LinkedOutputs(JobFile):
-    """Links the ranks' files as horovodrun does: ``DIR/rank.<r>/stdout``."""
+    """Links to the ranks' files as horovodrun names them: ``DIR/rank.<r>/stdout``."""
 
     def begin(self, attempt: Attempt) -> None:
         super().begin(attempt)

@@ -1,4 +1,4 @@
-"""Which hosts a command reaches, and how: its options, else Slurm's allocation."""
+"""The hosts of a command: from its options, else from Slurm's allocation."""
 
 import argparse
 import os
@@ -9,14 +9,19 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ronde.arguments import attribute_of, read_number, read_one_of, require_alone
+from ronde.arguments import (
+    attribute_of,
+    one_of,
+    read_number,
+    require_alone,
+    whole_number,
+)
 from ronde.errors import UsageError
 from ronde.launch.host import MAX_SLOTS, SLOTS_OPEN, Host, is_here
 
 if TYPE_CHECKING:
     from ronde.launch.hosts.spawner import Spawner
 
-LAUNCHERS = ("auto", "ssh", "slurm")
 DISCOVERIES = ("--host-discovery", "--host-discovery-script")
 ELASTIC_OPTIONS = (
     *("--spares", "--discover-every", "--failure-domain", "--cooldown"),
@@ -25,14 +30,18 @@ ELASTIC_OPTIONS = (
 """Options of elastic jobs alone."""
 _SOURCES = ("--hosts", "--hostfile", *DISCOVERIES)
 HOST_DEFAULTS = {"launcher": "auto", "python": sys.executable}
+HOST_TYPES = {
+    "--slots": whole_number(1, MAX_SLOTS),
+    "--launcher": one_of("auto", "ssh", "slurm"),
+}
 
 
 class HorovodOptions(NamedTuple):
-    """Horovod's options, as they were given to ``ronde run``."""
+    """Options of horovodrun among those of ``ronde run``."""
 
     env: Mapping[str, str] = MappingProxyType({})  # variables for all ranks
     elastic: Mapping[str, Any] = MappingProxyType({})  # options of elastic jobs
-    ssh_port: int = 0  # 0 for ssh's own choice
+    ssh_port: int = 0  # 0 for ssh's default
     ssh_args: tuple[str, ...] = ()
     output_dir: str = ""  # directory for the ranks' output, or empty
     ignored: tuple[str, ...] = ()  # options that have no effect
@@ -41,10 +50,10 @@ class HorovodOptions(NamedTuple):
 def find_run_hosts(
     options: argparse.Namespace, environ: Mapping[str, str], ssh_port: int
 ) -> tuple[Host, ...]:
-    """Return the hosts of ``find_hosts`` that the other options leave."""
+    """Return the hosts that ``--standalone`` and ``--nodes`` leave."""
     hosts = find_hosts(options, {} if options.standalone else environ)
     if ssh_port:
-        # It is for other hosts: with a port, this machine would count as another one.
+        # With a port, this machine would count as another one.
         own = next((host for host in hosts if is_here(host)), None)
         hosts = tuple(
             host if host is own else host._replace(port=host.port or ssh_port)
@@ -58,7 +67,7 @@ def find_run_hosts(
                     f"horovod.run(), got {host.name}. Start the program on several "
                     "hosts with: ronde run -H a:4,b:4 python SCRIPT"
                 )
-    # With --listen it counts those that join.
+    # With --listen, --nodes counts the nodes that join.
     if not options.nodes or options.listen:
         return hosts
     least, most = read_nodes(options.nodes)
@@ -68,12 +77,12 @@ def find_run_hosts(
             f"--nodes must be at most {len(usable)}, the hosts that are known, got "
             f"{least}. Name all with -H, or have nodes join: --listen and --agent."
         )
-    # Beyond the fewest, hosts may take the place of others.
+    # In a range, the other hosts may replace lost ones.
     return hosts if least < most else tuple(usable[:least])
 
 
 def read_nodes(text: str) -> tuple[int, int]:
-    """Return the fewest and the most hosts of ``3`` or, as torchrun has it, ``2:4``."""
+    """Return the fewest and the most hosts: of ``3`` or, as in torchrun, ``2:4``."""
     few, is_range, many = text.partition(":")
     cure = "Type: ronde run -H a,b --nodes 2 ..."
     least = read_number("--nodes", few if is_range else text, cure, least=1)
@@ -85,7 +94,6 @@ def find_hosts(
     options: argparse.Namespace, environ: Mapping[str, str]
 ) -> tuple[Host, ...]:
     """Return the hosts of an option, else of Slurm's allocation, else this machine."""
-    # Reads the host file, and runs the discovery script, once.
     require_alone(options, *_SOURCES)
     given = {name: getattr(options, attribute_of(name)) for name in _SOURCES}
     named = [name for name, value in given.items() if value is not None]
@@ -93,7 +101,7 @@ def find_hosts(
     hosts: Sequence[Host] | None = None
     if named:
         source, text = named[0], given[named[0]]
-        # Imported where it is needed: most jobs start without.
+        # Imported here: most jobs start without it.
         from ronde.launch.hosts import sources
 
         if source in DISCOVERIES:
@@ -132,10 +140,7 @@ def _discover(text: str, option: str) -> tuple[Host, ...]:
 
 
 def read_slots(options: argparse.Namespace) -> int:
-    if options.slots is None:
-        return SLOTS_OPEN
-    cure = "Type: --slots 4"
-    return read_number("--slots", options.slots, cure, least=1, most=MAX_SLOTS)
+    return SLOTS_OPEN if options.slots is None else options.slots
 
 
 def read_text(path: str, option: str) -> str:
@@ -153,10 +158,10 @@ def make_spawner(
     environ: Mapping[str, str],
     more_ssh_args: Sequence[str] = (),
 ) -> "Spawner":
-    name = read_one_of("--launcher", options.launcher, LAUNCHERS)
     is_named = any(getattr(options, attribute_of(each)) for each in _SOURCES)
     is_in_slurm = "SLURM_JOB_ID" in environ
-    if name == "slurm" or (name == "auto" and is_in_slurm and not is_named):
+    is_chosen = options.launcher == "auto" and is_in_slurm and not is_named
+    if options.launcher == "slurm" or is_chosen:
         if not is_in_slurm:
             raise UsageError(
                 "--launcher slurm must be inside an allocation, got none. "
@@ -169,7 +174,7 @@ def make_spawner(
         ssh_args = [word for text in options.ssh_args for word in shlex.split(text)]
     except ValueError as error:
         raise UsageError(
-            "--ssh-args must be words as a shell takes them, got "
+            "--ssh-args must be words in shell syntax, got "
             f"{options.ssh_args[-1]!r} ({error}). Close the quote."
         ) from None
     ssh_args += more_ssh_args

@@ -1,4 +1,4 @@
-"""Well-known options of other launchers, and what to type for them here.
+"""Well-known options of other launchers, and ronde's options in their place.
 
 Source: ``torchrun --help`` (2.13), mpirun(1) of Open MPI 5, ``mpiexec --help`` of
 MPICH 5, srun(1), and ``deepspeed --help``, ``accelerate launch --help`` of 2026.
@@ -10,7 +10,7 @@ accelerate: machine-rank main-process-ip same-network
 deepspeed: no-ssh
   Name all hosts with -H, or have the nodes join with --listen and --agent.
 torchrun: master-addr local-addr
-  Drop it: the ranks meet where all hosts reach; --interface NAMES restricts it.
+  Drop it: ronde chooses an address all hosts reach; --interface NAMES restricts it.
 torchrun: shutdown-timeout
   Type --grace TIME.
 torchrun: virtual-local-rank
@@ -92,7 +92,7 @@ accelerate: mixed-precision use-fsdp use-deepspeed dynamo-backend
 
 
 def advise(word: str) -> str:
-    """Return what stands for another launcher's option here; empty for none."""
+    """Return advice about another launcher's option; empty if it is unknown."""
     name, _, value = word.partition("=")
     if name.startswith("-N"):
         number = value or name[2:] or "N"
@@ -105,8 +105,8 @@ def advise(word: str) -> str:
     launcher = ""
     for line in _TABLE.splitlines():
         if not line.startswith(" "):
-            who, names = line.split(": ")
-            launcher = who if bare in names.split() else launcher
+            source, names = line.split(": ")
+            launcher = source if bare in names.split() else launcher
         elif launcher:
             return f"{name} is an option of {launcher}. {line.strip()}"
     return ""

@@ -1,4 +1,4 @@
-"""``ronde plan``: what a training would need, before anything of it is started."""
+"""``ronde plan``: estimates of a training's memory and traffic."""
 
 import argparse
 import inspect
@@ -9,7 +9,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
-from ronde.arguments import CommandParser, read_number, read_one_of, refuse_verb
+from ronde.arguments import CommandParser, one_of, refuse_verb, whole_number
 from ronde.cli.topo import load_hosts, print_json
 from ronde.errors import UsageError
 from ronde.parallel.layout import Layout
@@ -18,22 +18,22 @@ from ronde.parallel.traffic import StepSizes, step_traffic
 from ronde.units import counted, format_size, parse_size_bytes
 
 _HELP = """\
-usage: ronde plan memory FILE --mesh AXES         what a rank would hold in a step
+usage: ronde plan memory FILE --mesh AXES      memory of a rank in a training step
        ronde plan memory --params COUNT --mesh AXES
        ronde plan traffic --params COUNT --mesh AXES [SOURCE ...]
-                                                  what it would send, and how long
+                                               bytes that it sends, and the time
 
 Nothing is started. ronde plan VERB --help shows more about a verb.
 """
 _MODEL_OPTIONS = """\
   --params COUNT  parameters of the whole model, as 7B, 350M or 7e9
-  --blocks N      blocks that are gathered one by one (default: 32)
+  --blocks N      number of blocks, which are gathered one by one (default: 32)
   --precision NAME
-                  what is computed in: fp32 or bf16 (default: fp32)
+                  precision of the computation: fp32 or bf16 (default: fp32)
 """
 _ZERO_OPTION = """\
-  --zero N        what dp_shard divides: 1 the optimizer's state, 2 gradients,
-                  too, 3 all; 0 nothing (default: 3)
+  --zero N        ZeRO stage of dp_shard: 1 shards the optimizer's state, 2 also
+                  the gradients, 3 also the weights, 0 nothing (default: 3)
 """
 _LAST_OPTIONS = """\
   --json          print one object of JSON
@@ -43,31 +43,32 @@ _MEMORY_HELP = f"""\
 usage: ronde plan memory FILE --mesh AXES [options]
        ronde plan memory --params COUNT --mesh AXES [options]
 
-Show what a rank would hold at the peak of a training step. Nothing is started, and no
-memory taken for the model.
+Show the memory of a rank at the peak of a training step. Nothing is started, and the
+model takes no memory.
 
-FILE is a Python program that defines build(), which returns the model, batch(), the
-tensors of one rank, and loss_of(model, *batch); make_optimizer(parameters), too, if it
-is not AdamW. One step is run without data, as parallelize() of ronde.torch.parallel
-would have it. With --params formulas give weights, gradients and optimizer state of a
-model of equal blocks; activations are not in them.
+FILE is a Python program that defines build(), which returns the model, batch(), which
+returns the tensors of one rank, and loss_of(model, *batch); if the optimizer is not
+AdamW, also make_optimizer(parameters). One step runs on fake tensors, with the model
+parallelized as by parallelize() of ronde.torch.parallel. With --params, formulas give
+the weights, gradients and optimizer state of a model of equal blocks, without
+activations.
 
 options:
-  --mesh AXES     sizes such as dp_shard=8,tp=2, of pp, dp_replicate, dp_shard
-                  and tp; -1 is what is left of -n
+  --mesh AXES     sizes of pp, dp_replicate, dp_shard and tp, as
+                  dp_shard=8,tp=2; -1 is the rest of -n
   -n RANKS        ranks of the job (default: the product of the sizes)
 {_ZERO_OPTION}\
-  --device NAME   cpu or cuda, with FILE (default: what is here); on cpu the
-                  process itself and what its allocator keeps are counted
-  --limit SIZE    memory of a rank's device, as 80GiB; exit with 1 if it is
-                  less than needed
+  --device NAME   cpu or cuda, with FILE (default: this machine's); cpu also
+                  counts the process itself and its allocator's free memory
+  --limit SIZE    memory of a rank's device, as 80GiB; exit with 1 if it does
+                  not suffice
 {_LAST_OPTIONS}
-in place of FILE:
+without FILE:
 {_MODEL_OPTIONS}\
   --optimizer NAME
                   adam, sgd-momentum or sgd (default: adam)
 
-exit code: 0, 1 --limit is less than needed, 64 a layout or a file that cannot be used
+exit code: 0; 1 if --limit does not suffice; 64 for a wrong layout or file
 
 example:
   ronde plan memory --params 7B --mesh dp_shard=8 --precision bf16 --limit 80GiB
@@ -75,33 +76,32 @@ example:
 _TRAFFIC_HELP = f"""\
 usage: ronde plan traffic --params COUNT --mesh AXES [SOURCE ...] [options]
 
-Show what the busiest rank sends in a training step along each axis of a layout, and how
-long its slowest link takes for that, if no computation hides it.
+Show the bytes that the busiest rank sends in a training step along each axis of a
+layout, and the time its slowest link takes if no computation hides it.
 
 options:
-  --mesh AXES     sizes such as dp_shard=8,tp=2, of pp, dp_replicate, dp_shard
-                  and tp; -1 is what is left of one rank for each GPU
-  -n RANKS        ranks of a host (default: its GPUs)
+  --mesh AXES     sizes of pp, dp_replicate, dp_shard and tp, as
+                  dp_shard=8,tp=2; -1 is the rest of one rank for each GPU
+  -n RANKS        ranks of a host (default: one for each GPU)
 {_MODEL_OPTIONS}\
 {_ZERO_OPTION}\
-  --hidden N      width of the activations between blocks; for tp and pp
-  --tokens N      rows of them that a rank has in a step: batch times sequence
-  --root DIR      read a saved tree that holds sys and proc, in place of this
-                  machine
+  --hidden N      width of the activations between blocks, for tp and pp
+  --tokens N      their rows on a rank in a step: batch times sequence length
+  --root DIR      read sys and proc in DIR in place of this machine's
 {_LAST_OPTIONS}
-SOURCE is what ronde topo place --mesh takes: the hosts' topologies. One host stands for
-as many like it as are needed. Without one it is this machine.
+SOURCE is the topology of a host, as for ronde topo place --mesh (default: this
+machine). One host stands for as many equal ones as needed.
 
 example:
   ronde plan traffic topo.xml --params 70B --mesh dp_shard=8,tp=8 --precision bf16 \\
       --blocks 80 --hidden 8192 --tokens 8192
 """
-_EXIT_SHORT = 1
+_EXIT_TOO_LITTLE = 1
 _COUNT_UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 _FORMULA_OPTIONS = ("params", "blocks", "precision", "optimizer")
 _OPTIMIZERS = {name.value.lower().replace(" ", "-"): name for name in OptimizerName}
 _NEEDED = ("build", "batch", "loss_of")
-_PROGRAM = "ronde_planned_program"  # The name of its module; not __main__.
+_PROGRAM = "ronde_planned_program"  # the name of its module; not __main__
 
 
 def run(words: Sequence[str]) -> int:
@@ -111,22 +111,22 @@ def run(words: Sequence[str]) -> int:
     if words[0] not in _VERBS:
         refuse_verb(words[0], [*_VERBS], "ronde plan")
     run_verb, help_text, positionals = _VERBS[words[0]]
-    command = f"ronde plan {words[0]}"
-    options = CommandParser(command, help_text, positionals=positionals).read(words[1:])
+    parser = CommandParser(
+        f"ronde plan {words[0]}", help_text, types=_TYPES, positionals=positionals
+    )
+    parser.set_defaults(zero=3)
+    options = parser.read(words[1:])
     return 0 if options is None else run_verb(options)
 
 
 def _plan_memory(options: argparse.Namespace) -> int:
-    layout, zero = _read_layout(options), _read_zero(options)
+    layout, zero, limit = _require_layout(options), options.zero, options.limit
     if options.n is not None:
-        layout = layout.resolve(_read_ranks(options))
+        layout = layout.resolve(options.n)
     elif -1 in layout.sizes.values():
         raise UsageError(
             f"-n must be given where --mesh has -1, got {layout}. Type: -n 8"
         )
-    limit = None
-    if options.limit is not None:
-        limit = parse_size_bytes(options.limit, "--limit")
     if options.file is None:
         memory = _by_formula(options, layout, zero)
     else:
@@ -154,27 +154,23 @@ def _plan_memory(options: argparse.Namespace) -> int:
         elif limit is not None:
             left = limit - memory.total_bytes
             print(f"\nIt fits: {format_size(left)} of {format_size(limit)} are left.")
-    return _EXIT_SHORT if shortage else 0
+    return _EXIT_TOO_LITTLE if shortage else 0
 
 
-def _read_layout(options: argparse.Namespace) -> Layout:
-    if options.mesh is None:
-        raise UsageError("--mesh must be given, got none. Type: --mesh dp_shard=8")
-    layout = Layout.parse(options.mesh)
+def _read_layout(text: str) -> Layout:
+    layout = Layout.parse(text)
     if layout.cp != 1:
         raise UsageError(
-            f"--mesh must have no cp here, got {layout}: what it brings depends on the "
-            "attention. Leave it out."
+            f"must have no cp here, got {layout}: its effect depends on the attention. "
+            "Leave it out."
         )
     return layout
 
 
-def _read_ranks(options: argparse.Namespace) -> int:
-    return read_number("-n", options.n, "Type: -n 8", least=1)
-
-
-def _read_zero(options: argparse.Namespace) -> int:
-    return read_number("--zero", options.zero or "3", "Type: --zero 3", most=3)
+def _require_layout(options: argparse.Namespace) -> Layout:
+    if options.mesh is None:
+        raise UsageError("--mesh must be given, got none. Type: --mesh dp_shard=8")
+    return options.mesh
 
 
 def _by_formula(options: argparse.Namespace, layout: Layout, zero: int) -> RankMemory:
@@ -188,32 +184,30 @@ def _by_formula(options: argparse.Namespace, layout: Layout, zero: int) -> RankM
             f"--device must be with a FILE, got {options.device}. Leave it out: "
             "formulas count tensors alone."
         )
-    optimizer = read_one_of("--optimizer", options.optimizer or "adam", [*_OPTIMIZERS])
-    num_blocks = _read_blocks(options)
-    num_params = _read_count(options.params) // (layout.tp * layout.pp)
+    num_blocks = options.blocks or _DEFAULT_BLOCKS
+    num_params = options.params // (layout.tp * layout.pp)
     num_own = -(-num_blocks // layout.pp)
     if num_params < num_own:
         raise UsageError(
-            f"--params must give each block of each rank one at least, got "
-            f"{options.params} for {num_blocks} blocks. Give the whole model's."
+            f"--params must give each block of each rank at least one, got "
+            f"{options.params} for {num_blocks} blocks. Give those of the whole model."
         )
-    sharding = Sharding(
-        layout.dp_shard, zero, _read_precision(options), _OPTIMIZERS[optimizer]
-    )
+    optimizer = _OPTIMIZERS[options.optimizer or "adam"]
+    sharding = Sharding(layout.dp_shard, zero, _precision(options), optimizer)
     share, rest = divmod(num_params, num_own)
-    return sharding.peak([share + (place < rest) for place in range(num_own)])
+    return sharding.peak([share + (index < rest) for index in range(num_own)])
 
 
 def _plan_traffic(options: argparse.Namespace) -> int:
-    # Who plans memory alone needs none of these.
+    # Imported here: plan memory does not need them.
     from ronde.render.topo_tables import tabulate_traffic
     from ronde.topology.placement.mesh import plan_mesh
 
-    layout, zero = _read_layout(options), _read_zero(options)
+    layout, zero = _require_layout(options), options.zero
     if options.params is None:
         raise UsageError("--params must be given, got none. Type: --params 7B")
-    per_host = None if options.n is None else _read_ranks(options)
-    plan = plan_mesh(load_hosts(options), layout, per_host, is_tp_across_hosts=True)
+    hosts = load_hosts(options)
+    plan = plan_mesh(hosts, layout, options.n, is_tp_across_hosts=True)
     layout = Layout.parse(plan.mesh)
     sent = step_traffic(layout, _read_sizes(options, layout), zero)
     if options.json:
@@ -232,38 +226,31 @@ def _plan_traffic(options: argparse.Namespace) -> int:
     hosts = counted(plan.num_hosts, "host")
     ranks = counted(plan.num_ranks, "rank")
     where = f"{plan.mesh}: {ranks} on {hosts}, zero {zero}"
-    print(f"{where}; what a rank sends in a step\n")
+    print(f"{where}; bytes that a rank sends in a step\n")
     print(tabulate_traffic(plan, sent), end="")
     return 0
 
 
 def _read_sizes(options: argparse.Namespace, layout: Layout) -> StepSizes:
-    itemsize = 4 if _read_precision(options) is Precision.FP32 else 2
-    num_params = _read_count(options.params) / (layout.tp * layout.pp)
-    num_blocks, rows = _read_blocks(options), [0, 0]
+    itemsize = 4 if _precision(options) is Precision.FP32 else 2
+    num_params = options.params / (layout.tp * layout.pp)
+    num_blocks = options.blocks or _DEFAULT_BLOCKS
+    num_activations = 0
     if layout.tp * layout.pp > 1:
-        for place, name in enumerate(("hidden", "tokens")):
-            given = getattr(options, name)
-            if given is None:
+        for name in ("hidden", "tokens"):
+            if getattr(options, name) is None:
                 raise UsageError(
                     f"--{name} must be given where --mesh has tp or pp, got none. "
                     f"Type: --{name} 4096"
                 )
-            cure = f"Type: --{name} 4096"
-            rows[place] = read_number(f"--{name}", given, cure, least=1)
-    width, height = rows
+        num_activations = options.hidden * options.tokens
     return StepSizes(
-        num_params * itemsize, width * height * itemsize, -(-num_blocks // layout.pp)
+        num_params * itemsize, num_activations * itemsize, -(-num_blocks // layout.pp)
     )
 
 
-def _read_blocks(options: argparse.Namespace) -> int:
-    return read_number("--blocks", options.blocks or "32", "Type: --blocks 32", least=1)
-
-
-def _read_precision(options: argparse.Namespace) -> Precision:
-    known = list(Precision)
-    return Precision(read_one_of("--precision", options.precision or "fp32", known))
+def _precision(options: argparse.Namespace) -> Precision:
+    return Precision(options.precision or "fp32")
 
 
 def _read_count(text: str) -> int:
@@ -273,8 +260,8 @@ def _read_count(text: str) -> int:
     count = int(float(match[1]) * _COUNT_UNITS[match[2]]) if match else 0
     if not 0 < count < 10**18:
         raise UsageError(
-            f"--params must be a number of parameters, got {text!r}. Write it as 7B, "
-            "350M or 7e9."
+            f"must be a number of parameters, got {text!r}. Write it as 7B, 350M or "
+            "7e9."
         )
     return count
 
@@ -283,7 +270,7 @@ def _refuse_formula_options(options: argparse.Namespace) -> None:
     for name in _FORMULA_OPTIONS:
         if getattr(options, name) is not None:
             raise UsageError(
-                f"--{name} must be without a FILE, which says it by itself, got "
+                f"--{name} must be without a FILE, which defines it, got "
                 f"{options.file}. Leave one out."
             )
 
@@ -297,12 +284,10 @@ def _by_a_step(options: argparse.Namespace, layout: Layout, zero: int) -> RankMe
         )
     if zero < 2:
         raise UsageError(
-            f"--zero must be 2 or 3 with a FILE, got {zero}. --params has 0 and 1, too."
+            f"--zero must be 2 or 3 with a FILE, got {zero}. For 0 and 1 give --params."
         )
-    if device is not None:
-        read_one_of("--device", device, ["cpu", "cuda"])
     program = _load(path)
-    # It takes torch a second to be imported.
+    # Imported here: torch takes a second.
     from ronde.torch.parallel import estimate
 
     make_optimizer: Callable[[Any], Any] | None = program.get("make_optimizer")
@@ -318,7 +303,7 @@ def _by_a_step(options: argparse.Namespace, layout: Layout, zero: int) -> RankMe
 
 
 def _load(path: Path) -> Mapping[str, Any]:
-    """Run a program as a module, with its folder on the path as Python has it."""
+    """Run a program as a module, with its folder on ``sys.path`` as in a script."""
     spec = spec_from_file_location(_PROGRAM, path)
     if not path.is_file() or spec is None or spec.loader is None:
         raise UsageError(f"FILE must be a Python program, got {str(path)!r}.")
@@ -336,6 +321,18 @@ def _load(path: Path) -> Mapping[str, Any]:
     return program
 
 
+_DEFAULT_BLOCKS = 32
+_TYPES = {
+    "-n": whole_number(1),
+    "--zero": whole_number(0, 3),
+    "N": whole_number(1),
+    "AXES": _read_layout,
+    "COUNT": _read_count,
+    "SIZE": parse_size_bytes,
+    "--precision": one_of(*Precision),
+    "--optimizer": one_of(*_OPTIMIZERS),
+    "--device": one_of("cpu", "cuda"),
+}
 _VERBS: Mapping[str, tuple[Callable[..., int], str, Mapping[str, str]]] = {
     "memory": (_plan_memory, _MEMORY_HELP, {"file": "?"}),
     "traffic": (_plan_traffic, _TRAFFIC_HELP, {"sources": "*"}),

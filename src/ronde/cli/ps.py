@@ -1,4 +1,4 @@
-"""``ronde ps``: this user's jobs on this host, and what their ranks do now."""
+"""``ronde ps``: the jobs of this user on this host, and the status of their ranks."""
 
 import json
 from collections.abc import Sequence
@@ -12,17 +12,17 @@ from ronde.units import counted
 _HELP = """\
 usage: ronde ps [--all] [--json]
 
-List your jobs that were started on this host, and what each rank does now: its step,
-the oldest collective that it is in, for how long, and the ranks that it waits for.
-Of more than 32 ranks only hosts and the ranks to look at first are shown.
+List the jobs that you started on this host, and the status of each rank: its step, the
+oldest collective that it is in, for how long, and the ranks that it waits for. If a job
+has more than 32 ranks, show its hosts and the ranks to look at first.
 
 options:
   --all       show all ranks
-  --json      print one JSON object with all that is known
+  --json      print everything as one JSON object
   -h, --help  show this help and exit
 
-Ranks report once they have called hvd.init() of ronde.torch or made a process group of
-the backend ronde. Run the command on the host of ronde run.
+Ranks report after hvd.init() of ronde.torch, or after init_process_group("ronde"). Type
+the command on the host of ronde run.
 """
 
 
@@ -46,5 +46,5 @@ def run(words: Sequence[str]) -> int:
         return 0
     print(draw_jobs(jobs, is_complete=options.all), end="")
     if silent := set(find_sockets()) - {job.socket for job in jobs}:
-        print(f"{counted(len(silent), 'more job')} of yours did not answer.")
+        print(f"{counted(len(silent), 'more job')} did not answer.")
     return 0

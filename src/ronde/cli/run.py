@@ -1,8 +1,8 @@
-"""``ronde run``: words -> the job that they ask for -> exit code.
+"""``ronde run``: command line -> job -> exit code.
 
-Also the head of nodes that join, and such a node. Every run loads this module. A
-function imports by itself what only some jobs need: elastic ones, those with Horovod's
-options, that listen, bind ranks, or run inside another launcher's.
+Also ``--listen`` and ``--agent``, for nodes that join. Every run loads this module:
+functions import the modules of elastic jobs, of Horovod's options, of joining and of
+binding, which few jobs need.
 """
 
 import argparse
@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, NamedTuple
 from ronde.arguments import (
     CommandParser,
     attribute_of,
+    one_of,
     read_number,
-    read_one_of,
     require_alone,
+    whole_number,
 )
 from ronde.cli.exits import exit_code_of
 from ronde.cli.help import RUN_HELP
@@ -30,7 +31,7 @@ from ronde.cli.hosts import (
     DISCOVERIES,
     ELASTIC_OPTIONS,
     HOST_DEFAULTS,
-    LAUNCHERS,
+    HOST_TYPES,
     HorovodOptions,
     find_run_hosts,
     make_spawner,
@@ -45,16 +46,16 @@ from ronde.launch.host import (
     Host,
     take_each,
 )
-from ronde.launch.hosts.node import EXIT_INTERNAL, AgentStarter
+from ronde.launch.hosts.node import AgentStarter
 from ronde.launch.job import controller
 from ronde.launch.job.job_files import ErrorFile, RankLogs, write_report
 from ronde.launch.job.output import JobFile, OutputSink
 from ronde.launch.job.plan import JobSpec
-from ronde.launch.limits import ELASTIC, USUAL, Timeouts
+from ronde.launch.limits import ELASTIC, EXIT_INTERNAL, USUAL, Timeouts
 from ronde.launch.program import absolute_path
 from ronde.launch.signals import TIMED_OUT, InterruptedStartError, interruption_code
-from ronde.units import parse_duration_s
-from ronde.world.launcher_env import PLACE_VARIABLES
+from ronde.units import format_duration, parse_duration_s, parse_positive_s
+from ronde.world.launcher_env import RANK_VARIABLES
 
 if TYPE_CHECKING:
     from ronde.topology.placement.binding import PlacementRequest
@@ -68,17 +69,16 @@ _HIDDEN = """\
 """
 _DEFAULTS = {
     **HOST_DEFAULTS,
-    "num_proc": "auto",
-    "nproc_per_node": "auto",
-    "master_port": "0",
-    "max_restarts": "0",
-    "no_restart_codes": "93,64",
+    "grace": 15.0,
+    "master_port": 0,
+    "max_restarts": 0,
+    "no_restart_codes": frozenset({93, 64}),
     "bind": "none",
     "bind_policy": "best-effort",
     "gpu_view": "all",
-    "join_timeout": "5m",
+    "join_timeout": 300.0,
 }
-# What other launchers call an option that means the same here.
+# Names of the same options in other launchers.
 _OTHER_NAMES = {
     "-n": ["--ntasks", "--num-processes"],
     "--nproc-per-node": ["-ppn", "-perhost", "--npernode", "--ntasks-per-node"],
@@ -93,7 +93,7 @@ _OF_JOINING = ("token_file", "join_timeout")
 _OF_A_NODE = ("agent", "token_file", "join_timeout", "slots", "nproc_per_node")
 _JOINED = "the nodes are those that join"
 _NOT_REACHED = "the nodes join by themselves, and nothing is started there from here"
-# What names or reaches other hosts, and why it has no effect where nodes join.
+# Options that have no effect where nodes join, and the reason.
 _OF_OTHER_HOSTS = {
     "hosts": _JOINED,
     "hostfile": _JOINED,
@@ -113,8 +113,46 @@ def _report(text: str) -> None:
     print(f"ronde: {text}", file=sys.stderr, flush=True)
 
 
+def _ranks(text: str) -> int | None:
+    return None if text == "auto" else whole_number(1)(text)
+
+
+def _ranks_of_host(text: str) -> int | None:
+    if text == "auto" or text in _UNITS:
+        return _UNITS.get(text)
+    if not text.isdecimal():
+        raise UsageError(f"must be auto, gpu, cpu or a whole number, got {text!r}")
+    return whole_number(1, MAX_SLOTS)(text)
+
+
+def _exit_codes(text: str) -> frozenset[int]:
+    read = whole_number()
+    return frozenset(read(code) for word in text.split(",") if (code := word.strip()))
+
+
+_TYPES = {
+    **HOST_TYPES,
+    "TIME": parse_positive_s,
+    "--grace": parse_duration_s,
+    "--join-timeout": parse_duration_s,
+    "--elastic-timeout": str,  # horovodrun's, as --reset-limit: see cli.elastic
+    "-n": _ranks,
+    "--nproc-per-node": _ranks_of_host,
+    "--master-port": whole_number(0, 65535),
+    "--max-restarts": whole_number(),
+    "--no-restart-codes": _exit_codes,
+    "--min-ranks": whole_number(1),
+    "--max-ranks": whole_number(1),
+    "--spares": whole_number(),
+    "--failure-domain": one_of("slot", "host"),
+    "--bind": one_of("none", "core", "numa", "auto"),
+    "--bind-policy": one_of("best-effort", "restricted", "single-numa-node"),
+    "--gpu-view": one_of("all", "one"),
+}
+
+
 class RunParser(CommandParser):
-    """Reads the words after ``ronde run``, also as other launchers spell them."""
+    """The parser of ``ronde run``, which also takes options of other launchers."""
 
     def _refuse_foreign(self, word: str) -> None:
         from ronde.cli.other_launchers import advise
@@ -124,8 +162,8 @@ class RunParser(CommandParser):
 
 
 def make_run_parser(words: Sequence[str] | None = None) -> RunParser:
-    """Return a parser of all options, or of those that some words may have."""
-    parser = RunParser("ronde run", RUN_HELP)
+    """Return a parser of all options, or, for given words, of those it may need."""
+    parser = RunParser("ronde run", RUN_HELP, types=_TYPES)
     parser.declare(_HIDDEN)
     for option, names in _OTHER_NAMES.items():
         parser.alias(option, *names)
@@ -140,16 +178,14 @@ def make_run_parser(words: Sequence[str] | None = None) -> RunParser:
 
 
 def _are_own(words: Sequence[str], names: Container[str]) -> bool:
-    """Return whether all options among some words are ``ronde run``'s own."""
-    # Those of the program count as well: where it begins is not known yet.
+    """Return False if an option may be horovodrun's."""
+    # The program's options count as well: its beginning is not known yet.
     before = (w.replace("_", "-") for w in takewhile("--".__ne__, words))
     options = [w.partition("=")[0] for w in before if w.startswith("-")]
     return all(w in names or (w[1:2] != "-" and w[:2] in names) for w in options)
 
 
 class _Start(NamedTuple):
-    """What every part of a start needs."""
-
     options: argparse.Namespace
     environ: Mapping[str, str]
     agent: _Agent
@@ -158,7 +194,7 @@ class _Start(NamedTuple):
 
 
 class RunRequest(NamedTuple):
-    """A job as it is asked for."""
+    """A job as the command line describes it."""
 
     options: argparse.Namespace
     horovod: HorovodOptions
@@ -167,7 +203,7 @@ class RunRequest(NamedTuple):
 
 
 def read_run_request(words: Sequence[str], environ: Mapping[str, str]) -> RunRequest:
-    """Read and check the words after ``ronde run``, of a job that is not joined."""
+    """Read and check the words after ``ronde run``, without ``--agent``."""
     parser = make_run_parser(words)
     options = parser.parse_args(words)
     require_listen_or_agent(options, parser.given(options))
@@ -186,12 +222,7 @@ def read_request(
     hosts = find_run_hosts(options, environ, horovod.ssh_port)
     if horovod.output_dir and options.log_dir:
         raise UsageError("--output-filename must stand alone, got --log-dir too.")
-    read_one_of("--launcher", options.launcher, LAUNCHERS)
-    num_ranks = None
-    if options.num_proc != "auto":
-        cure = "Type: ronde run -n 2 ..., or leave it out for one rank a slot"
-        num_ranks = read_number("-n", options.num_proc, cure, least=1)
-    num_each = read_num_each(options)
+    num_ranks, num_each = options.num_proc, options.nproc_per_node
     elastic = None
     makes_elastic = ("--min-ranks", "--max-ranks", "--nodes", *DISCOVERIES)
     names = map(attribute_of, (*makes_elastic, *ELASTIC_OPTIONS))
@@ -199,7 +230,7 @@ def read_request(
         from ronde.cli.elastic import read_elastic
 
         elastic = read_elastic(options, horovod, environ, num_ranks, num_each)
-    if not options.nested and environ.keys() & PLACE_VARIABLES:
+    if not options.nested and environ.keys() & RANK_VARIABLES:
         refuse_nesting(num_ranks, environ)
     env = _rank_env(options, horovod, environ)
     if elastic is None:
@@ -214,22 +245,19 @@ def read_request(
         from ronde.cli.check import make_preflight
 
         preflight = make_preflight(str(absolute_path(options.chdir or "")), env)
-    port_cure = "Leave the option out for a free port."
-    port = read_number("--master-port", options.master_port, port_cure, most=65535)
-    restart_cure = "Type: --max-restarts 3"
     spec = JobSpec(
         argv=("-m", *program) if options.module else tuple(program),
         env={**env, **more_env},
         cwd=options.chdir or "",
-        grace_s=parse_duration_s(options.grace, "--grace") if options.grace else 15.0,
-        master_port=port,
+        grace_s=options.grace,
+        master_port=options.master_port,
         hosts=hosts,
         num_ranks=num_ranks,
         min_ranks=elastic.min_ranks if elastic else None,
         interfaces=tuple(n for n in (options.interface or "").split(",") if n),
         placement=_placement(options),
-        max_restarts=read_number("--max-restarts", options.max_restarts, restart_cure),
-        no_restart_codes=_no_restart_codes(options.no_restart_codes),
+        max_restarts=options.max_restarts,
+        no_restart_codes=options.no_restart_codes,
         is_verbose=bool(options.verbose),
         elastic=elastic,
     )
@@ -272,30 +300,6 @@ def refuse_nesting(size: int | None, environ: Mapping[str, str]) -> None:
     )
 
 
-def read_num_each(options: argparse.Namespace) -> int | None:
-    text = options.nproc_per_node
-    if text == "auto":
-        return None
-    if text in _UNITS:
-        return _UNITS[text]
-    cure = "Type for example: ronde run --nproc-per-node 2 ..."
-    if not text.isdecimal():
-        raise UsageError(
-            "--nproc-per-node must be auto, gpu, cpu or a whole number, got "
-            f"{text!r}. {cure}"
-        )
-    return read_number("--nproc-per-node", text, cure, least=1, most=MAX_SLOTS)
-
-
-def _no_restart_codes(text: str) -> frozenset[int]:
-    cure = "Type exit codes: --no-restart-codes 93,64"
-    return frozenset(
-        read_number("each of --no-restart-codes", code, cure)
-        for word in text.split(",")
-        if (code := word.strip())
-    )
-
-
 def _rank_env(
     options: argparse.Namespace,
     horovod: HorovodOptions,
@@ -320,7 +324,7 @@ def _rank_env(
 
 
 def _require_valid(options: argparse.Namespace, known: Mapping[str, str]) -> None:
-    """Refuse variables of ronde's and Horovod's that every rank would refuse."""
+    """Refuse variables that every rank would refuse."""
     from ronde.world import environment
     from ronde.world.horovod_config import read_horovod_config
 
@@ -340,28 +344,24 @@ def _require_valid(options: argparse.Namespace, known: Mapping[str, str]) -> Non
 
 def _placement(options: argparse.Namespace) -> "PlacementRequest | None":
     relaxed = _DEFAULTS["bind_policy"]
-    asked = (options.bind, options.gpu_view, options.bind_policy, options.dry_run)
-    if asked == ("none", "all", relaxed, False):
+    mode, view, policy = options.bind, options.gpu_view, options.bind_policy
+    if (mode, view, policy, options.dry_run) == ("none", "all", relaxed, False):
         return None
-    from ronde.topology.placement.binding import BindMode, GpuView, PlacementRequest
-    from ronde.topology.placement.placing import Policy
-
-    policies = [policy for policy in Policy if policy is not Policy.NONE]
-    policy = read_one_of("--bind-policy", options.bind_policy, policies)
-    if options.bind == "none" and policy != relaxed:
+    if mode == "none" and policy != relaxed:
         raise UsageError(
             f"--bind-policy {policy} must come with --bind core, numa or auto, got "
             f"--bind none. Type: --bind numa --bind-policy {policy}"
         )
-    mode = read_one_of("--bind", options.bind, list(BindMode))
-    view = read_one_of("--gpu-view", options.gpu_view, list(GpuView))
+    from ronde.topology.placement.binding import BindMode, GpuView, PlacementRequest
+    from ronde.topology.placement.placing import Policy
+
     return PlacementRequest(BindMode(mode), GpuView(view), Policy(policy))
 
 
 def require_listen_or_agent(
     options: argparse.Namespace, given: Mapping[str, str]
 ) -> None:
-    """Refuse options that have no effect where nodes join, or where none do."""
+    """Refuse options that only work with, or without, ``--listen`` and ``--agent``."""
     how = "--listen" if options.listen else "--agent" if options.agent else ""
     if options.listen and options.agent:
         raise UsageError("--agent must stand without --listen, got both. Drop one.")
@@ -385,7 +385,7 @@ def require_listen_or_agent(
 
 def own_slots(options: argparse.Namespace) -> int:
     node = Host("this node", read_slots(options), named_at="--slots")
-    return take_each([node], read_num_each(options))[0].slots
+    return take_each([node], options.nproc_per_node)[0].slots
 
 
 def token_file(options: argparse.Namespace, environ: Mapping[str, str]) -> str:
@@ -401,15 +401,15 @@ def token_file(options: argparse.Namespace, environ: Mapping[str, str]) -> str:
 def make_sinks(
     options: argparse.Namespace, output_dir: str = ""
 ) -> tuple[OutputSink, list[JobFile]]:
-    """Return what shows the job, and what writes files of it."""
-    # Imported by the process that shows the job, before its ranks start.
-    from ronde.render.console import Console, Tag, TagPlace, parse_tag
+    """Return the sink of the ranks' output, and the files of the job."""
+    # Imported by the process that shows the output, before the ranks start.
+    from ronde.render.console import Console, Tag, TagStyle, parse_tag
     from ronde.render.text import parse_ranks
 
     log_dir = output_dir or options.log_dir or ""
     log_dir = str(absolute_path(log_dir)) if log_dir else ""
     require_alone(options, "--no-prefix", "--tag")
-    tag = Tag(TagPlace.NONE if options.no_prefix else TagPlace.AUTO)
+    tag = Tag(TagStyle.NONE if options.no_prefix else TagStyle.AUTO)
     if options.tag is not None:
         tag = parse_tag(options.tag)
     require_alone(options, "--only", "--local-ranks-filter")
@@ -454,7 +454,7 @@ def run(words: Sequence[str], agent: _Agent, signal_fd: int, timeouts: Timeouts)
         return _run_node(start)
     recorded = _recorded(options)
     try:
-        with _limited(options.timeout or ""), recorded as timeline_env:
+        with _limited(options.timeout), recorded as timeline_env:
             request = read_request(options, start.environ, timeline_env)
             _warn(request, start.environ)
             if options.listen:
@@ -465,7 +465,7 @@ def run(words: Sequence[str], agent: _Agent, signal_fd: int, timeouts: Timeouts)
             elastic = request.spec.elastic
             if elastic and timeouts == USUAL:
                 timeouts = ELASTIC
-            # Horovod's users name one machine by several names, to try it out.
+            # Users of Horovod try it out with several names of one machine.
             has_aliases = elastic and elastic.failure_domain == "host"
             starter = AgentStarter(
                 agent, make, options.python, timeouts, has_aliases=bool(has_aliases)
@@ -475,14 +475,14 @@ def run(words: Sequence[str], agent: _Agent, signal_fd: int, timeouts: Timeouts)
         return interruption_code(error.number)
     except RondeError as error:
         if options.error_file:
-            # The user must see the error itself, not that the file cannot be written.
+            # The error itself matters more than a file that cannot be written.
             with suppress(OSError):
                 write_report(options.error_file, exit_code_of(error), str(error))
         raise
 
 
 def _recorded(options: argparse.Namespace) -> AbstractContextManager[dict[str, str]]:
-    """Yield the variables that make ranks record; then write the trace of all."""
+    """Yield the variables that make ranks record; at the end write one trace."""
     if options.timeline:
         from ronde.timeline.recording import recorded_job
 
@@ -509,7 +509,7 @@ def _launch(
     request: RunRequest, hosts: Sequence[Host], starter: AgentStarter, signal_fd: int
 ) -> int:
     options = request.options
-    hosts = take_each(hosts, read_num_each(options))
+    hosts = take_each(hosts, options.nproc_per_node)
     spec = request.spec._replace(hosts=hosts)
     if options.dry_run:
         from ronde.render.job import plan_text
@@ -537,29 +537,24 @@ def _sync(
 
 
 @contextmanager
-def _limited(text: str) -> Generator[None]:
+def _limited(timeout_s: float | None) -> Generator[None]:
     """Send this process ``signals.TIMED_OUT`` after the time of ``--timeout``."""
-    if not text:
+    if timeout_s is None:
         yield
         return
-    limit_s = parse_duration_s(text, "--timeout")
-    if not limit_s:
-        raise UsageError(
-            f"--timeout must be longer than 0, got {text!r}. Leave it out for no limit."
-        )
-    signal.setitimer(signal.ITIMER_REAL, limit_s)
+    signal.setitimer(signal.ITIMER_REAL, timeout_s)
     try:
         yield
     except InterruptedStartError as error:
         if error.number == TIMED_OUT:
-            _report(f"--timeout {text} ended the start")
+            _report(f"--timeout {format_duration(timeout_s)} ended the start")
         raise
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def _launch_with_nodes(request: RunRequest, start: _Start) -> int:
-    """Wait until all nodes have joined; at the end send them the exit code."""
+    """Wait for all nodes, run the job, and send them its exit code."""
     from ronde.launch.hosts import join_server
     from ronde.launch.wire import tls
 
@@ -573,7 +568,7 @@ def _launch_with_nodes(request: RunRequest, start: _Start) -> int:
         token=tls.read_token(token_file(options, start.environ)),
         head=os.uname().nodename,
         num_nodes=num_nodes - 1,
-        timeout_s=parse_duration_s(options.join_timeout, "--join-timeout"),
+        timeout_s=options.join_timeout,
     )
     head = Host(config.head, own_slots(options))
     nodes = join_server.wait_for_nodes(config, start.signal_fd, _report)
@@ -614,12 +609,12 @@ def _run_node(start: _Start) -> int:
         port=port,
         token=tls.read_token(token_file(options, start.environ)),
         node_info=tls.NodeInfo(tls.host_name(os.uname().nodename), own_slots(options)),
-        timeout_s=parse_duration_s(options.join_timeout, "--join-timeout"),
+        timeout_s=options.join_timeout,
     )
     try:
         joined = join_client.join_head(request, start.signal_fd, _report)
         where = tls.with_port(host, port)
-        _report(f"{request.node_info.host} has joined {where}, and ends when that does")
+        _report(f"{request.node_info.host} has joined {where}, and ends when that ends")
         lost = f"the head at {where} is gone; all its ranks here were ended"
         ended = partial(_report, lost)
         return join_client.follow_head(joined, start.agent, start.signal_fd, ended)

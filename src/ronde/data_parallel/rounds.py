@@ -183,7 +183,7 @@ class RoundChecks:
 
     def write(self, bucket: GradientBucket) -> None:
         """Write the flags of what the last step's look has found."""
-        looked = self.drift.take_flags() if self.drift.sums else None
+        looked = self.drift.pop_flags() if self.drift.sums else None
         if looked is not None:
             bucket.drift.copy_(looked)
         elif self._has_sums:  # of the round before

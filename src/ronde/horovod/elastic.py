@@ -327,7 +327,7 @@ class ElasticDriver:
             if change:
                 self._apply(self._hosts_found())
             if time.monotonic() >= self._membership.due_s:
-                self._apply(events.Tick())
+                self._apply(events.TimerExpired())
             self._hold()
         self._changed.notify_all()
 
@@ -371,10 +371,10 @@ class ElasticDriver:
         match order:
             case events.Kill():
                 self._end_worker(order.worker)
-            case events.Tell(workers, Leave()):
+            case events.Send(workers, Leave()):
                 for number in workers:
                     self._end_worker(number)
-            case events.Tell(workers, ViewBegins()):
+            case events.Send(workers, ViewBegins()):
                 if self._has_finished:
                     self._end()
                     return

@@ -7,7 +7,7 @@ __getattr__ = lazy_exports(
     {
         "events": (
             "Blacklisted Connect Event HostGone HostLeaves HostReady HostsFound Kill "
-            "Order Release StartWorker Stop Tell Tick WorkerLost WorkerReport"
+            "Order Release StartWorker Stop Send TimerExpired WorkerLost WorkerReport"
         ),
         "member": "Member own_member",
         "policy": "Membership RESET_LIMIT_EXCEEDED_MESSAGE Rules ViewPhase name_worker",

@@ -1,4 +1,4 @@
-"""What happens to an elastic job, and what its policy orders."""
+"""The events of an elastic job, and the orders of its policy."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -7,27 +7,27 @@ from ronde.membership.view import FromRank, ToRank, Worker
 
 
 class HostsFound(NamedTuple):
-    """All hosts that may be used, in their order, with their slots; -1 for unknown."""
+    """All usable hosts in order, with their slots; -1 for unknown."""
 
     slots: Mapping[str, int]
 
 
 class HostReady(NamedTuple):
-    """An agent is there, and workers can be started."""
+    """The agent of a host runs, so workers can be started."""
 
     host: str
     slots: int
 
 
 class HostGone(NamedTuple):
-    """A host did not get ready, or was lost with all that ran there."""
+    """A host did not get ready, or was lost with its workers."""
 
     host: str
-    reason: str  # in half a sentence: ``node1 was lost: no message from it for 5 s``
+    reason: str  # such as ``node1 was lost: no message from it for 5 s``
 
 
 class HostLeaves(NamedTuple):
-    """A host is to be left at the next step boundary."""
+    """A host must be left at the next step boundary."""
 
     host: str
     reason: str
@@ -44,27 +44,27 @@ class WorkerLost(NamedTuple):
     """A worker has ended, or is about to."""
 
     worker: int
-    exit_code: int  # as ``subprocess`` has it
-    how: str  # what follows its name in a sentence: ``was killed by SIGKILL``
-    has_ended: bool = True  # else it is lost, but its slot is not free yet
+    exit_code: int  # as in ``subprocess``
+    how: str  # the predicate of a sentence about it: ``was killed by SIGKILL``
+    has_ended: bool = True  # if False, its slot is not free yet
 
 
-class Tick(NamedTuple):
-    """It is time to look at the clock: see ``Membership.due_s``."""
+class TimerExpired(NamedTuple):
+    """``Membership.due_s`` has been reached."""
 
 
 HostEvent = HostsFound | HostReady | HostGone | HostLeaves
-Event = HostEvent | WorkerReport | WorkerLost | Tick
+Event = HostEvent | WorkerReport | WorkerLost | TimerExpired
 
 
 class Connect(NamedTuple):
-    """Bring an agent to a host."""
+    """Start an agent on a host."""
 
     host: str
 
 
 class Release(NamedTuple):
-    """A host has no worker any more and is not used for now."""
+    """Close the agent of a host, which has no workers any more."""
 
     host: str
 
@@ -76,14 +76,14 @@ class StartWorker(NamedTuple):
 
 
 class Kill(NamedTuple):
-    """End a worker now; nothing but its slot waits for its ``WorkerLost``."""
+    """Kill a worker; its slot is free after its ``WorkerLost``."""
 
     worker: int
     reason: str
-    is_hung: bool = False  # its stacks may be shown before
+    is_hung: bool = False  # first show its stacks
 
 
-class Tell(NamedTuple):
+class Send(NamedTuple):
     """Send a message to workers."""
 
     workers: tuple[int, ...]
@@ -91,18 +91,18 @@ class Tell(NamedTuple):
 
 
 class Stop(NamedTuple):
-    """The job cannot go on."""
+    """End the job with a failure."""
 
     reason: str  # a sentence
-    is_too_few: bool = False  # ranks, for too long
+    is_too_few: bool = False  # it had too few ranks for too long
 
 
 class Blacklisted(NamedTuple):
-    """Nothing new is started on a host for a while, as workers failed there."""
+    """Report that a host is not used for a while, because workers failed there."""
 
     host: str
     num_failures: int
     seconds: float
 
 
-Order = Connect | Release | StartWorker | Kill | Tell | Stop | Blacklisted
+Order = Connect | Release | StartWorker | Kill | Send | Stop | Blacklisted

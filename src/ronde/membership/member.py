@@ -1,4 +1,4 @@
-"""This process as a member of an elastic job: what it and the controller agree on."""
+"""This process as a member of an elastic job: its messages with the controller."""
 
 import functools
 import logging
@@ -40,43 +40,40 @@ from ronde.world.environment import read_channel, send_exit_notice
 
 _READ_BYTES = 64 << 10
 _MAX_LINE_BYTES = 16 << 20
-_MORE_STEPS = 1
-"""How many steps may begin beyond those applied at ``AskStep``: with one more, a rank
-could not stop any more after the step that follows the largest."""
-_MOST_REASON = 200  # letters
+_MORE_STEPS = 1  # that may begin after ``AskStep``: Note [From one view to the next]
+_MOST_REASON = 200  # characters
 _logger = logging.getLogger("ronde")
 
 
 class Member:
-    """One process's end of the channel; a thread listens.
+    """A worker's end of its channel, with a listening thread.
 
-    ``step``, how many steps this process has applied, is set by whoever applies them.
-    ``on_change`` is called, in the listening thread, when a planned change is to come.
-    ``is_save_asked`` is for whoever writes checkpoints, which takes it back.
-    One thread calls what waits.
+    The training loop sets ``step``, the number of applied steps. The listening thread
+    calls ``on_change`` before a planned change, and sets ``is_save_asked``, which the
+    writer of checkpoints clears. Only one thread may call the methods that wait.
     """
 
     def __init__(self, sock: socket.socket, number: int) -> None:
         self.number = number
         self.step = NEW
-        self.saved_step = NEW  # that a failure goes back to, where that is one before
-        self.applied = NEW  # what was applied, where this process then went back
-        self.view = View(NO_VIEW, ())  # the last that this process was part of
-        self.reason = ""  # why the view is over; empty while it is not
+        self.saved_step = NEW  # the step that a failure returns to, if it is older
+        self.applied = NEW  # the number of applied steps before such a return
+        self.view = View(NO_VIEW, ())  # the last that this process was a member of
+        self.reason = ""  # of the view's end; empty while it lasts
         self.is_save_asked = False
         self._sock = sock
         self._sending = threading.Lock()
         self._news = threading.Condition()
         self._begun: ViewBegins | None = None  # not returned yet
-        self._asked_at: int | None = None  # the step at ``AskStep``, until it is over
+        self._asked_at: int | None = None  # the step at ``AskStep``
         self._stop: StopAfter | None = None
         self._on_end: list[Callable[[str], None]] = []
         self.on_change: Callable[[], None] = lambda: None
         self._leave: str | None = None
         self._is_finished = False
-        self._loss = ""  # of the channel
-        self._mutex = -1  # which goes with the first message
-        with suppress(OSError):  # its end is noticed later
+        self._loss = ""  # why the channel is gone
+        self._mutex = -1  # sent with the first message
+        with suppress(OSError):  # without it, this process's death is noticed later
             self._mutex = lock_new_mutex()
         threading.Thread(target=self._listen, name="ronde member", daemon=True).start()
 
@@ -85,25 +82,26 @@ class Member:
         return bool(self.reason)
 
     def report(self) -> Part:
-        """Return what this rank's status says of it."""
         return Part(job_step=self.step)
 
     def join(self) -> tuple[View, ViewBegins]:
-        """Wait for the first view; as ``settle``."""
+        """Wait for the first view; see ``settle``."""
         return self.settle(NEW)
 
     def settle(self, step: int, reason: str = "") -> tuple[View, ViewBegins]:
-        """Report that nothing of the view is under way; wait for the next one.
+        """Report that all operations of the view have ended; wait for the next one.
 
-        ``reason`` is why this process cannot go on, where that was not asked of it.
+        Args:
+            step: The number of applied steps.
+            reason: Why this process cannot continue; empty after a request to stop.
 
         Raises:
-            SystemExit: The next view is without this process, or all is done.
+            SystemExit: This process is not in the next view, or the job is done.
             LaunchError: The launcher is gone.
         """
         self.step = step
         applied, self.applied = max(step, self.applied), NEW
-        self._say(Settled(self.view.view, step, applied, reason))
+        self._send(Settled(self.view.view, step, applied, reason))
         with self._news:
             self._news.wait_for(
                 lambda: self._begun or self._is_gone or self._is_finished
@@ -119,31 +117,31 @@ class Member:
 
     def running(self) -> None:
         """Report that this process is connected and has the newest state."""
-        self._say(Entered(self.view.view, self.step))
+        self._send(Entered(self.view.view, self.step))
 
     def done(self, step: int) -> None:
-        """Report that the last step is applied; wait until all have done so.
+        """Report that the last step is applied; wait for all other ranks.
 
-        Raises ``MembershipError`` where the view ends before.
+        Raises ``MembershipError`` if the view ends before.
         """
         self.step = step
         self.require_view()
-        self._say(Done(self.view.view, step))
+        self._send(Done(self.view.view, step))
         with self._news:
             self._news.wait_for(lambda: self.reason or self._is_finished)
         if not self._is_finished:
             self.require_view()
 
     def fail(self, reason: str) -> None:
-        """Report that this process is about to end; break off what is under way."""
+        """Report that this process is about to end, and abort all operations."""
         if self.view.view != NO_VIEW:
-            self._say(Failed(self.view.view, self.step, reason))
+            self._send(Failed(self.view.view, self.step, reason))
             self._end(f"this rank failed with {reason}")
 
     def allow(self, step: int) -> None:
-        """Wait where ``step``, about to begin, might be one too many.
+        """Wait until ``step`` may begin; see Note [From one view to the next].
 
-        Then comes ``should_settle``. Raises ``MembershipError`` where the view is over.
+        Raises ``MembershipError`` if the view has ended. Check ``should_settle`` then.
         """
         if self._asked_at is not None:
             with self._news:
@@ -151,12 +149,12 @@ class Member:
         self.require_view()
 
     def should_settle(self, step: int) -> str:
-        """Return why to settle now that ``step`` steps are applied; empty: go on."""
+        """Return the reason to settle after ``step`` steps, or an empty text."""
         stop = self._stop
         return stop.reason if stop is not None and step >= stop.step else ""
 
     def call_on_end(self, function: Callable[[str], None]) -> None:
-        """Call ``function`` with the reason, in any thread, when this view is over."""
+        """Call ``function`` with the reason, in any thread, when this view ends."""
         with self._news:
             if not self.reason:
                 self._on_end.append(function)
@@ -174,19 +172,17 @@ class Member:
     def _is_early(self, step: int) -> bool:
         return self._asked_at is not None and step > self._asked_at + _MORE_STEPS
 
-    def _say(self, message: FromRank) -> None:
+    def _send(self, message: FromRank) -> None:
+        line = f"member {encode_text(message)}\n".encode()
         try:
             with self._sending:
-                self._send(f"member {encode_text(message)}\n".encode())
+                if self._mutex >= 0:
+                    sent = socket.send_fds(self._sock, [line], [self._mutex])
+                    os.close(self._mutex)
+                    self._mutex, line = -1, line[sent:]
+                self._sock.sendall(line)
         except OSError as error:
             self._lose(f"its channel broke ({error})")
-
-    def _send(self, line: bytes) -> None:
-        if self._mutex >= 0:
-            sent = socket.send_fds(self._sock, [line], [self._mutex])
-            os.close(self._mutex)
-            self._mutex, line = -1, line[sent:]
-        self._sock.sendall(line)
 
     def _listen(self) -> None:
         unread = b""
@@ -196,7 +192,7 @@ class Member:
                 for line in lines:
                     kind, _, text = line.decode().partition(" ")
                     if kind == "member":
-                        self._take(decode_text(text, TO_RANK))
+                        self._on_message(decode_text(text, TO_RANK))
                 if len(unread) > _MAX_LINE_BYTES:
                     break
             self._lose("it closed its channel")
@@ -208,7 +204,7 @@ class Member:
             self._loss = self._loss or loss
         self._end(f"the launcher is gone: {loss}")
 
-    def _take(self, message: ToRank) -> None:
+    def _on_message(self, message: ToRank) -> None:
         view = self.view.view
         match message:
             case ViewEnded() if message.view == view:
@@ -216,7 +212,7 @@ class Member:
             case AskStep() if message.view == view:
                 with self._news:
                     step = self._asked_at = self.step
-                self._say(AtStep(view, step))
+                self._send(AtStep(view, step))
                 self.on_change()
             case StopAfter() if message.view == view:
                 with self._news:
@@ -240,7 +236,7 @@ class Member:
                     self._is_finished = True
                     self._news.notify_all()
             case ViewEnded() | AskStep() | StopAfter() | Save():
-                pass  # of a view that is over
+                pass  # about an earlier view
 
     def _end(self, reason: str) -> None:
         with self._news:
@@ -253,22 +249,22 @@ class Member:
 
 def membership_error(view: int, reason: str) -> MembershipError:
     return MembershipError(
-        f"view {view} has ended: {reason}. hvd.elastic.Loop and @hvd.elastic.run go on "
-        "in the next one."
+        f"view {view} has ended: {reason}. hvd.elastic.Loop and @hvd.elastic.run "
+        "continue in the next one."
     )
 
 
 @functools.cache
 def own_member() -> Member | None:
-    """Return what this process is of an elastic job; None outside of one."""
+    """Return this process's member of an elastic job; None outside of one."""
     channel = read_channel()
     if channel is None or not channel.is_elastic:
         return None
     if channel.fd < 0:
         raise WorldError(
-            "RONDE_CHANNEL must name an open socket, got a closed one. A rank of an "
-            "elastic job must be started by nothing that closes descriptors, and calls "
-            "init() itself, not in a child."
+            "RONDE_CHANNEL must name an open socket, got a closed one. Start the ranks "
+            "of an elastic job without a wrapper that closes descriptors, and call "
+            "init() in the rank itself, not in a child."
         )
     os.set_inheritable(channel.fd, False)  # noqa: FBT003  os's own
     member = Member(socket.socket(fileno=channel.fd), channel.worker)
@@ -285,7 +281,7 @@ def _report_failure(
     pid: int,
     *raised: Any,  # noqa: ANN401
 ) -> None:
-    """Report an exception that nobody caught: Python takes seconds to end after it."""
+    """Report an uncaught exception at once: Python takes seconds to end after it."""
     show(*raised)
     error = raised[1]
     if isinstance(error, Exception) and os.getpid() == pid:

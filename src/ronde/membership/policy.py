@@ -1,20 +1,19 @@
-"""Which processes of an elastic job train together: a function of what happened.
+"""The membership of an elastic job, as a pure function of events.
 
-No clock, no randomness, no input or output: every event brings the time, every answer
-is a list of orders, which has the messages to the workers as they are sent. The
-launcher, Horovod's ``ElasticDriver`` and the simulator carry them out.
+It uses no clock, no randomness and no input or output: each event comes with the time,
+and the result is a list of orders, with the messages to the workers. The launcher and
+the simulator of the tests execute them.
 
-Note [Who is in the next view]
-    Survivors always are, unless their host is to be left and there are ``min_ranks``
-    without them; a survivor that alone has the newest state stays until another has it.
-    Newcomers fill up to ``max_ranks``; those beyond are spares, which wait, connected
-    to nobody, and are in the next view as soon as a member is lost. So do newcomers on
-    a host that is blacklisted, until that ends. A view that lost a member is followed
-    at once by one of the survivors if they are ``min_ranks``; only then are others
-    started in its place.
+Note [The members of the next view]
+    Survivors stay members, unless their host must be left and ``min_ranks`` others
+    remain. A survivor that alone has the newest state stays until another has it. New
+    workers fill up to ``max_ranks``. Further ones are spares: they wait, unconnected,
+    and replace the next member that is lost. New workers on a blacklisted host wait
+    too. After a loss the survivors form a view at once if there are ``min_ranks``; only
+    then are replacements started.
 
-    A worker that ends with 0 may have finished, so its view goes on: if it had not,
-    the others miss it, and settle unasked.
+    A worker that exits with 0 may have finished, so its view continues. If it had not,
+    the others lose their peer and settle without a request.
 """
 
 from collections import Counter
@@ -50,41 +49,39 @@ RESET_LIMIT_EXCEEDED_MESSAGE = (
     "Horovod was shutdown because worker of resets during elastic job exceeded "
     "limit: {}"
 )
-"""Horovod's words, which its users look for."""
+"""Horovod's message, which its users search for."""
 _FAILURES, _FAILURES_WITHIN_S = 3, 600.0  # of one host, before it is blacklisted
-_MAX_IDLE_VIEWS = 3  # in a row that a program's failure ended at one step
-_START_S = 600.0  # a worker may start for so long; at first the others wait for it
-_JOIN_S = 60.0  # those that start are awaited for so long where that is wanted
-_GATHER_S = 5.0  # newcomers wait for others that start, so that all join at once
+_MAX_IDLE_VIEWS = 3  # consecutive views that failures of the program end at one step
+_START_S = 600.0  # limit for the start of a worker
+_JOIN_S = 60.0  # with ``awaits_joining``, time to wait for workers that start
+_GATHER_S = 5.0  # new workers wait for others that start, to join together
 
 
 class Rules(NamedTuple):
-    """What the user asked for."""
+    """The user's options."""
 
     min_ranks: int
     max_ranks: int
     spares: int = 0
-    is_host_domain: bool = False  # with one rank its whole host has failed
-    # those of the view stop for others as soon as they start, as Horovod's do
-    awaits_joining: bool = False
+    is_host_domain: bool = False  # a failed rank makes its whole host fail
+    awaits_joining: bool = False  # members pause when new workers start, as Horovod's
     cooldown_s: tuple[float, float] = (30.0, 3600.0)  # first and longest, doubling
-    # for so long fewer than ``min_ranks`` are waited for, once the first have started
-    formation_s: float = 600.0
-    settle_s: float = 30.0  # within which a member must have left a view that ended
-    reset_limit: int | None = None  # so many views may follow the first
+    formation_s: float = 600.0  # limit on waiting for ``min_ranks``
+    settle_s: float = 30.0  # limit for a member to leave a view that has ended
+    reset_limit: int | None = None  # on the number of views after the first
 
 
 class ViewPhase(Enum):
-    """What the view does."""
+    """The phase of the current view."""
 
-    FORMING = auto()  # there is none, or it has ended and not all have left it
+    FORMING = auto()  # there is none, or members have not yet left the last one
     RUNNING = auto()
-    PAUSING = auto()  # it goes on up to a common step
+    PAUSING = auto()  # it continues up to a common step
     FINISHED = auto()  # all steps are done
     STOPPED = auto()
 
 
-class _State(IntEnum):  # hashed for every report, so no ``Enum``
+class _State(IntEnum):  # hashed for every report, so not an ``Enum``
     STARTING = auto()
     WAITING = auto()  # settled
     ACTIVE = auto()
@@ -94,7 +91,7 @@ class _State(IntEnum):  # hashed for every report, so no ``Enum``
 @dataclass(slots=True)
 class _WorkerRecord:
     worker: Worker
-    since_s: float  # when it came to its state
+    since_s: float  # the time it entered its state
     state: _State = _State.STARTING
     step: int = NEW
     is_in_view: bool = False
@@ -103,10 +100,10 @@ class _WorkerRecord:
 @dataclass(slots=True)
 class _Host:
     slots: int
-    is_known: bool = True  # it is among those found
+    is_known: bool = True  # it is among the hosts found last
     is_ready: bool = False
     is_connecting: bool = False
-    leaves: str = ""  # why it is to be left
+    leaves: str = ""  # why it must be left
     cooldown_s: float = 0.0
     blacklisted_until_s: float = -inf
     failures_s: list[float] = field(default_factory=list[float])
@@ -123,7 +120,7 @@ class _Host:
 
 
 def name_worker(worker: int, rank: int | None, host: str) -> str:
-    """Return a worker as a rank, with its id where that differs."""
+    """Return ``rank 1 (worker 4) on node2``, without an id that equals the rank."""
     if rank is None:
         return f"worker {worker} on {host}"
     other = f" (worker {worker})" if rank != worker else ""
@@ -131,7 +128,7 @@ def name_worker(worker: int, rank: int | None, host: str) -> str:
 
 
 class _Roster:
-    """The workers of a job and its hosts; how the loss of some affects the view.
+    """The workers and hosts of a job, and the effects of losses on the view.
 
     ``make_key`` returns a new secret key for each view.
     """
@@ -141,30 +138,29 @@ class _Roster:
         self.phase = ViewPhase.FORMING
         self.view = View(NO_VIEW, ())
         self.ranks: dict[int, int] = {}  # of the view's members, in their order
-        self.due_s = inf  # when ``events.Tick`` is due, at the earliest
+        self.due_s = inf  # when ``events.TimerExpired`` is due
         self._workers: dict[int, _WorkerRecord] = {}
         self._make_key = make_key
         self._num = Counter[_State]()  # workers in each state
-        # lost, killed or dismissed, but not gone yet
+        # lost, killed or left out, but not ended yet
         self._ending: dict[int, _WorkerRecord] = {}
-        self._unwanted: set[int] = set()  # members of the view whose slots are left
+        self._unwanted: set[int] = set()  # members whose slots must be left
         self._hosts: dict[str, _Host] = {}
         self._next_id = 0
         self._now_s = 0.0  # of the event
-        self._reasons = ["the job starts"]  # why the view ended, or is to
-        self._is_symptom = False  # that is what another's loss has brought about
+        self._reasons = ["the job starts"]  # for the end of the view
+        self._is_symptom = False  # the reason is a consequence of another loss
         self._best_step = NEW
         self._num_idle = 0
-        self._is_failure = False  # the view ended by one of the program
-        self._is_planned = False  # it ended after a common step
+        self._is_failure = False  # a failure of the program ended the view
+        self._is_planned = False  # the view ended after a common step
         self._first_s = inf  # when the job began
         self._forming_since_s = inf
-        # half a sentence about a worker that ended with 0 before the first view
-        self._leaver = ""
-        self._is_closing = False  # a rank has ended as if all were done
-        self._is_asking = False  # members for their steps, to stop after a common one
-        self._unanswered: set[int] = set()  # members that were asked
-        self._last_step = NEW  # the most of those who have answered
+        self._leaver = ""  # a worker that exited with 0 before the first view
+        self._is_closing = False  # a rank has exited with 0
+        self._is_asking = False  # ``AskStep`` was sent
+        self._unanswered: set[int] = set()  # members that have not replied to it
+        self._last_step = NEW  # the largest of the replies
         self._orders: list[events.Order] = []
 
     @property
@@ -172,7 +168,7 @@ class _Roster:
         return [record.worker for record in self._workers.values()]
 
     def blacklisted(self, now_s: float) -> dict[str, float]:
-        """Return for how many seconds more each host is not used."""
+        """Return the remaining seconds of each blacklisted host."""
         left = {n: h.blacklisted_until_s - now_s for n, h in self._hosts.items()}
         return {name: left_s for name, left_s in left.items() if left_s > 0}
 
@@ -188,13 +184,13 @@ class _Roster:
             host = kept.setdefault(name, _Host(number))
             host.is_known = True
             host.slots = number if number >= 0 else host.slots
-        # Known ones keep their order, new ones follow.
+        # Known hosts keep their order, new ones follow.
         self._hosts = kept | gone
         for name in self._hosts:
             self._review(name)
 
     def _review(self, name: str) -> None:
-        """Note which of a host's slots are left, and kill newcomers there."""
+        """Find the slots of a host that must be left, and kill new workers there."""
         for worker in self._workers_on(name):
             reason = self._why_left(self._workers[worker])
             (self._unwanted.add if reason else self._unwanted.discard)(worker)
@@ -213,7 +209,7 @@ class _Roster:
         return [n for n in self._hosts[host].used.values() if n in self._workers]
 
     def _why_left(self, record: _WorkerRecord) -> str:
-        """Return why a worker's slot is not to be used any more, or nothing."""
+        """Return why a worker's slot must be left, or an empty text."""
         name = record.worker.host
         host = self._hosts[name]
         if not host.is_known:
@@ -243,7 +239,7 @@ class _Roster:
         killed: Collection[int] = (),
         hung: Collection[int] = (),
     ) -> None:
-        """Forget workers; the view ends if one of them took part in it."""
+        """Remove workers; if one of them is an active member, the view ends."""
         is_early = self._is_early
         for worker in killed:
             self._orders.append(events.Kill(worker, reason, worker in hung))
@@ -260,7 +256,7 @@ class _Roster:
 
     @property
     def reason(self) -> str:
-        """Why the view began or ended, or is to end: half a sentence."""
+        """Why the view began or ended, or will end."""
         first, *others = self._reasons
         if len(others) > 1:
             return f"{first}, and {len(others)} more were lost"
@@ -268,14 +264,14 @@ class _Roster:
 
     @property
     def _is_early(self) -> bool:
-        """Whether no rank has shown so far that the program is an elastic one."""
+        """True as long as no worker has called ``init()``."""
         return not self.ranks and not self._num[_State.WAITING]
 
     def _stop_early(self, reason: str) -> None:
         self._stop(f"{reason} before any rank was ready.")
 
     def _on_early_end(self, event: events.WorkerLost, reason: str) -> None:
-        """Follow a worker that has ended by itself before the first view."""
+        """Handle a worker's exit before the first view."""
         is_alone = self._is_early
         if event.exit_code == 0:
             self._drop(event.worker)
@@ -290,8 +286,8 @@ class _Roster:
         ready = [host for host in self._hosts.values() if host.is_ready]
         if not any(host.is_usable(self._now_s) for host in ready):
             self._stop(
-                "Workers failed on all hosts before they were ready, the last time as "
-                f"{reason}."
+                "Workers failed on all hosts before they were ready, the last time "
+                f"because {reason}."
             )
 
     def _lose(self, worker: int, reason: str) -> None:
@@ -300,16 +296,16 @@ class _Roster:
 
     def _stop_unjoined(self) -> None:
         self._stop(
-            f"{self._leaver} without the others, which wait in hvd.init(). Have all "
-            "ranks call it."
+            f"{self._leaver} without the others, which wait in hvd.init(). Call it on "
+            "all ranks."
         )
 
     def _stop(self, reason: str, *, is_too_few: bool = False) -> None:
         self.phase = ViewPhase.STOPPED
         self._orders.append(events.Stop(reason, is_too_few))
 
-    def _tell(self, workers: Collection[int], message: ToRank) -> None:
-        self._orders.append(events.Tell(tuple(workers), message))
+    def _send(self, workers: Collection[int], message: ToRank) -> None:
+        self._orders.append(events.Send(tuple(workers), message))
 
     def _name(self, worker: int) -> str:
         host = self._workers[worker].worker.host
@@ -319,7 +315,7 @@ class _Roster:
         """Blacklist hosts where workers have failed; return others to kill there."""
         others: list[int] = []
         names = Counter(self._workers[worker].worker.host for worker in numbers)
-        # Of a job on one host nothing would be left.
+        # A job on one host would lose all ranks.
         is_by_host = self.rules.is_host_domain and len(self._hosts) > 1
         for name, count in names.items():
             host, since_s = self._hosts[name], self._now_s - _FAILURES_WITHIN_S
@@ -352,7 +348,7 @@ class _Roster:
         for worker in left:
             workers[worker].since_s = self._now_s
         if left and not self._is_finished():
-            self._tell(left, ViewEnded(self.view.view, reason))
+            self._send(left, ViewEnded(self.view.view, reason))
 
     @property
     def _is_starting(self) -> bool:
@@ -360,7 +356,7 @@ class _Roster:
         return is_connecting or self._num[_State.STARTING] > 0
 
     def _count_waiting(self) -> None:
-        """Count the time without enough workers, but not that of the first start."""
+        """Start the clock of ``formation_s``, except during the first start."""
         now_s = self._now_s
         self._first_s = min(self._first_s, now_s)
         is_first = not self.ranks and now_s < self._first_s + _START_S
@@ -368,7 +364,7 @@ class _Roster:
         self._forming_since_s = min(self._forming_since_s, now_s) if is_counted else inf
 
     def _is_finished(self) -> bool:
-        """Return whether all of the view have done the last step, or ended with 0."""
+        """Return True if all members are done or have exited with 0."""
         if not self.ranks:
             return self._is_closing and not self._workers
         present = [self._workers[worker].state for worker in self._present]
@@ -382,7 +378,7 @@ class _Roster:
                 yield from ((name, n) for n in range(host.slots) if n not in host.used)
 
     def _starting_hosts(self) -> list[str]:
-        """Return hosts with workers that start and are awaited."""
+        """Return the hosts of starting workers that members wait for."""
         if not (self.rules.awaits_joining and self._num[_State.STARTING]):
             return []
         starting = [w for w in self._workers.values() if w.state is _State.STARTING]
@@ -390,7 +386,7 @@ class _Roster:
         return sorted({w.worker.host for w in awaited})
 
     def _fill(self) -> None:
-        """Start workers where there is room; connect to hosts that may have it."""
+        """Start workers in free slots; connect to further hosts."""
         workers = self._workers
         num_lacking = self.rules.max_ranks + self.rules.spares
         num_lacking -= len(workers) - len(self._unwanted)
@@ -398,7 +394,7 @@ class _Roster:
             others = [n for n, w in workers.items() if not w.is_in_view]
             surplus = others[num_lacking:]
             self._remove([], "there are enough without it", killed=surplus)
-        # Survivors that will do settle first.
+        # If the survivors suffice, they form their view first.
         can_form = self.phase is ViewPhase.FORMING and len(self._present) >= self._least
         is_ending = self._is_closing or self._num[_State.DONE] > 0
         if num_lacking <= 0 or can_form or is_ending:
@@ -436,7 +432,7 @@ class Membership(_Roster):
     """The state of an elastic job's membership."""
 
     def apply(self, event: events.Event, now_s: float) -> list[events.Order]:
-        """Return what follows from an event, in order."""
+        """Handle an event; return the resulting orders."""
         self._orders, self._now_s = [], now_s
         if self.phase is not ViewPhase.STOPPED:
             self._on_event(event)
@@ -447,9 +443,9 @@ class Membership(_Roster):
         return self._orders
 
     def _awaits_more(self, event: events.Event) -> bool:
-        """Return whether a report is one of many, and nothing follows before the last.
+        """Return True if nothing follows from an event before further ones.
 
-        This is what keeps a change linear in the worker of ranks.
+        It keeps the cost of a change linear in the number of ranks.
         """
         num_active = self._num[_State.ACTIVE]
         message = event.message if isinstance(event, events.WorkerReport) else None
@@ -485,7 +481,7 @@ class Membership(_Roster):
                 self._review(event.host)
             case events.WorkerLost():
                 self._on_lost(event)
-            case events.Tick():
+            case events.TimerExpired():
                 self._kill_late()
 
     def _on_report(self, report: events.WorkerReport, record: _WorkerRecord) -> None:
@@ -507,11 +503,11 @@ class Membership(_Roster):
                 pass
 
     def _stop_together(self) -> None:
-        """Have all stop after a common step, once those that were asked answered."""
+        """Send ``StopAfter`` once all members have replied."""
         if self._is_asking and not self._unanswered:
             self._is_asking = False
             step = self._last_step + 1
-            self._tell(self._present, StopAfter(self.view.view, step, self.reason))
+            self._send(self._present, StopAfter(self.view.view, step, self.reason))
 
     def _on_host_gone(self, event: events.HostGone) -> None:
         host = self._host(event.host)
@@ -614,7 +610,7 @@ class Membership(_Roster):
         for worker in sorted(alive - self.ranks.keys()):
             self._orders.append(events.Kill(worker, "all have done the last step"))
         self._workers = {n: self._workers[n] for n in self._present}
-        self._tell(self._present, Finish())
+        self._send(self._present, Finish())
 
     def _form(self) -> None:
         if self._num[_State.ACTIVE]:
@@ -645,7 +641,7 @@ class Membership(_Roster):
         return not is_late and self._is_starting
 
     def _choose(self) -> tuple[list[int], list[int]]:
-        """Return who of the view goes on, and who joins, if all settle now."""
+        """Return the staying and the joining workers of the next view."""
         workers, present = self._workers, self._present
         joining = [
             worker
@@ -658,7 +654,7 @@ class Membership(_Roster):
             staying = present
         newest = max((workers[n].step for n in present), default=NEW)
         if newest != NEW and all(workers[n].step < newest for n in staying):
-            # It alone has the state: it leaves once others have it, too.
+            # It alone has the state: it must stay until others have it.
             source = next(n for n in present if workers[n].step == newest)
             staying = [n for n in present if n in {source, *staying}]
         return staying, joining[: max(0, self.rules.max_ranks - len(staying))]
@@ -676,19 +672,19 @@ class Membership(_Roster):
         limit, view = self.rules.reset_limit, self.view.view + 1
         if limit is not None and view > limit:
             self._stop(
-                f"{RESET_LIMIT_EXCEEDED_MESSAGE.format(limit)}, the last time as "
+                f"{RESET_LIMIT_EXCEEDED_MESSAGE.format(limit)}, the last time because "
                 f"{self.reason}. Give a higher --reset-limit, or none."
             )
             return
         if self._num_idle >= _MAX_IDLE_VIEWS:
             self._stop(
                 f"{_MAX_IDLE_VIEWS} times in a row a rank failed at step {newest + 1}, "
-                f"the last time as {self.reason}."
+                f"the last time because {self.reason}."
             )
             return
         for worker in [n for n in self._present if n not in kept]:
             record = self._ending[worker] = workers[worker]
-            self._tell([worker], Leave(self._why_left(record)))
+            self._send([worker], Leave(self._why_left(record)))
             self._drop(worker).since_s = self._now_s
         self._start_view(View(view, tuple(workers[n].worker for n in order)), newest)
         for worker in order:
@@ -697,7 +693,7 @@ class Membership(_Roster):
         self.phase = ViewPhase.RUNNING
 
     def _start_view(self, view: View, newest: int) -> None:
-        """Send the next view: whole to new members, and to others what is different."""
+        """Send the next view: whole to new members, as a difference to the others."""
         before, self.view = self.view, view
         former, self.ranks = self.ranks, view.ranks
         steps = [self._workers[worker.id].step for worker in view.members]
@@ -716,9 +712,9 @@ class Membership(_Roster):
         if len(new) < len(view.members):
             gone = tuple(worker for worker in former if worker not in self.ranks)
             change = whole._replace(base=before.view, gone=gone, new=new)
-            self._tell([worker for worker in self.ranks if worker in former], change)
+            self._send([worker for worker in self.ranks if worker in former], change)
         if new:
-            self._tell([worker.id for worker in new], whole)
+            self._send([worker.id for worker in new], whole)
 
     def _plan_change(self) -> None:
         if self._is_closing or self._num[_State.DONE]:
@@ -739,11 +735,11 @@ class Membership(_Roster):
             self.phase, self._reasons = ViewPhase.PAUSING, [reason]
             self._is_asking, self._last_step = True, NEW
             self._unanswered = set(present)
-            self._tell(present, AskStep(self.view.view))
+            self._send(present, AskStep(self.view.view))
 
     def _times(self) -> Iterator[float]:
         workers = self._workers.values()
-        # Those that start are in the order of their times.
+        # Workers are in the order of their start.
         starting = (w for w in workers if w.state is _State.STARTING)
         yield next((w.since_s + _START_S for w in starting), inf)
         yield from (w.since_s + self.rules.settle_s for w in self._ending.values())
@@ -768,7 +764,7 @@ class Membership(_Roster):
         why = f" Blacklisted: {', '.join(left)}." if left else ""
         self._stop(
             f"size must be at least min-ranks, {self.rules.min_ranks}, got {size} for "
-            f"{self.rules.formation_s:g} s, as {self.reason}. Hosts: "
+            f"{self.rules.formation_s:g} s, because {self.reason}. Hosts: "
             f"{', '.join(slots) or 'none'}.{why} Lower --min-ranks, or bring a host "
             "back.",
             is_too_few=True,

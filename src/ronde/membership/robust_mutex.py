@@ -1,8 +1,8 @@
-"""A mutex that tells of its owner's death before the kernel takes its memory apart.
+"""A mutex that reports its owner's death before the kernel frees the owner's memory.
 
-A process that is killed closes its sockets, and becomes a zombie, only after that: 20
-to 80 ms later for a rank that has torch loaded. A *robust* mutex of POSIX in shared
-memory is given on before.
+A killed process closes its sockets, and becomes a zombie, only after that: 20 to 80 ms
+later for a rank that has torch loaded. The kernel releases a *robust* mutex of POSIX in
+shared memory before.
 """
 
 import ctypes
@@ -17,19 +17,19 @@ _LIBC = ctypes.CDLL(None)
 
 
 def lock_new_mutex() -> int:
-    """Make a mutex that this thread holds as long as it lives.
+    """Make a mutex that this thread holds until it ends.
 
     Returns:
         The descriptor of its memory, for another process; the caller closes it.
 
     Raises:
-        OSError: There is no memory for it, or it cannot be locked.
+        OSError: It cannot be made or locked.
     """
     fd = os.memfd_create("ronde-mutex")
     try:
         os.ftruncate(fd, mmap.PAGESIZE)
         memory = mmap.mmap(fd, mmap.PAGESIZE)
-        # Never unmapped: the C library keeps a list of what a thread holds.
+        # Never unmapped: the C library keeps a list of the mutexes of a thread.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))
         _make_and_lock(_address_of(memory))
     except BaseException:
@@ -52,10 +52,9 @@ def _make_and_lock(mutex: ctypes.c_void_p) -> None:
 
 
 def await_owner_death(fd: int) -> bool:
-    """Wait until the owner of a mutex ends; False if it can not be waited for.
+    """Wait until the owner of a mutex ends, and close its ``fd``.
 
-    Args:
-        fd: What ``lock_new_mutex`` has returned; it is closed.
+    Returns False if waiting is impossible.
     """
     try:
         memory = mmap.mmap(fd, mmap.PAGESIZE)

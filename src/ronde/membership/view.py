@@ -1,20 +1,20 @@
 """A view, its members, and the messages between a rank and its controller.
 
-A *worker* is a process of a job, with an id that it keeps and no other ever gets. A
-*view* is the workers that train together, its *members*, in the order of their ranks.
-Views are numbered, and belong to one start of the job (``RONDE_EPOCH``).
+A *worker* is a process of a job, with a unique id. A *view* is the workers that train
+together, its *members*, in the order of their ranks. Views are numbered, and belong to
+one start of the job (``RONDE_EPOCH``).
 
 Note [From one view to the next]
-    A change begins with ``ViewEnded`` (a member was lost: break off) or with
-    ``AskStep`` and ``StopAfter`` (planned: all stop after the same step). Each member
-    then has nothing of the old view under way and sends ``Settled``, as does a new
-    worker. Once all that live have, ``ViewBegins`` goes to the members of the next
-    view. It alone holds the view's key, under which they meet, so that a process that
-    was left out, stopped or cut off can reach nobody.
+    A change begins with ``ViewEnded`` (a member was lost: abort) or with ``AskStep``
+    and ``StopAfter`` (a planned change: all stop after the same step). Each member then
+    ends all operations of the old view and sends ``Settled``, as does a new worker.
+    When all living workers have, the members of the next view receive ``ViewBegins``.
+    Only this message has the key for the rendezvous of the view, so a process that was
+    left out, stopped or disconnected cannot reach the members.
 
-    Data-parallel ranks are never more than one step apart, and a member that was asked
-    for its step begins none beyond the next until it hears when to stop. So the step
-    after the largest is one that all can still stop after.
+    Data-parallel ranks are never more than one step apart. A member that has answered
+    ``AskStep`` begins no step beyond the next until it receives ``StopAfter``. So all
+    can still stop after the step that follows the largest.
 """
 
 import json
@@ -30,41 +30,41 @@ T = TypeVar("T")
 NO_VIEW = -1
 NEW = -1  # the step of a worker that has no state yet
 
-_SHORT = 256  # letters
+_SHORT = 256  # characters
 
 
 class Worker(NamedTuple):
-    """A process of a job, and where it runs."""
+    """A process of a job."""
 
-    id: int  # its own, for good
+    id: int  # unique in the job
     host: str
-    slot: int  # which of its host's, from 0 on
+    slot: int  # of its host, from 0 on
 
 
 class Settled(NamedTuple):
-    """From a rank: nothing of an earlier view is under way here.
+    """From a rank: all operations of earlier views have ended here.
 
-    Unasked, it means that this rank cannot go on in its view.
+    Without a request it means that this rank cannot continue in its view.
     """
 
-    view: int  # the last that it took part in; NO_VIEW for a new worker
-    step: int  # of the state that it has: how many were applied; NEW without any
-    applied: int  # how many it had applied, where that state is an older copy
-    reason: str  # why it cannot go on, in half a sentence; empty if it was asked
+    view: int  # the last that it was a member of; NO_VIEW for a new worker
+    step: int  # the number of steps in its state; NEW without a state
+    applied: int  # the number it had applied, if its state is an older copy
+    reason: str  # why it cannot continue, for a sentence; empty after a request
 
 
 class AtStep(NamedTuple):
-    """From a rank, to ``AskStep``: so many it has applied."""
+    """From a rank: its number of applied steps, the answer to ``AskStep``."""
 
     view: int
     step: int
 
 
 class Entered(NamedTuple):
-    """From a rank: it is connected and has the state that counts."""
+    """From a rank: it is connected and has the state of the source."""
 
     view: int
-    step: int  # how many steps are applied in it; fewer than before if state was lost
+    step: int  # of that state; smaller than before if state was lost
 
 
 class Done(NamedTuple):
@@ -75,10 +75,7 @@ class Done(NamedTuple):
 
 
 class Failed(NamedTuple):
-    """From a rank: an exception that nobody caught ends it; the others need not wait.
-
-    Until the process is gone may take seconds.
-    """
+    """From a rank: it ends with an uncaught exception, which may take seconds."""
 
     view: int
     step: int
@@ -86,20 +83,20 @@ class Failed(NamedTuple):
 
 
 class ViewEnded(NamedTuple):
-    """To a rank: the view is over; break off whatever is under way."""
+    """To a rank: abort all operations, because the view has ended."""
 
     view: int
     reason: str  # such as ``rank 2 on node1 was killed by SIGKILL``
 
 
 class AskStep(NamedTuple):
-    """To a rank: how many steps have you applied? A planned change is to come."""
+    """To a rank: a request for its number of applied steps, for a planned change."""
 
     view: int
 
 
 class StopAfter(NamedTuple):
-    """To a rank: settle when so many steps are applied."""
+    """To a rank: settle after this number of steps."""
 
     view: int
     step: int
@@ -113,27 +110,27 @@ class Save(NamedTuple):
 
 
 class ViewBegins(NamedTuple):
-    """To a rank: a view, as a difference to the last one, or whole."""
+    """To a rank: the next view, whole or as a difference to the last one."""
 
     view: int
-    key: str  # secret, of this view alone
-    base: int  # the view it differs from; NO_VIEW where it is whole
+    key: str  # the secret of this view
+    base: int  # the view it differs from; NO_VIEW if it is whole
     gone: tuple[int, ...]  # members of ``base`` that are not in it
     new: tuple[Worker, ...]  # its other members, in the order of their ranks
-    source: int  # the member whose state counts: one that has applied the most steps
-    step: int  # how many it has applied; NEW where nobody has any state
-    is_equal: bool  # all have that state already
+    source: int  # a member that has applied the most steps, and broadcasts its state
+    step: int  # the number of these steps; NEW if no member has a state
+    is_equal: bool  # all members already have that state
     reason: str
 
 
 class Leave(NamedTuple):
-    """To a rank: the next view is without it; exit with 0."""
+    """To a rank: exit with 0, because it is not in the next view."""
 
     reason: str
 
 
 class Finish(NamedTuple):
-    """To a rank: all have applied the last step."""
+    """To a rank: all ranks have applied the last step."""
 
 
 FromRank = Settled | AtStep | Entered | Done | Failed
@@ -143,14 +140,13 @@ TO_RANK: tuple[type[ToRank], ...] = get_args(ToRank)
 
 
 def encode_text(message: FromRank | ToRank) -> str:
-    """Return a message as one line of JSON."""
     plain = cast("dict[str, object]", to_plain(message))
     return json.dumps({"is": type(message).__name__, **plain})
 
 
 def decode_text(text: str, kinds: tuple[type[T], ...]) -> T:
     """Return the message of a line; ``LaunchError`` if it is none of ``kinds``."""
-    # Thousands of ranks settle with the same short text.
+    # Thousands of ranks send the same short text.
     decode = _decode_again if len(text) <= _SHORT else _decode
     return cast("T", decode(text, kinds))
 
@@ -176,9 +172,12 @@ def order_ranks(
 ) -> list[int]:
     """Return worker ids in the order of their new ranks.
 
-    ``survivors`` are id and former rank, ascending by rank. They keep their order,
-    and their rank where it exists and no lower one would be left without a survivor
-    or newcomer for it; newcomers fill the gaps, rank 0 never.
+    Survivors keep their order, and if possible their ranks; rank 0 is always one of
+    them. New workers fill the gaps.
+
+    Args:
+        survivors: Ids and former ranks, ascending by rank.
+        newcomers: Ids.
     """
     size = len(survivors) + len(newcomers)
     ordered = [-1] * size
@@ -196,7 +195,7 @@ class View(NamedTuple):
     members: tuple[Worker, ...]
 
     def next(self, begins: ViewBegins) -> "View":
-        """Return the view that begins, which is whole or differs from this one."""
+        """Return the view that begins, which may be a difference to this one."""
         if begins.base == NO_VIEW:
             return View(begins.view, begins.new)
         gone = set(begins.gone)
@@ -211,14 +210,13 @@ class View(NamedTuple):
 
     @property
     def ranks(self) -> dict[int, int]:
-        """Return each member's rank, by its id, in the order of the ranks."""
+        """The rank of each member by its id, in the order of the ranks."""
         return {worker.id: rank for rank, worker in enumerate(self.members)}
 
     def rank_of(self, worker: int) -> int:
         return next(r for r, w in enumerate(self.members) if w.id == worker)
 
     def worlds(self) -> list[World]:
-        """Return each member's world, by rank."""
         return World.of_slots([worker[1:] for worker in self.members])
 
     def world_of(self, worker: int) -> World:

@@ -1,4 +1,4 @@
-"""A job on a terminal or in pipes: lines with their ranks, and progress bars."""
+"""A job's output on a terminal or in pipes: lines with ranks, and progress bars."""
 
 import codecs
 import os
@@ -17,11 +17,11 @@ from ronde.launch.job.output import NO_ATTEMPT, Attempt, NewWorker
 from ronde.launch.wire.messages import Output, Stacks, Stream
 from ronde.render.text import RankChoice
 
-HELD_BYTES = 64 << 10  # a line longer than this is shown in pieces
-HELD_S = 2.0  # a line that rests unfinished so long is shown as it is
+HELD_BYTES = 64 << 10  # a longer line is shown in pieces
+HELD_S = 2.0  # an unfinished line is shown after this time
 _TIME = "time"
-# What poll calls ready takes so many bytes at once (PIPE_BUF). Non-blocking mode is
-# no way: it would hold for everybody who shares the descriptor, the user's shell too.
+# A write of at most PIPE_BUF bytes does not block after poll. Non-blocking mode would
+# hold for every process that shares the descriptor, the user's shell too.
 _PIECE_BYTES = 4096
 _PIPE_PIECE_BYTES = 64 << 10
 _FILE_PIECE_BYTES = 1 << 20
@@ -29,24 +29,25 @@ _MAX_PIECES = 64
 _MAX_BARS = 8
 _RESERVED_ROWS = 2
 SCREEN_PROGRESS_S = 0.5  # least time between two states of a bar on a terminal
-FILE_PROGRESS_S = 10.0  # the same anywhere else
-_Key = tuple[int, int]
-MAX_OWN_CODE = 7  # codes up to this are the command's own: the rank has printed why
+FILE_PROGRESS_S = 10.0  # the same in files and pipes
+_Key = tuple[int, int]  # worker and stream
+MAX_OWN_CODE = 7  # the command's own exit codes: the rank has printed the reason
 
 
 class RankLines(NamedTuple):
-    """One whole line, or several that follow each other."""
+    """One or more consecutive lines."""
 
-    text: bytes  # UTF-8 without the last line's end; undecodable bytes are escaped
+    text: bytes  # UTF-8 without the last newline; undecodable bytes are escaped
     is_continuation: bool = False  # the beginning of the first was shown before
 
 
 class LineAssembler:
-    """Cuts one stream into lines."""
+    """Split one stream into lines.
 
-    # A line ends at its newline, at the end of the stream, at ``HELD_BYTES``, or after
-    # ``HELD_S`` unfinished; in the latter two what follows is marked as its
-    # continuation. Of a line with carriage returns only the newest part counts.
+    A line ends at its newline, at the end of the stream, at ``HELD_BYTES``, or after
+    ``HELD_S`` unfinished; the rest of one cut by the latter two is marked as its
+    continuation. A carriage return discards the part of a line before it.
+    """
 
     def __init__(self) -> None:
         self._held = bytearray()
@@ -59,21 +60,20 @@ class LineAssembler:
 
     @property
     def due_s(self) -> float | None:
-        """When the unfinished line will have rested long enough; None without one."""
         if not self._held or self._is_overwriting:
             return None
         return self._held_since_s + HELD_S
 
     @property
     def progress(self) -> bytes | None:
-        """The newest text of a line that its writer overwrites, None without one."""
+        """The current text of a progress bar, None without one."""
         if not self._is_overwriting:
             return None
         text = newest_part(bytes(self._held))
         return printable(text[: whole_length(text)])
 
     def feed(self, data: bytes, now_s: float) -> list[RankLines]:
-        # No line is looked at by itself: a flood must not cost its number of lines.
+        # Never line by line: the cost of a flood must not grow with its lines.
         whole, newline, rest = data.rpartition(b"\n")
         lines: list[RankLines] = []
         if newline:
@@ -89,7 +89,7 @@ class LineAssembler:
         return lines
 
     def rest(self, now_s: float) -> list[RankLines]:
-        """Return the unfinished line if it has rested long enough."""
+        """Return the unfinished line if it is older than ``HELD_S``."""
         is_due = self.due_s is not None and now_s >= self.due_s
         is_due = is_due and whole_length(bytes(self._held)) > 0
         return [self._cut(len(self._held))] if is_due else []
@@ -97,13 +97,13 @@ class LineAssembler:
     def end(self) -> list[RankLines]:
         raw = bytes(self._held)
         self._held.clear()
-        # A bar that was wiped out at its end leaves blanks; they are no line.
+        # A bar that was erased at its end leaves blanks, which are no line.
         is_wiped = b"\r" in raw and not newest_part(raw).strip()
         return [] if not raw or is_wiped else [self._lines(raw)]
 
     @property
     def _is_overwriting(self) -> bool:
-        """Whether a progress bar is held, as ``_forget_overwritten`` marks it."""
+        """True for a progress bar, which ``_forget_overwritten`` has marked."""
         return self._held.startswith(b"\r")
 
     def _lines(self, raw: bytes) -> RankLines:
@@ -124,29 +124,28 @@ class LineAssembler:
         return line
 
     def _forget_overwritten(self) -> None:
-        """Keep the newest part, and the return before it that marks it."""
+        """Keep the newest part behind a carriage return, its mark."""
         newest = newest_part(bytes(self._held))
         is_ended = self._held.endswith(b"\r")
         self._held[:] = b"\r" + newest + (b"\r" if is_ended and newest else b"")
 
 
 def newest_part(raw: bytes) -> bytes:
-    """Return what stands after the last carriage return that anything follows."""
+    """Return the text after the last carriage return that is not at the end."""
     return raw.rstrip(b"\r").rpartition(b"\r")[2]
 
 
 def whole_length(raw: bytes) -> int:
-    """Return the length of ``raw`` without a UTF-8 sequence begun at its end."""
+    """Return the length of ``raw`` without an incomplete UTF-8 sequence at its end."""
     return codecs.utf_8_decode(raw, "replace")[1]
 
 
 def printable(raw: bytes) -> bytes:
-    """Return valid UTF-8; undecodable bytes are written out in hexadecimal."""
     return raw.decode("utf-8", "backslashreplace").encode()
 
 
-class TagPlace(StrEnum):
-    """What the prefix of a line shows."""
+class TagStyle(StrEnum):
+    """The content of a line's prefix."""
 
     AUTO = "auto"  # the rank, and its host where there are several
     RANK = "rank"
@@ -155,60 +154,58 @@ class TagPlace(StrEnum):
 
 
 class Tag(NamedTuple):
-    """What stands before each line."""
+    """The prefix of each line."""
 
-    place: TagPlace = TagPlace.AUTO
+    style: TagStyle = TagStyle.AUTO
     has_time: bool = False  # the time of day comes first
 
 
 def parse_tag(text: str) -> Tag:
     """Read ``--tag``: ``rank``, ``host``, ``none``, each with ``,time``."""
     words = [word.strip() for word in text.split(",")]
-    places = [word for word in words if word != _TIME]
-    if len(places) > 1 or words.count(_TIME) > 1 or not set(places) <= set(TagPlace):
+    styles = [word for word in words if word != _TIME]
+    if len(styles) > 1 or words.count(_TIME) > 1 or not set(styles) <= set(TagStyle):
         raise UsageError(
             f"--tag must be rank, host, time or none, or one of them and time, got "
             f"{text!r}. Type: --tag host,time"
         )
-    return Tag(TagPlace(places[0]) if places else TagPlace.AUTO, _TIME in words)
+    return Tag(TagStyle(styles[0]) if styles else TagStyle.AUTO, _TIME in words)
 
 
 class Tagger:
-    """Puts tags before lines."""
+    """Put tags before lines."""
 
     def __init__(self, tag: Tag) -> None:
         self._tag = tag
-        self._places: list[bytes] = []
+        self._names: list[bytes] = []
 
     def begin(self, hosts: Sequence[str]) -> None:
         """Make the tag of each rank: ``[3]``, ``[node2:3]`` or nothing."""
-        place = self._tag.place
-        if place is TagPlace.AUTO:
-            place = TagPlace.HOST if len(set(hosts)) > 1 else TagPlace.RANK
-        with_host, without = place is TagPlace.HOST, place is TagPlace.NONE
-        tags = [f"[{h}:{r}]" if with_host else f"[{r}]" for r, h in enumerate(hosts)]
-        self._places = [
-            b"" if without else tag.encode("utf-8", "backslashreplace") for tag in tags
+        style = self._tag.style
+        if style is TagStyle.AUTO:
+            style = TagStyle.HOST if len(set(hosts)) > 1 else TagStyle.RANK
+        form = {TagStyle.HOST: "[{1}:{0}] ", TagStyle.RANK: "[{0}] "}.get(style, "")
+        self._names = [
+            form.format(rank, host).encode("utf-8", "backslashreplace")
+            for rank, host in enumerate(hosts)
         ]
 
     def tagged(self, rank: int, lines: RankLines) -> bytes:
-        """Return lines of a rank as they are shown; a continuation is marked by +."""
+        """Return tagged lines of a rank; a continuation is marked by +."""
         first = self.tag(rank)
         head = first[:-1] + b"+" if lines.is_continuation and first else first
         return head + lines.text.replace(b"\n", b"\n" + first) + b"\n"
 
     def tag(self, rank: int) -> bytes:
-        place = self._places[rank]
         if not self._tag.has_time:
-            return place + b" " if place else b""
+            return self._names[rank]
         now_s = time.time()
         clock = time.strftime("%H:%M:%S", time.localtime(now_s)).encode()
-        at = b"%s.%03d " % (clock, int(now_s % 1 * 1000))
-        return at + place + b" " if place else at
+        return b"%s.%03d " % (clock, int(now_s % 1 * 1000)) + self._names[rank]
 
 
 class FdWriter:
-    """Bytes waiting for one descriptor."""
+    """Buffered writer for one descriptor, which it shares with other processes."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -224,9 +221,9 @@ class FdWriter:
             self._mode, self.is_broken = 0, True
 
     def _open(self) -> None:
-        """Open a pipe once more, if that is allowed, in a mode of our own."""
+        """Open a pipe again, if allowed, to have it non-blocking for us alone."""
         # Then a write takes sixteen times as much, and wakes the reader less often. Not
-        # before the first write, which another process may do.
+        # before the first write: the process that writes may be a fork of this one.
         self._write_fd = self.fd
         if stat.S_ISREG(self._mode):
             self._piece_bytes = _FILE_PIECE_BYTES
@@ -249,7 +246,7 @@ class FdWriter:
         self._waiting.clear()
 
     def write(self) -> None:
-        """Write while the descriptor is ready, as it must be at the call."""
+        """Write as long as the descriptor is ready; at the call it must be."""
         if self._write_fd < 0:
             self._open()
         for _ in range(_MAX_PIECES):
@@ -271,19 +268,19 @@ class FdWriter:
 
 
 class Screen:
-    """Lines on one descriptor; on a terminal bars, too."""
+    """Lines and, on a terminal, progress bars on one descriptor."""
 
     def __init__(self, writer: FdWriter) -> None:
         self.writer = writer
         self.is_terminal = os.isatty(writer.fd)
-        self._bars: dict[tuple[int, int], bytes] = {}
+        self._bars: dict[_Key, bytes] = {}
         self._num_drawn = 0
 
     def print(self, text: bytes) -> None:
         self.writer.put(self._erased() + text + self._drawn())
 
-    def set_bar(self, key: tuple[int, int], text: bytes | None) -> None:
-        """Show, change or, with None, remove one bar; bars are ordered by key."""
+    def set_bar(self, key: _Key, text: bytes | None) -> None:
+        """Show a bar, or with None remove it; bars are ordered by key."""
         if self._bars.get(key) == text:
             return
         if text is None:
@@ -311,15 +308,12 @@ class Screen:
         num_bars = max(1, min(_MAX_BARS, rows - _RESERVED_ROWS))
         keys = sorted(self._bars)[:num_bars]
         self._num_drawn = len(keys)
-        # One column less: a full line would make the terminal wrap.
+        # A full line would make the terminal wrap.
         return b"\n".join(self._bars[k].decode()[: columns - 1].encode() for k in keys)
 
 
 class Console:
-    """Shows a job's output on two descriptors; an ``OutputSink``."""
-
-    # Each stream of a rank goes to ours of the same kind, each line after a tag with
-    # its rank. It never waits for a descriptor.
+    """An ``OutputSink`` that shows tagged lines on two descriptors; it never blocks."""
 
     def __init__(
         self,
@@ -383,7 +377,7 @@ class Console:
         self._report(f"ronde: {text.removesuffix('.')}.\n")
 
     def stacks(self, taken: Sequence[Stacks]) -> None:
-        # Hardly any job is asked.
+        # Imported here: few jobs need it.
         from ronde.render.job import draw_stacks
 
         self._report(draw_stacks(taken, self._attempt.hosts))
@@ -394,13 +388,13 @@ class Console:
         self._holding.clear()
         if result.cause is None and result.interrupted_by is None:
             return
-        # Most jobs end well, and start without this.
+        # As above.
         from ronde.render.job import summarize
 
         self._report(summarize(result, self._attempt, self._log_dir))
 
     def tick(self, now_s: float) -> float:
-        """Show what has rested long enough; return when the next will have."""
+        """Show unfinished lines that are due; return the time of the next."""
         due: list[float] = []
         for key in sorted(self._holding):
             assembler = self._assemblers[key]
@@ -410,7 +404,7 @@ class Console:
                 if assembler.progress != self._progress_shown.get(key):
                     due.append(self._progress_due_s[key])
             elif assembler.due_s is not None:
-                # A cut UTF-8 sequence stays due; it must not keep the loop spinning.
+                # An incomplete UTF-8 sequence stays due: the loop must not spin.
                 due.append(max(assembler.due_s, now_s + SCREEN_PROGRESS_S))
             else:
                 self._holding.discard(key)
@@ -431,7 +425,7 @@ class Console:
             try:
                 writer.write()
             except BrokenPipeError:
-                # Both streams may have this one.
+                # The two streams may share one writer.
                 if writer is self._screens[Stream.STDOUT].writer:
                     raise
 
@@ -451,7 +445,7 @@ class Console:
     def _show_progress(self, key: _Key, text: bytes, now_s: float) -> None:
         screen = self._screens[Stream(key[1])]
         interval_s = SCREEN_PROGRESS_S if screen.is_terminal else FILE_PROGRESS_S
-        # The first state shows little: in a file it is left out.
+        # A file does not get the first state, which shows little.
         first_s = now_s if screen.is_terminal else now_s + interval_s
         due_s = self._progress_due_s.setdefault(key, first_s)
         if now_s < due_s or text == self._progress_shown.get(key):
@@ -470,7 +464,7 @@ class Console:
 
 
 def _is_same(stdout_fd: int, stderr_fd: int) -> bool:
-    """Whether both are one file, where two queues would cut each other's lines."""
+    # One file needs one queue: two would cut each other's lines.
     try:
         return os.path.samestat(os.fstat(stdout_fd), os.fstat(stderr_fd))
     except OSError:
@@ -478,13 +472,14 @@ def _is_same(stdout_fd: int, stderr_fd: int) -> bool:
 
 
 class SelfLaunchConsole(Console):
-    """Shows ranks as if they were one process; an ``OutputSink``."""
+    """A console that shows the ranks as if they were one process.
 
-    # A message of several ranks is shown once, and a rank that ends with one of the
-    # command's own codes is not explained again.
+    The same message of several ranks is shown once. The end of a rank with one of the
+    command's own exit codes is not reported again.
+    """
 
     def __init__(self) -> None:
-        super().__init__(1, 2, tag=Tag(TagPlace.NONE))
+        super().__init__(1, 2, tag=Tag(TagStyle.NONE))
         self._printed: dict[bytes, int] = {}
 
     def output(self, output: Output, now_s: float) -> None:

@@ -10,23 +10,23 @@ _MAX_DIGITS = 9
 
 
 def fold_hosts(names: Iterable[str], most: int = 1 << 16) -> str:
-    """Return names in few words, in their order: ``node[1-2,4-64], login``.
+    """Return names in their order as ``-H`` reads them: ``node[1-2,4-64], login``.
 
-    Those that differ in one number alone stand in brackets. What comes out is what
-    ``-H`` takes, unless there are more than ``most``: the others are only counted.
+    Names that differ in one number alone share brackets. Of more than ``most`` only
+    the number is shown.
     """
     parts = [_NUMBERS.split(name) for name in dict.fromkeys(names)]
-    varying = _varying_places(parts)
+    varying = _varying_numbers(parts)
     groups: dict[tuple[str, str, str], list[str]] = {}
     for part in parts:
-        place = varying[tuple(part[::2])]
+        index = varying[tuple(part[::2])]
         is_literal = any(mark in text for text in part[::2] for mark in "[]:, \t")
-        # An address is no number that counts up, and no list has brackets of its own.
-        if not place or len(part[place]) > _MAX_DIGITS or is_literal:
+        # Addresses do not count up, and brackets cannot be nested.
+        if not index or len(part[index]) > _MAX_DIGITS or is_literal:
             groups["".join(part), "", ""] = []
             continue
-        before, behind = "".join(part[:place]), "".join(part[place + 1 :])
-        groups.setdefault((before, "[]", behind), []).append(part[place])
+        before, behind = "".join(part[:index]), "".join(part[index + 1 :])
+        groups.setdefault((before, "[]", behind), []).append(part[index])
     words: list[str] = []
     num_left = 0
     for (before, brackets, behind), numbers in groups.items():
@@ -41,8 +41,8 @@ def fold_hosts(names: Iterable[str], most: int = 1 << 16) -> str:
     return ", ".join(words) + (f" and {num_left} more" if num_left else "")
 
 
-def _varying_places(parts: list[list[str]]) -> dict[tuple[str, ...], int]:
-    """Return where names that are alike but for numbers last vary; 0 for nowhere."""
+def _varying_numbers(parts: list[list[str]]) -> dict[tuple[str, ...], int]:
+    """Return the index of the last number that varies, by the parts between; or 0."""
     alike: dict[tuple[str, ...], list[list[str]]] = {}
     for part in parts:
         alike.setdefault(tuple(part[::2]), []).append(part)
@@ -56,7 +56,7 @@ def _varying_places(parts: list[list[str]]) -> dict[tuple[str, ...], int]:
 
 
 def _runs(numbers: Iterable[str]) -> Iterator[tuple[str, int]]:
-    """Yield ``1``, ``04-64``, each with how many numbers it stands for."""
+    """Yield ``1``, ``04-64``, each with the count of its numbers."""
     ordered = sorted(numbers, key=lambda text: (int(text), len(text)))
     first, count = ordered[0], 1
     for text in [*ordered[1:], ""]:
@@ -69,7 +69,7 @@ def _runs(numbers: Iterable[str]) -> Iterator[tuple[str, int]]:
 
 
 def write_hostfile(hosts: Sequence[Host]) -> str:
-    """Return a host file; without hosts a comment, so that nothing is started by it."""
+    """Return a host file; without hosts a comment, which ``ronde run`` refuses."""
     if not hosts:
         return "# no host is ready\n"
     text = ""

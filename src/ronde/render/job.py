@@ -1,4 +1,4 @@
-"""A job as text: its plan, how it ended, unfit hosts, and where its ranks are."""
+"""A job as text: its plan, its end, unfit hosts, and stacks of its ranks."""
 
 import re
 import shlex
@@ -14,7 +14,7 @@ from ronde.launch.job.output import NO_ATTEMPT, Attempt, attempt_dir
 from ronde.launch.job.plan import JobPlan
 from ronde.launch.signals import OUTPUT_FULL, TIMED_OUT, interruption_code
 from ronde.launch.wire.messages import ProcessStack, Stacks
-from ronde.render.text import align, format_places, format_runs, name_ranks
+from ronde.render.text import align, format_ranks_on_hosts, format_runs, name_ranks
 from ronde.topology.cpu_sets import format_list
 from ronde.topology.machine import UNKNOWN_NODE, RankResources
 from ronde.units import counted, grouped, list_first
@@ -24,7 +24,7 @@ _UNSET = "(unset)"
 
 
 def plan_text(plan: JobPlan) -> str:
-    """Return all of a plan but secrets; hosts and ranks that are alike share a line."""
+    """Return a plan without secrets; equal hosts and ranks share a line."""
     shared, own = _environments(plan)
     size = f"{counted(len(plan.hosts), 'rank')} on {counted(len(plan.shares), 'host')}"
     lines = [
@@ -49,13 +49,13 @@ def plan_text(plan: JobPlan) -> str:
 
 def _rows(plan: JobPlan) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
-    for places, alike in groupby(plan.shares, key=lambda share: share.places):
+    for resources, alike in groupby(plan.shares, key=lambda share: share.places):
         first, *others = alike
         start, local = first.ranks.start, 0
-        for place, same in groupby(places):
+        for each, same in groupby(resources):
             num = len(list(same))
             spans = [_span(range(at, at + num)) for at in (start + local, local)]
-            rows.append((first.host.name, *spans, *_cells(place)))
+            rows.append((first.host.name, *spans, *_cells(each)))
             local += num
         if others:
             names = format_runs([share.host.name for share in others])
@@ -64,15 +64,15 @@ def _rows(plan: JobPlan) -> list[tuple[str, ...]]:
     return rows
 
 
-def _cells(place: RankResources) -> tuple[str, ...]:
-    node = "-" if place.memory_node == UNKNOWN_NODE else str(place.memory_node)
+def _cells(resources: RankResources) -> tuple[str, ...]:
+    node = resources.memory_node
     return (
-        place.device or "-",
-        str(place.num_cores),
-        format_list(place.cpus) or "all",
-        node,
-        place.nic or "-",
-        place.why,
+        resources.device or "-",
+        str(resources.num_cores),
+        format_list(resources.cpus) or "all",
+        "-" if node == UNKNOWN_NODE else str(node),
+        resources.nic or "-",
+        resources.why,
     )
 
 
@@ -81,13 +81,13 @@ def _span(numbers: range) -> str:
 
 
 def _environments(plan: JobPlan) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the variables that are equal on all ranks, and the others in words."""
+    """Return the variables that are equal on all ranks, and a line for each other."""
     ranks = [job.env | rank.env for job in plan.jobs(0) for rank in job.workers]
     shared: dict[str, str] = {}
     own: dict[str, str] = {}
     for name in sorted({name for env in ranks for name in env}):
         values = [env.get(name, _UNSET) for env in ranks]
-        # A value that thousands of ranks have is looked at once.
+        # Thousands of ranks may share a value: redact each value once.
         shown = {value: redacted({name: value})[name] for value in set(values)}
         if len(shown) == 1:
             shared[name] = shown[values[0]]
@@ -101,7 +101,7 @@ _MAX_FRAMES = 30
 _MAX_PIDS = 4
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+.*:$")
 _BELOW_ALL = re.compile(r"threading\.py\", line [0-9]+ in _bootstrap(_inner)?$")
-"""Where every thread begins."""
+"""The frames at the bottom of every thread."""
 _LABEL_WIDTH = 16
 _MAX_QUOTED_LINES = 30
 _MAX_QUOTED_HEAD = 8
@@ -111,7 +111,7 @@ _MAX_NAMES = 8
 _MAX_COLUMN_CHARS = 60
 
 _Frames = tuple[str, ...]
-_Place = tuple[str, str, tuple[_Frames, ...]]
+_Stack = tuple[str, str, tuple[_Frames, ...]]
 """A process's name, its state and its threads, the main thread's first."""
 
 
@@ -128,14 +128,14 @@ def tabulate_failures(
 
 
 def draw_stacks(taken: Sequence[Stacks], hosts: Sequence[str]) -> str:
-    """Return the stacks of ranks in a frame; each place once, with who is there."""
+    """Return the stacks of ranks in a frame; equal stacks once, with their ranks."""
     ranks = sorted(taken)
-    groups = grouped((_place(p), (n, p)) for n, processes in ranks for p in processes)
+    groups = grouped((_stack(p), (n, p)) for n, processes in ranks for p in processes)
     body: list[str] = []
-    for place, members in groups.items():
-        body += [*_draw_place(place, members, hosts), ""]
+    for stack, members in groups.items():
+        body += [*_draw_stack(stack, members, hosts), ""]
     if silent := [(n, hosts[n]) for n, processes in ranks if not processes]:
-        body += [f"{format_places(silent)}: no answer", ""]
+        body += [f"{format_ranks_on_hosts(silent)}: no answer", ""]
     lines = ["".join(c if c.isprintable() else "?" for c in line) for line in body[:-1]]
     return _frame("where the ranks are, most recent call first", lines)
 
@@ -146,7 +146,7 @@ def _frame(title: str, lines: Iterable[str]) -> str:
     return "\n".join([f"{head:-<{_WIDTH}}", *body, f"{'+':-<{_WIDTH}}", ""])
 
 
-def _place(process: ProcessStack) -> _Place:
+def _stack(process: ProcessStack) -> _Stack:
     threads: list[list[str]] = []
     for line in process.text.splitlines():
         if _THREAD.match(line):
@@ -158,18 +158,18 @@ def _place(process: ProcessStack) -> _Place:
     return process.name, process.state, frames
 
 
-def _draw_place(
-    place: _Place, members: Sequence[tuple[int, ProcessStack]], hosts: Sequence[str]
+def _draw_stack(
+    stack: _Stack, members: Sequence[tuple[int, ProcessStack]], hosts: Sequence[str]
 ) -> Iterator[str]:
-    name, state, threads = place
-    places = format_places([(rank, hosts[rank]) for rank, _ in members])
+    name, state, threads = stack
+    ranks = format_ranks_on_hosts([(rank, hosts[rank]) for rank, _ in members])
     pids = [str(process.pid) for _, process in members]
     label = "pid" if len(pids) == 1 else "pids"
     process = f"{name}, {label} {list_first(pids, _MAX_PIDS)}"
     if not threads:
-        yield f"{places} ({process}): {state}; no Python stack"
+        yield f"{ranks} ({process}): {state}; no Python stack"
         return
-    yield f"{places} ({process})"
+    yield f"{ranks} ({process})"
     main, *others = threads
     for frames, count in [(main, 0), *Counter(others).items()]:
         if count:
@@ -182,7 +182,7 @@ def _draw_place(
 def summarize(
     result: JobResult, attempt: Attempt = NO_ATTEMPT, log_dir: str = ""
 ) -> str:
-    """Return how a job ended and why; empty where all went well."""
+    """Return the report of a job's end; empty if it succeeded."""
     cause = result.cause
     if cause is None:
         return _interrupted(result)
@@ -201,7 +201,7 @@ def summarize(
 
 
 def describe_status(status: int) -> str:
-    """Return how a process ended: ``exit code 3``, ``killed by SIGSEGV``."""
+    """Return ``exit code 3`` or ``killed by SIGSEGV``."""
     return f"exit code {status}" if status >= 0 else f"killed by {signal_name(-status)}"
 
 
@@ -215,9 +215,9 @@ def _interrupted(result: JobResult) -> str:
 
 def _interruption(number: int) -> str:
     if number == signal.SIGPIPE:
-        return "nobody reads the output any more, so the job was ended"
+        return "the reader of the output has gone, so the job was ended"
     if number == OUTPUT_FULL:
-        return "standard output takes no more (a full disk), so the job was ended"
+        return "standard output cannot be written (disk full), so the job was ended"
     if number == TIMED_OUT:
         return f"--timeout ended the job, exit code {interruption_code(number)}"
     return f"the job was ended by {signal_name(number)}"
@@ -245,7 +245,7 @@ def _draw_cause(cause: RankEnd | LostHost) -> list[str]:
 
 def _quoted(end: RankEnd) -> list[str]:
     """Return the exception that ended a rank, else its last lines on stderr."""
-    # A rank that a signal ended may have survived the exception that it printed.
+    # A rank that a signal ended may have caught the exception that it printed.
     is_raised = end.traceback and (
         end.status > 0 or end.status == -signal.SIGABRT or end.was_leaving
     )
@@ -262,12 +262,12 @@ def _quoted(end: RankEnd) -> list[str]:
 def _failures(
     result: JobResult, cause: RankEnd | LostHost
 ) -> Iterator[tuple[str, str]]:
-    """Yield what failed by itself besides the cause, equal failures together."""
+    """Yield the independent failures besides the cause; equal ones share a line."""
     for lost in result.also_lost:
         yield "lost too", f"{lost.host} ({name_ranks(lost.ranks)}): {lost.reason}"
     groups = grouped((_fate(e), e) for e in result.also_failed if not e.is_secondary)
     if isinstance(cause, RankEnd) and (same := groups.pop(_fate(cause), [])):
-        yield "failed alike", _places(same)
+        yield "failed alike", _ranks(same)
     yield from _by_fate("failed too", groups)
 
 
@@ -278,21 +278,21 @@ def _fate(end: RankEnd) -> str:
 
 
 def _by_fate(label: str, fates: dict[str, list[RankEnd]]) -> Iterator[tuple[str, str]]:
-    """Yield ranks by how they ended; the rarest of many ways are only counted."""
+    """Yield a line for each of the most common fates, and one for the others."""
     by_size = sorted(fates.items(), key=lambda fate: -len(fate[1]))
     for fate, ends in by_size[:_MAX_GROUPS]:
-        yield label, f"{_places(ends)}, {fate}"
+        yield label, f"{_ranks(ends)}, {fate}"
     others = [end for _, ends in by_size[_MAX_GROUPS:] for end in ends]
     if others:
-        yield label, f"{_places(others)}, in other ways"
+        yield label, f"{_ranks(others)}, in other ways"
 
 
 def _consequences(result: JobResult) -> Iterator[tuple[str, str]]:
     if secondary := [end for end in result.also_failed if end.is_secondary]:
-        yield "lost their peer", _places(secondary)
+        yield "lost their peer", _ranks(secondary)
     fates = grouped((describe_status(end.status), end) for end in result.ended)
     yield from _by_fate("ended then", fates)
 
 
-def _places(ends: Sequence[RankEnd]) -> str:
-    return format_places([(end.rank, end.host) for end in ends])
+def _ranks(ends: Sequence[RankEnd]) -> str:
+    return format_ranks_on_hosts([(end.rank, end.host) for end in ends])

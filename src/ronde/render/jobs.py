@@ -1,4 +1,4 @@
-"""Jobs that run and what their ranks do now, as text."""
+"""Running jobs and the status of their ranks, as text."""
 
 import shlex
 import time
@@ -13,7 +13,7 @@ from ronde.units import counted, format_duration, grouped
 _MOST_ROWS = 32
 _MOST_HOSTS = 20
 _MOST_OUTLIERS = 5
-_LONG_S = 1.0  # what a collective of a healthy job hardly takes
+_LONG_S = 1.0  # longer than a collective of a healthy job takes
 _HOST_LETTERS = 14
 _DOING_LETTERS = 26
 _AWAITED_LETTERS = 16
@@ -25,7 +25,7 @@ Awaited = Mapping[int, Sequence[int]]
 
 
 def draw_jobs(jobs: Sequence[JobStatus], *, is_complete: bool = False) -> str:
-    """Return jobs with their ranks; of many only hosts and outliers."""
+    """Return jobs with their ranks; of many ranks only hosts and outliers."""
     if not jobs:
         return "No job of yours runs on this host.\n"
     return "\n".join(_draw_job(job, is_complete=is_complete) for job in jobs)
@@ -71,7 +71,7 @@ def _row(worker: WorkerInfo, awaited: Awaited) -> tuple[str, ...]:
 
 
 def _describe(worker: WorkerInfo) -> str:
-    """Return what a worker is in: a collective, or a state."""
+    """Return the collective or the state of a worker."""
     code = worker.exit_code
     if worker.state == "ended" and code is not None:
         return f"killed by {signal_name(-code)}" if code < 0 else f"exit code {code}"
@@ -89,7 +89,7 @@ def _format_age(age_s: float) -> str:
 
 
 def _awaited_by(workers: Iterable[WorkerInfo], awaited: Awaited) -> set[int]:
-    """Return the ranks that some workers have waited for long."""
+    """Return the ranks that some workers have long waited for."""
     late = [each for each in workers if each.collective_age_s >= _LONG_S]
     return {rank for each in late for rank in awaited.get(each.worker, ())}
 
@@ -106,7 +106,7 @@ def _step_of(worker: WorkerInfo) -> int:
 def _draw_hosts(
     workers: Sequence[WorkerInfo], outliers: Sequence[WorkerInfo], awaited: Awaited
 ) -> str:
-    """Return a line a host; of too many, the hosts of outliers first."""
+    """Return a line for each host; of too many, the hosts of outliers first."""
     by_host = grouped((each.host, each) for each in workers)
     hosts, left = list(by_host), len(by_host) - _MOST_HOSTS
     if left > 0:

@@ -1,4 +1,4 @@
-"""Sentences, lists, counts, ranks and tables within the columns of a terminal."""
+"""Sentences, lists, ranks and tables within the columns of a terminal."""
 
 import textwrap
 from collections import Counter
@@ -15,7 +15,7 @@ _MAX_RUNS = 8
 
 
 def wrap(label: str, text: str, width: int = WIDTH, *, indent: int = 7) -> str:
-    """Return a label and a text in lines of at most some columns."""
+    """Return a label and a text, wrapped at ``width``."""
     lines = textwrap.wrap(
         text,
         width,
@@ -28,7 +28,7 @@ def wrap(label: str, text: str, width: int = WIDTH, *, indent: int = 7) -> str:
 
 
 def list_some(names: Sequence[str], most: int = 8, noun: str = "times") -> str:
-    """Return ``a``, or ``2 times: a, b``; the end of many is only counted."""
+    """Return ``a``, or ``2 times: a, b``; beyond ``most`` only their number."""
     if len(names) == 1:
         return names[0]
     return f"{len(names)} {noun}: {list_first(names, most)}"
@@ -45,9 +45,13 @@ def align(
     gap: str = "  ",
     most: int = 1 << 16,
 ) -> str:
-    """Return rows as columns under the first row, the headings."""
-    # Rows with fewer cells widen no column, nor do characters of a cell beyond
-    # ``most``; ``right`` names the headings of columns that are aligned to the right.
+    """Return a table; the first row has the headings.
+
+    Rows with fewer cells widen no column, nor do characters of a cell beyond ``most``.
+
+    Args:
+        right: Headings of the columns that are aligned to the right.
+    """
     full = [row for row in rows if len(row) == len(rows[0])]
     widths = [min(most, max(map(len, cells))) for cells in zip(*full, strict=True)]
     text = ""
@@ -61,7 +65,7 @@ def align(
 
 
 def format_runs(values: Sequence[str]) -> str:
-    """Return values in order, repeats and counts joined: ``0-7, 125 times``."""
+    """Return values in order; runs and repeats are joined: ``0-7, 125 times``."""
     joined: list[tuple[list[str], int]] = []
     for value, same in groupby(values):
         count = len(list(same))
@@ -78,7 +82,6 @@ def format_runs(values: Sequence[str]) -> str:
 
 
 def _follows(before: str, after: str) -> bool:
-    """Whether the two are equal but for a number at the end that is one higher."""
     number = before[len(before.rstrip("0123456789")) :]
     name = before.removesuffix(number)
     return bool(number) and after == f"{name}{int(number) + 1:0{len(number)}d}"
@@ -97,10 +100,10 @@ _MAX_HOSTS = 4
 
 
 class RankChoice(NamedTuple):
-    """Some of a job's ranks."""
+    """A selection of a job's ranks."""
 
     ranges: tuple[range, ...]
-    option: str  # that named them, for messages
+    option: str  # for messages
     is_local: bool = False  # the numbers count from 0 on every host
 
     def among(self, hosts: Sequence[str]) -> frozenset[int]:
@@ -114,7 +117,7 @@ class RankChoice(NamedTuple):
         if highest > max(numbers):
             raise UsageError(
                 f"{self.option} must name ranks of 0..{max(numbers)}, got {highest}. "
-                "Name others, or leave the option out to see all."
+                "Correct it, or leave the option out to see all."
             )
         return frozenset(
             rank
@@ -134,7 +137,7 @@ def parse_ranks(text: str, option: str, *, is_local: bool = False) -> RankChoice
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
-    """Return ``0-3, 5``; the end of a long list is only counted."""
+    """Return ``0-3, 5``, or ``0, 2, 4, 6 and 60 more``."""
     ordered = sorted(ranks)
     shown = format_list(ordered).split(",")[:_MAX_RANGES]
     last = shown[-1].rpartition("-")[2]
@@ -151,15 +154,15 @@ def _parse_range(text: str) -> range:
     span, has_step, step = text.partition(":")
     first, has_last, last = span.partition("-")
     words = [first, last if has_last else first, step if has_step else "1"]
-    # Nine digits: a number that no machine takes seconds to read.
+    # A number of more digits may take seconds to convert.
     if not all(w.isascii() and w.isdecimal() and len(w) <= 9 for w in words):
         return range(0)
     start, end, by = map(int, words)
     return range(start, end + 1, by) if by else range(0)
 
 
-def format_places(places: Sequence[tuple[int, str]]) -> str:
+def format_ranks_on_hosts(ranks: Sequence[tuple[int, str]]) -> str:
     """Return ``ranks 2-5 on node2, node3`` for ranks and the names of their hosts."""
-    hosts = dict.fromkeys(host for _, host in places)
+    hosts = dict.fromkeys(host for _, host in ranks)
     where = ", ".join(hosts) if len(hosts) <= _MAX_HOSTS else f"{len(hosts)} hosts"
-    return f"{name_ranks({rank for rank, _ in places})} on {where}"
+    return f"{name_ranks({rank for rank, _ in ranks})} on {where}"

@@ -1,4 +1,4 @@
-"""What a rank is doing now, and the thread that reports it to the launcher."""
+"""The status of a rank, and the thread that reports it to the launcher."""
 
 from ronde.lazy_exports import lazy_exports
 

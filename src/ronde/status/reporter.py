@@ -1,11 +1,10 @@
 """The thread of a rank that reports its status to the launcher.
 
-Note [What a status costs]
-    One thread looks once a second at tables that are there anyway, and writes a line of
-    some hundred bytes if something has changed or five seconds have passed. It never
-    blocks: a line that the agent does not take now is dropped, and the next one
-    replaces it. Nothing on the path of an operation knows of it. Without a channel, or
-    with ``RONDE_STATUS=0``, there is no thread.
+Note [The cost of a status]
+    Once a second a thread samples existing tables, and writes a line of some hundred
+    bytes if something has changed or five seconds have passed. It never blocks: a line
+    that cannot be written now is dropped. Collectives do not know of it. Without a
+    channel, or with ``RONDE_STATUS=0``, there is no thread.
 """
 
 import functools
@@ -30,19 +29,19 @@ _NOTHING: Mapping[str, float] = MappingProxyType({})
 
 
 class Part(NamedTuple):
-    """What one source contributes to a status."""
+    """The contribution of one source to a status."""
 
     collectives: Sequence[PendingCollective] = ()
-    step: int = UNKNOWN  # of an optimizer: how many it has applied here
-    job_step: int = UNKNOWN  # of an elastic job, which counts before an optimizer's
+    step: int = UNKNOWN  # the number of steps that an optimizer has applied
+    job_step: int = UNKNOWN  # of an elastic job; takes precedence over ``step``
     progress: Mapping[str, float] = _NOTHING
 
 
 class StatusReporter:
-    """Samples sources, which are bound methods and are not kept alive by it."""
+    """A thread that samples sources: bound methods, held by weak references."""
 
     def __init__(self) -> None:
-        self.pid = os.getpid()  # a fork has no thread, and reports nothing
+        self.pid = os.getpid()  # a forked child has no thread and reports nothing
         self._sources: list[WeakMethod[Callable[[], Part]]] = []
         self._page_bytes = os.sysconf("SC_PAGE_SIZE")
         threading.Thread(target=self._run, name="ronde-status", daemon=True).start()
@@ -52,7 +51,6 @@ class StatusReporter:
         self._sources = [*alive, WeakMethod(source)]
 
     def sample(self) -> RankStatus:
-        """Return the status of now."""
         found = [source for each in self._sources if (source := each()) is not None]
         parts = [source() for source in found]
         collectives = [each for part in parts for each in part.collectives]
@@ -78,7 +76,7 @@ class StatusReporter:
         pause = threading.Event()
         sent, sent_at_s = None, 0.0
         while (channel := read_channel()) is not None and channel.fd >= 0:
-            # No rank fails, or writes a traceback, for this; the next look may succeed.
+            # A rank must not fail because of this; the next sample may succeed.
             with suppress(Exception):
                 status, now_s = self.sample(), time.monotonic()
                 keys = [each.key for each in status.collectives]
@@ -97,7 +95,7 @@ class StatusReporter:
 
 
 def _read_device_bytes() -> int:
-    # Never imported for this: a program without torch has none.
+    # Not imported here: a program without torch has no device memory.
     torch: Any = sys.modules.get("torch")
     with suppress(AttributeError, RuntimeError):  # torch is being imported, or broken
         if torch is not None and torch.cuda.is_initialized():
@@ -106,7 +104,7 @@ def _read_device_bytes() -> int:
 
 
 def add_source(source: Callable[[], Part]) -> None:
-    """Have this rank's status include what a bound method returns, in any thread."""
+    """Add a source to this rank's status; it is called in another thread."""
     reporter = _own_reporter()
     if reporter is not None and reporter.pid == os.getpid():
         reporter.add(source)

@@ -1,4 +1,4 @@
-"""What a job and each of its workers does now, and whom collectives wait for."""
+"""The status table of a job: its workers, and the ranks that collectives wait for."""
 
 from pathlib import Path
 from typing import NamedTuple, cast
@@ -9,48 +9,48 @@ _SILENCE_S = 2.5
 
 
 class JobInfo(NamedTuple):
-    """What does not change while a job runs, but for its restarts."""
+    """The constants of a job, and its restarts."""
 
     job_id: str
     command: tuple[str, ...]
     started_at: float  # Unix time
     head: str  # the host of ``ronde run``
     head_pid: int  # its process there
-    restarts: int  # how often all ranks were started again
+    restarts: int  # number of restarts of all ranks
 
 
 class WorkerInfo(NamedTuple):
-    """One worker: a process by an id that it keeps."""
+    """One worker of a job."""
 
-    worker: int
+    worker: int  # its id, which never changes
     rank: int | None  # None outside the view of an elastic job
     host: str
     pid: int  # 0 until it has started
     state: str  # starting, running, ended or lost (with its host)
     exit_code: int | None  # minus a signal's number; None until it has ended
     status_age_s: float
-    status: RankStatus | None  # None from a program that reports nothing
+    status: RankStatus | None  # None if the program reports nothing
 
     @property
     def collective(self) -> PendingCollective | None:
-        """The oldest collective that it is in, if it is known to be in one."""
+        """The oldest collective that it is in; None also if that is unknown."""
         if self.status is None or self.state != "running":
             return None
         return next(iter(self.status.collectives), None)
 
     @property
     def collective_age_s(self) -> float:
-        """For how long it has been in that at least; 0 outside of one."""
+        """The least time that it has been in that; 0 outside of one."""
         if self.collective is None:
             return 0.0
-        # A rank reports a change within two seconds: its silence means there is none.
+        # A rank reports a change within two seconds: silence means no change.
         is_still_in = self.status_age_s > _SILENCE_S
         return self.collective.age_s + (self.status_age_s if is_still_in else 0.0)
 
     def is_absent(self, key: object, begun_s: float) -> bool:
-        """Return whether it is known not to be in a collective that others are in.
+        """Return True if it is known not to be in a collective.
 
-        They have been in it for ``begun_s``.
+        Other ranks have been in it for ``begun_s``.
         """
         if self.status is None or self.state != "running":
             return self.state in ("ended", "lost")
@@ -64,15 +64,15 @@ class JobStatus(NamedTuple):
     """One version of a job's table."""
 
     socket: Path
-    version: int  # grows; a reader may miss some
+    version: int  # grows, also by more than one
     job: JobInfo
     workers: tuple[WorkerInfo, ...]
 
     def find_awaited(self) -> dict[int, tuple[int, ...]]:
-        """Return the ranks that each worker's oldest collective waits for.
+        """Return the ranks that each worker's oldest collective waits for, by worker.
 
-        They are the ranks of its group that have ended, or have reported since it began
-        and are not in it. Of ranks that report nothing it is not known.
+        These are the ranks of its group that have ended, or that have reported since it
+        began and are not in it. A rank that reports nothing is not among them.
         """
         by_rank = {row.rank: row for row in self.workers if row.rank is not None}
         waiting: dict[tuple[object, ...], list[WorkerInfo]] = {}

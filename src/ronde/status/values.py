@@ -7,40 +7,40 @@ from ronde.plain_values import PlainValueError, from_plain, to_plain
 
 UNKNOWN = -1
 MAX_BYTES = 8 << 10
-"""Of a line: the kernel takes so much whole or not at all."""
+"""The limit of a line: the kernel accepts that much whole or not at all."""
 
 
 class PendingCollective(NamedTuple):
-    """One collective that a rank has begun and that is not over."""
+    """One collective that a rank is in."""
 
-    name: str  # of the tensor or bucket; of a torch process group's call its kind
+    name: str  # of the tensor or bucket; in a torch process group the kind
     group: str  # ``all``, ``set 2``, or the name of a torch process group
     kind: str  # such as ``allreduce``
-    sequence: int  # its number among the group's calls; 0 where the name identifies it
-    num_bytes: int  # that this rank puts in; 0 if unknown
-    age_s: float  # since when
+    sequence: int  # its number among the group's calls; 0 if the name identifies it
+    num_bytes: int  # this rank's input; 0 if unknown
+    age_s: float
     ranks: tuple[int, ...] = ()  # of the group; empty for all, (UNKNOWN,) if unknown
 
     @property
     def key(self) -> tuple[str, str, str, int]:
-        """What is equal on all ranks that are in it."""
+        """The identity of the collective, equal on all of its ranks."""
         return self.name, self.group, self.kind, self.sequence
 
 
 class RankStatus(NamedTuple):
-    """What one rank was doing when it looked."""
+    """The status of one rank at the time of a report."""
 
-    pid: int  # of the process that reports, which a wrapper may have started
-    step: int  # how many steps were applied; UNKNOWN without an optimizer of ours
-    collectives: tuple[PendingCollective, ...]  # the oldest first; of many only some
-    num_collectives: int  # how many are under way in all
-    rss_bytes: int  # resident memory
+    pid: int  # of the process that reports, which may be a wrapper's child
+    step: int  # the number of applied steps; UNKNOWN without an optimizer of ronde
+    collectives: tuple[PendingCollective, ...]  # the oldest ones, the oldest first
+    num_collectives: int
+    rss_bytes: int
     device_bytes: int  # allocated by torch on the current device; 0 without one
-    progress: dict[str, float]  # what the program reports, by its names
+    progress: dict[str, float]  # figures of the program, by name
 
 
 def encode_status(status: RankStatus) -> str:
-    """Return a status as a line of at most ``MAX_BYTES``; what is too long is cut."""
+    """Return a status as a line of at most ``MAX_BYTES``, shortened if necessary."""
     line = _dump(status)
     if len(line) > MAX_BYTES:
         first = [each._replace(ranks=(UNKNOWN,)) for each in status.collectives[:1]]

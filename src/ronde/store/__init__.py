@@ -1,4 +1,4 @@
-"""The key-value store that the ranks of a job meet in, without any framework."""
+"""The key-value store of a job, for rendezvous; it needs no framework."""
 
 from ronde.lazy_exports import lazy_exports
 
@@ -6,13 +6,13 @@ __getattr__ = lazy_exports(
     __name__,
     {
         "authentication": (
-            "GREETING_BYTES MAGIC ProvenConnection Seal SharedKey Transcript "
+            "GREETING_BYTES MAGIC ProvenConnection FrameMac SharedKey HandshakeData "
             "dial_network read_secret user_key"
         ),
         "local_socket": "dial listen own_directories remove",
         "protocol": (
             "Limits MAX_FRAME_BYTES Op Splitter Status StoreState decode encode"
         ),
-        "server": "StrangerLimits serve_locally serve_network",
+        "server": "PendingLimits serve_locally serve_network",
     },
 )

@@ -1,23 +1,22 @@
-"""How two processes prove to each other, over a network, that they know one key.
+"""Mutual authentication of two processes over a network, by a shared key.
 
-Ranks prove it to the job's store, nodes that join to their head. The store's key is one
-that all ranks were given, else made of a file in the user's home, shared by all hosts.
+Ranks authenticate to the job's store, and joining nodes to their head. The store's key
+was given to all ranks, or is derived from a file in the user's home on all hosts.
 
-Note [What is proven on a network]
-    A peer without the key receives a random number and nothing else::
+Note [Mutual authentication]
+    A peer without the key receives only a random number::
 
         server -> client   magic, server's nonce
         client -> server   client's nonce, claim, proof as "client"
         server -> client   proof as "server"
 
     A proof is HMAC-SHA256 of the role, the greeting, the client's nonce, its claim and,
-    where that is TLS, the server's certificate: so it can neither be replayed nor
-    reflected, and a man in the middle, whose certificate is another, fits neither side.
-    The client proves first: who passes for the server gets one proof to try keys on, so
-    a key has at least 128 bits. On a connection to the store every later frame ends
-    with a proof of its direction, number and body: it cannot be changed, repeated,
-    dropped or moved unnoticed, but nothing is encrypted: keys and values are addresses,
-    no secrets. Nodes that join send all through TLS.
+    with TLS, the server's certificate. So it can be neither replayed nor reflected, and
+    a man in the middle has another certificate. The client proves first: a false server
+    gets one proof to try keys on, so a key has at least 128 bits. On a connection to
+    the store every later frame ends with a MAC of its direction, number and body. It
+    cannot be changed, repeated, dropped or reordered unnoticed. Nothing is encrypted:
+    keys and values are addresses, not secrets. Joining nodes use TLS.
 """
 
 import hmac
@@ -42,61 +41,61 @@ _KEY_BYTES = 32
 _MAX_HELLO_BYTES = 8 << 10
 
 
-class Transcript(NamedTuple):
-    """All that makes one connection this one and no other."""
+class HandshakeData(NamedTuple):
+    """The values that identify one connection."""
 
     greeting: bytes  # the server's, with its nonce
     nonce: bytes  # the client's
-    claim: bytes = b""  # what the client says of itself
+    claim: bytes = b""  # the client's data
     certificate: bytes = b""  # the server's, as this side knows it, in DER
 
 
 class SharedKey:
-    """What both sides know, and nothing shows: at least 128 bits."""
+    """A secret of at least 128 bits, which has no ``repr``."""
 
     __slots__ = ("_key",)
 
     def __init__(self, key: bytes) -> None:
         self._key = key
 
-    def prove(self, role: bytes, transcript: Transcript) -> bytes:
-        return hmac.digest(self._key, encode(0, (role, *transcript)), "sha256")
+    def prove(self, role: bytes, handshake: HandshakeData) -> bytes:
+        return hmac.digest(self._key, encode(0, (role, *handshake)), "sha256")
 
-    def introduce(
+    def answer(
         self, greeting: bytes, claim: bytes = b"", certificate: bytes = b""
-    ) -> tuple[Transcript, bytes, bytes]:
-        """Return a client's answer to a greeting, and the reply that it must get."""
+    ) -> tuple[HandshakeData, bytes, bytes]:
+        """Return the handshake, the client's answer, and the only valid reply."""
         nonce = secrets.token_bytes(NONCE_BYTES)
-        transcript = Transcript(greeting, nonce, claim, certificate)
-        hello = encode(0, (nonce, claim, self.prove(b"client", transcript)))
-        return transcript, hello, encode(0, (self.prove(b"server", transcript),))
+        handshake = HandshakeData(greeting, nonce, claim, certificate)
+        hello = encode(0, (nonce, claim, self.prove(b"client", handshake)))
+        return handshake, hello, encode(0, (self.prove(b"server", handshake),))
 
 
 def user_key(job: str, directory: Path) -> SharedKey:
-    """Return what only this user's processes know of a job, by a file in a directory.
+    """Return a key of a job that only this user's processes know.
 
-    The file, made now if there is none, must be the same on all hosts.
+    It is derived from a file in ``directory``, which is made if there is none, and must
+    be the same on all hosts.
     """
     secret = read_secret(directory / "secret")
     return SharedKey(hmac.digest(secret, b"ronde job " + job.encode(), "sha256"))
 
 
-class Seal:
-    """Marks what one side sends, and checks the marks, in order."""
+class FrameMac:
+    """Message authentication codes of the frames of one direction, in order."""
 
-    def __init__(self, key: SharedKey, role: bytes, transcript: Transcript) -> None:
-        self._key = key.prove(b"from " + role, transcript)
+    def __init__(self, key: SharedKey, role: bytes, handshake: HandshakeData) -> None:
+        self._key = key.prove(b"from " + role, handshake)
         self._number = 0
 
-    def mark(self, frame: bytes) -> bytes:
-        """Return a frame with its mark."""
+    def sign(self, frame: bytes) -> bytes:
         length = len(frame) - 4 + _PROOF_BYTES
         return length.to_bytes(4, "big") + frame[4:] + self._next(frame[4:])
 
-    def check(self, marked: bytes) -> bytes:
-        """Return the body of a frame."""
-        body = marked[:-_PROOF_BYTES]
-        if not hmac.compare_digest(marked[-_PROOF_BYTES:], self._next(body)):
+    def verify(self, signed: bytes) -> bytes:
+        """Return the body of a frame; raise ``StoreError`` if it was changed."""
+        body = signed[:-_PROOF_BYTES]
+        if not hmac.compare_digest(signed[-_PROOF_BYTES:], self._next(body)):
             raise StoreError("a message on the store's connection was changed.")
         return body
 
@@ -108,7 +107,7 @@ class Seal:
 class ServerSession:
     """The server's side of a connection.
 
-    Without a key the kernel has named the peer, and nothing is to be proven.
+    Without a key the kernel has authenticated the peer.
     """
 
     def __init__(
@@ -117,13 +116,13 @@ class ServerSession:
         magic: bytes = MAGIC,
         certificate: bytes = b"",
     ) -> None:
-        self.is_trusted = key is None  # its requests may be carried out
-        self.claim = b""  # what the client, once trusted, has said of itself
+        self.is_trusted = key is None
+        self.claim = b""  # the client's data, once it is trusted
         self.unsent = bytearray()
         self._key = key
         self._certificate = certificate
-        self._received: Seal | None = None  # of the client's frames
-        self._sent: Seal | None = None  # and of ours
+        self._received: FrameMac | None = None
+        self._sent: FrameMac | None = None
         self._splitter = Splitter()
         if key is not None:
             self._splitter = Splitter(_MAX_HELLO_BYTES)
@@ -131,38 +130,38 @@ class ServerSession:
             self.unsent += self._greeting
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Return the bodies of the requests that have come; raise for a stranger."""
+        """Return the bodies of requests; raise ``StoreError`` for a wrong proof."""
         bodies = self._splitter.feed(data)
         if bodies and self._key and not self.is_trusted:
-            self._admit(self._key, bodies.pop(0))
-        return [self._received.check(b) for b in bodies] if self._received else bodies
+            self._authenticate(self._key, bodies.pop(0))
+        return [self._received.verify(b) for b in bodies] if self._received else bodies
 
     def send(self, frame: bytes) -> None:
-        self.unsent += self._sent.mark(frame) if self._sent else frame
+        self.unsent += self._sent.sign(frame) if self._sent else frame
 
-    def _admit(self, key: SharedKey, hello: bytes) -> None:
+    def _authenticate(self, key: SharedKey, hello: bytes) -> None:
         fields = decode(hello).fields
         if len(fields) != 3 or len(fields[0]) != NONCE_BYTES:
-            raise StoreError("a peer must show a nonce, a claim and a proof.")
+            raise StoreError("a peer must send a nonce, a claim and a proof.")
         nonce, claim, proof = fields
-        transcript = Transcript(self._greeting, nonce, claim, self._certificate)
-        if not hmac.compare_digest(proof, key.prove(b"client", transcript)):
+        handshake = HandshakeData(self._greeting, nonce, claim, self._certificate)
+        if not hmac.compare_digest(proof, key.prove(b"client", handshake)):
             raise StoreError("the peer does not belong to this job.")
         self.is_trusted, self.claim = True, claim
         self._splitter = Splitter()
-        self.unsent += encode(0, (key.prove(b"server", transcript),))
-        self._received = Seal(key, b"client", transcript)
-        self._sent = Seal(key, b"server", transcript)
+        self.unsent += encode(0, (key.prove(b"server", handshake),))
+        self._received = FrameMac(key, b"client", handshake)
+        self._sent = FrameMac(key, b"server", handshake)
 
 
 class ProvenConnection(PlainConnection):
-    """A rank's side of a connection."""
+    """The client's side of a connection."""
 
     def __init__(self, sock: socket.socket, key: SharedKey, timeout_s: float) -> None:
         super().__init__(sock)
         due_s = time.monotonic() + timeout_s
         greeting = receive(sock, GREETING_BYTES, due_s)
-        transcript, hello, expected = key.introduce(greeting)
+        handshake, hello, expected = key.answer(greeting)
         is_proven = False
         if greeting.startswith(MAGIC):
             sock.sendall(hello)
@@ -170,17 +169,22 @@ class ProvenConnection(PlainConnection):
             is_proven = hmac.compare_digest(reply, expected)
         if not is_proven:
             raise StoreError("the peer at this address is not the store of this job.")
-        self._sent = Seal(key, b"client", transcript)
-        self._received = Seal(key, b"server", transcript)
+        self._sent = FrameMac(key, b"client", handshake)
+        self._received = FrameMac(key, b"server", handshake)
 
     def ask(self, frame: bytes, timeout_s: float) -> bytes:
-        return self._received.check(super().ask(self._sent.mark(frame), timeout_s))
+        return self._received.verify(super().ask(self._sent.sign(frame), timeout_s))
 
 
 def dial_network(
     address: str, port: int, key: SharedKey, timeout_s: float
 ) -> ProvenConnection:
-    """Dial the store; ``StoreError`` for another job's, ``OSError`` for none."""
+    """Connect to the store.
+
+    Raises:
+        StoreError: Another job's store listens there.
+        OSError: No connection is possible.
+    """
     sock = socket.create_connection((address, port), timeout_s)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     try:
@@ -191,7 +195,7 @@ def dial_network(
 
 
 def read_secret(path: Path) -> bytes:
-    """Return the user's secret, made now if there is none."""
+    """Return the user's secret; make it if there is none."""
     try:
         if not path.exists():
             _make_secret(path)
@@ -201,7 +205,7 @@ def read_secret(path: Path) -> bytes:
             content = file.read(4096).strip() if is_file else b""
     except OSError as error:
         raise UsageError(
-            f"{path} must be a file that can be made and read, but: "
+            f"{path} must be a file that can be made and read, got: "
             f"{error.strerror}. Set XDG_CONFIG_HOME to a directory that all hosts "
             "share, or start the ranks with ronde run."
         ) from error
@@ -210,14 +214,14 @@ def read_secret(path: Path) -> bytes:
         raise UsageError(
             f"{path} must be a file of user {os.geteuid()} with mode 600 and at least "
             f"{_KEY_BYTES} characters, got owner {found.st_uid}, mode "
-            f"{stat.S_IMODE(found.st_mode):o} and {len(content)}. Remove it: a new one "
-            "is made."
+            f"{stat.S_IMODE(found.st_mode):o} and {len(content)}. Remove it: ronde "
+            "makes a new one."
         )
     return content
 
 
 def _make_secret(path: Path) -> None:
-    """Make the file, whole; another process that is quicker wins."""
+    """Make the file atomically; if another process is faster, use its file."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     with open(draft, "x", opener=_open_own) as file:

@@ -1,4 +1,4 @@
-"""Asks the store and waits for its replies; safe to use from several threads."""
+"""A thread-safe client of the store."""
 
 import os
 import socket
@@ -16,10 +16,10 @@ _MAX_IDLE = 4
 
 
 class StoreClient:
-    """The store, as one process sees it.
+    """A client of the store, with one connection for each concurrent call.
 
-    Each call under way has a connection of its own: one that waits keeps no other off.
-    ``dial`` makes a connection, within so many seconds.
+    Args:
+        dial: Makes a connection, within a time limit in seconds.
     """
 
     def __init__(self, dial: Callable[[float], "PlainConnection"]) -> None:
@@ -33,7 +33,7 @@ class StoreClient:
     def ask(
         self, op: Op, fields: Sequence[str | bytes], timeout_s: float
     ) -> tuple[bytes, ...]:
-        """Have a request carried out; return the fields of the answer: see ``Op``."""
+        """Send a request; return the fields of the answer: see ``Op``."""
         parts = [each.encode() if isinstance(each, str) else each for each in fields]
         frame = encode(op, parts)
         due_s = time.monotonic() + timeout_s
@@ -43,7 +43,7 @@ class StoreClient:
                 self._begin(connection)
                 kind, answer = decode(connection.ask(frame, due_s - time.monotonic()))
             except BaseException:
-                # The reply may still come: nobody else may take it for his.
+                # Another call must not read this one's late reply.
                 self._busy.discard(connection)
                 connection.close()
                 raise
@@ -64,7 +64,7 @@ class StoreClient:
         return answer
 
     def end(self) -> None:
-        """Have all calls fail, those under way and those to come; any thread may."""
+        """Make all calls fail, now and later; any thread may call this."""
         with self._lock:
             self._is_ended = True
             self._idle = []
@@ -81,13 +81,13 @@ class StoreClient:
     def _take(self) -> "PlainConnection | None":
         with self._lock:
             if self._pid != os.getpid():
-                # A process that was forked off: these are its parent's.
+                # In a forked child: these are its parent's connections.
                 self._pid, self._idle = os.getpid(), []
             return self._idle.pop() if self._idle else None
 
 
 class PlainConnection:
-    """A connection that needs no protection: a socket within this host."""
+    """A connection without authentication: a socket within this host."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -103,16 +103,15 @@ class PlainConnection:
         return receive(self._sock, length, due_s)
 
     def interrupt(self) -> None:
-        """Have a call fail that is under way in another thread."""
+        """Make a call in another thread fail."""
         with suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """End it; may be called again."""
         self._sock.close()
 
     def __del__(self) -> None:
-        self.close()  # of a client that was dropped
+        self.close()  # for a client that was never ended
 
 
 def receive(sock: socket.socket, size: int, due_s: float) -> bytes:

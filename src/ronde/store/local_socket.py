@@ -1,7 +1,7 @@
-"""Unix sockets that only processes of one user may speak through.
+"""Unix sockets between processes of one user.
 
-A socket of a job lies in a directory that only its user may enter, and both sides ask
-the kernel who the other is (``SO_PEERCRED``) before they trust it. Root is let in.
+The socket of a job is in a directory with mode 0700, and both sides check the user of
+the other (``SO_PEERCRED``). Root is accepted.
 """
 
 import errno
@@ -17,9 +17,9 @@ _CREDENTIALS = Struct("3i")
 
 
 def temporary_directory() -> Path:
-    """Return where directories of sockets are put: the same for all of a host."""
-    # Not ``/run/user``, which is emptied at logout and absent in many containers; not
-    # ``TMPDIR``, which may differ from rank to rank and be too long for a socket.
+    """Return the parent of all directories of sockets, one for the whole host."""
+    # Not ``/run/user``: it is emptied at logout, and containers often lack it. Not
+    # ``TMPDIR``: it may differ between ranks, and be too long for a socket.
     for path in ("/tmp", "/var/tmp"):  # noqa: S108  a private directory in it
         if os.access(path, os.W_OK | os.X_OK):
             return Path(path)
@@ -27,7 +27,7 @@ def temporary_directory() -> Path:
 
 
 def listen(path: Path) -> socket.socket:
-    """Return a socket that takes connections at a path; it does when it appears."""
+    """Return a listening socket; its path appears when it can accept connections."""
     draft = path.with_name(f".{path.name}.{os.urandom(4).hex()}")
     with ExitStack() as undo:
         listener = undo.enter_context(socket.socket(socket.AF_UNIX))
@@ -51,13 +51,12 @@ def dial(path: str, timeout_s: float) -> socket.socket:
 
 
 def is_own(sock: socket.socket) -> bool:
-    """Return whether the other end is a process of this user's, or root's."""
     raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return _CREDENTIALS.unpack(raw)[1] in (os.geteuid(), 0)
 
 
 def own_directories(prefix: str) -> Iterator[Path]:
-    """Yield this user's directories for sockets that begin so, which nobody enters."""
+    """Yield this user's directories of sockets with a prefix and mode 0700."""
     for path in temporary_directory().glob(f"{prefix}*"):
         with suppress(OSError):
             found = path.lstat()
@@ -67,7 +66,7 @@ def own_directories(prefix: str) -> Iterator[Path]:
 
 
 def live_directories(prefix: str) -> list[Path]:
-    """Return ``own_directories``; remove those whose listener was killed."""
+    """Return ``own_directories`` after removing those of killed processes."""
     found: list[Path] = []
     for directory in own_directories(prefix):
         if remove_stale(directory):
@@ -85,7 +84,7 @@ def remove(directory: Path) -> None:
 
 
 def remove_stale(directory: Path) -> bool:
-    """Remove sockets whose listener was killed; return whether there were any."""
+    """Remove sockets without a listener; return True if there were any."""
     was_stale = False
     with suppress(OSError):
         for path in directory.glob("[!.]*"):

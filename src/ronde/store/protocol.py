@@ -1,8 +1,8 @@
-"""The store itself: requests in, replies out, and how they look on a connection.
+"""The state of the store, and the frames of its requests and replies.
 
-A frame is a 4-byte length (big endian, of what follows), a byte that is its kind, and
-fields, each a 4-byte length and its bytes. Every length is checked before anything of
-that size is waited for, and nothing is evaluated or unpickled.
+A frame is a 4-byte length (big endian, of the rest), a byte for its kind, and fields,
+each a 4-byte length and its bytes. Every length is checked before data of that size is
+received. Nothing is evaluated or unpickled.
 """
 
 from collections.abc import Hashable, Sequence
@@ -16,29 +16,29 @@ from ronde.errors import StoreError
 MAX_FRAME_BYTES = 16 << 20  # longest frame, its length field not counted
 _MAX_FIELDS = 1 << 17
 _LENGTH = Struct(">I")
-_ENTRY_BYTES = 200  # what a key takes besides its bytes and those of its value
+_ENTRY_BYTES = 200  # overhead of an entry
 C = TypeVar("C", bound=Hashable)
 
 
 class Op(IntEnum):
-    """What a request asks for, with its fields and those of the answer."""
+    """The operation of a request: its fields -> those of the answer."""
 
-    SET = 1  # key, value, key, value, ...
-    GET = 2  # keys; the values, once all are there
-    WAIT = 3  # keys; nothing, once all are there
-    CHECK = 4  # keys; b"1" if all are there
-    ADD = 5  # key, decimal number; the sum
-    COMPARE_SET = 6  # key, expected value, new value; the value afterwards
-    DELETE = 7  # key; b"1" if it was there
-    APPEND = 8  # key, what to put at the end of its value
-    COUNT = 9  # nothing; the number of keys
+    SET = 1  # key, value, key, value, ... -> none
+    GET = 2  # keys -> their values, once all keys exist
+    WAIT = 3  # keys -> none, once all keys exist
+    CHECK = 4  # keys -> b"1" if all keys exist
+    ADD = 5  # key, decimal number -> the sum
+    COMPARE_SET = 6  # key, expected value, new value -> the value afterwards
+    DELETE = 7  # key -> b"1" if it existed
+    APPEND = 8  # key, bytes to append -> none
+    COUNT = 9  # none -> the number of keys
 
 
 class Status(IntEnum):
-    """What a reply is."""
+    """The kind of a reply."""
 
-    DONE = 0  # its fields are the answer
-    REFUSED = 1  # its field is a sentence with the reason
+    DONE = 0  # with the fields of the answer
+    REFUSED = 1  # with one field, the reason as a sentence
 
 
 class Frame(NamedTuple):
@@ -49,11 +49,11 @@ class Frame(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """What clients may have the store keep."""
+    """Limits on the content of the store."""
 
-    key_bytes: int = 4096  # length of a key
-    value_bytes: int = 8 << 20  # length of a value
-    total_bytes: int = 512 << 20  # all keys and values together
+    key_bytes: int = 4096
+    value_bytes: int = 8 << 20
+    total_bytes: int = 512 << 20  # of all keys and values
 
 
 def max_connections(num_ranks: int) -> int:
@@ -87,7 +87,7 @@ def decode(body: bytes) -> Frame:
 
 
 class Splitter:
-    """Cuts received bytes into the bodies of frames; holds one unfinished frame."""
+    """Split received bytes into the bodies of frames."""
 
     def __init__(self, max_bytes: int = MAX_FRAME_BYTES) -> None:
         self._max_bytes = max_bytes
@@ -112,21 +112,20 @@ class Splitter:
 
 
 class StoreState(Generic[C]):
-    """The store's keys, values and waiting clients.
+    """The keys, values and waiting clients of the store.
 
-    A client has one request at a time. One that waits gives up by leaving.
+    A client has one request at a time, and can cancel it only by disconnecting.
     """
 
     def __init__(self, limits: Limits | None = None) -> None:
         self._limits = limits or Limits()
         self._values: dict[bytes, bytes] = {}
         self._num_bytes = 0
-        # A client's request is answered when none of its keys is missing.
-        self._waiting: dict[C, tuple[Frame, set[bytes]]] = {}
+        self._waiting: dict[C, tuple[Frame, set[bytes]]] = {}  # with missing keys
         self._by_key: dict[bytes, dict[C, None]] = {}
 
     def handle(self, client: C, body: bytes) -> list[tuple[C, bytes]]:
-        """Take a request; return the replies that can be given now, and to whom."""
+        """Handle a request; return the replies that are due now, with their clients."""
         request = decode(body)
         if client in self._waiting:
             raise StoreError("a client sent a second request before its first reply.")
@@ -148,7 +147,7 @@ class StoreState(Generic[C]):
                 del self._by_key[key]
 
     def clear(self) -> list[tuple[C, bytes]]:
-        """Drop all keys; return the refusal of each request that waits, and whose."""
+        """Delete all keys; return the error replies of the waiting clients."""
         reason = b"the keys of the store were dropped while this request waited for one"
         reply = encode(Status.REFUSED, [reason])
         refused = [(client, reply) for client in self._waiting]
@@ -160,7 +159,7 @@ class StoreState(Generic[C]):
     def _carry_out(
         self, kind: int, fields: Sequence[bytes]
     ) -> tuple[Sequence[bytes], Sequence[tuple[bytes, bytes]]]:
-        """Return the answer to a request that never waits, and what it sets."""
+        """Return the answer to a request that never waits, and the pairs to set."""
         values = self._values
         answer, changed = (), ()
         match kind, fields:
@@ -191,7 +190,7 @@ class StoreState(Generic[C]):
         return answer, changed
 
     def _put(self, pairs: Sequence[tuple[bytes, bytes]]) -> list[tuple[C, Frame]]:
-        """Set values; return the requests that waited for them, and whose they are."""
+        """Set values; return the requests that now can be answered."""
         limits, grown = self._limits, 0
         for key, value in pairs:
             if len(key) > limits.key_bytes or len(value) > limits.value_bytes:
@@ -230,7 +229,7 @@ class StoreState(Generic[C]):
         try:
             found = [self._values[key] for key in keys] if is_get else ()
             return [(client, encode(Status.DONE, found))]
-        except StoreError as error:  # too long: it asked for much at once
+        except StoreError as error:  # the reply is too long
             return [(client, encode(Status.REFUSED, [str(error).encode()]))]
 
 

@@ -1,4 +1,4 @@
-"""Answers for a store from a thread: where no controller does, in rank 0."""
+"""A server of the store in a thread, for rank 0 of a job without ``ronde run``."""
 
 import os
 import selectors
@@ -18,14 +18,14 @@ _READ_BYTES = 256 << 10
 _MAX_UNSENT_BYTES = 32 << 20
 
 
-class StrangerLimits(NamedTuple):
-    """For clients that have not proven to be of the job; the oldest is dropped."""
+class PendingLimits(NamedTuple):
+    """Limits on clients that are not authenticated yet; the oldest is dropped."""
 
     most: int = 256
     each_s: float = 5.0
 
 
-_STRANGER_LIMITS = StrangerLimits()
+_PENDING_LIMITS = PendingLimits()
 
 
 @dataclass(eq=False, slots=True)
@@ -36,25 +36,27 @@ class _Client:
 
 
 class StoreServer:
-    """A store behind a socket that listens.
+    """A store behind a listening socket.
 
-    Clients that have not proven to be of the job, strangers, keep nobody out.
-    ``admit`` returns the session of a connection, None to refuse it.
+    Pending clients, which are not authenticated yet, do not count as clients.
+
+    Args:
+        accept: Returns the session of a connection, or None to refuse it.
     """
 
     def __init__(
         self,
         listener: socket.socket,
-        admit: Callable[[socket.socket], ServerSession | None],
+        accept: Callable[[socket.socket], ServerSession | None],
         max_clients: int,
-        strangers: StrangerLimits = _STRANGER_LIMITS,
+        limits: PendingLimits = _PENDING_LIMITS,
     ) -> None:
-        self._admit = admit
-        self._limits = strangers
+        self._make_session = accept
+        self._limits = limits
         self._max_clients = max_clients
         self._state: StoreState[_Client] = StoreState()
         self._clients: set[_Client] = set()
-        self._strangers: dict[_Client, None] = {}
+        self._pending: dict[_Client, None] = {}
         self._selector = selectors.DefaultSelector()
         self._listener = listener
         self._woken, self._closing = os.pipe()
@@ -67,14 +69,14 @@ class StoreServer:
         self._thread.start()
 
     def close(self) -> None:
-        """End all connections; may be called again."""
+        """Close all connections."""
         if self._thread.is_alive():
             os.write(self._closing, b"x")
             self._thread.join()
 
     def _serve(self) -> None:
         while True:
-            oldest = next(iter(self._strangers), None)
+            oldest = next(iter(self._pending), None)
             wait_s = oldest and max(0.0, oldest.due_s - time.monotonic())
             for key, _ in self._selector.select(wait_s):
                 if key.fd == self._woken:
@@ -85,28 +87,28 @@ class StoreServer:
                 elif key.data in self._clients:
                     self._read(key.data)
             now_s = time.monotonic()
-            for stranger in [s for s in self._strangers if s.due_s <= now_s]:
-                self._drop(stranger)
+            for client in [each for each in self._pending if each.due_s <= now_s]:
+                self._drop(client)
 
     def _accept(self) -> None:
         try:
             sock, _ = self._listener.accept()
         except OSError:
-            # It has gone again, or no descriptor is free: a stranger's will be soon.
-            self._drop(next(iter(self._strangers), None))
+            # It has gone again, or no descriptor is free.
+            self._drop(next(iter(self._pending), None))
             return
-        session = self._admit(sock)
+        session = self._make_session(sock)
         if session is None:
             sock.close()
             return
         sock.setblocking(False)  # noqa: FBT003  the socket's own method
         client = _Client(sock, session, time.monotonic() + self._limits.each_s)
         self._clients.add(client)
-        self._strangers[client] = None
+        self._pending[client] = None
         self._selector.register(sock, selectors.EVENT_READ, client)
-        self._settle(client)
-        if len(self._strangers) > self._limits.most:
-            self._drop(next(iter(self._strangers)))
+        self._update(client)
+        if len(self._pending) > self._limits.most:
+            self._drop(next(iter(self._pending)))
 
     def _read(self, client: _Client) -> None:
         try:
@@ -116,21 +118,21 @@ class StoreServer:
             for body in client.session.feed(data):
                 for answered, reply in self._state.handle(client, body):
                     answered.session.send(reply)
-                    self._settle(answered)
+                    self._update(answered)
         except BlockingIOError:
-            pass  # it takes more of what is to be sent
+            pass  # it is only ready for writing
         except (OSError, StoreError):
             self._drop(client)
-        self._settle(client)
+        self._update(client)
 
-    def _settle(self, client: _Client) -> None:
-        """Send what can be sent to a client, and see what it is now."""
+    def _update(self, client: _Client) -> None:
+        """Send queued data, and drop the client if it is gone or one too many."""
         if client not in self._clients:
             return
         unsent = client.session.unsent
         if client.session.is_trusted:
-            self._strangers.pop(client, None)
-        is_gone = len(self._clients) - len(self._strangers) > self._max_clients
+            self._pending.pop(client, None)
+        is_gone = len(self._clients) - len(self._pending) > self._max_clients
         try:
             if unsent:
                 del unsent[: client.sock.send(unsent)]
@@ -147,7 +149,7 @@ class StoreServer:
     def _drop(self, client: _Client | None) -> None:
         if client in self._clients:
             self._clients.remove(client)
-            self._strangers.pop(client, None)
+            self._pending.pop(client, None)
             self._state.forget(client)
             self._selector.unregister(client.sock)
             client.sock.close()
@@ -162,7 +164,7 @@ class StoreServer:
 
 
 def serve_locally(listener: socket.socket, max_clients: int) -> StoreServer:
-    """Answer on a unix socket, to processes of this user."""
+    """Serve processes of this user on a unix socket."""
     return StoreServer(
         listener, lambda sock: ServerSession() if is_own(sock) else None, max_clients
     )
@@ -172,12 +174,12 @@ def serve_network(
     listener: socket.socket,
     key: SharedKey,
     max_clients: int,
-    strangers: StrangerLimits = _STRANGER_LIMITS,
+    limits: PendingLimits = _PENDING_LIMITS,
 ) -> StoreServer:
-    """Answer on a TCP socket, to clients that prove to be of the job."""
+    """Serve clients that know the key on a TCP socket."""
 
-    def admit(sock: socket.socket) -> ServerSession:
+    def accept(sock: socket.socket) -> ServerSession:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return ServerSession(key)
 
-    return StoreServer(listener, admit, max_clients, strangers)
+    return StoreServer(listener, accept, max_clients, limits)

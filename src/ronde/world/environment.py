@@ -1,4 +1,4 @@
-"""What the environment reports besides the ranks: engines, directories, this host."""
+"""Variables other than the ranks' (engines, directories), and this host's identity."""
 
 import os
 import socket
@@ -19,22 +19,20 @@ ALGORITHMS = ("ring", "tree", "halving_doubling")
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _NETWORK = Path("/proc/self/ns/net")
 _CHANNEL = "RONDE_CHANNEL"
-_RANK = "RONDE_RANK"  # of a rank's children: the rank's process and what identifies it
+_RANK = "RONDE_RANK"  # of a rank's children: the rank's pid and identity
 
 
 def own_or(environ: Environ | None) -> Environ:
-    # Reading it here is this module's purpose; everybody else is given a mapping.
+    # Reading it here is this module's purpose; other modules are given a mapping.
     return os.environ if environ is None else environ  # noqa: TID251
 
 
 def read_engine(environ: Environ) -> str:
-    """Return the engine that ``RONDE_ENGINE`` names, else Horovod's variables."""
     engine = environ.get("RONDE_ENGINE") or read_cpu_engine(environ) or "auto"
     return require_engine(engine, "RONDE_ENGINE")
 
 
 def read_algorithm(environ: Environ) -> str:
-    """Return the schedule that ``RONDE_ALGORITHM`` names; empty without one."""
     name = "RONDE_ALGORITHM"
     return require_algorithm(environ.get(name, ""), name)
 
@@ -53,10 +51,10 @@ def require_algorithm(name: str, source: str) -> str:
 
 
 def read_cpu_engine(environ: Environ) -> str:
-    """Return the engine that Horovod's variables name; empty where none does.
+    """Return the engine that Horovod's variables name, or an empty text.
 
-    ``HOROVOD_CPU_OPERATIONS`` counts before ``HOROVOD_CONTROLLER``, of which gloo only
-    means no MPI launcher.
+    ``HOROVOD_CPU_OPERATIONS`` has precedence over ``HOROVOD_CONTROLLER``, whose value
+    gloo only means that no MPI launcher is used.
     """
     engine = ""
     if "HOROVOD_GLOO_RENDEZVOUS_ADDR" in environ:
@@ -72,7 +70,7 @@ def read_cpu_engine(environ: Environ) -> str:
 
 
 def read_malloc_tuning(environ: Environ | None = None) -> bool:
-    """Return whether C's allocator is to be tuned, which the user has not done."""
+    """Return False if the user has turned tuning off, or has tuned malloc already."""
     environ = own_or(environ)
     name = "RONDE_MALLOC_TUNING"
     text = environ.get(name) or "1"
@@ -85,7 +83,7 @@ def read_malloc_tuning(environ: Environ | None = None) -> bool:
 
 
 def read_drift(environ: Environ | None = None) -> str:
-    """Return what to do about ranks whose weights differ: off, warn or error."""
+    """Return ``off``, ``warn`` or ``error``."""
     mode = own_or(environ).get("RONDE_DRIFT") or "warn"
     if mode not in ("off", "warn", "error"):
         raise WorldError(f"RONDE_DRIFT must be off, warn or error, got {mode!r}.")
@@ -93,21 +91,21 @@ def read_drift(environ: Environ | None = None) -> str:
 
 
 def read_cache_directory(environ: Environ | None = None) -> Path:
-    """Return where what can be measured anew is kept; it may not exist yet."""
+    """Return the directory of data that can be measured again; it may not exist."""
     return _user_directory("XDG_CACHE_HOME", ".cache", own_or(environ))
 
 
 def read_config_directory(environ: Environ | None = None) -> Path:
-    """Return where what the user keeps is; it may not exist yet."""
+    """Return the directory of the user's own data; it may not exist."""
     return _user_directory("XDG_CONFIG_HOME", ".config", own_or(environ))
 
 
 def _user_directory(name: str, default: str, environ: Environ) -> Path:
     base = environ.get(name, "")
-    # A relative path is to be ignored. Source: XDG Base Directory Specification.
+    # Relative paths must be ignored. Source: XDG Base Directory Specification.
     if base.startswith("/"):
         return Path(base) / "ronde"
-    home = Path(environ.get("HOME") or "/")  # users without a name have none
+    home = Path(environ.get("HOME") or "/")  # a user without a name has no home
     with suppress(RuntimeError):
         home = home if environ.get("HOME") else Path.home()
     return home / default / "ronde"
@@ -116,17 +114,17 @@ def _user_directory(name: str, default: str, environ: Environ) -> Path:
 def select_variables(
     names: Sequence[str], environ: Environ | None = None
 ) -> dict[str, str]:
-    """Return the variables set, sorted, out of ``names``; ``NCCL_*`` stands for all."""
+    """Return those of ``names`` that are set, sorted; ``NCCL_*`` matches a prefix."""
     prefixes = tuple(name.removesuffix("*") for name in names if name.endswith("*"))
     variables = own_or(environ)
     found = {name for name in names if name in variables}
-    if prefixes:  # to read them all takes long
+    if prefixes:  # reading all of them takes long
         found.update(name for name in variables if name.startswith(prefixes))
     return {name: variables[name] for name in sorted(found)}
 
 
 def boot_identity() -> str:
-    """Return what is the same for all processes of one boot of one kernel."""
+    """Return an identifier of the running kernel, equal in all of its processes."""
     try:
         return _BOOT.read_text(encoding="ascii").strip()
     except OSError:  # a sandbox hides it
@@ -134,8 +132,8 @@ def boot_identity() -> str:
 
 
 def network_identity() -> str:
-    """Return what names this machine, or a container with a network of its own."""
-    space = os.uname().nodename  # of such a sandbox the whole is one
+    """Return an identifier of this machine's, or container's, network namespace."""
+    space = os.uname().nodename  # if a sandbox hides the namespace
     with suppress(OSError):
         space = str(_NETWORK.stat().st_ino)
     return f"{boot_identity()}/{space}"
@@ -145,19 +143,17 @@ class AgentChannel(NamedTuple):
     """A rank's end of the socket to its agent.
 
     Note [One channel a rank]
-        ``RONDE_CHANNEL`` names it by descriptor, inode, worker id and ``elastic`` or
-        ``plain``. Each line begins with its kind: ``exit``, ``status`` or ``member``;
-        the agent ignores all others. Several processes may write to it. That is safe
-        because the kernel takes a line of less than 16 KiB whole or not at all.
+        ``RONDE_CHANNEL`` has its descriptor, its inode, the worker id, and ``elastic``
+        or ``plain``. Each line begins with its kind: ``exit``, ``status`` or
+        ``member``; the agent ignores all others. Several processes may write to it,
+        because the kernel accepts a line of less than 16 KiB whole or not at all.
 
-        Two things do not use it. Stacks are asked for by a signal and written to a file
-        in memory (Note [Stacks] in ``launch.agent.diagnostics``): a rank that hangs in
-        C or holds the interpreter cannot write to a socket, and a rank's children,
-        which do not have it, answer too. The folder of timelines is a constant of the
-        job, and so a variable (``RONDE_TIMELINE``).
+        Stacks do not use it: a signal requests them, and they go to a file in memory
+        (Note [Stacks] in ``launch.agent.diagnostics``). A rank that hangs in C, or
+        holds the interpreter, cannot write to a socket.
     """
 
-    fd: int  # -1 if something has closed it
+    fd: int  # -1 if it was closed
     worker: int
     is_elastic: bool
 
@@ -168,7 +164,7 @@ def read_channel() -> AgentChannel | None:
         text, inode, worker, kind = own_or(None).get(_CHANNEL, "").split(":")
         fd = int(text)
         try:
-            # A wrapper may have closed it; the number may be another file's since.
+            # A wrapper may have closed it, and the number may be another file's now.
             is_there = os.fstat(fd).st_ino == int(inode)
         except OSError:
             is_there = False
@@ -184,7 +180,7 @@ def send_to_agent(line: str) -> bool:
     with suppress(OSError):
         sock = socket.socket(fileno=channel.fd)
         try:
-            sock.settimeout(None)  # whatever the program's default is
+            sock.settimeout(None)  # the program may have set a default
             return sock.send(data, socket.MSG_DONTWAIT) == len(data)
         finally:
             sock.detach()
@@ -194,13 +190,13 @@ def send_to_agent(line: str) -> bool:
 def send_exit_notice() -> None:
     """Report to the launcher that this process has begun to exit.
 
-    Ranks that lose it often end before it does, and would be taken for the cause.
+    Its peers often end before it does, and would be mistaken for the cause.
     """
     send_to_agent(f"exit {time.monotonic()} {os.getpid()}")
 
 
 def mark_rank(identity: str) -> None:
-    """Have children of this process know that they are no rank themselves."""
+    """Mark this process as a rank in the environment of its children."""
     os.environ[_RANK] = f"{os.getpid()}:{identity}"  # noqa: TID251  as above
 
 
@@ -209,14 +205,14 @@ def unmark_rank() -> None:
 
 
 def is_child_of_rank(identity: str) -> bool:
-    """Return whether a process that this one descends from is the rank.
+    """Return True in a child process of the rank with this identity.
 
-    A launcher that a rank has started gives its own ranks another ``identity``.
+    A launcher inside of a rank gives its own ranks another identity.
     """
     pid, _, found = own_or(None).get(_RANK, "").partition(":")
     return found == identity and pid != str(os.getpid())
 
 
 def read_is_joining() -> bool:
-    """Return whether others already train when this process is started."""
+    """Return True if this process joins ranks that already train."""
     return bool(own_or(None).get("RONDE_JOINS"))

@@ -1,10 +1,10 @@
-"""Whether this process is about to end with a failure, for what runs at its end.
+"""The exit code of this process, for functions that run at its exit.
 
 Note [The exit code at exit]
-    An uncaught exception leaves ``sys.last_value``, but a SystemExit leaves nothing.
-    Its ``code`` is read by the interpreter itself, though, from no Python frame: so
-    ``sys.exit`` is made to raise a SystemExit that notices this. The code of a program
-    that raises SystemExit itself is not seen.
+    An uncaught exception leaves ``sys.last_value``, but a SystemExit leaves nothing. At
+    the end the interpreter reads its ``code``, from no Python frame. So ``sys.exit``
+    raises a SystemExit that records this. The code of a program that raises SystemExit
+    directly is unknown.
 """
 
 import _sitebuiltins
@@ -16,16 +16,16 @@ _codes: list[object] = []
 
 
 def is_failing() -> bool:
-    """Return, at exit, whether an exception or ``sys.exit`` ends the process badly."""
+    """Return, at exit, True if an exception or ``sys.exit`` with a failure ends it."""
     return hasattr(sys, "last_value") or any(
         code is not None and code != 0 for code in _codes
     )
 
 
 def watch_exit() -> None:
-    """Record exit codes from now on; see Note [The exit code at exit]."""
+    """Start recording exit codes; see Note [The exit code at exit]."""
     sys.exit = _exit
-    # By which exit() and quit() leave.
+    # exit() and quit() raise this one.
     _sitebuiltins.__dict__["SystemExit"] = _SystemExit
 
 
@@ -38,14 +38,14 @@ class _SystemExit(SystemExit):
 
 
 def _exit(status: object = None, /) -> NoReturn:
-    # Threads forgive nothing but SystemExit itself.
+    # A thread prints a traceback for any other class than SystemExit itself.
     is_main = threading.current_thread() is threading.main_thread()
     raise (_SystemExit if is_main else SystemExit)(status)
 
 
 def _is_asked_by_interpreter() -> bool:
     try:
-        # This function's, that of ``__getattribute__``, and the one that asks.
+        # The frames of this function, of ``__getattribute__``, and of the caller.
         sys._getframe(2)  # noqa: SLF001 # pyright: ignore[reportPrivateUsage]
     except ValueError:
         return True

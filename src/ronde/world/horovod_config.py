@@ -1,6 +1,5 @@
-"""Horovod's variables that change how a program runs: ``HOROVOD_*``."""
+"""Horovod's variables that configure a run: ``HOROVOD_*``."""
 
-import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,6 +7,7 @@ from functools import cache
 from typing import Any
 
 from ronde.errors import WorldError
+from ronde.world.environment import own_or
 
 PREFIX = "HOROVOD_"
 DYNAMIC = "DYNAMIC"
@@ -16,13 +16,13 @@ DYNAMIC = "DYNAMIC"
 
 @dataclass(frozen=True, slots=True)
 class HorovodConfig:
-    """The variables' values; what they leave open is Horovod's default."""
+    """The values of the variables, with Horovod's defaults."""
 
-    fusion_threshold_bytes: int = 128 << 20  # 0 fuses none
-    cycle_time_s: float = 0.001  # how long submissions gather before they are sent off
-    cache_capacity: int = 1024  # responses remembered; 0 for none
-    is_group_alone: bool = False  # fuse a group with nothing else
-    is_hierarchical: bool = False  # a hierarchical or torus reduction is asked for
+    fusion_threshold_bytes: int = 128 << 20  # 0 for no fusion
+    cycle_time_s: float = 0.001  # time for which submissions are collected
+    cache_capacity: int = 1024  # of the response cache; 0 for none
+    is_group_alone: bool = False  # fuse a group with no other tensors
+    is_hierarchical: bool = False  # use the engine ``hierarchical``
     timeline: str = ""  # path, ``DYNAMIC`` or empty
     has_timeline_cycles: bool = False
     stall_warning_s: float = 60.0  # 0 for never
@@ -32,36 +32,33 @@ class HorovodConfig:
     autotune_warmup_samples: int = 3
     autotune_steps_per_sample: int = 10
     autotune_max_samples: int = 20
-    has_dynamic_process_sets: bool = False  # sets may come and go after ``init()``
-    is_elastic: bool = False  # ranks may come and go
-    reset_limit: int | None = None  # how often they may connect anew; None: any number
+    has_dynamic_process_sets: bool = False  # sets may change after ``init()``
+    is_elastic: bool = False
+    reset_limit: int | None = None  # number of reconnections; None for no limit
     start_timeout_s: float | None = None  # None for ronde's default
-    collective_timeout_s: float | None = None  # of Gloo's in Horovod; None as above
-    log_level: int | None = None  # of ``logging``; None leaves the program's
+    collective_timeout_s: float | None = None  # Gloo's in Horovod; None as above
+    log_level: int | None = None  # of ``logging``; None for the program's own
     # The core of the coordinating thread, for each local rank.
     thread_affinity: tuple[int, ...] = ()
     explicit: frozenset[str] = frozenset()  # variables set, without prefix: not tuned
-    without_effect: tuple[str, ...] = ()  # those of them that change nothing
-    remarks: tuple[str, ...] = ()  # sentences to warn the user with, once
+    without_effect: tuple[str, ...] = ()  # those of them that have no effect
+    remarks: tuple[str, ...] = ()  # warnings, to show once
 
 
 def read_horovod_config(environ: Mapping[str, str] | None = None) -> HorovodConfig:
-    """Read Horovod's variables; one that is empty counts as not set.
+    """Read Horovod's variables; an empty one counts as not set.
 
-    Booleans are true as Horovod has it, for a number above 0, and for true, yes, on.
+    Booleans are true for a number above 0, as in Horovod, and for true, yes and on.
     """
-    if environ is None:
-        # Reading it here is this module's purpose; everybody else is given a mapping.
-        environ = os.environ  # noqa: TID251
     given = {
         name.removeprefix(PREFIX): value.strip()
-        for name, value in sorted(environ.items())
+        for name, value in sorted(own_or(environ).items())
         if name.startswith(PREFIX) and value.strip()
     }
     values: dict[str, Any] = {}
     for name, (attribute, read) in _READERS.items():
         if name in given:
-            # Several variables ask for a hierarchical reduction; any of them will do.
+            # Any of several variables turns hierarchical reductions on.
             values[attribute] = values.get(attribute) or read(name, given[name])
     remarks = _remarks(given)
     if values.pop("", False):
@@ -84,13 +81,13 @@ def read_horovod_config(environ: Mapping[str, str] | None = None) -> HorovodConf
 
 @cache
 def report_ignored(config: HorovodConfig) -> None:
-    """Log, once a process, which variables have no effect."""
+    """Log the variables without effect, once in a process."""
     import logging
 
     logger = logging.getLogger("ronde")
     if config.without_effect:
         unused = _full(config.without_effect)
-        logger.debug("These variables change nothing: %s.", unused)
+        logger.debug("These variables have no effect: %s.", unused)
     for remark in config.remarks:
         logger.warning("%s", remark)
 
@@ -104,7 +101,7 @@ def _remarks(given: Mapping[str, str]) -> list[str]:
     remarks: list[str] = []
     if unknown:
         remarks.append(
-            f"These variables are unknown to ronde and change nothing: "
+            f"These variables are unknown to ronde and have no effect: "
             f"{_full(unknown)}. Check their spelling, or unset them."
         )
     if ccl:
@@ -116,8 +113,7 @@ def _full(names: Sequence[str]) -> str:
     return ", ".join(PREFIX + name for name in names)
 
 
-_Reader = Callable[[str, str], Any]
-"""Returns what the text of a variable means, or refuses it."""
+_Reader = Callable[[str, str], Any]  # name and text of a variable -> its value
 
 
 def _reader(rule: str, pattern: str, convert: Callable[[str], Any]) -> _Reader:
@@ -131,7 +127,7 @@ def _reader(rule: str, pattern: str, convert: Callable[[str], Any]) -> _Reader:
 
 
 def _as_level(text: str) -> int:
-    import logging  # which nobody needs to load for the other variables
+    import logging  # not needed for the other variables
 
     return getattr(logging, text.upper(), logging.DEBUG)
 
@@ -181,7 +177,7 @@ _READERS: dict[str, tuple[str, _Reader]] = {
     "LOG_LEVEL": ("log_level", _level),
     "THREAD_AFFINITY": ("thread_affinity", _cores),
 }
-# Read elsewhere, or written by a launcher for its ranks.
+# Read by other modules, or written by a launcher for its ranks.
 _READ_ELSEWHERE = (
     "HOSTNAME|(LOCAL_|CROSS_)?(RANK|SIZE)|GLOO_RENDEZVOUS_(ADDR|PORT)|GLOO_IFACE"
     "|CPU_OPERATIONS|CONTROLLER|ELASTIC_TIMEOUT"

@@ -11,11 +11,11 @@ _RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
 
 
 def split_list(text: str, source: str) -> list[str]:
-    """Split at the commas that stand in no brackets; empty parts are left out."""
+    """Split at the commas outside of brackets; empty parts are left out."""
     outside = re.sub(r"\[[^][]*\]", "", text)
     if "[" in outside or "]" in outside:
         raise UsageError(
-            f"{source}: brackets must be closed and stand in no others, got {text!r}. "
+            f"{source}: brackets must be closed and not be nested, got {text!r}. "
             "Type them as in n[01-04,7]."
         )
     parts = re.findall(r"(?:\[[^][]*\]|[^],[])+", text)
@@ -23,7 +23,7 @@ def split_list(text: str, source: str) -> list[str]:
 
 
 def expand_list(text: str, source: str) -> list[str]:
-    """Return the names of a list in its order, with what stands in it twice."""
+    """Return the names of a list, in order and with duplicates."""
     names: list[str] = []
     for word in split_list(text, source):
         names += expand(word, source)
@@ -34,7 +34,7 @@ def expand_list(text: str, source: str) -> list[str]:
 def expand(word: str, source: str) -> list[str]:
     """Return the names of a word such as ``rack[0-1]n[08-11]x``.
 
-    The leftmost range is slowest; a number is as wide as the low end of its range.
+    The last range varies fastest. A number is as wide as the low end of its range.
     """
     count, choices = 1, list[list[str]]()
     for index, piece in enumerate(re.split(r"\[([^][]*)\]", word)):

@@ -1,4 +1,4 @@
-"""This process among the ranks: the values, and what each launcher's variables give."""
+"""Rank, size and rendezvous of this process, from the variables of its launcher."""
 
 import re
 from collections import Counter
@@ -11,7 +11,7 @@ from ronde.errors import WorldError
 from ronde.world.environment import own_or, read_algorithm, read_engine
 
 _PSEUDO_STEPS = range(4294967290, 4294967293)
-"""Interactive, batch and extern: shells that Slurm counts as steps, not ``srun``."""
+"""Interactive, batch and extern: shells that Slurm counts as steps; no ``srun``."""
 _MAX_NODES = 1 << 20
 _MEETING = ("MASTER_ADDR", "MASTER_PORT")
 _COUNTS = {
@@ -20,12 +20,12 @@ _COUNTS = {
     "cross_rank": "cross_size",
     "node_rank": "num_nodes",
 }
-"""The numbers of a place: indices, each with the count that it is below."""
-Place = dict[str, int]  # what is known of a place, by their names
+"""Each index, and its exclusive limit."""
+Numbers = dict[str, int]  # the known indices and counts of a rank, by name
 
 
 class Launcher(StrEnum):
-    """Whose environment the numbers were read from."""
+    """A launcher of ranks."""
 
     RONDE = "ronde"
     TORCHRUN = "torchrun"
@@ -33,31 +33,31 @@ class Launcher(StrEnum):
     OPEN_MPI = "openmpi"
     PMI = "pmi"
     SLURM = "slurm"
-    PLAIN = "plain"  # RANK and WORLD_SIZE set by hand or by a cluster's operator
-    NONE = "none"  # no launcher: a world of one
+    PLAIN = "plain"  # RANK and WORLD_SIZE set by hand or by a Kubernetes operator
+    NONE = "none"  # a world of one
 
 
 _OF_MPI = (Launcher.OPEN_MPI, Launcher.PMI)
 
 
 class World(NamedTuple):
-    """One rank's place among all ranks."""
+    """The indices and counts of one rank."""
 
-    rank: int  # this process among all
+    rank: int
     size: int
-    local_rank: int  # this process among those of its host
+    local_rank: int  # among the ranks of its host
     local_size: int
-    cross_rank: int  # this host among the hosts that have ``local_rank``
+    cross_rank: int  # of its host among the hosts that have ``local_rank``
     cross_size: int
 
     @classmethod
     def from_hosts(cls, rank: int, hosts: Sequence[str]) -> "World":
-        """Derive all numbers from the host of every rank; hosts may interleave."""
+        """Return a rank's world from the host of every rank; hosts may interleave."""
         return cls.of_slots([(host, slot) for slot, host in enumerate(hosts)])[rank]
 
     @classmethod
     def of_slots(cls, slots: Sequence[tuple[str, int]]) -> "list[World]":
-        """Return each rank's world, by its host and slot; local ranks go by slot."""
+        """Return each rank's world from its host and slot; local ranks go by slot."""
         by_host: dict[str, list[int]] = {}
         for host, slot in slots:
             by_host.setdefault(host, []).append(slot)
@@ -76,20 +76,19 @@ class World(NamedTuple):
 
 
 class Meeting(NamedTuple):
-    """Where the ranks of a job meet, according to the launcher."""
+    """The rendezvous address of a job, according to the launcher."""
 
     address: str  # of rank 0's node
     port: int
-    is_hosted: bool = False  # the launcher answers there (torchrun's agent store)
-    # How often the launcher has restarted the ranks, which a hosted store outlives.
-    attempt: int = 0
+    is_hosted: bool = False  # the launcher listens there (torchrun's agent store)
+    attempt: int = 0  # number of restarts of the ranks, which a hosted store outlives
 
 
 class RankInfo(NamedTuple):
-    """What the environment reports of this process; the numbers are as in ``World``.
+    """This process as its environment describes it; the first six are as in ``World``.
 
-    ``cross_rank`` and ``cross_size`` are None, on all ranks alike, where the launcher
-    does not name the node, until the ranks have exchanged their hosts.
+    If the launcher does not name the node, ``cross_rank`` and ``cross_size`` are None
+    on all ranks until the ranks have exchanged their hosts.
     """
 
     launcher: Launcher
@@ -101,105 +100,101 @@ class RankInfo(NamedTuple):
     cross_size: int | None = None
     meeting: Meeting | None = None
     job_id: str = ""  # the launcher's name for the job
-    engine: str = "auto"  # which engine moves the bytes
-    algorithm: str = ""  # which schedule it follows, where it has several
+    engine: str = "auto"
+    algorithm: str = ""  # the engine's schedule, if it has several
     store: str = ""  # ronde's: the path of a socket here, or ``ADDRESS:PORT KEYFILE``
-    stray: tuple[str, ...] = ()  # variables that were ignored, as ``NAME=value``
+    stray: tuple[str, ...] = ()  # ignored variables, as ``NAME=value``
 
     @property
     def world(self) -> World | None:
-        """The whole world, or None until the ranks have exchanged their hosts."""
+        """The world, or None until the ranks have exchanged their hosts."""
         if self.cross_rank is None or self.cross_size is None:
             return None
-        return World(
-            self.rank,
-            self.size,
-            self.local_rank,
-            self.local_size,
-            self.cross_rank,
-            self.cross_size,
-        )
+        known = (self.rank, self.size, self.local_rank, self.local_size)
+        return World(*known, self.cross_rank, self.cross_size)
 
 
 class LauncherReading(NamedTuple):
-    """One launcher's view of this process."""
+    """One launcher's variables as read from the environment."""
 
     launcher: Launcher
-    place: Place
+    numbers: Numbers
     found: tuple[str, ...]  # its variables, as ``NAME=value``
-    missing: tuple[str, ...]  # variables that it always sets and that are not set
+    missing: tuple[str, ...]  # names of unset variables that it always sets
     job_id: str
 
     @property
     def is_stray(self) -> bool:
-        """Whether it is left over, as ``LOCAL_RANK=0`` alone: nothing implies ranks."""
+        """True if the variables imply no ranks, as ``LOCAL_RANK=0`` alone."""
         alone = dict.fromkeys(_COUNTS, 0) | dict.fromkeys(_COUNTS.values(), 1)
-        is_of_one = self.place.items() <= alone.items()
+        is_of_one = self.numbers.items() <= alone.items()
         is_plain = self.launcher is Launcher.PLAIN
-        return is_plain and "rank" not in self.place and is_of_one
+        return is_plain and "rank" not in self.numbers and is_of_one
 
     @property
     def is_above_slurm(self) -> bool:
-        """Whether Slurm's variables are left over from starting this launcher."""
+        """True if ``srun`` has started this launcher, not the ranks."""
         by_hand = (Launcher.SLURM, Launcher.PLAIN)
         return not self.missing and self.launcher not in by_hand
 
     def agrees_with(self, other: "LauncherReading") -> bool:
-        return all(other.place.get(name, n) == n for name, n in self.place.items())
+        return all(other.numbers.get(name, n) == n for name, n in self.numbers.items())
 
     def is_inside(self, other: "LauncherReading") -> bool:
-        """Return whether ``other`` started one launcher a node and this is that one."""
-        level = "node_rank" if "num_nodes" in self.place else "cross_rank"
-        node = [self.place.get(name) for name in (level, _COUNTS[level])]
-        return not other.missing and node == [other.place["rank"], other.place["size"]]
+        """Return True if ``other`` started this launcher, once on each node."""
+        level = "node_rank" if "num_nodes" in self.numbers else "cross_rank"
+        node = [self.numbers.get(name) for name in (level, _COUNTS[level])]
+        outer = [other.numbers.get(name) for name in ("rank", "size")]
+        return not other.missing and node == outer
 
 
 class LauncherEnv(NamedTuple):
-    """One launcher's variables."""
+    """The names of one launcher's variables."""
 
     launcher: Launcher
-    names: Mapping[str, str]  # the variable for each number of a ``Place``
-    required: Sequence[str] = ("rank", "size")  # the numbers that it always sets
+    names: Mapping[str, str]  # by the keys of ``Numbers``
+    required: Sequence[str] = ("rank", "size")  # the keys that it always sets
     job_id: str = ""  # the variable that names the job
-    is_marked: bool = False  # ``job_id`` alone already shows the launcher
+    is_marked: bool = False  # ``job_id`` alone identifies the launcher
 
     def read(self, environ: Mapping[str, str]) -> LauncherReading:
         marks = [self.job_id] if self.is_marked else []
         found = [name for name in (*marks, *self.names.values()) if name in environ]
         values = {key: integer(environ, name) for key, name in self.names.items()}
-        place = {key: value for key, value in values.items() if value is not None}
-        _check(place, self.names)
+        numbers = {key: value for key, value in values.items() if value is not None}
+        _check(numbers, self.names)
         wanted = list(self.required)
-        # An index without its count, or the reverse, is half a pair.
+        # An index needs its count, and the reverse.
         for pair in (("cross_rank", "cross_size"), ("node_rank", "num_nodes")):
-            wanted += pair if {*pair} & place.keys() else ()
+            wanted += pair if {*pair} & numbers.keys() else ()
         return LauncherReading(
             self.launcher,
-            place,
+            numbers,
             tuple(f"{name}={environ[name]}" for name in found),
-            tuple(self.names[k] for k in dict.fromkeys(wanted) if k not in place),
+            tuple(self.names[k] for k in dict.fromkeys(wanted) if k not in numbers),
             environ.get(self.job_id, ""),
         )
 
 
-def _check(place: Place, names: Mapping[str, str]) -> None:
-    """Refuse numbers that cannot all be true."""
-    zeros = [count for count in _COUNTS.values() if place.get(count) == 0]
+def _check(numbers: Numbers, names: Mapping[str, str]) -> None:
+    """Refuse numbers that contradict each other."""
+    zeros = [count for count in _COUNTS.values() if numbers.get(count) == 0]
     problems = [f"{names[count]} must be at least 1, got 0" for count in zeros]
     rules = [(lt, "below", index, count) for index, count in _COUNTS.items()]
     for index, count in list(_COUNTS.items())[1:]:
         rules += ((le, "at most", count, "size"), (lt, "below", index, "size"))
-    if place.get("num_nodes") == 1:
+    if numbers.get("num_nodes") == 1:
         equal = f"equal where {names['num_nodes']}=1 to"
         rules.append((eq, equal, "local_size", "size"))
     problems += [
         f"{names[low]} must be {rule} {names[high]}, got "
-        f"{names[low]}={place[low]} and {names[high]}={place[high]}"
+        f"{names[low]}={numbers[low]} and {names[high]}={numbers[high]}"
         for is_kept, rule, low, high in rules
-        if {low, high} <= place.keys() and not is_kept(place[low], place[high])
+        if {low, high} <= numbers.keys() and not is_kept(numbers[low], numbers[high])
     ]
-    local_size, num_nodes = place.get("local_size", 1), place.get("num_nodes", 1)
-    size, least = place.get("size"), local_size + num_nodes - 1  # each node has a rank
+    local_size, num_nodes = numbers.get("local_size", 1), numbers.get("num_nodes", 1)
+    least = local_size + num_nodes - 1  # each node has a rank
+    size = numbers.get("size")
     if size is not None and local_size > 1 < num_nodes and size < least:
         problems.append(
             f"{names['size']} must be at least {names['local_size']} + "
@@ -207,11 +202,11 @@ def _check(place: Place, names: Mapping[str, str]) -> None:
             f"{least}, got {size}"
         )
     if problems:
-        cure = "Set the variables anew, all from one launcher."
+        cure = "Set all variables again, from one launcher."
         raise WorldError(f"{problems[0]}. {cure}")
 
 
-# torchrun does not write CROSS_*: what stands there is somebody else's.
+# torchrun does not write CROSS_*: such variables are another launcher's.
 _TORCHRUN_NAMES = {
     "rank": "RANK",
     "size": "WORLD_SIZE",
@@ -224,8 +219,8 @@ _TORCH_NAMES = _TORCHRUN_NAMES | {
     "cross_rank": "CROSS_RANK",
     "cross_size": "CROSS_SIZE",
 }
-# OMPI_COMM_WORLD_NODE_RANK is no node's index, whatever its name: on 2 nodes of 2 ranks
-# it is 0, 1, 0, 1. No variable has the node.
+# OMPI_COMM_WORLD_NODE_RANK is not the index of the node: on 2 nodes of 2 ranks it is
+# 0, 1, 0, 1. No variable has that.
 _OPEN_MPI_NAMES = {
     "rank": "OMPI_COMM_WORLD_RANK",
     "size": "OMPI_COMM_WORLD_SIZE",
@@ -278,55 +273,52 @@ _SLURM = {
     "num_nodes": ("SLURM_STEP_NUM_NODES", "SLURM_NNODES"),
     "tasks": ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"),
 }
-"""The step's variable, else the job's; ``tasks`` are of every node."""
-PLACE_VARIABLES = frozenset(
+"""The step's variable, and the job's."""
+RANK_VARIABLES = frozenset(
     {"SLURM_STEP_ID", RONDE.job_id, TORCHRUN.job_id}.union(
         *(each.names.values() for each in (PLAIN, HOROVOD, OPEN_MPI, PMI))
     )
 )
-"""Without any of these a process is no rank of any launcher's."""
+"""A process without any of these is no rank of any launcher."""
 
 
 def read_launcher_env(environ: Mapping[str, str]) -> list[LauncherReading]:
-    """Read the variables of every launcher, the one that counts most first.
+    """Return the readings of all launchers, by precedence.
 
     MPI comes before Slurm: ``mpirun`` inside a Slurm job starts its daemons with
     ``srun``, and the ranks inherit the daemon's ``SLURM_PROCID``.
     """
-    # RANK and its kin are shared by three launchers.
+    # Three launchers set RANK.
     if is_of_ronde(environ):
         known = [RONDE, HOROVOD, OPEN_MPI, PMI]
     elif RONDE.job_id in environ:
-        known = [TORCHRUN, OPEN_MPI, PMI]  # it has left ronde's HOROVOD_RANK in place
+        known = [TORCHRUN, OPEN_MPI, PMI]  # HOROVOD_RANK is still ronde's
     elif TORCHRUN.job_id in environ:
         known = [TORCHRUN, HOROVOD, OPEN_MPI, PMI]
     else:
-        # Of equal values the launcher's own know more.
+        # The specific ones first: they have more variables.
         known = [HOROVOD, OPEN_MPI, PMI, PLAIN]
     readings = [reading for each in known if (reading := each.read(environ)).found]
     of_mpi = [reading for reading in readings if reading.launcher in _OF_MPI]
     if of_mpi and is_of_ronde(environ):
-        # ronde run gives its ranks no variables of MPI's: these were set inside of it.
+        # ronde run gives its ranks no variables of MPI: a rank has started mpirun.
         return of_mpi
-    # Left over from another launcher's start they may well be at odds: do not look.
-    if not any(each.is_above_slurm and "local_rank" in each.place for each in readings):
-        readings += _read_slurm(environ)
-    return readings
+    # Below another launcher Slurm's variables may contradict: do not read them.
+    is_above = [r for r in readings if r.is_above_slurm and "local_rank" in r.numbers]
+    return readings if is_above else readings + _read_slurm(environ)
 
 
 def is_of_ronde(environ: Mapping[str, str]) -> bool:
-    """Return whether ``ronde run`` wrote RANK and its kin, and not torchrun in it.
-
-    It writes torchrun's variables as well, with its own job's name.
-    """
+    """Return True if ``ronde run`` has set RANK, False if torchrun inside of it has."""
+    # ronde run sets torchrun's variables as well, with the name of its own job.
     job_id = environ.get(RONDE.job_id)
     return job_id is not None and environ.get(TORCHRUN.job_id, job_id) == job_id
 
 
 def _read_slurm(environ: Mapping[str, str]) -> list[LauncherReading]:
-    """Read what ``srun`` gives the tasks of a step.
+    """Read the variables of a task that ``srun`` has started.
 
-    Nothing outside a step (``salloc``, a batch script): nobody is a rank yet.
+    Processes outside of a step (``salloc``, a batch script) are no ranks.
     """
     step = environ.get("SLURM_STEP_ID")
     if step is None or (step.isdecimal() and int(step) in _PSEUDO_STEPS):
@@ -342,13 +334,13 @@ def _read_slurm(environ: Mapping[str, str]) -> list[LauncherReading]:
     if name in environ:
         shown = f"{name}={environ[name]}"
         tasks = parse_tasks_per_node(environ[name], name)
-        place = reading.place | _place_among(reading.place, tasks, shown, names)
-        reading = reading._replace(place=place, found=(*reading.found, shown))
+        numbers = reading.numbers | _numbers_among(reading.numbers, tasks, shown, names)
+        reading = reading._replace(numbers=numbers, found=(*reading.found, shown))
     return [reading]
 
 
 def parse_tasks_per_node(text: str, name: str = "tasks per node") -> list[int]:
-    """Expand Slurm's run-length form: ``4(x2),3`` is ``[4, 4, 3]``."""
+    """Expand Slurm's run-length encoding: ``4(x2),3`` is ``[4, 4, 3]``."""
     tasks: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,7})\))?", part.strip())
@@ -362,18 +354,18 @@ def parse_tasks_per_node(text: str, name: str = "tasks per node") -> list[int]:
     return tasks
 
 
-def _place_among(
-    place: Place, tasks: list[int], shown: str, names: Mapping[str, str]
-) -> Place:
-    """Return what the number of tasks on every node adds to ``place``."""
-    if place.get("size", sum(tasks)) != sum(tasks):
+def _numbers_among(
+    numbers: Numbers, tasks: list[int], shown: str, names: Mapping[str, str]
+) -> Numbers:
+    """Return the numbers that follow from the tasks of every node."""
+    if numbers.get("size", sum(tasks)) != sum(tasks):
         raise WorldError(
             f"{names['size']} must be the sum of the tasks of all nodes: {shown} is "
-            f"{' + '.join(map(str, tasks))} = {sum(tasks)}, got {place['size']}. "
+            f"{' + '.join(map(str, tasks))} = {sum(tasks)}, got {numbers['size']}. "
             f"Start the program with srun, which sets both."
         )
-    node = 0 if len(tasks) == 1 else place.get("node_rank")
-    local_rank = place.get("local_rank")
+    node = 0 if len(tasks) == 1 else numbers.get("node_rank")
+    local_rank = numbers.get("local_rank")
     if node is None or local_rank is None:
         return {}
     if node >= len(tasks) or local_rank >= tasks[node]:
@@ -392,7 +384,7 @@ def _place_among(
 
 
 def integer(environ: Mapping[str, str], name: str) -> int | None:
-    """Read a variable that must be a count or an index; None where it is unset."""
+    """Return the value of a variable, an integer of at least 0; None if unset."""
     text = environ.get(name)
     if text is not None and re.fullmatch("[0-9]{1,9}", text.strip()) is None:
         raise WorldError(
@@ -403,24 +395,24 @@ def integer(environ: Mapping[str, str], name: str) -> int | None:
 
 
 def read_rank_info(environ: Mapping[str, str] | None = None) -> RankInfo:
-    """Read who this process is among how many from the launcher's variables.
+    """Read rank and size of this process from the launcher's variables.
 
-    Without any of them: a world of one. Variables that are left over, such as
-    ``LOCAL_RANK=0`` alone, are ignored and listed in the result.
+    Without any variable it is a world of one. Stray variables, such as ``LOCAL_RANK=0``
+    alone, are ignored and listed in the result.
 
-    Where nothing describes this host, ``local_rank`` is 0 and ``local_size`` the least
-    that fits; exchange hosts (``World.from_hosts``) before you rely on them.
+    If no variable describes this host, ``local_rank`` is 0, and ``local_size`` the
+    smallest that fits: exchange hosts (``World.from_hosts``) before you rely on them.
 
     Raises:
-        WorldError: The variables are partial, no numbers, contradict each other, or
-            name no engine. They are never taken for a world of one.
+        WorldError: The variables are incomplete, no numbers, contradict each other, or
+            name an unknown engine.
     """
     environ = own_or(environ)
     found = read_launcher_env(environ)
     readings = [reading for reading in found if not reading.is_stray]
     meeting = [f"{name}={environ[name]}" for name in _MEETING if name in environ]
     if not readings and meeting:
-        # Only several ranks have to meet: a launcher has set too little.
+        # A world of one needs no address: the launcher's variables are incomplete.
         readings = found
     stray = [text for each in found if each not in readings for text in each.found]
     if readings:
@@ -433,11 +425,11 @@ def read_rank_info(environ: Mapping[str, str] | None = None) -> RankInfo:
 
 
 def _resolve_conflicts(readings: list[LauncherReading]) -> LauncherReading:
-    """Choose the first reading that all others agree with or explain.
+    """Return the first reading that agrees with all others or is inside of them.
 
     Slurm's variables under another launcher describe that launcher's daemon, not the
-    rank. One launcher a node, started by another (torchrun under ``mpirun``), is the
-    inner one's world. All else that differs is refused.
+    rank. If a launcher starts another one on each node (``mpirun`` and torchrun), the
+    world is the inner one's. Any other difference is an error.
     """
     slurm = next((r for r in readings if r.launcher is Launcher.SLURM), None)
     if any(reading.is_above_slurm for reading in readings):
@@ -447,12 +439,12 @@ def _resolve_conflicts(readings: list[LauncherReading]) -> LauncherReading:
             other.agrees_with(reading) or reading.is_inside(other) for other in readings
         ):
             continue
-        is_local = {"local_rank", "local_size"} & reading.place.keys()
+        is_local = {"local_rank", "local_size"} & reading.numbers.keys()
         if is_local or not slurm or slurm.missing or not slurm.agrees_with(reading):
             return reading
-        # Only Slurm knows the local numbers: with ``srun --mpi=pmi2``, and with
-        # RANK=$SLURM_PROCID by hand.
-        return reading._replace(place=slurm.place)
+        # Only Slurm has the local numbers: ``srun --mpi=pmi2``, or a script that sets
+        # RANK=$SLURM_PROCID.
+        return reading._replace(numbers=slurm.numbers)
     if missing := next((" and ".join(r.missing) for r in readings if r.missing), ""):
         everything = ", ".join(text for each in readings for text in each.found)
         raise WorldError(
@@ -462,7 +454,7 @@ def _resolve_conflicts(readings: list[LauncherReading]) -> LauncherReading:
         )
     views = [readings[0], *(r for r in readings if not r.agrees_with(readings[0]))]
     shown = " but ".join(
-        f"{r.launcher.value} has {r.place['rank']} of {r.place['size']} "
+        f"{r.launcher.value} has {r.numbers['rank']} of {r.numbers['size']} "
         f"({', '.join(r.found)})"
         for r in views
     )
@@ -474,14 +466,11 @@ def _resolve_conflicts(readings: list[LauncherReading]) -> LauncherReading:
 
 
 def _rank_info(environ: Mapping[str, str], reading: LauncherReading) -> RankInfo:
-    """Fill in what follows from the rest, and the least that fits where nothing does.
-
-    Whether ``cross_rank`` is known must come out alike on all ranks.
-    """
-    place, is_ours = reading.place, reading.launcher is Launcher.RONDE
-    rank, size = place["rank"], place["size"]
-    local_rank, local_size = place.get("local_rank"), place.get("local_size")
-    cross = (place.get("cross_rank"), place.get("cross_size"))
+    """Fill in missing numbers; ``cross_rank`` must be known on all ranks or on none."""
+    numbers, is_ours = reading.numbers, reading.launcher is Launcher.RONDE
+    rank, size = numbers["rank"], numbers["size"]
+    local_rank, local_size = numbers.get("local_rank"), numbers.get("local_size")
+    cross = (numbers.get("cross_rank"), numbers.get("cross_size"))
     if size in (local_size, 1):
         local_rank = rank if local_rank is None else local_rank
         local_size, cross = size, (0, 1)
@@ -505,7 +494,7 @@ def _read_meeting(environ: Mapping[str, str], launcher: Launcher) -> Meeting | N
     address, port_text = (environ.get(name) for name in _MEETING)
     is_inner = is_of_ronde(environ) and launcher in _OF_MPI
     if is_inner or (address is None and port_text is None):
-        return None  # what ronde run wrote is of its own ranks
+        return None  # ronde run's own address is not for the ranks of mpirun
     if not address or not port_text:
         here, gone = _MEETING[:: 1 if address else -1]
         raise WorldError(

@@ -252,7 +252,7 @@ def authenticate_head(
             "Run the same version of ronde on every node."
         )
     claim = encode_message(node_info)
-    _, hello, expected = token.introduce(greeting, claim, certificate)
+    _, hello, expected = token.answer(greeting, claim, certificate)
     yield from _go_on(partial(sock.send, hello))
     reply = yield from _receive_all(sock, len(expected))
     if not hmac.compare_digest(reply, expected):

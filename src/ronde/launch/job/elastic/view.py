@@ -206,7 +206,7 @@ class ElasticView:
         while self._discovery.notices:
             self._loop.output.notice(self._discovery.notices.pop(0))
         leaving = self._notices.on_due(self._membership.view, now_s)
-        for event in (*leaving, events.Tick()):
+        for event in (*leaving, events.TimerExpired()):
             self._apply(event)
 
     # Orders
@@ -240,7 +240,7 @@ class ElasticView:
 
     def _carry_out(self, order: events.Order) -> None:
         match order:
-            case events.Tell():
+            case events.Send():
                 self._tell(order.workers, order.message)
             case events.StartWorker():
                 self._start(order.worker)
