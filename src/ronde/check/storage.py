@@ -32,7 +32,7 @@ _NETWORK = re.compile(
 )
 _ELSEWHERE = (
     "start in a folder that exists there too, or give ronde check and ronde run the "
-    "same --chdir DIR; if ronde run --sync DIR copies it there: --skip folder-missing"
+    "same --chdir DIR; if it is copied there later: --skip folder-missing"
 )
 
 
