@@ -39,7 +39,6 @@ _CREDIT_BYTES = 128 << 10
 _NEVER = float("inf")
 _SSH_FAILED = 255
 _MANY = 8  # hosts whose names are looked up in parallel
-_MAX_EXPLAINED = 8
 _SENTINEL_BYTES = 32
 Received = messages.FromAgent | messages.Output | messages.Relayed
 
@@ -393,19 +392,15 @@ class AgentStarter:
     def explain_silence(
         self, failures: Sequence[HostFailure], hosts: Sequence[Host]
     ) -> list[HostFailure]:
-        """Return failures, with a better reason for silent hosts if one is found."""
+        """Return failures, with a better reason for the first silent host."""
         # Imported late: most hosts answer.
-        from concurrent.futures import ThreadPoolExecutor
-
         from ronde.launch.hosts.spawner import NO_ANSWER
 
-        reasons = {each.host: each.failure.reason for each in failures}
-        silent = [h for h in hosts if reasons.get(h.name, "").startswith(NO_ANSWER)]
-        # It takes seconds a host, and many hosts mostly have the same reason.
-        silent = silent[:_MAX_EXPLAINED]
-        with ThreadPoolExecutor(_MAX_EXPLAINED) as pool:
-            found = zip(
-                silent, pool.map(self.spawner.explain_silence, silent), strict=True
-            )
-            by_name = {host.name: failure for host, failure in found}
-        return [HostFailure(e.host, by_name.get(e.host) or e.failure) for e in failures]
+        found, by_name = list(failures), {host.name: host for host in hosts}
+        for index, each in enumerate(failures):
+            if each.failure.reason.startswith(NO_ANSWER):
+                # It takes seconds, and other hosts mostly have the same reason.
+                better = self.spawner.explain_silence(by_name[each.host])
+                found[index] = each._replace(failure=better or each.failure)
+                break
+        return found

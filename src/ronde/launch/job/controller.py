@@ -20,7 +20,12 @@ from ronde.launch.hosts.node import EXIT_UNREACHABLE, AgentNode, AgentStarter, H
 from ronde.launch.job.connector import AgentConnector
 from ronde.launch.job.event_loop import EventLoop, Handler, StartProgress
 from ronde.launch.job.failure import JobResult, LostHost
-from ronde.launch.job.generation import FixedView, Generation, require_accepted
+from ronde.launch.job.generation import (
+    FixedView,
+    Generation,
+    JobView,
+    require_accepted,
+)
 from ronde.launch.job.output import Attempt, MakeSinks, NoOutput, OutputProcess
 from ronde.launch.job.plan import (
     JobPlan,
@@ -148,7 +153,7 @@ class Controller(Handler):
         loop.serve(self, lambda: loop.output.is_ready, lambda: float("inf"))
         loop.progress.end("output ready")
         self._require_all()
-        make_view = FixedView
+        make_view: Callable[[Generation], JobView] = FixedView
         if plan.spec.elastic is not None:
             # Imported late: plain jobs need neither.
             from ronde.launch.job.elastic.hosts import JobHosts
