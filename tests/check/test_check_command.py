@@ -144,7 +144,6 @@ def test_no_host_can_be_asked(tmp_path):
         (["-H", "a", "--hostfile", "b"], "must stand alone"),
         (["--hostfile", "/none/hosts"], "--hostfile must be a file"),
         (["node1"], "unexpected word 'node1'. Type: ronde check --help"),
-        (["--sync", "x"], "unknown option --sync. Did you mean --since?"),
     ],
 )
 def test_what_cannot_be_is_refused(words, why):

@@ -66,7 +66,7 @@ def test_the_guide_names_what_there_is(capsys):
     guide = (DOCS / "check.md").read_text()
     options = set(re.findall(r"`(?:ronde run )?(--[a-z-]+)", guide))
     assert options
-    assert options <= known | {"--master-port", "--sync"}
+    assert options <= known | {"--master-port"}
     ids = set(re.findall(r"^[x!i] ([a-z-]+):", guide, re.MULTILINE))
     assert ids
     assert ids <= {check.id for check in all_checks()}

@@ -102,7 +102,7 @@ def test_each_name_of_this_machine_has_its_own_agent(watching):
         found |= handler.connect(os.uname().nodename)
         assert [node.is_here for node in found.values()] == [True] * 3
         assert len({node.transport.pid for node in found.values()}) == 3
-        assert len({node.met.identity for node in found.values()}) == 1
+        assert len({node.known_hello.identity for node in found.values()}) == 1
 
 
 def test_a_host_may_come_back(watching):
@@ -138,7 +138,7 @@ def stopped(node):
             os.killpg(node.transport.pid, signal.SIGCONT)
 
 
-def test_silence_is_not_doubted(watching):
+def test_a_silent_host_is_lost_after_one_lease(watching):
     with watching() as handler:
         node = handler.connect("node.invalid")["node.invalid"]
         with stopped(node):
@@ -149,4 +149,4 @@ def test_silence_is_not_doubted(watching):
     assert lost is node
     assert reason.startswith("no message from it for ")
     assert silence_s > timeouts.lease_s - timeouts.ping_s
-    assert not node.is_doubted  # else as long again would be waited
+    assert not node.has_more_time

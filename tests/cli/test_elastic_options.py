@@ -6,7 +6,7 @@ import pytest
 
 from ronde.cli import read_run_request
 from ronde.errors import UsageError
-from ronde.launch import NO_LIMIT, SLOTS_OPEN, DiscoverySpec, ElasticOptions
+from ronde.launch import NO_LIMIT, SLOTS_OPEN, DiscoverySpec
 
 TRAIN = ("--", "train.py")
 
@@ -63,22 +63,6 @@ def test_limits_of_ranks(words, limits, start, hostfile):
     assert spec.env["HOROVOD_ELASTIC"] == "1"
 
 
-def test_defaults():
-    assert elastic("--min-ranks 2 --max-ranks 4") == ElasticOptions(
-        min_ranks=2,
-        max_ranks=4,
-        spares=0,
-        discovery=None,
-        discover_every_s=1.0,
-        failure_domain="slot",
-        cooldown_s=(30.0, 3600.0),
-        elastic_timeout_s=600.0,
-        reform_timeout_s=30.0,
-        reset_limit=None,
-        notice=("signal",),
-    )
-
-
 @pytest.mark.parametrize(
     ("words", "field", "value"),
     [
@@ -112,27 +96,6 @@ def test_defaults():
 def test_each_option_reaches_the_job(words, field, value, hostfile):
     words = words.replace(" hosts", f" {hostfile}")
     assert getattr(elastic(f"--min-ranks 1 {words}"), field) == value
-
-
-@pytest.mark.parametrize(
-    "words", ["--min-np 1", "--max-np 4", "--nnodes 1:2 --nproc-per-node 1"]
-)
-def test_a_failed_rank_takes_its_host_with_it_as_others_have_it(words):
-    assert elastic(words).failure_domain == "host"
-
-
-def test_horovods_variable_is_a_default():
-    environ = {"HOROVOD_ELASTIC_TIMEOUT": "7"}
-    assert elastic("--min-np 1", environ).elastic_timeout_s == 7
-    assert elastic("--min-np 1 --elastic-timeout 8", environ).elastic_timeout_s == 8
-
-
-def test_the_first_answer_of_a_file(hostfile):
-    spec = asked("--host-discovery", str(hostfile), "--slots", "8", "-p", "22").spec
-    assert {host.name: host.slots for host in spec.hosts} == {"a": 3, "b": 2, "c": 0}
-    assert spec.elastic.discovery == DiscoverySpec(
-        "--host-discovery", str(hostfile), is_file=True, slots=8, ssh_port=22
-    )
 
 
 @pytest.mark.parametrize("option", ["--host-discovery", "--host-discovery-script"])

@@ -15,12 +15,6 @@ def end(rank, status, at_s=1.0, *, was_stopped=False, tail=()):
     return RankEnd(rank, "h", 100 + rank, status, at_s, was_stopped, tail)
 
 
-def test_all_well():
-    result = judge([end(0, 0), end(1, 0)])
-    assert (result.exit_code, result.cause) == (0, None)
-    assert summarize(result) == ""
-
-
 @pytest.mark.parametrize(
     ("status", "code"), [(3, 3), (-11, 139), (-9, 137), (255, 255)]
 )
@@ -94,10 +88,6 @@ def test_who_failed_by_itself_before_a_host_was_lost_is_the_cause():
 
 def test_a_host_lost_before_is_the_cause_of_whatever_fails_later():
     assert judge([end(0, 3, 1.5)], lost=[lost("b")]).exit_code == 69
-
-
-def test_a_host_lost_while_the_user_ends_the_job_does_not_change_the_code():
-    assert judge([], interrupted_by=2, lost=[lost("b")]).exit_code == 130
 
 
 def test_what_a_rank_said_before_its_exception_is_no_secondary_failure():
@@ -250,11 +240,6 @@ def test_a_lost_host_is_named_with_its_ranks():
     ]
 
 
-def test_what_survived_an_exception_is_not_blamed_on_it():
-    killed = end(0, -9, tail=("last",))._replace(traceback="Traceback\nKeyError: 1")
-    assert "|     last" in summarize(judge([killed])).splitlines()
-
-
 def test_256_ranks_of_8_hosts_fit_one_screen():
     long = ["Traceback (most recent call last):", *map(str, range(500)), "x" * 5000]
     ends = [
@@ -340,9 +325,3 @@ def test_only_a_traceback_that_is_the_last_word_counts(ending, last):
     tail = Tail()
     tail.add(done.stderr)
     assert tail.traceback().rpartition("\n")[2] == last, done.stderr.decode()
-
-
-def test_no_traceback_is_an_empty_text():
-    tail = Tail()
-    tail.add(b"ValueError: only words\n")
-    assert tail.traceback() == ""

@@ -7,7 +7,7 @@ from hypothesis import given, strategies as st
 from tests.limits import HANG_S
 
 from ronde.errors import UsageError
-from ronde.world import MAX_HOSTS, expand, expand_list, split_list
+from ronde.world import MAX_HOSTS, expand_list
 
 CONFIG = """\
 ClusterName=test
@@ -152,21 +152,6 @@ def test_what_slurm_misreads_is_refused(scontrol, text, said) -> None:
         expand_list(text, "-H")
 
 
-def test_a_product_is_refused_before_it_is_made() -> None:
-    with pytest.raises(UsageError, match="which names 90000"):
-        expand("n[1-300]m[1-300]", "-H")
-
-
 def test_as_many_hosts_as_there_may_be() -> None:
     names = expand_list(f"n[1-{MAX_HOSTS}]", "-H")
     assert (len(names), names[0], names[-1]) == (MAX_HOSTS, "n1", f"n{MAX_HOSTS}")
-
-
-@given(st.text("n10[]-,: \t") | st.text())
-def test_no_text_breaks_the_reader(text) -> None:
-    try:
-        names = expand_list(text, "-H")
-    except UsageError:
-        return
-    assert not any("[" in name or "," in name or not name for name in names)
-    assert bool(names) == bool(split_list(text, "-H"))

@@ -152,60 +152,6 @@ def test_who_knows_the_token_joins_and_then_nothing_listens(start_head, signals)
         transport.kill()
 
 
-def test_nodes_come_in_the_order_of_the_numbers_in_their_names(
-    start_head, signals, pool
-):
-    head = start_head(4)
-    names = ("node10", "node2", "node2", "head")
-    futures = [
-        pool.submit(join_head, request(head.port, name=n), signals[0], lambda _: None)
-        for n in names
-    ]
-    assert [host.name for host, _ in head.nodes()] == [
-        "head-2",
-        "node2",
-        "node2-2",
-        "node10",
-    ]
-    for future in futures:
-        future.result(HANG_S).kill()
-
-
-def carry(write, read, fd_of, data):
-    """Write all data with pieces of random sizes; return what was read meanwhile."""
-    ends_at = time.monotonic() + HANG_S
-    got = bytearray()
-    left = memoryview(data)
-    size = 1
-    while len(got) < len(data) and time.monotonic() < ends_at:
-        taken = write(left[:size]) if left else 0
-        left = left[taken:]
-        if taken:
-            size = random.choice((1, 100, 16380, 16381, 16382, 70_000))
-        else:
-            # What was not taken is offered again, with more behind it.
-            size += random.choice((0, 1, 5000))
-        # Seldom, so that the writer finds the connection full.
-        if not taken or random.random() < 0.01:
-            poll = select.poll()
-            poll.register(fd_of(), select.POLLIN)
-            assert poll.poll(HANG_S * 1000)
-            got += read() or b""
-    return bytes(got)
-
-
-def test_bytes_go_both_ways_as_they_are(start_head, signals):
-    head = start_head()
-    data = random.randbytes(20 << 20)
-    with joined(head, signals[0]) as channel:
-        [(_, transport)] = head.nodes()
-        to_head = carry(channel.write, transport.read, lambda: transport.read_fd, data)
-        to_node = carry(transport.write, channel.read, lambda: channel.read_fd, data)
-        transport.kill()
-    assert to_head == data
-    assert to_node == data
-
-
 def test_no_data_stays_behind_where_no_poll_tells_of_it(start_head, signals):
     head = start_head()
     data = random.randbytes(1 << 20)
@@ -251,17 +197,6 @@ def test_the_end_and_the_last_word_of_each_side_arrive(start_head, signals):
         channel.kill()
         dismissing.join(HANG_S)
         assert not dismissing.is_alive()
-
-
-def test_an_end_without_a_last_word_is_an_end(start_head, signals):
-    head = start_head()
-    with joined(head, signals[0]) as channel:
-        [(_, transport)] = head.nodes()
-        transport.kill()
-        assert _read_one(channel) == b""
-        assert channel.result is None
-        with pytest.raises(BrokenPipeError):
-            _write_all(channel, memoryview(bytes(64 << 20)))
 
 
 def _read_one(channel):
@@ -324,15 +259,6 @@ def _drain(sock):
             pass
     except ConnectionError:
         return
-
-
-def test_a_message_longer_than_any_of_ours_is_not_waited_for(start_head):
-    head = start_head()
-    with tls_client(head.port) as sock:
-        receive(sock, GREETING_BYTES)
-        sock.sendall((8193).to_bytes(4, "big"))
-        assert receive(sock, 1) == b""
-    head.await_notice("does not know the token")
 
 
 def record_answer(port, token=TOKEN):
@@ -405,7 +331,7 @@ def test_a_node_does_not_take_its_own_proof_for_the_heads():
 
     with (
         fake_head(reflect) as port,
-        pytest.raises(StoreError, match="is not the head, or stands between"),
+        pytest.raises(StoreError, match="is not the head, or it intercepts"),
     ):
         join_once(port)
 
@@ -448,21 +374,6 @@ def test_a_hundred_silent_connections_do_not_keep_a_node_out(start_head, signals
         sock.close()
 
 
-def test_who_sends_a_byte_now_and_then_is_turned_out_in_time(start_head):
-    head = start_head(authenticate_s=0.5)
-    begun_at = time.monotonic()
-    with socket.create_connection((HERE, head.port), HANG_S) as sock:
-        poll = select.poll()
-        poll.register(sock, select.POLLIN)
-        sock.sendall(b"\x16\x03\x01\x10\x00")
-        while not poll.poll(50):
-            sock.sendall(b"\x01")
-            assert time.monotonic() - begun_at < HANG_S
-        _drain(sock)
-    assert time.monotonic() - begun_at > 0.5
-    head.await_notice("did not prove that it knows the token")
-
-
 def test_a_node_that_goes_again_is_waited_for_again(start_head, signals):
     head = start_head(2)
     with joined(head, signals[0], name="node1"):
@@ -501,16 +412,6 @@ def test_a_signal_ends_the_wait_of_the_head(start_head, signals):
     assert not is_open(head.port)
 
 
-def test_a_signal_ends_the_wait_of_a_node(signals, pool):
-    with socket.create_server((HERE, 0)) as silent:
-        port = silent.getsockname()[1]
-        node = pool.submit(join_head, request(port), signals[0], lambda _: None)
-        silent.settimeout(HANG_S)
-        silent.accept()[0].close()
-        os.write(signals[1], bytes([signal.SIGTERM]))
-        assert isinstance(node.exception(HANG_S), InterruptedStartError)
-
-
 @contextmanager
 def silent_port():
     """Hold a port where nothing listens, for as long as it is needed."""
@@ -519,17 +420,6 @@ def silent_port():
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((HERE, 0))
         yield sock.getsockname()[1]
-
-
-def test_a_node_waits_for_a_head_that_comes_later(signals, pool):
-    notices = queue.Queue()
-    with silent_port() as port:
-        node = pool.submit(join_head, request(port), signals[0], notices.put)
-        assert "nothing listens there" in notices.get(timeout=HANG_S)
-        config = JoinConfig(HERE, port, TOKEN, "head", 1, HANG_S)
-        [(_, transport)] = wait_for_nodes(config, signals[0], lambda _: None)
-        node.result(HANG_S).kill()
-        transport.kill()
 
 
 @pytest.mark.parametrize(
@@ -542,16 +432,8 @@ def test_a_node_waits_for_a_head_that_comes_later(signals, pool):
 def test_a_node_that_finds_no_head_says_why(signals, host, reason):
     with silent_port() as port:
         looking = JoinRequest(host, port, TOKEN, NodeInfo("node1", 1), 0.3)
-        with pytest.raises(HostError, match=f"within 0.3 s, but {reason}"):
+        with pytest.raises(HostError, match=f"within 0.3 s: {reason}"):
             join_head(looking, signals[0], lambda _: None)
-
-
-def test_a_node_with_another_token_says_what_it_may_be(start_head, signals):
-    head = start_head()
-    node = NodeInfo("node1", -1)
-    looking = JoinRequest(HERE, head.port, OTHER, node, 0.3, last_attempt_s=HANG_S)
-    with pytest.raises(HostError, match="its token is another"):
-        join_head(looking, signals[0], lambda _: None)
 
 
 def test_an_address_of_another_machine_or_a_taken_port_is_refused(signals):
@@ -567,5 +449,5 @@ def test_listening_everywhere_is_warned_of(signals):
     notices = []
     with pytest.raises(HostError):
         wait_for_nodes(config, signals[0], notices.append)
-    assert "listens on all networks" in notices[0]
+    assert "listening on all networks" in notices[0]
     assert "--agent head:" in notices[1]

@@ -29,7 +29,6 @@ def token(tmp_path):
         (["--listen", "a:b", "--nodes", "2", "true"], "--listen must be HOST:PORT"),
         (["--listen", "1", "--nodes", "2"], "program must be given"),
         (["--listen", "1", "-H", "a:1", "true"], "-H must stand without --listen"),
-        (["--listen", "1", "--sync", ".", "true"], "--sync must stand without --lis"),
         (["--listen", "1", "--python", "x", "true"], "--python must stand without --l"),
         (["--listen", "1", "--ssh-args", "x", "true"], "--ssh-args must stand without"),
         (["--listen", "1", "--launcher", "ssh", "true"], "--launcher must stand witho"),
@@ -44,7 +43,6 @@ def token(tmp_path):
         (["--agent", "a:1", "--nodes", "3"], "--nodes must be given to the head alone"),
         (["--agent", "a:1", "--hostfile", "f"], "--hostfile must stand without"),
         (["--agent", "a:1", "--launcher", "ssh"], "--launcher must stand without --ag"),
-        (["--agent", "a:1", "--sync", "."], "--sync must stand without --agent"),
         (["--agent", "a:1"], "--token-file must name a file"),
         (["--agent", "a:1", "--token-file", "TOKEN", "--slots", "0"], "--slots"),
         (["--agent", "a:1", "--token-file", "TOKEN", "--join-timeout", "x"], "--join-"),
@@ -110,4 +108,4 @@ def test_a_node_without_a_head_ends_with_69_and_says_why(ronde, token):
         )
     errors = done.stderr.decode()
     assert done.returncode == 69, errors
-    assert "within 0.3 s, but nothing listens there" in errors
+    assert "within 0.3 s: nothing listens there" in errors

@@ -75,10 +75,6 @@ def test_a_line_too_long_is_shown_in_pieces():
     assert all(text.decode() for text in shown if text)
 
 
-def test_carriage_return_newline_is_a_newline():
-    assert feed_all(LineAssembler(), [b"a\r", b"\nb\r\n"]) == [b"a", b"b"]
-
-
 @given(
     st.lists(st.sampled_from([b"a", b" ", "ä".encode(), b"\r", b"\n", b"\xff"])), cuts
 )
@@ -92,38 +88,10 @@ def test_of_each_line_the_newest_part_comes_out_however_it_went_in(words, length
     assert feed_all(LineAssembler(), pieces_of(raw, lengths)) == expected
 
 
-def test_lines_of_one_piece_stay_together():
-    assembler = LineAssembler()
-    assert assembler.feed(b"a\nb\nc", 0.0) == [RankLines(b"a\nb")]
-    assert assembler.feed(b"d\n", 0.0) == [RankLines(b"cd")]
-
-
 @pytest.mark.parametrize("cut", range(1, 24))
 def test_of_a_progress_bar_only_the_newest_part_counts(cut):
     raw = b"\r 10%|#\r 50%|##\r100%|###\nend\n"
     assert feed_all(LineAssembler(), [raw[:cut], raw[cut:]]) == [b"100%|###", b"end"]
-
-
-def test_a_progress_bar_is_not_a_half_line():
-    assembler = LineAssembler()
-    assert assembler.feed(b"\r 10%|#", 0.0) == []
-    assert assembler.progress == b" 10%|#"
-    assert assembler.rest(100.0) == []
-    assembler.feed(b"\r 20%|##", 1.0)
-    assert assembler.progress == b" 20%|##"
-    assert assembler.end() == [RankLines(b" 20%|##")]
-
-
-def test_a_bar_that_returns_after_each_state_is_no_half_line():
-    assembler = LineAssembler()
-    assert assembler.feed(b"10%\r", 0.0) == []
-    assert assembler.feed(b"20%\r", 0.0) == []
-    assert assembler.rest(HELD_S) == []
-    assert assembler.progress == b"20%"
-
-
-def test_a_bar_that_wiped_itself_out_is_no_line():
-    assert feed_all(LineAssembler(), [b"\r 10%|#", b"\r       \r"]) == []
 
 
 @pytest.mark.parametrize(

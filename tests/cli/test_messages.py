@@ -117,11 +117,6 @@ def test_a_word_that_is_wrong_is_named(raw, complaint):
         decode_message(raw, FROM_AGENT)
 
 
-def test_whole_numbers_are_numbers_of_seconds():
-    expected = Exited(1, 0, 2.0, 0.4, 0.0, "")
-    assert decode_message(said(began_s=2), FROM_AGENT) == expected
-
-
 def test_an_order_is_no_answer():
     with pytest.raises(LaunchError, match="message must be one of NodeJob"):
         decode_message(encode_message(Finished(0, ())), TO_AGENT)

@@ -13,7 +13,6 @@ from ronde.launch import (
     NodeInfo,
     decode_node_info,
     encode_message,
-    host_name,
     make_head_tls,
     parse_endpoint,
     read_token,
@@ -74,12 +73,6 @@ def test_what_is_no_node_info_is_refused_by_a_sentence(raw):
         decode_node_info(raw)
 
 
-@given(st.text(), st.integers(1, 10**6) | st.just(-1))
-def test_a_machine_of_any_name_has_a_node_info(nodename, slots):
-    node_info = NodeInfo(host_name(nodename), slots)
-    assert decode_node_info(encode_message(node_info)) == node_info
-
-
 def test_a_good_token_is_read_and_the_line_end_is_not_part_of_it(token_file):
     with_end = read_token(token_file(GOOD + "\n"))
     assert with_end.prove(b"client", MEETING) == TOKEN.prove(b"client", MEETING)
@@ -108,18 +101,6 @@ def test_a_token_that_every_user_can_read_or_write_is_refused(token_file, mode):
     path = token_file(GOOD, mode)
     with pytest.raises(UsageError, match=f"mode {mode:04o}. Type: chmod 600"):
         read_token(path)
-
-
-@pytest.mark.parametrize("mode", [0o600, 0o400, 0o440])
-def test_a_token_for_user_and_group_is_taken(token_file, mode):
-    read_token(token_file(GOOD, mode))
-
-
-def test_no_token_file_is_one_sentence(tmp_path):
-    with pytest.raises(UsageError, match=r"No such file or directory\. Make one"):
-        read_token(str(tmp_path / "none"))
-    with pytest.raises(UsageError, match="directory"):
-        read_token(str(tmp_path))
 
 
 def test_a_token_comes_through_standard_input():

@@ -94,7 +94,7 @@ def test_its_own_end_is_reported_and_harms_nothing(start):
         seen.touch()
         rest, _ = process.communicate(timeout=HANG_S)
     assert (process.returncode, rest) == (0, b"")
-    assert line == b"ronde: --notice: the process that looks for it has ended.\n"
+    assert line == b"ronde: --notice: the process that polls has ended.\n"
 
 
 def test_it_ends_with_an_agent_that_was_killed(start):

@@ -32,11 +32,6 @@ def test_each_line_says_its_rank_and_keeps_its_stream(ronde):
     ]
 
 
-def test_without_prefix_lines_are_as_they_were(ronde):
-    done = ronde("run", "-n", "1", "--no-prefix", "--", "/bin/printf", "a\\n\\nb")
-    assert done.stdout == b"a\n\nb\n"
-
-
 READ = ("run", "-n", "2", "--", "/bin/sh", "-c", "read line; echo got $line.")
 
 
@@ -105,16 +100,6 @@ def test_two_streams_in_one_pipe_do_not_cut_each_others_lines(ronde):
         b"[%d] %d:" % (r, i) + b"x" * 500 for r in range(2) for i in range(3000)
     ]
     assert sorted(done.stdout.splitlines()) == sorted(expected)
-
-
-def test_a_line_that_no_newline_ends_is_shown_at_the_end(ronde):
-    done = ronde("run", "-n", "1", "--", "/bin/printf", "no end")
-    assert done.stdout == b"[0] no end\n"
-
-
-def test_bytes_that_are_no_text_are_escaped(ronde):
-    done = ronde("run", "-n", "1", "--", "/bin/printf", "a\\377b\\303\\244\\n")
-    assert done.stdout.decode() == "[0] a\\xffbä\n"
 
 
 def test_of_a_progress_bar_a_file_gets_the_final_state(ronde):

@@ -55,10 +55,6 @@ def test_a_tag_says_as_much_as_is_asked_for(tmp_path, tag, places):
         assert re.fullmatch(clock + blank + re.escape(said), line), line
 
 
-def test_time_alone_is_time_and_what_is_shown_anyhow():
-    assert parse_tag("time") == Tag(TagStyle.AUTO, has_time=True)
-
-
 @pytest.mark.parametrize("text", ["", "hosts", "host,rank", "time,time", "host,"])
 def test_other_tags_are_refused(text):
     with pytest.raises(UsageError, match=r"^--tag must be rank, host, time or none"):
@@ -86,14 +82,6 @@ def test_local_ranks_count_on_each_host():
         parse_ranks("0,2", "--local-ranks-filter", is_local=True).among(HOSTS)
 
 
-@pytest.mark.parametrize(
-    "text", ["", "a", "-1", "1-", "2-1", "0-3:0", "0:2:2", "1,,2", "9" * 30, "٣"]
-)
-def test_other_ranks_are_refused(text):
-    with pytest.raises(UsageError, match=r"^--only must be ranks as 0,4-7"):
-        parse_ranks(text, "--only")
-
-
 def test_a_rank_that_there_is_not_is_refused():
     with pytest.raises(UsageError, match=r"--only must name ranks of 0\.\.3, got 4"):
         parse_ranks("0-4", "--only").among(HOSTS)
@@ -111,24 +99,6 @@ def test_another_generation_begins_with_nothing_of_the_one_before(tmp_path):
         while console.pending_fds:
             console.write_to(file.fileno())
     assert (tmp_path / "out").read_bytes() == b"[0] cut \n[0] new\n" * 2
-
-
-def test_files_have_what_the_console_leaves_out(ronde, tmp_path):
-    words = ("run", "-n", "3", "--only", "1", "--log-dir", str(tmp_path / "logs"))
-    done = ronde(*words, *shell("echo $RANK; echo no >&2"))
-    assert (done.returncode, done.stdout, done.stderr) == (0, b"[1] 1\n", b"[1] no\n")
-    (job,) = (tmp_path / "logs").iterdir()
-    logs = job / "attempt_0"
-    for rank in range(3):
-        assert (logs / f"{rank}/stdout.log").read_text() == f"{rank}\n"
-        assert (logs / f"{rank}/stderr.log").read_text() == "no\n"
-    index = json.loads((logs / "index.json").read_text())
-    assert index["job_id"] == job.name
-    assert [rank["stdout"] for rank in index["ranks"]] == [
-        f"{rank}/stdout.log" for rank in range(3)
-    ]
-    end = json.loads((logs / "end.json").read_text())
-    assert (end["exit_code"], end["verdict"]["cause"]) == (0, None)
 
 
 def test_only_and_tag_are_checked_before_anything_starts(ronde_here, tmp_path):

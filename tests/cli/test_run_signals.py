@@ -133,23 +133,6 @@ def test_a_signal_amid_the_first_imports_has_its_exit_code(
     assert (done.returncode, done.stderr) == (code, b"")
 
 
-CONTINUED = """
-import os, signal, sys
-os.kill(os.getpid(), signal.SIGTSTP)
-os.kill(os.getpid(), signal.SIGCONT)
-sys.path.remove(os.path.dirname(__file__))
-del sys.modules["argparse"]
-import argparse
-"""
-
-
-def test_a_start_that_was_stopped_and_continued_goes_on(ronde, tmp_path):
-    # Before the launcher looks at either signal.
-    (tmp_path / "argparse.py").write_text(CONTINUED)
-    done = ronde("run", "-n", "1", "true", env={"PYTHONPATH": str(tmp_path)})
-    assert (done.returncode, done.stderr) == (0, b"")
-
-
 def test_what_a_rank_left_in_its_group_has_the_grace_too(ronde):
     # The shell dies of the signal at once; its child still has something to say.
     child = (
@@ -310,18 +293,6 @@ def test_a_stopped_process_of_ours_keeps_no_job_from_its_end(
         then(pids["reaper"], agent, rank)
         assert process.wait(HANG_S) == code
         assert not any(map(read_process, [*pids.values(), rank, child, *others]))
-
-
-def test_a_second_hangup_takes_no_grace_away(ronde):
-    # The shell of a terminal that closes sends one, and the kernel another.
-    program = "trap 'echo got; sleep 0.3; echo saved; exit 0' HUP; echo ready; "
-    with GatedJob(ronde, program + 'read x < "$GATE"') as process:
-        read_lines(process, b"ready", 2)
-        process.send_signal(signal.SIGHUP)
-        read_lines(process, b"got", 2)
-        process.send_signal(signal.SIGHUP)
-        read_lines(process, b"saved", 2)
-        assert process.wait(HANG_S) == 129
 
 
 class TerminalJob(GatedJob):

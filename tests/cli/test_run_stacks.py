@@ -9,7 +9,6 @@ import subprocess
 import sys
 import textwrap
 
-import pytest
 from tests.limits import HANG_S
 
 from ronde.processes import read_process
@@ -79,20 +78,6 @@ def test_where_a_job_hangs_is_shown_when_its_time_is_over(ronde, tmp_path):
     assert "rank 3 on" in place(said, "(sh, pid")
     assert "no Python stack" in place(said, "(sleep, pid")
     assert all(read_process(pid) is None for pid in pids)
-
-
-def test_a_job_that_ends_in_its_time_is_left_alone(ronde):
-    done = ronde("run", "-n", "2", "--timeout", "1h", "/bin/sh", "-c", "exit 3")
-    assert done.returncode == 3
-    assert b"timeout" not in done.stderr
-
-
-@pytest.mark.parametrize("text", ["0", "soon", "-1"])
-def test_a_timeout_that_is_none_is_refused(ronde_here, text):
-    done = ronde_here("run", f"--timeout={text}", "/bin/true")
-    assert done.returncode == 64
-    assert done.stderr.startswith(b"ronde: --timeout")
-    assert done.stderr.count(b"\n") == 1
 
 
 def read_stacks(process: "subprocess.Popen[bytes]") -> str:

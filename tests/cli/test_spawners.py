@@ -3,7 +3,6 @@
 import os
 import select
 import shlex
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -98,15 +97,6 @@ def test_what_does_not_start_is_told_by_its_exit_code():
     assert (hello_reader.found, rest) == (None, None)
     assert transport.wait(HANG_S) == 127
     transport.close()
-
-
-def test_starting_waits_for_nobody():
-    link = start_remote_agent(Here("exec sleep 1000; "), HOST, sys.executable)
-    transport = link.transport
-    assert transport.read() is None
-    assert link.hello_reader.found is None
-    transport.kill()
-    assert end(transport) == -signal.SIGKILL
 
 
 def test_a_client_ends_with_its_controller(tmp_path):
@@ -280,14 +270,6 @@ CHATTER = "srun: cluster configuration lacks support for cpu binding\n"
 )
 def test_what_srun_says_is_told(said, reason):
     assert SlurmSpawner().explain(HOST, 2, said).reason == reason
-
-
-def test_srun_hands_over_no_variable_but_those_of_a_login():
-    words = SlurmSpawner().command(HOST, ["python3", "-c", "x"])
-    exported = next(word for word in words if word.startswith("--export="))
-    names = exported.partition("=")[2].split(",")
-    assert set(names) == {"HOME", "USER", "LOGNAME", "SHELL", "PATH", "LD_LIBRARY_PATH"}
-    assert words[-4:] == ["--", "python3", "-c", "x"]
 
 
 def test_what_a_host_says_is_shown_without_what_moves_a_terminal():

@@ -6,7 +6,7 @@ from hypothesis import given, strategies as st
 from ronde.errors import UsageError
 from ronde.launch import (
     base_environment,
-    names_place,
+    is_rank_variable,
     names_secret,
     read_assignments,
     redacted,
@@ -92,7 +92,7 @@ def test_a_word_that_says_nothing_is_refused(word):
 def test_nothing_unnamed_that_travels_is_secret_or_anothers_place(environ, pattern):
     travels = select_forwarded(environ) | read_assignments([pattern], environ)
     assert travels.items() <= environ.items()
-    assert not any(names_secret(name) or names_place(name) for name in travels)
+    assert not any(names_secret(name) or is_rank_variable(name) for name in travels)
 
 
 def test_ranks_get_their_agents_environment_without_what_led_to_it():

@@ -59,14 +59,6 @@ def test_a_greeting_is_found_however_it_comes(noise, after, cuts):
     assert hello_reader.found.executable == SAID["executable"]
 
 
-@given(data=NOISE, cuts=CUTS)
-def test_noise_alone_is_no_greeting(data, cuts):
-    hello_reader = HelloReader("ssh", SENTINEL)
-    data = data.replace(SENTINEL, b"")
-    assert feed(hello_reader, data, cuts) is None
-    assert (hello_reader.found, hello_reader.noise) == (None, data)
-
-
 @given(words=st.binary(max_size=200), cuts=CUTS)
 def test_what_is_no_greeting_is_refused_and_nothing_else_happens(words, cuts):
     hello_reader = HelloReader("ssh", SENTINEL)
@@ -83,26 +75,6 @@ JSON = st.recursive(
     ),
     max_leaves=8,
 )
-
-
-@given(said=JSON)
-def test_only_the_four_texts_are_believed(said):
-    is_right = (
-        isinstance(said, dict)
-        and said.keys() == SAID.keys()
-        and all(isinstance(value, str) for value in said.values())
-    )
-    hello_reader = HelloReader("ssh", SENTINEL)
-    if is_right:
-        assert hello_reader.feed(SENTINEL + encoded(said)) == b""
-        return
-    with pytest.raises(LaunchError, match="greeting must have the texts"):
-        hello_reader.feed(SENTINEL + encoded(said))
-
-
-def test_a_fifth_text_is_one_too_many():
-    with pytest.raises(LaunchError, match="greeting must have the texts"):
-        HelloReader("ssh", SENTINEL).feed(SENTINEL + encoded(SAID | {"x": ""}))
 
 
 def test_a_greeting_that_is_deep_or_endless_is_refused():
@@ -175,10 +147,3 @@ def test_another_python_is_told_before_its_ronde():
     assert failure is not None
     assert failure.reason.startswith("its Python is 3.6.15 (/usr/bin/python3), here")
     assert "--python" in failure.cure
-
-
-def test_another_patch_of_the_same_python_is_none():
-    assert (
-        met(python="{}.{}.99".format(*sys.version_info[:2])).problem(HOST, "ssh")
-        is None
-    )

@@ -11,8 +11,8 @@ from ronde.addresses import InterfaceAddress, read_interfaces, source_towards
 from ronde.errors import HostError, UsageError
 from ronde.launch import (
     HostNetwork,
-    MeetingPoint,
-    choose_meeting_point,
+    Rendezvous,
+    choose_rendezvous,
     find_candidates,
     hold_port,
     locate,
@@ -42,7 +42,7 @@ def sources_of(host, candidates):
 def choose(hosts, interfaces=(), sources=None):
     candidates = find_candidates(hosts, interfaces)
     answers = sources or [sources_of(h, candidates) for h in hosts[1:]]
-    return choose_meeting_point(hosts, candidates, answers, interfaces)
+    return choose_rendezvous(hosts, candidates, answers, interfaces)
 
 
 @pytest.mark.skipif(not IP, reason="ip is not installed")
@@ -96,13 +96,13 @@ def hold_port_again(address, port):
 @pytest.mark.parametrize("address", [*ALL_ADDRESSES, "localhost", "203.0.113.9"])
 def test_no_port_is_held_on_all_addresses_or_on_none(address):
     for port in (0, 23456):
-        with pytest.raises(UsageError, match="must be one address of this host"):
+        with pytest.raises(UsageError, match="must be a numeric one of this host"):
             hold_port(address, port)
 
 
 def test_hosts_meet_by_ipv4_in_their_own_network():
     point = choose([host(1), host(2), host(3)])
-    assert point == MeetingPoint("10.0.0.1", ("eth0", "eth0", "eth0"))
+    assert point == Rendezvous("10.0.0.1", ("eth0", "eth0", "eth0"))
 
 
 def test_a_bridge_that_two_hosts_have_leads_to_themselves():
@@ -127,34 +127,34 @@ def test_a_network_of_the_heads_own_behind_a_router_comes_last():
 
 def test_ipv6_serves_where_ipv4_does_not():
     hosts = [host(1), HostNetwork("node2", host(2).interfaces[1:])]
-    assert choose(hosts) == MeetingPoint("fd00::1", ("eth0", "eth0"))
+    assert choose(hosts) == Rendezvous("fd00::1", ("eth0", "eth0"))
 
 
 def test_the_faster_of_two_networks_counts():
     fast = [on("ib0", f"10.1.0.{n}") for n in (1, 2)]
     rates = {"eth0": 1000, "ib0": 100_000}
     hosts = [host(1, fast[0], mbit_per_s=rates), host(2, fast[1])]
-    assert choose(hosts) == MeetingPoint("10.1.0.1", ("ib0", "ib0"))
-    assert choose(hosts, ("eth0",)) == MeetingPoint("10.0.0.1", ("eth0", "eth0"))
+    assert choose(hosts) == Rendezvous("10.1.0.1", ("ib0", "ib0"))
+    assert choose(hosts, ("eth0",)) == Rendezvous("10.0.0.1", ("eth0", "eth0"))
 
 
 def test_interfaces_may_have_another_name_on_each_host():
     hosts = [host(1), HostNetwork("node2", (on("ens5", "10.0.0.2"),))]
     candidates = find_candidates(hosts)
     sources = [["10.0.0.2" if ":" not in c.address else "" for c in candidates]]
-    point = choose_meeting_point(hosts, candidates, sources)
+    point = choose_rendezvous(hosts, candidates, sources)
     assert point.interfaces == ("eth0", "ens5")
-    allowed = choose_meeting_point(hosts, candidates, sources, ("eth0", "ens5"))
+    allowed = choose_rendezvous(hosts, candidates, sources, ("eth0", "ens5"))
     assert allowed.interfaces == ("eth0", "ens5")
 
 
 def test_the_address_in_the_host_file_counts():
     second = on("eth1", "10.5.0.1")
     hosts = [host(1, second, address="10.5.0.1"), host(2, on("eth1", "10.5.0.2"))]
-    assert choose(hosts) == MeetingPoint("10.5.0.1", ("eth1", "eth1"))
+    assert choose(hosts) == Rendezvous("10.5.0.1", ("eth1", "eth1"))
     longhand = host(2, address="FD00:0:0::2")
     point = choose([host(1, address="fd00:0::1"), longhand])
-    assert point == MeetingPoint("fd00::1", ("eth0", "eth0"))
+    assert point == Rendezvous("fd00::1", ("eth0", "eth0"))
 
 
 @pytest.mark.parametrize(
@@ -188,14 +188,14 @@ def test_hosts_without_a_route_are_named():
 
 def test_hosts_that_get_no_answer_are_named():
     hosts = [host(1), host(2), host(3)]
-    point = MeetingPoint("10.0.0.1", ("eth0",) * 3)
+    point = Rendezvous("10.0.0.1", ("eth0",) * 3)
     require_answers(hosts, point, 23456, ["10.0.0.2", "10.0.0.3"])
     with pytest.raises(HostError, match=r"10\.0\.0\.1 port 23456.* answer node3\."):
         require_answers(hosts, point, 23456, ["10.0.0.2", ""])
 
 
 def test_ranks_are_told_their_hosts_interface_unless_the_user_said():
-    point = MeetingPoint("10.0.0.1", ("eth0", "ens5"))
+    point = Rendezvous("10.0.0.1", ("eth0", "ens5"))
     assert point.environment(1, {}) == {
         "GLOO_SOCKET_IFNAME": "ens5",
         "NCCL_SOCKET_IFNAME": "=ens5",
@@ -203,7 +203,7 @@ def test_ranks_are_told_their_hosts_interface_unless_the_user_said():
     assert point.environment(0, {"NCCL_SOCKET_IFNAME": "^lo"}) == {
         "GLOO_SOCKET_IFNAME": "eth0"
     }
-    assert MeetingPoint("127.0.0.1", ("",)).environment(0, {}) == {}
+    assert Rendezvous("127.0.0.1", ("",)).environment(0, {}) == {}
 
 
 INTERFACES = st.lists(
@@ -235,7 +235,7 @@ def test_a_chosen_address_is_the_heads_alone_and_all_reach_it(data, networks):
         for own in networks[1:]
     ]
     try:
-        point = choose_meeting_point(hosts, candidates, answers)
+        point = choose_rendezvous(hosts, candidates, answers)
     except HostError:
         assert not any(map(all, zip(*answers, strict=True)))
         return

@@ -79,7 +79,6 @@ start:
   -x, --env NAME[=VALUE] ...
                         set or forward a variable for all ranks: NAME=VALUE,
                         NAME or 'PREFIX*'
-  --sync DIR            first copy DIR to the same path on every other host
   --interface NAMES     network interfaces for the ranks, as ib0,eth0
                         (default: by routes)
   --master-port PORT    MASTER_PORT, for programs that call

@@ -44,7 +44,7 @@ from ronde.launch.host import (
     SLOTS_CORES,
     SLOTS_GPUS,
     Host,
-    take_each,
+    limit_slots,
 )
 from ronde.launch.hosts.node import AgentStarter
 from ronde.launch.job import controller
@@ -105,7 +105,6 @@ _OF_OTHER_HOSTS = {
     "ssh-port": _NOT_REACHED,
     "ssh-identity-file": _NOT_REACHED,
     "python": "each node runs the Python that its own ronde run is started with",
-    "sync": "a node that joins must have the directory already",
 }
 
 
@@ -385,7 +384,7 @@ def require_listen_or_agent(
 
 def own_slots(options: argparse.Namespace) -> int:
     node = Host("this node", read_slots(options), named_at="--slots")
-    return take_each([node], options.nproc_per_node)[0].slots
+    return limit_slots([node], options.nproc_per_node)[0].slots
 
 
 def token_file(options: argparse.Namespace, environ: Mapping[str, str]) -> str:
@@ -509,7 +508,7 @@ def _launch(
     request: RunRequest, hosts: Sequence[Host], starter: AgentStarter, signal_fd: int
 ) -> int:
     options = request.options
-    hosts = take_each(hosts, options.nproc_per_node)
+    hosts = limit_slots(hosts, options.nproc_per_node)
     spec = request.spec._replace(hosts=hosts)
     if options.dry_run:
         from ronde.render.job import plan_text
@@ -517,23 +516,10 @@ def _launch(
         plan = controller.dry_run(spec, starter, signal_fd, _report, request.preflight)
         print(plan_text(plan), end="")
         return 0
-    if options.sync:
-        _sync(options.sync, hosts, starter, signal_fd)
     make = partial(make_sinks, options, request.horovod.output_dir)
     return controller.launch(
         spec, starter, signal_fd, make, request.preflight
     ).exit_code
-
-
-def _sync(
-    folder: str, hosts: Sequence[Host], starter: AgentStarter, signal_fd: int
-) -> None:
-    from ronde.launch.hosts.sync import sync_folder
-
-    starter.look_up(hosts, signal_fd)
-    others = [host for host in hosts if not starter.is_here(host)]
-    if others:
-        _report(sync_folder(folder, others, starter.spawner, signal_fd))
 
 
 @contextmanager

@@ -17,11 +17,11 @@ __getattr__ = lazy_exports(
         "agent.relay": "MAX_LINE_BYTES",
         "elastic_options": "DiscoverySpec ElasticOptions NO_LIMIT",
         "environments": (
-            "JobFacts NodeFacts base_environment names_place names_secret "
+            "JobFacts NodeFacts base_environment is_rank_variable names_secret "
             "own_environment rank_environment read_assignments redacted "
             "select_forwarded"
         ),
-        "host": "Host HostShare SLOTS_OPEN allocate hosts_to_ask is_here take_each",
+        "host": "Host HostShare SLOTS_OPEN allocate hosts_to_ask is_here limit_slots",
         "bootstrap": "start_local_agent",
         "hosts.discovery": "HostChanges discover open_discovery",
         "hosts.join_client": "JoinRequest join_head",
@@ -34,7 +34,6 @@ __getattr__ = lazy_exports(
         "hosts.spawner": "HelloReader MAX_HELLO_BYTES MAX_NOISE_BYTES last_line",
         "hosts.ssh": "SshSpawner",
         "hosts.ssh_path": "measure_ssh_path",
-        "hosts.sync": "sync_folder",
         "job.connector": "AgentConnector",
         "job.controller": "Controller",
         "job.event_loop": "EventLoop Handler StartProgress StoreService",
@@ -46,7 +45,7 @@ __getattr__ = lazy_exports(
         "job.status": "StatusService",
         "limits": "ELASTIC EXIT_INTERNAL Timeouts",
         "network": (
-            "HostNetwork MeetingPoint choose_meeting_point "
+            "HostNetwork Rendezvous choose_rendezvous "
             "find_candidates hold_port locate require_answers"
         ),
         "program": "resolve_program",

@@ -1,6 +1,6 @@
-"""Starts an agent here, within the kernel's limits on what a user may have.
+"""The start of an agent on this machine, and limits on files and processes.
 
-It imports next to nothing, so that it can be done first.
+It has few imports, so that it can run first.
 """
 
 import errno
@@ -11,7 +11,7 @@ import sys
 
 from ronde.errors import UsageError
 
-LEAST_OPEN_FILES = 24  # what a launcher or an agent has open, without hosts and ranks
+LEAST_OPEN_FILES = 24  # of a launcher or an agent, without hosts and ranks
 
 _PROGRAM = (
     "import sys; sys.path.append(sys.argv[1]); "
@@ -23,8 +23,8 @@ _PROGRAM = (
 def start_local_agent(*, has_input: bool = False) -> "subprocess.Popen[bytes]":
     """Start an agent on this machine, which waits for its controller's first frame.
 
-    With ``has_input`` rank 0, if it is to run there, reads this process's standard
-    input, unless that is a terminal with another program in its foreground.
+    With ``has_input`` rank 0, if it runs here, reads this process's standard input,
+    unless that is a terminal with another program in its foreground.
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     require_open_files(LEAST_OPEN_FILES, soft, "to run a job")
@@ -37,7 +37,7 @@ def start_local_agent(*, has_input: bool = False) -> "subprocess.Popen[bytes]":
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        # Out of the way of the terminal's Ctrl-C: the controller says what to do.
+        # Ctrl-C must reach the controller only.
         start_new_session=True,
         bufsize=0,
     )
@@ -69,7 +69,7 @@ def raise_open_files_limit(wanted: int) -> None:
 
 
 def explain_shortage(error: OSError) -> str:
-    """Say which limit an error is about, its value and the cure; empty for none."""
+    """Return the limit that caused an error, with its cure; empty for another cause."""
     match error.errno:
         case errno.EMFILE:
             limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -77,7 +77,7 @@ def explain_shortage(error: OSError) -> str:
                 f"limit of open files must be enough for 3 a host and 3 a rank, got "
                 f"{limit}. Type: ulimit -n 4096"
             )
-        # With this one a pipe was full that does not wait.
+        # With ``characters_written`` a non-blocking pipe was full.
         case errno.EAGAIN if not hasattr(error, "characters_written"):
             limit, _ = resource.getrlimit(resource.RLIMIT_NPROC)
             number = "no limit" if limit == resource.RLIM_INFINITY else limit

@@ -1,6 +1,6 @@
 """The environment of each rank: inherited, forwarded, removed and new variables.
 
-The only place below ``launch`` that reads ``os.environ``.
+Only this module of ``launch`` reads ``os.environ``.
 """
 
 import functools
@@ -27,7 +27,7 @@ _ALLOWED_PREFIXES = (
     *("NCCL_", "GLOO_", "UCX_", "CUDA_", "OMP_", "MKL_", "KMP_"),
     *("HOROVOD_", "RONDE_"),
 )
-# Of this host, and hardly ever true of another.
+# Hardly ever valid on another host.
 _LOCAL_NAMES = frozenset({"CUDA_VISIBLE_DEVICES", "SSH_AUTH_SOCK", "LD_PRELOAD"})
 _SECRET_PARTS = (
     *("TOKEN", "SECRET", "PASSWORD", "PASSWD", "PASSPHRASE", "CREDENTIAL", "KEY"),
@@ -37,22 +37,20 @@ _SECRET_ENDS = ("AUTH", "PASS", "PWD", "CREDS", "JWT", "DSN")
 _NO_SECRETS = frozenset({"BYPASS", "COMPASS"})
 _DIRECTORIES = frozenset({"PWD", "OLDPWD"})
 _SECRET_VALUE = re.compile(
-    # An address with a password, or with a token in a user's place; a setting that is
-    # one; a header; a key.
+    # An address with a password or token, a setting, a header, a key.
     r"[a-z][a-z0-9+.-]*://[^/\s]*:[^/\s]*@|https?://[^/\s]+@"
     r"|(pass(word|wd)?|pwd|secret|token|key|sig|signature)=[^\s&;]"
     r"|\b(bearer|basic)\s+[a-z0-9]|-----BEGIN [A-Z ]*PRIVATE KEY",
     re.IGNORECASE,
 )
-# What other launchers tell their own processes: taken over, it would give every rank
-# the one number of the process that started us.
-_PLACE_PREFIXES = (
+# Of other launchers' processes: passed on, every rank would get one and the same rank.
+_RANK_PREFIXES = (
     *("TORCHELASTIC_", "TORCH_ELASTIC_", "PET_", "OMPI_", "PMIX_", "PRTE_"),
     *("PMI_", "HYDI_", "MPI_LOCAL", "MV2_COMM_WORLD_"),
     *("HOROVOD_GLOO_RENDEZVOUS_", "SLURM_STEP", "SLURM_SRUN_COMM_"),
     *("SLURM_CPU_BIND",),
 )
-_PLACE_NAMES = frozenset(
+_RANK_NAMES = frozenset(
     {
         *("RONDE_JOB_ID", "RONDE_EPOCH", "RONDE_COOKIE", "RONDE_HOST"),
         *("RONDE_NODE_RANK", "RONDE_CHANNEL", "RONDE_STACKS", "RONDE_STORE"),
@@ -63,7 +61,7 @@ _PLACE_NAMES = frozenset(
         *("SLURM_TASKS_PER_NODE", "SLURM_TASK_PID", "SLURM_GTIDS"),
     }
 )
-# Of the login that led to a host. A key agent's socket stays: where it is, it works.
+# Of the login on a host. A key agent's socket stays: it works where it is.
 _LOGIN_PREFIXES = ("SUDO_",)
 _LOGIN_NAMES = frozenset(
     {
@@ -76,25 +74,24 @@ _FORCED = "RONDE_HOROVOD_ALIAS"
 
 
 def own_environment() -> dict[str, str]:
-    # Reading it here is this module's purpose; everybody else is given a mapping.
     return dict(os.environ)  # noqa: TID251
 
 
 class JobFacts(NamedTuple):
-    """Facts of a job that all its ranks have."""
+    """Facts of a job for all its ranks."""
 
-    job_id: str  # name of the job
+    job_id: str
     epoch: int  # generation of the world
-    job_marker: str  # by which a process of the job is known
-    max_restarts: int = 0  # how many generations may follow the first
+    job_marker: str  # identifies processes of the job
+    max_restarts: int = 0
 
 
 class NodeFacts(NamedTuple):
-    """Facts of a node that all its ranks have."""
+    """Facts of a node for all its ranks."""
 
     host: str
-    node_rank: int  # its index among the nodes
-    num_nodes: int  # how many there are
+    node_rank: int
+    num_nodes: int
 
 
 def default_environment(
@@ -113,7 +110,6 @@ def default_environment(
 
 
 def malloc_environment(environ: Mapping[str, str], num_ranks: int) -> dict[str, str]:
-    """Return variables that make glibc keep memory; none where the user tunes it."""
     if not read_malloc_tuning(environ) or read_gpus("", environ):
         return {}
     thresholds = _common_thresholds(num_ranks)
@@ -122,31 +118,31 @@ def malloc_environment(environ: Mapping[str, str], num_ranks: int) -> dict[str, 
 
 @functools.cache
 def _common_thresholds(num_ranks: int) -> MallocThresholds | None:
-    # The same for all ranks, however much memory the first have taken meanwhile.
+    # Cached, so that it does not depend on the memory of earlier ranks.
     return malloc_thresholds(num_ranks)
 
 
 def rank_environment(world: "World", job: JobFacts, node: NodeFacts) -> dict[str, str]:
-    place = {name.upper(): str(number) for name, number in world._asdict().items()}
-    size = place.pop("SIZE")
+    numbers = {name.upper(): str(number) for name, number in world._asdict().items()}
+    size = numbers.pop("SIZE")
     return {
-        **place,
+        **numbers,
         "WORLD_SIZE": size,
-        "LOCAL_WORLD_SIZE": place["LOCAL_SIZE"],
+        "LOCAL_WORLD_SIZE": numbers["LOCAL_SIZE"],
         "GROUP_RANK": str(node.node_rank),
         "GROUP_WORLD_SIZE": str(node.num_nodes),
         "ROLE_NAME": "default",
-        "ROLE_RANK": place["RANK"],
+        "ROLE_RANK": numbers["RANK"],
         "ROLE_WORLD_SIZE": size,
         "TORCHELASTIC_RESTART_COUNT": str(job.epoch),
         "TORCHELASTIC_MAX_RESTARTS": str(job.max_restarts),
         "TORCHELASTIC_RUN_ID": job.job_id,
-        # True would make rank 0 a client of a store that nobody serves.
+        # With True rank 0 would connect to a store that does not exist.
         "TORCHELASTIC_USE_AGENT_STORE": "False",
         "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
         "NODE_RANK": str(node.node_rank),
         "HOROVOD_HOSTNAME": node.host,
-        **{f"HOROVOD_{name}": number for name, number in place.items()},
+        **{f"HOROVOD_{name}": number for name, number in numbers.items()},
         "HOROVOD_SIZE": size,
         "RONDE_JOB_ID": job.job_id,
         "RONDE_EPOCH": str(job.epoch),
@@ -156,13 +152,12 @@ def rank_environment(world: "World", job: JobFacts, node: NodeFacts) -> dict[str
     }
 
 
-def names_place(name: str) -> bool:
-    return name in _PLACE_NAMES or name.startswith(_PLACE_PREFIXES)
+def is_rank_variable(name: str) -> bool:
+    return name in _RANK_NAMES or name.startswith(_RANK_PREFIXES)
 
 
 @functools.cache
 def names_secret(name: str) -> bool:
-    """Return whether a variable of this name probably holds a secret."""
     if name in _DIRECTORIES:
         return False
     words = [word.rstrip("0123456789") for word in re.split(r"[^A-Z0-9]", name.upper())]
@@ -172,7 +167,7 @@ def names_secret(name: str) -> bool:
 
 
 def select_forwarded(environ: Mapping[str, str]) -> dict[str, str]:
-    # Imported by the controller alone, as above.
+    # Imported late: agents do without.
     from ronde.world.launcher_env import HOROVOD
 
     of_one_rank = {*HOROVOD.names.values(), "HOROVOD_HOSTNAME"}
@@ -190,9 +185,9 @@ def read_assignments(
 ) -> dict[str, str]:
     """Return the variables of the words after ``-x``; a later word wins.
 
-    ``NAME=VALUE`` sets, ``NAME`` passes on whatever it is, and a pattern such as
-    ``WANDB_*`` passes on all that match it but what looks like a secret, belongs to
-    this host, or is another launcher's: those must be named.
+    ``NAME=VALUE`` sets one and ``NAME`` passes one on. A pattern such as ``WANDB_*``
+    passes on all matches except probable secrets and variables of this host or of
+    another launcher: those must be named.
     """
     extra: dict[str, str] = {}
     for word in words:
@@ -200,7 +195,7 @@ def read_assignments(
         if name and is_set and "*" not in name:
             extra[name] = value
         elif "*" in name and not is_set:
-            # Imported here: no job without a pattern needs it; it takes milliseconds.
+            # Imported late: it takes milliseconds.
             from fnmatch import fnmatchcase
 
             matching = [each for each in environ if fnmatchcase(each, name)]
@@ -222,12 +217,11 @@ def base_environment(own: Mapping[str, str]) -> dict[str, str]:
         for name, value in own.items()
         if name not in _LOGIN_NAMES
         and not name.startswith(_LOGIN_PREFIXES)
-        and not names_place(name)
+        and not is_rank_variable(name)
     }
 
 
 def redacted(env: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment that may be shown: what may be a secret is not in it."""
     return {
         name: "<hidden>" if names_secret(name) or _SECRET_VALUE.search(value) else value
         for name, value in env.items()
@@ -235,7 +229,7 @@ def redacted(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def _is_free(name: str) -> bool:
-    return not (name in _LOCAL_NAMES or names_place(name) or names_secret(name))
+    return not (name in _LOCAL_NAMES or is_rank_variable(name) or names_secret(name))
 
 
 def alias_environment(
@@ -251,18 +245,18 @@ def alias_environment(
 
 
 def find_horovod(paths: Iterable[str]) -> Path | None:
-    # The package in the alias directory looks in the same way, without ronde.
-    place = ALIAS_DIRECTORY.parts[-3:]
-    others = [entry for entry in paths if Path(entry).parts[-3:] != place]
+    # The package in the alias directory searches in the same way, without ronde.
+    own = ALIAS_DIRECTORY.parts[-3:]
+    others = [entry for entry in paths if Path(entry).parts[-3:] != own]
     spec = PathFinder.find_spec("horovod", others)
-    # A mere directory of that name, a namespace without a loader, is no Horovod.
+    # A directory of that name is a namespace package without a loader.
     if spec is None or spec.loader is None or spec.origin is None:
         return None
     return Path(spec.origin).parent
 
 
 def warn_of_horovod(environ: Mapping[str, str], paths: Iterable[str]) -> str:
-    """Return a warning if ranks import Horovod itself, not the alias, else empty."""
+    """Return a warning if ranks import Horovod itself, else an empty text."""
     entries = environ.get("PYTHONPATH", "").split(os.pathsep)
     if str(ALIAS_DIRECTORY) not in entries or environ.get(_FORCED) == "1":
         return ""

@@ -1,4 +1,4 @@
-"""Hosts as the user names them, whether one is this machine, and their ranks."""
+"""Hosts as the user names them, and their ranks."""
 
 import os
 import socket
@@ -16,34 +16,28 @@ from ronde.errors import UsageError
 from ronde.topology.machine import RankResources
 from ronde.units import list_first
 
-SLOTS_OPEN = -1
-"""Nobody said how many: the host's GPUs, else its cores where it is alone, else 1."""
-SLOTS_GPUS = -2  # as many as the host has GPUs, and it must have one
-SLOTS_CORES = -3  # as many as the host has cores
+SLOTS_OPEN = -1  # one a GPU; without GPUs one a core of a single host, else 1
+SLOTS_GPUS = -2  # one a GPU, of which the host must have one
+SLOTS_CORES = -3  # one a core
 MAX_SLOTS = 1 << 16
-LOOK_UP_S = 6.0
-"""How long all names may take: a question that is lost is asked again after 5 s."""
+LOOK_UP_S = 6.0  # for all names; the resolver repeats a lost question after 5 s
 _MAX_LOOKING_UP = 64
-LOOK_S = 0.05  # between two looks at whether they are looked up
+LOOK_S = 0.05  # between two checks of a look-up
 
 
 class Host(NamedTuple):
     """A host that ranks may run on."""
 
-    name: str  # host name or numeric address, as ssh is given it and as it is shown
-    # ranks that it takes; 0 for a host that is kept out, ``SLOTS_OPEN`` where nobody
-    # said, or another of the negative ones above
-    slots: int = SLOTS_OPEN
-    user: str = ""  # whom to log in as, or empty
-    port: int = 0  # of its ssh, 0 for ssh's own choice
-    address: str = ""  # numeric address that the ranks are to use, or empty
-    # GPUs that its ranks may use, as ``CUDA_VISIBLE_DEVICES`` has them; empty for all
-    gpus: tuple[str, ...] = ()
-    named_at: str = ""  # where it is named, for messages: ``hosts.txt line 3``
+    name: str  # host name or numeric address, for ssh and for messages
+    slots: int = SLOTS_OPEN  # 0 for a host that must not be used
+    user: str = ""  # for the login, or empty
+    port: int = 0  # of its ssh server; 0 for ssh's default
+    address: str = ""  # numeric address for the ranks, or empty
+    gpus: tuple[str, ...] = ()  # as in ``CUDA_VISIBLE_DEVICES``; empty for all
+    named_at: str = ""  # for messages: ``hosts.txt line 3``
 
 
 def is_here(host: Host, addresses: Sequence[str] | None = None) -> bool:
-    """Return whether a host is this machine, and its user the one here."""
     if host.port or (host.user and host.user != _own_name()):
         return False
     if host.name in ("localhost", "127.0.0.1", "::1", os.uname().nodename):
@@ -63,15 +57,15 @@ def _own_name() -> str:
 
 
 class LookUp:
-    """Names that are looked up by threads, side by side."""
+    """Looks up names in parallel, in threads."""
 
     def __init__(self, names: Sequence[str]) -> None:
-        # none for an unknown name; nothing for one that nobody answers
+        # an empty answer for an unknown name; none without a name server
         self.answers: dict[str, tuple[str, ...]] = {}
-        self._asked = iter(names)
+        self._names = iter(names)
         self._ends_at_s = time.monotonic() + LOOK_UP_S
         num_threads = min(_MAX_LOOKING_UP, len(names))
-        # The system's resolver cannot be called off, so that nobody waits for these.
+        # The resolver cannot be cancelled: never join these.
         self._threads = [
             Thread(target=self._work, daemon=True) for _ in range(num_threads)
         ]
@@ -79,13 +73,11 @@ class LookUp:
             thread.start()
 
     def _work(self) -> None:
-        for name in self._asked:
-            # Anything but the answer that there is no such name is no answer.
+        for name in self._names:
             with suppress(OSError):
                 self.answers[name] = resolve(name)
 
     def is_over(self, wait_s: float = 0.0) -> bool:
-        """Wait for a moment; say whether all names are answered or time is up."""
         alive = [thread for thread in self._threads if thread.is_alive()]
         if alive and time.monotonic() < self._ends_at_s:
             alive[0].join(wait_s)
@@ -94,7 +86,10 @@ class LookUp:
 
 
 def resolve(name: str) -> tuple[str, ...]:
-    """Return a name's addresses; ``OSError`` if no name server answers."""
+    """Return a name's addresses, none for an unknown name.
+
+    Raises OSError if no name server answers.
+    """
     try:
         found = socket.getaddrinfo(name, 0, type=socket.SOCK_DGRAM)
     except UnicodeError:
@@ -111,11 +106,11 @@ class HostShare(NamedTuple):
 
     host: Host
     ranks: range  # at least one, consecutive
-    places: tuple[RankResources, ...] = ()  # of each rank, once they are known
-    env: Mapping[str, str] = MappingProxyType({})  # variables of all of them
+    resources: tuple[RankResources, ...] = ()  # of each rank, once known
+    env: Mapping[str, str] = MappingProxyType({})  # for all of them
 
 
-def take_each(hosts: Sequence[Host], num_each: int | None) -> tuple[Host, ...]:
+def limit_slots(hosts: Sequence[Host], num_each: int | None) -> tuple[Host, ...]:
     if num_each is None:
         return tuple(hosts)
     for host in hosts:
@@ -130,7 +125,7 @@ def take_each(hosts: Sequence[Host], num_each: int | None) -> tuple[Host, ...]:
     )
 
 
-def kept_out(hosts: Sequence[Host]) -> str:
+def unused_names(hosts: Sequence[Host]) -> str:
     left = [_named(host) for host in hosts if not host.slots]
     return list_first(left) if left else ""
 
@@ -158,12 +153,11 @@ def allocate(
     count_slots: Callable[[Host], int],
     min_ranks: int | None = None,
 ) -> tuple[HostShare, ...]:
-    """Give every host its ranks: block by block, in the order of the hosts."""
     usable = [host for host in hosts if host.slots]
     if not usable:
         raise UsageError(
-            f"hosts must have a slot, got 0 slots for {kept_out(hosts)}. Give one of "
-            "them slots."
+            f"hosts must have a slot, got 0 slots for {unused_names(hosts)}. Give "
+            "one of them slots."
         )
     if num_ranks is not None and len(usable) == 1 and usable[0].slots == SLOTS_OPEN:
         return (HostShare(usable[0], range(num_ranks)),)

@@ -1,31 +1,30 @@
-"""Exit codes, and how long a controller waits."""
+"""Exit codes, and the time limits of a controller."""
 
 import errno
 from typing import NamedTuple
 
-EXIT_UNREACHABLE, EXIT_INTERNAL = 69, 70  # of sysexits.h, as those that follow
-EXIT_NO_FORK = 71  # no agent was started, and standard error says why
+EXIT_UNREACHABLE, EXIT_INTERNAL = 69, 70  # Source: sysexits.h, also the next two
+EXIT_NO_FORK = 71  # no agent was started; the reason is on standard error
 EXIT_UNWRITTEN = 74
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
-"""What a write fails with where a file takes no more."""
+"""Errors of a write to a full disk, or past a quota."""
 
 
 class Timeouts(NamedTuple):
     """Limits on the waits between a controller and its hosts."""
 
-    connect_s: float = 30.0  # what a host has to start an agent, once its turn has come
-    answer_s: float = 60.0  # what an agent has for an order before ranks run
-    ping_s: float = 1.0  # between two words to an agent on another host
-    # after so long without a word each side asks whether the other's host answers. If
-    # it does not, it is lost. If it does, the line was cut for less: TCP sends again
-    # what was lost after up to as long again, so that as much is waited
+    connect_s: float = 30.0  # to start an agent on a host
+    answer_s: float = 60.0  # for an agent's answer before ranks run
+    ping_s: float = 1.0  # between two pings to an agent on another host
+    # after so much silence each side connects to the other's host. If that does not
+    # answer, it is lost. If it does, the lease counts twice: after an outage TCP may
+    # wait as long again before it sends again
     lease_s: float = 8.0
-    is_doubting: bool = True  # if not, nobody asks: silent for so long is lost
-    end_s: float = 1.0  # what carried an agent's bytes has to end in, after the last
-    # what a lost host has to come back in, when ranks are to be started again
-    return_s: float = 30.0
+    probes_silent: bool = True  # if not, a silent host is lost at once
+    end_s: float = 1.0  # for ssh to end after its last output
+    return_s: float = 30.0  # for a lost host to return before a restart
 
 
 USUAL = Timeouts()
-ELASTIC = Timeouts(ping_s=0.5, lease_s=5.0, is_doubting=False, end_s=0.2)
-"""Of a job that goes on without a lost host: a wrong guess costs it little."""
+ELASTIC = Timeouts(ping_s=0.5, lease_s=5.0, probes_silent=False, end_s=0.2)
+"""Of an elastic job, which goes on without a host that was wrongly given up."""

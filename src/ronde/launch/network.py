@@ -1,4 +1,4 @@
-"""Where ranks of several hosts meet: the port, the routes, the address."""
+"""Address, port and interfaces for the rendezvous of ranks on several hosts."""
 
 import errno
 import os
@@ -29,26 +29,25 @@ _NUM_TRIES = 64
 DEADLINE_S = 2.0
 _ANSWER_S = 1.5
 _ASK_AGAIN_S = 0.25
-_SSH_PORT = 22  # any port will do: where nothing listens, the kernel answers that
+_SSH_PORT = 22  # any port will do: the kernel answers for a closed one
 
 
 def hold_port(address: str, port: int = 0) -> socket.socket:
-    """Bind a TCP port (0 for any) without listening, to reserve it.
+    """Reserve a TCP port (0 for any): bind it without listening.
 
     With ``SO_REUSEADDR`` rank 0 can still bind it. A port chosen here lies below the
     kernel's ephemeral range, out of the way of outgoing connections.
     """
     if not address or source_towards(address) != address:
         raise UsageError(
-            "address to meet at must be one address of this host, in numbers, got "
+            "address for the rendezvous must be a numeric one of this host, got "
             f"{address!r}. Name one with addr= in the host file, or its network with "
             "--interface."
         )
     if port:
         held, code = None, errno.EADDRINUSE
         try:
-            # Perhaps only connections of an earlier job are there that are not
-            # forgotten yet.
+            # Connections of an earlier job may be in TIME_WAIT.
             held = _bind(address, port) or _bind(address, port, is_shared=True)
         except OSError as error:
             code = error.errno or 0
@@ -77,7 +76,6 @@ def hold_port(address: str, port: int = 0) -> socket.socket:
 
 
 def _bind(address: str, port: int, *, is_shared: bool = False) -> socket.socket | None:
-    """Bind a port that no other socket has, then let rank 0 bind it too."""
     with ExitStack() as undo:
         held = undo.enter_context(socket.socket(family_of(address)))
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(is_shared))
@@ -95,10 +93,10 @@ def _bind(address: str, port: int, *, is_shared: bool = False) -> socket.socket 
 def locate(
     addresses: Sequence[str], port: int, deadline_s: float = DEADLINE_S
 ) -> tuple[str, ...]:
-    """Return this host's own address towards each of some hosts' numeric addresses.
+    """Return this host's own address towards each of some numeric addresses.
 
-    Empty where no route leads there, it is this host's own, or ``port``, if not 0, does
-    not answer within the deadline, if by refusing.
+    It is empty without a route, for this host's own, or if ``port`` is not 0 and does
+    not answer (a refusal is an answer) within the deadline.
     """
     pairs = [(address, source_towards(address)) for address in addresses]
     pairs = [(a, "" if a == own or is_loopback(own) else own) for a, own in pairs]
@@ -113,13 +111,13 @@ def find_answering(hosts: Mapping[str, Sequence[str]]) -> frozenset[str]:
     found: set[str] = set()
     hosts = {name: own for name, own in hosts.items() if own}
     while time.monotonic() < ends_at and len(found) < len(hosts):
-        asked_until = time.monotonic() + _ASK_AGAIN_S
+        until_s = time.monotonic() + _ASK_AGAIN_S
         asked = [a for name, own in hosts.items() if name not in found for a in own]
         answers = zip(asked, locate(asked, _SSH_PORT, _ASK_AGAIN_S), strict=True)
         reached = {address for address, source in answers if source}
         found |= {name for name, own in hosts.items() if reached & {*own}}
         if len(found) < len(hosts):
-            time.sleep(max(0.0, asked_until - time.monotonic()))
+            time.sleep(max(0.0, until_s - time.monotonic()))
     return frozenset(found)
 
 
@@ -146,17 +144,15 @@ def _reached(addresses: Iterable[str], port: int, deadline_s: float) -> set[str]
 
 
 class HostNetwork(NamedTuple):
-    """A host's network as its own agent and the user see it."""
+    """A host's network as reported by its agent and the user."""
 
-    name: str  # as it is shown
-    interfaces: tuple[InterfaceAddress, ...]  # addresses others might reach it by
-    address: str = ""  # the one that the user named for it, or empty
-    # rates of its interfaces, by name, as far as they are known
-    mbit_per_s: Mapping[str, int] = MappingProxyType({})
+    name: str
+    interfaces: tuple[InterfaceAddress, ...]
+    address: str = ""  # of the user's choice, or empty
+    mbit_per_s: Mapping[str, int] = MappingProxyType({})  # of interfaces, if known
 
     @property
     def chosen(self) -> InterfaceAddress | None:
-        """The one at the address that the user named."""
         plain = self.address
         with suppress(OSError):
             family = family_of(plain)
@@ -164,11 +160,11 @@ class HostNetwork(NamedTuple):
         return next((each for each in self.interfaces if each.address == plain), None)
 
 
-class MeetingPoint(NamedTuple):
-    """Where the ranks meet."""
+class Rendezvous(NamedTuple):
+    """An address of rank 0's host, and the interface of each host towards it."""
 
-    address: str  # an address of rank 0's host
-    interfaces: tuple[str, ...]  # by which each host takes part
+    address: str
+    interfaces: tuple[str, ...]
 
     def environment(self, host: int, user: Mapping[str, str]) -> dict[str, str]:
         if len(self.interfaces) == 1:
@@ -177,8 +173,7 @@ class MeetingPoint(NamedTuple):
 
 
 def interface_environment(interface: str, user: Mapping[str, str]) -> dict[str, str]:
-    """Return variables by which ranks use an interface, but for those that are set."""
-    # NCCL takes a name for the beginning of one, unless "=" is put before it.
+    # With "=" NCCL takes the whole name, else a prefix.
     names = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
     return {name: value for name, value in names.items() if name not in user}
 
@@ -186,7 +181,6 @@ def interface_environment(interface: str, user: Mapping[str, str]) -> dict[str, 
 def find_candidates(
     hosts: Sequence[HostNetwork], interfaces: Sequence[str] = ()
 ) -> tuple[InterfaceAddress, ...]:
-    """Return the addresses of the first host that the others might meet it at."""
     head, lacking = hosts[0], list[HostNetwork]()
     for host in hosts:
         if host.address and not host.chosen:
@@ -225,12 +219,12 @@ def find_candidates(
     return found
 
 
-def choose_meeting_point(
+def choose_rendezvous(
     hosts: Sequence[HostNetwork],
     candidates: Sequence[InterfaceAddress],
     sources: Sequence[Sequence[str]],
     interfaces: Sequence[str] = (),
-) -> MeetingPoint:
+) -> Rendezvous:
     head, *others = hosts
     best = choose_address(candidates, sources, head.mbit_per_s)
     if best is None:
@@ -246,13 +240,12 @@ def choose_meeting_point(
     chosen = [candidates[best].interface]
     for host, own in zip(others, sources, strict=True):
         chosen.append(choose_interface(host, own[best], interfaces))
-    return MeetingPoint(candidates[best].address, tuple(chosen))
+    return Rendezvous(candidates[best].address, tuple(chosen))
 
 
 def choose_interface(
     host: HostNetwork, source: str, interfaces: Sequence[str] = ()
 ) -> str:
-    """Return the interface of the user's choice, else the one that has ``source``."""
     by_address = {each.address: each.interface for each in host.interfaces}
     named = [name for name in interfaces if name in by_address.values()]
     by_route = by_address.get(source, "")
@@ -260,7 +253,7 @@ def choose_interface(
 
 
 def require_answers(
-    hosts: Sequence[HostNetwork], point: MeetingPoint, port: int, sources: Sequence[str]
+    hosts: Sequence[HostNetwork], point: Rendezvous, port: int, sources: Sequence[str]
 ) -> None:
     if silent := _name_silent(hosts[1:], sources):
         raise HostError(

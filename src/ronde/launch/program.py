@@ -1,4 +1,4 @@
-"""An agent's checks before anything starts: /proc, directory and program."""
+"""Checks of an agent before it starts ranks: /proc, directory and program."""
 
 import errno
 import os
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ronde.errors import UsageError
 
-_PYTHON = (".py", ".pyz")  # that Python runs, as it does a directory with __main__.py
+_PYTHON = (".py", ".pyz")
 
 
 def absolute_path(path: str | Path = "") -> Path:
@@ -23,9 +23,9 @@ def absolute_path(path: str | Path = "") -> Path:
 
 
 def require_processes() -> None:
-    """See that ``/proc`` shows this process's descendants, as sweeping them needs."""
+    """Raise if ``/proc`` does not show this process's descendants."""
     try:
-        # Another namespace's has another number for this process, or none.
+        # In another pid namespace it has another number, or none.
         shown = Path("/proc/self").readlink().name
     except OSError:
         shown = "nothing"
@@ -64,9 +64,9 @@ def resolve_program(argv: tuple[str, ...], search_path: str) -> list[str]:
     except OSError:
         mode = 0
     if not stat.S_ISREG(mode):
-        what = "is a directory" if stat.S_ISDIR(mode) else "does not exist"
+        problem = "is a directory" if stat.S_ISDIR(mode) else "does not exist"
         raise UsageError(
-            f"program must be a file, got {program!r}, which {what} "
+            f"program must be a file, got {program!r}, which {problem} "
             f"(seen from {Path.cwd()}). Check the spelling and --chdir."
         )
     is_python = found.endswith(_PYTHON)
@@ -85,7 +85,6 @@ def resolve_program(argv: tuple[str, ...], search_path: str) -> list[str]:
 
 
 def _not_allowed(program: str, verb: str) -> UsageError:
-    """Return an error: a host's ranks may be another user's than we are."""
     return UsageError(
         f"program must be one that user {os.geteuid()} of {os.uname().nodename} may "
         f"{verb}, got {program!r}. Type: chmod a+rx {program}, likewise for its "
@@ -113,7 +112,7 @@ def _find_command(program: str, search_path: str) -> str:
 
 
 def find_executable(program: str, *directories: str) -> str | None:
-    """Do what ``shutil.which`` does; importing that takes an agent 3 ms."""
+    """Do the same as ``shutil.which``, without its import of 3 ms."""
     paths = (Path(directory or ".") / program for directory in directories)
-    # In this order: of a directory that is closed to us ``is_file`` raises.
+    # In this order: ``is_file`` raises in an unreadable directory.
     return next((str(p) for p in paths if os.access(p, os.X_OK) and p.is_file()), None)

@@ -1,25 +1,28 @@
-"""The signals a user sends to a running job, as bytes in a pipe; waiting for pipes."""
+"""Signals of the user as bytes in a pipe, and waiting for descriptors."""
 
 import os
 import select
 import signal
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from math import inf
 from typing import Any
 
 from ronde.launch.limits import EXIT_UNWRITTEN
 
-OUTPUT_FULL = signal.SIGXFSZ  # stands for standard output that takes no more
-TIMED_OUT = signal.SIGALRM  # comes when the time that the user gave the job is over
-# Each of these ends the job.
+OUTPUT_FULL = signal.SIGXFSZ  # represents a full disk under standard output
+TIMED_OUT = signal.SIGALRM  # the time limit of --timeout is over
 STOPPING = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP, TIMED_OUT})
-ASKING = signal.SIGQUIT  # asks where the job is, and ends nothing
-# Each of these goes to the ranks and does nothing else, before they run nothing at all.
+ASKING = signal.SIGQUIT  # shows the stacks of all ranks
+# Passed on to the ranks; ignored before they run.
 FORWARDED = frozenset({signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT})
-SUSPENDING = signal.SIGTSTP  # stops the ranks and then this process
+SUSPENDING = signal.SIGTSTP  # stops the ranks and then the controller
 _CAUGHT = STOPPING | FORWARDED | {ASKING, SUSPENDING}
 _OF_TERMINAL = frozenset({signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, SUSPENDING})
+_ENDED = select.POLLERR | select.POLLHUP | select.POLLNVAL
+
+Watched = Iterable[tuple[int, int, Callable[[], object]]]
+"""Descriptors, their events for ``select.poll``, and the function to call then."""
 
 
 class InterruptedStartError(Exception):
@@ -31,14 +34,13 @@ class InterruptedStartError(Exception):
 
 
 def interruption_code(number: int) -> int:
-    """Return the exit code of a job that a signal has ended; 124 as timeout(1) has."""
     if number == OUTPUT_FULL:
         return EXIT_UNWRITTEN
     return 124 if number == TIMED_OUT else 128 + number
 
 
 def interrupter(number: int) -> str:
-    """Name what has ended a job: ``SIGINT``, ``timeout``, or ``full disk``."""
+    """Return ``SIGINT``, ``timeout`` or ``full disk``."""
     if number == OUTPUT_FULL:
         return "full disk"
     return "timeout" if number == TIMED_OUT else signal.Signals(number).name
@@ -49,12 +51,11 @@ def is_kept_ignored(number: int) -> bool:
 
 
 def signal_pipe() -> tuple[int, int]:
-    """Return two ends of a pipe, for ``set_wakeup_fd``; neither end ever waits."""
     return os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
 
 def notice_signals(numbers: Iterable[int]) -> dict[int, Any]:
-    """Have signals do no more than be written to the pipe; return what they did."""
+    """Catch signals, so that they reach the pipe; return the handlers before."""
     return {
         number: signal.signal(number, lambda _number, _frame: None)
         for number in numbers
@@ -67,7 +68,7 @@ def caught_signals() -> Generator[int]:
     read_fd, write_fd = signal_pipe()
     fd_before = signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
     before = notice_signals(_CAUGHT)
-    # With these of a parent's no job can be run.
+    # A parent may have left these ignored or blocked.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     try:
@@ -94,7 +95,7 @@ def raise_if_stopped(fd: int) -> None:
 
 
 def suspend_self() -> None:
-    """Stop this process as SIGTSTP would, and return when it is continued."""
+    """Stop this process as SIGTSTP does; return when it is continued."""
     before = signal.signal(SUSPENDING, signal.SIG_DFL)
     os.kill(os.getpid(), SUSPENDING)
     signal.signal(SUSPENDING, before)
@@ -103,14 +104,32 @@ def suspend_self() -> None:
 def wait_for(
     readable: Sequence[int], writable: Sequence[int], timeout_s: float
 ) -> list[int]:
-    """Return the descriptors that are ready; poll, since epoll refuses plain files.
+    """Return the ready descriptors; an infinite timeout is none.
 
-    An infinite time is no limit, one that is over no wait.
+    It polls, since epoll refuses plain files.
     """
     poll = select.poll()
     for fd in readable:
         poll.register(fd, select.POLLIN)
     for fd in writable:
         poll.register(fd, select.POLLOUT | (select.POLLIN if fd in readable else 0))
-    limit_ms = None if timeout_s == inf else max(0.0, timeout_s) * 1000
-    return [fd for fd, _ in poll.poll(limit_ms)]
+    return [fd for fd, _ in poll.poll(_limit_ms(timeout_s))]
+
+
+def serve_ready(watched: Watched, timeout_s: float) -> None:
+    """Wait until descriptors are ready, and call their functions.
+
+    One descriptor may be there twice, for reading and for writing.
+    """
+    poll, masks, waiting = select.poll(), dict[int, int](), list(watched)
+    for fd, events, _ in waiting:
+        masks[fd] = masks.get(fd, 0) | events
+        poll.register(fd, masks[fd])
+    ready = dict(poll.poll(_limit_ms(timeout_s)))
+    for fd, events, serve in waiting:
+        if ready.get(fd, 0) & (events | _ENDED):
+            serve()
+
+
+def _limit_ms(timeout_s: float) -> float | None:
+    return None if timeout_s == inf else max(0.0, timeout_s) * 1000

@@ -1,4 +1,4 @@
-"""What this user's jobs on this host do now: the library behind ``ronde ps``.
+"""Status of this user's jobs on this host: the library behind ``ronde ps``.
 
     for job in list_jobs():
         for now in watch(job.socket):  # about once a second, until the job is over
@@ -47,7 +47,7 @@ def watch(socket: Path) -> Generator[JobStatus]:
 
     Raises:
         OSError: The job is gone, another user's, or does not answer for 10 s.
-        LaunchError: What answers is another version of ronde.
+        LaunchError: The job runs another version of ronde.
     """
     with dial(str(socket), _ANSWER_S) as sock, sock.makefile("rb") as lines:
         for line in lines:

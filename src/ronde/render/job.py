@@ -49,7 +49,7 @@ def plan_text(plan: JobPlan) -> str:
 
 def _rows(plan: JobPlan) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
-    for resources, alike in groupby(plan.shares, key=lambda share: share.places):
+    for resources, alike in groupby(plan.shares, key=lambda share: share.resources):
         first, *others = alike
         start, local = first.ranks.start, 0
         for each, same in groupby(resources):

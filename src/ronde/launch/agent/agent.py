@@ -1,8 +1,8 @@
-"""The agent: owns the ranks of one host and obeys its controller.
+"""The agent: runs the ranks of one host for its controller.
 
-It runs under ``python -I -S`` with nothing but the standard library, has one loop and
-one thread (those of ``RankChannels`` only wait), and exchanges frames over its standard
-input and output. Its parent, the *reaper*, kills what an agent that died left behind.
+It runs under ``python -I -S`` with the standard library alone, has one loop and one
+thread (those of ``RankChannels`` only wait), and exchanges frames over its standard
+input and output. Its parent, the *reaper*, kills the processes of an agent that died.
 """
 
 import os
@@ -17,17 +17,18 @@ from typing import NoReturn
 
 from ronde.addresses import read_interfaces
 from ronde.launch.agent.ranks import JobPhase, LocalJob
-from ronde.launch.agent.relay import (
-    OutputSender,
-    RemoteProgram,
-    Watched,
-    name_directory,
-)
+from ronde.launch.agent.relay import OutputSender, RemoteProgram, name_directory
 from ronde.launch.bootstrap import explain_shortage
 from ronde.launch.environments import own_environment
 from ronde.launch.limits import EXIT_NO_FORK
 from ronde.launch.network import find_answering, locate
-from ronde.launch.signals import is_kept_ignored, notice_signals, signal_pipe
+from ronde.launch.signals import (
+    Watched,
+    is_kept_ignored,
+    notice_signals,
+    serve_ready,
+    signal_pipe,
+)
 from ronde.launch.wire import messages
 from ronde.processes import (
     adopt_orphans,
@@ -43,29 +44,28 @@ from ronde.world.environment import network_identity
 _NUMBERS_BYTES = 4096
 _NEVER = float("inf")
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-_LOOK = os.WNOHANG | os.WUNTRACED | os.WCONTINUED
+_WAIT_OPTIONS = os.WNOHANG | os.WUNTRACED | os.WCONTINUED
 
 
 def run_reaped(
     work: Callable[[], int],
     directory: Path,
-    let_go: Callable[[], object],
+    disconnect: Callable[[], object],
     *,
     is_foreground: bool = False,
 ) -> NoReturn:
-    """Fork; run ``work`` in the child; outlive it and sweep what it leaves.
+    """Run ``work`` in a forked child; kill all remaining descendants when it ends.
 
-    Both adopt orphans, so any one of the two may be killed: the child gets SIGTERM when
-    this process ends, and this process kills every descendant when the child has ended.
-    Who of the two is stopped is continued. Must be called from a process with one
-    thread, which lets go of the connection to the controller here. Both end here, past
-    the interpreter's own end: the child with what ``work`` returns, this process with
-    the child's exit code, 128 plus the signal that ended it, or EXIT_NO_FORK.
+    Either of the two processes may be killed: both adopt orphans, and the child gets
+    SIGTERM when this process ends. Either is continued if it was stopped. The caller
+    must have one thread; ``disconnect`` closes this process's connection to the
+    controller. Both processes exit here: the child with the result of ``work``, this
+    one with the child's exit code, 128 plus its signal, or EXIT_NO_FORK.
 
-    In the foreground SIGINT and SIGHUP end the child as well, and a second one at once.
+    In the foreground SIGINT and SIGHUP end the child too, and a second one kills it.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    # One that comes before this process passes it on waits.
+    # Signals wait until this process passes them on.
     signal.pthread_sigmask(signal.SIG_SETMASK, _ENDING)
     parent, others = os.getpid(), children()
     adopt_orphans()
@@ -83,54 +83,53 @@ def run_reaped(
         except BaseException as error:  # noqa: BLE001 - the process's outermost line
             sys.excepthook(type(error), error, error.__traceback__)
         finally:
-            # Somebody may have stopped it, and it has to see this end.
+            # It must notice this end even if it was stopped.
             if os.getppid() == parent:
                 os.kill(parent, signal.SIGCONT)
             os._exit(code)
-    let_go()
-    asked: list[int] = []
+    disconnect()
+    received: list[int] = []
 
     def pass_on(number: int, _frame: object) -> None:
-        asked.append(number)
-        is_final = is_foreground and len(asked) > 1
+        received.append(number)
+        is_final = is_foreground and len(received) > 1
         os.kill(child, signal.SIGKILL if is_final else signal.SIGTERM)
 
     for number in (*_ENDING, signal.SIGQUIT):
         is_user = is_foreground and number in _ENDING and not is_kept_ignored(number)
-        # By SIGTERM this host wants its ranks to end: the child does that.
+        # By SIGTERM this host ends the job: the child handles that.
         is_passed_on = is_user or number == signal.SIGTERM
         signal.signal(number, pass_on if is_passed_on else signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
     code = os.waitstatus_to_exitcode(_wait_for_child(child))
     sweep(spared=others)
     remove(directory)
-    if is_foreground and asked and code < 0:
-        os._exit(128 + asked[-1])
+    if is_foreground and received and code < 0:
+        os._exit(128 + received[-1])
     os._exit(code if code >= 0 else 128 - code)
 
 
 def _wait_for_child(child: int) -> int:
-    look = os.WEXITED | os.WSTOPPED | os.WNOWAIT
     while True:
-        news = os.waitid(os.P_ALL, 0, look)
-        if news is None:
+        event = os.waitid(os.P_ALL, 0, os.WEXITED | os.WSTOPPED | os.WNOWAIT)
+        if event is None:
             continue
-        if news.si_code == os.CLD_STOPPED:
-            os.waitid(os.P_PID, news.si_pid, os.WSTOPPED | os.WNOHANG)
-            if news.si_pid == child:
+        if event.si_code == os.CLD_STOPPED:
+            os.waitid(os.P_PID, event.si_pid, os.WSTOPPED | os.WNOHANG)
+            if event.si_pid == child:
                 os.kill(child, signal.SIGCONT)
-        elif news.si_pid == child:
-            # Its number is its own until it is reaped.
+        elif event.si_pid == child:
+            # Its pid is not reused before it is reaped, so that no signal goes astray.
             for number in _ENDING:
                 signal.signal(number, signal.SIG_IGN)
             return os.waitpid(child, 0)[1]
         else:
-            os.waitpid(news.si_pid, 0)
+            os.waitpid(event.si_pid, 0)
 
 
 def main(first_message_s: float = _NEVER, input_fd: int = -1) -> NoReturn:
-    """Be an agent; ``input_fd`` becomes standard input, which rank 0 inherits."""
-    directory = name_directory()  # the reaper must know it as well
+    """Run an agent; rank 0 inherits ``input_fd`` as standard input."""
+    directory = name_directory()  # the reaper removes it
     null = os.open(os.devnull, os.O_RDWR)
     input_fd = null if input_fd < 0 else input_fd
 
@@ -138,31 +137,29 @@ def main(first_message_s: float = _NEVER, input_fd: int = -1) -> NoReturn:
         transport = messages.PipeTransport(os.dup(0), os.dup(1))
         os.dup2(input_fd, 0)
         os.dup2(null, 1)
-        let_go_of_input()
+        close_inputs()
         return run_agent(transport, directory, first_message_s)
 
-    def let_go_of_input() -> None:
+    def close_inputs() -> None:
         for fd in {null, input_fd}:
             os.close(fd)
 
-    def let_go() -> None:
+    def disconnect() -> None:
         os.closerange(0, 2)
-        let_go_of_input()
+        close_inputs()
 
-    run_reaped(work, directory, let_go)
+    run_reaped(work, directory, disconnect)
 
 
 def run_agent(
     transport: messages.Transport, directory: Path, first_message_s: float = _NEVER
 ) -> int:
-    """Be an agent until its controller leaves; return 1 where it leaves first."""
     try:
         with suppress(BrokenPipeError):
             Agent(transport, directory, first_message_s).run()
     except EOFError:
         return 1
     finally:
-        # Whatever happened: nothing outlives the agent.
         if has_children():
             sweep()
         remove(directory)
@@ -170,7 +167,7 @@ def run_agent(
 
 
 class Agent:
-    """Runs one job after another on its host, as long as its controller is there."""
+    """Runs one job after another until its controller disconnects."""
 
     def __init__(
         self, transport: messages.Transport, directory: Path, first_message_s: float
@@ -202,31 +199,17 @@ class Agent:
             )
         )
         while not self._is_leaving:
-            self._serve_ready()
+            due_s = self._heard_at + self._lease_s
+            if self._job is not None:
+                due_s = min(due_s, self._job.due_s)
+            serve_ready(self._watched(), due_s - time.monotonic())
             if time.monotonic() > self._heard_at + self._lease_s:
-                self._doubt_controller()
+                self._probe_controller()
             if self._job is not None:
                 self._job.advance()
                 if self._job.phase is JobPhase.OVER:
                     self._job = None
             self._sender.flush()
-
-    def _serve_ready(self) -> None:
-        poll, serve = select.poll(), dict[int, Callable[[], object]]()
-        for fd, events, serve_fd in self._watched():
-            # Over a network one descriptor is for both directions.
-            if fd in serve:
-                poll.modify(fd, events | select.POLLIN)
-            else:
-                poll.register(fd, events)
-                serve[fd] = serve_fd
-        due_s = self._heard_at + self._lease_s
-        if self._job is not None:
-            due_s = min(due_s, self._job.due_s)
-        left_s = due_s - time.monotonic()
-        limit_ms = None if due_s == _NEVER else max(0.0, left_s) * 1000
-        for fd, _ in poll.poll(limit_ms):
-            serve[fd]()
 
     def _watched(self) -> Watched:
         yield self._signal_fd, select.POLLIN, self._read_signal
@@ -238,7 +221,7 @@ class Agent:
         if self._job is not None:
             yield from self._job.watched()
 
-    def _doubt_controller(self) -> None:
+    def _probe_controller(self) -> None:
         addresses, self._controller_addresses = self._controller_addresses, ()
         if not find_answering({"": addresses}):
             raise EOFError("the controller is silent")
@@ -252,22 +235,22 @@ class Agent:
         self._heard_at = time.monotonic()
         for message in self._reader.feed(data):
             if not isinstance(message, messages.Relayed):
-                self._obey(message)
+                self._handle(message)
             elif self._job is not None and self._job.store is not None:
                 self._job.store.deliver(message)
-            # What takes long here is no silence of the controller's.
+            # A slow step here is no silence of the controller.
             self._heard_at = max(self._heard_at, time.monotonic())
 
     def _read_signal(self) -> None:
         if signal.SIGTERM in os.read(self._signal_fd, _NUMBERS_BYTES):
             if os.getppid() != self._reaper:
-                raise EOFError("the reaper is gone")
+                raise EOFError("the reaper has ended")
             if self._job is None:
-                raise EOFError("there is nothing to end but this")
+                raise EOFError("there is no job to end")
             self._sender.send(messages.HostEnding(signal.SIGTERM))
         while True:
             try:
-                pid, status = os.waitpid(-1, _LOOK)
+                pid, status = os.waitpid(-1, _WAIT_OPTIONS)
             except ChildProcessError:
                 return
             if not pid:
@@ -287,7 +270,7 @@ class Agent:
         elif self._job is not None:
             self._job.note_end(pid, status)
 
-    def _obey(self, order: messages.ToAgent) -> None:
+    def _handle(self, order: messages.ToAgent) -> None:
         match order:
             case messages.Credit():
                 self._sender.grant(order.num_bytes)
@@ -305,34 +288,35 @@ class Agent:
                     self._program.write(order.line)
             case messages.NodeJob():
                 if self._job is not None:
-                    # Another host was lost, and the controller tries again.
+                    # The controller lost another host and starts again.
                     self._job.end()
                 self._job = LocalJob(order, self._sender)
                 self._job.prepare(self._directory)
             case _:
-                self._obey_for_job(order)
+                self._handle_for_job(order)
 
     def _start_program(self, module: str) -> None:
         try:
-            self._program = RemoteProgram(module, self._sender)
+            self._program = RemoteProgram(
+                module, lambda line: self._sender.send(messages.ProgramLine(line))
+            )
         except OSError as error:
             reason = f"its program does not start: {error.strerror}"
             self._sender.send(messages.ProgramExited(reason))
 
-    def _obey_for_job(self, order: messages.JobOrder) -> None:
+    def _handle_for_job(self, order: messages.JobOrder) -> None:
         if isinstance(order, messages.Forward) and order.signal == signal.SIGSTOP:
-            # The controller stops as well: its silence does not count until it sends.
+            # The controller is suspended too: wait until it sends again.
             self._heard_at = _NEVER
         if self._job is None:
-            # It is over: Finished has crossed the order.
-            return
+            return  # the order crossed Finished on the way
         match order:
             case messages.Start():
                 self._job.start(order)
             case messages.StartWorkers():
                 self._job.start_more(order.workers)
             case messages.SignalWorker():
-                self._job.end_rank(order.worker, order.signal)
+                self._job.signal_worker(order.worker, order.signal)
             case messages.SendToWorkers():
                 self._job.channels.send(order.workers, order.text)
             case messages.StopWorkers():

@@ -1,11 +1,11 @@
-"""Why a rank ended, by the kernel, and where it is now, by its Python stacks.
+"""The kernel's evidence of a rank's end, and the stacks of running ranks.
 
-Note [Stacks]: an agent gives each rank the path of a file in memory, and a start-up
-module on its ``PYTHONPATH`` (``startup/sitecustomize.py``) that has ``faulthandler``
-write all stacks there on one signal. That works in a call into C too, and while another
-thread holds the interpreter. A process is signalled only if it holds that file open and
-catches that signal; of others the state in the kernel is shown. A rank's channel would
-not do: see Note [One channel a rank] in ``world.environment``.
+Note [Stacks]: an agent gives each rank the path of a file in memory, and a module on
+its ``PYTHONPATH`` (``startup/sitecustomize.py``) by which ``faulthandler`` writes all
+stacks there on a signal. That also works during a call into C, or while another thread
+holds the interpreter. A process is signalled only if it has that file open and catches
+the signal; of others the state in the kernel is shown. See also Note [One channel a
+rank] in ``world.environment``.
 """
 
 import os
@@ -36,10 +36,10 @@ _PLAIN_ENDS = frozenset({0, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP})
 _OOM_KILL = re.compile(r"oom-kill:|oom_reaper:|Killed process ")
 _GPU_ERROR = "NVRM: Xid"
 _FIRST_PID_NAMESPACE = "pid:[4026531836]"
-_MEMORY_DIR = "/dev/shm"  # noqa: S108 - it is asked about, nothing is put there
+_MEMORY_DIR = "/dev/shm"  # noqa: S108 - only its size is read
 _MAX_KERNEL_TEXT = 160
 _MAX_KEPT_LINES = 256
-ANSWER_S = 5.0  # what the agents of a job have to answer in
+ANSWER_S = 5.0  # for the agents of a job
 _SIGNAL = signal.SIGURG  # ignored by default: harmless to a process that calls exec
 _DIRECTORY = Path(__file__).parents[1] / "startup"
 _PROCESS_S = 1.0
@@ -57,12 +57,12 @@ _STATES = {
 
 
 class KernelDiagnostics:
-    """Looks at the machine now, to report later what changed."""
+    """The kernel's counters and log since the start of a job."""
 
     def __init__(self) -> None:
         names = ("memory.events", "memory.oom_control")
         groups = list_groups("", "memory")
-        # Where no group counts, the machine does.
+        # Without a counter of a group, that of the machine.
         own = [f"{group}/{name}" for group in groups for name in names]
         self._counters = [*own, "/proc/vmstat"]
         self._num_oom_kills = self._count_oom_kills()
@@ -70,7 +70,7 @@ class KernelDiagnostics:
         self._kernel_fd = _open_kernel_log()
 
     def explain(self, status: int, wait_status: int, pid: int, cwd: str) -> str:
-        """Return in half a sentence what the kernel knows of an end, or nothing."""
+        """Return the kernel's evidence of an end, in half a sentence, or nothing."""
         if status in _PLAIN_ENDS:
             return ""
         kernel_line = self._kernel_line(pid)
@@ -117,17 +117,17 @@ class KernelDiagnostics:
 def _explain_core(pid: int, cwd: str) -> str:
     pattern = read_text("/proc/sys/kernel/core_pattern").strip()
     if pattern.startswith("|"):
-        taker = pattern[1:].split()[0].rpartition("/")[2]
-        is_systemd = taker == "systemd-coredump"
+        program = pattern[1:].split()[0].rpartition("/")[2]
+        is_systemd = program == "systemd-coredump"
         cure = f", see coredumpctl info {pid}" if is_systemd else ""
-        return f"core dumped to {taker}{cure}"
+        return f"core dumped to {program}{cure}"
     if read_text("/proc/sys/kernel/core_uses_pid") == "1\n":
         pattern += "" if "%p" in pattern else ".%p"
     return f"core dumped to {os.path.join(cwd, core_file(pattern, pid))}"  # noqa: PTH118
 
 
 def core_file(pattern: str, pid: int) -> str:
-    """Return the path of a core file, with stars for what only the kernel knows."""
+    """Return the path of a core file, with stars for unknown parts."""
     known = {"%": "%", "p": str(pid)}
     return re.sub(r"%(.)", lambda found: known.get(found[1], "*"), pattern)
 
@@ -139,7 +139,7 @@ def _explain_shared_memory() -> str:
         return ""
     size_mib = room.f_blocks * room.f_frsize >> 20
     free_mib = room.f_bavail * room.f_frsize >> 20
-    # A process that is gone has given back what it had, so a small one is named too.
+    # A dead process has freed its memory, so a small file system is named too.
     if free_mib * 20 > size_mib > 1024:
         return ""
     return f"{_MEMORY_DIR} has {free_mib} of {size_mib} MiB free"
@@ -155,26 +155,25 @@ def _open_kernel_log() -> int:
 
 
 class StackTaker:
-    """Takes the stacks of one agent's ranks; a part of its loop."""
+    """Collects the stacks of one agent's workers, in its loop."""
 
     def __init__(self) -> None:
         self._files: dict[int, int] = {}
-        self._asked: dict[int, Generator[None, None, tuple[ProcessStack, ...]]] = {}
+        self._running: dict[int, Generator[None, None, tuple[ProcessStack, ...]]] = {}
 
     @property
     def due_s(self) -> float:
-        """When ``take`` must be called at the latest, on the monotonic clock."""
-        return time.monotonic() + _POLL_S if self._asked else float("inf")
+        return time.monotonic() + _POLL_S if self._running else float("inf")
 
     def environment(self, rank: int, env: Mapping[str, str]) -> dict[str, str]:
         try:
             fd = self._files[rank] = os.memfd_create("ronde-stacks", os.MFD_CLOEXEC)
         except OSError:
             return {}
-        # Those of a launcher around this one, or of the host that this came from.
-        place = _DIRECTORY.parts[-3:]
+        # Without those of an outer launcher, or of the controller's host.
+        own = _DIRECTORY.parts[-3:]
         paths = env.get("PYTHONPATH", "").split(os.pathsep)
-        others = [path for path in paths if path and Path(path).parts[-3:] != place]
+        others = [path for path in paths if path and Path(path).parts[-3:] != own]
         return {
             "RONDE_STACKS": f"{_SIGNAL},/proc/{os.getpid()}/fd/{fd}",
             "PYTHONPATH": os.pathsep.join([str(_DIRECTORY), *others]),
@@ -183,23 +182,23 @@ class StackTaker:
     def ask(self, pids: Mapping[int, int]) -> None:
         table = read_processes()
         for rank, pid in pids.items():
-            if rank not in self._asked and pid in table:
+            if rank not in self._running and pid in table:
                 processes = [table[pid], *descendants(pid, table=table)]
                 alive = [p for p in processes if not p.is_zombie][:_MAX_PROCESSES]
-                self._asked[rank] = _take_stacks(alive, self._files.get(rank, -1))
+                self._running[rank] = _read_stacks(alive, self._files.get(rank, -1))
 
-    def take(self) -> list[Stacks]:
-        taken: list[Stacks] = []
-        for rank, steps in list(self._asked.items()):
+    def collect(self) -> list[Stacks]:
+        done: list[Stacks] = []
+        for rank, steps in list(self._running.items()):
             try:
                 next(steps)
             except StopIteration as end:
-                taken.append(Stacks(rank, end.value))
-                del self._asked[rank]
-        return taken
+                done.append(Stacks(rank, end.value))
+                del self._running[rank]
+        return done
 
     def forget(self, rank: int) -> None:
-        self._asked.pop(rank, None)
+        self._running.pop(rank, None)
         if rank in self._files:
             os.close(self._files.pop(rank))
 
@@ -207,15 +206,15 @@ class StackTaker:
         for fd in self._files.values():
             os.close(fd)
         self._files.clear()
-        self._asked.clear()
+        self._running.clear()
 
 
-def _take_stacks(
+def _read_stacks(
     processes: Sequence[ProcessStat], fd: int
 ) -> Generator[None, None, tuple[ProcessStack, ...]]:
-    """Ask a rank's processes one after the other; yield while one has not answered."""
+    """Ask a worker's processes in turn; yield while waiting for one."""
     ends_at_s = time.monotonic() + _RANK_S
-    taken: list[ProcessStack] = []
+    found: list[ProcessStack] = []
     for process in processes:
         pid, text = process.pid, ""
         # Both: by default the signal would end a process.
@@ -227,23 +226,22 @@ def _take_stacks(
             signal_process(process, _SIGNAL)
             while time.monotonic() <= due_s and not (
                 os.fstat(fd).st_size
-                # The handler has run to its end: it blocks its own signal.
+                # While the handler runs it blocks its own signal.
                 and not _threads_with(pid, "SigPnd", "ShdPnd")
                 and _threads_with(pid, "SigBlk") <= blocked_before
             ):
                 yield
             text = os.pread(fd, _MAX_TEXT_BYTES, 0).decode(errors="replace")
         state = "" if text else _kernel_state(pid)
-        taken.append(ProcessStack(pid, process.name, state, text))
-    return tuple(taken)
+        found.append(ProcessStack(pid, process.name, state, text))
+    return tuple(found)
 
 
 def _threads_with(pid: int, *masks: str) -> set[str]:
-    """Return the threads of a process that have the signal in one of their masks."""
     wanted = re.compile(rf"^(?:{'|'.join(masks)}):\t(\w+)$", re.MULTILINE)
     try:
         threads = os.listdir(f"/proc/{pid}/task")  # noqa: PTH208
-    except OSError:  # it ends meanwhile
+    except OSError:  # it has ended
         return set()
     found = {
         t: wanted.findall(read_text(f"/proc/{pid}/task/{t}/status")) for t in threads

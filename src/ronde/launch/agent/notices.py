@@ -1,8 +1,8 @@
-"""Notice that this host is about to be taken, looked for by a process of its own.
+"""Notice that this host is about to be taken, polled by a process of its own.
 
-The agent starts it with the sources as its arguments, and reads frames of
-``HostLeaving`` and ``Notice`` from its standard output. There each source has a thread,
-so that one that does not answer holds up no other.
+The agent runs it as a ``RemoteProgram`` with the sources of ``--notice`` as arguments.
+It writes the lines ``leaving REASON`` and ``notice TEXT``. Each source has a thread, so
+that a slow one delays no other.
 
 Source: "Spot Instance interruption notices" of EC2, "Preemptible VM instances" of
     Compute Engine, "Scheduled Events for Linux VMs" of Azure.
@@ -11,29 +11,23 @@ Source: "Spot Instance interruption notices" of EC2, "Preemptible VM instances" 
 import json
 import os
 import re
-import select
-import signal
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
-from typing import IO, NamedTuple, cast
+from typing import NamedTuple, cast
 
-from ronde.launch.agent.relay import OutputSender, Watched
 from ronde.launch.environments import own_environment
-from ronde.launch.wire import messages
-from ronde.processes import end_with
 
 _LINK_LOCAL = "169.254.169.254"  # of EC2's and Azure's metadata service
 _GOOGLE = "metadata.google.internal"
 _TIMEOUT_S = 1.0  # of a connection, and of each read from it
 _MAX_BYTES = 256 << 10
-_TRIES = 3  # that fail in a row before the user is told
+_TRIES = 3  # that fail in a row before the user is notified
 _RETRY_S = 1.0
-_QUIET_S = 30.0  # between two tries of what has never answered
+_QUIET_S = 30.0  # between two tries of a service that has never answered
 _SLURM_LEAD_S = 60.0
 _OK, _NOT_FOUND = 200, 404
 _AZURE_EVENTS = frozenset({"Preempt", "Terminate", "Reboot", "Redeploy"})
@@ -42,58 +36,14 @@ _FAILURES = (
     *(OSError, HTTPException, ValueError),
     *(LookupError, TypeError, AttributeError),
 )
-_PROGRAM = (
-    "import sys; sys.path.append(sys.argv[1]); "
-    "from ronde.launch.agent.notices import main; main()"
-)
-_READ_BYTES = 64 << 10
-
-
-class NoticePoller:
-    """The agent's end of the process: passes on its messages until ``close``."""
-
-    def __init__(self, sources: tuple[str, ...], sender: OutputSender) -> None:
-        self._sender = sender
-        self._reader = messages.MessageDecoder((messages.HostLeaving, messages.Notice))
-        package_dir = __file__.rpartition("/ronde/launch/")[0]
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", _PROGRAM, package_dir, *sources],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            start_new_session=True,
-            bufsize=0,
-            # The agent has one thread, so that code between fork and exec is safe.
-            preexec_fn=end_with(os.getpid(), signal.SIGKILL),  # noqa: PLW1509
-        )
-        self._file = cast("IO[bytes]", self._process.stdout)
-
-    def watched(self) -> Watched:
-        if not self._file.closed:
-            yield self._file.fileno(), select.POLLIN, self._read
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        self._file.close()
-
-    def _read(self) -> None:
-        if self._file.closed:  # after the poll had seen it ready
-            return
-        data = os.read(self._file.fileno(), _READ_BYTES)
-        for message in self._reader.feed(data):
-            self._sender.send(message)
-        if not data:
-            self._file.close()
-            text = "--notice: the process that looks for it has ended"
-            self._sender.send(messages.Notice(text))
 
 
 class Source(NamedTuple):
-    """One place that such notice comes from."""
+    """One source of notice."""
 
-    service: str  # what must be there
+    service: str  # its name, for messages
     every_s: float
-    look: Callable[[], str]  # why the host is taken, in half a sentence, or empty
+    read: Callable[[], str]  # returns why the host is taken, or an empty text
 
 
 def read_file(path: str) -> str:
@@ -112,9 +62,10 @@ def read_slurm() -> str:
 
 def read_aws() -> str:
     ttl = {"X-aws-ec2-metadata-token-ttl-seconds": "60"}
-    token = _ask(_LINK_LOCAL, "PUT", "/latest/api/token", ttl)
+    token = _request(_LINK_LOCAL, "PUT", "/latest/api/token", ttl)
     headers = {"X-aws-ec2-metadata-token": token}
-    text = _ask(_LINK_LOCAL, "GET", "/latest/meta-data/spot/instance-action", headers)
+    path = "/latest/meta-data/spot/instance-action"
+    text = _request(_LINK_LOCAL, "GET", path, headers)
     if not text:
         return ""
     action = cast("dict[str, str]", json.loads(text))
@@ -123,20 +74,20 @@ def read_aws() -> str:
 
 def read_gcp() -> str:
     path = "/computeMetadata/v1/instance/preempted"
-    text = _ask(_GOOGLE, "GET", path, {"Metadata-Flavor": "Google"})
+    text = _request(_GOOGLE, "GET", path, {"Metadata-Flavor": "Google"})
     return "Google Cloud takes it within 30 s" if text.strip() == "TRUE" else ""
 
 
 def read_azure() -> str:
-    # Whose events they are is told apart by the machine's name there. The first answer
-    # about events may take two minutes, that about the name does not.
+    # Events name the machines that they concern. The first answer about events may take
+    # two minutes; that about the own name does not.
     path = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
-    name = _ask(_LINK_LOCAL, "GET", path, {"Metadata": "true"}).strip()
+    name = _request(_LINK_LOCAL, "GET", path, {"Metadata": "true"}).strip()
     if not name:
         raise HTTPException(f"HTTP status {_NOT_FOUND}")
     path = "/metadata/scheduledevents?api-version=2020-07-01"
     try:
-        text = _ask(_LINK_LOCAL, "GET", path, {"Metadata": "true"})
+        text = _request(_LINK_LOCAL, "GET", path, {"Metadata": "true"})
     except TimeoutError:
         return ""
     document = cast("dict[str, list[dict[str, object]]]", json.loads(text or "{}"))
@@ -147,8 +98,8 @@ def read_azure() -> str:
     return ""
 
 
-def _ask(host: str, method: str, path: str, headers: dict[str, str]) -> str:
-    """Return what a service answers, without any proxy; nothing for "not found"."""
+def _request(host: str, method: str, path: str, headers: dict[str, str]) -> str:
+    """Return a service's answer, empty for "not found"; no proxy is used."""
     connection = HTTPConnection(host, timeout=_TIMEOUT_S)
     try:
         connection.request(method, path, headers=headers)
@@ -175,43 +126,35 @@ _SERVICES = {
 }
 
 
-def find_source(option: str) -> Source:
-    """Return a source by its name in ``--notice``."""
-    kind, _, path = option.partition(":")
-    return _SERVICES.get(kind) or Source("file", 0.5, lambda: read_file(path))
-
-
 def watch(option: str) -> None:
-    """Look until there is notice; say once that a source does not answer."""
-    source, num_failed, has_answered, is_reported = find_source(option), 0, False, False
+    kind, _, path = option.partition(":")
+    source = _SERVICES.get(kind) or Source("file", 0.5, lambda: read_file(path))
+    num_failed, has_answered, is_reported = 0, False, False
     while True:
         pause_s = source.every_s
         try:
-            reason = source.look()
+            reason = source.read()
         except _FAILURES as error:
             num_failed += 1
             pause_s = _RETRY_S if num_failed < _TRIES or has_answered else _QUIET_S
             if num_failed >= _TRIES and not is_reported:
                 is_reported = True
                 text = f"--notice {option}: no {source.service} here"
-                why = getattr(error, "strerror", None) or str(error)
-                _send(messages.Notice(f"{text} ({why})"))
+                _write(f"notice {text} ({getattr(error, 'strerror', None) or error})")
         else:
             if reason:
-                _send(messages.HostLeaving(reason))
+                _write(f"leaving {reason}")
                 return
             num_failed, has_answered = 0, True
         time.sleep(pause_s)
 
 
-def _send(message: messages.FromAgent) -> None:
-    # Less than a pipe takes at once, so that threads do not mix.
-    os.write(1, messages.encode(message))
+def _write(line: str) -> None:
+    # In one call, so that the threads' lines do not mix.
+    os.write(1, " ".join(line.split()).encode() + b"\n")
 
 
 def main() -> None:
-    threads = [threading.Thread(target=watch, args=(name,)) for name in sys.argv[2:]]
-    for thread in threads:
-        thread.start()
-    # The agent ends this.
-    threading.Event().wait()
+    for option in sys.argv[3:]:
+        threading.Thread(target=watch, args=(option,), daemon=True).start()
+    sys.stdin.read()  # ends with the agent

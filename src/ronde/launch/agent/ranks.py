@@ -12,7 +12,7 @@ from collections.abc import Collection, Generator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from enum import Enum, auto
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, cast
+from typing import IO, cast
 
 from ronde.errors import LaunchError, UsageError
 from ronde.launch.agent.diagnostics import KernelDiagnostics, StackTaker
@@ -20,8 +20,8 @@ from ronde.launch.agent.relay import (
     OutputPipe,
     OutputSender,
     RankChannels,
+    RemoteProgram,
     StoreRelay,
-    Watched,
 )
 from ronde.launch.bootstrap import (
     LEAST_OPEN_FILES,
@@ -36,6 +36,7 @@ from ronde.launch.environments import (
 )
 from ronde.launch.network import hold_port
 from ronde.launch.program import enter_directory, require_processes, resolve_program
+from ronde.launch.signals import Watched
 from ronde.launch.wire import messages
 from ronde.processes import (
     descendants,
@@ -51,9 +52,7 @@ from ronde.processes import (
 from ronde.store.protocol import max_connections
 from ronde.topology.cpu_sets import format_list
 
-if TYPE_CHECKING:
-    from ronde.launch.agent.notices import NoticePoller
-
+_NOTICES = "ronde.launch.agent.notices"
 _LEFTOVER_POLL_S = 0.02
 _FENCE_S = 20.0
 _USAGE_ERRORS = frozenset(
@@ -68,15 +67,15 @@ _LIMIT_BEFORE = resource.getrlimit(resource.RLIMIT_NOFILE)
 
 @contextmanager
 def inherited_binding(cpus: Sequence[int]) -> Generator[str]:
-    """Bind this process, and so what it starts meanwhile; then undo it.
+    """Bind this process and the children that it starts meanwhile.
 
-    Yields what could not be done, else an empty text.
+    Yields the reason if some CPUs cannot be used, else an empty text.
     """
     before, refused = os.sched_getaffinity(0), ""
     try:
         if cpus:
             os.sched_setaffinity(0, cpus)
-            # What the cpuset does not hold, the kernel leaves out without an error.
+            # The kernel ignores CPUs outside the cpuset without an error.
             if missing := set(cpus) - os.sched_getaffinity(0):
                 refused = f"CPUs {format_list(missing)}: not in the cpuset"
     except OSError as error:
@@ -89,54 +88,49 @@ def inherited_binding(cpus: Sequence[int]) -> Generator[str]:
 
 
 class WorkerProcess:
-    """A rank that was started; ``is_running`` until it was reaped."""
+    """The process of a worker; ``is_running`` until it is reaped."""
 
     def __init__(
-        self, rank: int, process: "subprocess.Popen[bytes]", pipes: list[OutputPipe]
+        self,
+        rank: int,
+        command: Sequence[str],
+        env: dict[str, str],
+        sender: OutputSender,
+        passed_fd: int,
     ) -> None:
-        self.rank, self.process, self.pipes = rank, process, pipes
+        end_with_agent = end_with(os.getpid(), signal.SIGKILL)
+
+        def before_exec() -> None:
+            resource.setrlimit(resource.RLIMIT_NOFILE, _LIMIT_BEFORE)
+            end_with_agent()
+
+        self.rank = rank
+        self.process = subprocess.Popen(
+            command,
+            env=env,
+            # The agent's is the launcher's or empty. A terminal does not stop a rank
+            # that reads from it: it is of another session.
+            stdin=subprocess.DEVNULL if rank else None,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            bufsize=0,
+            start_new_session=True,
+            pass_fds=[passed_fd],
+            # Other threads only wait for mutexes: code between fork and exec is safe.
+            preexec_fn=before_exec,  # noqa: PLW1509
+        )
+        files = self.process.stdout, self.process.stderr
+        self.pipes = [
+            OutputPipe(rank, stream, cast("IO[bytes]", file), sender)
+            for stream, file in zip(messages.Stream, files, strict=True)
+        ]
         self.is_running, self.is_stopped = True, False
-        # when it was seen to end by itself, monotonic; 0 for not before it was reaped
-        self.began_s = 0.0
-        self.evidence: str | None = None  # why it ends, if known before it has
+        self.began_s = 0.0  # when it began to end by itself; 0 for unknown
+        self.evidence: str | None = None  # of its end, if known before it is reaped
 
     @property
     def pid(self) -> int:
-        """The rank's process, which is also the number of its process group."""
-        return self.process.pid
-
-
-def start_rank(
-    rank: int,
-    command: Sequence[str],
-    env: dict[str, str],
-    sender: OutputSender,
-    passed_fd: int,
-) -> WorkerProcess:
-    end_with_agent = end_with(os.getpid(), signal.SIGKILL)
-
-    def before_exec() -> None:
-        resource.setrlimit(resource.RLIMIT_NOFILE, _LIMIT_BEFORE)
-        end_with_agent()
-
-    process = subprocess.Popen(
-        command,
-        env=env,
-        # The agent's is the launcher's, or empty. A terminal stops no rank that reads
-        # from it, since it is another session's.
-        stdin=subprocess.DEVNULL if rank else None,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        bufsize=0,
-        start_new_session=True,
-        pass_fds=[passed_fd],
-        # Other threads only wait for mutexes: code between fork and exec is safe.
-        preexec_fn=before_exec,  # noqa: PLW1509
-    )
-    files = cast("tuple[IO[bytes], IO[bytes]]", (process.stdout, process.stderr))
-    streams = zip(messages.Stream, files, strict=True)
-    pipes = [OutputPipe(rank, stream, file, sender) for stream, file in streams]
-    return WorkerProcess(rank, process, pipes)
+        return self.process.pid  # also the number of its process group
 
 
 def _allow_ranks(num_ranks: int) -> None:
@@ -151,7 +145,7 @@ def _signal_group(group: int, number: int) -> None:
 
 
 class JobPhase(Enum):
-    """How far a job is."""
+    """The state of a job on one host."""
 
     PREPARING = auto()
     RUNNING = auto()
@@ -160,7 +154,7 @@ class JobPhase(Enum):
 
 
 class LocalJob:
-    """One job's ranks on this host; it reports to the controller as it goes.
+    """The workers of one job on this host.
 
     Its process must be their parent and adopt orphans.
     """
@@ -180,15 +174,15 @@ class LocalJob:
         self._directory = ""
         self._env: dict[str, str] = {}
         self._port: socket.socket | None = None
-        self.store: StoreRelay | None = None  # the ranks' way to the store
-        self._poller: NoticePoller | None = None  # looks for notice of the host's end
-        self._asked: set[tuple[int, int]] = set()  # processes that had the signal
-        self._has_spared = False  # not all had, ...
-        self._is_orphaned = False  # ... and since then a child has ended
+        self.store: StoreRelay | None = None
+        self._poller: RemoteProgram | None = None
+        self._signalled: set[tuple[int, int]] = set()  # processes, by pid and start
+        self._has_spared = False  # some were not signalled,
+        self._is_orphaned = False  # and a child has ended since then
         self._deadline = 0.0
         self._stopped_s = 0.0
         self._stopped_by = 0
-        self._is_suspended = False  # the controller has stopped all, and itself
+        self._is_suspended = False  # the user has suspended the job
 
     @property
     def _running(self) -> list[WorkerProcess]:
@@ -196,7 +190,6 @@ class LocalJob:
 
     @property
     def due_s(self) -> float:
-        """When ``advance`` must be called at the latest, on the monotonic clock."""
         due_s = min(self._stacks.due_s, self.channels.due_s)
         if self.phase is not JobPhase.STOPPING:
             return due_s
@@ -243,7 +236,6 @@ class LocalJob:
         self._env = base_environment(own_environment()) | self._job.env
         self._env |= {
             "RONDE_STORE": str(self.store.path),
-            # What the agent was started with may name another one.
             "PWD": self._directory,
             "MASTER_ADDR": order.master_addr,
             "MASTER_PORT": str(order.master_port),
@@ -266,23 +258,24 @@ class LocalJob:
             self._poll_for_notice()
 
     def _poll_for_notice(self) -> None:
-        # Imported where it is needed: most jobs start without.
-        from ronde.launch.agent.notices import NoticePoller
-
         try:
-            self._poller = NoticePoller(self._job.notice, self._sender)
+            self._poller = RemoteProgram(_NOTICES, self._on_notice, *self._job.notice)
         except OSError as error:
             why = explain_shortage(error) or str(error.strerror)
-            text = f"--notice: the process that looks for it does not start: {why}"
+            text = f"--notice: the process that polls does not start: {why}"
             self._sender.send(messages.Notice(text))
+
+    def _on_notice(self, line: str) -> None:
+        kind, _, text = line.partition(" ")
+        leaving = kind == "leaving"
+        self._sender.send((messages.HostLeaving if leaving else messages.Notice)(text))
 
     def _end_poll(self) -> None:
         if self._poller is not None:
-            self._poller.close()
+            self._poller.kill()
             self._poller = None
 
     def start_more(self, specs: Sequence[messages.WorkerSpec]) -> None:
-        """Start more ranks; one that does not start is reported as ended."""
         if self.phase is not JobPhase.RUNNING or not self._is_elastic:
             raise LaunchError("StartWorkers must come to an elastic job, after Start.")
         for spec in specs:
@@ -310,19 +303,20 @@ class LocalJob:
         with ExitStack() as opened:
             channel = opened.enter_context(self.channels.open(spec.worker))
             fd = channel.fileno()
-            # With its inode, so that another file of that number is not mistaken.
+            # With its inode, since the number may be reused.
             inode = os.fstat(fd).st_ino
             env["RONDE_CHANNEL"] = f"{fd}:{inode}:{spec.worker}:{kind}"
             refused = opened.enter_context(inherited_binding(spec.cpus))
-            rank = start_rank(spec.worker, self._command, env, self._sender, fd)
+            rank = WorkerProcess(spec.worker, self._command, env, self._sender, fd)
         self._by_pid[rank.pid] = rank
         if refused:
-            text = f"rank {spec.worker} is not bound: {refused}"
+            name = "worker" if self._is_elastic else "rank"
+            text = f"{name} {spec.worker} is not bound: {refused}"
             self._sender.send(messages.Notice(text))
         return rank
 
-    def end_rank(self, number: int, signal_number: int) -> None:
-        """Signal a rank's group, and wake it so that it takes notice."""
+    def signal_worker(self, number: int, signal_number: int) -> None:
+        """Signal a worker's process group, and continue it if it is stopped."""
         for rank in self._running:
             if rank.rank == number:
                 _signal_group(rank.pid, signal_number)
@@ -330,7 +324,6 @@ class LocalJob:
                     _signal_group(rank.pid, signal.SIGCONT)
 
     def send(self, number: int) -> None:
-        """Signal every group in which a process of the job may be."""
         if number in (signal.SIGSTOP, signal.SIGCONT):
             self._is_suspended = number == signal.SIGSTOP
         groups = {rank.pid for rank in self._running} | self._groups_left()
@@ -338,40 +331,38 @@ class LocalJob:
             _signal_group(group, number)
 
     def stop(self, number: int) -> None:
-        """Signal every process, and wake what is stopped so that it takes notice."""
         if self.phase is not JobPhase.STOPPING:
             self.phase = JobPhase.STOPPING
             self._stopped_s = time.monotonic()
             self._stopped_by = number
             self._deadline = self._stopped_s + self._job.grace_s
-        self._look_for_ends()
+        self._note_exits()
         if number == signal.SIGKILL:
-            # Nobody waits for their output any more.
             self._sender.discard()
             self._deadline = 0.0
             self.send(number)
         else:
-            self._ask_to_end()
+            self._signal_programs()
         self.send(signal.SIGCONT)
 
-    def _ask_to_end(self) -> None:
-        """Signal each process once, but forks only when their parent has ended.
+    def _signal_programs(self) -> None:
+        """Signal each process once, but a fork only after its parent has ended.
 
-        Such as DataLoader's workers are needed for a last step or checkpoint. A rank
-        that began to end by itself is spared, too, so that it shows how.
+        A last step or checkpoint may need forks such as DataLoader's workers. A rank
+        that ends by itself is spared too, so that it shows its own exit code.
         """
         leaving = {rank.pid for rank in self._running if rank.began_s}
         below = {p.pid: p for p in descendants(os.getpid()) if not p.is_zombie}
         self._has_spared = self._is_orphaned = False
         for process in below.values():
             key = process.pid, process.started
-            if process.group not in self._by_pid or key in self._asked:
+            if process.group not in self._by_pid or key in self._signalled:
                 continue
             parent = below.get(process.parent)
             if process.group in leaving or (parent and is_fork(process, parent)):
                 self._has_spared = True
             else:
-                self._asked.add(key)
+                self._signalled.add(key)
                 signal_process(process, self._stopped_by)
 
     def ask_for_stacks(self, ranks: Collection[int]) -> None:
@@ -379,14 +370,14 @@ class LocalJob:
         self._stacks.ask({n: pid for n, pid in pids.items() if not ranks or n in ranks})
 
     def advance(self) -> None:
-        for stacks in self._stacks.take():
+        for stacks in self._stacks.collect():
             self._sender.send(stacks)
         self.channels.flush()
         is_over = not self._running
         if self.phase is JobPhase.STOPPING:
             is_late = time.monotonic() >= self._deadline
             if self._is_orphaned and not is_late:
-                self._ask_to_end()
+                self._signal_programs()
             is_over = is_late or (is_over and not self._groups_left())
         elif self.phase is not JobPhase.RUNNING or self._is_elastic:
             return
@@ -401,7 +392,6 @@ class LocalJob:
             self._sender.send_last(messages.Finished(swept.num_killed, swept.stuck))
 
     def note_stop(self, pid: int, *, is_stopped: bool) -> None:
-        """Send WorkerStopped for a child that was stopped or continued, if new."""
         rank = self._by_pid.get(pid)
         if rank is None or not self._is_elastic or self._is_suspended:
             return
@@ -410,14 +400,12 @@ class LocalJob:
             self._sender.send(messages.WorkerStopped(rank.rank, is_stopped))
 
     def _note_death(self, number: int) -> None:
-        """Send WorkerEnding for a rank that the kernel has begun to take apart."""
         rank = next((rank for rank in self._running if rank.rank == number), None)
         wait_status = ending_status(rank.pid) if rank else 0
-        # What ends with 0 may have finished; what is below another program is reaped.
+        # With 0 it may have finished; below another program it is reaped.
         if rank is None or not wait_status or self._stopped_s:
             return
         status = os.waitstatus_to_exitcode(wait_status)
-        # What it has written comes before its end.
         self.channels.drain(number)
         rank.evidence = self._kernel.explain(
             status, wait_status, rank.pid, self._directory
@@ -425,8 +413,12 @@ class LocalJob:
         self._sender.send(messages.WorkerEnding(number, status, rank.evidence))
 
     def note_end(self, pid: int, wait_status: int) -> None:
-        """Send Exited for a child that was reaped, if it is a rank."""
         self._is_orphaned = self._has_spared
+        if self._poller is not None and pid == self._poller.pid:
+            self._poller.close()
+            self._poller = None
+            text = "--notice: the process that polls has ended"
+            self._sender.send(messages.Notice(text))
         rank = self._by_pid.get(pid)
         if rank is None or not rank.is_running:
             return  # an adopted orphan
@@ -434,10 +426,10 @@ class LocalJob:
         if self._is_elastic:
             _signal_group(pid, signal.SIGKILL)
         self.channels.finish(rank.rank)
-        # Popen must know: only the agent's own waitpid saw it.
+        # Popen must know: the agent has reaped it.
         status = rank.process.returncode = os.waitstatus_to_exitcode(wait_status)
         if (status or self._is_elastic) and not self._stopped_s:
-            self._look_for_ends()
+            self._note_exits()
         for pipe in rank.pipes:
             pipe.drain()
         evidence = rank.evidence
@@ -460,16 +452,16 @@ class LocalJob:
         self.channels.finish(rank)
         self._stacks.forget(rank)
 
-    def _look_for_ends(self) -> None:
+    def _note_exits(self) -> None:
         now_s = time.monotonic()
         by_rank = {rank.rank: rank for rank in self._by_pid.values()}
-        for worker, at_s, pid in self.channels.take_exits():
+        for worker, at_s, pid in self.channels.read_exits():
             rank = by_rank.get(worker)
             if rank is None or rank.began_s:
                 continue
-            # A wrapper may go on after a program of its own that has ended.
+            # Its wrapper may run on after the program has ended.
             if pid == rank.pid or is_alive(pid) or not rank.is_running:
-                # What is in a time namespace has a clock of its own.
+                # A time namespace has its own clock.
                 rank.began_s = min(at_s, now_s)
         for rank in self._running:
             if not rank.began_s and is_dumping_core(rank.pid):

@@ -1,4 +1,4 @@
-"""What goes from ranks and programs to the controller: output, bytes for the store."""
+"""The agent's connections to ranks and programs: output, store, channels."""
 
 import os
 import select
@@ -8,12 +8,13 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import IO
 
+from ronde.launch.signals import Watched
 from ronde.launch.wire import messages
 from ronde.store.local_socket import (
     is_own,
@@ -25,33 +26,28 @@ from ronde.store.protocol import MAX_FRAME_BYTES, max_connections
 
 _FULL_BYTES = 64 << 10
 _DRAIN_READS = 32
-_READ_BYTES = 32 << 10
-"""A frame's worth: little enough not to hold up what is more urgent."""
+_READ_BYTES = 32 << 10  # little, so that messages need not wait long
 _MAX_UNSENT_BYTES = 32 << 20
 _PREFIX = "ronde-agent-"
 _TRACEBACK = b"Traceback (most recent call last):"
 _PIPE_BYTES = 64 << 10
-# Of what a rank writes: as JSON a byte may take six.
+# As JSON a byte may take six.
 _MAX_TEXT_BYTES = MAX_FRAME_BYTES // 8
-# With site-packages, which the agent does without: torch's version is asked for.
+# With site-packages, which the agent lacks: some programs import torch.
 _PROGRAM = (
     "import sys; from importlib import import_module; "
     "sys.path.append(sys.argv[1]); import_module(sys.argv[2]).main()"
 )
-MAX_LINE_BYTES = 16 << 20  # of what a program or its controller writes at once
+MAX_LINE_BYTES = 16 << 20  # of a program or its controller
 _MAX_STATUS_BYTES = 8 << 10
 _STATUS_EVERY_S = 1.0
 _MAX_EXIT_NOTICES = 16
 
-Watched = Iterator[tuple[int, int, Callable[[], object]]]
-"""Descriptors to poll, the events of each, and what to call then."""
-
 
 class OutputSender(messages.MessageWriter):
-    """Messages at once, then what goes to the store, then output for which is credit.
+    """Sends messages first, then bytes of the store, then output while credit lasts.
 
-    A terminal that takes nothing more uses up the credit and so, in the end, blocks
-    the ranks that write to it. Messages overtake the output that waits.
+    A stalled terminal uses up the credit, which at last blocks the ranks that write.
     """
 
     def __init__(self, write: Callable[[memoryview], int]) -> None:
@@ -89,7 +85,7 @@ class OutputSender(messages.MessageWriter):
         super().flush()
         while self._outputs and self._credit_bytes > 0 and not self.is_writing:
             output = self._outputs.popleft()
-            # What is handed over can be overtaken by nothing any more.
+            # Messages can overtake only output that is not handed over.
             now = output.data[: self._credit_bytes]
             if later := output.data[self._credit_bytes :]:
                 self._outputs.appendleft(output._replace(data=later))
@@ -102,22 +98,21 @@ class OutputSender(messages.MessageWriter):
 
 
 class OutputPipe:
-    """The agent's end of one of a rank's output streams."""
+    """The agent's end of one output stream of a rank."""
 
     def __init__(
         self, rank: int, stream: messages.Stream, file: IO[bytes], sender: OutputSender
     ) -> None:
         self.rank, self.stream, self.sender = rank, stream, sender
-        self.file = file  # closed once all writers are gone and all is read
-        # when the last Python traceback was read from stderr, monotonic; 0 for never
-        self.traceback_s = 0.0
+        self.file = file  # closed at its end
+        self.traceback_s = 0.0  # last Python traceback on stderr, monotonic; 0 for none
         self._before = b""
         os.set_blocking(file.fileno(), False)
 
     def read(self) -> bool:
-        """Pass on what is there; False when nothing is now. Closes at the end."""
+        """Pass on some output; return False if there is none now."""
         try:
-            # It may have been drained to its end after the poll had seen it ready.
+            # It may have been drained to its end since the poll.
             is_open = not self.file.closed
             data = os.read(self.file.fileno(), _PIPE_BYTES) if is_open else b""
         except BlockingIOError:
@@ -140,7 +135,7 @@ class OutputPipe:
 
 
 class PolledSocket:
-    """A socket that is never waited for, with what it has not taken yet."""
+    """A non-blocking socket with a buffer for unsent bytes."""
 
     def __init__(self, sock: socket.socket, max_line_bytes: int = 0) -> None:
         sock.setblocking(False)  # noqa: FBT003  the socket's own method
@@ -151,12 +146,10 @@ class PolledSocket:
         self._unread = b""
 
     def events(self, *, is_held_back: bool = False) -> int:
-        """Return what to poll it for."""
         reading = select.POLLIN if self.is_reading and not is_held_back else 0
         return reading | (select.POLLOUT if self.unsent else 0)
 
     def send(self, data: bytes = b"") -> bool:
-        """Send what is taken now and keep the rest; False if the other end is gone."""
         self.unsent += data
         try:
             while self.unsent:
@@ -169,9 +162,9 @@ class PolledSocket:
         return True
 
     def receive_lines(self) -> tuple[list[bytes], list[int]] | None:
-        """Return complete lines, and descriptors sent along; None if nothing is there.
+        """Return complete lines and received descriptors; None for nothing now.
 
-        Reading ends with the other end, and with a line that is too long.
+        Reading ends at the other end's close, and at a line that is too long.
         """
         data, fds = b"", list[int]()
         try:
@@ -187,15 +180,13 @@ class PolledSocket:
 
 
 def name_directory() -> Path:
-    """Return where an agent may make its sockets; nobody can guess it before."""
     return temporary_directory() / f"{_PREFIX}{os.urandom(8).hex()}"
 
 
 class StoreRelay:
-    """Takes the connections of one generation's ranks and relays their bytes.
+    """Relays the store connections of one generation's ranks to the controller.
 
-    The store is the controller's, so that no port is open for it and no rank's or
-    host's end takes it away; the ranks' host reaches it over what it has anyway.
+    There the store needs no open port, and survives the loss of a rank or host.
     """
 
     def __init__(
@@ -207,8 +198,7 @@ class StoreRelay:
         self._by_number: dict[int, PolledSocket] = {}
         self._count = 0
         if not directory.exists():
-            # Sockets of agents that were killed together with their reapers go.
-            live_directories(_PREFIX)
+            live_directories(_PREFIX)  # removes those of killed agents
             directory.mkdir(mode=0o700)
         self.path = directory / f"store.{epoch}"
         self._listener = listen(self.path)
@@ -245,8 +235,7 @@ class StoreRelay:
         try:
             sock, _ = self._listener.accept()
         except OSError:
-            # It has gone again, or no descriptor is free: then it waits.
-            return
+            return  # it closed again, or no descriptor is free: then it waits
         if not is_own(sock) or len(self._by_number) >= self._max_connections:
             sock.close()
             return
@@ -256,7 +245,7 @@ class StoreRelay:
     def _serve(self, number: int) -> None:
         polled = self._by_number.get(number)
         if polled is None:
-            return  # it was closed after the poll had seen it ready
+            return  # it was closed since the poll
         data = b""
         if polled.send():
             if self._is_held_back:
@@ -281,22 +270,21 @@ class StoreRelay:
 class RankChannels:
     """The agent's ends of its ranks' channels: see Note [One channel a rank].
 
-    Membership texts of an elastic job go to its controller, and back. What the ranks
-    write in one turn of the agent's loop is one message. A rank that is sent more than
-    is kept for it loses its channel. Of statuses the newest are sent once a second, and
-    notices of exits are kept until they are asked for. ``on_death`` is called with a
-    rank that the kernel has begun to take apart, unless it came too late.
+    Membership texts of an elastic job go to its controller and back, those of one turn
+    of the agent's loop in one message. A rank that does not read loses its channel. The
+    newest statuses are sent once a second; notices of exits are kept for
+    ``read_exits``. Only an elastic job has ``on_death``: it is called with a worker
+    that the kernel has begun to end.
     """
 
     def __init__(
         self, sender: OutputSender, on_death: Callable[[int], object] | None
     ) -> None:
-        """Begin; only an elastic job has ``on_death`` and membership texts."""
         self._sender = sender
         self._by_rank: dict[int, PolledSocket] = {}
         self._texts: list[messages.WorkerText] = []
         self._num_bytes = 0
-        self._statuses: dict[int, tuple[str, float]] = {}  # with when each was read
+        self._statuses: dict[int, tuple[str, float]] = {}  # text, time of reading
         self._send_at_s = 0.0
         self._exits: dict[int, deque[bytes]] = {}
         self._on_death = on_death
@@ -304,11 +292,9 @@ class RankChannels:
 
     @property
     def due_s(self) -> float:
-        """When ``flush`` must be called at the latest, on the monotonic clock."""
         return self._send_at_s if self._statuses else float("inf")
 
     def open(self, rank: int) -> socket.socket:
-        """Return the rank's end of its new channel."""
         own, other = socket.socketpair()
         self._by_rank[rank] = PolledSocket(own, _MAX_TEXT_BYTES)
         return other
@@ -325,7 +311,6 @@ class RankChannels:
         return self._sender.waiting_bytes >= _FULL_BYTES
 
     def send(self, ranks: Sequence[int], text: str) -> None:
-        """Write a text to ranks, to all without any; who is gone does not get it."""
         line = b"member " + text.encode() + b"\n"
         for rank in ranks or list(self._by_rank):
             if channel := self._by_rank.get(rank):
@@ -350,32 +335,30 @@ class RankChannels:
                 self._statuses.clear()
 
     def finish(self, rank: int) -> None:
-        """Pass on what a rank has written, and close its channel."""
         self.drain(rank)
         self._statuses.pop(rank, None)
         if channel := self._by_rank.pop(rank, None):
             channel.sock.close()
 
     def drain(self, rank: int) -> None:
-        """Pass on what a rank has written."""
         if channel := self._by_rank.get(rank):
             for _ in range(_DRAIN_READS):
                 if not self._read(rank, channel):
                     break
             self.flush()
 
-    def take_exits(self) -> list[tuple[int, float, int]]:
-        """Return the new notices of exits: rank, when, and the process that exits."""
+    def read_exits(self) -> list[tuple[int, float, int]]:
+        """Return new notices of exits: worker, time and pid."""
         for rank, channel in self._by_rank.items():
             self._read(rank, channel)
-        taken: list[tuple[int, float, int]] = []
+        found: list[tuple[int, float, int]] = []
         for rank, notices in self._exits.items():
             for notice in notices:
                 with suppress(ValueError):
                     at_s, pid = notice.split()
-                    taken.append((rank, float(at_s), int(pid)))
+                    found.append((rank, float(at_s), int(pid)))
         self._exits.clear()
-        return taken
+        return found
 
     def close(self) -> None:
         for channel in self._by_rank.values():
@@ -385,7 +368,7 @@ class RankChannels:
         self._deaths_in.close()
 
     def _await_death(self, rank: int, mutex: int) -> None:
-        # Imported where it is needed: a plain job starts without ctypes.
+        # Imported late: a plain job needs no ctypes.
         from ronde.membership.robust_mutex import await_owner_death
 
         if await_owner_death(mutex):
@@ -393,13 +376,11 @@ class RankChannels:
                 self._deaths_in.send(b"%d\n" % rank)
 
     def _read_deaths(self) -> None:
-        # It may have been closed after the poll had seen it ready.
         if self._deaths.fileno() >= 0 and self._on_death is not None:
             for word in self._deaths.recv(_READ_BYTES).split():
                 self._on_death(int(word))
 
     def _serve(self, rank: int) -> None:
-        # It may have been closed after the poll had seen it ready.
         if channel := self._by_rank.get(rank):
             channel.send()
             if not self._is_held_back:
@@ -418,7 +399,7 @@ class RankChannels:
                     target=self._await_death, args=(rank, fd), daemon=True
                 ).start()
         for line in lines:
-            # Whatever the rank starts may write anything.
+            # Any process of the rank may write anything here.
             kind, _, text = line.partition(b" ")
             if kind == b"exit":
                 notices = self._exits.setdefault(rank, deque(maxlen=_MAX_EXIT_NOTICES))
@@ -435,21 +416,21 @@ class RankChannels:
 
 
 class RemoteProgram:
-    """Runs a program that the controller exchanges lines with, in the agent's loop.
+    """A program that exchanges lines with the controller.
 
-    The program is a module's ``main``, which reads lines on its standard input until
-    that ends, and writes lines on its standard output.
+    It is a module's ``main``, which reads its standard input to the end.
     """
 
-    def __init__(self, module: str, sender: OutputSender) -> None:
-        self._sender = sender
+    def __init__(
+        self, module: str, on_line: Callable[[str], object], *arguments: str
+    ) -> None:
+        self._on_line = on_line
         own, other = socket.socketpair()
         self._socket = PolledSocket(own, MAX_LINE_BYTES)
         package_dir = __file__.rpartition("/ronde/launch/")[0]
         with other:
-            # Its group is its own, so that nothing typed at a terminal reaches it.
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _PROGRAM, package_dir, module],
+                [sys.executable, "-c", _PROGRAM, package_dir, module, *arguments],
                 stdin=other.fileno(),
                 stdout=other.fileno(),
                 start_new_session=True,
@@ -461,16 +442,19 @@ class RemoteProgram:
             yield self._socket.sock.fileno(), events, self._serve
 
     def write(self, line: str) -> None:
-        # If it has ended, its end is reported when it is reaped.
         self._socket.send(line.encode() + b"\n")
+
+    def kill(self) -> None:
+        self._process.kill()
+        self.close()
 
     def close(self) -> None:
         while self._socket.is_reading and self._read():
             pass
-        # Something that it has started may hold its output.
+        # A process of its may still hold its output.
         self._socket.is_reading = False
         self._socket.sock.close()
-        # The agent has reaped it, and nobody is to wait for it again.
+        # The agent has reaped it: Popen must not wait for it.
         self._process.returncode = 0
 
     def _serve(self) -> None:
@@ -481,6 +465,5 @@ class RemoteProgram:
     def _read(self) -> bool:
         received = self._socket.receive_lines()
         for line in received[0] if received else ():
-            text = line.decode(errors="backslashreplace")
-            self._sender.send(messages.ProgramLine(text))
+            self._on_line(line.decode(errors="backslashreplace"))
         return received is not None

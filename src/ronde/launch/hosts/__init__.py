@@ -1,1 +1,1 @@
-"""Which hosts, and how many ranks on each."""
+"""Hosts: their sources, connections and agents."""

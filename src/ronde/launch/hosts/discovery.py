@@ -1,25 +1,24 @@
-"""Hosts that a command prints or a host file holds: once, and while a job runs.
+"""Hosts from a command or a host file: once, and while a job runs.
 
 Note [Which answers count]
-    New hosts and more slots count at once. A host that is missing, or has fewer slots,
-    counts so after the second such answer in a row: one that comes and goes every
-    second changes nothing. Hosts keep their order, and new ones come last. An answer
-    that cannot be read, or names no host, is refused as a whole: the last one stays.
+    New hosts and more slots count at once. A missing host, or fewer slots, counts after
+    the second such answer in a row: a host that comes and goes every second changes
+    nothing. Hosts keep their order, and new ones come last. An answer that cannot be
+    read, or names no host, is refused as a whole: the last one stays.
 """
 
 import os
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from math import inf
 from pathlib import Path
-from typing import IO
 
 from ronde.errors import UsageError
 from ronde.launch.elastic_options import DiscoverySpec, ElasticOptions
-from ronde.launch.host import SLOTS_OPEN, Host, is_here, take_each
+from ronde.launch.host import SLOTS_OPEN, Host, is_here, limit_slots
 from ronde.launch.hosts.sources import merge_repeated, parse_lines
 from ronde.launch.hosts.spawner import last_line
 from ronde.launch.signals import (
@@ -39,23 +38,23 @@ from ronde.processes import (
 
 _COMMAND_LIMIT_S = 10.0
 _POLL_S = 0.05
-_SETTLE_S = 0.2  # until a file that has changed is read again
+_SETTLE_S = 0.2  # until a changed file is read again
 _QUIET_S = 60.0  # between two notices of one kind
 _MAX_BYTES = 1 << 20
-_READ_BYTES = 1 << 16
+_MAX_ERROR_BYTES = 1 << 16
 _MAX_ERROR_CHARS = 400
 _CLOSE_S = 1.0
 
 
 class HostChanges:
-    """The hosts that count, from answer to answer: see Note [Which answers count]."""
+    """The hosts that count: see Note [Which answers count]."""
 
     def __init__(self, hosts: Sequence[Host]) -> None:
         self.hosts = tuple(hosts)
-        self._shrunk: set[str] = set()  # of the last answer, not counted yet
+        self._shrunk: set[str] = set()  # in the last answer only
 
-    def take(self, answer: Sequence[Host]) -> tuple[Host, ...] | None:
-        """Return the hosts that count now; None if they are the same as before."""
+    def update(self, answer: Sequence[Host]) -> tuple[Host, ...] | None:
+        """Return the hosts that count now; None if nothing changed."""
         found = {host.name: host for host in answer}
         shrunk: set[str] = set()
         kept: list[Host] = []
@@ -65,7 +64,7 @@ class HostChanges:
                 shrunk.add(host.name)
                 now = host
             if now is not None:
-                # Where it stands is no difference.
+                # Another line of the file is no difference.
                 kept.append(now._replace(named_at=host.named_at))
         hosts, self._shrunk = (*kept, *found.values()), shrunk
         is_same, self.hosts = hosts == self.hosts, hosts
@@ -78,28 +77,52 @@ def _is_less(now: Host | None, before: Host) -> bool:
 
 
 class Discovery:
-    """Fixed hosts, and the base of the kinds that ask for them.
+    """The hosts of a job while it runs.
 
-    ``advance`` is to be called when one of ``fds`` can be read, and at ``due_s``
-    (monotonic). It never waits. A host with 0 slots is to be left.
+    Call ``advance`` at ``due_s`` (monotonic); it never blocks.
     """
 
-    def __init__(self, hosts: Sequence[Host]) -> None:
+    def __init__(
+        self,
+        spec: DiscoverySpec | None,
+        hosts: Sequence[Host],
+        source: "_Source | None",
+    ) -> None:
+        self._spec, self._source = spec, source
         self._changes = HostChanges(hosts)
-        self.due_s = inf
-        self.notices: list[str] = []  # for the user; who shows them takes them out
+        self._ports = {host.name: host.port for host in hosts}
+        self._last: tuple[bytes | None, tuple[Host, ...]] = None, ()
+        self.notices: list[str] = []  # for the user; the caller removes them
         self._noticed: dict[str, tuple[str, float]] = {}
 
     @property
-    def fds(self) -> tuple[int, ...]:
-        return ()
+    def due_s(self) -> float:
+        return self._source.due_s if self._source else inf
 
-    def advance(self, now_s: float) -> tuple[Host, ...] | None:  # noqa: ARG002
-        """Return all hosts where they have changed, else None."""
-        return None
+    def advance(self, now_s: float) -> tuple[Host, ...] | None:
+        """Return all hosts if they have changed; one with 0 slots must be left."""
+        if self._source is None or self._spec is None:
+            return None
+        try:
+            data = self._source.read(now_s)
+            if data is None:
+                return None
+            if data != self._last[0]:
+                hosts, doubles = parse_answer(data, self._spec, self._ports)
+                self._last = data, hosts
+                if doubles:
+                    self._notice("doubles", " ".join(doubles), now_s)
+        except UsageError as error:
+            text = str(error)[:_MAX_ERROR_CHARS].rstrip(".")
+            self._notice("refused", f"{text}. Until then the hosts stay.", now_s)
+            return None
+        # The same error is reported again if it comes back, but not at once.
+        self._noticed["refused"] = ("", self._noticed.get("refused", ("", -inf))[1])
+        return self._changes.update(self._last[1])
 
     def close(self) -> None:
-        """End a command that runs."""
+        if self._source is not None:
+            self._source.close()
 
     def _notice(self, kind: str, text: str, now_s: float) -> None:
         last, quiet_until_s = self._noticed.get(kind, ("", -inf))
@@ -108,116 +131,82 @@ class Discovery:
             self.notices.append(text)
 
 
-class _Asking(Discovery):
-    """Asks again and again, by ``ask``."""
+def parse_answer(
+    data: bytes, spec: DiscoverySpec, ports: Mapping[str, int]
+) -> tuple[tuple[Host, ...], tuple[str, ...]]:
+    """Return the hosts of an answer, and complaints about repeated ones."""
+    where = spec.source if spec.is_file else f"{spec.option} {spec.source}"
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        raise UsageError(
+            f"{where} must be text in UTF-8, but {error}. Correct it."
+        ) from None
+    hosts, doubles = merge_repeated(parse_lines(text, where), is_counted=spec.is_file)
+    completed = [_complete(host, spec, ports) for host in hosts]
+    return limit_slots(completed, spec.num_each), doubles
 
-    def __init__(
-        self, spec: DiscoverySpec, hosts: Sequence[Host], every_s: float, now_s: float
-    ) -> None:
-        super().__init__(hosts)
-        self._spec, self._every_s = spec, every_s
-        self.due_s = now_s + every_s
-        self._ports = {host.name: host.port for host in hosts}
-        self._text: str | None = None
-        self._answer: tuple[Host, ...] = ()
-        self._doubles: tuple[str, ...] = ()
 
-    def ask(self, now_s: float) -> bytes | None:
-        """Return an answer, None while there is none; ``UsageError`` for no answer."""
-        raise NotImplementedError
-
-    def advance(self, now_s: float) -> tuple[Host, ...] | None:
-        try:
-            data = self.ask(now_s)
-            if data is None:
-                return None
-            self.parse(data)
-        except UsageError as error:
-            text = str(error)[:_MAX_ERROR_CHARS].rstrip(".")
-            self._notice("refused", f"{text}. Until then the hosts stay.", now_s)
-            return None
-        # The same fault is news again then, but not at once.
-        self._noticed["refused"] = ("", self._noticed.get("refused", ("", -inf))[1])
-        if self._doubles:
-            self._notice("doubles", " ".join(self._doubles), now_s)
-        return self._changes.take(self._answer)
-
-    def parse(self, data: bytes) -> tuple[Host, ...]:
-        spec = self._spec
-        where = spec.source if spec.is_file else f"{spec.option} {spec.source}"
-        try:
-            text = data.decode()
-        except UnicodeDecodeError as error:
-            raise UsageError(
-                f"{where} must be text in UTF-8, but {error}. Correct it."
-            ) from None
-        if text == self._text:
-            return self._answer
-        hosts, doubles = merge_repeated(
-            parse_lines(text, where), is_counted=spec.is_file
+def _complete(host: Host, spec: DiscoverySpec, ports: Mapping[str, int]) -> Host:
+    is_own = is_here(host, ())  # without a look-up of the name, which may take seconds
+    if spec.is_local and not is_own and host.name not in ports:
+        raise UsageError(
+            f"{host.named_at}: hosts must be this machine alone with --standalone, "
+            f"and so in horovod.run(), got {host.name}. Leave it out."
         )
-        self._answer = take_each([self._complete(h) for h in hosts], spec.num_each)
-        self._text, self._doubles = text, doubles
-        return self._answer
-
-    def _complete(self, host: Host) -> Host:
-        # No name is looked up here: that may take seconds.
-        spec, is_own = self._spec, is_here(host, ())
-        if spec.is_local and not is_own and host.name not in self._ports:
-            raise UsageError(
-                f"{host.named_at}: hosts must be this machine alone with --standalone, "
-                f"and so in horovod.run(), got {host.name}. Leave it out."
-            )
-        port = host.port or self._ports.get(host.name, 0 if is_own else spec.ssh_port)
-        slots = spec.slots if host.slots == SLOTS_OPEN else host.slots
-        return host._replace(slots=slots, port=port)
+    port = host.port or ports.get(host.name, 0 if is_own else spec.ssh_port)
+    slots = spec.slots if host.slots == SLOTS_OPEN else host.slots
+    return host._replace(slots=slots, port=port)
 
 
-class _Command(_Asking):
-    """Hosts that a command prints; it runs again some time after it has ended."""
-
-    limit_s = _COMMAND_LIMIT_S
-    errors: int | None = subprocess.PIPE  # what ``Popen`` does with them
-    _process: subprocess.Popen[bytes] | None = None
-    _ends_by_s = inf
+class _Command:
+    """A command that prints hosts; it runs again some time after its end."""
 
     def __init__(
-        self, spec: DiscoverySpec, hosts: Sequence[Host], every_s: float, now_s: float
+        self,
+        spec: DiscoverySpec,
+        every_s: float,
+        due_s: float,
+        limit_s: float = _COMMAND_LIMIT_S,
+        *,
+        shows_errors: bool = False,
     ) -> None:
-        super().__init__(spec, hosts, every_s, now_s)
-        self._pipes: dict[IO[bytes], bytearray] = {}  # output, errors
-        self._open: list[IO[bytes]] = []
+        self._spec, self._every_s, self._limit_s = spec, every_s, limit_s
+        self._shows_errors = shows_errors
+        self.due_s = due_s
+        self._process: subprocess.Popen[bytes] | None = None
+        self._ends_by_s = inf
+        self._output_fd = self._error_fd = -1
         self._killed: list[subprocess.Popen[bytes]] = []
 
-    @property
-    def fds(self) -> tuple[int, ...]:
-        return tuple(pipe.fileno() for pipe in self._open)
-
-    def ask(self, now_s: float) -> bytes | None:
+    def read(self, now_s: float) -> bytes | None:
+        """Return the output of a run that has ended, else None."""
         self._reap()
         if self._process is None:
             if now_s >= self.due_s:
                 self._start(now_s)
             return None
         code = _exit_code(self._process.pid)
-        self._read()
-        output, *errors = map(bytes, self._pipes.values())
-        is_long = len(output) > _MAX_BYTES
+        sizes = [os.fstat(fd).st_size for fd in (self._output_fd, self._error_fd)]
+        is_long = max(sizes) > _MAX_BYTES
         if code is None and now_s < self._ends_by_s and not is_long:
             self.due_s = min(now_s + _POLL_S, self._ends_by_s)
             return None
+        output = os.pread(self._output_fd, _MAX_BYTES, 0)
+        first = max(0, sizes[1] - _MAX_ERROR_BYTES)
+        errors = os.pread(self._error_fd, _MAX_ERROR_BYTES, first)
         self._kill()
         self.due_s = now_s + self._every_s
         if is_long:
-            raise self._fault(f"it prints more than {_MAX_BYTES >> 20} MiB")
+            raise self._error(f"it prints more than {_MAX_BYTES >> 20} MiB")
         if code is None:
-            raise self._fault(f"it takes longer than {self.limit_s:g} s")
+            raise self._error(f"it takes longer than {self._limit_s:g} s")
         if code:
-            last = last_line(b"".join(errors).decode(errors="replace"))
-            raise self._fault(f"exit code {code}{last and ': '}{last}")
+            last = last_line(errors.decode(errors="replace"))
+            raise self._error(f"exit code {code}{last and ': '}{last}")
         return output
 
-    def _fault(self, why: str) -> UsageError:
+    def _error(self, why: str) -> UsageError:
         return UsageError(
             f"{self._spec.option} must print hosts and end with 0, got "
             f"{self._spec.source!r} ({why}). Run it by hand."
@@ -231,62 +220,46 @@ class _Command(_Asking):
         self._reap()
 
     def _start(self, now_s: float) -> None:
+        self.due_s = now_s + self._every_s
+        # Files, not pipes: a process that the command leaves behind delays nothing.
+        self._output_fd = os.memfd_create("output")
+        self._error_fd = os.memfd_create("errors")
         try:
-            process = subprocess.Popen(  # noqa: S602  horovodrun takes a command line
+            self._process = subprocess.Popen(  # noqa: S602 - as in horovodrun
                 self._spec.source,
                 shell=True,
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=self.errors,
+                stdout=self._output_fd,
+                stderr=None if self._shows_errors else self._error_fd,
                 process_group=0,
-                # It outlives nobody who could end it.
                 preexec_fn=end_with(os.getpid(), signal.SIGKILL),  # noqa: PLW1509
             )
         except OSError as error:
-            self.due_s = now_s + self._every_s
-            raise self._fault(f"{error.strerror}") from None
-        self._process = process
-        self._ends_by_s = now_s + self.limit_s
+            self._close_files()
+            raise self._error(f"{error.strerror}") from None
+        self._ends_by_s = now_s + self._limit_s
         self.due_s = now_s + _POLL_S
-        self._open = [pipe for pipe in (process.stdout, process.stderr) if pipe]
-        self._pipes = {pipe: bytearray() for pipe in self._open}
-        for pipe in self._open:
-            os.set_blocking(pipe.fileno(), False)
-
-    def _read(self) -> None:
-        output = next(iter(self._pipes))
-        for pipe in tuple(self._open):
-            data = self._pipes[pipe]
-            with suppress(BlockingIOError):
-                # What never stops printing is left at some time.
-                for _ in range(_MAX_BYTES // _READ_BYTES):
-                    read = os.read(pipe.fileno(), _READ_BYTES)
-                    data += read
-                    if pipe is not output:
-                        del data[:-_READ_BYTES]
-                    if not read:
-                        self._open.remove(pipe)
-                        break
 
     def _kill(self) -> None:
-        """Kill the command, its process group and its other descendants."""
         process, self._process = self._process, None
         if process is None:
             return
         if _exit_code(process.pid) is None:
             for child in descendants(process.pid):
                 signal_process(child, signal.SIGKILL)
-        # It is not reaped yet, so that its number is nobody else's.
+        # It is not reaped yet, so its pid is not reused.
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
-        self._open.clear()
-        for pipe in self._pipes:
-            pipe.close()
+        self._close_files()
         self._killed.append(process)
         self._reap()
 
+    def _close_files(self) -> None:
+        os.close(self._output_fd)
+        os.close(self._error_fd)
+
     def _reap(self) -> None:
-        # This process adopts orphans, which nobody else reaps while the job runs.
+        # This process adopts orphans: reap those of the group too.
         for process in tuple(self._killed):
             try:
                 while process.poll() is not None:
@@ -297,7 +270,7 @@ class _Command(_Asking):
 
 
 def _exit_code(pid: int) -> int | None:
-    """Return how a child has ended, without reaping it; None while it runs."""
+    """Return a child's exit code without reaping it; None while it runs."""
     ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     if ended is None:
         return None
@@ -305,59 +278,64 @@ def _exit_code(pid: int) -> int | None:
     return ended.si_status if is_exit else 128 + ended.si_status
 
 
-class _Hostfile(_Asking):
-    """Hosts of a file; its text counts once two readings are the same."""
+class _Hostfile:
+    """A file of hosts; its text counts after two equal readings."""
 
-    _seen: tuple[bytes, str] = b"", "not read yet"
+    def __init__(self, spec: DiscoverySpec, every_s: float, due_s: float) -> None:
+        self._spec, self._every_s, self.due_s = spec, every_s, due_s
+        self._seen = b"", "not read yet"
 
-    def ask(self, now_s: float) -> bytes | None:
+    def read(self, now_s: float) -> bytes | None:
         if now_s < self.due_s:
             return None
         seen, self._seen = self._seen, _read_file(Path(self._spec.source))
         is_same = seen == self._seen
-        self.due_s = now_s + (
-            self._every_s if is_same else min(self._every_s, _SETTLE_S)
-        )
-        data, fault = self._seen
-        if is_same and fault:
+        pause_s = self._every_s if is_same else min(self._every_s, _SETTLE_S)
+        self.due_s = now_s + pause_s
+        data, problem = self._seen
+        if is_same and problem:
             raise UsageError(
                 f"{self._spec.option} must be a file that can be read, got "
-                f"{self._spec.source!r} ({fault}). Check the path."
+                f"{self._spec.source!r} ({problem}). Check the path."
             )
         return data if is_same else None
 
+    def close(self) -> None: ...
+
 
 def _read_file(path: Path) -> tuple[bytes, str]:
-    """Return a file's bytes, or none and the reason."""
     try:
-        # Of what is no file reading may never end.
+        # Only a regular file: another may never end.
         return (path.read_bytes(), "") if path.is_file() else (b"", "no such file")
     except OSError as error:
         return b"", f"{error.strerror}"
 
 
+_Source = _Command | _Hostfile
+
+
 def open_discovery(
     options: ElasticOptions, hosts: Sequence[Host], now_s: float
 ) -> Discovery:
-    """Follow the hosts of a job that starts with ``hosts``, the first answer."""
+    """Follow the hosts of a job that starts with ``hosts``."""
     spec, every_s = options.discovery, options.discover_every_s
-    kind = _Hostfile if spec and spec.is_file else _Command
-    return kind(spec, hosts, every_s, now_s) if spec else Discovery(hosts)
+    if spec is None:
+        return Discovery(None, hosts, None)
+    kind = _Hostfile if spec.is_file else _Command
+    return Discovery(spec, hosts, kind(spec, every_s, now_s + every_s))
 
 
 def discover(script: str, option: str, timeout_s: float = 60.0) -> tuple[Host, ...]:
-    """Run a discovery script once and return the hosts that it prints."""
     others, spec = children(), DiscoverySpec(option, script, is_file=False)
-    command = _Command(spec, (), 0.0, 0.0)
-    command.limit_s, command.errors = timeout_s, None
-    # Signals that end a job do so here: the loop that waits for them comes later.
+    command = _Command(spec, 0.0, 0.0, timeout_s, shows_errors=True)
+    # The event loop, which handles signals, comes later.
     with adopting_orphans(), caught_signals() as signal_fd:
         try:
-            while (printed := command.ask(time.monotonic())) is None:
-                if wait_for([signal_fd, *command.fds], [], _POLL_S):
+            while (printed := command.read(time.monotonic())) is None:
+                if wait_for([signal_fd], [], _POLL_S):
                     raise_if_stopped(signal_fd)
         except (UsageError, InterruptedStartError):
             command.close()
             sweep(spared=others)
             raise
-    return command.parse(printed)
+    return parse_answer(printed, spec, {})[0]

@@ -1,4 +1,4 @@
-"""A node: finds the head, and is its agent here."""
+"""A node that joins: connects to the head, and runs its agent here."""
 
 import errno
 import math
@@ -34,7 +34,7 @@ _LONGEST_PAUSE_S = 2.0
 _REASONS = (
     (
         (EOFError, ConnectionResetError, BrokenPipeError),
-        "it ended the connection: its token is another, or it waits for nobody more",
+        "it closed the connection: its token is another, or all nodes have joined",
     ),
     ((socket.gaierror,), "its name is not known"),
     ((ConnectionRefusedError,), "nothing listens there"),
@@ -50,10 +50,10 @@ class JoinRequest(NamedTuple):
 
     host: str  # name or numeric address of the head
     port: int
-    token: SharedKey  # what both sides must know
-    node_info: NodeInfo  # what the node says of itself
-    timeout_s: float  # how long it looks
-    last_attempt_s: float = 1.0  # the last one has this at least, to find a reason
+    token: SharedKey
+    node_info: NodeInfo
+    timeout_s: float
+    last_attempt_s: float = 1.0  # least time of the last attempt, to find a reason
 
 
 def join_head(
@@ -74,13 +74,13 @@ def join_head(
         left_s = ends_at - time.monotonic()
         if left_s <= 0:
             raise HostError(
-                f"head at {where} must let this node in within {request.timeout_s:g} "
-                f"s, but {reason}."
+                f"could not join the head at {where} within {request.timeout_s:g} s: "
+                f"{reason}."
             )
         if reason != reported:
-            notice(f"waits for the head at {where}: {reason}")
+            notice(f"waiting for the head at {where}: {reason}")
             reported = reason
-        # Not all at once again: many nodes are started together.
+        # At random times: many nodes are started together.
         wait_s = min(left_s, pause_s * (0.5 + random.random()))  # noqa: S311
         _wait(signal_fd, -1, 0, time.monotonic() + wait_s)
         pause_s = min(_LONGEST_PAUSE_S, pause_s * 1.5)
@@ -127,7 +127,7 @@ def _connect(
 
 
 def _wait(signal_fd: int, fd: int, wanted: int, ends_at: float) -> None:
-    """Wait for one event; without a descriptor for the time."""
+    """Wait for an event, or without a descriptor for the time."""
     readable = [signal_fd, *([fd] if wanted == select.POLLIN else [])]
     writable = [fd] if wanted == select.POLLOUT else []
     while (left_s := ends_at - time.monotonic()) > 0:
@@ -144,33 +144,32 @@ def follow_head(
     signal_fd: int,
     on_lost: Callable[[], object],
 ) -> NoReturn:
-    """Be the agent of a node that has joined; end with the job's exit code.
+    """Run the agent of a node that has joined; exit with the job's exit code.
 
-    With ``EXIT_UNREACHABLE``, after ``on_lost``, if the head did not send it. A first
-    signal asks the head to end the job, a second one ends this node at once. ``local``
-    is the agent that was started before this process knew its part.
+    If the head does not send one, call ``on_lost`` and exit with ``EXIT_UNREACHABLE``.
+    A first signal asks the head to end the job, a second one ends this node at once.
+    ``local`` is an agent that is not needed.
     """
     local.communicate()
     directory, reaper = name_directory(), os.getpid()
-    # What comes from here on is passed on to the agent.
+    # Signals from here on are passed on to the agent.
     signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
     raise_if_stopped(signal_fd)
 
     def work() -> int:
-        # Nothing typed at this terminal reaches the agent or its programs.
+        # Keep the terminal's signals from the agent and its programs.
         os.setsid()
         os.close(0)
-        os.open(os.devnull, os.O_RDONLY)  # takes its number
+        os.open(os.devnull, os.O_RDONLY)
         code = 1
         try:
             code = run_agent(channel, directory)
         finally:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            # While the agent was here its lease found out if the head was gone.
+            # Until here the agent's lease noticed the loss of the head.
             channel.require_answers(_UNANSWERED_S)
             if os.getppid() != reaper:
-                # The node was killed, which is no end of its agent's own.
-                os._exit(code)
+                os._exit(code)  # the node was killed
             channel.send_result(code)
         channel.wait(math.inf)
         if channel.result is None:

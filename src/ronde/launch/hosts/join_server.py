@@ -1,4 +1,4 @@
-"""The head: listens until all nodes have joined, and then no longer."""
+"""The head of nodes that join: listens until all have joined."""
 
 import errno
 import re
@@ -9,8 +9,8 @@ import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from ronde.addresses import family_of
@@ -18,7 +18,7 @@ from ronde.errors import Failure, HostError, LaunchError, StoreError, UsageError
 from ronde.launch.host import Host
 from ronde.launch.hosts.node import AgentNode, AgentStarter
 from ronde.launch.limits import Timeouts
-from ronde.launch.signals import raise_if_stopped
+from ronde.launch.signals import Watched, raise_if_stopped, serve_ready
 from ronde.launch.wire.tls import (
     NodeInfo,
     Steps,
@@ -30,8 +30,8 @@ from ronde.launch.wire.tls import (
 from ronde.store.authentication import SharedKey
 from ronde.units import counted
 
-MAX_PENDING = 64  # connections at a time that have not authenticated themselves
-_CROWDED_S = 1.0  # what one of them has for it while others cannot get in
+MAX_PENDING = 64  # connections that have not authenticated themselves
+_CROWDED_S = 1.0  # for authentication while others wait
 _BACKLOG = 512
 _UNANSWERED_NODE_S = 20.0  # longer than the head gives a silent node
 _NOT_PROVEN = "did not prove that it knows the token"
@@ -42,11 +42,11 @@ class JoinConfig(NamedTuple):
 
     address: str  # numeric address to listen on
     port: int  # its port, 0 for any
-    token: SharedKey  # what a node must know
+    token: SharedKey
     head: str  # name of this node, which no other gets
-    num_nodes: int  # nodes to wait for, this one not counted
+    num_nodes: int  # without this one
     timeout_s: float
-    authenticate_s: float = 10.0  # what a connection has to prove that it may join
+    authenticate_s: float = 10.0  # for each connection
     clock: Callable[[], float] = time.monotonic
 
 
@@ -62,7 +62,6 @@ class _PendingConnection:
 def wait_for_nodes(
     config: JoinConfig, signal_fd: int, notice: Callable[[str], None]
 ) -> list[tuple[Host, TlsChannel]]:
-    """Return all nodes that have joined, by name; from then on nothing listens."""
     where = config.address, config.port
     try:
         listener = socket.create_server(
@@ -107,13 +106,13 @@ class _JoinServer:
         if address in ("0.0.0.0", "::"):  # noqa: S104 - to be warned of
             host = config.head
             self._notice(
-                f"listens on all networks of this machine ({address}), as was asked; "
+                f"listening on all networks of this machine ({address}); "
                 "name one address to listen only there"
             )
         nodes, command = counted(config.num_nodes, "node"), "ronde run --agent"
         where = with_port(host, port)
         self._notice(
-            f"waits for {nodes}; start on each: {command} {where} --token-file FILE"
+            f"waiting for {nodes}; start on each: {command} {where} --token-file FILE"
         )
         ends_at = config.clock() + config.timeout_s
         while len(self._joined) < config.num_nodes:
@@ -137,43 +136,38 @@ class _JoinServer:
     def _serve(self, signal_fd: int, ends_at: float) -> None:
         is_crowded = len(self._pending) >= MAX_PENDING
         patience_s = _CROWDED_S if is_crowded else self._config.authenticate_s
-        wanted = {
-            signal_fd: select.POLLIN,
-            **dict.fromkeys(self._joined, select.POLLRDHUP),
-        }
-        wanted |= {fd: pending.wanted for fd, pending in self._pending.items()}
-        if not is_crowded:
-            wanted[self._listener.fileno()] = select.POLLIN
-        poll = select.poll()
-        for item in wanted.items():
-            poll.register(*item)
         dues = [each.since_s + patience_s for each in self._pending.values()]
-        wait_s = max(0.0, min([ends_at, *dues]) - self._config.clock())
-        for fd, _ in poll.poll(wait_s * 1000 + 1):
-            if fd == signal_fd:
-                raise_if_stopped(signal_fd)
-            elif fd == self._listener.fileno():
-                # It may have gone again.
-                with suppress(OSError):
-                    self._accept()
-            elif fd in self._pending:
-                self._go_on(self._pending[fd])
-            elif fd in self._joined:
-                host, channel = self._joined.pop(fd)
-                channel.kill()
-                self._notice(f"{host.name} left before the job began")
+        wait_s = min([ends_at, *dues]) - self._config.clock()
+        watched = self._watched(signal_fd, is_crowded=is_crowded)
+        serve_ready(watched, max(0.0, wait_s) + 0.001)
         due_s = self._config.clock() - patience_s
         for pending in list(self._pending.values()):
             if pending.since_s <= due_s:
                 self._refuse(pending, _NOT_PROVEN)
 
+    def _watched(self, signal_fd: int, *, is_crowded: bool) -> Watched:
+        yield signal_fd, select.POLLIN, partial(raise_if_stopped, signal_fd)
+        for fd in self._joined:
+            yield fd, select.POLLRDHUP, partial(self._on_leaving, fd)
+        for fd, pending in self._pending.items():
+            yield fd, pending.wanted, partial(self._go_on, pending)
+        if not is_crowded:
+            yield self._listener.fileno(), select.POLLIN, self._accept
+
+    def _on_leaving(self, fd: int) -> None:
+        host, channel = self._joined.pop(fd)
+        channel.kill()
+        self._notice(f"{host.name} left before the job began")
+
     def _accept(self) -> None:
-        raw, address = self._listener.accept()
-        raw.settimeout(0)
-        # It takes over the descriptor, or closes it when the peer has gone.
-        sock = self._tls.context.wrap_socket(
-            raw, server_side=True, do_handshake_on_connect=False
-        )
+        try:
+            raw, address = self._listener.accept()
+            raw.settimeout(0)
+            sock = self._tls.context.wrap_socket(
+                raw, server_side=True, do_handshake_on_connect=False
+            )
+        except OSError:
+            return  # the peer closed again
         steps = authenticate_node(sock, self._config.token, self._tls.certificate)
         pending = _PendingConnection(sock, address[0], steps, self._config.clock())
         self._pending[sock.fileno()] = pending
@@ -183,7 +177,7 @@ class _JoinServer:
         try:
             pending.wanted = next(pending.steps)
         except StopIteration as end:
-            self._let_in(pending, end.value)
+            self._add_node(pending, end.value)
         except StoreError:
             self._refuse(pending, "does not know the token")
         except LaunchError as error:
@@ -198,7 +192,7 @@ class _JoinServer:
         if self._refused[kind] == 1:
             self._notice(f"a connection from {pending.address} {kind}; it was closed")
 
-    def _let_in(self, pending: _PendingConnection, node_info: NodeInfo) -> None:
+    def _add_node(self, pending: _PendingConnection, node_info: NodeInfo) -> None:
         fd = pending.sock.fileno()
         del self._pending[fd]
         # Containers may share a name.
@@ -207,7 +201,7 @@ class _JoinServer:
         names = [host, *(f"{host}-{i}" for i in range(2, len(taken) + 2))]
         name = next(each for each in names if each not in taken)
         channel = TlsChannel(pending.sock)
-        # A node never stands still; a head does that its user has suspended.
+        # Unlike a head, a node cannot be suspended.
         channel.require_answers(_UNANSWERED_NODE_S)
         self._joined[fd] = (Host(name, node_info.slots), channel)
         wanted = self._config.num_nodes
@@ -220,7 +214,7 @@ def _natural(name: str) -> list[tuple[int, str]]:
 
 
 class JoinedAgents(AgentStarter):
-    """Gives each host the agent that it has brought along."""
+    """Starts no agents: each host has joined with its own."""
 
     def __init__(
         self,
@@ -237,14 +231,15 @@ class JoinedAgents(AgentStarter):
         channel, self._joined[host.name] = self._joined[host.name], None
         if channel is None:
             raise OSError(
-                errno.ENOTCONN, "it had joined by itself, and nothing waits for it now"
+                errno.ENOTCONN,
+                "it was lost, and a node that joined cannot be started again",
             )
         return AgentNode(host, channel, is_here=False, timeouts=self.timeouts)
 
-    def explain(self, node: AgentNode, exit_code: int, complaints: str) -> Failure:
+    def explain(self, node: AgentNode, exit_code: int, errors: str) -> Failure:
         if node.is_here:
-            return super().explain(node, exit_code, complaints)
+            return super().explain(node, exit_code, errors)
         return Failure(
-            "it has joined and is gone again",
+            "its connection ended after it had joined",
             "read the output of ronde run --agent there",
         )

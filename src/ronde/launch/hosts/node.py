@@ -1,4 +1,4 @@
-"""A host of a job as its controller sees it: its agent, from the start to the end."""
+"""The controller's side of a host: starting its agent, messages, loss."""
 
 import fcntl
 import functools
@@ -33,34 +33,33 @@ _READ_BYTES = 256 << 10
 _PIPE_BYTES = 256 << 10
 _LAST_WORDS_BYTES = 4096
 _RELAYED_BYTES = 32 << 10
-# Output that may be under way: little on a network, so that messages are not late.
+# Unread output of an agent: little on a network, so that messages are not late.
 _CREDIT_HERE_BYTES = 2 << 20
 _CREDIT_BYTES = 128 << 10
 _NEVER = float("inf")
 _SSH_FAILED = 255
-_MANY = 8  # hosts whose names are looked up at once, and not one after the other
-_MAX_EXPLAINED = 8
+_MANY = 8  # hosts whose names are looked up in parallel
 _SENTINEL_BYTES = 32
 Received = messages.FromAgent | messages.Output | messages.Relayed
 
 
 class AgentTransport(messages.Transport, Protocol):
-    """The way to an agent."""
+    """A connection to an agent; on ``close`` the agent ends everything and itself."""
 
     @property
-    def error_fd(self) -> int: ...  # the other side's complaints; -1 where none come
+    def error_fd(self) -> int: ...  # its standard error, or -1
 
-    # The exit code of what carries the bytes, minus the number of a signal, 0 where
-    # there is no process; None if it goes on.
+    # Return the exit code of the process that connects, as Popen has it; 0 without one,
+    # None if it still runs.
     def wait(self, timeout_s: float) -> int | None: ...
 
-    def close(self) -> None: ...  # the agent then ends everything and itself
+    def close(self) -> None: ...
 
-    def kill(self) -> None: ...  # the agent may live on
+    def kill(self) -> None: ...
 
 
 class ProcessTransport(messages.PipeTransport):
-    """The three pipes of a process: the agent itself, or the ssh that leads to it."""
+    """The three pipes of a local agent, or of the ssh that runs a remote one."""
 
     def __init__(self, process: "subprocess.Popen[bytes]") -> None:
         self._process = process
@@ -70,7 +69,7 @@ class ProcessTransport(messages.PipeTransport):
         write_fd, read_fd, self.error_fd = (file.fileno() for file in self._files)
         super().__init__(read_fd, write_fd)
         os.set_blocking(self.error_fd, False)
-        # Fewer and longer reads of what the ranks write. Users may be over their limit.
+        # Longer reads of output. The user may be over the limit for pipes.
         with suppress(OSError):
             fcntl.fcntl(read_fd, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
 
@@ -78,7 +77,7 @@ class ProcessTransport(messages.PipeTransport):
         if self._process.poll() is None:
             try:
                 process_fd = os.pidfd_open(self.pid)
-            except OSError:  # not every kernel and container has them
+            except OSError:  # some containers forbid them
                 with suppress(subprocess.TimeoutExpired):
                     self._process.wait(timeout_s)
                 return self._process.returncode
@@ -90,7 +89,7 @@ class ProcessTransport(messages.PipeTransport):
         for file in self._files:
             file.close()
         self.read_fd = self.write_fd = self.error_fd = -1
-        # Somebody may have stopped it, and it has to see this end.
+        # It must notice this end even if it was stopped.
         self._process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
@@ -98,17 +97,17 @@ class ProcessTransport(messages.PipeTransport):
 
 
 class HostLoss(NamedTuple):
-    """Why a host is gone."""
+    """The reason of a host's loss."""
 
     reason: str  # in half a sentence
     exit_code: int  # of the job, if this is why it failed
 
 
 class AgentNode(messages.MessageWriter):
-    """A host, the frames to and from its agent, and what is known of it.
+    """A host and the messages to and from its agent.
 
-    Times are monotonic. Of an agent that ``is_here``, started without going over a
-    network, only the end can be missed, and that is seen at once.
+    Times are monotonic. An agent that ``is_here`` is a child process, whose end is seen
+    at once, so it gets no pings.
     """
 
     def __init__(
@@ -128,14 +127,14 @@ class AgentNode(messages.MessageWriter):
         self.is_here = is_here
         self.timeouts = timeouts
         self.hello: messages.Hello | None = None
-        self.ranks: frozenset[int] = frozenset()  # those that run there now
-        self.owed_bytes = 0  # output that came since credit was last given
-        self.heard_at_s = 0.0  # when something came from it
-        self.silent_by_s = _NEVER  # when it counts as lost if nothing comes
-        self.is_doubted = False  # nothing came for ``lease_s``, but its host answers
-        self.is_over = False  # it is gone, whoever wanted that
+        self.ranks: frozenset[int] = frozenset()  # ids of its workers
+        self.owed_bytes = 0  # output received since the last credit
+        self.heard_at_s = 0.0  # when its last message came
+        self.silent_by_s = _NEVER  # when it is lost unless a message comes
+        self.has_more_time = False  # it was silent, but its host answers
+        self.is_over = False  # closed or lost
         self.has_errors = transport.error_fd >= 0
-        self._credit_bytes = messages.FIRST_CREDIT_BYTES  # output that may be under way
+        self._credit_bytes = messages.FIRST_CREDIT_BYTES
         self._reader = messages.MessageDecoder(
             (*messages.FROM_AGENT, messages.Output, messages.Relayed)
         )
@@ -147,22 +146,22 @@ class AgentNode(messages.MessageWriter):
 
     def _write_some(self, data: memoryview) -> int:
         try:
-            return self.transport.write(data)
+            return len(data) if self.is_over else self.transport.write(data)
         except BrokenPipeError:
-            return len(data)  # an agent that is gone does not get it
+            return len(data)  # its end is noticed by reading
 
     def relay(self, relayed: messages.Relayed) -> None:
-        """Send the store's reply, in pieces between which messages come first."""
+        """Send a reply of the store in pieces, so that messages can overtake it."""
         data = relayed.data
         for at in range(0, max(len(data), 1), _RELAYED_BYTES):
             super().relay(relayed._replace(data=data[at : at + _RELAYED_BYTES]))
 
     def receive(self) -> list[Received] | None:
-        data, greeter = self.transport.read(), self.hello_reader
+        data, reader = self.transport.read(), self.hello_reader
         if data == b"":
             return None
-        if data and greeter is not None and greeter.found is None:
-            data = greeter.feed(data)
+        if data and reader is not None and reader.found is None:
+            data = reader.feed(data)
         return self._reader.feed(data or b"")
 
     def find_problem(self) -> Failure | None:
@@ -172,6 +171,8 @@ class AgentNode(messages.MessageWriter):
         return reader.found.problem(self.host, reader.program)
 
     def read_errors(self) -> None:
+        if self.is_over:
+            return
         with suppress(BlockingIOError):
             data = os.read(self.transport.error_fd, _READ_BYTES)
             self._last_words = (self._last_words + data)[-_LAST_WORDS_BYTES:]
@@ -182,9 +183,9 @@ class AgentNode(messages.MessageWriter):
         return self._last_words.decode("utf-8", "backslashreplace").strip()
 
     @property
-    def met(self) -> messages.Hello:
+    def known_hello(self) -> messages.Hello:
         if self.hello is None:
-            raise AssertionError("a node that was connected has sent its hello")
+            raise AssertionError("a connected node has sent its hello")
         return self.hello
 
     @property
@@ -198,7 +199,6 @@ class AgentNode(messages.MessageWriter):
             )
 
     def watch(self, *, is_watched: bool) -> None:
-        """Begin or stop to count its silence; counting that runs goes on."""
         if is_watched and self._is_watched:
             return
         self._is_watched = is_watched and not self.is_here
@@ -208,25 +208,22 @@ class AgentNode(messages.MessageWriter):
         limit_s = self.timeouts.lease_s if self._is_watched else _NEVER
         self.heard_at_s = time.monotonic()
         self.silent_by_s = self.heard_at_s + limit_s
-        self.is_doubted = False
+        self.has_more_time = False
 
-    def doubt(self) -> None:
-        """Wait as long again: its host answers."""
-        self.is_doubted = True
+    def give_more_time(self) -> None:
+        self.has_more_time = True
         self.silent_by_s = self.heard_at_s + 2 * self.timeouts.lease_s
 
     def ping(self, now_s: float) -> float:
-        """Send a ping if one is due; return when the next one is."""
         if self.is_here or self.is_over:
             return _NEVER
         if now_s >= self._pinged_at_s + self.timeouts.ping_s:
             self._pinged_at_s = now_s
-            asked = _own_addresses() if self.timeouts.is_doubting else ()
-            self.send(messages.Ping(now_s, self.timeouts.lease_s, asked))
+            own = _own_addresses() if self.timeouts.probes_silent else ()
+            self.send(messages.Ping(now_s, self.timeouts.lease_s, own))
         return self._pinged_at_s + self.timeouts.ping_s
 
     def limit_credit(self, num_bytes: int) -> None:
-        """Let so much output be under way from it at most."""
         most = _CREDIT_HERE_BYTES if self.is_here else _CREDIT_BYTES
         limit = max(min(num_bytes, most), messages.FIRST_CREDIT_BYTES)
         self.owed_bytes += limit - self._credit_bytes
@@ -237,8 +234,8 @@ class AgentNode(messages.MessageWriter):
             self.send(messages.Credit(self.owed_bytes))
             self.owed_bytes = 0
 
-    def take_pong(self, pong: messages.Pong) -> None:
-        """Learn how its clock differs; the quickest answer knows best."""
+    def on_pong(self, pong: messages.Pong) -> None:
+        """Measure the offset of its clock, by the fastest answer so far."""
         now_s = time.monotonic()
         round_trip_s = now_s - pong.sent_at_s
         if 0 <= round_trip_s < self._round_trip_s:
@@ -252,15 +249,15 @@ class AgentNode(messages.MessageWriter):
             if time.monotonic() > last_s:
                 break
         code = self.transport.wait(self.timeouts.end_s)
-        complaints = self.last_words.splitlines()
-        last = f"; last error: {complaints[-1].strip()}" if complaints else ""
+        errors = self.last_words.splitlines()
+        last = f"; last error: {errors[-1].strip()}" if errors else ""
         if self.is_here:
-            reason = f"its agent is gone (exit code {code}){last}"
+            reason = f"its agent exited with code {code}{last}"
             return HostLoss(reason, EXIT_INTERNAL)
-        # Source: ssh(1), exit status: else it is one from there, after all had ended.
+        # Source: ssh(1), exit status: other codes are the remote program's.
         if code is None or not 0 < code < _SSH_FAILED:
             return HostLoss(f"the connection to it ended{last}", EXIT_UNREACHABLE)
-        return HostLoss(f"its agent ended with exit code {code}{last}", EXIT_INTERNAL)
+        return HostLoss(f"its agent exited with code {code}{last}", EXIT_INTERNAL)
 
     def close(self) -> None:
         self.is_over = True
@@ -269,7 +266,7 @@ class AgentNode(messages.MessageWriter):
 
 @functools.cache
 def _own_addresses() -> tuple[str, ...]:
-    # Imported where it is needed: a job on one host starts without.
+    # Imported late, for jobs on several hosts.
     from ronde.addresses import read_interfaces
 
     return tuple(each.address for each in read_interfaces())
@@ -278,7 +275,7 @@ def _own_addresses() -> tuple[str, ...]:
 def start_remote_agent(
     spawner: "Spawner", host: Host, python: str, timeouts: Timeouts = USUAL
 ) -> AgentNode:
-    # Imported where it is needed: a job on one host starts without.
+    # Imported late, for jobs on several hosts.
     from ronde.launch.hosts.spawner import BOOTSTRAP, HelloReader
 
     process = subprocess.Popen(
@@ -296,7 +293,7 @@ def start_remote_agent(
     here = Path(__file__)
     program = here.with_name("remote_bootstrap.py").read_text(encoding="utf-8")
     call = f"bootstrap({sentinel!a}, {str(here.parents[3])!a})"
-    # It is shorter than any pipe; who has gone already does not get it.
+    # It fits into the pipe. If ssh has ended, reading shows why.
     with suppress(BrokenPipeError):
         transport.write(memoryview(f"exec({program!a}); {call}\n".encode()))
     reader = HelloReader(spawner.name, sentinel[::-1].encode())
@@ -304,7 +301,7 @@ def start_remote_agent(
 
 
 class AgentStarter:
-    """Starts agents; ``make_spawner`` is None where all hosts are this machine.
+    """Starts agents; without ``make_spawner`` all hosts are this machine.
 
     With ``has_aliases`` several hosts may be this machine, each with its own agent.
     """
@@ -325,12 +322,12 @@ class AgentStarter:
         self._python = python
         self._here: set[str] = set()
         self._found: dict[str, tuple[str, ...]] = {}
-        self._asked: dict[str, LookUp] = {}
+        self._look_ups: dict[str, LookUp] = {}
 
     @functools.cached_property
     def spawner(self) -> "Spawner":
         if self._make_spawner is None:
-            raise AssertionError("all hosts were to be this machine")
+            raise AssertionError("all hosts are this machine")
         return self._make_spawner()
 
     def is_here(self, host: Host) -> bool:
@@ -342,21 +339,20 @@ class AgentStarter:
         return host.name in self._here
 
     def look_up(self, hosts: Sequence[Host], stop_fd: int) -> dict[str, Failure]:
-        """Look up the names of many hosts; return why some need not be connected to."""
+        """Look up many names; return the reasons of those that need no attempt."""
         names = [host.name for host in hosts if host.name not in self._found]
         if self._make_spawner is None or len(names) < _MANY:
             return {}
-        asked = LookUp(names)
-        while not asked.is_over(LOOK_S):
+        look_up = LookUp(names)
+        while not look_up.is_over(LOOK_S):
             raise_if_stopped(stop_fd)
-        answers = dict(asked.answers)
+        answers = dict(look_up.answers)
         self._found |= {name: answers.get(name, ()) for name in names}
-        # Imported where it is needed: few jobs have so many hosts.
+        # Imported late: few jobs have so many hosts.
         from ronde.launch.hosts.spawner import UNKNOWN_NAME
 
         absent = [name for name, found in answers.items() if not found]
-        is_vain = bool(absent) or not answers
-        if not is_vain or not self.spawner.leads_by_name(names[0]):
+        if (answers and not absent) or not self.spawner.connects_by_name(names[0]):
             return {}
         silent = Failure(
             f"no name server answers within {LOOK_UP_S:g} s",
@@ -367,16 +363,16 @@ class AgentStarter:
         }
 
     def is_looked_up(self, host: Host) -> bool:
-        """Look its name up in a thread, so that ``start`` does not wait for that."""
+        """Look its name up in a thread, so that ``start`` need not wait."""
         name = host.name
         if self._make_spawner is None or self._found.get(name):
             return True
-        asked = self._asked.pop(name, None) or LookUp([name])
-        if not asked.is_over():
-            self._asked[name] = asked
+        look_up = self._look_ups.pop(name, None) or LookUp([name])
+        if not look_up.is_over():
+            self._look_ups[name] = look_up
             return False
-        # Where no name server has answered, what leads there asks once more.
-        self._found[name] = asked.answers.get(name, ())
+        # If no name server has answered, ssh asks again.
+        self._found[name] = look_up.answers.get(name, ())
         return True
 
     def start(self, host: Host) -> AgentNode:
@@ -386,29 +382,25 @@ class AgentStarter:
             return AgentNode(host, transport, is_here=True, timeouts=self.timeouts)
         return start_remote_agent(self.spawner, host, self._python, self.timeouts)
 
-    def explain(self, node: AgentNode, exit_code: int, complaints: str) -> Failure:
+    def explain(self, node: AgentNode, exit_code: int, errors: str) -> Failure:
         if not node.is_here:
-            return self.spawner.explain(node.host, exit_code, complaints)
+            return self.spawner.explain(node.host, exit_code, errors)
         if exit_code == EXIT_NO_FORK and not self._has_aliases:
-            raise LaunchError(complaints.strip())
-        return Failure(f"its agent ended with exit code {exit_code}: {complaints}", "")
+            raise LaunchError(errors.strip())
+        return Failure(f"its agent ended with exit code {exit_code}: {errors}", "")
 
     def explain_silence(
         self, failures: Sequence[HostFailure], hosts: Sequence[Host]
     ) -> list[HostFailure]:
-        """Return failures; of hosts that did not answer, with the reason if found."""
-        # Imported where they are needed: most hosts answer.
-        from concurrent.futures import ThreadPoolExecutor
-
+        """Return failures, with a better reason for the first silent host."""
+        # Imported late: most hosts answer.
         from ronde.launch.hosts.spawner import NO_ANSWER
 
-        reasons = {each.host: each.failure.reason for each in failures}
-        silent = [h for h in hosts if reasons.get(h.name, "").startswith(NO_ANSWER)]
-        # It takes seconds a host, and many hosts mostly have one reason.
-        silent = silent[:_MAX_EXPLAINED]
-        with ThreadPoolExecutor(_MAX_EXPLAINED) as pool:
-            found = zip(
-                silent, pool.map(self.spawner.explain_silence, silent), strict=True
-            )
-            by_name = {host.name: failure for host, failure in found}
-        return [HostFailure(e.host, by_name.get(e.host) or e.failure) for e in failures]
+        found, by_name = list(failures), {host.name: host for host in hosts}
+        for index, each in enumerate(failures):
+            if each.failure.reason.startswith(NO_ANSWER):
+                # It takes seconds, and other hosts mostly have the same reason.
+                better = self.spawner.explain_silence(by_name[each.host])
+                found[index] = each._replace(failure=better or each.failure)
+                break
+        return found

@@ -1,7 +1,7 @@
-"""The first program on another host, which it gets as text on standard input.
+"""The first program on another host, sent as text on standard input.
 
-It stands alone, for ronde may not be there, and any Python from 3.6 on can run it, so
-that one which is too old can report its version.
+It imports ronde only if that is there, and runs on any Python since 3.6, so that one
+which is too old can report its version.
 """
 
 import json
@@ -15,7 +15,7 @@ _FIRST_MESSAGE_S = 60.0
 
 
 def bootstrap(sentinel: str, directory: str) -> None:
-    """Write the versions here, after the sentinel; then be an agent if possible."""
+    """Write the sentinel and the versions here; then run an agent if possible."""
     if Path(directory, "ronde", "launch", "agent", "agent.py").is_file():
         sys.path.append(directory)
     else:
@@ -28,7 +28,7 @@ def bootstrap(sentinel: str, directory: str) -> None:
         from ronde.launch.agent import agent
 
         version = ronde.__version__
-    except Exception as error:  # noqa: BLE001 - whatever it is, it is reported
+    except Exception as error:  # noqa: BLE001 - it is reported
         import_error = "{}: {}".format(type(error).__name__, error)[:_MAX_ERROR_CHARS]  # noqa: UP032
     found = {
         "python": "{}.{}.{}".format(*sys.version_info[:3]),

@@ -1,8 +1,8 @@
 """Programs on the hosts of a Slurm allocation, by one ``srun`` a host.
 
-Slurm passes bytes as they are and at once in both directions, and the end of input. It
-does not notice an ``srun`` that was killed outright: a program that was not notified
-must then end by itself. Another signal makes ``srun`` kill all of the step.
+Slurm passes bytes on unchanged and at once in both directions, and the end of input. It
+does not notice an ``srun`` that was killed by SIGKILL: the program must then end by
+itself. Another signal makes ``srun`` kill the whole step.
 """
 
 from collections.abc import Sequence
@@ -11,20 +11,20 @@ from ronde.errors import Failure
 from ronde.launch.host import Host
 from ronde.launch.hosts.spawner import Spawner, explain_program, last_line
 
-# Nothing else is handed over: the whole environment would show secrets to Slurm.
+# Nothing else is passed on: Slurm would see the secrets of the environment.
 _EXPORTED = "HOME,USER,LOGNAME,SHELL,PATH,LD_LIBRARY_PATH"
 _STEP = (
     *("--nodes=1", "--ntasks=1", "--ntasks-per-node=1"),
-    "--overlap",  # beside whatever runs there, with all that the job has there
+    "--overlap",  # beside other steps, with all resources of the job there
     "--unbuffered",
     "--cpu-bind=none",
     "--mpi=none",
     "--kill-on-bad-exit=0",
-    "--chdir=/",  # the one directory that is everywhere
+    "--chdir=/",  # the one directory that exists everywhere
     f"--export={_EXPORTED}",
 )
-# Options of srun's that a user's environment may name: they change what passes, what is
-# run, how long, or contradict the words above.
+# Options of srun in the user's environment that contradict those above, change the
+# bytes, or run other programs.
 _UNSET = (
     *("LABELIO", "STDINMODE", "STDOUTMODE", "STDERRMODE", "UNBUFFEREDIO", "OPEN_MODE"),
     *("PROLOG", "EPILOG", "TASK_PROLOG", "TASK_EPILOG", "BCAST", "BCAST_EXCLUDE"),
@@ -37,7 +37,7 @@ _CLEARED = (
     *("-u", "SRUN_DEBUG", "-u", "SRUN_CONTAINER"),
 )
 _NOT_FOUND = 127
-_COMPLAINTS = (
+_ERRORS = (
     ("execve()", "its Python is not there", "name the one there with --python"),
     ("Invalid node name", "unknown to Slurm", "scontrol show node {host}"),
     (
@@ -47,7 +47,7 @@ _COMPLAINTS = (
     ),
     ("nvalid job id", "the allocation is over", "salloc or sbatch a new one"),
 )
-_CHATTER = "cluster configuration lacks support for cpu binding"
+_WARNING = "cluster configuration lacks support for cpu binding"
 
 
 class SlurmSpawner(Spawner):
@@ -58,12 +58,12 @@ class SlurmSpawner(Spawner):
     def command(self, host: Host, words: Sequence[str]) -> list[str]:
         return [*_CLEARED, "srun", f"--nodelist={host.name}", *_STEP, "--", *words]
 
-    def explain(self, host: Host, exit_code: int, complaints: str) -> Failure:
-        lines = [line for line in complaints.splitlines() if _CHATTER not in line]
+    def explain(self, host: Host, exit_code: int, errors: str) -> Failure:
+        lines = [line for line in errors.splitlines() if _WARNING not in line]
         text = "\n".join(lines)
         if exit_code == _NOT_FOUND and "srun" in last_line(text):
             return Failure(f"srun is not there: {last_line(text)}", "name --launcher")
-        for words, reason, cure in _COMPLAINTS:
+        for words, reason, cure in _ERRORS:
             for line in lines:
                 if words in line:
                     return Failure(

@@ -23,7 +23,7 @@ from ronde.units import grouped
 from ronde.world.host_lists import BLANKS, expand, expand_list, split_list
 from ronde.world.launcher_env import parse_tasks_per_node
 
-# Nothing that a shell or ssh would read as more than a name, and no leading dash.
+# No character that is special to a shell or ssh, and no leading dash.
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
 _BRACKETED = re.compile(r"\[([^\[\]]*:[^\[\]]*)\](?::(.*))?", re.DOTALL)
@@ -36,8 +36,6 @@ _COMMENT = re.compile(r"(?:^|[ \t])(?:#|//)")
 _HOSTS = re.compile(r"(?:[^ \t,\[]|\[[^\]]*\]?|[ \t]*,[ \t]*)+")
 _PAIR = re.compile(r"[ \t]+([^ \t=]+)[ \t]*=[ \t]*([^ \t]*)")
 _GPU = re.compile(r"[0-9]{1,4}|(?:GPU|MIG)-[A-Za-z0-9/-]+")
-
-
 _CURE = "Name the hosts by -H or --hostfile."
 _CORRECT = "Correct it."
 _LISTS = ("SLURM_JOB_NODELIST", "SLURM_NODELIST")
@@ -56,8 +54,8 @@ def _parse_words(text: str, option: str, named_at: str) -> list[Host]:
         name, slots = _split_slots(rest, option)
         count = SLOTS_OPEN
         if slots is not None:
-            what = f"{option}: slots of {name}"
-            count = read_number(what, slots, _CORRECT, most=MAX_SLOTS)
+            subject = f"{option}: slots of {name}"
+            count = read_number(subject, slots, _CORRECT, most=MAX_SLOTS)
         names = [name] if ":" in name and "[" not in name else expand(name, option)
         for one in names:
             _check_name(one, option)
@@ -71,7 +69,7 @@ def _parse_words(text: str, option: str, named_at: str) -> list[Host]:
 
 
 def _split_slots(text: str, option: str) -> tuple[str, str | None]:
-    """Take ``:4`` off the end, which an address with colons has after brackets only."""
+    """Split ``:4`` off the end; an address with colons needs brackets before it."""
     if bracketed := _BRACKETED.fullmatch(text):
         return bracketed[1], bracketed[2]
     colon = text.rfind(":")
@@ -88,15 +86,14 @@ def _split_slots(text: str, option: str) -> tuple[str, str | None]:
 
 
 def _count_repeated(hosts: Iterable[Host]) -> tuple[Host, ...]:
-    """Give a host that stands several times without slots that many."""
     counted: list[Host] = []
     for first, *others in grouped((host.name, host) for host in hosts).values():
         for host in others:
             is_same = host._replace(named_at=first.named_at) == first
             if not is_same or host.slots != SLOTS_OPEN:
-                places = dict.fromkeys((first.named_at, host.named_at))
+                lines = dict.fromkeys((first.named_at, host.named_at))
                 raise UsageError(
-                    f"{' and '.join(places)}: a host that has slots must be named "
+                    f"{' and '.join(lines)}: a host that has slots must be named "
                     f"once, got {host.name} twice. Name it once, with all of its slots."
                 )
         counted.append(first._replace(slots=1 + len(others)) if others else first)
@@ -119,7 +116,6 @@ def _check_user(user: str, option: str) -> None:
 
 
 def _is_address(text: str) -> bool:
-    """Return whether it is a numeric IPv4 or IPv6 address, zone or not."""
     address, has_zone, zone = text.partition("%")
     with suppress(OSError, ValueError):
         socket.inet_pton(family_of(text), address)
@@ -128,13 +124,13 @@ def _is_address(text: str) -> bool:
 
 
 class _Value(NamedTuple):
-    key: str  # as it was written
+    key: str  # as written
     text: str
-    place: str  # line and column of the value
+    where: str  # line and column
 
     def must_be_once(self, key: str, first: str) -> UsageError:
         return UsageError(
-            f"{self.place}: {key} must be given once, got {first} and "
+            f"{self.where}: {key} must be given once, got {first} and "
             f"{self.key}={self.text}. Drop one."
         )
 
@@ -142,10 +138,10 @@ class _Value(NamedTuple):
 def merge_repeated(
     hosts: Iterable[Host], *, is_counted: bool
 ) -> tuple[tuple[Host, ...], tuple[str, ...]]:
-    """Return each host once, where it was first, and what to tell of doubles.
+    """Return each host once, and complaints about repeated ones.
 
-    Of different slots the fewest count. One that stands several times without any has
-    that many where ``is_counted``, as in a host file.
+    The fewest slots count. With ``is_counted``, as in a host file, a host without slots
+    has one slot each time.
     """
     merged: list[Host] = []
     doubles: list[str] = []
@@ -171,7 +167,7 @@ def parse_hostfile(text: str, option: str) -> tuple[Host, ...]:
 
 def parse_lines(text: str, option: str) -> list[Host]:
     hosts: list[Host] = []
-    # Not splitlines(): that counts lines that no editor shows.
+    # Not splitlines(), which splits at more characters than editors do.
     for number, line in enumerate(text.removeprefix("\ufeff").split("\n"), 1):
         comment = _COMMENT.search(line)
         kept = line[: comment.start()] if comment else line
@@ -228,26 +224,26 @@ def _with_values(host: Host, values: Mapping[str, _Value], num_hosts: int) -> Ho
         gpus = tuple(value.text.split(","))
         if not all(map(_GPU.fullmatch, gpus)) or len(set(gpus)) < len(gpus):
             raise UsageError(
-                f"{value.place}: gpus must be different numbers or UUIDs with commas "
+                f"{value.where}: gpus must be different numbers or UUIDs with commas "
                 f"and no blanks between them, got {value.text!r}. Type: gpus=0,2"
             )
     if value := values.get("user"):
         user = value.text
-        _check_user(user, value.place)
+        _check_user(user, value.where)
     if value := values.get("addr"):
         address = value.text
         if not _is_address(address) or num_hosts > 1:
             raise UsageError(
-                f"{value.place}: addr must be the numeric address of one host, got "
+                f"{value.where}: addr must be the numeric address of one host, got "
                 f"{address!r} for {num_hosts}. Type: n1 addr=10.0.0.1"
             )
     slots = _number(values, "slots", 0, MAX_SLOTS, host.slots)
-    # Nobody is started beyond the slots, so that a maximum only limits.
+    # No rank is started beyond the slots, so a maximum only limits.
     most = _number(values, "max_slots", 0, MAX_SLOTS, MAX_SLOTS)
     if most < slots:
         value = values["max_slots"]
         raise UsageError(
-            f"{value.place}: {value.key} must be at least the slots, got {most} < "
+            f"{value.where}: {value.key} must be at least the slots, got {most} < "
             f"{slots}. Drop one."
         )
     if slots == SLOTS_OPEN:
@@ -261,14 +257,14 @@ def _number(
 ) -> int:
     if key not in values:
         return default
-    name, text, place = values[key]
-    return read_number(f"{place}: {name}", text, _CORRECT, least=lowest, most=highest)
+    name, text, where = values[key]
+    return read_number(f"{where}: {name}", text, _CORRECT, least=lowest, most=highest)
 
 
 def read_allocation(environ: Mapping[str, str]) -> tuple[Host, ...] | None:
     if "SLURM_JOB_ID" not in environ:
         return None
-    # First of all: such a job lists its hosts under other names.
+    # Heterogeneous jobs list their hosts under other names.
     if (num_groups := environ.get("SLURM_HET_SIZE", "1")) != "1":
         raise UsageError(
             "SLURM_HET_SIZE must be 1, since only the allocation of a plain job is "
@@ -282,8 +278,8 @@ def read_allocation(environ: Mapping[str, str]) -> tuple[Host, ...] | None:
         _check_name(each, listed_at)
     slots = _tasks(environ, len(names), f"{listed_at}={environ[listed_at]}")
     if max(slots) <= 1:
-        # Slurm gives the GPUs of this host, where it started this process. Only a job
-        # that asked for a total can have other counts elsewhere.
+        # Slurm gives the number of GPUs of this host. Other hosts have the same, unless
+        # the job asked for a total.
         name, num_gpus = "SLURM_GPUS_ON_NODE", 0
         if name in environ and not (len(names) > 1 and "SLURM_GPUS" in environ):
             num_gpus = read_number(name, environ[name], _CURE, most=MAX_SLOTS)
@@ -295,9 +291,8 @@ def read_allocation(environ: Mapping[str, str]) -> tuple[Host, ...] | None:
 
 
 def _tasks(environ: Mapping[str, str], num_hosts: int, hosts: str) -> list[int]:
-    """Return the tasks that were asked for on each host; all 1 where none were."""
     each_name, name = "SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE"
-    # Without a task that was asked for, the counts are those of CPUs.
+    # Without a request, the counts are those of CPUs.
     is_asked = "SLURM_NTASKS" in environ or each_name in environ
     if is_asked and name in environ:
         try:
@@ -306,7 +301,7 @@ def _tasks(environ: Mapping[str, str], num_hosts: int, hosts: str) -> list[int]:
             raise UsageError(f"{error} {_CURE}") from None
         if len(tasks) == num_hosts:
             return tasks
-        # In a step on some of the hosts they are the step's.
+        # In a step on some hosts the counts are the step's.
         if "SLURM_STEP_ID" not in environ:
             raise UsageError(
                 f"{name} must have a count for each of the {num_hosts} hosts in "
@@ -317,7 +312,6 @@ def _tasks(environ: Mapping[str, str], num_hosts: int, hosts: str) -> list[int]:
 
 
 def is_hostfile(text: str, option: str) -> bool:
-    """Return whether a text names a file of hosts, and not a command."""
     path = os.path.realpath(text)
     if not os.path.isfile(path) or os.access(path, os.X_OK):  # noqa: PTH113  no OSError
         return False

@@ -1,4 +1,4 @@
-"""The interface of what starts a process on another host, and its first words."""
+"""Interface of ssh and srun, and the hello of a remote Python."""
 
 import json
 import shlex
@@ -14,16 +14,15 @@ from ronde.launch.host import Host
 from ronde.plain_values import PlainValueError, from_plain
 
 BOOTSTRAP = "import sys; del sys.path[0]; exec(sys.stdin.buffer.raw.readline(65536))"
-"""For ``-E -S -c``: runs the first line of its standard input.
+"""For ``-E -S -c``: runs the first line of standard input.
 
-The same for all hosts and jobs, since every user there can read it, and without any
-character that a login shell would read as its own. The line is taken byte by byte, so
-that nothing behind it is. The first entry of the path is the directory that a login
-happens to begin in.
+It holds no secret, since every user there can read it, and no special character of a
+shell. The line is read byte by byte, so that the rest stays for the agent. The deleted
+entry of the path is the login's directory.
 """
 UNKNOWN_NAME = Failure("unknown name", "check the spelling")
-NO_ANSWER = "no answer from it"  # how the reason begins
-MAX_NOISE_BYTES = 64 << 10  # what is kept of the noise before a hello: the latest
+NO_ANSWER = "no answer from it"  # the begin of a reason
+MAX_NOISE_BYTES = 64 << 10  # of a login's output before the hello; the latest
 MAX_HELLO_BYTES = 8 << 10
 _NOT_FOUND = 127
 _NOT_EXECUTABLE = 126
@@ -33,22 +32,22 @@ _LONGEST_CHARS = 200
 class Spawner(ABC):
     """Builds the command that runs a program on a host, and explains its failures."""
 
-    name: ClassVar[str]
-    """The program that does it: ``ssh`` or ``srun``."""
+    name: ClassVar[str]  # of the program: ``ssh`` or ``srun``
 
     @abstractmethod
     def command(self, host: Host, words: Sequence[str]) -> list[str]:
-        """Return the command that runs ``words``, which hold no secret, there."""
+        """Return the command that runs ``words`` there; others can read them."""
 
     @abstractmethod
-    def explain(self, host: Host, exit_code: int, complaints: str) -> Failure:
-        """Return why the command ended before the program's hello."""
+    def explain(self, host: Host, exit_code: int, errors: str) -> Failure:
+        """Return the reason that the command ended before the hello."""
 
     def explain_silence(self, host: Host) -> Failure | None:  # noqa: ARG002
-        """Return why a host that was connected to did not answer, if it is found."""
+        """Return the reason that a connected host does not answer, if found."""
         return None
 
-    def leads_by_name(self, name: str) -> bool:  # noqa: ARG002 - others have their own
+    def connects_by_name(self, name: str) -> bool:  # noqa: ARG002
+        """Return True if the name server's address of a host is connected to."""
         return False
 
 
@@ -69,9 +68,8 @@ def last_line(text: str) -> str:
     return kept[-1][:_LONGEST_CHARS] if kept else ""
 
 
-def explain_program(exit_code: int, complaints: str) -> Failure:
-    """Return why a host was reached, but the program there did not begin."""
-    last = last_line(complaints)
+def explain_program(exit_code: int, errors: str) -> Failure:
+    last = last_line(errors)
     # csh reports it with exit code 1.
     is_missing = exit_code == _NOT_FOUND or last.endswith(": Command not found.")
     if is_missing or (exit_code == _NOT_EXECUTABLE and last):
@@ -95,7 +93,7 @@ class RemotePython(NamedTuple):
     import_error: str
 
     def problem(self, host: Host, program: str) -> Failure | None:
-        """Return why it will not do; ``program``, ssh or srun, led there."""
+        """Return its difference from here, if any; ``program`` is ssh or srun."""
         here = "{}.{}".format(*sys.version_info[:2])
         there = ".".join(self.python.split(".")[:2])
         if here != there:
@@ -116,7 +114,6 @@ class RemotePython(NamedTuple):
 
 
 def _copy_ronde(shell: str, python: str) -> str:
-    """Return a command that copies this ronde to a host's Python."""
     package = Path(ronde.__file__).parent
     where = '-c "import site; print(*site.getsitepackages()[:1])"'
     there = f'tar -xz -C "$({shlex.quote(python)} {where})"'
@@ -125,17 +122,16 @@ def _copy_ronde(shell: str, python: str) -> str:
 
 
 class HelloReader:
-    """Finds a sentinel among a login's noise, and reads the hello behind it."""
+    """Reads the hello after a sentinel, which follows a login's own output."""
 
     def __init__(self, program: str, sentinel: bytes) -> None:
         self.found: RemotePython | None = None
         self.noise = b""
-        self.program = program  # what leads there: ``ssh`` or ``srun``
+        self.program = program
         self._sentinel = sentinel
         self._received = b""
 
     def feed(self, data: bytes) -> bytes | None:
-        """Take bytes; return what follows the hello, None while that is incomplete."""
         self._received += data
         noise, is_found, after = self._received.partition(self._sentinel)
         self.noise = noise[-MAX_NOISE_BYTES:]
@@ -157,7 +153,7 @@ class HelloReader:
             ) from None
         except (ValueError, RecursionError) as error:
             raise LaunchError(f"greeting must be JSON: {error}.") from None
-        # They are shown on a terminal.
+        # Remove control characters: they are shown on a terminal.
         texts = ("".join(filter(str.isprintable, text)) for text in found)
         self.found = RemotePython._make(texts)
         return after

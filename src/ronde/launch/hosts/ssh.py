@@ -1,4 +1,4 @@
-"""Programs on other hosts by the system's ssh, as the user has configured it."""
+"""Programs on other hosts by the system's ssh and the user's configuration."""
 
 import re
 import shlex
@@ -22,27 +22,26 @@ _FAILED = 255
 _CONFIGURATION = re.compile(r"Reading configuration data (\S+)")
 _PROXIES = re.compile(r"^proxy(command|jump) (?!none$)", re.MULTILINE)
 _NAMES = re.compile(
-    # What is included for some hosts is not read for all.
+    # An include within a Host block is read for that host only.
     r"^\s*(hostname|proxycommand|proxyjump|canonicalizehostname|match)\b"
     r"|^\s*host\b(.|\n)*^\s*include\b",
     re.IGNORECASE | re.MULTILINE,
 )
 _SECURE = (
-    "-T",  # bytes pass as they are
-    "-a",  # nothing on another host can use the user's keys
+    "-T",  # no terminal, which would change bytes
+    "-a",  # no forwarding of the user's keys
     "-x",
-    *("-o", "BatchMode=yes"),  # ask nothing: nobody is there to answer
+    *("-o", "BatchMode=yes"),  # no questions
     *("-o", "ConnectTimeout=10"),
-    # Later than the controller and the agent give each other up.
+    # Longer than the leases of controller and agent.
     *("-o", "ServerAliveInterval=5"),
     *("-o", "ServerAliveCountMax=4"),
     *("-o", "ClearAllForwardings=yes"),
-    # A connection of others is used where there is one; none is left behind.
+    # Use a shared connection if there is one, but leave none behind.
     *("-o", "ControlMaster=no"),
-    # What a user's configuration may want for logins, and refuses a command.
+    # In a configuration for logins it refuses a command.
     *("-o", "RemoteCommand=none"),
 )
-
 
 _NO_SERVER = "no name server answers"
 _CROWDED = "its ssh server takes no more connections now"
@@ -51,14 +50,14 @@ _CROWDED_WORDS = (
     "|Exceeded MaxStartups|Not allowed at this time"
     "|Connection (closed|reset) by .* port"
 )
-# What ssh says, and what it means; ``{ssh}`` and so on stand for commands.
-_COMPLAINTS = (
+# Patterns of ssh's errors, with reason and cure; ``{ssh}`` and so on are commands.
+_ERRORS = (
     (
         "HOST IDENTIFICATION HAS CHANGED",
         "host key changed: another machine answers, or it was installed anew",
         "find out which; if it is right: {forget}",
     ),
-    ("REVOKED HOST KEY|marked as revoked", "host key revoked", "ask who runs the host"),
+    ("REVOKED HOST KEY|marked as revoked", "host key revoked", "ask its administrator"),
     (
         "Host key verification failed|No .* host key is known",
         "host key unknown",
@@ -102,14 +101,14 @@ class SshSpawner(Spawner):
     def client(self, host: Host) -> list[str]:
         port = ["-p", str(host.port)] if host.port else []
         user = ["-l", host.user] if host.user else []
-        # The first value that ssh is given for an option is the one it takes.
+        # The first value of an option wins.
         return ["ssh", *self._ssh_args, *_SECURE, *port, *user, "--"]
 
     def command(self, host: Host, words: Sequence[str]) -> list[str]:
         return [*self.client(host), host.name, shlex.join(words)]
 
-    def leads_by_name(self, name: str) -> bool:
-        # Imported where it is needed: few starts ask.
+    def connects_by_name(self, name: str) -> bool:
+        # Imported late: few starts need it.
         from ronde.launch.hosts.ssh_path import ask_settings
 
         try:
@@ -123,17 +122,17 @@ class SshSpawner(Spawner):
         return is_same and is_direct and not any(map(_NAMES.search, texts))
 
     def explain_silence(self, host: Host) -> Failure | None:
-        # Imported where it is needed: most hosts answer.
+        # Imported late: most hosts answer.
         from ronde.launch.hosts.ssh_path import explain_silence
 
         return explain_silence(host, self.client(host)[:-1])
 
-    def explain(self, host: Host, exit_code: int, complaints: str) -> Failure:
+    def explain(self, host: Host, exit_code: int, errors: str) -> Failure:
         if exit_code != _FAILED:
-            return explain_program(exit_code, complaints)
+            return explain_program(exit_code, errors)
         ssh = shell_command(self.name, host)
-        for pattern, reason, cure in _COMPLAINTS:
-            if re.search(pattern, complaints):
+        for pattern, reason, cure in _ERRORS:
+            if re.search(pattern, errors):
                 # As known_hosts has it.
                 has_port = host.port not in {0, 22}
                 known = f"[{host.name}]:{host.port}" if has_port else host.name
@@ -143,4 +142,4 @@ class SshSpawner(Spawner):
                     forget=shlex.join(["ssh-keygen", "-R", known]),
                 )
                 return Failure(reason, advice, reason in (_NO_SERVER, _CROWDED))
-        return Failure(f"ssh failed: {last_line(complaints) or 'no output'}", ssh)
+        return Failure(f"ssh failed: {last_line(errors) or 'no output'}", ssh)

@@ -1,7 +1,7 @@
-"""Why ssh to a host stands still: large packets are lost on the way.
+"""Diagnosis of an ssh that hangs: large packets are lost on the way.
 
-TCP connects and the server's first line comes, in small packets. The exchange of keys
-has packets of full size, and never ends. To find their limit, segments of TCP go to the
+TCP connects and the server's first line arrives, in small packets. The exchange of keys
+has packets of full size, and never ends. The limit is found by TCP segments to the
 server, which its kernel acknowledges.
 """
 
@@ -32,25 +32,16 @@ _FAMILIES = {"inet": socket.AF_INET, "inet6": socket.AF_INET6}
 
 
 def explain_silence(host: Host, client: Sequence[str]) -> Failure | None:
-    """Return why ssh connects to a host and goes no further, if that is found.
-
-    ``client`` is ssh with its options.
-    """
     with suppress(OSError, subprocess.SubprocessError):
-        if (place := _find_server(host, client)) is not None:
-            return _explain(place)
+        if (server := _find_server(host, client)) is not None:
+            return _explain(*server)
     return None
 
 
-class _Place(NamedTuple):
-    address: str
-    port: int
-
-
 def ask_settings(client: Sequence[str], name: str) -> tuple[str, str]:
-    """Return ssh's settings for a host, a line each, and the names of their files.
+    """Return ssh's settings for a host, a line each, and its log about them.
 
-    Its configuration may run commands. Those that hang are killed.
+    The configuration may run commands. Those that hang are killed.
 
     Raises:
         OSError: There is no ssh.
@@ -75,8 +66,7 @@ def ask_settings(client: Sequence[str], name: str) -> tuple[str, str]:
     return settings, notes
 
 
-def _find_server(host: Host, client: Sequence[str]) -> _Place | None:
-    """Return where ssh would connect to; None behind a proxy, or if nothing listens."""
+def _find_server(host: Host, client: Sequence[str]) -> tuple[str, int] | None:
     printed, _ = ask_settings(client, host.name)
     lines = (line.partition(" ") for line in printed.splitlines())
     settings = {name: value for name, _, value in lines}
@@ -87,19 +77,18 @@ def _find_server(host: Host, client: Sequence[str]) -> _Place | None:
     family = _FAMILIES.get(settings.get("addressfamily", ""), socket.AF_UNSPEC)
     found = socket.getaddrinfo(name, port, family, socket.SOCK_STREAM)
     for *_, address in found:
-        place = _Place(str(address[0]), port)
-        with suppress(OSError), socket.create_connection(place, _CONNECT_S):
-            return place
+        server = str(address[0]), port
+        with suppress(OSError), socket.create_connection(server, _CONNECT_S):
+            return server
     return None
 
 
-def _explain(place: _Place) -> Failure | None:
-    """Return the reason that ssh stops; None if the server sends no first line."""
-    sizes = measure_ssh_path(*place)
+def _explain(address: str, port: int) -> Failure | None:
+    sizes = measure_ssh_path(address, port)
     if sizes is None:
         return None
-    name, mtu = interface_towards(place.address), own_mtu_towards(place.address)
-    stands = "ssh connects, and stands still at the exchange of keys"
+    name, mtu = interface_towards(address), own_mtu_towards(address)
+    stands = "ssh connects, and hangs at the exchange of keys"
     if sizes.lost == 0:
         cause = f"packets of {sizes.arrived} bytes arrive there, those back may be lost"
         most = LEAST_BYTES
@@ -114,14 +103,14 @@ def _explain(place: _Place) -> Failure | None:
 
 
 class PathSizes(NamedTuple):
-    """IP packets to a host, in bytes."""
+    """Sizes of IP packets to a host, in bytes."""
 
-    arrived: int  # the largest one that arrived
-    lost: int  # the smallest one that was lost; 0 for none
+    arrived: int  # the largest that arrived
+    lost: int  # the smallest that was lost; 0 for none
 
 
 def measure_ssh_path(address: str, port: int) -> PathSizes | None:
-    """Find the largest packet that an ssh server's kernel acknowledges, to the byte."""
+    """Find the largest packet that reaches an ssh server; None for another server."""
     arrived, lost = LEAST_BYTES, 0
     for step in _STEPS_BYTES:
         with socket.create_connection((address, port), _CONNECT_S) as line:
@@ -139,7 +128,6 @@ def measure_ssh_path(address: str, port: int) -> PathSizes | None:
 def _send_segments(
     line: socket.socket, arrived: int, lost: int, step: int
 ) -> tuple[int, int]:
-    """Send larger and larger packets; return the last that arrives and the next one."""
     tcp_info = line.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 8)
     headers = 40 if line.family == socket.AF_INET else 60
     headers += 12 if tcp_info[_OPTIONS_AT] & _HAS_TIMESTAMPS else 0
@@ -158,7 +146,6 @@ def _send_segments(
 
 
 def _is_acknowledged(line: socket.socket) -> bool:
-    """Wait until the other end's kernel has all; TCP sends again after 0.2 s."""
     due_s = time.monotonic() + _ACKNOWLEDGED_S
     while any(fcntl.ioctl(line, termios.TIOCOUTQ, bytes(4))):
         if time.monotonic() > due_s:

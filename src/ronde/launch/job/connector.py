@@ -1,4 +1,4 @@
-"""Agents on many hosts: started side by side, each heard before anything else."""
+"""Connects to agents on many hosts in parallel."""
 
 import itertools
 import os
@@ -16,7 +16,7 @@ from ronde.launch.wire.messages import PROTOCOL, FromAgent, Hello
 _FDS_PER_HOST = 3
 _OTHER_FDS = 64
 MAX_STARTING = 64
-"""Connections that are being made at a time; sshd refuses more from one client."""
+"""Connections in progress; sshd refuses more from one client."""
 _NUM_TRIES = 4
 _PAUSE_S = 0.5
 _UNKNOWN = 255
@@ -24,29 +24,29 @@ _UNKNOWN = 255
 
 class _Attempt:
     def __init__(
-        self, index: int, host: Host, patient_until_s: float, *, is_aside: bool
+        self, index: int, host: Host, patient_until_s: float, *, in_thread: bool
     ) -> None:
         self.index, self.host, self.patient_until_s = index, host, patient_until_s
-        self.is_aside = is_aside  # its name is looked up in a thread
-        self.tries, self.due_s = 0, 0.0  # when to try it, or to give it up
+        self.in_thread = in_thread  # looks up its name in a thread
+        self.tries, self.due_s = 0, 0.0  # of the next try, or of giving up
 
     def __lt__(self, other: "_Attempt") -> bool:
         return (self.due_s, self.index) < (other.due_s, other.index)
 
 
 class AgentConnector(Handler):
-    """Brings an agent to each host, so many at a time.
+    """Starts an agent on each host, some at a time.
 
-    Where ranks run meanwhile, their handler embeds this one: it calls ``advance`` when
-    ``due_s`` has come, passes on what concerns nodes that this one ``owns``, and calls
-    ``collect`` when it ``has_results``. Of all that only ``run`` waits for anything.
+    While ranks run, their handler embeds this one: it calls ``advance`` at ``due_s``,
+    passes on events of nodes that this one ``owns``, and calls ``collect`` when it
+    ``has_results``. Only ``run`` blocks.
     """
 
     def __init__(self, loop: EventLoop, starter: AgentStarter) -> None:
         super().__init__(loop)
         self._starter = starter
         self._indices = itertools.count()
-        # A heap: no event may cost the time of looking at thousands of hosts.
+        # A heap, since there may be thousands.
         self._waiting: list[_Attempt] = []
         self._starting: dict[AgentNode, _Attempt] = {}
         self._greeted: dict[AgentNode, _Attempt] = {}
@@ -54,7 +54,6 @@ class AgentConnector(Handler):
         self._killed: list[AgentNode] = []
 
     def run(self, hosts: Sequence[Host], patience_s: float = 0.0) -> list[AgentNode]:
-        """Return a node for each host, in their order, each with its hello."""
         known = self._starter.look_up(hosts, self._loop.signal_fd)
         self.add(hosts, patience_s, known)
         progress = self._loop.progress
@@ -68,7 +67,7 @@ class AgentConnector(Handler):
         progress.end(f"{len(ready)} of {len(hosts)} hosts answered")
         if failed:
             failed = self._starter.explain_silence(failed, hosts)
-            message = f"{len(failed)} of {len(hosts)} hosts cannot take part."
+            message = f"{len(failed)} of {len(hosts)} hosts cannot be used."
             raise HostError(message, failed, [node.name for node in ready])
         return ready
 
@@ -78,16 +77,16 @@ class AgentConnector(Handler):
         patience_s: float = 0.0,
         known: Mapping[str, Failure] | None = None,
     ) -> None:
-        """Connect to more hosts; for so long, try again.
+        """Connect to more hosts; retry for ``patience_s``.
 
-        Names are looked up aside unless it is ``known`` why some need not be tried.
+        Names are looked up in threads, unless the ``known`` failures are given.
         """
         num_fds = (len(self._loop.nodes) + len(hosts)) * _FDS_PER_HOST
         raise_open_files_limit(num_fds + _OTHER_FDS)
         until_s = time.monotonic() + patience_s
         for host in hosts:
             attempt = _Attempt(
-                next(self._indices), host, until_s, is_aside=known is None
+                next(self._indices), host, until_s, in_thread=known is None
             )
             if known and host.name in known:
                 self._failed.append((attempt, known[host.name]))
@@ -95,13 +94,11 @@ class AgentConnector(Handler):
                 heappush(self._waiting, attempt)
 
     def advance(self) -> None:
-        """Give up what is late, and start at most one attempt that is due."""
         self._give_up_late()
         if self._is_next_due():
             self._start(heappop(self._waiting))
 
     def due_s(self) -> float:
-        """Return when ``advance`` has work next, monotonic."""
         next_one = self._waiting[:1] if len(self._starting) < MAX_STARTING else []
         waiting = (*self._starting.values(), *next_one)
         return min((a.due_s for a in waiting), default=float("inf"))
@@ -113,7 +110,7 @@ class AgentConnector(Handler):
         return bool(self._failed or self._greeted)
 
     def collect(self) -> list[tuple[Host, AgentNode | Failure]]:
-        """Return what became of hosts since the last call; nodes have their hello."""
+        """Return new results: a node with its hello, or the failure, of each host."""
         done: list[tuple[_Attempt, AgentNode | Failure]] = [*self._failed]
         done += [(attempt, node) for node, attempt in self._greeted.items()]
         self._failed, self._greeted = [], {}
@@ -131,7 +128,7 @@ class AgentConnector(Handler):
         return self._is_next_due() or not (self._waiting or self._starting)
 
     def _start(self, attempt: _Attempt) -> None:
-        if attempt.is_aside and not self._starter.is_looked_up(attempt.host):
+        if attempt.in_thread and not self._starter.is_looked_up(attempt.host):
             attempt.due_s = time.monotonic() + LOOK_S
             heappush(self._waiting, attempt)
             return
@@ -167,16 +164,15 @@ class AgentConnector(Handler):
     def _kill(self, node: AgentNode) -> None:
         node.transport.kill()
         self._killed.append(node)
-        # What it has started is looked for at the end.
         self._loop.has_strays = True
 
     def _explain_silence(self, node: AgentNode) -> Failure:
-        # Imported where it is needed: most hosts answer.
+        # Imported late: most hosts answer.
         from ronde.launch.hosts.spawner import NO_ANSWER, last_line
 
         cure = self._starter.explain(node, _UNKNOWN, "timed out").cure
         limit_s = self._loop.timeouts.connect_s
-        last = last_line(_complaints(node))
+        last = last_line(_errors(node))
         if not last:
             return Failure(f"{NO_ANSWER} within {limit_s:g} s", cure)
         return Failure(
@@ -205,18 +201,17 @@ class AgentConnector(Handler):
     def on_loss(self, node: AgentNode, loss: HostLoss) -> None:
         attempt = self._starting.pop(node, None) or self._greeted.pop(node, None)
         if attempt is None:
-            # It was there before: who connects the others sees that it is over.
-            return
+            return  # it had been connected before
         if (code := node.transport.wait(0.0)) is None:
             code = loss.exit_code
             self._kill(node)
         else:
             self._loop.nodes.remove(node)
         failure = node.find_problem()
-        failure = failure or self._starter.explain(node, code, _complaints(node))
+        failure = failure or self._starter.explain(node, code, _errors(node))
         is_awaited = time.monotonic() < attempt.patient_until_s
         if is_awaited or (failure.is_transient and attempt.tries < _NUM_TRIES):
-            # Not all at once again: that is what it was refused for.
+            # At random times: it was refused since many connect at once.
             pause_s = _PAUSE_S * 2 ** min(attempt.tries, _NUM_TRIES - 1)
             jitter = 0.5 + os.urandom(1)[0] / 256
             attempt.due_s = time.monotonic() + pause_s * jitter
@@ -225,7 +220,7 @@ class AgentConnector(Handler):
             self._failed.append((attempt, failure))
 
 
-def _complaints(node: AgentNode) -> str:
+def _errors(node: AgentNode) -> str:
     reader = node.hello_reader
     noise = reader.noise.decode("utf-8", "backslashreplace") if reader else ""
     return "\n".join(filter(None, (noise.strip(), node.last_words)))

@@ -1,4 +1,4 @@
-"""The controller: a job from the user's specification to how it ended."""
+"""The controller: runs a job from the user's specification to its result."""
 
 import os
 import time
@@ -14,20 +14,26 @@ from ronde.launch.host import (
     HostShare,
     allocate,
     hosts_to_ask,
-    kept_out,
+    unused_names,
 )
 from ronde.launch.hosts.node import EXIT_UNREACHABLE, AgentNode, AgentStarter, HostLoss
 from ronde.launch.job.connector import AgentConnector
 from ronde.launch.job.event_loop import EventLoop, Handler, StartProgress
 from ronde.launch.job.failure import JobResult, LostHost
-from ronde.launch.job.generation import FixedView, Generation, require_accepted
-from ronde.launch.job.output import (
-    Attempt,
-    MakeSinks,
-    NoOutput,
-    OutputProcess,
+from ronde.launch.job.generation import (
+    FixedView,
+    Generation,
+    JobView,
+    require_accepted,
 )
-from ronde.launch.job.plan import JobPlan, JobSpec, count_slots_of, make_facts, place_on
+from ronde.launch.job.output import Attempt, MakeSinks, NoOutput, OutputProcess
+from ronde.launch.job.plan import (
+    JobPlan,
+    JobSpec,
+    assign_resources,
+    count_slots_of,
+    make_facts,
+)
 from ronde.launch.program import absolute_path
 from ronde.launch.signals import InterruptedStartError, interruption_code
 from ronde.launch.wire import messages
@@ -42,15 +48,15 @@ _LEAVE_S = 10.0
 _LAST_OUTPUT_S = 1.0
 
 Preflight = Callable[["Controller", Sequence[AgentNode]], tuple[str, ...]]
-"""Checks hosts that have agents; returns warnings, raises HostError for faults."""
+"""Checks connected hosts; returns warnings, raises HostError for faults."""
 
 
 class Controller(Handler):
     """One job: its agents, from their start to their end.
 
-    When ``close`` has returned, no process of the job is left on this host but those
-    that the kernel does not let die, which were named, and every other host was
-    notified or will notice by itself; given that this process adopts orphans.
+    This process must adopt orphans. After ``close`` no process of the job runs on this
+    host, except those that survive SIGKILL, which were reported. Other hosts end theirs
+    at once, or when they notice the loss of the connection.
     """
 
     def __init__(
@@ -71,7 +77,6 @@ class Controller(Handler):
     def connect(
         self, hosts: Sequence[Host], patience_s: float = 0.0
     ) -> list[AgentNode]:
-        """Return a node for each host, in their order; for so long, try again."""
         return AgentConnector(self._loop, self._starter).run(hosts, patience_s)
 
     def connect_ready(
@@ -86,7 +91,7 @@ class Controller(Handler):
     def start_programs(
         self, nodes: Sequence[AgentNode], module: str
     ) -> "RemotePrograms":
-        # Imported where it is needed: a job starts without.
+        # Imported late: a job needs no programs.
         from ronde.launch.job.programs import RemotePrograms
 
         return RemotePrograms(self._loop, nodes, module)
@@ -94,7 +99,6 @@ class Controller(Handler):
     def locate(
         self, nodes: Sequence[AgentNode], addresses: Sequence[str], port: int = 0
     ) -> list[tuple[str, ...]]:
-        """Return each node's own addresses towards others: see ``messages.Locate``."""
         step, done = ("to look for routes", "routes found")
         if port:
             step, done = ("to reach rank 0's port", "port reached")
@@ -103,7 +107,7 @@ class Controller(Handler):
         return [a.sources if isinstance(a, messages.Located) else () for a in answers]
 
     def run(self, plan: JobPlan) -> JobResult:
-        """Run all ranks to their end, and again where the user wants that."""
+        """Run all ranks, and again up to ``max_restarts`` times if one fails."""
         spec, nodes, epoch = plan.spec, list(plan.nodes), 0
         for notice in plan.notices:
             self._output.notice(notice)
@@ -115,7 +119,7 @@ class Controller(Handler):
                     plan.check(port, nodes)
             except LaunchError:
                 lost = [node.name for node in nodes if node.is_over]
-                # Before the first generation has run, hosts are not known to be fit.
+                # Before the first generation has run, an error is not transient.
                 if not lost or not 0 < epoch < spec.max_restarts:
                     raise
                 why = f"{lost[0]} was lost"
@@ -146,12 +150,12 @@ class Controller(Handler):
         loop = self._loop
         loop.job_id = plan.facts.job_id
         loop.progress.begin("to be ready", lambda: ["the output"])
-        loop.serve(self, lambda: loop.output.is_settled, lambda: float("inf"))
+        loop.serve(self, lambda: loop.output.is_ready, lambda: float("inf"))
         loop.progress.end("output ready")
         self._require_all()
-        make_view = FixedView
+        make_view: Callable[[Generation], JobView] = FixedView
         if plan.spec.elastic is not None:
-            # Imported where they are needed: other jobs start without.
+            # Imported late: plain jobs need neither.
             from ronde.launch.job.elastic.hosts import JobHosts
             from ronde.launch.job.elastic.view import ElasticView
 
@@ -163,7 +167,7 @@ class Controller(Handler):
 
     def _replace_lost(self, nodes: list[AgentNode]) -> list[AgentNode]:
         return_s = self._loop.timeouts.return_s
-        # While one comes back another may be lost.
+        # Another may be lost meanwhile.
         while lost := [node for node in nodes if node.is_over]:
             for node in lost:
                 node.transport.wait(_LEAVE_S)
@@ -224,9 +228,8 @@ class Controller(Handler):
     def _require_all(self) -> None:
         for node, loss in self._lost:
             if node.is_here:
-                raise LaunchError(
-                    f"agent must run until the job is over, but {loss.reason}."
-                )
+                text = f"agent on {node.name} exited before the job ended"
+                raise LaunchError(f"{text}: {loss.reason}.")
         failures = [
             HostFailure(node.name, Failure(loss.reason, f"ssh {node.name}"))
             for node, loss in self._lost
@@ -244,7 +247,7 @@ class Controller(Handler):
             self._loop.status.close()
         for node in self._loop.live_nodes:
             if node.hello is None:
-                # Whatever leads there need not end because nobody writes to it.
+                # Its ssh need not end when its input is closed.
                 node.transport.kill()
             node.close()
         due_s = time.monotonic() + _LEAVE_S
@@ -256,26 +259,25 @@ class Controller(Handler):
 def resolve(
     controller: Controller, spec: JobSpec, preflight: Preflight | None = None
 ) -> JobPlan:
-    """Bring agents to the hosts and plan the job with what they report."""
+    """Connect to the hosts, and plan the job with the resources that they report."""
     nodes, shares, notices = _find_hosts(controller, spec)
     notices += preflight(controller, nodes) if preflight else ()
     by_name = {node.name: node for node in nodes}
     job_nodes = tuple(by_name[share.host.name] for share in shares)
     address, check = _LOOPBACK, None
     host_env: list[dict[str, str]] = [{} for _ in job_nodes]
-    # This machine may be two hosts, by two of its names.
+    # Two hosts may be two names of this machine.
     if len(job_nodes) > 1 and not all(node.is_here for node in job_nodes):
-        address, host_env, check = _meet(controller, spec, job_nodes)
+        address, host_env, check = _find_rendezvous(controller, spec, job_nodes)
     if spec.cwd or not all(node.is_here for node in job_nodes):
-        # On other hosts the directory of the same name. In full here as well: an agent
-        # that starts ranks again is in it already.
+        # Absolute, since an agent that starts ranks again is in it already.
         spec = spec._replace(cwd=str(absolute_path(spec.cwd)))
     placed: list[HostShare] = []
     for share, node, env in zip(shares, job_nodes, host_env, strict=True):
-        places, texts = place_on(spec, node, len(share.ranks))
-        placed.append(share._replace(places=places, env=env))
+        resources, texts = assign_resources(spec, node, len(share.ranks))
+        placed.append(share._replace(resources=resources, env=env))
         notices += texts
-    if drained := kept_out(spec.hosts):
+    if drained := unused_names(spec.hosts):
         notices += (f"not used, with 0 slots: {drained}.",)
     size = shares[-1].ranks.stop
     if size < (spec.num_ranks or 0):
@@ -286,7 +288,7 @@ def resolve(
 
 
 _Found = tuple[Sequence[AgentNode], Sequence[HostShare], tuple[str, ...]]
-"""Hosts with agents, those with ranks of the job, and what to notice."""
+"""Connected hosts, the shares of those with ranks, and notices."""
 
 
 def _find_hosts(controller: Controller, spec: JobSpec) -> _Found:
@@ -303,14 +305,14 @@ def _find_hosts(controller: Controller, spec: JobSpec) -> _Found:
 def _find_elastic_hosts(
     controller: Controller, hosts: Sequence[Host], options: ElasticOptions
 ) -> _Found:
-    """Do without hosts that do not answer, and share out all slots of the others."""
+    """Leave out hosts that do not answer, and use all slots of the others."""
     size, min_ranks = options.num_processes, options.min_ranks
     if options.discovery is not None:
         min_ranks = 1  # others may still be found
     nodes, failures = controller.connect_ready(hosts_to_ask(hosts, size, min_ranks))
     if not nodes:
-        raise HostError("no host can take part.", failures)
-    notices = tuple(f"{f.host} cannot take part: {f.failure.reason}." for f in failures)
+        raise HostError("no host can be used.", failures)
+    notices = tuple(f"{f.host} cannot be used: {f.failure.reason}." for f in failures)
     hosts, count = [node.host for node in nodes], _slot_counter(nodes)
     shares = allocate(hosts, size, count, min_ranks)
     if len(hosts) > 1 or hosts[0].slots != SLOTS_OPEN:
@@ -326,18 +328,18 @@ def _slot_counter(nodes: Sequence[AgentNode]) -> Callable[[Host], int]:
 def _require_different(nodes: Sequence[AgentNode]) -> None:
     by_identity: dict[str, str] = {}
     for node in nodes:
-        other = by_identity.setdefault(node.met.identity, node.name)
+        other = by_identity.setdefault(node.known_hello.identity, node.name)
         if other != node.name:
             raise UsageError(
                 f"hosts must be different machines, got {other} and {node.name}, which "
-                f"are one ({node.met.host}). Name it once, with all its slots."
+                f"are one ({node.known_hello.host}). Name it once, with all its slots."
             )
 
 
-def _meet(
+def _find_rendezvous(
     controller: Controller, spec: JobSpec, nodes: Sequence[AgentNode]
 ) -> tuple[str, list[dict[str, str]], Callable[[int, Sequence[AgentNode]], None]]:
-    # Imported where it is needed: a job on one host has nobody to meet.
+    # Imported late: a job on one host needs no rendezvous.
     from ronde.launch import network
     from ronde.launch.job.plan import network_of
 
@@ -345,7 +347,7 @@ def _meet(
     candidates = network.find_candidates(networks, spec.interfaces)
     addresses = [candidate.address for candidate in candidates]
     sources = controller.locate(nodes[1:], addresses)
-    point = network.choose_meeting_point(networks, candidates, sources, spec.interfaces)
+    point = network.choose_rendezvous(networks, candidates, sources, spec.interfaces)
 
     def check(port: int, nodes: Sequence[AgentNode]) -> None:
         found = controller.locate(nodes[1:], [point.address], port)
@@ -363,10 +365,10 @@ def launch(
     make_sinks: MakeSinks,
     preflight: Preflight | None = None,
 ) -> JobResult:
-    """Run a job on all its hosts to its end, whatever that is.
+    """Run a job on all its hosts.
 
-    When it returns or raises, no process of the job is left on this host; on others
-    none is left at the latest when their agents' lease is over.
+    When it returns or raises, no process of the job runs on this host; other hosts end
+    theirs within their agents' lease.
     """
     output = OutputProcess(make_sinks)
     progress = StartProgress(output.notice, is_verbose=spec.is_verbose)
@@ -381,7 +383,7 @@ def launch(
         finally:
             controller.close()
     except BaseException:
-        # What came before stands before the error.
+        # Earlier output comes before the error.
         controller.write_out(is_hurried=True)
         raise
     unread = controller.write_out(is_hurried=result.interrupted_by is not None)
@@ -398,7 +400,6 @@ def dry_run(
     notice: Callable[[str], None],
     preflight: Preflight | None = None,
 ) -> JobPlan:
-    """Return what ``launch`` would run where; start agents, but no rank."""
     progress = StartProgress(notice, is_verbose=spec.is_verbose)
     controller = Controller(NoOutput(), signal_fd, starter, progress)
     try:

@@ -1,4 +1,4 @@
-"""The one place where the controller waits: for agents, user and output process."""
+"""The event loop of the controller: agents, signals and the output process."""
 
 import select
 import signal
@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ronde.errors import LaunchError, StoreError
@@ -18,7 +19,9 @@ from ronde.launch.signals import (
     SUSPENDING,
     TIMED_OUT,
     InterruptedStartError,
+    Watched,
     read_signals,
+    serve_ready,
     suspend_self,
     wait_for,
 )
@@ -29,7 +32,7 @@ from ronde.units import format_duration, list_first
 if TYPE_CHECKING:
     from ronde.launch.job.status import StatusService
 
-SLOW_S = 10.0  # after so long a step reports once what it waits for
+SLOW_S = 10.0  # a longer step of the start is reported once
 _VERBOSE_SLOW_S = _LONG_S = 2.0
 _MAX_NAMES = 4
 _MAX_UNSENT_BYTES = 256 << 20
@@ -48,14 +51,14 @@ class StartProgress:
         self._step = ""
         self._awaited: Callable[[], Sequence[str]] = tuple
         self._begun_s = 0.0
-        self.due_s = float("inf")  # when ``look`` is to be called, monotonic
+        self.due_s = float("inf")  # of the next ``report``, monotonic
 
     def begin(self, step: str, awaited: Callable[[], Sequence[str]]) -> None:
         self._step, self._awaited = step, awaited
         self._begun_s = time.monotonic()
         self.due_s = self._begun_s + (_VERBOSE_SLOW_S if self._is_verbose else SLOW_S)
 
-    def look(self) -> None:
+    def report_late(self) -> None:
         if time.monotonic() >= self.due_s:
             self.report()
             self.due_s += SLOW_S if self._is_verbose else float("inf")
@@ -78,14 +81,14 @@ class StartProgress:
 
 
 _Client = tuple[AgentNode, int]
-"""Whose rank it is, and the number of its connection there."""
+"""A node, and the number of a connection there."""
 
 
 class StoreService:
-    """Answers what agents relay from their ranks.
+    """The store of one generation, reached through the agents.
 
-    Fencing: a generation (``epoch``) has a store of its own, and its number is in every
-    frame, so ranks of another generation reach nobody. -1 answers nobody.
+    Its ``epoch`` is in every frame, so that ranks of another one get no answer; none
+    has -1.
     """
 
     def __init__(self, epoch: int = -1) -> None:
@@ -93,8 +96,7 @@ class StoreService:
         self._state: StoreState[_Client] = StoreState()
         self._received: dict[_Client, Splitter] = {}
 
-    def take(self, node: AgentNode, relayed: Relayed) -> None:
-        """Answer what came from a rank of a node, if it is of this generation."""
+    def on_relayed(self, node: AgentNode, relayed: Relayed) -> None:
         if relayed.epoch != self._epoch:
             return
         client = node, relayed.connection
@@ -106,11 +108,11 @@ class StoreService:
             for body in received.feed(relayed.data):
                 self._send_all(self._state.handle(client, body))
         except StoreError:
-            # It is no request: the end of the connection says so.
+            # It is no request: close the connection.
             self._send(client, b"")
 
     def clear(self) -> None:
-        """Drop all keys and refuse what waits for one: a new view begins."""
+        """Drop all keys, and refuse waiting requests: a new view begins."""
         self._send_all(self._state.clear())
 
     def forget(self, node: AgentNode) -> None:
@@ -123,7 +125,6 @@ class StoreService:
             self._send(client, b"" if is_stuck else reply)
 
     def _send(self, client: _Client, data: bytes) -> None:
-        """Send a reply; without one the connection ends."""
         node, number = client
         node.relay(Relayed(self._epoch, number, data))
         if not data:
@@ -135,24 +136,23 @@ class StoreService:
 
 
 class Handler:
-    """Answers what comes in; by default as while no rank runs."""
+    """Reacts to events of the loop; the defaults are for a job without ranks."""
 
     def __init__(self, loop: "EventLoop") -> None:
         self._loop = loop
 
     def on_message(self, node: AgentNode, message: FromAgent) -> None:
-        """Follow a message, or call this one for what must not come now."""
+        """Handle a message; this one refuses it."""
         kind = type(message).__name__
         raise LaunchError(f"agent of {node.name} must not send {kind} now.")
 
     def on_output(self, output: Output) -> None:
-        raise LaunchError(f"rank {output.worker} must not run now, but it writes.")
+        raise LaunchError(f"rank {output.worker} wrote output before it was started.")
 
     def on_loss(self, node: AgentNode, loss: HostLoss) -> None:
         raise NotImplementedError
 
     def on_fault(self, node: AgentNode, error: LaunchError) -> None:  # noqa: ARG002
-        """Follow an agent's message that breaks the protocol: the job ends."""
         raise error
 
     def on_signal(self, number: int) -> None:
@@ -162,11 +162,11 @@ class Handler:
             raise InterruptedStartError(number)
 
     def on_broken_output(self, number: int) -> None:
-        """Nobody reads the job's standard output any more, which counts as a signal."""
+        """Handle the end of standard output's reader, as a signal."""
 
 
 class EventLoop:
-    """All agents of a job, its user's signals and its output, waited for together."""
+    """Waits for all agents of a job, the user's signals and the output process."""
 
     def __init__(
         self,
@@ -178,11 +178,11 @@ class EventLoop:
         self.output, self.signal_fd = output, signal_fd
         self.progress, self.timeouts = progress, timeouts
         self.nodes: list[AgentNode] = []
-        self.is_hurried = False  # output that cannot be shown at once is dropped
-        self.has_strays = False  # a process was killed that may have left others
+        self.is_hurried = False  # drop output that cannot be shown at once
+        self.has_strays = False  # a killed process may have left others
         self.store = StoreService()  # each generation has a new one
         self.job_id = ""
-        self.status: StatusService | None = None  # once ranks have run for a moment
+        self.status: StatusService | None = None  # after a moment
 
     @property
     def live_nodes(self) -> list[AgentNode]:
@@ -198,7 +198,7 @@ class EventLoop:
         is_done: Callable[[], bool],
         deadline: Callable[[], float],
     ) -> bool:
-        """Serve everybody until ``is_done()``; False when the deadline came before."""
+        """Run until ``is_done()``; return False at the deadline."""
         while not is_done():
             now_s, nodes = time.monotonic(), self.live_nodes
             due_s = min([deadline(), *(node.silent_by_s for node in nodes)])
@@ -206,56 +206,46 @@ class EventLoop:
             if self.status is not None:
                 self.status.advance()
                 due_s = min(due_s, self.status.due_s)
-            self._serve_ready(handler, min(due_s, self.progress.due_s) - now_s)
-            self.progress.look()
+            due_s = min(due_s, self.progress.due_s)
+            serve_ready(self._watched(handler), due_s - now_s)
+            self.progress.report_late()
             if self.is_hurried or not self.is_held_back:
                 for node in self.live_nodes:
                     node.grant()
-            self._look_for_silence(handler)
+            self._lose_silent(handler)
             if time.monotonic() > deadline():
                 return is_done()
         return True
 
-    def _serve_ready(self, handler: Handler, timeout_s: float) -> None:
-        by_fd: dict[int, AgentNode] = {}
+    def _watched(self, handler: Handler) -> Watched:
         output = self.output
-        readable = [self.signal_fd, *([] if output.has_ended else [output.read_fd])]
-        writable = [] if output.write_fd < 0 else [output.write_fd]
+        yield self.signal_fd, select.POLLIN, partial(self._on_signals, handler)
+        if not output.has_ended:
+            yield output.read_fd, select.POLLIN, partial(self._read_output, handler)
+        if output.write_fd >= 0:
+            yield output.write_fd, select.POLLOUT, output.flush
         for node in self.live_nodes:
             transport = node.transport
-            fds = [transport.read_fd]
-            fds += [transport.error_fd] if node.has_errors else []
-            readable += fds
-            writable += [transport.write_fd] if node.is_writing else []
-            by_fd |= dict.fromkeys((*fds, transport.write_fd), node)
-        readers = dict[int, Callable[[], object]]()
-        for fd, events, serve in self.status.watched() if self.status else ():
-            readers[fd] = serve
-            readable.append(fd)
-            writable += [fd] if events & select.POLLOUT else []
-        for fd in wait_for(readable, writable, timeout_s):
-            if fd == self.signal_fd:
-                self._on_signals(handler)
-            elif fd == output.read_fd:
-                if number := output.read():
-                    handler.on_broken_output(number)
-            elif fd in readers:
-                readers[fd]()
-            elif fd not in by_fd:
-                output.flush()
-            elif not by_fd[fd].is_over:
-                self._serve_node(handler, by_fd[fd], fd)
+            if node.is_writing:
+                yield transport.write_fd, select.POLLOUT, node.flush
+            if node.has_errors:
+                yield transport.error_fd, select.POLLIN, node.read_errors
+            serve = partial(self._serve_node, handler, node)
+            yield transport.read_fd, select.POLLIN, serve
+        if self.status is not None:
+            yield from self.status.watched()
 
-    def _serve_node(self, handler: Handler, node: AgentNode, fd: int) -> None:
-        if node.is_writing and fd == node.transport.write_fd:
-            node.flush()
-        if fd == node.transport.error_fd:
-            node.read_errors()
-        elif fd == node.transport.read_fd:
-            try:
-                self._receive(handler, node)
-            except LaunchError as error:
-                handler.on_fault(node, error)
+    def _read_output(self, handler: Handler) -> None:
+        if number := self.output.read():
+            handler.on_broken_output(number)
+
+    def _serve_node(self, handler: Handler, node: AgentNode) -> None:
+        if node.is_over:
+            return
+        try:
+            self._receive(handler, node)
+        except LaunchError as error:
+            handler.on_fault(node, error)
 
     def _receive(self, handler: Handler, node: AgentNode) -> None:
         received = node.receive()
@@ -272,9 +262,9 @@ class EventLoop:
                 self.output.output(message)
                 handler.on_output(message)
             elif isinstance(message, Relayed):
-                self.store.take(node, message)
+                self.store.on_relayed(node, message)
             elif isinstance(message, Pong):
-                node.take_pong(message)
+                node.on_pong(message)
             elif isinstance(message, Notice):
                 self.notice(node, message.text)
             elif not node.is_over:
@@ -289,22 +279,21 @@ class EventLoop:
         self.store.forget(node)
         handler.on_loss(node, loss)
 
-    def _look_for_silence(self, handler: Handler) -> None:
+    def _lose_silent(self, handler: Handler) -> None:
         now_s, nodes = time.monotonic(), self.live_nodes
         if all(now_s <= node.silent_by_s for node in nodes):
             return
-        # With the one whose time has come all that would follow it at once.
+        # Include hosts that would follow at once.
         due_s = now_s + self.timeouts.ping_s
         silent = [node for node in nodes if due_s > node.silent_by_s]
-        # Imported where it is needed: most jobs lose no host.
+        # Imported late: most jobs lose no host.
         from ronde.launch.network import find_answering
 
-        doubted = [node for node in silent if not node.is_doubted]
-        asked = {n.name: n.addresses for n in doubted if n.timeouts.is_doubting}
-        answering = find_answering(asked)
+        probed = [n for n in silent if n.timeouts.probes_silent and not n.has_more_time]
+        answering = find_answering({node.name: node.addresses for node in probed})
         for node in silent:
             if node.name in answering:
-                node.doubt()
+                node.give_more_time()
             elif not wait_for([node.transport.read_fd], [], 0):
                 node.transport.kill()
                 silence_s = time.monotonic() - node.heard_at_s
@@ -318,7 +307,7 @@ class EventLoop:
                 handler.on_signal(number)
                 continue
             if signal.SIGCONT in numbers[index:]:
-                continue  # that has undone it, and no other may come
+                continue  # SIGCONT came right after it
             # Stop the ranks and then this process, until it is continued.
             for node in self.live_nodes:
                 node.send(Forward(signal.SIGSTOP))

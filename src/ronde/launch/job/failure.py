@@ -1,4 +1,4 @@
-"""Which rank broke the job, what it wrote last, and the exit code."""
+"""The cause of a failed job, and its exit code."""
 
 import re
 import signal
@@ -16,14 +16,14 @@ _CHAINED = (
     "During handling of the above exception, another exception occurred:",
 )
 _NOT_FATAL = re.compile(r"^(Exception ignored |Exception in thread |Error in atexit)")
-"""What Python puts before a traceback that ends no process."""
-_FAREWELL = re.compile(
+"""Lines before a traceback that ends no process."""
+_LAST_LINES = re.compile(
     r"^(\[(rank\d+\]:\[)?[WEIF]\d{4} |wandb: |terminate called|Aborted|Thread 0x"
     r"|Extension modules: |Fatal Python error|Current thread )"
     r"|Warning: |resource_tracker"
 )
-"""How lines begin, or what is in them, that follow a traceback while a process ends:
-what Python, torch's C++ parts and trackers of experiments write then."""
+"""Lines after a traceback while a process ends: of Python, of torch's C++ parts, and of
+experiment trackers."""
 _COLOUR = re.compile(r"\x1b\[[0-9;:?]*[ -/]*[@-~]")
 _PEER_LOST = re.compile(
     r"connection (was )?(likely )?(closed|refused|reset|aborted)|socket closed"
@@ -32,30 +32,30 @@ _PEER_LOST = re.compile(
     r"|connectfullmesh|no route to host|process failure|err_proc_failed"
     r"|ncclremoteerror|heartbeatmonitor.*tcpstore|peerlosterror"
 )
-"""What a rank writes, in lower case, that ends because another one is gone: words of
-ronde's, Gloo's, NCCL's, torch's store's, MPI's and the kernel's."""
+"""Errors of a rank that lost a peer, in lower case: of ronde, Gloo, NCCL, MPI, torch's
+store and the kernel."""
 _TIMED_OUT = re.compile(
     r"timed out waiting|collective operation timeout|timeout caused pair closure"
     r"|wait timeout|some nccl operations have failed or timed out"
     r"|dump signal .*from (rank \d+|another rank)|horovod has been shut down"
 )
-"""Likewise, of one that another did not answer in time."""
+"""Likewise, of a rank whose peer did not answer in time."""
 _LOST_RANK = re.compile(
     r"\brank (\d+),?( process \d+,)? (is gone|has shut down|ended|said goodbye"
     r"|closed its communicator)"
 )
-"""How ronde's errors name who is gone."""
+"""The lost rank in errors of ronde."""
 _CRASHES = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL})
-"""Signals that no stop order brings about."""
+"""Signals that are no consequence of stopping a job."""
 
 
 class Tail:
-    """Remembers the end of what a rank wrote."""
+    """The last lines of a rank's standard error."""
 
     def __init__(self, num_lines: int = 20) -> None:
         self._num_lines = num_lines
         self._kept = bytearray()
-        self.written_at_s = 0.0  # when the last came, on the monotonic clock
+        self.written_at_s = 0.0  # of the last line, monotonic
 
     def add(self, data: bytes) -> None:
         self.written_at_s = time.monotonic()
@@ -67,10 +67,10 @@ class Tail:
         return tuple(self._lines()[-self._num_lines :])
 
     def traceback(self) -> str:
-        """Return the Python traceback that is the last word, or an empty text.
+        """Return the Python traceback at the end, or an empty text.
 
-        With it come the exceptions that it was raised for, and the lines of its
-        message; a prefix of every line, such as torch's ``[rank0]: ``, is taken away.
+        It includes chained exceptions and the lines of the message, without a prefix of
+        every line such as torch's ``[rank0]: ``.
         """
         has_any = _TRACEBACK.encode() in self._kept
         return find_traceback(self._lines()) if has_any else ""
@@ -87,37 +87,35 @@ def find_traceback(lines: Sequence[str]) -> str:
     heads = [i for i in range(len(lines)) if _is_head(lines, i)]
     if not heads:
         return ""
-    # What a wrapper put before the first line. The border of an exception group is
-    # Python's own.
+    # The prefix of a wrapper; the border of an exception group is Python's own.
     prefix = lines[heads[-1]].removesuffix(_TRACEBACK)
     prefix = prefix.removesuffix("  + Exception Group ")
     plain = [line.removeprefix(prefix) for line in lines]
     first = heads[-1]
     for head in reversed(heads[:-1]):
-        # Whether the later traceback goes on from this one.
+        # Is the later traceback chained to this one?
         before = plain[max(0, first - 2) : first]
         if len(before) != 2 or before[0] not in _CHAINED or before[1].strip():
             break
         first = head
     end = _end(plain, heads[-1])
-    return "\n".join(plain[first:end]) if _is_farewell(plain[end:]) else ""
+    return "\n".join(plain[first:end]) if _are_last_lines(plain[end:]) else ""
 
 
-def _is_farewell(lines: Sequence[str]) -> bool:
+def _are_last_lines(lines: Sequence[str]) -> bool:
     is_ignored = False
     for line in lines:
         if _NOT_FATAL.search(line):
             is_ignored = True
         elif is_ignored:
-            # Its last line is the exception, which may be called anything.
+            # Its last line is the exception, of any name.
             is_ignored = line[:1] in {" ", "\t"} or line.endswith(_TRACEBACK)
-        elif line[:1].strip() and not _FAREWELL.search(line):
+        elif line[:1].strip() and not _LAST_LINES.search(line):
             return False
     return True
 
 
 def _is_head(lines: Sequence[str], index: int) -> bool:
-    """Whether a traceback begins here that may end a process."""
     before = lines[index].removesuffix(_TRACEBACK)
     if before == lines[index] or before.rstrip().endswith("|"):
         return False
@@ -129,29 +127,29 @@ def _end(lines: Sequence[str], head: int) -> int:
     end = head + 1
     while end < len(lines) and lines[end][:1] in {" ", "\t"}:
         end += 1
-    # What follows the calls is the exception, whose message may have several lines.
+    # After the calls comes the exception, whose message may have several lines.
     limit = min(len(lines), end + _MAX_MESSAGE_LINES)
     while end < limit and lines[end].strip():
-        if _NOT_FATAL.search(lines[end]) or _FAREWELL.search(lines[end]):
+        if _NOT_FATAL.search(lines[end]) or _LAST_LINES.search(lines[end]):
             break
         end += 1
     return end
 
 
 class RankEnd(NamedTuple):
-    """How one rank ended."""
+    """The end of one rank."""
 
     rank: int  # in an elastic job that of the last view
     host: str
     pid: int
-    status: int  # exit code, or minus the number of the signal that ended it
-    at_s: float  # when it began to end, as far as was seen, since the ranks' start
-    was_stopped: bool  # the job was being ended already, or that ended it
-    stderr_tail: tuple[str, ...] = ()  # the last lines it wrote to stderr
-    traceback: str = ""  # the Python traceback that is its last word there, or empty
-    evidence: str = ""  # the kernel's, a core file or a lack of memory: half a sentence
-    was_leaving: bool = False  # it was stopped, but seemed to end by itself before
-    worker: int = -1  # the id of a worker whose rank is another number
+    status: int  # exit code, or minus the signal
+    at_s: float  # when it began to end, since the start of the ranks
+    was_stopped: bool  # it ended because the job was stopped, or after that
+    stderr_tail: tuple[str, ...] = ()  # last lines of its stderr
+    traceback: str = ""  # Python traceback at the end of its stderr, or empty
+    evidence: str = ""  # of the kernel, in half a sentence, or empty
+    was_leaving: bool = False  # it was stopped, but probably ended by itself before
+    worker: int = -1  # its worker id, if that is not the rank
 
     @property
     def exit_code(self) -> int:
@@ -173,7 +171,7 @@ class RankEnd(NamedTuple):
 
     @property
     def last_words(self) -> str:
-        """What may say why it ended, in lower case; nothing of one that was killed."""
+        """The reason of its end by itself, in lower case; empty if it was killed."""
         if self.status <= 0 and self.status != -signal.SIGABRT:
             return ""
         text = self.traceback if self.status == 1 else ""
@@ -185,45 +183,43 @@ def has_lost_peer(last_words: str) -> bool:
 
 
 class LostHost(NamedTuple):
-    """A host that went away while its ranks ran."""
+    """A host that was lost while its ranks ran."""
 
     host: str
-    ranks: tuple[int, ...]  # those that ran there
-    reason: str  # what was seen of it: ``no message from it for 8 s``
-    exit_code: int  # what the job ends with if this is its cause
-    at_s: float  # when it was last heard of, since the ranks' start
+    ranks: tuple[int, ...]
+    reason: str  # ``no message from it for 8 s``
+    exit_code: int  # of the job, if this is its cause
+    at_s: float  # of its last message, since the start of the ranks
 
 
 class ViewRecord(NamedTuple):
-    """How one view came about."""
+    """One view of an elastic job, and its cost."""
 
     view: int
-    began_at_s: float  # since the start of the ranks, when the one before was over
-    took_s: float  # from then until all its members ran
+    began_at_s: float  # end of the view before, since the start of the ranks
+    took_s: float  # from then until all members ran
     size: int
-    step: int  # that it goes on from; -1 for from the beginning
-    steps_lost: int  # that were applied once and must be done again
+    step: int  # the first one; -1 for the beginning
+    steps_lost: int  # applied before, and done again
     reason: str
 
 
 class JobResult(NamedTuple):
-    """Why a job ended as it did."""
+    """The result of a job."""
 
     exit_code: int  # of the whole job
-    # the rank that failed first and by itself, or the host that was lost before; None
-    # when all went well or the user ended the job
-    cause: RankEnd | LostHost | None
-    also_failed: tuple[RankEnd, ...]  # other ranks, before the job was being ended
-    ended: tuple[RankEnd, ...]  # ranks that were ended by the user, or for the cause
-    interrupted_by: int | None  # the signal by which the user ended the job, or None
-    also_lost: tuple[LostHost, ...] = ()  # hosts that were lost and are not the cause
-    views: tuple[ViewRecord, ...] = ()  # of an elastic job, one after the other
+    cause: RankEnd | LostHost | None  # the first failure; None without one
+    also_failed: tuple[RankEnd, ...]  # other ranks, before the job was stopped
+    ended: tuple[RankEnd, ...]  # ranks that were stopped
+    interrupted_by: int | None  # the user's signal, or None
+    also_lost: tuple[LostHost, ...] = ()  # other lost hosts
+    views: tuple[ViewRecord, ...] = ()  # of an elastic job
 
-    def is_worth_restart(self, barred_codes: Collection[int]) -> bool:
+    def is_worth_restart(self, excluded_codes: Collection[int]) -> bool:
         if self.interrupted_by is not None or self.exit_code == 0:
             return False
         failed = [e for e in (self.cause, *self.also_failed) if isinstance(e, RankEnd)]
-        return not any(each.exit_code in barred_codes for each in failed)
+        return not any(each.exit_code in excluded_codes for each in failed)
 
 
 def judge(
@@ -231,16 +227,16 @@ def judge(
     interrupted_by: int | None = None,
     lost: Sequence[LostHost] = (),
 ) -> JobResult:
-    """Return what failed first and by itself, and the job's exit code.
+    """Find the cause of a job's end, and its exit code.
 
-    A rank that ended after the stop order is a consequence, and so is one that lost its
-    peer while another failed by itself. Of the others the first is the cause; of two
-    equally early a signal comes before an exit code, and that before a host. Where all
-    lost their peer, it is one that was stopped before it had ended: that crashed, or
-    seemed to end by itself, or is named; or one that is named and had ended with 0. If
-    the order ended it, or its code is 0, the job's code is theirs.
+    A rank that ended after the stop signal is a consequence, and so is one that lost a
+    peer, if another failed by itself. Of the others the first is the cause; at equal
+    times a signal comes before an exit code, and that before a host. If all failed
+    ranks lost a peer, the cause is a stopped rank that crashed, probably ended by
+    itself, or is named by them; or a named one with exit code 0. If the cause itself
+    gives no exit code, the job has that of the first failed rank.
     """
-    # Who lost a peer knew of its end at the latest then.
+    # A rank that lost a peer ended after that peer.
     losses = [(end.at_s, end.lost_ranks) for end in ends if end.lost_ranks]
     noted = [[at_s for at_s, lost in losses if end.rank in lost] for end in ends]
     ends = [
@@ -258,8 +254,8 @@ def judge(
         and end.status != 0
         and (end.is_crash or end.was_leaving or end.rank in named)
     ]
-    suspects = by_itself or (failed and [*left, *late]) or failed
-    cause = min(suspects, key=_priority, default=None)
+    candidates = by_itself or (failed and [*left, *late]) or failed
+    cause = min(candidates, key=_priority, default=None)
     by_rank = sorted(ends, key=lambda end: end.rank)
     ended = tuple(e for e in by_rank if e.was_stopped and e is not cause)
     if interrupted_by is not None:
@@ -283,7 +279,7 @@ def judge(
 
 
 def find_awaited(end: RankEnd, running: Collection[int]) -> set[int]:
-    """Return the ranks of which one may have made this one fail, and has not ended."""
+    """Return running ranks that may be the cause of this end."""
     if end.lost_ranks:
         return set(end.lost_ranks.intersection(running))
     return set(running) if has_lost_peer(end.last_words) else set()

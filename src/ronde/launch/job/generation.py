@@ -1,4 +1,4 @@
-"""The workers of one start of a job, from their start to the job's result."""
+"""The workers of one start of a job, and its result."""
 
 import signal
 import time
@@ -27,21 +27,15 @@ from ronde.launch.wire import messages
 if TYPE_CHECKING:
     from ronde.status.table import WorkerInfo
 
-_CAUSE_WITHIN_S = 5.0
-"""A worker that lost its peer may have ended by so much earlier than that peer."""
+_CAUSE_WITHIN_S = 5.0  # between the end of a worker that lost a peer, and the peer's
 _SWEEP_S = 10.0
 _STOP_SIGNALS = STOPPING | {signal.SIGKILL}
 _ALL_CREDIT_BYTES = 32 << 20
-_STATUS_AFTER_S = 0.5
-"""A job that is shorter needs no status, and starts and ends without importing it."""
+_STATUS_AFTER_S = 0.5  # a shorter job does not import the status
 
 
 class JobView(Protocol):
-    """How a job follows the ends and losses of its workers and hosts.
-
-    While the generation is being stopped only ``on_message`` and ``on_loss`` are
-    called; ``finish`` is the last call.
-    """
+    """The reactions of a job to the ends of its workers and the loss of hosts."""
 
     can_lose_hosts: bool  # the job may go on without one
 
@@ -53,22 +47,21 @@ class JobView(Protocol):
 
     def begin(self, start: messages.Start) -> None: ...
 
-    def due_s(self) -> float: ...  # when ``on_due`` is to be called, monotonic
+    def due_s(self) -> float: ...  # of ``on_due``, monotonic
 
     def on_due(self) -> None: ...
 
-    # Whether the message is dealt with; others are the generation's.
-    def on_message(self, node: AgentNode, message: messages.FromAgent) -> bool: ...
+    def on_message(self, node: AgentNode, message: messages.FromAgent, /) -> bool: ...
 
     def on_exit(self, exited: messages.Exited) -> None: ...
 
-    def on_loss(self, node: AgentNode, loss: HostLoss) -> None: ...
+    def on_loss(self, node: AgentNode, loss: HostLoss, /) -> None: ...
 
     def finish(self, result: JobResult) -> JobResult: ...
 
 
 class RunningWorker:
-    """A worker as it runs and ends."""
+    """A worker, from its start to its end."""
 
     def __init__(self, node: AgentNode) -> None:
         self.node, self.pid, self.tail = node, 0, Tail()
@@ -83,7 +76,7 @@ class Generation(Handler):
         loop: EventLoop,
         nodes: Sequence[AgentNode],
         jobs: Sequence[messages.NodeJob],
-        make_view: Callable[["Generation"], JobView],
+        make_view: "Callable[[Generation], JobView]",
     ) -> None:
         super().__init__(loop)
         self.nodes = list(nodes)
@@ -93,7 +86,7 @@ class Generation(Handler):
         for node, job in zip(nodes, jobs, strict=True):
             node.ranks = frozenset(spec.worker for spec in job.workers)
             self.workers |= {spec.worker: RunningWorker(node) for spec in job.workers}
-        self.survived: set[int] = set()  # workers whose end is no failure of the job
+        self.survived: set[int] = set()  # workers whose end does not fail the job
         self.lost: list[LostHost] = []
         self.is_stopping = False
         self._interrupted_by: int | None = None
@@ -109,7 +102,6 @@ class Generation(Handler):
         self._view = make_view(self)
 
     def run(self, address: str, port: int) -> JobResult:
-        """Start all workers; return when nothing is left of them on any host."""
         self._started_at_s = time.monotonic()
         self._loop.progress.begin("to start their ranks", self._starting)
         self._loop.store = StoreService(self._epoch)
@@ -140,12 +132,9 @@ class Generation(Handler):
                 self._loop.lose(self, node, reason)
 
     def _judge(self) -> JobResult:
-        ends = [
-            self.end_of(worker.exited)
-            for number, worker in self.workers.items()
-            if worker.exited and number not in self.survived
-        ]
-        rank_of = self._view.ranks
+        workers, rank_of = self.workers.items(), self._view.ranks
+        exits = [w.exited for n, w in workers if w.exited and n not in self.survived]
+        ends = [self.end_of(exited) for exited in exits]
         lost = [
             host._replace(ranks=tuple(sorted(rank_of.get(n, n) for n in host.ranks)))
             for host in self.lost
@@ -154,8 +143,7 @@ class Generation(Handler):
         return judge(ends, self._interrupted_by, lost)
 
     def _starting(self) -> list[str]:
-        waiting = (each.node.name for each in self.workers.values() if not each.pid)
-        return list(dict.fromkeys(waiting))
+        return list({w.node.name: 0 for w in self.workers.values() if not w.pid})
 
     def _unfinished(self) -> list[AgentNode]:
         return [n for n in self.nodes if not n.is_over and n.name not in self._finished]
@@ -166,13 +154,14 @@ class Generation(Handler):
 
     def _due_s(self) -> float:
         if self._loop.is_held_back:
-            # The end of a job comes after its output, which nobody takes now.
+            # The end of a job comes after its output, which is stalled.
             self._answer_by_s = max(self._answer_by_s, time.monotonic() + _SWEEP_S)
         due_s = self._answer_by_s if self.is_stopping else self._view.due_s()
         return min(due_s, self._stacks_by_s, self._status_by_s)
 
     def _serve_status(self) -> None:
-        # Imported where it is needed: see ``_STATUS_AFTER_S``.
+        if self._has_status:
+            return
         from ronde.launch.job.status import StatusService
 
         self._has_status, self._status_by_s = True, inf
@@ -182,7 +171,6 @@ class Generation(Handler):
             loop.status.begin(self._epoch, self._rows)
 
     def _rows(self) -> "Iterator[WorkerInfo]":
-        """Yield all workers, but those of an elastic job that have ended and left."""
         from ronde.status.table import WorkerInfo
 
         ranks = self._view.ranks
@@ -200,19 +188,16 @@ class Generation(Handler):
     # Hosts and workers come and go
 
     def add_node(self, node: AgentNode) -> None:
-        """Add a host that is ready for workers."""
         self.nodes.append(node)
         self._finished.pop(node.name, None)
 
     def start(self, node: AgentNode, spec: messages.WorkerSpec) -> None:
-        """Start one more worker."""
         node.ranks |= {spec.worker}
         self.workers[spec.worker] = RunningWorker(node)
         self._loop.output.add_worker(spec.worker, node.name)
         node.send(messages.StartWorkers((spec,)))
 
     def send_text(self, workers: Collection[int], text: str) -> None:
-        """Send a text to those of the workers that still run."""
         by_node: dict[AgentNode, list[int]] = {}
         for number in workers:
             worker = self.workers[number]
@@ -222,20 +207,19 @@ class Generation(Handler):
             node.send(messages.SendToWorkers(tuple(numbers), text))
 
     def kill(self, worker: int) -> None:
-        """Kill a worker; its end is no failure of the job."""
+        """Kill a worker; its end does not fail the job."""
         self.survived.add(worker)
         node = self.workers[worker].node
         if not node.is_over:
             node.send(messages.SignalWorker(worker, signal.SIGKILL))
 
     def kill_hung(self, workers: Collection[int]) -> None:
-        """Kill workers once their stacks are shown."""
         self.survived.update(workers)
         self._hung += workers
         self._ask_for_stacks(workers)
 
     def stop(self, number: int) -> None:
-        """End all workers, first by this signal."""
+        """End all workers, with this signal first."""
         self.is_stopping = True
         self._send(messages.StopWorkers(number))
         self._answer_by_s = time.monotonic() + self.grace_s + _SWEEP_S
@@ -253,11 +237,11 @@ class Generation(Handler):
                 self._worker(node, message.worker).exited = message
                 if not self.is_stopping:
                     self._view.on_exit(message)
-                self._look_for_stacks()
+                self._show_complete_stacks()
             case messages.Stacks():
                 node.require_own(message.worker)
                 self._stacks[message.worker] = message
-                self._look_for_stacks()
+                self._show_complete_stacks()
             case messages.Statuses():
                 self._on_statuses(message)
             case messages.HostEnding():
@@ -271,8 +255,7 @@ class Generation(Handler):
                 super().on_message(node, message)
 
     def _on_statuses(self, statuses: messages.Statuses) -> None:
-        if not self._has_status:
-            self._serve_status()
+        self._serve_status()
         if self._loop.status is not None:
             self._loop.status.on_statuses(statuses)
 
@@ -303,13 +286,10 @@ class Generation(Handler):
 
     def on_loss(self, node: AgentNode, loss: HostLoss) -> None:
         if node in self.nodes:
-            ranks = tuple(
-                number
-                for number, worker in self.workers.items()
-                if worker.node is node and number not in self.survived
-            )
+            here = {n for n, worker in self.workers.items() if worker.node is node}
+            workers = tuple(sorted(here - self.survived))
             at_s = node.heard_at_s - self._started_at_s
-            lost = LostHost(node.name, ranks, loss.reason, loss.exit_code, at_s)
+            lost = LostHost(node.name, workers, loss.reason, loss.exit_code, at_s)
             self.lost.append(lost)
         self._view.on_loss(node, loss)
 
@@ -322,17 +302,15 @@ class Generation(Handler):
         for node in self.nodes:
             finished = self._finished.get(node.name, messages.Finished(0, ()))
             if finished.num_swept and not self.is_stopping:
-                count = f"{finished.num_swept} processes"
-                self._loop.notice(
-                    node, f"{count} that outlived their ranks were killed"
-                )
+                text = "processes that outlived their ranks were killed"
+                self._loop.notice(node, f"{finished.num_swept} {text}")
             for text in finished.stuck:
                 self._loop.notice(node, f"{text} survives SIGKILL and is left")
 
     # The user
 
     def on_signal(self, number: int) -> None:
-        """Pass it on, or end the job; a second one ends it now."""
+        """Pass a signal on, or end the job; a second one kills it."""
         if number in FORWARDED:
             self._send(messages.Forward(number))
         elif number == ASKING:
@@ -344,8 +322,7 @@ class Generation(Handler):
         elif number in STOPPING and not self.is_stopping:
             self._interrupt(number, number)
         elif number in STOPPING and number != signal.SIGHUP:
-            # A terminal that closes may send several of those. No output holds the end
-            # back: a user who asks twice does not read any more.
+            # A closing terminal may send several SIGHUPs. Output is not waited for.
             self._is_killing = True
             self._send(messages.StopWorkers(signal.SIGKILL))
             self._loop.output.discard()
@@ -373,29 +350,27 @@ class Generation(Handler):
             self._stacks_by_s = time.monotonic() + ANSWER_S
             self._send(messages.TakeStacks(self._stacks_of))
 
-    def _unheard(self) -> list[int]:
-        return [
-            number
+    def _missing_stacks(self) -> dict[int, messages.Stacks]:
+        return {
+            number: messages.Stacks(number, ())
             for number, worker in self.workers.items()
             if not self._stacks_of or number in self._stacks_of
             if not (number in self._stacks or worker.exited or worker.node.is_over)
-        ]
+        }
 
-    def _look_for_stacks(self) -> None:
-        if self._stacks_by_s < inf and not self._unheard():
+    def _show_complete_stacks(self) -> None:
+        if self._stacks_by_s < inf and not self._missing_stacks():
             self._show_stacks()
 
     def _show_stacks(self) -> None:
         self._stacks_by_s = inf
-        unheard = {number: messages.Stacks(number, ()) for number in self._unheard()}
-        self._loop.output.stacks(list((self._stacks | unheard).values()))
+        self._loop.output.stacks([*(self._stacks | self._missing_stacks()).values()])
         if self._interrupted_by == TIMED_OUT and not self.is_stopping:
             self._interrupt(TIMED_OUT, signal.SIGTERM)
         while self._hung:
             self.kill(self._hung.pop())
 
     def end_of(self, exited: messages.Exited) -> RankEnd:
-        """Return how a worker ended, by its agent and by its last words."""
         number, worker = exited.worker, self.workers[exited.worker]
         rank = self._view.ranks.get(number, number)
         traceback, stopped_s = worker.tail.traceback(), exited.stopped_s
@@ -424,10 +399,10 @@ class Generation(Handler):
 
 
 class FixedView:
-    """Ends the job with the first failure, once its cause is known.
+    """The view of a plain job: the job ends with the first failure.
 
-    A worker that lost a peer may end before that peer does. Others are not stopped for
-    a moment then: a worker that is stopped cannot show its own exit code.
+    A worker that lost a peer may end before that peer. So the others are stopped only
+    after a moment: a worker that is stopped cannot show its own exit code.
     """
 
     can_lose_hosts = False
@@ -435,7 +410,7 @@ class FixedView:
     def __init__(self, generation: Generation) -> None:
         self._generation = generation
         self._cause_by_s = inf
-        self._awaited: set[int] = set()  # workers of which one may be the cause
+        self._awaited: set[int] = set()  # workers that may be the cause
 
     @property
     def ranks(self) -> dict[int, int]:
@@ -446,7 +421,7 @@ class FixedView:
         return self._cause_by_s < inf
 
     def begin(self, start: messages.Start) -> None:
-        """Do nothing: the agents start the workers that are in their jobs."""
+        """Do nothing: the agents start the workers of their jobs."""
 
     def due_s(self) -> float:
         return self._cause_by_s
@@ -454,11 +429,7 @@ class FixedView:
     def on_due(self) -> None:
         self._generation.stop(signal.SIGTERM)
 
-    def on_message(
-        self,
-        node: AgentNode,  # noqa: ARG002
-        message: messages.FromAgent,  # noqa: ARG002
-    ) -> bool:
+    def on_message(self, *_: object) -> bool:
         return False
 
     def on_exit(self, exited: messages.Exited) -> None:
@@ -480,8 +451,8 @@ class FixedView:
         running = {n: worker for n, worker in workers.items() if worker.exited is None}
         if end.is_secondary or end.status < 0 or end.traceback:
             return find_awaited(end, running.keys())
-        # It does not show why. Another one's exception, of a moment ago, may be the
-        # cause; unless it was handled, that one ends, too.
+        # It shows no reason. A recent exception of another worker may be the cause;
+        # unless it was handled, that worker ends too.
         after_s = time.monotonic() - _CAUSE_WITHIN_S
         return {
             number
@@ -491,7 +462,7 @@ class FixedView:
             and not has_lost_peer(traceback)
         }
 
-    def on_loss(self, node: AgentNode, loss: HostLoss) -> None:  # noqa: ARG002
+    def on_loss(self, *_: object) -> None:
         if not self._generation.is_stopping:
             self._generation.stop(signal.SIGTERM)
 
@@ -502,16 +473,14 @@ class FixedView:
 def require_accepted(
     answers: Sequence[tuple[AgentNode, messages.FromAgent]], num_hosts: int
 ) -> None:
-    """Raise with the reasons of all agents that refuse a job."""
+    """Raise an error with the reasons of all agents that refuse the job."""
     by_reason: dict[str, list[str]] = {}
     is_usage = True
     for node, answer in answers:
         if isinstance(answer, messages.Refused):
             by_reason.setdefault(answer.reason, []).append(node.name)
             is_usage = is_usage and answer.is_usage
-    lines = [
-        reason if num_hosts == 1 else f"{', '.join(hosts)}: {reason}"
-        for reason, hosts in by_reason.items()
-    ]
+    lines = [f"{', '.join(hosts)}: {reason}" for reason, hosts in by_reason.items()]
     if lines:
+        lines = [*by_reason] if num_hosts == 1 else lines
         raise (UsageError if is_usage else LaunchError)("\n".join(lines))

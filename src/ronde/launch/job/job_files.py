@@ -1,4 +1,4 @@
-"""What a job leaves in files: its ranks' output, and a report of how it ended."""
+"""Files of a job: its ranks' output, and the report of its end."""
 
 import json
 import os
@@ -71,7 +71,6 @@ def replace_json(path: str, content: Mapping[str, object]) -> None:
     fd = os.open(beside, flags, 0o600)
     try:
         with os.fdopen(fd, "wb") as file:
-            # What no UTF-8 stands for is written as JSON's escapes.
             file.write(json.dumps(content, indent=1).encode() + b"\n")
         Path(beside).replace(path)
     except OSError:
@@ -88,7 +87,7 @@ class _Report(JobFile):
 
 
 class ErrorFile(_Report):
-    """Writes how the latest attempt ended, whether well or not, to a file."""
+    """The file of ``--error-file``: a report of the latest attempt."""
 
     def __init__(self, sink: OutputSink, path: str) -> None:
         super().__init__(sink, path)
@@ -122,11 +121,11 @@ def write_report(
 
 
 class RankLogs(_Report):
-    """Writes the output of each rank to files of its own before it is shown.
+    """The files of ``--log-dir``: each rank's output, unchanged.
 
-    ``DIR/<job id>/attempt_<epoch>/<rank>/{stdout,stderr}.log`` have the bytes as they
-    are, ``index.json`` beside them lists them, and ``end.json`` is the report of how it
-    ended. A file that takes nothing more is given up with one notice for its rank.
+    ``DIR/<job id>/attempt_<epoch>/`` has ``<rank>/{stdout,stderr}.log``, their list
+    ``index.json``, and the report ``end.json``. After a failed write a file is given
+    up, with one notice for its rank.
     """
 
     def __init__(self, sink: OutputSink, directory: str) -> None:
@@ -165,7 +164,7 @@ class RankLogs(_Report):
             self._write_index()
         except OSError as error:
             self._given_up.update((new.worker, stream) for stream in Stream)
-            self._notice(f"rank {new.worker} has no log files: {error.strerror}")
+            self._notice(f"worker {new.worker} has no log files: {error.strerror}")
 
     def _make_files(self, rank: int) -> None:
         Path(self._path, str(rank)).mkdir(mode=0o700)
@@ -184,8 +183,8 @@ class RankLogs(_Report):
             self._given_up.add(key)
             if is_first:
                 self._notice(
-                    f"{output.stream.name.lower()}.log of rank {output.worker} takes "
-                    f"nothing more ({error.strerror}); it is shown here only"
+                    f"{output.stream.name.lower()}.log of rank {output.worker} cannot "
+                    f"be written ({error.strerror}); it is shown here only"
                 )
 
     def finished(self, result: JobResult) -> None:

@@ -1,7 +1,7 @@
 """The process that shows a job's output and events, and writes them to files.
 
-The process, a fork of the controller, alone may wait: a file system or a terminal may
-stall for minutes, and the controller must answer meanwhile.
+It is a fork of the controller, so that only it blocks when a file system or a terminal
+stalls.
 """
 
 import errno
@@ -46,7 +46,7 @@ class Attempt(NamedTuple):
 
     job_id: str
     epoch: int  # 0 for the first start, one more for each restart
-    hosts: tuple[str, ...]  # name of each worker's host, by its id
+    hosts: tuple[str, ...]  # of each worker, by id
 
     def add(self, new: "NewWorker") -> "Attempt":
         return self._replace(hosts=(*self.hosts, new.host))
@@ -67,12 +67,11 @@ def attempt_dir(directory: str, attempt: Attempt) -> str:
 
 
 class OutputSink(Protocol):
-    """Shows what a job reports; in the output process, where it may wait.
+    """Shows a job, in the output process.
 
-    The output process polls the ``pending_fds``, calls ``write_to`` for each that is
-    ready, and takes no more output while ``backlog_bytes`` is large. ``write_to``
-    raises BrokenPipeError when nothing takes the ranks' standard output any more, with
-    the number of the error.
+    That polls the ``pending_fds``, calls ``write_to`` for ready ones, and reads no more
+    output while ``backlog_bytes`` is large. ``write_to`` raises BrokenPipeError with
+    the number of the error when standard output cannot be written any more.
     """
 
     @property
@@ -94,7 +93,7 @@ class OutputSink(Protocol):
     def finished(self, result: JobResult) -> None: ...
 
     def tick(self, now_s: float) -> float:
-        """Do what is due; return when to come again, at infinity before no output."""
+        """Show due lines; return the time of the next call, perhaps infinity."""
         ...
 
     def write_to(self, fd: int) -> None: ...
@@ -103,14 +102,13 @@ class OutputSink(Protocol):
 
 
 MakeSinks = Callable[[], tuple[OutputSink, Sequence["JobFile"]]]
-"""Makes what shows a job and what writes files of it; may raise UsageError."""
+"""Returns the sink and the files of a job; may raise UsageError."""
 
 
 class JobFile:
-    """Writes to files what a job reports, before it is shown; the base of such.
+    """Base of the files of a job, which are written before the job is shown.
 
-    ``begin`` raises UsageError where it cannot write what the user asked for; what
-    goes wrong later is a notice.
+    ``begin`` may raise UsageError; later errors are notices.
     """
 
     def __init__(self, sink: OutputSink, path: str) -> None:
@@ -130,28 +128,26 @@ class JobFile:
 
 
 class EndOfStacks(NamedTuple):
-    """To the process: show the ``Stacks`` that came before, one a rank."""
+    """To the process: show the ``Stacks`` that were sent before."""
 
 
 class OutputAnswer(NamedTuple):
-    """From the process: everything is prepared, or its output is read no more."""
+    """From the process: an attempt can begin, or the output cannot be written."""
 
-    problem: str  # why not all is prepared; empty where it is
-    # SIGPIPE, SIGHUP of a closed terminal, OUTPUT_FULL; 0 where the output is read
-    signal: int
+    problem: str  # error of an attempt, or empty
+    signal: int  # SIGPIPE, SIGHUP of a closed terminal, OUTPUT_FULL; or 0
 
 
-# An attempt is prepared for, and answered; a result is how it ended.
 _Order = Attempt | NewWorker | Notice | Stacks | EndOfStacks | JobResult
 _ORDERS: tuple[type[_Order | Output], ...] = (Output, *get_args(_Order))
 
 
 class NoOutput:
-    """Takes the place of ``OutputProcess`` for a job that has no output."""
+    """Replaces ``OutputProcess`` if no ranks are started."""
 
     read_fd = write_fd = -1
     waiting_bytes = 0
-    is_settled = has_ended = True
+    is_ready = has_ended = True
 
     def _do_nothing(self, *_: object) -> None: ...
 
@@ -160,10 +156,10 @@ class NoOutput:
 
 
 class OutputProcess(MessageWriter):
-    """The controller's end: takes everything at once, and never waits for a write.
+    """The controller's end, with non-blocking writes.
 
-    Must be made in a process with one thread, before that starts others: the process
-    is a fork of this one. It ends with this process, however that ends.
+    The process is a fork of this one, which must have one thread and no other children
+    yet. It dies with this process.
     """
 
     def __init__(self, make_sinks: MakeSinks) -> None:
@@ -171,7 +167,7 @@ class OutputProcess(MessageWriter):
         self.read_fd, replies = os.pipe()
         discard, self._discard_fd = os.pipe()
         parent = os.getpid()
-        # A signal that came between fork and its being ignored would count twice.
+        # A signal between the fork and its handlers would count twice.
         signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED)
         self._pid = os.fork()
         if not self._pid:
@@ -185,18 +181,18 @@ class OutputProcess(MessageWriter):
         super().__init__(pipes.write, _MAX_UNWRITTEN_BYTES)
         self._reader = MessageDecoder((OutputAnswer,))
         self._is_closing = False
-        self.is_settled = True  # nothing is waited for that must precede the ranks
-        self.has_ended = False  # whether all was written that will be
+        self.is_ready = True  # the attempt can begin
+        self.has_ended = False  # everything is written
 
     def begin(self, attempt: Attempt) -> None:
-        self.is_settled = False
+        self.is_ready = False
         self.send(attempt)
 
     def add_worker(self, worker: int, host: str) -> None:
         self.send(NewWorker(worker, host))
 
     def output(self, output: Output) -> None:
-        # What is to be discarded comes without end, and files may take nothing.
+        # Files may be stalled while the ranks write on.
         is_discarding = self._discard_fd < 0
         if not (is_discarding and self.waiting_bytes >= _MAX_DISCARDED_BYTES):
             self.send(output)
@@ -213,7 +209,7 @@ class OutputProcess(MessageWriter):
         self.send(result)
 
     def discard(self) -> None:
-        """Have what waits to be shown forgotten; files get all they can."""
+        """Drop output that is not shown yet; files still get it."""
         if self._discard_fd >= 0:
             os.close(self._discard_fd)
             self._discard_fd = -1
@@ -229,8 +225,8 @@ class OutputProcess(MessageWriter):
             os.waitpid(self._pid, 0)
             if not self._is_closing:
                 raise LaunchError(
-                    "the process that writes the output must run as long as the job, "
-                    "but it is gone. Start the job again."
+                    "the process that writes the output exited before the job ended. "
+                    "Start the job again."
                 )
             return 0
         unread_signal = 0
@@ -238,17 +234,17 @@ class OutputProcess(MessageWriter):
             if answer.problem:
                 raise UsageError(answer.problem)
             if not answer.signal:
-                self.is_settled = True
+                self.is_ready = True
             elif not is_kept_ignored(answer.signal):
                 unread_signal = answer.signal
         return unread_signal
 
     def close(self) -> None:
-        """Announce that nothing follows; ``has_ended`` when all is written."""
+        """Send the rest; ``has_ended`` once everything is written."""
         self._is_closing = True
         self.flush()
         if not self.has_ended:
-            # Somebody may have stopped it, and it has to see this end.
+            # It must notice this end even if it was stopped.
             os.kill(self._pid, signal.SIGCONT)
 
     def kill(self) -> None:
@@ -259,7 +255,7 @@ class OutputProcess(MessageWriter):
 
     def send(self, message: object) -> None:
         if self._orders_fd >= 0:
-            # Why nobody takes it is found out by ``read``.
+            # ``read`` finds the reason.
             with suppress(BrokenPipeError):
                 super().send(message)
 
@@ -274,12 +270,11 @@ class OutputProcess(MessageWriter):
 def _run_output(
     make_sinks: MakeSinks, fds: tuple[int, int, int], parent: int
 ) -> NoReturn:
-    """Be the process, which has just been forked; end it."""
     try:
         signal.set_wakeup_fd(-1)
         for number in _IGNORED:
             signal.signal(number, signal.SIG_IGN)
-        # An agent must see the end of its input when the controller ends.
+        # An agent must notice the end of the controller.
         first = 3
         for fd in (*sorted(fds), os.sysconf("SC_OPEN_MAX")):
             os.closerange(first, fd)
@@ -299,7 +294,7 @@ def _run_output(
 
 
 class _Writer:
-    """What the process does: all of it may wait."""
+    """The loop of the process; all of it may block."""
 
     def __init__(
         self, sink: OutputSink, files: Sequence[JobFile], replies_fd: int
@@ -344,10 +339,10 @@ class _Writer:
                     file.output(order)
                 self._sink.output(order, time.monotonic())
             else:
-                self._obey(order)
+                self._handle(order)
         return bool(data)
 
-    def _obey(self, order: _Order) -> None:
+    def _handle(self, order: _Order) -> None:
         match order:
             case Attempt():
                 self._begin(order)
@@ -375,6 +370,6 @@ class _Writer:
         self._answer(problem)
 
     def _answer(self, problem: str, number: int = 0) -> None:
-        # If the controller is gone, this process ends at once, too.
+        # With the controller gone, this process ends at once too.
         with suppress(BrokenPipeError):
             os.write(self._replies_fd, encode(OutputAnswer(problem, number)))

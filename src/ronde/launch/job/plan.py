@@ -1,4 +1,4 @@
-"""A job: what the user asked for, and the plan of it."""
+"""A job: its specification and its plan."""
 
 import os
 import time
@@ -14,12 +14,7 @@ from ronde.launch.environments import (
     default_environment,
     rank_environment,
 )
-from ronde.launch.host import (
-    SLOTS_CORES,
-    SLOTS_GPUS,
-    Host,
-    HostShare,
-)
+from ronde.launch.host import SLOTS_CORES, SLOTS_GPUS, Host, HostShare
 from ronde.launch.hosts.node import AgentNode
 from ronde.launch.wire import messages
 from ronde.topology.machine import RankResources, usable_cores
@@ -31,38 +26,36 @@ if TYPE_CHECKING:
 
 
 class JobSpec(NamedTuple):
-    """What the user asked for."""
+    """The user's specification of a job."""
 
     argv: tuple[str, ...]
-    env: Mapping[str, str]  # for all ranks, on top of what is there on each host
+    env: Mapping[str, str]  # for all ranks, added to each host's own
     rank_env: Mapping[int, Mapping[str, str]] = MappingProxyType({})  # of single ranks
-    cwd: str = ""  # directory to start in; empty for the one each agent was started in
-    grace_s: float = 15.0  # seconds between the stop signal and the sweep
-    master_port: int = 0  # port to meet at, 0 for any
+    cwd: str = ""  # directory of the ranks; empty for the agent's own
+    grace_s: float = 15.0  # from the stop signal to the sweep
+    master_port: int = 0  # of the rendezvous; 0 for any
     hosts: tuple[Host, ...] = ()  # in the order of the ranks; empty for this machine
     num_ranks: int | None = None  # None for one a slot
-    min_ranks: int | None = None  # that suffice where there are fewer slots
-    interfaces: tuple[str, ...] = ()  # that the ranks may use, none for any
-    # how ranks get cores and GPUs; None leaves that to the scheduler
-    placement: "PlacementRequest | None" = None
-    max_restarts: int = 0  # how often all ranks may be started again
-    no_restart_codes: frozenset[int] = frozenset()  # of the job: then they are not
-    is_verbose: bool = False  # report how long each step of the start takes
-    elastic: ElasticOptions | None = None  # how ranks come and go; None if they do not
+    min_ranks: int | None = None  # enough if there are fewer slots
+    interfaces: tuple[str, ...] = ()  # for the ranks; empty for any
+    placement: "PlacementRequest | None" = None  # None leaves it to the scheduler
+    max_restarts: int = 0
+    no_restart_codes: frozenset[int] = frozenset()  # exit codes without a restart
+    is_verbose: bool = False  # report the time of each step of the start
+    elastic: ElasticOptions | None = None  # None for a plain job
 
 
 class JobPlan(NamedTuple):
-    """All of a job that does not change when it is started again."""
+    """The parts of a job that a restart does not change."""
 
     spec: JobSpec
-    facts: JobFacts  # name and mark of the job
+    facts: JobFacts
     shares: tuple[HostShare, ...]  # of each host, in the order of the ranks
-    address: str  # where the ranks meet
+    address: str  # of the rendezvous
     nodes: tuple[AgentNode, ...] = ()  # in the order of the shares
-    # called with the port that is held for rank 0, and the nodes as they are now:
-    # whether all reach it; None where all ranks are on one host
+    # raises if one of the nodes does not reach rank 0's port; None for one host
     check: Callable[[int, Sequence[AgentNode]], None] | None = None
-    notices: tuple[str, ...] = ()  # what the user should know of it, each a sentence
+    notices: tuple[str, ...] = ()  # for the user, each a sentence
 
     @property
     def hosts(self) -> tuple[str, ...]:
@@ -87,29 +80,29 @@ class JobPlan(NamedTuple):
         return jobs
 
     def elastic_job(self, epoch: int, share: HostShare) -> messages.NodeJob:
-        """Return the job of a host whose ranks come and go: one a place at most."""
+        """Return the job of one host of an elastic job, without workers."""
         job = self._job(epoch, share)
-        # The other hosts' processes live where this one's earlier ones must not.
+        # A marker for each host: a host may join again while others run.
         marker = f"{job.job_marker}.{share.host.name}"
         options = self.spec.elastic
         polled = [n for n in options.notice if n != "signal"] if options else ()
         return job._replace(
-            job_marker=marker, max_ranks=len(share.places), notice=tuple(polled)
+            job_marker=marker, max_ranks=len(share.resources), notice=tuple(polled)
         )
 
     def rank(
         self, epoch: int, node: NodeFacts, share: HostShare, local: int, world: World
     ) -> messages.WorkerSpec:
-        facts, place = self.facts._replace(epoch=epoch), share.places[local]
-        env = rank_environment(world, facts, node) | dict(place.env)
+        facts, own = self.facts._replace(epoch=epoch), share.resources[local]
+        env = rank_environment(world, facts, node) | dict(own.env)
         if "OMP_NUM_THREADS" not in self.spec.env:
-            env["OMP_NUM_THREADS"] = str(place.num_cores)
+            env["OMP_NUM_THREADS"] = str(own.num_cores)
         env |= self.spec.rank_env.get(world.rank, {})
-        return messages.WorkerSpec(world.rank, env, place.cpus)
+        return messages.WorkerSpec(world.rank, env, own.cpus)
 
     def _job(self, epoch: int, share: HostShare) -> messages.NodeJob:
         spec = self.spec
-        num_cores = min(place.num_cores for place in share.places)
+        num_cores = min(each.num_cores for each in share.resources)
         is_elastic = spec.elastic is not None
         defaults = default_environment(num_cores, is_elastic=is_elastic)
         return messages.NodeJob(
@@ -131,7 +124,7 @@ def make_facts(max_restarts: int = 0) -> JobFacts:
 
 
 def count_slots_of(node: AgentNode, num_hosts: int) -> int:
-    machine = node.met.machine
+    machine = node.known_hello.machine
     if node.host.slots == SLOTS_CORES:
         return usable_cores(machine)
     if node.host.slots == SLOTS_GPUS and not machine.gpus:
@@ -142,14 +135,14 @@ def count_slots_of(node: AgentNode, num_hosts: int) -> int:
     return len(machine.gpus) or (usable_cores(machine) if num_hosts == 1 else 1)
 
 
-def place_on(
+def assign_resources(
     spec: JobSpec, node: AgentNode, num_ranks: int
 ) -> tuple[tuple[RankResources, ...], tuple[str, ...]]:
-    machine = node.met.machine
+    machine = node.known_hello.machine
     if spec.placement is None and not node.host.gpus:
         num_cores = max(1, usable_cores(machine) // num_ranks)
         return (RankResources(num_cores=num_cores),) * num_ranks, ()
-    # Imported where they are needed: a job that is not bound must start at once.
+    # Imported late: a job without binding starts faster.
     from ronde.topology.placement.binding import UNPLACED, place_ranks
 
     host, request = node.host, spec.placement or UNPLACED
@@ -158,8 +151,8 @@ def place_on(
 
 
 def network_of(node: AgentNode) -> "HostNetwork":
-    # Imported where it is needed: a job on one host has nobody to meet.
+    # Imported late: a job on one host needs no rendezvous.
     from ronde.launch.network import HostNetwork
 
-    machine, interfaces = node.met.machine, node.met.interfaces
+    machine, interfaces = node.known_hello.machine, node.known_hello.interfaces
     return HostNetwork(node.name, interfaces, node.host.address, machine.mbit_per_s)

@@ -11,16 +11,16 @@ from ronde.launch.wire import messages
 
 
 class Answer(NamedTuple):
-    """A host's answer to one question, or why there is none."""
+    """A host's answer to one question, or the reason that there is none."""
 
-    line: str  # the program's answer; empty where there was none
-    failure: str  # why there was none, in half a sentence; empty where there was one
-    asked_s: float = 0.0  # when the question was sent, on the monotonic clock
-    answered_s: float = 0.0  # when the answer came
+    line: str
+    failure: str  # in half a sentence; empty with an answer
+    asked_s: float = 0.0  # monotonic
+    answered_s: float = 0.0
 
 
 class RemotePrograms(Handler):
-    """One program on each host, asked all at once."""
+    """One program on each host; all are asked in parallel."""
 
     def __init__(
         self, loop: EventLoop, nodes: Sequence[AgentNode], module: str
@@ -32,7 +32,6 @@ class RemotePrograms(Handler):
         self._answers: dict[str, Answer] = {}
         self._num_late: dict[str, int] = dict.fromkeys(self._nodes, 0)
         for node in nodes:
-            # Notice a host that falls silent, whatever its program does.
             node.watch(is_watched=True)
             node.send(messages.StartProgram(module))
 
@@ -56,7 +55,7 @@ class RemotePrograms(Handler):
         match message:
             case messages.ProgramLine():
                 if self._num_late[name]:
-                    # The answer to a question whose time was over.
+                    # It answers an earlier question, too late.
                     self._num_late[name] -= 1
                 elif name in self._waiting:
                     asked_s, now_s = self._waiting.pop(name), time.monotonic()

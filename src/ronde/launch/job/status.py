@@ -1,8 +1,8 @@
-"""The table of what a job's workers report, and its readers on a unix socket.
+"""The table of a job's statuses, served on a unix socket.
 
 A reader gets the newest version of the table as a line of JSON, at most once a second:
 see ``ronde.launch.status``. One that does not read misses versions, and is dropped
-after some seconds. The loop never waits for a reader.
+after some seconds. No write blocks.
 """
 
 import json
@@ -37,7 +37,7 @@ class _Reader:
         self.sock = sock
         self.unsent = memoryview(b"")
         self.next_at_s = 0.0
-        self.took_at_s = time.monotonic()  # when it last took something
+        self.took_at_s = time.monotonic()  # of its last read
 
 
 class StatusService:
@@ -50,10 +50,10 @@ class StatusService:
         self._job = JobInfo(job_id, tuple(argv), time.time(), head, pid, restarts=0)
         self._stall_s = stall_s
         self._rows: Callable[[], Iterable[WorkerInfo]] = tuple
-        self._statuses: dict[int, tuple[str, float]] = {}  # with when it was true
+        self._statuses: dict[int, tuple[str, float]] = {}  # text, time
         self._version, self._line, self._built_at_s = 0, b"", 0.0
         self._readers: list[_Reader] = []
-        live_directories(PREFIX)  # tables of controllers that were killed go
+        live_directories(PREFIX)  # removes those of killed controllers
         self.directory = temporary_directory() / f"{PREFIX}{os.urandom(8).hex()}"
         self.directory.mkdir(mode=0o700)
         try:
@@ -64,20 +64,18 @@ class StatusService:
         self._listener.setblocking(False)  # noqa: FBT003  the socket's own method
 
     def begin(self, epoch: int, rows: Callable[[], Iterable[WorkerInfo]]) -> None:
-        """Serve another start of the job; ``rows`` returns its workers, no statuses."""
         self._job, self._rows = self._job._replace(restarts=epoch), rows
         self._statuses.clear()
 
     def on_statuses(self, statuses: messages.Statuses) -> None:
         now_s = time.monotonic()
         for worker, text, age_s in statuses.statuses:
-            with suppress(ValueError, RecursionError):  # whatever a rank may write
+            with suppress(ValueError, RecursionError):  # a rank may write anything
                 if isinstance(json.loads(text, parse_constant=_refuse), dict):
                     self._statuses[worker] = text, now_s - age_s
 
     @property
     def due_s(self) -> float:
-        """When ``advance`` must be called at the latest, on the monotonic clock."""
         return min((self._due_of(each) for each in self._readers), default=float("inf"))
 
     def watched(self) -> Iterator[tuple[int, int, Callable[[], object]]]:
@@ -87,7 +85,7 @@ class StatusService:
             yield reader.sock.fileno(), events, lambda of=reader: self._serve(of)
 
     def advance(self) -> None:
-        """Give readers that have taken all the newest table; drop those that stall."""
+        """Send the newest table to idle readers; drop those that stall."""
         now_s = time.monotonic()
         for reader in [each for each in self._readers if now_s >= self._due_of(each)]:
             if reader.unsent:
@@ -112,11 +110,15 @@ class StatusService:
 
     def _build(self, now_s: float) -> None:
         self._version, self._built_at_s = self._version + 1, now_s
-        workers: list[str] = []
-        for row in self._rows():
+        workers, rows = list[str](), list(self._rows())
+        # Forget workers that have left.
+        left = self._statuses.keys() - {row.worker for row in rows}
+        for worker in left:
+            del self._statuses[worker]
+        for row in rows:
             text, at_s = self._statuses.get(row.worker, ("null", now_s))
             aged = row._replace(status_age_s=round(now_s - at_s, 3))
-            # The status, which is last, stays the text that it came as.
+            # The status, the last field, stays as it was sent.
             known = json.dumps(aged._asdict()).removesuffix("null}")
             workers.append(known + text + "}")
         head = f'{{"version": {self._version}, "job": {json.dumps(self._job._asdict())}'
@@ -124,7 +126,7 @@ class StatusService:
         self._line = line.encode(errors="replace")
 
     def _accept(self) -> None:
-        with suppress(OSError):  # it has gone again, or no descriptor is free
+        with suppress(OSError):  # it closed again, or no descriptor is free
             sock, _ = self._listener.accept()
             if not is_own(sock) or len(self._readers) >= _MAX_READERS:
                 sock.close()
@@ -134,7 +136,7 @@ class StatusService:
 
     def _serve(self, reader: _Reader) -> None:
         if reader not in self._readers:
-            return  # it was dropped after the poll had seen it ready
+            return  # it was dropped since the poll
         self._write(reader)
         try:
             is_open = bool(reader.sock.recv(_READ_BYTES))
@@ -144,7 +146,7 @@ class StatusService:
             self._drop(reader)
 
     def _write(self, reader: _Reader) -> None:
-        with suppress(OSError):  # it takes no more now, or its end is read later
+        with suppress(OSError):  # it is full, or its end is read later
             while reader.unsent:
                 reader.unsent = reader.unsent[reader.sock.send(reader.unsent) :]
                 reader.took_at_s = time.monotonic()

@@ -1,9 +1,9 @@
 # ruff: noqa: INP001 - a directory of PYTHONPATH is no package
-"""Has every Python of a rank write its stacks where its agent reads them, when asked.
+"""Makes every Python of a rank write its stacks to its agent on a signal.
 
 An agent puts this directory first on its ranks' ``PYTHONPATH``: Python imports
-``sitecustomize`` when it starts. Then it makes way for the one that would have been
-imported without it. It costs one look-up and three system calls.
+``sitecustomize`` at its start. Then this imports the user's own one, if any. It costs
+one look-up and three system calls.
 """
 
 import faulthandler
@@ -16,10 +16,10 @@ try:
     _fd = os.open(_path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
     faulthandler.register(int(_number), file=_fd, all_threads=True)
 except (OSError, ValueError, RuntimeError):
-    # Another user, or a container: its agent then says what the kernel shows.
+    # Another user, or a container: the agent shows the state in the kernel.
     pass
 
 sys.path[:] = [path for path in sys.path if path != os.path.dirname(__file__)]  # noqa: PTH120
 del sys.modules[__name__]
-# Without one it fails as it would have failed without this.
+# Without another one it fails as usual.
 __import__(__name__)

@@ -1,9 +1,9 @@
 """Messages and frames between controller and agent.
 
-A frame is a 4-byte length (big endian, of what follows), a kind byte and a body; the
-length is checked before anything is kept. Messages are named tuples and travel as JSON
-objects with the field ``is`` naming the message. Each field is checked against its
-annotation: nothing is evaluated, nothing unpickled, and nothing unknown passes.
+A frame is a 4-byte length (big endian, of the rest), a kind byte and a body; the length
+is checked before anything is stored. Messages are named tuples, sent as JSON objects
+with their name in the field ``is``. Each field is checked against its annotation:
+nothing is evaluated or unpickled, and unknown fields are refused.
 """
 
 import json
@@ -21,7 +21,7 @@ from ronde.store.protocol import MAX_FRAME_BYTES, Splitter
 from ronde.topology.machine import Machine
 
 T = TypeVar("T")
-PROTOCOL = 14  # changes when a message changes; both sides must have the same
+PROTOCOL = 14  # changes with any message; both sides must have the same
 FIRST_CREDIT_BYTES = 16 << 10  # output that may be sent before any credit was granted
 
 _READ_BYTES = 256 << 10
@@ -31,54 +31,53 @@ _JSON = 1  # the kind of a frame whose body is a message as JSON
 
 
 class WorkerSpec(NamedTuple):
-    """What one rank has of its own."""
+    """A worker's own variables and CPUs."""
 
     worker: int
-    env: dict[str, str]  # its own environment variables; they win over the job's
-    cpus: tuple[int, ...] = ()  # those that it may use; empty for all of the agent's
+    env: dict[str, str]  # these win over the job's
+    cpus: tuple[int, ...] = ()  # empty for all of the agent's
 
 
 class NodeJob(NamedTuple):
-    """To the agent: check that this job can start here, and start nothing yet."""
+    """To the agent: check that this job can start here; start nothing yet."""
 
     epoch: int  # generation of the world, 0 for the first start
-    job_marker: str  # random, each process has it as RONDE_COOKIE; no secret
+    job_marker: str  # random; RONDE_COOKIE of each process; no secret
     argv: tuple[str, ...]
-    env: dict[str, str]  # environment of all ranks, on top of what the agent itself has
-    workers: tuple[WorkerSpec, ...]  # those of this agent, ascending
-    cwd: str  # directory the ranks start in; empty for the agent's own
-    grace_s: float  # seconds between the stop signal and the sweep
-    address: str  # numeric address that the ranks meet at, where rank 0 is here
-    master_port: int  # port to bind for the ranks to meet at, or 0 for any
-    # elastic: the most workers that it may have, by ``StartWorkers``; it lasts until
-    # ``StopWorkers``, even when all have ended. 0 for not elastic
+    env: dict[str, str]  # of all ranks, added to the agent's own
+    workers: tuple[WorkerSpec, ...]  # of this agent, ascending
+    cwd: str  # of the ranks; empty for the agent's own
+    grace_s: float  # from the stop signal to the sweep
+    address: str  # numeric, of the rendezvous, where rank 0 is here
+    master_port: int  # of the rendezvous; 0 for any
+    # of an elastic job: the most workers here. It lasts until ``StopWorkers``, even
+    # when all have ended. 0 for a plain job
     max_ranks: int = 0
-    # where to look for notice of this host's end, as ``--notice`` has it
-    notice: tuple[str, ...] = ()
+    notice: tuple[str, ...] = ()  # sources of ``--notice`` to poll
 
 
 class Start(NamedTuple):
-    """To the agent: start the ranks, which meet at this address and port."""
+    """To the agent: start the ranks, which rendezvous at this address."""
 
     master_addr: str
     master_port: int
 
 
 class StartWorkers(NamedTuple):
-    """To the agent of an elastic job: start these as well, while others run."""
+    """To the agent of an elastic job: start these as well."""
 
     workers: tuple[WorkerSpec, ...]
 
 
 class SignalWorker(NamedTuple):
-    """To the agent of an elastic job: signal a rank's processes."""
+    """To the agent of an elastic job: signal a worker's processes."""
 
     worker: int
     signal: int
 
 
 class SendToWorkers(NamedTuple):
-    """To the agent of an elastic job: pass a text on to ranks, by their channels."""
+    """To the agent of an elastic job: send a text on the channels of workers."""
 
     workers: tuple[int, ...]  # empty for all that run there
     text: str
@@ -88,71 +87,68 @@ class Locate(NamedTuple):
     """To the agent: report your own address towards each of these addresses."""
 
     addresses: tuple[str, ...]
-    port: int  # where not 0, try also whether it answers there
+    port: int  # if not 0, it must also answer there
 
 
 class StartProgram(NamedTuple):
-    """To the agent: start a program; see ``RemoteProgram``."""
+    """To the agent: start a ``RemoteProgram``."""
 
-    module: str  # the module of ronde that is the program
+    module: str
 
 
 class Forward(NamedTuple):
-    """To the agent: send a signal to every rank's process group, no more than that."""
+    """To the agent: only pass a signal on to the ranks."""
 
     signal: int
 
 
 class StopWorkers(NamedTuple):
-    """To the agent: signal the ranks, give them the grace, then sweep.
+    """To the agent: signal the ranks, and sweep after the grace.
 
-    SIGKILL has no grace, and the output that waits is dropped.
+    SIGKILL has no grace; unsent output is dropped.
     """
 
     signal: int
 
 
 class TakeStacks(NamedTuple):
-    """To the agent: report the stacks of ranks that run."""
+    """To the agent: report the stacks of running workers."""
 
     workers: tuple[int, ...]  # empty for all
 
 
 class Credit(NamedTuple):
-    """To the agent: so many more bytes of output may be sent."""
+    """To the agent: more bytes of output may be sent."""
 
     num_bytes: int
 
 
 class Ping(NamedTuple):
-    """To the agent: the controller is there."""
+    """To the agent: heartbeat of the controller."""
 
-    sent_at_s: float  # the controller's clock, which is sent back as it is
-    # after so long without any message the agent ends everything, until the next
-    # ``Ping`` changes that; after twice as long where the controller's host answers at
-    # one of its addresses
-    lease_s: float
-    addresses: tuple[str, ...]
+    sent_at_s: float  # on the controller's clock; returned in ``Pong``
+    lease_s: float  # the agent ends everything after so much silence,
+    addresses: tuple[str, ...]  # or twice as much, if the host answers at one of these
 
 
 class Hello(NamedTuple):
-    """From the agent, unasked and first: who it is and what ranks can have here."""
+    """First message of an agent: its host, and the resources for ranks there."""
 
     protocol: int
-    host: str  # name that the host itself goes by
-    identity: str  # two agents with the same one are on one machine
+    host: str  # its own name for itself
+    identity: str  # equal for two agents on one machine
     machine: Machine
-    interfaces: tuple[InterfaceAddress, ...]  # addresses others might reach it by
+    interfaces: tuple[InterfaceAddress, ...]
 
 
 class Located(NamedTuple):
-    """From the agent: its own address towards each; empty where it has no route."""
+    """From the agent: its own address towards each, empty without a route."""
 
     sources: tuple[str, ...]
 
 
 class ProgramLine(NamedTuple):
-    """A line from the program, or to the agent for the program."""
+    """A line from the program, or to it."""
 
     line: str
 
@@ -166,91 +162,91 @@ class ProgramExited(NamedTuple):
 class Ready(NamedTuple):
     """From the agent: the job can start here."""
 
-    master_port: int  # bound and held for rank 0; 0 where that is not here
+    master_port: int  # reserved for rank 0; 0 where that is not here
 
 
 class Refused(NamedTuple):
-    """From the agent: the job cannot start, and nothing was started."""
+    """From the agent: the job cannot start; nothing was started."""
 
     reason: str
     is_usage: bool  # the user can change it
 
 
 class Started(NamedTuple):
-    """From the agent: a rank runs."""
+    """From the agent: a worker runs."""
 
     worker: int
     pid: int
 
 
 class HostEnding(NamedTuple):
-    """From the agent: its host (Slurm, Kubernetes) ends the ranks by this signal."""
+    """From the agent: its host (Slurm, Kubernetes) ends the job by this signal."""
 
     signal: int
 
 
 class HostLeaving(NamedTuple):
-    """From the agent of an elastic job: there is notice that its host will end."""
+    """From the agent of an elastic job: its host will end soon."""
 
     reason: str  # in half a sentence, about the host: ``AWS takes it at 10:31:02 UTC``
 
 
 class Exited(NamedTuple):
-    """From the agent: a rank is gone. Times are on the agent's monotonic clock."""
+    """From the agent: a worker has ended. Times are on its monotonic clock."""
 
     worker: int
-    status: int  # its exit code, or minus the number of the signal that ended it
+    status: int  # exit code, or minus the signal
     began_s: float  # when it reported its exit, dumped core, or was reaped
-    traceback_s: float  # when its last Python traceback was read; 0 for none
-    stopped_s: float  # when the agent began to end the job; 0 for not yet
-    evidence: str  # what the kernel reports of it, in half a sentence, or empty
+    traceback_s: float  # last Python traceback on stderr; 0 for none
+    stopped_s: float  # when the job's end began; 0 for not yet
+    evidence: str  # the kernel's report, in half a sentence, or empty
 
 
 class ProcessStack(NamedTuple):
-    """Where one process of a rank is."""
+    """The stacks of one process of a worker."""
 
     pid: int
-    name: str  # its program, as the kernel has it
-    state: str  # its state in the kernel, where there is no text
-    text: str  # the stacks of its threads as ``faulthandler`` writes them, or empty
+    name: str  # of its program
+    state: str  # in the kernel, if there is no text
+    text: str  # as ``faulthandler`` writes it, or empty
 
 
 class WorkerText(NamedTuple):
-    """What one rank of an elastic job said by its channel."""
+    """A membership message of one worker."""
 
     worker: int
     text: str
 
 
 class WorkerTexts(NamedTuple):
-    """From the agent of an elastic job: what ranks said since the last of these."""
+    """From the agent of an elastic job: new messages of workers."""
 
     texts: tuple[WorkerText, ...]
 
 
 class StatusText(NamedTuple):
-    """The newest status of one rank."""
+    """The newest status of one worker."""
 
     worker: int
-    text: str  # as the rank wrote it: JSON of a ``ronde.status.RankStatus``, unchecked
-    age_s: float  # for how long the agent has had it
+    text: str  # JSON of a ``ronde.status.RankStatus``, unchecked
+    age_s: float
 
 
 class Statuses(NamedTuple):
-    """From the agent, at most once a second: statuses that are new."""
+    """From the agent, at most once a second: new statuses."""
 
     statuses: tuple[StatusText, ...]
 
 
 class WorkerStopped(NamedTuple):
-    """From the agent of an elastic job: a rank was stopped, or goes on again."""
+    """From the agent of an elastic job: a worker was stopped or continued."""
 
     worker: int
     is_stopped: bool
 
 
 class WorkerEnding(NamedTuple):
-    """From the agent of an elastic job: the kernel ends a rank; Exited follows."""
+    """From the agent of an elastic job: a worker dies; Exited follows."""
 
     worker: int
     status: int  # as ``subprocess`` has it, not 0
@@ -258,41 +254,34 @@ class WorkerEnding(NamedTuple):
 
 
 class Stacks(NamedTuple):
-    """From the agent: where a rank is, its own process first."""
+    """From the agent: the stacks of a worker, its own process first."""
 
     worker: int
     processes: tuple[ProcessStack, ...]
 
 
 class Notice(NamedTuple):
-    """From the agent: something the user should know and that ends nothing."""
+    """From the agent: a text to show to the user."""
 
     text: str
 
 
 class Pong(NamedTuple):
-    """From the agent: the answer to a ``Ping``, with its own monotonic clock."""
+    """From the agent: the answer to a ``Ping``, with the agent's clock."""
 
     sent_at_s: float
     here_s: float
 
 
 class Finished(NamedTuple):
-    """From the agent: no process of the job is left, but those that are ``stuck``."""
+    """From the agent: every process of the job has ended, except the ``stuck``."""
 
     num_swept: int  # processes that outlived their rank and were killed
-    stuck: tuple[str, ...]  # processes that the kernel does not let die, each named
+    stuck: tuple[str, ...]  # processes that survive SIGKILL, by name
 
 
-JobOrder = (
-    Start
-    | StartWorkers
-    | SignalWorker
-    | SendToWorkers
-    | Forward
-    | StopWorkers
-    | TakeStacks
-)
+ToWorkers = Start | StartWorkers | SignalWorker | SendToWorkers | Forward | TakeStacks
+JobOrder = ToWorkers | StopWorkers
 ToAgent = NodeJob | JobOrder | Locate | StartProgram | ProgramLine | Credit | Ping
 FromStart = Hello | Located | ProgramLine | ProgramExited | Ready | Refused
 FromWorkers = Started | Exited | WorkerTexts | WorkerStopped | WorkerEnding | Stacks
@@ -308,7 +297,6 @@ def encode_message(message: object) -> bytes:
 
 
 def decode_message(raw: bytes, kinds: tuple[type[T], ...]) -> T:
-    """Return the message that ``raw`` is; it must be one of ``kinds``."""
     try:
         decoded: object = json.loads(raw)
     except ValueError as error:
@@ -334,14 +322,14 @@ def _find_kind(name: object, kinds: tuple[type[T], ...]) -> type[T]:
 
 
 class Stream(IntEnum):
-    """Which of a rank's two output streams."""
+    """The two output streams of a rank."""
 
     STDOUT = 1
     STDERR = 2
 
 
 class Output(NamedTuple):
-    """Bytes that one rank wrote to one stream, as it wrote them."""
+    """Bytes that a worker wrote to one stream."""
 
     worker: int
     stream: Stream
@@ -351,9 +339,9 @@ class Output(NamedTuple):
 class Relayed(NamedTuple):
     """Bytes of one connection to the store, in either direction."""
 
-    epoch: int  # of which generation of ranks
-    connection: int  # its number, which the agent gives and never gives again
-    data: bytes  # empty when the connection is closed
+    epoch: int
+    connection: int  # the agent's number for it, never used again
+    data: bytes  # empty at the end of the connection
 
 
 _RAW: dict[int, type[Output | Relayed]] = {3: Output, 4: Relayed}
@@ -361,15 +349,11 @@ _RAW: dict[int, type[Output | Relayed]] = {3: Output, 4: Relayed}
 
 
 def encode(message: object) -> bytes:
-    """Return a message as a frame."""
-    for kind, raw in _RAW.items():
+    kind, body = _JSON, b""
+    for number, raw in _RAW.items():
         if isinstance(message, raw):
-            return encode_frame(kind, _HEAD.pack(*message[:2]) + message.data)
-    return encode_frame(_JSON, encode_message(message))
-
-
-def encode_frame(kind: int, body: bytes) -> bytes:
-    length = len(body) + 1
+            kind, body = number, _HEAD.pack(*message[:2]) + message.data
+    length = len(body := body or encode_message(message)) + 1
     if length > MAX_FRAME_BYTES:
         raise LaunchError(
             f"control message must be at most {MAX_FRAME_BYTES} bytes, got {length}. "
@@ -379,7 +363,7 @@ def encode_frame(kind: int, body: bytes) -> bytes:
 
 
 class MessageDecoder(Generic[T]):
-    """Turns received bytes, cut anywhere, back into messages of some kinds."""
+    """Decodes messages of some kinds from a stream of bytes."""
 
     def __init__(self, kinds: tuple[type[T], ...]) -> None:
         self._kinds = kinds
@@ -388,7 +372,7 @@ class MessageDecoder(Generic[T]):
     def feed(self, data: bytes) -> list[T]:
         """Return the messages that are complete now.
 
-        LaunchError where it is none of them: the stream cannot be used further.
+        Raises LaunchError for anything else; then the stream cannot be used further.
         """
         try:
             frames = self._splitter.feed(data)
@@ -419,11 +403,10 @@ class MessageDecoder(Generic[T]):
 
 
 class MessageWriter:
-    """Writes messages to where nothing waits, keeping what is not taken yet.
+    """Buffered writer for a non-blocking pipe or socket.
 
-    ``write`` returns how many bytes it took, 0 for none now, or raises BrokenPipeError;
-    at most ``limit_bytes`` are kept. What goes to or from the store comes after all
-    messages.
+    ``write`` returns the number of bytes written, perhaps 0, or raises BrokenPipeError.
+    At most ``limit_bytes`` are buffered. Bytes of the store come after all messages.
     """
 
     def __init__(
@@ -433,20 +416,17 @@ class MessageWriter:
         self._limit_bytes = limit_bytes
         self._unsent = bytearray()
         self._relayed: deque[Relayed] = deque()
-        self.relayed_bytes = 0  # of the store's that wait for the messages
+        self.relayed_bytes = 0  # of the store, waiting
 
     @property
     def waiting_bytes(self) -> int:
-        """How much of the messages has not been taken yet."""
         return len(self._unsent)
 
     @property
     def is_writing(self) -> bool:
-        """Whether ``flush`` should be called when more is taken."""
         return bool(self._unsent or self._relayed)
 
     def send(self, message: object) -> None:
-        """Keep a message, and write what is taken now."""
         frame = encode(message)
         if len(self._unsent) + len(frame) > self._limit_bytes:
             raise LaunchError(
@@ -469,19 +449,18 @@ class MessageWriter:
             self.send(relayed)
 
     def _flush_messages(self) -> None:
-        taken = -1
-        while self._unsent and taken:
+        num_written = -1
+        while self._unsent and num_written:
             with memoryview(self._unsent) as unsent:
-                taken = self._write(unsent)
-            del self._unsent[:taken]
+                num_written = self._write(unsent)
+            del self._unsent[:num_written]
 
 
 class Transport(Protocol):
-    """Two directions of bytes, neither of which is ever waited for.
+    """A non-blocking connection, polled by its owner.
 
-    Who has it polls ``read_fd``, and ``write_fd`` with something to write. ``read``
-    returns what has come, empty at the end, None when nothing is there now; ``write``
-    returns how many bytes were taken.
+    ``read`` returns new bytes, empty at the end, None for none now; ``write`` the
+    number of bytes written.
     """
 
     @property

@@ -1,13 +1,13 @@
-"""Encrypted connections between the head and the nodes that join, and their proofs.
+"""Mutually authenticated TLS connections between the head and nodes that join.
 
-Both sides prove that they know the token as the note of ``ronde.store.authentication``
-has it; a node claims its ``NodeInfo``. Before the proof the head interprets nothing,
-and the node has sent nothing of its agent's. Not protected: the token opens the whole
-job. The steps of a proof wait for nothing: each yields the event of ``select.poll``
-that it goes on with.
+Both sides prove that they know the token: see the note of
+``ronde.store.authentication``; a node's claim is its ``NodeInfo``. Before the proof the
+head interprets nothing else, and the node sends nothing else. The token gives access to
+the whole job. The functions for it never block: they yield the event of
+``select.poll`` that they need next.
 
-What goes through then are records: a length, a kind, a body. TLS alone would do but for
-the end: the head closes the agent's input, and sends the job's exit code after that.
+Data then goes in records: a length, a kind, a body. TLS alone would lack the end: the
+head closes the agent's input, and sends the job's exit code after that.
 """
 
 import datetime as dt
@@ -37,7 +37,7 @@ from ronde.store.authentication import (
 )
 from ronde.store.protocol import Splitter
 
-MIN_CHARACTERS = 32  # with fewer it could be guessed by who has seen one proof
+MIN_CHARACTERS = 32  # a shorter token could be guessed from one recorded proof
 _MAX_BYTES = _RECEIVE_BYTES = 4096
 _FOR_OTHERS = stat.S_IROTH | stat.S_IWOTH
 _MAKE_ONE = "Make one: (umask 077; openssl rand -hex 32 > token)"
@@ -46,14 +46,14 @@ T = TypeVar("T")
 Steps = Generator[int, None, T]
 _JOINING = b"ronde joins "
 MAGIC = _JOINING + PROTOCOL.to_bytes(4, "big")
-_HEAD_BYTES = 5  # the length of what follows, and the kind of the record
+_HEAD_BYTES = 5  # length and kind of the record
 _TLS_RECORD_BYTES = 16 << 10
 _MAX_BODY_BYTES = _TLS_RECORD_BYTES - _HEAD_BYTES
 _READ_BYTES = 256 << 10
 _LAST_WORD_S = 0.5
 _KEEPALIVE = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-    # Later than the head and the agent give each other up.
+    # Longer than the leases of head and agent.
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5),
     (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 3),
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 5),
@@ -67,7 +67,7 @@ def with_port(address: str, port: int) -> str:
 
 
 def parse_endpoint(text: str, option: str) -> tuple[str, int]:
-    """Read ``HOST:PORT``, ``[IPV6]:PORT`` or ``PORT``, whose host is empty."""
+    """Parse ``HOST:PORT``, ``[IPV6]:PORT``, or ``PORT`` with an empty host."""
     host, colon, port = text.rpartition(":")
     is_bracketed = host.startswith("[") and host.endswith("]")
     is_number = port.isascii() and port.isdecimal() and int(port) <= 65535
@@ -85,13 +85,13 @@ def choose_address(host: str) -> str:
     with suppress(OSError):
         found = resolve(host or socket.gethostname())
     if host:
-        # A name may stand for its loopback address besides the real one.
+        # A name may have a loopback address besides the real one.
         found = [a for a in found if not is_loopback(a)] or found
         if found:
             return found[0]
         raise UsageError(
-            f"--listen must be an address of this machine, got {host!r}, which no "
-            "address is known for. Type: --listen ADDRESS:PORT"
+            f"--listen must be an address of this machine, got {host!r}, which has "
+            "no known address. Type: --listen ADDRESS:PORT"
         )
     own = read_interfaces()
     named = [each.address for each in own if each.address in found]
@@ -106,7 +106,7 @@ def choose_address(host: str) -> str:
 
 
 def read_token(path: str) -> SharedKey:
-    """Read the token from a file, or from standard input where the path is ``-``."""
+    """Read the token from a file, or from standard input for the path ``-``."""
     try:
         with open(0 if path == "-" else path, "rb", closefd=path != "-") as file:
             status = os.fstat(file.fileno())
@@ -117,7 +117,6 @@ def read_token(path: str) -> SharedKey:
                     f"mode {stat.S_IMODE(status.st_mode):04o}. Type: chmod 600 {path} "
                     "(for a secret of Kubernetes: defaultMode: 0440)"
                 )
-            # To the end, or so much that it can be no token.
             text = file.read(2 * _MAX_BYTES).strip()
     except OSError as error:
         raise UsageError(
@@ -141,7 +140,7 @@ class NodeInfo(NamedTuple):
     """A node's description of itself when it joins."""
 
     host: str  # its name, for messages
-    slots: int  # ranks that it takes, or one of the negative ones of ``Host``
+    slots: int  # as in ``Host``
 
 
 def decode_node_info(raw: bytes) -> NodeInfo:
@@ -154,15 +153,14 @@ def decode_node_info(raw: bytes) -> NodeInfo:
 
 
 def host_name(nodename: str) -> str:
-    """Return a machine's name of itself with only what ``NodeInfo`` may have."""
     return re.sub(r"[^A-Za-z0-9._-]", "-", nodename).lstrip(".-")[:253] or "node"
 
 
 class HeadTls(NamedTuple):
-    """The head's TLS context, made for this job; the key reaches no disk."""
+    """The head's TLS context for one job; its key is in memory only."""
 
-    context: ssl.SSLContext  # has the certificate and its private key
-    certificate: bytes  # as it is sent, in DER
+    context: ssl.SSLContext
+    certificate: bytes  # in DER
 
 
 def make_head_tls() -> HeadTls:
@@ -172,7 +170,7 @@ def make_head_tls() -> HeadTls:
         from cryptography.hazmat.primitives.asymmetric import ec
     except ImportError:
         raise UsageError(
-            "cryptography must be installed to let nodes join, but it is not. "
+            "cryptography must be installed for nodes that join, but it is not. "
             "Type: pip install 'ronde[agent]'"
         ) from None
     key = ec.generate_private_key(ec.SECP256R1())
@@ -197,9 +195,8 @@ def make_head_tls() -> HeadTls:
     )
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    # Nobody comes a second time: each connection proves itself anew.
-    context.num_tickets = 0
-    # ssl reads certificates from files only; this one lies in memory.
+    context.num_tickets = 0  # no session is resumed
+    # ssl reads certificates only from files: use one in memory.
     fd = os.memfd_create("certificate")
     try:
         os.write(fd, pem + certificate.public_bytes(encoding.PEM))
@@ -210,7 +207,6 @@ def make_head_tls() -> HeadTls:
 
 
 def make_node_context() -> ssl.SSLContext:
-    """Return a node's TLS context; the proof takes the place of an authority."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False
@@ -221,10 +217,10 @@ def make_node_context() -> ssl.SSLContext:
 def authenticate_node(
     sock: ssl.SSLSocket, token: SharedKey, certificate: bytes
 ) -> Steps[NodeInfo]:
-    """Let a node prove itself to the head, and then prove the head to the node."""
+    """Authenticate a node to the head, then the head to the node."""
     yield from _go_on(sock.do_handshake)
     session = ServerSession(token, MAGIC, certificate)
-    # Less than one TLS record: taken whole or not at all.
+    # Shorter than one TLS record: sent whole or not at all.
     yield from _go_on(partial(sock.send, session.unsent))
     session.unsent.clear()
     while not session.is_trusted:
@@ -237,7 +233,7 @@ def authenticate_node(
 def authenticate_head(
     sock: ssl.SSLSocket, token: SharedKey, node_info: NodeInfo
 ) -> Steps[None]:
-    """Prove a node to the head, and let the head prove itself."""
+    """Authenticate a node to the head, then the head to the node."""
     yield from _go_on(sock.do_handshake)
     certificate = sock.getpeercert(binary_form=True) or b""
     greeting = yield from _receive_all(sock, GREETING_BYTES)
@@ -258,7 +254,7 @@ def authenticate_head(
     if not hmac.compare_digest(reply, expected):
         raise StoreError(
             "the program that answered does not know the token: it is not the head, or "
-            "stands between here and the head."
+            "it intercepts the connection."
         )
 
 
@@ -286,8 +282,7 @@ def _receive_all(sock: ssl.SSLSocket, size: int) -> Steps[bytes]:
     return received
 
 
-# Kinds of records: data; there is no more in this direction, but the result is still to
-# come; the last one, an exit code.
+# Kinds of records. A result, an exit code, may follow the end of the data.
 _DATA, _END, _RESULT = range(3)
 
 
@@ -296,13 +291,13 @@ def _record(kind: int, body: bytes | memoryview = b"") -> bytes:
 
 
 class TlsChannel:
-    """One authenticated connection, from either side; an ``AgentTransport``."""
+    """One side of an authenticated connection; an ``AgentTransport``."""
 
-    error_fd = -1  # the node shows its agent's complaints itself
+    error_fd = -1  # the node shows the errors of its agent itself
 
     def __init__(self, sock: ssl.SSLSocket) -> None:
-        self.result: int | None = None  # the other side's last word, once it has come
-        self.is_ended = False  # whether the other side sends no more data
+        self.result: int | None = None  # of the other side, its last record
+        self.is_ended = False  # the other side sends no more data
         self._sock = sock
         self._splitter = Splitter(_TLS_RECORD_BYTES)
         self._is_broken = False
@@ -311,26 +306,22 @@ class TlsChannel:
             sock.setsockopt(level, option, value)
 
     def require_answers(self, limit_s: float) -> None:
-        """Count the other side as gone when it takes nothing for so long."""
         if self.read_fd >= 0:
             level, option = socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT
             self._sock.setsockopt(level, option, int(limit_s * 1000))
 
     @property
     def read_fd(self) -> int:
-        """Readable when ``read`` has something; -1 when it was closed."""
         return self._sock.fileno()
 
     write_fd = read_fd
 
     def read(self) -> bytes | None:
-        """Return all data that is there, empty at the end, None for none now."""
         data = b""
         if self.result is None and not self._is_broken:
             try:
                 records = self._splitter.feed(self._pull())
             except (OSError, StoreError):
-                # Broken, or no records: either way there is nobody any more.
                 self._is_broken, records = True, []
             data = b"".join(each[1:] for each in records if each[0] == _DATA)
             for last in (each for each in records if each[0] != _DATA):
@@ -341,8 +332,8 @@ class TlsChannel:
 
     def _pull(self) -> bytes:
         pulled = bytearray()
-        # Room for a whole TLS record: so nothing decrypted ever stays behind, which no
-        # poll would show.
+        # A whole TLS record at a time, so that no decrypted rest is left, which poll
+        # would not show.
         with suppress(ssl.SSLWantReadError, ssl.SSLWantWriteError):
             while len(pulled) < _READ_BYTES and not self._is_broken:
                 data = self._sock.recv(_TLS_RECORD_BYTES)
@@ -351,14 +342,13 @@ class TlsChannel:
         return bytes(pulled)
 
     def write(self, data: memoryview) -> int:
-        """Return how many bytes were taken, 0 when none are taken now."""
         self._record = self._record or _record(_DATA, data[:_MAX_BODY_BYTES])
-        taken = len(self._record) - _HEAD_BYTES
-        return taken if self._send_record() else 0
+        size = len(self._record) - _HEAD_BYTES
+        return size if self._send_record() else 0
 
     def _send_record(self) -> bool:
         try:
-            # Not longer than one TLS record: taken whole or not at all.
+            # At most one TLS record: sent whole or not at all.
             self._sock.send(self._record)
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
             return False
@@ -368,9 +358,9 @@ class TlsChannel:
         return True
 
     def wait(self, timeout_s: float) -> int | None:
-        """Return the other side's result, 0 where it went without; None at the end.
+        """Return the other side's result, 0 if it closed without; None after the time.
 
-        Data that comes before is lost.
+        Data is dropped.
         """
         ends_at = time.monotonic() + timeout_s
         while self.result is None and not self._is_broken:
@@ -382,14 +372,12 @@ class TlsChannel:
         return self.result or 0
 
     def close(self) -> None:
-        """Announce that there is no more data; a result may follow."""
         self._send(_record(_END))
 
     def send_result(self, code: int) -> None:
         self._send(_record(_RESULT, bytes((code & 0xFF,))))
 
     def _send(self, record: bytes) -> None:
-        """Send a record after the one that is in hand; who is gone does not get it."""
         ends_at = time.monotonic() + _LAST_WORD_S
         waiting = [record] if self.read_fd >= 0 else []
         with suppress(BrokenPipeError):
@@ -405,7 +393,6 @@ class TlsChannel:
 
 
 def release(nodes: Sequence[TlsChannel], code: int) -> None:
-    """Send all nodes the job's exit code, with which they end, and let them go."""
     for node in nodes:
         node.send_result(code)
     ends_at = time.monotonic() + _GOODBYE_S

@@ -1,1 +1,1 @@
-"""An elastic job's side of the launcher; a plain job imports nothing of it."""
+"""Elastic jobs; a plain job imports nothing of it."""

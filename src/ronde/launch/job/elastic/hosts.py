@@ -1,4 +1,4 @@
-"""Hosts that come into a job while it runs: connected, checked, ready for workers."""
+"""Hosts that are added to an elastic job while it runs."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,21 +8,22 @@ from ronde.launch.environments import NodeFacts
 from ronde.launch.host import Host, HostShare
 from ronde.launch.hosts.node import AgentNode, HostLoss
 from ronde.launch.job.connector import AgentConnector
-from ronde.launch.job.plan import JobPlan, count_slots_of, network_of, place_on
+from ronde.launch.job.plan import JobPlan, assign_resources, count_slots_of, network_of
 from ronde.launch.network import choose_interface, interface_environment
 from ronde.launch.wire import messages
 from ronde.membership.view import Worker
+from ronde.topology.machine import RankResources
 from ronde.world import World
 
 
 @dataclass(slots=True)
 class _Pending:
     node: AgentNode
-    share: HostShare | None = None  # once the route to the others is known
+    share: HostShare | None = None  # once its route is known
 
 
 class JobHosts:
-    """The hosts of one start of a job, and those that are on their way into it."""
+    """The hosts of one start of a job, and those being connected."""
 
     def __init__(
         self,
@@ -36,20 +37,19 @@ class JobHosts:
         self._notice = notice
         self._pending: dict[str, _Pending] = {}
         self.known: dict[str, Host] = {host.name: host for host in plan.spec.hosts}
-        # of hosts that are or were ready, in the order in which they became it
+        # of hosts that are or were ready, in that order
         self.shares: dict[str, HostShare] = {s.host.name: s for s in plan.shares}
         self._planned: dict[Worker, tuple[NodeFacts, World]] = {}
-        self.start = messages.Start(plan.address, 0)  # for the agents of new ones
+        self.start = messages.Start(plan.address, 0)  # for new agents
 
     def connect(self, name: str) -> None:
         self._connector.add([self.known[name]])
 
     def plan_workers(self, most: int) -> None:
-        """Find where the first workers come, at most so many, for their variables."""
         slots = [
             (host, slot)
             for host, share in self.shares.items()
-            for slot in range(len(share.places))
+            for slot in range(len(share.resources))
         ]
         worlds = World.of_slots(slots[:most])
         hosts = list(dict.fromkeys(host for host, _ in slots[:most]))
@@ -60,7 +60,6 @@ class JobHosts:
         }
 
     def spec(self, worker: Worker, members: tuple[Worker, ...]) -> messages.WorkerSpec:
-        """Return a worker with variables as if it joined ``members``."""
         if worker in self._planned:
             node, world = self._planned[worker]
         else:
@@ -77,7 +76,6 @@ class JobHosts:
         return 0.0 if self._connector.has_results() else self._connector.due_s()
 
     def advance(self) -> list[tuple[str, str]]:
-        """Connect further; return hosts that cannot take part, each with the reason."""
         self._connector.advance()
         failed: list[tuple[str, str]] = []
         for host, result in self._connector.collect():
@@ -97,9 +95,9 @@ class JobHosts:
         return pending is not None and pending.node is node
 
     def on_message(self, node: AgentNode, message: messages.FromAgent) -> str | None:
-        """Follow a message; return an empty text once the host is ready, else why not.
+        """Return an empty text once the host is ready, the reason if it is refused.
 
-        None where it is on its way still.
+        Return None while it is being connected.
         """
         pending, problem = self._pending.get(node.name), None
         if pending is None:
@@ -123,18 +121,20 @@ class JobHosts:
         return problem
 
     def widen(self, node: AgentNode) -> None:
-        """Find cores and GPUs for slots that a host got since it became ready."""
         known, share = self.known.get(node.name), self.shares.get(node.name)
-        if known is None or share is None or known.slots <= len(share.places):
+        if known is None or share is None or known.slots <= len(share.resources):
             return
-        places, notices = place_on(self._plan.spec, node, known.slots)
+        found = self._assign(node, known.slots)
+        resources = (*share.resources, *found[len(share.resources) :])
+        self.shares[node.name] = share._replace(resources=resources)
+
+    def _assign(self, node: AgentNode, num_slots: int) -> tuple[RankResources, ...]:
+        resources, notices = assign_resources(self._plan.spec, node, num_slots)
         for text in notices:
             self._notice(f"{node.name}: {text}")
-        places = (*share.places, *places[len(share.places) :])
-        self.shares[node.name] = share._replace(places=places)
+        return resources
 
     def on_loss(self, node: AgentNode, loss: HostLoss) -> bool:
-        """Return whether ``advance`` reports the loss of this host later."""
         if self._is_pending(node):
             del self._pending[node.name]
             return False
@@ -148,9 +148,6 @@ class JobHosts:
         spec, host = self._plan.spec, node.host
         if host.slots < 0:
             host = host._replace(slots=count_slots_of(node, 2))
-        places, notices = place_on(spec, node, host.slots)
-        for text in notices:
-            self._notice(f"{node.name}: {text}")
         interface = choose_interface(network_of(node), source, spec.interfaces)
         env = interface_environment(interface, spec.env) if interface else {}
-        return HostShare(host, range(host.slots), places, env)
+        return HostShare(host, range(host.slots), self._assign(node, host.slots), env)

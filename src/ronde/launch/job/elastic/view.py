@@ -1,9 +1,9 @@
-"""The view of an elastic job: workers come and go until the last step is done."""
+"""The view of an elastic job: applies the policy of ``ronde.membership``."""
 
 import secrets
 import signal
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from math import inf
 
 from ronde.errors import HostError
@@ -12,21 +12,21 @@ from ronde.launch.host import Host
 from ronde.launch.hosts.discovery import open_discovery
 from ronde.launch.hosts.node import AgentNode, HostLoss
 from ronde.launch.job.elastic.hosts import JobHosts
-from ronde.launch.job.elastic.notices import HostNotices
-from ronde.launch.job.elastic.view_log import ViewLog
 from ronde.launch.job.event_loop import EventLoop
-from ronde.launch.job.failure import JobResult, signal_name
+from ronde.launch.job.failure import JobResult, ViewRecord, signal_name
 from ronde.launch.job.generation import Generation
 from ronde.launch.job.plan import JobPlan
 from ronde.launch.wire import messages
 from ronde.membership import events, view
 from ronde.membership.policy import Membership, Rules, ViewPhase, name_worker
-from ronde.units import format_duration
+from ronde.units import counted, format_duration, list_first
 
-_STOPPED_S = 1.5  # a worker that stands still for so long is lost
+_TOGETHER_S = 1.0
+_SAVE_EVERY_S = 10.0
+_STOPPED_S = 1.5  # a worker that is stopped for longer is lost
 
 
-def rules_of(options: ElasticOptions) -> Rules:
+def _rules_of(options: ElasticOptions) -> Rules:
     return Rules(
         min_ranks=options.min_ranks,
         max_ranks=options.max_ranks,
@@ -41,7 +41,7 @@ def rules_of(options: ElasticOptions) -> Rules:
 
 
 class ElasticView:
-    """Follows the orders of ``membership.policy``, and reports to it what happens."""
+    """Reports events to ``membership.policy``, and carries out its orders."""
 
     can_lose_hosts = True
     is_ending = False
@@ -51,21 +51,20 @@ class ElasticView:
     ) -> None:
         options = plan.spec.elastic
         if options is None:
-            raise AssertionError("the job must be an elastic one")
+            raise AssertionError("the job must be elastic")
         self._generation, self._loop = generation, loop
         self._plan, self._hosts = plan, hosts
         now_s = time.monotonic()
         self._discovery = open_discovery(options, plan.spec.hosts, now_s)
-        rules = rules_of(options)
-        self._membership = Membership(rules, lambda: secrets.token_hex(16))
-        self._stopped_s: dict[int, float] = {}  # when workers stand still too long
+        self._membership = Membership(_rules_of(options), lambda: secrets.token_hex(16))
+        self._stopped_s: dict[int, float] = {}  # when stopped workers are lost
         self._releasing: set[str] = set()
         self._notices = HostNotices(
             options.min_ranks,
             loop.output.notice,
             lambda of: self._tell((of.members[0].id,), view.Save(of.view)),
         )
-        self._stop: events.Stop | None = None  # why the job cannot go on
+        self._stop: events.Stop | None = None  # of a job that cannot go on
         self._log = ViewLog(now_s)
 
     @property
@@ -76,7 +75,7 @@ class ElasticView:
         self._hosts.start = start
         self._hosts.plan_workers(self._membership.rules.max_ranks)
         nodes = self._generation.nodes
-        # These first, as all others that are known are connected to.
+        # Before all known hosts, which are connected to then.
         for node in nodes:
             node.watch(is_watched=True)
             self._on_ready(node)
@@ -86,11 +85,10 @@ class ElasticView:
         self._hosts.known = {host.name: host for host in hosts}
         for node in self._generation.nodes:
             self._hosts.widen(node)
-        # Of a host of unknown size the agent knows better.
         self._apply(events.HostsFound({host.name: host.slots for host in hosts}))
 
     def _on_ready(self, node: AgentNode) -> None:
-        num_slots = len(self._hosts.shares[node.name].places)
+        num_slots = len(self._hosts.shares[node.name].resources)
         self._apply(events.HostReady(node.name, num_slots))
 
     # Agents
@@ -161,7 +159,7 @@ class ElasticView:
         is_training = membership.phase in (ViewPhase.RUNNING, ViewPhase.PAUSING)
         before = ""
         if status and (is_first or (is_training and rank is None)):
-            before = "it took part"
+            before = "it joined"
         elif (
             not status and is_training and rank is not None and membership.view.view > 0
         ):
@@ -185,8 +183,8 @@ class ElasticView:
             self._apply(events.HostGone(node.name, reason))
 
     def _give_up(self, name: str, reason: str) -> None:
-        self._loop.output.notice(f"{name} cannot take part: {reason}")
-        self._apply(events.HostGone(name, f"{name} cannot take part: {reason}"))
+        self._loop.output.notice(f"{name} cannot be used: {reason}")
+        self._apply(events.HostGone(name, f"{name} cannot be used: {reason}"))
 
     def due_s(self) -> float:
         others = self._membership.due_s, self._discovery.due_s, self._notices.due_s
@@ -235,7 +233,7 @@ class ElasticView:
         survived |= {n for n, worker in generation.workers.items() if worker.exited}
         survived |= before.ranks.keys() - membership.ranks.keys()
         survived |= {n for lost in generation.lost for n in lost.ranks}
-        # A worker that still waits there is not of this view.
+        # Waiting requests there are of the view before.
         self._loop.store.clear()
 
     def _carry_out(self, order: events.Order) -> None:
@@ -253,7 +251,10 @@ class ElasticView:
                 self._releasing.add(order.host)
                 self._node(order.host).send(messages.StopWorkers(signal.SIGTERM))
             case events.Blacklisted():
-                self._loop.output.notice(describe_blacklisted(order))
+                failed = counted(order.num_failures, "failure")
+                rest = f"gets no new rank for {format_duration(order.seconds)}"
+                text = f"{order.host} {rest} after {failed}"
+                self._loop.output.notice(text)
             case events.Stop():
                 self._stop = order
                 if not order.is_too_few:  # which ends as an error
@@ -268,7 +269,7 @@ class ElasticView:
             members += tuple(w for w in living if w.id not in membership.ranks)
         spec = self._hosts.spec(worker, members)
         if members or worker.id >= membership.rules.max_ranks:
-            # It prepares alone, so that no other waits for that when it joins.
+            # It prepares before it joins, so that the others need not wait.
             spec.env["RONDE_JOINS"] = "1"
         self._generation.start(self._node(worker.host), spec)
 
@@ -291,7 +292,7 @@ class ElasticView:
         return next(n for n in nodes if n.name == name and not n.is_over)
 
     def finish(self, result: JobResult) -> JobResult:
-        """Add the views to a result, and the end of a job that could not go on."""
+        """Add the views to the result; raise HostError if hosts were too few."""
         self._discovery.close()
         if line := self._log.summary():
             self._loop.output.notice(line)
@@ -302,18 +303,133 @@ class ElasticView:
         return result._replace(exit_code=code, views=tuple(self._log.records))
 
 
-def describe_blacklisted(order: events.Blacklisted) -> str:
-    """Return in one line why a host gets no new ranks for a while."""
-    failed = (
-        "a process" if order.num_failures == 1 else f"{order.num_failures} processes"
-    )
-    rest = format_duration(order.seconds)
-    return f"{order.host} gets no new rank for {rest}, as {failed} failed there"
-
-
 def describe_end(status: int, evidence: str) -> str:
-    """Return how a worker ended, in half a sentence."""
     how = f"ended with exit code {status}"
     if status < 0:
         how = f"was killed by {signal_name(-status)}"
     return f"{how} ({evidence})" if evidence else how
+
+
+class HostNotices:
+    """Hosts that will end soon, until their ranks can leave.
+
+    Notices within a second count together, as at Slurm's time limit. If all hosts of
+    the view will end, no rank leaves until there is another host, and ``save`` is
+    called repeatedly.
+    """
+
+    def __init__(
+        self,
+        min_ranks: int,
+        notice: Callable[[str], None],
+        save: Callable[[view.View], None],
+    ) -> None:
+        self._min_ranks = min_ranks
+        self._notice, self._save = notice, save
+        self._save_at_s = -inf
+        self._reasons: dict[AgentNode, str] = {}
+        self._reported: set[AgentNode] = set()
+        self.due_s = inf  # of ``on_due``
+
+    def add(self, node: AgentNode, reason: str, now_s: float) -> None:
+        self._reasons[node] = reason
+        self.due_s = min(self.due_s, now_s + _TOGETHER_S)
+
+    def on_due(self, current: view.View, now_s: float) -> list[events.HostLeaves]:
+        """Return the hosts to leave now."""
+        if now_s < self.due_s:
+            return []
+        self._reasons = {n: r for n, r in self._reasons.items() if not n.is_over}
+        names = {node.name for node in self._reasons}
+        num_others = sum(worker.host not in names for worker in current.members)
+        if current.members and num_others < self._min_ranks:
+            self._report_staying(current)
+        if not num_others:
+            self.due_s = now_s + _TOGETHER_S if self._reasons else inf
+            if self._reasons and current.members and now_s >= self._save_at_s:
+                self._save_at_s = now_s + _SAVE_EVERY_S
+                self._save(current)
+            return []
+        leaving = self._reasons
+        self._reasons, self.due_s = {}, inf
+        return [
+            events.HostLeaves(n.name, f"{n.name}: {why}") for n, why in leaving.items()
+        ]
+
+    def _report_staying(self, current: view.View) -> None:
+        hosts = {worker.host for worker in current.members}
+        staying = [node for node in self._reasons if node.name in hosts]
+        nodes = [node for node in staying if node not in self._reported]
+        self._reported.update(nodes)
+        if nodes:
+            first, *others = nodes
+            more = list_first([node.name for node in others])
+            self._notice(
+                f"{first.name}: {self._reasons[first]}{more and f' ({more} too)'}; its "
+                "ranks stay until the others can do without them"
+            )
+
+
+class ViewLog:
+    """Records each view when all its members run."""
+
+    def __init__(self, started_at_s: float) -> None:
+        self.records: list[ViewRecord] = []
+        self._started_at_s = started_at_s
+        self._change_s = started_at_s  # begin of the current change
+        self._began_s = started_at_s  # begin of the change to the current view
+        self._view, self._reason = view.View(view.NO_VIEW, ()), ""
+        self._size_before = 0  # of the previous view
+        self._running: dict[int, int] = {}  # steps of members that run
+        self._best_step = view.NEW
+
+    def begin_change(self) -> None:
+        self._change_s = time.monotonic()
+
+    def begin_view(self, new: view.View, reason: str) -> None:
+        self._size_before = len(self._view.members)
+        self._view, self._reason, self._running = new, reason, {}
+        self._began_s = self._change_s
+
+    def note_step(self, step: int) -> None:
+        self._best_step = max(self._best_step, step)
+
+    def summary(self) -> str:
+        changes = self.records[1:]
+        if not changes:
+            return ""
+        sizes = [record.size for record in self.records]
+        took = format_duration(sum(record.took_s for record in changes))
+        lost = counted(sum(record.steps_lost for record in changes), "step")
+        ranks = f"{min(sizes)} to {counted(max(sizes), 'rank')}"
+        times = counted(len(changes), "change")
+        return f"{times} of membership, {ranks}: {took} at a standstill, {lost} lost"
+
+    def enter(self, worker: int, step: int) -> str:
+        """Record that a member runs; return a line for the user once all do."""
+        self._running[worker] = step
+        if len(self._running) < len(self._view.members):
+            return ""
+        newest = max(self._running.values())
+        record = ViewRecord(
+            self._view.view,
+            self._began_s - self._started_at_s,
+            time.monotonic() - self._began_s,
+            len(self._running),
+            newest,
+            max(0, self._best_step - newest),
+            self._reason,
+        )
+        self.records.append(record)
+        self._best_step = newest
+        if not self._size_before:
+            return ""
+        where = f"from step {newest}" if newest >= 0 else "from the beginning"
+        lost = record.steps_lost
+        cost = f", {counted(lost, 'step')} lost" if lost else ""
+        ranks = counted(self._size_before, "rank")
+        change = f"{ranks} became {record.size} and go on"
+        if self._size_before == record.size:
+            change = f"another worker replaces it, and {ranks} go on"
+        took = format_duration(record.took_s)
+        return f"{record.reason}; {change} {where} after {took}{cost}"
