@@ -16,6 +16,7 @@ from ronde.topology import (
     Saved,
     Topology,
     lint_switches,
+    read_file,
     read_topology,
     write_topology,
 )
@@ -240,67 +241,7 @@ def test_any_tree_is_read_and_any_circle_refused(data):
         read(text({**below, 0: {top}}))
 
 
-YAML = """\
-# Since 25.05
----
-- topology: blocks
-  cluster_default: false
-  block:
-    block_sizes:
-      - 2
-      - 4
-    blocks:
-      - block: b1
-        nodes: "node[01-02]"
-- topology: fabric
-  cluster_default: true
-  tree:
-    switches:
-      - switch: spine
-        children: leaf[1-2]
-      - switch: leaf1   # the first
-        nodes: node[01-03,7]
-      - switch: leaf2
-        nodes: gpu[0-1],login
-- topology: idle
-  flat: true
-"""
-
-
-def test_yaml_has_the_switches_of_the_default_topology():
-    topology = read(YAML)
-    conf = "SwitchName=spine Switches=leaf[1-2]\nSwitchName=leaf1 Nodes=node[01-03,7]\n"
-    assert topology == read(f"{conf}SwitchName=leaf2 Nodes=gpu[0-1],login\n")
-    assert PROBE.recognises(Saved("it", YAML.encode()))
-    no_default = YAML.replace("true", "false")
-    assert read(no_default).switches == (NetworkSwitch("b1", (), ("node01", "node02")),)
-    assert read(YAML.replace("\n", "\r\n")) == topology
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "words"),
-    [
-        (
-            "nodes: node[01-03,7]",
-            "hosts: x",
-            "line 19: a line must be of a tree or bl",
-        ),
-        (
-            "nodes: node[01-03,7]",
-            "- node1",
-            "line 19: a line must be of a tree or block",
-        ),
-        ("switch: leaf2", "switch: leaf1", "line 20: leaf1 must be defined once"),
-        ("leaf[1-2]", "leaf[1-3]", "line 16: switches below spine must be defined"),
-        ("nodes: gpu[0-1],login", "nodes: {a: b}", "line 21: a line must be of a tree"),
-    ],
-)
-def test_yaml_of_another_form_is_refused_with_its_line(old, new, words):
-    text = YAML.replace(old, new)
-    with pytest.raises(UsageError, match=words):
-        read(text)
-
-
-def test_a_flat_topology_has_no_switches():
-    with pytest.raises(UsageError, match="define switches or blocks"):
-        read("- topology: idle\n  flat: true\n")
+def test_a_yaml_file_is_refused_by_its_name():
+    text = "---\n- topology: fabric\n  tree:\n    switches:\n      - switch: leaf\n"
+    with pytest.raises(UsageError, match="Give it what this prints: scontrol show"):
+        read_file(Saved("topology.yaml", text.encode()))

@@ -89,8 +89,8 @@ options:
   --root DIR      read a saved tree that holds sys and proc, in place of this
                   machine
 {_LAST_OPTIONS}
-SOURCE is what ronde topo place --mesh takes: the hosts' topologies. One host stands for
-as many like it as are needed. Without one it is this machine.
+SOURCE is a topology of a host in any form that ronde topo reads. One host stands for as
+many like it as are needed. Without one it is this machine.
 
 example:
   ronde plan traffic topo.xml --params 70B --mesh dp_shard=8,tp=8 --precision bf16 \\
@@ -213,8 +213,8 @@ def _plan_traffic(options: argparse.Namespace) -> int:
     if options.params is None:
         raise UsageError("--params must be given, got none. Type: --params 7B")
     per_host = None if options.n is None else _read_ranks(options)
-    plan = plan_mesh(load_hosts(options), layout, per_host, is_tp_across_hosts=True)
-    layout = Layout.parse(plan.mesh)
+    plan = plan_mesh(load_hosts(options), layout, per_host)
+    layout = plan.layout
     sent = step_traffic(layout, _read_sizes(options, layout), zero)
     if options.json:
         axes = [
@@ -226,12 +226,12 @@ def _plan_traffic(options: argparse.Namespace) -> int:
             }
             for axis in plan.axes
         ]
-        content = {"mesh": plan.mesh, "zero": zero, "axes": axes}
+        content = {"mesh": str(layout), "zero": zero, "axes": axes}
         print_json("ronde-plan-traffic", content)
         return 0
     hosts = counted(plan.num_hosts, "host")
-    ranks = counted(plan.num_ranks, "rank")
-    where = f"{plan.mesh}: {ranks} on {hosts}, zero {zero}"
+    ranks = counted(layout.num_ranks, "rank")
+    where = f"{layout}: {ranks} on {hosts}, zero {zero}"
     print(f"{where}; what a rank sends in a step\n")
     print(tabulate_traffic(plan, sent), end="")
     return 0

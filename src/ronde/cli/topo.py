@@ -11,7 +11,6 @@ from typing import Any, BinaryIO, NamedTuple
 
 from ronde.arguments import (
     CommandParser,
-    attribute_of,
     read_number,
     read_one_of,
     require_alone,
@@ -41,7 +40,6 @@ usage: ronde topo [SOURCE ...]            what is connected to what, and how fas
        ronde topo lint [SOURCE ...]       what is wrong with it, and how to fix it
        ronde topo diff A B                what differs between two hosts
        ronde topo place -n RANKS          where ranks should run
-       ronde topo place --mesh AXES       where the groups of a layout are
        ronde topo limit [SOURCE ...]      what collectives can reach on it
        ronde topo log FILE ...            what NCCL's debug log shows
 
@@ -56,9 +54,9 @@ _ROOT_OPTION = """\
 _SOURCES_HELP = """\
 SOURCE is a file in one of these forms: NCCL's topology (NCCL_TOPO_DUMP_FILE writes it,
 clouds ship it), AMD's, hwloc's XML, the text of nvidia-smi topo -m or lspci -vvv,
-nvidia-smi -q, amd-smi topology, rocm-smi --showtopo or ibstat, Slurm's topology.conf or
-topology.yaml, or the output of ronde topo --json; - is standard input. Each file of any
-form is one host. Without a SOURCE it is this machine.
+nvidia-smi -q, amd-smi topology, rocm-smi --showtopo or ibstat, Slurm's topology.conf,
+or the output of ronde topo --json; - is standard input. Each file of any form is one
+host. Without a SOURCE it is this machine.
 """
 _SHOW_HELP = f"""\
 usage: ronde topo [SOURCE ...] [--json | --matrix | --paths] [options]
@@ -70,9 +68,7 @@ options:
   --matrix        a table like that of nvidia-smi topo -m
   --paths         kind and bandwidth of the paths of GPUs
 {_ROOT_OPTION}
-{_SOURCES_HELP}\
-Graphs that NCCL wrote (NCCL_GRAPH_DUMP_FILE) are shown as rings and trees, alone.
-
+{_SOURCES_HELP}
 example:
   ronde topo --json > node1.json      a file to send to somebody
   ronde topo node1.json --matrix      like nvidia-smi topo -m, from any source
@@ -130,19 +126,11 @@ example:
 """
 _PLACE_HELP = f"""\
 usage: ronde topo place -n RANKS [SOURCE ...] [options]
-       ronde topo place --mesh AXES [-n RANKS] [SOURCE ...] [options]
 
-Show which GPU, cores, memory and adapter each rank should have, or where the groups of
-a layout are.
+Show which GPU, cores, memory and adapter each rank should have.
 
 options:
-  -n RANKS        ranks of a host (default with --mesh: its GPUs)
-  --mesh AXES     sizes such as pp=2,dp_shard=4,tp=8, of pp, dp_replicate,
-                  dp_shard, cp and tp; -1 is what is left. Shows the groups of
-                  each and the slowest link inside. One host stands for as many
-                  like it as are needed
-  --allow {{tp=host}}
-                  let groups of tp span hosts
+  -n RANKS        ranks of a host
   --policy POLICY
                   what to do with ranks that cannot be aligned: none,
                   best-effort, restricted, single-numa-node (default:
@@ -271,8 +259,6 @@ def load_hosts(options: argparse.Namespace) -> tuple[HostTopology, ...]:
 def _show(options: argparse.Namespace) -> int:
     require_alone(options, *_FORMS)
     sources = _read_sources(options)
-    if sources and _shows_rings(sources, options):
-        return 0
     if sources and all(map(is_log, sources)):
         require_alone(options, "--json", "--matrix", "--paths", "--root")
         files = (BytesIO(each.data) for each in sources)
@@ -298,33 +284,6 @@ def _print(topology: Topology, options: argparse.Namespace) -> None:
             # Where only relations of pairs are known, the tree shows nothing of them.
             if host.relations and not host.devices:
                 print("\n" + _table(host, is_matrix=True), end="")
-
-
-def _shows_rings(sources: Sequence[Saved], options: argparse.Namespace) -> bool:
-    from ronde.topology.probes.nccl import read_search_graphs, recognises_search_graph
-
-    graphs = [each for each in sources if recognises_search_graph(each)]
-    if not graphs:
-        return False
-    name = graphs[0].name
-    if others := [each.name for each in sources if each not in graphs]:
-        raise UsageError(
-            f"sources must be graphs of NCCL's search alone or none of them, got the "
-            f"graph {name} and {others[0]}. Give them one after the other."
-        )
-    for option in ("--root", *_FORMS):
-        if getattr(options, attribute_of(option)):
-            raise UsageError(
-                f"{option} must stand with the description of a machine, got it with a "
-                f"graph of NCCL's search: {name}. Leave it out."
-            )
-    from ronde.render.topo_log import draw_search
-
-    for number, each in enumerate(graphs):
-        title = f"{each.name}:\n" if len(graphs) > 1 else ""
-        body = draw_search(read_search_graphs(each))
-        print(("\n" if number else "") + title + body, end="")
-    return True
 
 
 def _table(host: HostTopology, *, is_matrix: bool) -> str:
@@ -464,12 +423,8 @@ def _place(options: argparse.Namespace) -> int:
     from ronde.topology.placement.placing import AlignmentRequest, Policy, Scope
     from ronde.topology.placement.plan import plan_host
 
-    if options.mesh is not None:
-        return _place_mesh(options)
     if options.n is None:
         raise UsageError("-n must be given, got none. Type: ronde topo place --help")
-    if options.allow is not None:
-        raise UsageError("--allow must come with --mesh, got it alone. Leave it out.")
     policy, scope = options.policy or Policy.BEST_EFFORT, options.scope or Scope.RANK
     request = AlignmentRequest(
         read_number("-n", options.n, "Type: -n 1", least=1),
@@ -485,25 +440,6 @@ def _place(options: argparse.Namespace) -> int:
         print(json.dumps(to_plain(tuple(plans)), indent=2))
     else:
         print("\n".join(tabulate_plan(plan) for plan in plans), end="")
-    return 0
-
-
-def _place_mesh(options: argparse.Namespace) -> int:
-    from ronde.parallel.layout import Layout
-    from ronde.render.topo_tables import tabulate_mesh
-    from ronde.topology.placement.mesh import plan_mesh
-
-    require_alone(options, "--mesh", "--policy", "--scope")
-    layout = Layout.parse(options.mesh)
-    num = None
-    if options.n is not None:
-        num = read_number("-n", options.n, "Type: -n 1", least=1)
-    is_allowed = options.allow is not None
-    plan = plan_mesh(load_hosts(options), layout, num, is_tp_across_hosts=is_allowed)
-    if options.json:
-        print_json("ronde-mesh", {"plan": to_plain(plan)})
-    else:
-        print(tabulate_mesh(plan), end="")
     return 0
 
 

@@ -1,13 +1,11 @@
 """What topology lint finds, NCCL's search and NCCL's debug log, as text."""
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from ronde.render.text import WIDTH, list_some, wrap
 from ronde.topology.graph import UNKNOWN, Diagnostic, Level
 from ronde.topology.nccl_log import NcclJob, NcclLog
 from ronde.topology.nccl_log.log import Reported
-from ronde.topology.probes.nccl import SearchGraph
 from ronde.units import counted, format_size, grouped, list_first
 
 _LABEL = 16
@@ -42,24 +40,6 @@ def count_findings(findings: Sequence[Diagnostic]) -> str:
     """Return how many of each severity there are: ``1 error, 4 warnings``."""
     counts = [(s, sum(f.severity is s for f in findings)) for s in Level]
     return ", ".join(counted(n, s) for s, n in counts if n) or "nothing found"
-
-
-def draw_search(graphs: Sequence[SearchGraph]) -> str:
-    return "\n".join(map(_draw_graph, graphs))
-
-
-def _draw_graph(graph: SearchGraph) -> str:
-    title = f"{graph.pattern} (graph {graph.id})"
-    if not graph.num_channels:
-        return f"{title}: none found\n"
-    total = graph.num_channels * graph.intra_gb_per_s
-    each = f"{graph.intra_gb_per_s:g} GB/s, {total:g} GB/s together"
-    outside = f"{graph.inter_type} with {graph.inter_gb_per_s:g} GB/s a channel"
-    text = f"{title}: {counted(graph.num_channels, 'channel')} of {each}\n"
-    text += f"  between GPUs {graph.intra_type}, to an adapter {outside}\n"
-    for order, times in Counter(map(" ".join, graph.channels)).items():
-        text += f"  {order}{f'   {times} times' if times > 1 else ''}\n"
-    return text
 
 
 def draw_log(log: NcclLog, findings: Sequence[Diagnostic], width: int = WIDTH) -> str:

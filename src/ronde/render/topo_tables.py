@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 
 from ronde.render.text import (
     align,
-    format_ranks,
     list_some,
     wrap,
 )
@@ -20,7 +19,7 @@ from ronde.topology.paths.classes import UNKNOWN_WORD, ClassTable
 from ronde.topology.paths.network import Paths
 from ronde.topology.placement.mesh import AxisPlan, MeshPlan
 from ronde.topology.placement.plan import HostPlan, PlannedRank
-from ronde.units import counted, format_duration, format_size, grouped, list_first
+from ronde.units import counted, format_duration, format_size, grouped
 
 # A list of CPUs in many pieces is as long as it likes; a table is not.
 _MOST_LIST_CHARS = 23
@@ -43,7 +42,6 @@ _NAMES = ("bus address", "port")
 _PLAN_HEAD = ("rank", "GPU", "bus", "cores", "CPUs", "memory", "adapter", "aligned")
 _BUS = _PLAN_HEAD.index("bus")
 _TRAFFIC_HEAD = ("axis", "a step", "GB/s", "time", "slowest link of a group")
-_MESH_HEAD = ("axis", "groups", "first", "hosts", "GB/s", "slowest link of a group")
 _NONE = "-"
 _LARGE = 10_000
 _NOTHING = "no GPU and no network adapter\n"
@@ -144,26 +142,6 @@ def _plan_row(rank: PlannedRank, *, is_judged: bool) -> tuple[str, ...]:
     )
 
 
-def tabulate_mesh(plan: MeshPlan) -> str:
-    each = f", {plan.ranks_per_host} each" if plan.num_hosts > 1 else ""
-    text = (
-        f"{plan.mesh}: {counted(plan.num_ranks, 'rank')} on "
-        f"{counted(plan.num_hosts, 'host')}{each}\n\n"
-    )
-    rows = [_MESH_HEAD, *map(_mesh_row, plan.axes)]
-    text += align(rows, right=("GB/s",)) if plan.axes else "no groups\n"
-    for axis in plan.axes:
-        doubt = "" if axis.gb_per_s is None else " may be slower"
-        for why in axis.unknown:
-            text += wrap(f"{axis.axis}{doubt}: ", why, indent=2)
-    by_env = grouped((tuple(each.env.items()), each.host) for each in plan.gpus)
-    for env, hosts in by_env.items():
-        on = f" on {list_first(hosts)}" if any(hosts) else ""
-        text += f"\nvariables of all ranks{on}:\n"
-        text += "".join(f"  {name}={value}\n" for name, value in env)
-    return text
-
-
 def tabulate_traffic(plan: MeshPlan, sent_bytes: Mapping[str, float]) -> str:
     """Return what a rank sends along each axis in a step, and how long that takes."""
     rows: list[Sequence[str]] = [_TRAFFIC_HEAD]
@@ -181,18 +159,9 @@ def tabulate_traffic(plan: MeshPlan, sent_bytes: Mapping[str, float]) -> str:
     text = align(rows, right=_TRAFFIC_HEAD[1:-1])
     if all(axis.gb_per_s is not None for axis in plan.axes):
         text += f"\n{format_duration(total_s)} in all where nothing is hidden\n"
+    for axis in plan.axes:
+        text += "".join(wrap(f"{axis.axis}: ", why, indent=2) for why in axis.unknown)
     return text
-
-
-def _mesh_row(axis: AxisPlan) -> tuple[str, ...]:
-    return (
-        axis.axis,
-        f"{len(axis.groups)} of {len(axis.groups[0])}",
-        format_ranks(axis.groups[0]),
-        str(axis.num_hosts),
-        _NONE if axis.gb_per_s is None else f"{axis.gb_per_s:.4g}",
-        _link_of(axis),
-    )
 
 
 def _link_of(axis: AxisPlan) -> str:

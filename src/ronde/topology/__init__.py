@@ -49,10 +49,7 @@ __getattr__ = lazy_exports(
         "probes.base": "Probe Saved untag",
         "probes.hwloc": "HWLOC",
         "probes.lspci": "LSPCI",
-        "probes.nccl": (
-            "MAX_REMARKS NCCL_TOPOLOGY SearchGraph read_search_graphs "
-            "recognises_search_graph"
-        ),
+        "probes.nccl": "MAX_REMARKS NCCL_TOPOLOGY",
         "probes.nvidia_smi": "NVIDIA_SMI",
         "probes.nvml": (
             "GpuAnswers NoNvmlError Remote graph_of open_nvml payload_gb_per_s "

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from ronde.errors import UsageError
 from ronde.topology.graph import HostTopology, Topology, read_topology
 from ronde.topology.machine import read_gpus
-from ronde.topology.probes.base import MAX_BYTES, Probe, Saved, outermost_tag
+from ronde.topology.probes.base import MAX_BYTES, Probe, Saved
 from ronde.topology.probes.sysfs import read_host
 
 _NVIDIA = 0x10DE
@@ -98,19 +98,11 @@ def read_file(saved: Saved) -> Topology:
     if probe := find_probe(saved):
         hosts, switches = probe.read(saved)
         return Topology(_named(hosts, Path(saved.name).stem), switches)
-    if outermost_tag(saved.data) == "graphs":
-        raise UsageError(
-            f"{saved.name} must have a machine, got a graph of NCCL's search. Show it "
-            f"by itself: ronde topo {saved.name}"
-        )
     name, cure = recognise_other(saved)
     if name:
         raise UsageError(f"{saved.name} must have a topology, got {name}. {cure}")
     formats = ", ".join(probe.format for probe in _find_probes())
-    raise UsageError(
-        f"{saved.name} must be one of these: {formats}, NCCL graph (alone); got none "
-        "of them."
-    )
+    raise UsageError(f"{saved.name} must be one of these: {formats}; got none of them.")
 
 
 class Detected(NamedTuple):

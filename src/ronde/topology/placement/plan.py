@@ -1,7 +1,7 @@
 """A placement on any host with names in it, and what to type to have it by hand."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import chain, combinations, groupby, product, zip_longest
 from typing import NamedTuple
 
@@ -92,7 +92,8 @@ def plan_host(
         notices = (*notices, f"{len(each.ranks)} ranks share {pool}.")
     is_judged = request.policy is not Policy.NONE
     used = [gpu for each in places for gpu in each.gpus]
-    env = show_gpus([gpus[gpu] for gpu in used], gpu_variables)
+    numbers = ",".join(str(gpus[gpu].number) for gpu in used)
+    env = {name: value or numbers for name, value in gpu_variables.items() if used}
     return HostPlan(
         host.name,
         str(request.policy),
@@ -115,7 +116,7 @@ def choose_gpus(
     best links to those before is added; the set whose slowest pair is the fastest
     counts.
     """
-    gpus, variables = order_gpus(host)
+    gpus, variables = _order_gpus(host)
     if num_ranks >= len(gpus):
         return gpus, variables
     paths = find_paths(host)
@@ -141,13 +142,7 @@ def _fit(rates: Sequence[float]) -> tuple[float, float]:
     return min(rates, default=0.0), sum(rates)
 
 
-def show_gpus(gpus: Sequence[GpuDevice], env: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables by which programs see these GPUs, in this order."""
-    numbers = ",".join(str(gpu.number) for gpu in gpus)
-    return {name: value or numbers for name, value in env.items() if gpus}
-
-
-def order_gpus(host: HostTopology) -> tuple[list[GpuDevice], dict[str, str]]:
+def _order_gpus(host: HostTopology) -> tuple[list[GpuDevice], dict[str, str]]:
     """Return the GPUs with the numbers that programs use, and the variables for them.
 
     CUDA counts by bus address when asked to, HIP has no such setting. A variable

@@ -1,17 +1,13 @@
-"""NCCL's topology file, and AMD's of the same form; and the file of NCCL's search.
+"""NCCL's topology file, and AMD's of the same form.
 
 NCCL writes one for ``NCCL_TOPO_DUMP_FILE`` and reads one for ``NCCL_TOPO_FILE``. Files
 of clouds hold processors and PCI devices alone: the PCI class tells GPUs and network
-adapters.
-
-For ``NCCL_GRAPH_DUMP_FILE`` NCCL writes the rings and trees that it found, and it
-follows a file that ``NCCL_GRAPH_FILE`` names, without a look at whether it can be.
+adapters apart.
 """
 
 import re
 from collections import defaultdict
 from collections.abc import Iterable
-from typing import NamedTuple
 
 from ronde.errors import UsageError
 from ronde.plain_values import shorten
@@ -41,18 +37,6 @@ _CODE = re.compile(r"\s*(?:0[xX])?[0-9a-fA-F]{1,15}\s*")
 _UNSEEN = "fffffff:"
 _GPU_NUMBERS = ("dev", "rank", "sm", "gdr")
 _CODES = ("class", "vendor", "device", "subsystem_vendor", "subsystem_device")
-_PATTERNS = {
-    1: "balanced tree",
-    2: "split tree",
-    3: "tree",
-    4: "ring",
-    5: "NVLS",
-    6: "direct to the network's switches",
-}
-_HOST_SHIFT = 56
-_SHORT = re.compile(r"[+-]?[0-9]{1,9}"), "a whole number"
-_DEVICE = re.compile(r"(?:0[xX])?([0-9a-fA-F]{1,16})"), "a hexadecimal number"
-_SPEED = re.compile(r"[0-9]{1,9}(\.[0-9]{0,9})?"), "a number of GB/s"
 
 
 def _read_hosts(saved: Saved) -> Topology:
@@ -272,56 +256,3 @@ def _number_gpus(gpus: Iterable[GpuDevice]) -> tuple[GpuDevice, ...]:
 
 
 NCCL_TOPOLOGY = Probe("NCCL topology file", has_root("system"), _read_hosts)
-
-
-class SearchGraph(NamedTuple):
-    """One shape with its channels."""
-
-    id: int  # 0 ring, 1 tree, 2 CollNet chain, 3 NVLS, 4 CollNet direct.
-    pattern: str  # The shape: ``ring``.
-    num_channels: int  # As declared; NCCL may use twice as many.
-    intra_gb_per_s: float  # Of a channel, inside the host.
-    inter_gb_per_s: float  # Of a channel, to other hosts.
-    intra_type: str  # The farthest path type between its GPUs.
-    inter_type: str  # The farthest path type between a GPU and its adapter.
-    channels: tuple[tuple[str, ...], ...]  # Of each, in order: ``net/0``, ``gpu/7``.
-
-
-recognises_search_graph = has_root("graphs")
-"""Returns whether a file is NCCL's graph file; quick, and true for damaged ones."""
-
-
-def read_search_graphs(saved: Saved) -> tuple[SearchGraph, ...]:
-    """Return the graphs of a file, in its order."""
-    root = parse_xml(saved.data, saved.name, "graphs")
-    return tuple(map(_read_graph, root.named("graph")))
-
-
-def _read_graph(graph: Element) -> SearchGraph:
-    pattern = int(_read(graph, "pattern", _SHORT))
-    return SearchGraph(
-        id=int(_read(graph, "id", _SHORT)),
-        pattern=_PATTERNS.get(pattern, f"pattern {pattern}"),
-        num_channels=int(_read(graph, "nchannels", _SHORT)),
-        intra_gb_per_s=float(_read(graph, "speedintra", _SPEED)),
-        inter_gb_per_s=float(_read(graph, "speedinter", _SPEED)),
-        intra_type=graph.get("typeintra"),
-        inter_type=graph.get("typeinter"),
-        channels=tuple(
-            tuple(map(_device, channel.named("gpu", "net")))
-            for channel in graph.named("channel")
-        ),
-    )
-
-
-def _read(element: Element, name: str, form: tuple[re.Pattern[str], str]) -> str:
-    text = element.attributes.get(name, "none")
-    if form[0].fullmatch(text.strip()) is None:
-        raise element.bad(f"{name} of {element.tag} must be {form[1]}", text)
-    return text.strip()
-
-
-def _device(element: Element) -> str:
-    """Return ``gpu/7``; of another host than the file's first, ``gpu/1-7``."""
-    host, number = divmod(int(_read(element, "dev", _DEVICE), 16), 1 << _HOST_SHIFT)
-    return f"{element.tag}/{host}-{number}" if host else f"{element.tag}/{number}"

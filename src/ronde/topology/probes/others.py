@@ -24,6 +24,8 @@ _CURES = {
     LOG: "Type: ronde topo log {file}",
     KERNEL_LOG: "Type: ronde check read {file}",
     "output of nccl-tests": "Type: ronde bench read {file}",
+    "a graph of NCCL's search": "Give it what NCCL_TOPO_DUMP_FILE writes.",
+    "Slurm's topology.yaml": f"{_GIVE}scontrol show topology",
     "output of ibnetdiscover": f"{_GIVE}ibstat",
     "output of ibv_devices": f"{_GIVE}ibstat",
     "lstopo's drawing": "Write it as XML: lstopo topo.xml",
@@ -36,6 +38,8 @@ _CURES = {
 _FORMS = rf"""
 output of nccl-tests: # +size +count|# nThread \d|# Out of bounds values
 {KERNEL_LOG}: {KERNEL_LINE.pattern}
+Slurm's topology.yaml: [ \t]*- +topology:
+a graph of NCCL's search: <graphs\b
 output of numactl -H: available: \d+ nodes|node distances:
 output of lscpu: Architecture: {{3,}}\S+$|NUMA node0 CPU\(s\):
 output of ip: \d+: [\w.@-]+: <[A-Z_,-]+> mtu \d+

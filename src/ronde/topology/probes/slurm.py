@@ -1,7 +1,6 @@
-"""Slurm's ``topology.conf`` and ``topology.yaml``: switches, or blocks, between hosts.
+"""Slurm's ``topology.conf``: switches, or blocks, between hosts.
 
-``scontrol show topology`` prints the first in almost the same words. The second has
-names, values and lists, and no more of YAML: it is read without a library.
+``scontrol show topology`` prints it in almost the same words.
 """
 
 import re
@@ -22,27 +21,19 @@ _ALLOWED = {
 }
 _PAIR = re.compile(r'\s*([A-Za-z]\w*)\s*=\s*("[^"]*"|[^\s"]+)(?=\s|$)')
 _NAMED = re.compile(rf"(?im)^[ \t]*(?:{_SWITCH}|{_BLOCK})[ \t]*=")
-_TOPOLOGY = re.compile(r"(?m)^[ \t]*- +topology:")
-_YAML_LINE = re.compile(r"\s*(?:- +)?(?:(\w+) *:(?: +|$))?([^{}&*|>:]*)")
-_RECORDS = {"switch": _SWITCH, "block": _BLOCK}
-_BELOW = {"children": "switches", "nodes": "nodes"}
-_SECTIONS = ("tree", "switches", "block", "blocks", "block_sizes")
-_OTHERS = (*_SECTIONS, "flat", "cluster_default")
 _MAX_ENTRIES = 1 << 18
 _LOOKED_AT = 1 << 16
 
 
 def _recognises(saved: Saved) -> bool:
-    head = saved.text[:_LOOKED_AT]
-    return bool(_NAMED.search(head) or _TOPOLOGY.search(head))
+    return bool(_NAMED.search(saved.text[:_LOOKED_AT]))
 
 
 def _read(saved: Saved) -> Topology:
     found: dict[str, NetworkSwitch] = {}
     places: dict[str, str] = {}
     num_entries = 0
-    is_yaml = _TOPOLOGY.search(saved.text) is not None
-    for line, text in _yaml_lines(saved) if is_yaml else _lines(saved.text):
+    for line, text in _lines(saved.text):
         place = f"{saved.name}, line {line}"
         switch = _read_switch(text, place)
         if switch is None:
@@ -85,30 +76,6 @@ def _lines(text: str) -> Iterator[tuple[int, str]]:
             pieces = []
 
 
-def _yaml_lines(saved: Saved) -> Iterator[tuple[int, str]]:
-    """Yield the records of the default topology, else of the first, as conf's lines."""
-    found: dict[str, dict[int, str]] = {}
-    own: dict[int, str] = {}
-    default, record, is_set = "", 0, False
-    for number, line in enumerate(saved.text.splitlines(), 1):
-        match = _YAML_LINE.fullmatch(line.partition("#")[0].removeprefix("---"))
-        name, value = (match[1] or "", match[2] or "") if match else ("?", "")
-        value = value.strip("'\" \r").replace(", ", ",")
-        if name == "topology":
-            own = found[value] = {}
-            default = default or value
-        elif name == "cluster_default" and value.lower() == "true" and not is_set:
-            default, is_set = next(n for n in found if found[n] is own), True
-        elif name in _RECORDS and value:
-            own[number], record = f"{_RECORDS[name]}={value}", number
-        elif name in _BELOW and value and record in own:
-            own[record] += f" {_BELOW[name]}={value}"
-        elif name not in _OTHERS and (name or not value.isdecimal()) and name + value:
-            rule = "a line must be of a tree or block topology, as in nodes: n[01-04]"
-            raise _refusal(f"{saved.name}, line {number}", rule, line.strip())
-    yield from found[default].items()
-
-
 def _read_switch(text: str, place: str) -> NetworkSwitch | None:
     values: dict[str, str] = {}
     at = 0
@@ -144,4 +111,4 @@ def _refusal(place: str, rule: str, got: object) -> UsageError:
 
 
 # Of topology/tree and topology/block; a block is a switch with its hosts.
-SLURM_TOPOLOGY = Probe("Slurm topology.conf or topology.yaml", _recognises, _read)
+SLURM_TOPOLOGY = Probe("Slurm topology.conf", _recognises, _read)
