@@ -418,7 +418,7 @@ def test_one_change_brings_its_finding_and_no_other(rule: str) -> None:
     others = {finding.rule for finding in findings} - {rule}
     assert others <= BESIDE.get(rule, set())
     for finding in own:
-        words = finding.what, finding.consequence, finding.remedy
+        words = finding.seen, finding.consequence, finding.remedy
         assert all(text.endswith(".") and len(text) > 15 for text in words)
 
 
@@ -591,7 +591,7 @@ def test_one_node_of_three_that_is_unlike(
     assert {finding.element for finding in findings} == {"odd"}
     assert findings[0].has_gb_per_s == pytest.approx(has)
     assert findings[0].should_gb_per_s == pytest.approx(should)
-    assert "2 of 3 nodes" in findings[0].what
+    assert "2 of 3 nodes" in findings[0].seen
 
 
 def test_nodes_that_are_alike_and_one_that_reports_less() -> None:
@@ -824,7 +824,7 @@ def test_a_host_bridge_limits_no_adapter_and_nccls_plan_is_reported() -> None:
     # 75, 200 and 200 GB/s of ports; PCIe 5 x16 is 48 with NCCL.
     figures = sorted((each.has_gb_per_s, each.should_gb_per_s) for each in found)
     assert figures == [(48.0, 75.0), (48.0, 200.0), (48.0, 200.0)]
-    said = " ".join(each.what + each.consequence for each in found)
+    said = " ".join(each.seen + each.consequence for each in found)
     assert "63.02" not in said
     assert "held to" not in said
     # As with the limit, which takes all ports at their rates.

@@ -216,7 +216,7 @@ def test_a_warning_keeps_its_place() -> None:
     )
     (warning,) = one_job(lines).warnings
 
-    assert warning.place == "misc/shmutils.cc:87"
+    assert warning.location == "misc/shmutils.cc:87"
     assert warning.text == "Error: failed to extend /dev/shm/nccl-1 to 100 bytes"
     assert warning.num_times == 2
 

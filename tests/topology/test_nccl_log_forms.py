@@ -220,7 +220,7 @@ def test_links_between_amd_s_gpus_are_read() -> None:
     assert "xGMI up to 24.0 GB/s from a GPU" in words
     (finding,) = judge_nccl_log(read(text))
     assert finding.rule == "shm-where-p2p-was-possible"
-    assert "NCCL found xGMI" in finding.what
+    assert "NCCL found xGMI" in finding.seen
 
 
 def test_a_gpu_in_one_package_with_its_processor_needs_no_pci() -> None:

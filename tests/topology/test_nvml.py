@@ -44,9 +44,7 @@ def test_a_module_that_is_not_there_is_one_line(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)
     host, notices = read_nvml()
     assert host is None
-    assert [notice[:44] for notice in notices] == [
-        "NVML can only be asked with nvidia-ml-py: pi"
-    ]
+    assert [notice[:34] for notice in notices] == ["NVML needs nvidia-ml-py: pip inst"]
 
 
 @pytest.mark.skipif(HAS_DRIVER, reason="there is a driver of NVIDIA's")

@@ -67,7 +67,7 @@ def test_a_link_at_rest_is_a_note_and_a_narrow_one_is_more():
     narrow = query("18").replace(now, "Current : 8x")
     # The slot of GPUs that are alike may have no more lanes.
     (note,) = lint_host(read(narrow))
-    assert (note.severity, "both ends" in note.what) == (Level.NOTE, False)
+    assert (note.severity, "both ends" in note.seen) == (Level.NOTE, False)
     (worse,) = (
         found
         for found in lint_host(read(narrow + query("2A")))

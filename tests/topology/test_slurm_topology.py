@@ -243,5 +243,5 @@ def test_any_tree_is_read_and_any_circle_refused(data):
 
 def test_a_yaml_file_is_refused_by_its_name():
     text = "---\n- topology: fabric\n  tree:\n    switches:\n      - switch: leaf\n"
-    with pytest.raises(UsageError, match="Give it what this prints: scontrol show"):
+    with pytest.raises(UsageError, match="Give it the output of: scontrol show"):
         read_file(Saved("topology.yaml", text.encode()))

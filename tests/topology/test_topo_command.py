@@ -110,7 +110,10 @@ def test_a_saved_tree_is_read_like_the_machine(tmp_path):
         (["."], "can be read, got .: Is a directory"),
         (["SOURCES.md"], "SOURCES.md must be one of these: ronde topology, NCCL top"),
         (["SOURCES.md"], "Slurm topology.conf; got none of them"),
-        ([GRAPH], "must have a topology, got a graph of NCCL's search. Give it what"),
+        (
+            [GRAPH],
+            "must have a topology, got a graph of NCCL's search. Give it the file",
+        ),
         (["diff", GRAPH, B200], "got a graph of NCCL's search"),
         (["--root", "nccl_topo"], "a directory that holds sys, got nccl_topo"),
         ([PERLMUTTER, "--matrix", "--json"], "--json must stand alone, got --matrix"),

@@ -104,7 +104,7 @@ def test_where_lines_were_lost_a_start_may_have_been_said_to_be_complete() -> No
     broken = b"node0:1003:2003 [3] NCCL INFO comm 0x1 node0:1004:2004 [4] NCCL INFO x\n"
     finding = find(silent + broken, "init-incomplete")
     assert finding.severity is WARNING
-    assert "1 line was lost where the log broke" in finding.what
+    assert "1 line was lost where the log broke" in finding.seen
     # How long a start took is said at its end.
     without_end = without(text, "COMPLETE")
     assert "init-incomplete" not in found(without_end)
@@ -180,7 +180,7 @@ def test_a_setting_is_named_as_the_cause() -> None:
     job = JobLog(network="Socket", extra=("NCCL_IB_DISABLE set by environment to 1.",))
     text = without(text_of(job), "NET/IB")
     sockets = find(text, "sockets-between-nodes")
-    assert "NCCL_IB_DISABLE=1 keeps NCCL from InfiniBand" in sockets.what
+    assert "NCCL_IB_DISABLE=1 keeps NCCL from InfiniBand" in sockets.seen
     assert sockets.remedy == "Unset NCCL_IB_DISABLE."
 
     job = JobLog(
@@ -249,7 +249,7 @@ def test_what_drives_libfabric_is_reported() -> None:
     rules = {"no-gpudirect-rdma": WARNING, "libfabric-over-tcp": WARNING}
     assert found(libfabric("tcp;ofi_rxm")) == rules
     over = find(libfabric("tcp;ofi_rxm"), "libfabric-over-tcp")
-    assert "its provider tcp;ofi_rxm, not" in over.what
+    assert "its provider tcp;ofi_rxm, not" in over.seen
 
 
 def test_a_plugin_that_knows_why_it_has_no_gpudirect() -> None:
@@ -258,7 +258,7 @@ def test_a_plugin_that_knows_why_it_has_no_gpudirect() -> None:
     finding = find(libfabric("efa", why), "no-gpudirect-rdma")
 
     assert finding.severity is NOTE
-    assert "the plugin reports: Could not disable CUDA API usage" in finding.what
+    assert "the plugin reports: Could not disable CUDA API usage" in finding.seen
 
 
 def test_networks_that_differ() -> None:
@@ -269,7 +269,7 @@ def test_networks_that_differ() -> None:
     finding = find(text, "networks-differ")
 
     assert finding.severity is ERROR
-    assert "Socket on node1" in finding.what
+    assert "Socket on node1" in finding.seen
 
 
 def test_versions_that_differ() -> None:
@@ -280,7 +280,7 @@ def test_versions_that_differ() -> None:
     )
 
     assert found(mixed) == {"versions-differ": ERROR}
-    assert "2.26.2+cuda12.8 on node1" in find(mixed, "versions-differ").what
+    assert "2.26.2+cuda12.8 on node1" in find(mixed, "versions-differ").seen
 
 
 def test_versions_of_two_jobs_may_differ() -> None:
@@ -328,9 +328,9 @@ def test_ranks_that_never_got_through() -> None:
 
     assert finding.severity is ERROR
     assert finding.element == "ranks 2-3 on node0"
-    assert finding.what.startswith("The start of 2 of 8 ranks began and is not")
+    assert finding.seen.startswith("The start of 2 of 8 ranks began and is not")
     assert "not in the log" in finding.remedy
-    assert "; 1, such as rank 5, are not in the log" in finding.what
+    assert "; 1, such as rank 5, are not in the log" in finding.seen
     assert found(hanging)["ranks-not-in-log"] is NOTE
 
 
@@ -342,7 +342,7 @@ def test_who_could_not_be_reached_is_reported() -> None:
     )
     finding = find(text + line.encode(), "init-incomplete")
 
-    assert "on node0 they try to connect: 10.0.0.9<4567> returned No" in finding.what
+    assert "on node0 they try to connect: 10.0.0.9<4567> returned No" in finding.seen
     # Who answered late is of no interest.
     assert found(text_of(JobLog(num_hosts=1)) + line.encode()) == {}
 
@@ -355,7 +355,7 @@ def test_a_slow_start_is_reported_with_its_phase() -> None:
     finding = find(text, "slow-init")
 
     assert finding.element == "rank 6 on node0"
-    assert "took 93.2 s, of which bootstrap 91.2 s" in finding.what
+    assert "took 93.2 s, of which bootstrap 91.2 s" in finding.seen
 
 
 @pytest.mark.parametrize(
@@ -584,8 +584,8 @@ def test_the_warnings_of_nccl_have_a_remedy(text: str, rule: str) -> None:
     line = f"\nnode0:1000:2000 [0] misc/socket.cc:50 NCCL WARN {text}\n"
     finding = find(text_of(JobLog(num_hosts=1)) + line.encode(), rule)
 
-    assert text[:100] in finding.what
-    assert "misc/socket.cc:50" in finding.what
+    assert text[:100] in finding.seen
+    assert "misc/socket.cc:50" in finding.seen
     assert finding.element == "node0"
 
 
@@ -675,7 +675,7 @@ def test_a_warning_of_all_ranks_is_reported_once() -> None:
     findings = judge_nccl_log(read(lines.encode()))
 
     (finding,) = (each for each in findings if each.rule == "warned-cuda")
-    assert finding.what.startswith("NCCL reports 9 times: Cuda failure 700 'x'")
+    assert finding.seen.startswith("NCCL reports 9 times: Cuda failure 700 'x'")
     assert finding.element == "node0, node1, node2 and 6 more"
     shown = draw_log(read(lines.encode()), findings)
     assert shown.startswith("number of ranks unknown on 9 hosts (node0, node1, node2, ")
@@ -719,7 +719,7 @@ def fabric(host: str, gpu: int, uuid: str, clique: str = "7ffe", rest: str = "")
 def test_the_fabric_of_nvlink_between_hosts(lines: str, what: str) -> None:
     findings = judge_nccl_log(read(lines.encode()))
 
-    assert [each.what for each in findings] == [what] * bool(what)
+    assert [each.seen for each in findings] == [what] * bool(what)
 
 
 @pytest.mark.parametrize(
@@ -744,7 +744,7 @@ def test_infiniband_and_roce_in_one_job(
     if rules:
         finding = find(text + failed.encode(), "adapters-mixed")
         assert finding.severity is ERROR
-        assert "InfiniBand (a:1/IB, c:2/IB) and RoCE (b:1/RoCE)." in finding.what
+        assert "InfiniBand (a:1/IB, c:2/IB) and RoCE (b:1/RoCE)." in finding.seen
         assert "NCCL_IB_HCA==a:1,c:2 for all ranks (the second =" in finding.remedy
 
 
@@ -840,7 +840,7 @@ def test_json_has_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (b"", "must be what NCCL or torch's watchdog wrote, got no lines"),
+        (b"", "must be output of NCCL or of torch's watchdog, got no lines"),
         (b"loss 3\n", "got 1 line and no message of theirs. Set NCCL_DEBUG=INFO"),
         (b"[    1.234567] NVRM: x\n", "got a kernel log. Type: ronde check read "),
         (b"\tGPU0\tGPU1\nGPU0\t X \tNV4\nGPU1\tNV4\t X \n", "got a topology. Type: "),

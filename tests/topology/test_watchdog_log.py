@@ -277,7 +277,7 @@ def test_the_story_of_a_time_out(
 
     assert (finding.element, finding.severity) == (key, Level.ERROR)
     for each in words:
-        assert each in f"{finding.what} {finding.remedy}"
+        assert each in f"{finding.seen} {finding.remedy}"
     assert is_nccl_log(text)
     assert found(text.encode()).keys() == {"collective-timeout"}
     # In a job whose start was well nothing else is wrong.
@@ -286,7 +286,7 @@ def test_the_story_of_a_time_out(
     # Ranks whose output is elsewhere are not blamed.
     half = "".join(line for line in job.splitlines(keepends=True) if "node0" in line)
     finding = find((half + text).encode(), "collective-timeout")
-    assert "15" not in finding.what
+    assert "15" not in finding.seen
 
 
 def test_ranks_of_nccl_s_log_are_known_to_the_story() -> None:
@@ -296,7 +296,7 @@ def test_ranks_of_nccl_s_log_are_known_to_the_story() -> None:
     text = text_of(JobLog()).decode() + "".join(lines)
     finding = find(text.encode(), "collective-timeout")
 
-    assert "No line from rank 11." in finding.what
+    assert "No line from rank 11." in finding.seen
     assert "Look at rank 11 on node1 first" in finding.remedy
     # Of two jobs it is unknown whose they are.
     other = text_of(JobLog(num_hosts=1, host="b{}")).replace(b"0x4f6a", b"0x1111")
@@ -326,8 +326,8 @@ def test_groups_that_wait_alike_are_one_finding() -> None:
     ]
     finding = find("".join(lines).encode(), "collective-timeout")
 
-    assert finding.what.startswith("Collectives of group 20(TP), 21(TP), 22(TP) and 1")
-    assert finding.what.endswith("(work 41, 2,048 elements) in 300 s on ranks 0-7.")
+    assert finding.seen.startswith("Collectives of group 20(TP), 21(TP), 22(TP) and 1")
+    assert finding.seen.endswith("(work 41, 2,048 elements) in 300 s on ranks 0-7.")
 
 
 def test_the_folder_of_the_flight_recorder_is_named() -> None:
@@ -352,15 +352,15 @@ def test_torch_s_lines_of_two_jobs_are_two_findings() -> None:
         found = judge_nccl_log(read(text))
 
         assert [each.rule for each in found] == ["collective-timeout"] * 2
-        assert "ALLGATHER (work 5011," in found[0].what
-        assert "ALLREDUCE (work 33," in found[1].what
+        assert "ALLGATHER (work 5011," in found[0].seen
+        assert "ALLREDUCE (work 33," in found[1].seen
 
 
 def test_one_answer_blames_no_rank_and_libfabric_has_its_own_way() -> None:
     """The rest of the lines may be elsewhere."""
     job = text_of(JobLog(network="AWS Libfabric"))
     finding = find(job + signalled(7, (40, 40)).encode(), "collective-timeout")
-    assert "No line" not in finding.what
+    assert "No line" not in finding.seen
     text = job + waiting(DEFAULT, 41, *range(16)).encode()
     remedy = find(text, "collective-timeout").remedy
     assert "NCCL_NET=Socket. See EFA's security group." in remedy
@@ -487,7 +487,7 @@ GONE = "torch.distributed.DistBackendError: NCCL error: remote process exited"
 def test_a_rank_that_failed_is_named(lines: str, what: str, remedy: str) -> None:
     finding = find(text_of(JobLog()) + lines.encode(), "rank-failed")
 
-    assert finding.what.startswith(what)
+    assert finding.seen.startswith(what)
     assert remedy in finding.remedy
     assert found(text_of(JobLog()) + lines.encode()).keys() == {"rank-failed"}
     # Alone it is a log too; Slurm and torchrun end programs of any kind.
@@ -512,9 +512,9 @@ def test_others_wait_for_a_rank_that_failed(failure: str) -> None:
     text += "srun: error: node0: tasks 0-2,4-7: Aborted (core dumped)\n"
     failed, waited = judge_nccl_log(read(text.encode()))
 
-    assert failed.what == f"Rank 3 on node0 failed: {ILLEGAL}. Others waited in vain."
+    assert failed.seen == f"Rank 3 on node0 failed: {ILLEGAL}. Others waited in vain."
     assert "CUDA_LAUNCH_BLOCKING=1" in failed.remedy
-    assert "No line" not in waited.what
+    assert "No line" not in waited.seen
     assert waited.remedy == "Look at rank 3 on node0 first: see rank-failed."
 
 
@@ -569,14 +569,14 @@ def test_a_rank_that_failed_may_go_on_or_be_started_again(
 ) -> None:
     findings = judge_nccl_log(read(text_of(JobLog()) + lines.encode()))
     assert (findings[0].rule, findings[0].severity) == ("rank-failed", severity)
-    assert findings[0].what.startswith(what)
+    assert findings[0].seen.startswith(what)
 
 
 def test_a_task_of_another_host_may_be_of_an_earlier_try() -> None:
     text = OTHER_TASK.encode() + text_of(JobLog()) + DESTROYED.encode()
     finding = find(text, "rank-failed")
     assert finding.severity is Level.WARNING
-    assert finding.what.startswith("Task 9 on gpu-a09 failed, and the job was started")
+    assert finding.seen.startswith("Task 9 on gpu-a09 failed, and the job was started")
 
 
 @pytest.mark.parametrize(

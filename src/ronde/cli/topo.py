@@ -1,4 +1,4 @@
-"""``ronde topo``: words -> what a machine is made of, in one of several forms."""
+"""``ronde topo``: show, check and compare the topology of hosts."""
 
 import argparse
 import json
@@ -36,12 +36,12 @@ _VISIBILITY = (
     "ZE_AFFINITY_MASK",
 )
 _HELP = """\
-usage: ronde topo [SOURCE ...]            what is connected to what, and how fast
-       ronde topo lint [SOURCE ...]       what is wrong with it, and how to fix it
-       ronde topo diff A B                what differs between two hosts
-       ronde topo place -n RANKS          where ranks should run
-       ronde topo limit [SOURCE ...]      what collectives can reach on it
-       ronde topo log FILE ...            what NCCL's debug log shows
+usage: ronde topo [SOURCE ...]            show the links of a machine
+       ronde topo lint [SOURCE ...]       find its faults, and how to fix them
+       ronde topo diff A B                compare two hosts
+       ronde topo place -n RANKS          place ranks on it
+       ronde topo limit [SOURCE ...]      show the limits of collectives on it
+       ronde topo log FILE ...            find faults in NCCL's debug log
 
 ronde topo VERB --help shows more about a verb, ronde topo show --help about the first
 form.
@@ -61,7 +61,7 @@ host. Without a SOURCE it is this machine.
 _SHOW_HELP = f"""\
 usage: ronde topo [SOURCE ...] [--json | --matrix | --paths] [options]
 
-Show what a machine is made of.
+Show the parts of a machine, and the links between them.
 
 options:
   --json          the graph as JSON
@@ -70,7 +70,7 @@ options:
 {_ROOT_OPTION}
 {_SOURCES_HELP}
 example:
-  ronde topo --json > node1.json      a file to send to somebody
+  ronde topo --json > node1.json      a file to send to others
   ronde topo node1.json --matrix      like nvidia-smi topo -m, from any source
 """
 _EXIT_FOUND = 1
@@ -85,8 +85,7 @@ _MOST = 1 << 20
 _LINT_HELP = f"""\
 usage: ronde topo lint [SOURCE ...] [options]
 
-Show what is wrong with a machine or with the file of one, what it costs and how to fix
-it.
+Find faults of a machine, or of the file of one, their cost and their cure.
 
 options:
   --json          print one object of JSON
@@ -98,7 +97,7 @@ options:
 {_ROOT_OPTION}
 {_SOURCES_HELP}
 Several hosts are also compared with each other, and Slurm's switches are judged. A line
-names what the sources do not show.
+names the facts that the sources do not show.
 
 exit code: 0 notes at most, 1 a warning or an error, 64 a source that cannot be read
 
@@ -108,7 +107,7 @@ example:
 _DIFF_HELP = """\
 usage: ronde topo diff A B [--json]
 
-Show what differs between two hosts, and what that costs.
+Show the differences between two hosts, and their cost.
 
 options:
   --json      print one object of JSON
@@ -132,10 +131,10 @@ Show which GPU, cores, memory and adapter each rank should have.
 options:
   -n RANKS        ranks of a host
   --policy POLICY
-                  what to do with ranks that cannot be aligned: none,
+                  treatment of ranks that cannot be aligned: none,
                   best-effort, restricted, single-numa-node (default:
                   best-effort)
-  --scope SCOPE   what is aligned as one: each rank (the default), or the job
+  --scope SCOPE   align each rank by itself (rank, the default), or all (job)
   --json          the plan as JSON
 {_ROOT_OPTION}
 {_SOURCES_HELP}
@@ -149,7 +148,7 @@ example:
 _LIMIT_HELP = f"""\
 usage: ronde topo limit [SOURCE ...] [options]
 
-Show what each collective can reach at most, and which link sets that.
+Show the most that each collective can reach, and the link that limits it.
 
 options:
   --nodes N       number of nodes (default: the number of hosts)
@@ -179,8 +178,8 @@ example:
 _LOG_HELP = """\
 usage: ronde topo log FILE... [--json]
 
-Show what NCCL chose and what looks wrong, from what it wrote with NCCL_DEBUG=INFO, and
-which collectives timed out and which ranks failed, from the lines of torch, torchrun,
+Show NCCL's choices and find faults, from its output with NCCL_DEBUG=INFO; and the
+collectives that timed out and the ranks that failed, from the lines of torch, torchrun,
 srun and mpirun.
 
 options:
@@ -200,8 +199,6 @@ _FORMS = ("--json", "--matrix", "--paths")
 
 
 class _Verb(NamedTuple):
-    """One form of the command."""
-
     run: Callable[[argparse.Namespace], int]
     help: str
     positionals: Mapping[str, str | None] = {"sources": "*"}
@@ -229,7 +226,7 @@ def _read_sources(options: argparse.Namespace) -> tuple[Saved, ...]:
 
 
 def _load(sources: Sequence[Saved], root: str | None) -> Topology:
-    """Read files, and a tree or this machine; show what could not be read."""
+    """Read files and a tree, or this machine; print notices to stderr."""
     parts = [read_file(each) for each in sources]
     if root is not None or not sources:
         environ = {} if root else select_variables(_VISIBILITY)
@@ -322,8 +319,10 @@ def _lint(options: argparse.Namespace) -> int:
     hosts, switches = _load(sources, options.root)
     found = list(lint_switches(switches))
     for host in hosts:
-        place = host.name if len(hosts) > 1 else ""
-        found += [_at(place, finding) for finding in lint_host(host)]
+        name = f"{host.name} " if len(hosts) > 1 else ""
+        found += [
+            each._replace(element=name + each.element) for each in lint_host(host)
+        ]
     found += lint_fleet(hosts)
     subject = counted(len(hosts), "host") if hosts else ""
     if switches:
@@ -352,7 +351,7 @@ def _lint(options: argparse.Namespace) -> int:
 
 
 def _read_good(names: Sequence[str]) -> tuple[list[Saved], list[UsageError]]:
-    """Return the files that can be read, and why others cannot; one is to be good."""
+    """Return the readable files, and the errors of the others."""
     good: list[Saved] = []
     errors: list[UsageError] = []
     for name in names:
@@ -379,17 +378,13 @@ def _names(option: str, given: Sequence[str], known: set[str]) -> set[str]:
     return names
 
 
-def _at(place: str, finding: Diagnostic) -> Diagnostic:
-    return finding._replace(element=f"{place} {finding.element}".strip())
-
-
 def _exit_code(findings: Sequence[Diagnostic]) -> int:
     is_clean = all(finding.severity is Level.NOTE for finding in findings)
     return 0 if is_clean else _EXIT_FOUND
 
 
 def print_json(form: str, content: Mapping[str, Any]) -> None:
-    """Print one object that says which form it has, and of which version."""
+    """Print one object, headed by its form and version."""
     print(json.dumps({"form": form, "version": _VERSION, **content}, indent=1))
 
 
@@ -417,7 +412,7 @@ def _diff(options: argparse.Namespace) -> int:
     return 0 if comparison.is_equal else _EXIT_FOUND
 
 
-def _place(options: argparse.Namespace) -> int:
+def _plan(options: argparse.Namespace) -> int:
     from ronde.render.topo_tables import tabulate_plan
     from ronde.topology.machine import read_cores
     from ronde.topology.placement.placing import AlignmentRequest, Policy, Scope
@@ -566,19 +561,18 @@ def _judge_log(files: Iterable[BinaryIO], name: str, *, is_json: bool) -> int:
 
 
 def _no_log(name: str, num_lines: int) -> UsageError:
-    """Return the error for a file without a line of NCCL's or torch's."""
     from ronde.topology.probes.others import LOG, recognise_other
     from ronde.units import counted
 
     saved = read_saved(name) if num_lines and name != "-" else Saved(name, b"")
-    what, cure = recognise_other(saved)
+    kind, cure = recognise_other(saved)
     if find_probe(saved):
-        what, cure = "a topology", f"Type: ronde topo {name}"
-    if not what or what == LOG:
-        what = f"{counted(num_lines, 'line')} and no message of theirs"
+        kind, cure = "a topology", f"Type: ronde topo {name}"
+    if not kind or kind == LOG:
+        kind = f"{counted(num_lines, 'line')} and no message of theirs"
         cure = "Set NCCL_DEBUG=INFO for the job, and give its output."
     return UsageError(
-        f"{name} must be what NCCL or torch's watchdog wrote, got {what}. {cure}"
+        f"{name} must be output of NCCL or of torch's watchdog, got {kind}. {cure}"
     )
 
 
@@ -595,7 +589,7 @@ _VERBS: Mapping[str, _Verb] = {
     "show": _Verb(_show, _SHOW_HELP),
     "lint": _Verb(_lint, _LINT_HELP),
     "diff": _Verb(_diff, _DIFF_HELP, {"a": None, "b": None}),
-    "place": _Verb(_place, _PLACE_HELP),
+    "place": _Verb(_plan, _PLACE_HELP),
     "limit": _Verb(_limit, _LIMIT_HELP),
     "log": _Verb(_log, _LOG_HELP, {"files": "+"}),
 }

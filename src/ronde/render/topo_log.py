@@ -1,4 +1,4 @@
-"""What topology lint finds, NCCL's search and NCCL's debug log, as text."""
+"""Findings of lint, and NCCL's debug log, as text."""
 
 from collections.abc import Iterable, Sequence
 
@@ -16,20 +16,16 @@ _SUBSYSTEMS = "NCCL_DEBUG_SUBSYS=INIT,BOOTSTRAP,ENV,NET,GRAPH,TUNING"
 
 
 def draw_log_findings(findings: Sequence[Diagnostic], width: int = WIDTH) -> str:
-    """Return findings as text, the most severe first; none gives empty text.
-
-    Those that are the same for several elements are shown once, with all elements.
-    """
+    """Return findings as text, the most severe first; equal ones are shown once."""
     groups = grouped((each._replace(element=""), each.element) for each in findings)
 
     def order(finding: Diagnostic) -> tuple[int, float]:
-        """Return a key that has the greatest loss of bandwidth first, none last."""
         has, should = finding.has_gb_per_s, finding.should_gb_per_s
         return list(Level).index(finding.severity), has / should if should else 1.0
 
     return "\n".join(
         wrap(f"{each.severity.upper()} {each.rule}: ", list_some(groups[each]), width)
-        + wrap("  seen ", each.what, width)
+        + wrap("  seen ", each.seen, width)
         + wrap("  so   ", each.consequence, width)
         + wrap("  do   ", each.remedy, width)
         for each in sorted(groups, key=order)
@@ -37,7 +33,7 @@ def draw_log_findings(findings: Sequence[Diagnostic], width: int = WIDTH) -> str
 
 
 def count_findings(findings: Sequence[Diagnostic]) -> str:
-    """Return how many of each severity there are: ``1 error, 4 warnings``."""
+    """Return ``1 error, 4 warnings``."""
     counts = [(s, sum(f.severity is s for f in findings)) for s in Level]
     return ", ".join(counted(n, s) for s, n in counts if n) or "nothing found"
 
@@ -170,7 +166,6 @@ def _start(job: NcclJob) -> str:
 
 
 def _missing(job: NcclJob) -> str:
-    """Return what the log leaves out, and how to have it logged."""
     parts = {
         "network": job.networks,
         "connections": job.edges,

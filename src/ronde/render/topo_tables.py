@@ -1,4 +1,4 @@
-"""Tables of a host: how near elements are, placements, limits, differences."""
+"""Tables of a host: path classes, placements, limits, differences."""
 
 from collections.abc import Mapping, Sequence
 
@@ -48,7 +48,7 @@ _NOTHING = "no GPU and no network adapter\n"
 
 
 def tabulate_classes(table: ClassTable) -> str:
-    """Return a table that looks and reads like that of ``nvidia-smi topo -m``."""
+    """Return a table like that of ``nvidia-smi topo -m``, with a legend."""
     # It ends with what its words mean, of those that occur.
     if not table.names:
         return _NOTHING
@@ -71,7 +71,6 @@ def tabulate_classes(table: ClassTable) -> str:
 
 
 def tabulate_speeds(paths: Paths, table: ClassTable) -> str:
-    """Return kind and bandwidth of the paths from GPUs, or else from ports."""
     if not table.names:
         return _NOTHING
     num_gpus = len(table.names) - len(table.titles)
@@ -143,7 +142,6 @@ def _plan_row(rank: PlannedRank, *, is_judged: bool) -> tuple[str, ...]:
 
 
 def tabulate_traffic(plan: MeshPlan, sent_bytes: Mapping[str, float]) -> str:
-    """Return what a rank sends along each axis in a step, and how long that takes."""
     rows: list[Sequence[str]] = [_TRAFFIC_HEAD]
     total_s = 0.0
     for axis in plan.axes:
@@ -290,7 +288,7 @@ def _draw_differences(differences: Sequence[Difference]) -> str:
     by_fact = grouped((each.fact, each) for each in differences)
 
     def order(fact: str) -> tuple[bool, float]:
-        """Return a key that has the greatest loss first, and mere names last."""
+        """Order by loss, the greatest first; names come last."""
         rates = [
             each.now_gb_per_s / each.was_gb_per_s
             for each in by_fact[fact]

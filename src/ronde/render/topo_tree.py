@@ -29,7 +29,7 @@ _MAX_DRAWN_DEPTH = 24
 
 
 class _Element(NamedTuple):
-    """Something on a host, and what is below it."""
+    """One line of the tree, with the lines below it."""
 
     title: str  # With its bus address.
     details: Sequence[str]  # Empty ones are left out.
@@ -37,10 +37,7 @@ class _Element(NamedTuple):
 
 
 class _ElementTree:
-    """Looks up what is below what on a host.
-
-    Other PCI devices than GPUs, adapters, NVSwitches and switches are left out.
-    """
+    """The GPUs, adapters, NVSwitches and PCI switches of a host, as a tree."""
 
     def __init__(self, host: HostTopology) -> None:
         self._host = host
@@ -53,7 +50,7 @@ class _ElementTree:
         self._ports = grouped((port.bus_id, port) for port in host.ports)
 
     def at(self, nodes: set[int], *, is_known: bool) -> list[_Element]:
-        """Return what is at some NUMA nodes, or at none of them."""
+        """Return the elements at some NUMA nodes, or at none of them."""
         tops = [d for d in self._children.get("", []) if (d.node in nodes) is is_known]
         found = [element for top in tops for element in self._below(top, 0)]
         found += [
@@ -81,7 +78,7 @@ class _ElementTree:
         return found
 
     def _below(self, device: PciDevice, depth: int) -> list[_Element]:
-        """Return a device with what is below; bridges to one thing are left out."""
+        """Return a device with its children; a bridge to one device is left out."""
         children = self._children.get(device.bus_id, [])
         children = children if depth < _MAX_DRAWN_DEPTH else []
         below = [each for child in children for each in self._below(child, depth + 1)]
@@ -138,7 +135,7 @@ def _pci_words(device: PciDevice) -> str:
 
 
 def draw_tree(topology: Topology) -> str:
-    """Return a topology as text for people; hosts that look alike are drawn once."""
+    """Return a topology as text; hosts that look alike are drawn once."""
     # Bandwidths are of one direction in GB/s, as NCCL counts.
     names = grouped(
         (_draw_host(host), host.name or f"host {number}")
@@ -215,7 +212,6 @@ def _numa(host: HostTopology, node: NumaNode, below: Sequence[_Element]) -> _Ele
 
 
 def _fabric_lines(host: HostTopology) -> Iterator[str]:
-    """Yield a line for each kind of direct links, or one a GPU where they differ."""
     titles = {gpu.name: str(gpu.number) for gpu in host.gpus}
     for kind, title in _LINK_TITLES.items():
         links = grouped((k.source, k) for k in host.links if k.kind == kind)
@@ -232,7 +228,7 @@ def _fabric_lines(host: HostTopology) -> Iterator[str]:
 
 
 def _links_words(gpu: GpuDevice, links: Sequence[Link], titles: dict[str, str]) -> str:
-    """Return to what a GPU's links lead, alike for GPUs in like places."""
+    """Return ``4 each to the other GPUs, 80 GB/s``."""
     by_target: dict[str, list[Link]] = {}
     for link in links:
         is_switch = link.target_class >> 8 == _NVSWITCH_CLASS or link.target == NVSWITCH
@@ -284,7 +280,6 @@ def _draw_switches(switches: Sequence[NetworkSwitch]) -> str:
 
 
 def _lines(elements: Sequence[_Element]) -> list[str]:
-    """Return the lines of a tree, the details in one column."""
     rows = list(_rows(elements))
     width = max((len(text) for text, _ in rows), default=0)
     return [f"{text:{width}}  {details}".rstrip() for text, details in rows]

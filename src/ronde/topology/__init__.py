@@ -1,4 +1,4 @@
-"""What a machine is made of and how its parts are connected."""
+"""The topology of hosts: elements, links, paths, faults, and placement of ranks."""
 
 from ronde.lazy_exports import lazy_exports
 
@@ -42,8 +42,8 @@ __getattr__ = lazy_exports(
         ),
         "placement.placing": (
             "ANY AlignmentRequest Hint Inventory NOWHERE NearDevice Nearness "
-            "PlacementError Policy RankPlace Scope best_count compare counted_hints "
-            "decide merge place"
+            "PlacementError Policy RankPlacement Scope best_count compare "
+            "counted_hints decide merge place"
         ),
         "placement.plan": "HostPlan plan_host",
         "probes.base": "Probe Saved untag",

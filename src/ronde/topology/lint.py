@@ -1,4 +1,4 @@
-"""What is wrong with hosts, or with the files that describe them, and what it costs."""
+"""Find faults of hosts, and of the files that describe them, and their cost."""
 
 import math
 import shlex
@@ -43,7 +43,7 @@ _FIRST_MODELS = ((16.0, 0x6A), (32.0, 0x8F))
 
 
 def lint_host(host: HostTopology) -> tuple[Diagnostic, ...]:
-    """Return what is wrong with a host, or looks so, in the order of the rules."""
+    """Return the findings on a host, in the order of the rules."""
     view = HostRules(host)
     return tuple(
         found.describe(rule)
@@ -53,7 +53,7 @@ def lint_host(host: HostTopology) -> tuple[Diagnostic, ...]:
 
 
 def lint_fleet(hosts: Sequence[HostTopology]) -> tuple[Diagnostic, ...]:
-    """Return in what hosts differ from what most of them are.
+    """Return the hosts that differ from most of them.
 
     Hosts whose number is unknown are left aside; fewer than two have no fleet.
     """
@@ -65,7 +65,7 @@ def lint_fleet(hosts: Sequence[HostTopology]) -> tuple[Diagnostic, ...]:
 
 
 def lint_switches(switches: Sequence[NetworkSwitch]) -> tuple[Diagnostic, ...]:
-    """Return which hosts are below two leaf switches, by pair of switches."""
+    """Return hosts below two leaf switches, by pair of switches."""
     leaves = [switch for switch in switches if not switch.switches]
     names_at = grouped((host, leaf.name) for leaf in leaves for host in leaf.hosts)
     shared = {host: names for host, names in names_at.items() if len(names) > 1}
@@ -77,7 +77,7 @@ def lint_switches(switches: Sequence[NetworkSwitch]) -> tuple[Diagnostic, ...]:
 
 
 def unseen_facts(hosts: Sequence[HostTopology]) -> tuple[str, ...]:
-    """Return what some hosts do not show, so that no rule can judge it there."""
+    """Return the facts that some hosts do not show, so that no rule judges them."""
     unseen = Counter(fact for host in hosts for fact in _unseen(host))
     return tuple(
         fact if num == len(hosts) else f"{fact} ({num} of {len(hosts)} hosts)"
@@ -110,13 +110,13 @@ def _unseen(host: HostTopology) -> Iterator[str]:
 
 
 def _known_gb_per_s(device: PciDevice) -> float:
-    """Return NCCL's figure for the link above a device; 0 if no source has one."""
+    """Return NCCL's figure for the link above a device; 0 if unknown."""
     is_known = bool(device.speed and device.width > 0) or device.gb_per_s > 0
     return speeds.pci_gb_per_s(device) if is_known else 0.0
 
 
 def _is_alike(gpu: GpuDevice, other: GpuDevice) -> bool:
-    """Return whether two GPUs may be of one model, as far as it is known of both."""
+    """Return False if two GPUs are known to be of different models."""
     is_one_title = not gpu.title or not other.title or gpu.title == other.title
     return is_one_title and (gpu.sm == other.sm or UNKNOWN in (gpu.sm, other.sm))
 
@@ -134,17 +134,17 @@ def _kind(port: NetPort) -> tuple[str, str]:
 
 
 def _has_likely_rate(port: NetPort) -> bool:
-    """Whether hardware has the rate, alone or as some links that are bound together."""
+    """Return True if hardware has the rate, alone or as some bonded links."""
     return 0 < port.mbit_per_s <= _HIGHEST and any(
         port.mbit_per_s == rate * num for rate in _RATES for num in (1, 2, 3, 4)
     )
 
 
 class HostView:
-    """One host with what its elements are to each other."""
+    """One host, with lookups between its elements."""
 
     def __init__(self, host: HostTopology) -> None:
-        # NCCL plans with what links can do; that they do less is one rule's subject.
+        # NCCL plans with the best rates; ``trained_down`` judges the current ones.
         able = [d._replace(speed_now="", width_now=UNKNOWN) for d in host.devices]
         self.devices = {device.bus_id: device for device in able}
         # The interface of a management processor is below a controller of USB.
@@ -173,20 +173,20 @@ class HostView:
         return sum(link.num_links for link in own if link.target != gpu)
 
     def link_rate(self, name: str) -> float:
-        """Return NCCL's GB/s for one link of a GPU; 0 where its chip is unknown."""
+        """Return NCCL's GB/s of one link of a GPU; 0 if its chip is unknown."""
         gpu = self.gpus.get(name)
         if gpu and gpu.gcn:
             return speeds.xgmi_gb_per_s(gpu.gcn)
         return speeds.nvlink_gb_per_s(gpu.sm) if gpu and gpu.sm > 0 else 0.0
 
     def bus_rate(self, name: str) -> float:
-        """Return the GB/s of the best known way from a GPU to any other; 0 for none."""
+        """Return the best known GB/s from a GPU to any other; 0 for none."""
         others = (gpu.name for gpu in self.host.gpus if gpu.name != name)
         ways = filter(None, (self.paths.between(name, other) for other in others))
         return max((w.gb_per_s for w in ways if self.paths.is_known(w)), default=0.0)
 
     def is_as_narrow(self, now: PciDevice) -> bool:
-        """Return whether a GPU lacks lanes, and no other like it has more of them."""
+        """Return True if a GPU lacks lanes and so do all others like it."""
         gpu, gpus = self.gpus[now.bus_id], self.gpus
         own = [d for d in self.running if d.bus_id in gpus]
         alike = (d.width_now for d in own if _is_alike(gpu, gpus[d.bus_id]))
@@ -198,7 +198,7 @@ class HostView:
         return max((speeds.gt_per_s(each.speed) for each in roots), default=0.0)
 
     def ways(self) -> Iterator[tuple[str, list[tuple[NetPort, Path]]]]:
-        """Yield GPUs with their ways to the ports that carry traffic between hosts."""
+        """Yield GPUs with their paths to the ports that carry traffic between hosts."""
         paired = self.host.paired
         up = [port for port in self.host.ports if port.is_up]
         ports = [port for port in up if port.bus_id or port.name in paired]
@@ -212,7 +212,7 @@ class HostView:
                 yield gpu, ways
 
     def find_slow_ports(self) -> Iterator[tuple[NetPort, int]]:
-        """Yield ports at a part of their rate, with that of the others in Mb/s."""
+        """Yield ports that run below their rate, with the usual rate in Mb/s."""
         rdma = [
             p for p in self.host.ports if p.is_up and p.mbit_per_s > 0 and _is_rdma(p)
         ]
@@ -237,7 +237,7 @@ class HostView:
 
 
 class HostRules(HostView):
-    """What is wrong with one host; a method a rule."""
+    """The rules for one host, one method each."""
 
     def device_lost(self) -> Iterator[Hit]:
         for bus_id in [*self.gpus, *self.ports]:
@@ -333,7 +333,7 @@ class HostRules(HostView):
     def too_many_nvlinks(self) -> Iterator[Hit]:
         for gpu in self.gpus.values():
             num, most = self.num_links(gpu.name), speeds.max_nvlinks(gpu.sm)
-            # Of later chips nobody knows yet how many they have.
+            # The numbers of later chips are unknown.
             is_known = 0 < gpu.sm <= _LATEST_SM and not gpu.gcn
             if is_known and 0 < most < num:
                 has, should = (n * speeds.nvlink_gb_per_s(gpu.sm) for n in (num, most))
@@ -343,7 +343,7 @@ class HostRules(HostView):
                 yield hit(gpu.name, has, should, **words)
 
     def num_up(self, gpu: GpuDevice) -> int:
-        """Return how many links of a GPU are up: as counted, else as listed."""
+        """Return the links of a GPU that are up: as counted, else as listed."""
         return gpu.nvlinks if gpu.nvlinks != UNKNOWN else self.num_links(gpu.name)
 
     def gpu_without_links(self) -> Iterator[Hit]:
@@ -523,8 +523,8 @@ class HostRules(HostView):
         for gpu, way in nearest.items():
             ports = [port for port, _ in found[gpu]]
             is_slow = 0 < max(port.mbit_per_s for port in ports) < _RDMA_MBIT_PER_S
-            place = "another socket's" if way.kind > PathKind.PHB else "its own"
-            words = {"place": place, "kind": way.kind, "form": ""}
+            socket = "another socket's" if way.kind > PathKind.PHB else "its own"
+            words = {"socket": socket, "kind": way.kind, "form": ""}
             # With enough adapters for it, its own is where it should not be.
             if 2 * len(sound) > len(nearest) and len(ports) > len(sound):
                 words |= {"form": ".odd", "most": len(sound), "all": len(nearest)}
@@ -536,13 +536,13 @@ class HostRules(HostView):
         nodes = self.host.numa_nodes
         for node in nodes:
             if node.number < 0:
-                yield hit(node.name, what="The node's own number is -1.")
+                yield hit(node.name, seen="The node's own number is -1.")
         for bus_id in [*self.gpus, *self.ports]:
             above = bridges_above(self.devices, bus_id)
             is_lost = above and all(each.node == UNKNOWN for each in above)
             if is_lost and sum(1 for node in nodes if node.cpus) > 1:
-                what = "The device's NUMA node is unknown (-1)."
-                yield hit(bus_id, what=what)
+                seen = "The device's NUMA node is unknown (-1)."
+                yield hit(bus_id, seen=seen)
 
     def shared_cores(self) -> Iterator[Hit]:
         counts = Counter(cpu for node in self.host.numa_nodes for cpu in node.cpus)
@@ -586,7 +586,7 @@ class HostRules(HostView):
 
 
 def _sentences(remarks: Sequence[str]) -> Iterator[Hit]:
-    """Yield one hit for all remarks, the first of which it has."""
+    """Yield one hit for all remarks."""
     left = len(remarks) - _MAX_REMARKS
     more = [f"There are {left} more."] if left > 0 else []
     if remarks:
@@ -596,7 +596,7 @@ def _sentences(remarks: Sequence[str]) -> Iterator[Hit]:
 def _odd_hosts(measured: Sequence[tuple[str, float, float]]) -> Iterator[Hit]:
     known = [(name, num, num * rate) for name, num, rate in measured if num >= 0]
     counts = Counter(num for _, num, _ in known)
-    # With as many of either, what is more is taken for right.
+    # With a draw, more is taken for right.
     usual = max(counts, key=lambda num: (counts[num], num), default=0)
     should = max((total for _, num, total in known if num == usual), default=0.0)
     others = f"{counts[usual]} of {len(known)} nodes have {usual:g}"

@@ -1,4 +1,4 @@
-"""Ranks that failed, from the words of Python, torch, torchrun, srun and mpirun."""
+"""Failed ranks, from the output of Python, torch, torchrun, srun and mpirun."""
 
 import re
 import signal
@@ -46,7 +46,7 @@ _NOISE = re.compile(
 
 
 class Outcome(IntEnum):
-    """What became of a rank after its failure; of several the least counts."""
+    """The state of a rank after its failure; of several the least counts."""
 
     FAILED = 0
     RESTARTED = 1  # The job was started again.
@@ -54,7 +54,7 @@ class Outcome(IntEnum):
 
 
 class RankFailure(NamedTuple):
-    """A process of a job that failed."""
+    """A failed process of a job."""
 
     cause: str  # ``CUDA error: an illegal memory access was encountered``.
     rank: int = -1  # -1 if unknown.
@@ -65,7 +65,7 @@ class RankFailure(NamedTuple):
 
 
 class FailureReader:
-    """Takes lines one by one; those of other programs do no harm."""
+    """Reads lines one by one; those of other programs are ignored."""
 
     def __init__(self) -> None:
         self._found: dict[object, RankFailure] = {}
@@ -104,12 +104,12 @@ class FailureReader:
             self._feed_end(line)
 
     def feed_nccl(self, text: str) -> None:
-        """Read a message of NCCL's on the end of a communicator."""
+        """Read a message of NCCL's about the end of a communicator."""
         if match := _DESTROYED.search(text):
             self._destroyed[int(match[2])][int(match[1])] = self._num_seen
 
     def report(self, ranks: Collection[int] = ()) -> tuple[RankFailure, ...]:
-        """Return failures, with what became of those before all ranks ended as usual.
+        """Return failures, those before a regular end of all ranks marked.
 
         Give the ranks of the log if it has one job.
         """
@@ -125,7 +125,7 @@ class FailureReader:
         return tuple(self._found.values())
 
     def _feed_own(self, line: str) -> None:
-        """Find ranks that write more after an exception than its text."""
+        """Find ranks that go on writing after an exception."""
         match = _OWN.search(line)
         rank = int(match[1]) if match else -1
         if match and match[2]:
@@ -138,7 +138,7 @@ class FailureReader:
         self._rank = rank
 
     def _feed_end(self, line: str) -> None:
-        """Read what launchers report on the end of processes."""
+        """Read launchers' reports about ended processes."""
         if match := _TABLE_RANK.search(line):
             self._table_rank = int(match[1])
         elif match := _EXIT.search(line):
@@ -148,9 +148,9 @@ class FailureReader:
                 if each.outcome is Outcome.FAILED:
                     self._found[key] = each._replace(outcome=Outcome.RESTARTED)
         elif match := _TASK.search(line):
-            host, task, state, rank, place, end = match.groups()
+            host, task, state, rank, node, end = match.groups()
             key = int(rank) if rank else (host, task)
-            self._add(key, state or end, task or "", host or place)
+            self._add(key, state or end, task or "", host or node)
 
     def _exited(self, code: int, local: str | None, pid: int) -> None:
         key, cause = ("pid", pid), f"exit code {code}"
@@ -178,6 +178,5 @@ class FailureReader:
 
 
 def _key(tag: str) -> int | str:
-    """Return the rank in a tag, or the tag."""
     match = _RANK.search(tag)
     return int(next(filter(None, match.groups()))) if match else tag

@@ -246,7 +246,7 @@ warned warning .?
 
 
 def _read(table: str) -> Iterator[tuple[str, str, tuple[Level, str, str]]]:
-    """Yield of each entry its rule, its pattern, and severity, consequence, remedy."""
+    """Yield the rule, pattern and texts of each entry."""
     bases: dict[str, tuple[str, str]] = {}
     for entry in re.split(r"\n(?=\w)", table.strip().replace("\n    |", "|")):
         head, *lines = entry.split("\n  ")
@@ -266,14 +266,12 @@ VERDICTS = {rule: verdict for rule, _, verdict in _TEXTS}
 
 
 def rule_of_warning(text: str) -> str:
-    """Return the rule that a warning of NCCL's falls under, its place included."""
     return next(
         r for r, pattern, _ in _WARNINGS if re.search(pattern, text, re.IGNORECASE)
     )
 
 
 def rule_of_failure(cause: str) -> str:
-    """Return the rule, and the word for its text, that a failure falls under."""
     return next(
         r for r, pattern, _ in _FAILURES if re.search(pattern, cause, re.IGNORECASE)
     )

@@ -1,4 +1,4 @@
-"""A placement on any host with names in it, and what to type to have it by hand."""
+"""A placement on any host, by names, with the commands to apply it by hand."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from ronde.topology.placement.placing import (
     NearDevice,
     Nearness,
     Policy,
-    RankPlace,
+    RankPlacement,
     place,
 )
 
@@ -37,7 +37,7 @@ class NicChoice(NamedTuple):
 
 
 class PlannedRank(NamedTuple):
-    """What one rank gets."""
+    """The resources of one rank, by name."""
 
     rank: int  # Local rank.
     gpus: tuple[int, ...]  # Their numbers as ``CUDA_VISIBLE_DEVICES`` names them.
@@ -53,7 +53,7 @@ class PlannedRank(NamedTuple):
 
 
 class HostPlan(NamedTuple):
-    """Where the ranks of one host sit."""
+    """The placement of the ranks of one host."""
 
     host: str  # Its name; empty if unknown.
     policy: str
@@ -72,7 +72,7 @@ def plan_host(
         notices = (*notices, "CPUs are unknown: ranks get none.")
     gpus, gpu_variables = choose_gpus(host, request.num_ranks)
     ports = _training_ports(host)
-    # Near a node without CPUs there is no place for a rank, and no policy refuses one.
+    # A node without CPUs has no cores for a rank, and no policy refuses its GPUs.
     bare = {node.number for node in host.numa_nodes if not node.cpus}
     near = find_numa_numbers(host)
     near |= {name: UNKNOWN_NODE for name, node in near.items() if node in bare}
@@ -83,15 +83,15 @@ def plan_host(
         _find_nearness(host, gpus, ports),
         host.name,
     )
-    places = place(inventory, request)
-    if gpus and not places[0].gpus:
-        few = f"{len(places)} ranks and only {len(gpus)} GPUs"
+    placements = place(inventory, request)
+    if gpus and not placements[0].gpus:
+        few = f"{len(placements)} ranks and only {len(gpus)} GPUs"
         notices = (*notices, f"{few}: no rank has one of its own.")
-    for each in [each.share for each in places if not each.share.has_enough][:1]:
+    for each in [each.share for each in placements if not each.share.has_enough][:1]:
         pool = f"{len(each.pool)} core{'s' * (len(each.pool) > 1)}"
         notices = (*notices, f"{len(each.ranks)} ranks share {pool}.")
     is_judged = request.policy is not Policy.NONE
-    used = [gpu for each in places for gpu in each.gpus]
+    used = [gpu for each in placements for gpu in each.gpus]
     numbers = ",".join(str(gpus[gpu].number) for gpu in used)
     env = {name: value or numbers for name, value in gpu_variables.items() if used}
     return HostPlan(
@@ -100,7 +100,7 @@ def plan_host(
         str(request.scope),
         tuple(
             _plan_rank(each, inventory, gpus, ports, is_judged=is_judged)
-            for each in places
+            for each in placements
         ),
         env | _nic_env(inventory, used, ports),
         notices,
@@ -110,7 +110,7 @@ def plan_host(
 def choose_gpus(
     host: HostTopology, num_ranks: int
 ) -> tuple[list[GpuDevice], dict[str, str]]:
-    """Return the GPUs, those of ranks first, and the variables for ``show_gpus``.
+    """Return the GPUs, those of ranks first, and the variables to show them.
 
     First are those that NVLink or xGMI joins best. From each GPU on, the one with the
     best links to those before is added; the set whose slowest pair is the fastest
@@ -145,8 +145,8 @@ def _fit(rates: Sequence[float]) -> tuple[float, float]:
 def _order_gpus(host: HostTopology) -> tuple[list[GpuDevice], dict[str, str]]:
     """Return the GPUs with the numbers that programs use, and the variables for them.
 
-    CUDA counts by bus address when asked to, HIP has no such setting. A variable
-    without a value is to list the numbers.
+    CUDA counts by bus address on request, HIP has no such setting. A variable without a
+    value is to list the numbers.
     """
     vendors = {device.bus_id: device.vendor for device in host.devices}
     amd = [gpu for gpu in host.gpus if gpu.gcn or vendors.get(gpu.bus_id) == _AMD]
@@ -163,7 +163,7 @@ def _order_gpus(host: HostTopology) -> tuple[list[GpuDevice], dict[str, str]]:
 
 
 def _plan_rank(
-    rank: RankPlace,
+    rank: RankPlacement,
     inventory: Inventory,
     gpus: Sequence[GpuDevice],
     ports: Sequence[NetPort],
@@ -200,7 +200,7 @@ def _plan_rank(
 def _nic_env(
     inventory: Inventory, gpus: Sequence[int], ports: Sequence[NetPort]
 ) -> dict[str, str]:
-    """Return what leaves NCCL all adapters that are nearest to GPUs of the plan.
+    """Return the variable that leaves NCCL all adapters nearest to the plan's GPUs.
 
     NCCL must find the same on every rank of a host: it picks each GPU's from them.
 
@@ -215,7 +215,7 @@ def _nic_env(
 
 
 def find_near_ports(host: HostTopology, bus_ids: set[str]) -> tuple[NearPort, ...]:
-    """Return how near the ports to train over are to some GPUs, port by port."""
+    """Return the distances of ports to train over from some GPUs."""
     gpus = [gpu for gpu in host.gpus if gpu.bus_id in bus_ids]
     ports = _training_ports(host)
     return tuple(
@@ -225,7 +225,7 @@ def find_near_ports(host: HostTopology, bus_ids: set[str]) -> tuple[NearPort, ..
 
 
 def infer_cores(host: HostTopology) -> tuple[tuple[Core, ...], tuple[str, ...]]:
-    """Return the cores of a host, and notices on what had to be inferred."""
+    """Return the cores of a host, and notices about guesses."""
     # Placeholders in clouds' files give all nodes the same CPUs.
     counts = Counter(cpu for node in host.numa_nodes for cpu in node.cpus)
     twice = {cpu for cpu, count in counts.items() if count > 1}
@@ -234,7 +234,7 @@ def infer_cores(host: HostTopology) -> tuple[tuple[Core, ...], tuple[str, ...]]:
     for node in host.numa_nodes:
         groups = node.cores
         if not groups:
-            groups = _threads_by_place([cpu for cpu in node.cpus if cpu not in twice])
+            groups = _threads_by_index([cpu for cpu in node.cpus if cpu not in twice])
             is_inferred |= bool(groups)
         left = [tuple(c for c in cpus if c not in twice) for cpus in groups]
         cores += [Core(cpus, node.number) for cpus in left if cpus]
@@ -252,8 +252,8 @@ def infer_cores(host: HostTopology) -> tuple[tuple[Core, ...], tuple[str, ...]]:
     return tuple(cores), tuple(notices)
 
 
-def _threads_by_place(cpus: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Return the CPUs at the same place in each run of numbers: a core each.
+def _threads_by_index(cpus: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """Return CPUs with the same index in each run of numbers: a core each.
 
     Linux counts all first threads of a node before all second ones.
     """
@@ -262,8 +262,8 @@ def _threads_by_place(cpus: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     # Many short runs are no threads: every other CPU is of this node, or some are off.
     if len(runs) > _MAX_THREADS:
         return tuple((cpu,) for cpu in cpus)
-    places = zip_longest(*runs)
-    return tuple(tuple(cpu for cpu in each if cpu is not None) for each in places)
+    columns = zip_longest(*runs)
+    return tuple(tuple(cpu for cpu in each if cpu is not None) for each in columns)
 
 
 def _is_rdma(port: NetPort) -> bool:
@@ -290,7 +290,7 @@ def _training_ports(host: HostTopology) -> tuple[NetPort, ...]:
 def _find_nearness(
     host: HostTopology, gpus: Sequence[GpuDevice], ports: Sequence[NetPort]
 ) -> dict[tuple[int, int], Nearness]:
-    """Return how near each port is to each GPU, by their indexes, where it is known."""
+    """Return the known distance of each port from each GPU, by their indexes."""
     if not gpus or not ports:
         return {}
     table, paths = classify(host), find_paths(host)
@@ -312,7 +312,7 @@ def _find_nearness(
 
 
 def _verbs_name(port: NetPort) -> str:
-    """Return ``mlx5_0:1``; empty for what NCCL's own InfiniBand code does not drive.
+    """Return ``mlx5_0:1``; "" for ports that NCCL's InfiniBand code does not drive.
 
     Fused adapters (``mlx5_0+mlx5_1``) are named one by one.
     """

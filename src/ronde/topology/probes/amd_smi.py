@@ -63,8 +63,8 @@ def _read(saved: Saved) -> Topology:
             f"{len(labels)} GPUs. Was it cut? Write it with: amd-smi topology"
         )
     gpus = {
-        label: GpuDevice(plain_address(label), place, node=labels[label])
-        for place, label in enumerate(few)
+        label: GpuDevice(plain_address(label), number, node=labels[label])
+        for number, label in enumerate(few)
     }
     links: list[Link] = []
     relations: list[Relation] = []

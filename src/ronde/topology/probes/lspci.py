@@ -83,7 +83,7 @@ def _read(saved: Saved) -> Topology:
 
 
 def _device(origin: str, number: int, match: re.Match[str]) -> tuple[PciDevice, str]:
-    """Return a device and its title from the first line of it."""
+    """Return a device and its title from its first line."""
     address, line = pci.plain_address(match[1]), match[2]
     kind = _CLASS.fullmatch(line)
     if kind is None:
@@ -103,13 +103,13 @@ def _device(origin: str, number: int, match: re.Match[str]) -> tuple[PciDevice, 
         rest = rest[: ids[-1].start()]
     class_code = (int(bare or code or "0", 16) or _CLASS_NAMES.get(name, 0)) << 8
     found = PciDevice(address, class_code=class_code, vendor=vendor, device=device)
-    # What does not answer is read as ones.
+    # A lost device reads as ones.
     found = found._replace(is_lost=" (rev ff)" in line)
     return found, _REVISION.sub("", rest)
 
 
 def _with_detail(device: PciDevice, line: str) -> PciDevice:
-    """Return a device with what a line below it shows."""
+    """Return a device with the facts of a line below it."""
     if match := _LINK.fullmatch(line):
         speed, width = f"{float(match[2]):.1f} GT/s PCIe", int(match[3])
         if match[1] == "Cap":
@@ -146,6 +146,5 @@ def _host(
     return HostTopology("", sources, nodes, kept, tuple(gpus), tuple(ports))
 
 
-# Best with ``-nnvvv`` by root, else with fewer options: ``-vv`` adds links, what lies
-# above what, and NUMA nodes; ``-vvv`` ACS.
+# Best is ``-nnvvv`` by root: ``-vv`` adds links, tree and NUMA nodes, ``-vvv`` ACS.
 LSPCI = Probe("lspci", has_line(_START), _read)

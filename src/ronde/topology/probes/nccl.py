@@ -29,7 +29,7 @@ from ronde.topology.pci import bus_order, is_network, plain_address, port_kind
 from ronde.topology.probes.base import Element, Probe, Saved, has_root, parse_xml
 
 MAX_REMARKS = 100
-"""More about one file help nobody."""
+"""Of one file; more are only counted."""
 
 _INTEGER = re.compile(r"\s*[+-]?(0[xX][0-9a-fA-F]{1,15}|[0-9]{1,18})\s*")
 _CODE = re.compile(r"\s*(?:0[xX])?[0-9a-fA-F]{1,15}\s*")
@@ -44,7 +44,7 @@ def _read_hosts(saved: Saved) -> Topology:
     root = parse_xml(saved.data, saved.name, "system")
     readers: defaultdict[str, _HostReader] = defaultdict(_HostReader)
     for cpu in root.named("cpu"):
-        readers[cpu.get("host_hash").lower()].take_cpu(cpu)
+        readers[cpu.get("host_hash").lower()].on_cpu(cpu)
     if not readers:
         raise UsageError(
             f"{saved.name} must list at least one cpu, got none. Write it with "
@@ -91,8 +91,8 @@ class _HostReader:
             refused=tuple(self._refused),
         )
 
-    def _remark(self, element: Element, what: str) -> None:
-        self._remarks.append(f"Line {element.line}: {element.tag} {what}.")
+    def _remark(self, element: Element, remark: str) -> None:
+        self._remarks.append(f"Line {element.line}: {element.tag} {remark}.")
 
     def _unread(self, element: Element, name: str) -> None:
         """Remark that an attribute cannot be read, if it is there."""
@@ -117,7 +117,7 @@ class _HostReader:
             self._unread(element, name)
         return bus_id
 
-    def take_cpu(self, cpu: Element) -> None:
+    def on_cpu(self, cpu: Element) -> None:
         cpus = 0
         try:
             cpus = parse_mask(cpu.get("affinity"))
@@ -138,18 +138,18 @@ class _HostReader:
         self._descend(cpu, None, node.number)
 
     def _descend(self, element: Element, device: PciDevice | None, node: int) -> None:
-        """Read what is below a PCI device, or below a processor itself."""
+        """Read the elements below a PCI device or a processor."""
         for child in element.children:
             if child.tag == "pci":
-                self._take_pci(child, device, node)
+                self._on_pci(child, device, node)
             elif child.tag == "nic":
-                self._take_nic(child, device, node)
+                self._on_nic(child, device, node)
             elif child.tag == "gpu" and device:
-                self._take_gpu(child, device)
+                self._on_gpu(child, device)
             elif child.tag == "pcilink" and device:
-                self._take_link(child, device)
+                self._on_link(child, device)
 
-    def _take_pci(self, element: Element, above: PciDevice | None, node: int) -> None:
+    def _on_pci(self, element: Element, above: PciDevice | None, node: int) -> None:
         listed = PciDevice(
             self._bus_id(element, "busid"),
             above.bus_id if above else "",
@@ -162,10 +162,10 @@ class _HostReader:
             device = self._add_device(element, listed)
             self._descend(element, device, node)
             if not element.named("pci", "gpu", "nic"):
-                self._take_bare(device)
+                self._on_bare(device)
 
     def _add_device(self, element: Element, device: PciDevice) -> PciDevice:
-        """Return what stands for a device from now on."""
+        """Add a device; return the listed one."""
         there = self._devices.setdefault(device.bus_id, device)
         if there is device:
             return device
@@ -178,15 +178,15 @@ class _HostReader:
         self._remark(element, f"has the address of another; it is {free} here")
         return self._devices.setdefault(free, device._replace(bus_id=free))
 
-    def _take_bare(self, device: PciDevice) -> None:
-        """Add the GPU or port of a device that has nothing but its class."""
+    def _on_bare(self, device: PciDevice) -> None:
+        """Add the GPU or port of a device, by its class alone."""
         bus_id, code = device.bus_id, device.class_code
         if code >> 16 in GPU_CLASSES:
             self._gpus.setdefault(bus_id, GpuDevice(bus_id, UNKNOWN))
         elif is_network(code):
             self._add_port(NetPort(bus_id, bus_id, kind=port_kind(code)))
 
-    def _take_gpu(self, element: Element, device: PciDevice) -> None:
+    def _on_gpu(self, element: Element, device: PciDevice) -> None:
         bus_id = device.bus_id
         if bus_id in self._gpus:
             self._remark(element, f"is one more part of {bus_id}: left out")
@@ -195,9 +195,9 @@ class _HostReader:
         gcn = element.get("gcn").removeprefix("gfx")
         self._gpus[bus_id] = GpuDevice(bus_id, number, rank, sm, gcn, gdr)
         for child in element.named("nvlink", "xgmi", "c2c"):
-            self._take_link(child, device)
+            self._on_link(child, device)
 
-    def _take_link(self, element: Element, device: PciDevice) -> None:
+    def _on_link(self, element: Element, device: PciDevice) -> None:
         kind = LinkKind("pci" if element.tag == "pcilink" else element.tag)
         count = self._integer(element, "count", 1 if kind is LinkKind.PCI else UNKNOWN)
         mb_per_s = 0
@@ -214,7 +214,7 @@ class _HostReader:
         else:
             self._links.append(Link(kind, device.bus_id, target, count, rate, code))
 
-    def _take_nic(self, nic: Element, device: PciDevice | None, node: int) -> None:
+    def _on_nic(self, nic: Element, device: PciDevice | None, node: int) -> None:
         bus_id = device.bus_id if device else ""
         for net in nic.named("net"):
             if self._integer(net, "net", default=1) == 0:
@@ -234,10 +234,10 @@ class _HostReader:
             if not self._add_port(port):
                 self._remark(net, f"{port.title} is listed again and left out")
         if device and not nic.named("net"):
-            self._take_bare(device)
+            self._on_bare(device)
 
     def _add_port(self, port: NetPort) -> bool:
-        """Add a port under a title of its own; return whether it was not there."""
+        """Add a port under a title of its own; return False if it was there."""
         there = self._ports.get(port.title)
         if there and (there.number, there.port) != (port.number, port.port):
             # One adapter, two ports; NCCL's log writes them so, too.
@@ -247,7 +247,7 @@ class _HostReader:
 
 
 def _number_gpus(gpus: Iterable[GpuDevice]) -> tuple[GpuDevice, ...]:
-    """Return GPUs with numbers for those without, as drivers count: by bus address."""
+    """Number GPUs without a number by bus address, as drivers do."""
     taken = {gpu.number for gpu in gpus}
     bare = sorted((g.bus_id for g in gpus if g.number < 0), key=bus_order)
     free = (n for n in range(len(taken) + len(bare)) if n not in taken)

@@ -1,4 +1,4 @@
-"""Files without a topology: what they are, and what to give or to type instead."""
+"""Files without a topology, recognised by name, with a remedy."""
 
 import re
 
@@ -19,12 +19,12 @@ KERNEL_LINE = re.compile(
 """A line of the kernel's log as dmesg, the journal or syslog has it."""
 
 LOG, KERNEL_LOG = "a log of NCCL or torch", "a kernel log"
-_GIVE = "Give it what this prints: "
+_GIVE = "Give it the output of: "
 _CURES = {
     LOG: "Type: ronde topo log {file}",
     KERNEL_LOG: "Type: ronde check read {file}",
     "output of nccl-tests": "Type: ronde bench read {file}",
-    "a graph of NCCL's search": "Give it what NCCL_TOPO_DUMP_FILE writes.",
+    "a graph of NCCL's search": "Give it the file of NCCL_TOPO_DUMP_FILE.",
     "Slurm's topology.yaml": f"{_GIVE}scontrol show topology",
     "output of ibnetdiscover": f"{_GIVE}ibstat",
     "output of ibv_devices": f"{_GIVE}ibstat",
@@ -60,7 +60,7 @@ packed: BZh\d1AY|\xfd7zXZ|\x28\xb5\x2f\xfd
 
 
 def recognise_other(saved: Saved) -> tuple[str, str]:
-    """Return what a file without a topology is, and what to do; empty if unknown."""
+    """Return the kind of a file without a topology, and a remedy; "" if unknown."""
     # Binary files are of bytes; a kernel's stamps look like tags of launchers.
     start = saved.data[:512].decode("latin-1")
     head = saved.text[: 1 << 16]

@@ -31,23 +31,23 @@ def _recognises(saved: Saved) -> bool:
 
 def _read(saved: Saved) -> Topology:
     found: dict[str, NetworkSwitch] = {}
-    places: dict[str, str] = {}
+    origins: dict[str, str] = {}
     num_entries = 0
     for line, text in _lines(saved.text):
-        place = f"{saved.name}, line {line}"
-        switch = _read_switch(text, place)
+        origin = f"{saved.name}, line {line}"
+        switch = _read_switch(text, origin)
         if switch is None:
             continue
         name = switch.name
         if name in found:
-            line_before = places[name].rpartition(", ")[2]
+            line_before = origins[name].rpartition(", ")[2]
             rule = f"{name} must be defined once, as it is in {line_before}"
-            raise _refusal(place, rule, "it again")
-        found[name], places[name] = switch, place
+            raise _refusal(origin, rule, "it again")
+        found[name], origins[name] = switch, origin
         num_entries += len(switch.switches) + len(switch.hosts)
         if num_entries > _MAX_ENTRIES:
             rule = f"switches must have at most {_MAX_ENTRIES} names below them"
-            raise _refusal(place, f"{rule} in all", num_entries)
+            raise _refusal(origin, f"{rule} in all", num_entries)
     if not found:
         raise UsageError(
             f"{saved.name} must define switches or blocks as Slurm's topology.conf "
@@ -57,13 +57,13 @@ def _read(saved: Saved) -> Topology:
     for each in switches:
         for child in (name for name in each.switches if name not in found):
             rule = f"switches below {each.name} must be defined"
-            raise _refusal(places[each.name], rule, child)
+            raise _refusal(origins[each.name], rule, child)
     require_tree(switches, saved.name)
     return Topology(switches=switches)
 
 
 def _lines(text: str) -> Iterator[tuple[int, str]]:
-    """Yield lines that are not empty, joined with those that continue them."""
+    """Yield lines that are not empty, joined with their continuations."""
     pieces: list[str] = []
     first = 0
     for number, line in enumerate([*text.splitlines(), ""], 1):
@@ -76,37 +76,37 @@ def _lines(text: str) -> Iterator[tuple[int, str]]:
             pieces = []
 
 
-def _read_switch(text: str, place: str) -> NetworkSwitch | None:
+def _read_switch(text: str, origin: str) -> NetworkSwitch | None:
     values: dict[str, str] = {}
     at = 0
     while at < len(text):
         match = _PAIR.match(text, at)
         if match is None or match[1].lower() in values:
             rule = "a line must be names with a value each, as in Nodes=n[01-04]"
-            raise _refusal(place, rule, text[at:].strip())
+            raise _refusal(origin, rule, text[at:].strip())
         values[match[1].lower()] = match[2].strip('"')
         at = match.end()
     kind = next((name for name in _ALLOWED if name in values), "")
     if not kind or not values.keys() <= _ALLOWED[kind]:
         rule = "a line must have SwitchName with Switches, Nodes and LinkSpeed, or "
-        raise _refusal(place, f"{rule}BlockName with Nodes", text)
+        raise _refusal(origin, f"{rule}BlockName with Nodes", text)
     if kind == _SIZES:
         return None
     # Of a level above others scontrol prints all hosts below, and not its own.
     is_above = "level" in values and "switches" in values
     hosts = "" if is_above else values.get("nodes", "")
     listed = values.get("switches", ""), hosts
-    below = [tuple(expand_list(names, place)) for names in listed]
+    below = [tuple(expand_list(names, origin)) for names in listed]
     for names in below:
         if twice := [each for each, count in Counter(names).items() if count > 1]:
             rule = f"{values[kind]} must have each name once"
-            raise _refusal(place, rule, twice[0])
+            raise _refusal(origin, rule, twice[0])
     return NetworkSwitch(values[kind], *below, speed=values.get("linkspeed", ""))
 
 
-def _refusal(place: str, rule: str, got: object) -> UsageError:
+def _refusal(origin: str, rule: str, got: object) -> UsageError:
     return UsageError(
-        f"{place}: {rule}, got {shorten(got)}. See Slurm's manual of topology.conf."
+        f"{origin}: {rule}, got {shorten(got)}. See Slurm's manual of topology.conf."
     )
 
 

@@ -35,7 +35,7 @@ _NAMES = {text: name for text, _, name in (p.partition("=") for p in _PAIRS.spli
 
 
 def read_query(saved: Saved) -> Element:
-    """Return what was printed under the XML's names, from the text as well."""
+    """Return the report under the XML's names, also if it is text."""
     if "<nvidia_smi_log" in saved.text:
         parse_xml(saved.data, saved.name, "nvidia_smi_log")
         return ET.fromstring(saved.data)  # noqa: S314  parse_xml refuses entities

@@ -52,9 +52,9 @@ _KINDS = {"1": "ethernet", "32": "infiniband"}
 
 
 def read_host(root: Path = Path("/")) -> HostTopology:
-    """Return a host's hardware, whatever of it this process may use; asks no driver.
+    """Return all hardware of a host, usable by this process or not.
 
-    What cannot be read is left out or unknown, and is never an error.
+    No driver is asked. Files that cannot be read are left out, and are never an error.
     """
     top = str(root).rstrip("/")
     functions = read_functions(top)
@@ -70,9 +70,9 @@ def read_host(root: Path = Path("/")) -> HostTopology:
     devices: dict[str, PciDevice] = {}
     for address in ends:
         chain = functions[address].chain if address in functions else (address,)
-        for place, name in enumerate(chain):
+        for index, name in enumerate(chain):
             if name not in devices:
-                devices[name] = _device(top, chain[place:], nodes)
+                devices[name] = _device(top, chain[index:], nodes)
     return HostTopology(
         name=read_text(f"{top}/proc/sys/kernel/hostname"),
         sources=(f"{SOURCE} of {root if top else 'this machine'}",),
@@ -96,7 +96,7 @@ class Function(NamedTuple):
 
 
 def read_functions(root: str) -> dict[str, Function]:
-    """Return all that is on the bus by address, in the order of drivers."""
+    """Return all functions on the bus by address, in the order of drivers."""
     found: dict[str, Function] = {}
     names = filter(pci.is_address, list_names(f"{root}/{_BUS}"))
     for address in sorted(names, key=pci.bus_order):
@@ -109,7 +109,7 @@ def read_functions(root: str) -> dict[str, Function]:
 
 
 def _device(root: str, chain: Sequence[str], nodes: Sequence[NumaNode]) -> PciDevice:
-    """Return the first of a chain; its link is what this end of it can do."""
+    """Return the first device of a chain; its link is that of this end alone."""
     own = f"{root}/{_BUS}/{chain[0]}"
     links = [f"{own}/{which}_link" for which in ("max", "current")]
     (speed, width), (speed_now, width_now) = map(_read_link, links)
@@ -133,7 +133,7 @@ def _read_link(path: str) -> tuple[str, int]:
 
 
 def _read_node(root: str, chain: Sequence[str], nodes: Sequence[NumaNode]) -> int:
-    """Return the node of a device, of the next above, or that has all CPUs near it."""
+    """Return the node of a device, of the next above, or around its local CPUs."""
     known = {node.number for node in nodes}
     for address in chain:
         node = read_number(f"{root}/{_BUS}/{address}/numa_node", UNKNOWN)
@@ -174,7 +174,7 @@ def _read_gpus(
 
 
 def _read_kfd(root: str) -> tuple[dict[str, GpuDevice], tuple[Link, ...]]:
-    """Return AMD's GPUs by address, as the driver for computing, and their links."""
+    """Return the GPUs of AMD's compute driver by address, and their links."""
     found: dict[str, GpuDevice] = {}
     address_of: dict[str, str] = {}  # By number of the driver's node.
     for number in list_names(f"{root}/{_KFD}"):
@@ -182,8 +182,8 @@ def _read_kfd(root: str) -> tuple[dict[str, GpuDevice], tuple[Link, ...]]:
         if read_text(f"{root}/{_KFD}/{number}/gpu_id") in ("", "0"):
             continue
         values = _properties(f"{root}/{_KFD}/{number}/properties")
-        domain, place = values.get("domain", 0), values.get("location_id", 0)
-        bus, device, function = place >> 8 & 0xFF, place >> 3 & 0x1F, place & 7
+        domain, location = values.get("domain", 0), values.get("location_id", 0)
+        bus, device, function = location >> 8 & 0xFF, location >> 3 & 0x1F, location & 7
         version = values.get("gfx_target_version", 0)
         # ``90a`` for 90010, of which each part becomes one hexadecimal digit.
         gcn = f"{version // 10000}{version // 100 % 100:x}{version % 100:x}"
@@ -214,7 +214,7 @@ def _properties(path: str) -> dict[str, int]:
 
 
 def _read_nodes(root: str) -> tuple[tuple[NumaNode, ...], tuple[str, ...]]:
-    """Return the nodes that are online, by number, and what is odd about them.
+    """Return the nodes that are online, by number, and remarks about them.
 
     CPUs that are online and on none of them are a node of unknown number. Without any
     node, as kernels without NUMA show it, all is one node 0.
@@ -245,7 +245,7 @@ def _read_nodes(root: str) -> tuple[tuple[NumaNode, ...], tuple[str, ...]]:
 
 
 def _read_processor(root: str) -> NumaNode:
-    """Return a node that has nothing but the first CPU's architecture and model."""
+    """Return a node with the first CPU's architecture and model."""
     text = read_text(f"{root}/proc/cpuinfo", _ONE_PROCESSOR_BYTES)
     pairs = (line.partition(":") for line in text.split("\n\n")[0].splitlines())
     # One blank stands after the colon; more belong to the name: "  Shanghai  ".
@@ -282,7 +282,7 @@ def _read_ports(root: str, functions: Mapping[str, Function]) -> tuple[NetPort, 
     ports: list[NetPort] = []
     for name in list_names(f"{root}/{_INFINIBAND}"):
         own = f"{root}/{_INFINIBAND}/{name}"
-        for place, number in enumerate(list_numbers(f"{own}/ports")):
+        for index, number in enumerate(list_numbers(f"{own}/ports")):
             files = f"{own}/ports/{number}"
             names = "rate", "state", "phys_state"
             rate, state, physical = (read_text(f"{files}/{name}") for name in names)
@@ -291,7 +291,7 @@ def _read_ports(root: str, functions: Mapping[str, Function]) -> tuple[NetPort, 
             down = ", ".join(filter(None, words))
             port = NetPort(
                 # The second and later bear their number.
-                title=f"{name}:{number}" if place else name,
+                title=f"{name}:{number}" if index else name,
                 bus_id=pci.bus_id(pci.read_path(own)),
                 kind=read_text(f"{files}/link_layer").lower(),
                 mbit_per_s=machine.parse_rate(rate),
@@ -335,7 +335,7 @@ def _read_interfaces(root: str, ports: Sequence[NetPort]) -> tuple[Interface, ..
 
 
 def _lower_names(root: str, name: str, ports: Sequence[NetPort]) -> list[str]:
-    """Return what is right below an interface that is no port."""
+    """Return the ports or interfaces right below an interface."""
     own = f"{root}/{_NET}/{name}"
     if _is_software(own):
         names = (n for n in list_names(own) if n.startswith("lower_"))
