@@ -73,7 +73,7 @@ def test_a_gpus_own_adapter_is_below_broadcoms_switches():
     assert table.titles[:3] == ("mlx5_0", "mlx5_1", "mlx5_3")
     first = dict(zip(table.labels, table.words[0], strict=True))
     assert [first[f"NIC{n}"] for n in (0, 1, 2, 7, 8, 15)] == [
-        *("PXB", "PXB", "PHB", "PHB", "SYS", "SYS"),
+        *("PXB", "PXB", "PHB", "PHB", "SYS", "SYS")
     ]
     ports = table.words[table.labels.index("NIC0")]
     assert ports[table.labels.index("NIC1")] == "PIX"
@@ -162,11 +162,7 @@ class TestWords:
             Link(LinkKind.NVLINK, "0000:01:00.0", NVSWITCH, 17),
         )
         table = classify(HostTopology(gpus=gpus, links=links))
-        assert table.words == (
-            ("X", "NV17", "?"),
-            ("NV17", "X", "?"),
-            ("?", "?", "X"),
-        )
+        assert table.words == (("X", "NV17", "?"), ("NV17", "X", "?"), ("?", "?", "X"))
 
     def test_links_to_processors_are_not_between_gpus(self):
         gpus = tuple(GpuDevice(f"0000:0{n}:00.0", n) for n in range(2))

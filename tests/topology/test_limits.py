@@ -50,11 +50,7 @@ def nodes(num_nodes: int, gb_per_s: float) -> LimitWorld:
         pytest.param(TWO_NODES, "sendrecv", 50, "1 port", id="2x8 sendrecv"),
         pytest.param(nodes(2, 50), "all_reduce", 93.75, "network", id="A100 4x100G"),
         pytest.param(
-            nodes(16, 400),
-            "all_reduce",
-            400 * 127 / 120,
-            "network",
-            id="16x8",
+            nodes(16, 400), "all_reduce", 400 * 127 / 120, "network", id="16x8"
         ),
         pytest.param(nodes(8, 400), "all_reduce", 450, "network", id="8x8"),
         pytest.param(

@@ -82,10 +82,7 @@ FOUND: dict[str, dict[str, int]] = {
         "nic-behind-processor": 4,
     },
     "rccl_topo/topo_4p_942.xml": {"odd-nic-speed": 4, "nic-behind-processor": 4},
-    "rccl_topo/topo_8p1h_1.xml": {
-        "no-gpudirect": 8,
-        "odd-source": 1,
-    },
+    "rccl_topo/topo_8p1h_1.xml": {"no-gpudirect": 8, "odd-source": 1},
     "rccl_topo/topo_8p1h_2.xml": {"virtual-nic": 1},
     "rccl_topo/topo_8p1h_3.xml": {"nic-behind-processor": 8},
     "rccl_topo/topo_8p6l.xml": {"nic-behind-processor": 8},
@@ -249,16 +246,8 @@ BRIDGE, NIC = "0000:00:00.0", "0000:02:00.0"
 
 # One change to the sound host each, and what it must bring: rule, severity, elements.
 UNSOUND: dict[str, tuple[Callable[[], HostTopology], Level, list[str]]] = {
-    "device-lost": (
-        lambda: with_device(gpu(1), is_lost=True),
-        Level.ERROR,
-        [gpu(1)],
-    ),
-    "slow-bridge": (
-        lambda: with_device(BRIDGE, width=8),
-        Level.WARNING,
-        [BRIDGE],
-    ),
+    "device-lost": (lambda: with_device(gpu(1), is_lost=True), Level.ERROR, [gpu(1)]),
+    "slow-bridge": (lambda: with_device(BRIDGE, width=8), Level.WARNING, [BRIDGE]),
     "tiny-link": (
         lambda: with_device(gpu(0), speed="2.5 GT/s PCIe", width=1),
         Level.ERROR,
@@ -274,21 +263,14 @@ UNSOUND: dict[str, tuple[Callable[[], HostTopology], Level, list[str]]] = {
         Level.ERROR,
         [gpu(2)],
     ),
-    "uneven-gpu-link": (
-        lambda: with_device(gpu(3), width=4),
-        Level.WARNING,
-        [gpu(3)],
-    ),
+    "uneven-gpu-link": (lambda: with_device(gpu(3), width=4), Level.WARNING, [gpu(3)]),
     "link-to-itself": (
         lambda: with_links(nvlink(0, gpu(0), 2), nvlink(0, NVSWITCH)),
         Level.ERROR,
         [gpu(0)],
     ),
     "gpu-listed-as-switch": (
-        lambda: with_links(
-            nvlink(0, gpu(1), target_class=0x068000),
-            nvlink(1, gpu(0)),
-        ),
+        lambda: with_links(nvlink(0, gpu(1), target_class=0x068000), nvlink(1, gpu(0))),
         Level.ERROR,
         [gpu(0)],
     ),
@@ -334,21 +316,13 @@ UNSOUND: dict[str, tuple[Callable[[], HostTopology], Level, list[str]]] = {
         Level.WARNING,
         ["net/mlx5_2"],
     ),
-    "nic-down": (
-        lambda: with_port(3, is_up=False),
-        Level.WARNING,
-        ["net/mlx5_3"],
-    ),
+    "nic-down": (lambda: with_port(3, is_up=False), Level.WARNING, ["net/mlx5_3"]),
     "virtual-nic": (
         lambda: sound()._replace(ports=(*sound().ports, NetPort("docker0"))),
         Level.NOTE,
         ["net/docker0"],
     ),
-    "no-gpudirect": (
-        lambda: with_gpu(1, gdr=0),
-        Level.WARNING,
-        [gpu(1)],
-    ),
+    "no-gpudirect": (lambda: with_gpu(1, gdr=0), Level.WARNING, [gpu(1)]),
     "far-nic": (far, Level.WARNING, [gpu(0)]),
     "nic-behind-processor": (
         lambda: with_device(gpu(0), parent=""),
@@ -566,12 +540,7 @@ def fleet(odd: HostTopology) -> list[HostTopology]:
             9 * 20.6,
             18 * 20.6,
         ),
-        (
-            with_port(0, is_up=False),
-            {"node-network-differs"},
-            150.0,
-            200.0,
-        ),
+        (with_port(0, is_up=False), {"node-network-differs"}, 150.0, 200.0),
         (
             with_device(gpu(0), speed="16.0 GT/s PCIe"),
             {"node-gpu-links-differ"},

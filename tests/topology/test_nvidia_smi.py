@@ -284,9 +284,7 @@ def test_memory_of_gpus_is_nodes_without_cpus():
 
 
 def test_several_nodes_near_a_gpu_are_said():
-    host = read(
-        "\tGPU0\tCPU Affinity\tNUMA Affinity\nGPU0\t X \t0-127\t0,8,252-255\n",
-    )
+    host = read("\tGPU0\tCPU Affinity\tNUMA Affinity\nGPU0\t X \t0-127\t0,8,252-255\n")
     assert [node.number for node in host.numa_nodes] == [0, 8, 252, 253, 254, 255]
     assert [len(node.cpus) for node in host.numa_nodes] == [128, 0, 0, 0, 0, 0]
     assert host.gpus[0].node == 0
@@ -571,7 +569,7 @@ def test_adapters_known_from_text_have_a_device_that_is_not_reported():
     assert lines[-1] == "NVLink: every GPU: 18 to NVSwitch"
     speeds = tabulate_speeds(find_paths(host), classify(host)).splitlines()
     assert speeds[1].split() == [
-        *("GPU0", "X", "NVL", "NVL", "NVL", "PXB", "PHB", "SYS", "SYS"),
+        *("GPU0", "X", "NVL", "NVL", "NVL", "PXB", "PHB", "SYS", "SYS")
     ]
     assert speeds[-1].endswith("as NCCL counts; none where unknown")
 

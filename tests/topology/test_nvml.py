@@ -103,11 +103,7 @@ def test_links_are_those_of_the_file_that_nccl_wrote_there():
 
 def test_a_gpu_has_the_address_of_the_kernel():
     answers = GpuAnswers(
-        "00000000:1B:00.0",
-        title="NVIDIA H100",
-        uuid="GPU-1",
-        sm=90,
-        node=1,
+        "00000000:1B:00.0", title="NVIDIA H100", uuid="GPU-1", sm=90, node=1
     )
     host = graph_of([answers], {})
     assert host.gpus == (

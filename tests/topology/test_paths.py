@@ -466,10 +466,7 @@ class TestHosts:
 
 def broadcom(bus_id: str, parent: str, device: int, family: int) -> PciDevice:
     return bridge(bus_id, parent)._replace(
-        vendor=0x1000,
-        device=device,
-        subsystem_vendor=0x1000,
-        subsystem_device=family,
+        vendor=0x1000, device=device, subsystem_vendor=0x1000, subsystem_device=family
     )
 
 

@@ -133,14 +133,8 @@ SwitchName=l Nodes=n
             "SwitchName=a Switches=b",
             "line 1: switches below a must be defined, got 'b'",
         ),
-        (
-            "SwitchName=a Switches=a",
-            "must have no switch above itself, got 'a > a'",
-        ),
-        (
-            CIRCLE,
-            "must have no switch above itself, got 'a > b > a'",
-        ),
+        ("SwitchName=a Switches=a", "must have no switch above itself, got 'a > a'"),
+        (CIRCLE, "must have no switch above itself, got 'a > b > a'"),
         ("SwitchName=a Speed=1", "line 1: a line must have SwitchName with"),
         ("SwitchName=a BlockName=b", "line 1: a line must have SwitchName with"),
         ("BlockName=a Switches=b", "line 1: a line must have SwitchName with"),

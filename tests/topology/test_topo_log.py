@@ -30,11 +30,7 @@ SAMPLE = (
     Path(__file__).parent
     / "samples/nccl_debug_logs/hgx_h200_b200_nccl2.27.3_selected_lines.log"
 )
-ERROR, WARNING, NOTE = (
-    Level.ERROR,
-    Level.WARNING,
-    Level.NOTE,
-)
+ERROR, WARNING, NOTE = (Level.ERROR, Level.WARNING, Level.NOTE)
 NVLS_LOST = (
     "Failed to bind NVLink SHARP (NVLS) Multicast memory of size 2097152 : CUDA error "
     "401 'the operation cannot be performed in the present state'. Proceeding without "
@@ -468,8 +464,7 @@ def test_what_a_virtual_machine_reports_of_its_links_has_its_own_remedy() -> Non
 
 def test_one_gpu_slower_than_the_others() -> None:
     text = text_of(JobLog(num_hosts=1)).replace(
-        b"+ SYS[22.0] - CPU/0-1",
-        b"+ PCI[24.0] - GPU/0-43000 (1)",
+        b"+ SYS[22.0] - CPU/0-1", b"+ PCI[24.0] - GPU/0-43000 (1)"
     )
     finding = find(text, "slow-pci")
 
@@ -807,9 +802,7 @@ def test_words_keep_to_the_columns(width: int) -> None:
 # ---- the command
 
 
-def test_findings_end_the_command_with_1(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_findings_end_the_command_with_1(capsys: pytest.CaptureFixture[str]) -> None:
     assert run([str(SAMPLE)]) == 1
     out = capsys.readouterr().out
     assert "WARNING nvls-lost: 6e79c7194e8d" in out

@@ -172,10 +172,7 @@ def test_gpus_are_numbered_by_the_bus():
         # In NCCL's files, which number adapters, a port above 1 may be a copy.
         (NetPort("mlx4_0", node=0, number=0, port=2), "=mlx4_0"),
         (NetPort("mlx5_3", node=0, number=0, port=4), "=mlx5_3:1"),
-        (
-            NetPort("mlx5_0+mlx5_1", node=0, number=0, port=1),
-            "=mlx5_0:1,mlx5_1:1",
-        ),
+        (NetPort("mlx5_0+mlx5_1", node=0, number=0, port=1), "=mlx5_0:1,mlx5_1:1"),
         (NetPort("rdmap1s0", node=0, kind="infiniband", port=1), None),
         (NetPort("eth0", node=0, kind="ethernet"), None),
     ],

@@ -47,10 +47,7 @@ def draw(**fields):
 @pytest.mark.parametrize(
     ("name", "end"),
     [
-        (
-            "nccl_topo/perlmutter_a100_4x_slingshot_nccl2.29.7.xml",
-            PERLMUTTER_END,
-        ),
+        ("nccl_topo/perlmutter_a100_4x_slingshot_nccl2.29.7.xml", PERLMUTTER_END),
         ("nccl_topo/azure_ndv5_h100_topo.xml", NDV5_END),
     ],
 )
@@ -186,7 +183,7 @@ def test_nvswitches_are_called_so():
     other = PciDevice("0000:04:00.0", class_code=0x068000, vendor=0x8086)
     lines = draw(devices=(switch._replace(width=2), untold, other)).splitlines()
     assert lines[2].split(maxsplit=3)[1:] == [
-        *("NVSwitch", GPU, "PCI 16.0 GT/s x2, 3 GB/s"),
+        *("NVSwitch", GPU, "PCI 16.0 GT/s x2, 3 GB/s")
     ]
     assert lines[3].endswith("NVSwitch 0000:03:00.0")
     assert len(lines) == 4

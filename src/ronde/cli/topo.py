@@ -9,12 +9,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from ronde.arguments import (
-    CommandParser,
-    read_number,
-    read_one_of,
-    require_alone,
-)
+from ronde.arguments import CommandParser, read_number, read_one_of, require_alone
 from ronde.errors import UsageError
 from ronde.plain_values import to_plain
 from ronde.topology.graph import Diagnostic, HostTopology, Level, Topology
@@ -297,12 +292,7 @@ def _table(host: HostTopology, *, is_matrix: bool) -> str:
 def _lint(options: argparse.Namespace) -> int:
     from ronde.render.text import wrap
     from ronde.render.topo_log import count_findings, draw_log_findings
-    from ronde.topology.lint import (
-        lint_fleet,
-        lint_host,
-        lint_switches,
-        unseen_facts,
-    )
+    from ronde.topology.lint import lint_fleet, lint_host, lint_switches, unseen_facts
     from ronde.topology.lint_rules import CATALOGUE
     from ronde.units import counted
 

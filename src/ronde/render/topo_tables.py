@@ -2,11 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from ronde.render.text import (
-    align,
-    list_some,
-    wrap,
-)
+from ronde.render.text import align, list_some, wrap
 from ronde.topology.comparison import (
     Difference,
     HostComparison,
