@@ -73,19 +73,6 @@ def test_worked_examples(
     assert found.link == link
 
 
-def test_the_digits_that_are_published() -> None:
-    assert f"{limit(TWO_NODES).bus_bandwidth_gb_per_s:.0f}" == "482"
-    assert f"{limit(nodes(16, 400)).bus_bandwidth_gb_per_s:.1f}" == "423.3"
-
-
-def test_measurements_of_others() -> None:
-    """AWS, 16 nodes of 8; Oracle, 2 nodes of 8 with 16 ports of 200 or 180 Gbit/s."""
-    assert f"{limit(nodes(16, 400)).percent(369.86):.0f}" == "87"
-    assert f"{limit(nodes(2, 400)).percent(471.22):.0f}" == "63"
-    assert f"{limit(nodes(2, 16 * 22.5)).percent(471.22):.0f}" == "70"
-    assert f"{limit(TWO_NODES).percent(471.22):.0f}" == "98"
-
-
 def test_what_switches_and_rings_change_is_noted() -> None:
     note = limit(TWO_NODES).note
     assert note.split("; ") == [
@@ -283,22 +270,3 @@ def test_faster_links_never_lower_a_bound(
     after = limit(faster, collective).bus_bandwidth_gb_per_s
     assert before.bus_bandwidth_gb_per_s <= after
     assert after <= 2 * before.bus_bandwidth_gb_per_s * (1 + 1e-12)
-
-
-@given(worlds())
-def test_what_nccl_counts_on_is_never_above(world: LimitWorld) -> None:
-    for found in (bound_of(world, each) for each in COLLECTIVES):
-        if found.limit is None or found.limit.practical_gb_per_s is None:
-            continue
-        assert world.has_gpus
-        assert found.limit.practical_gb_per_s <= found.limit.bus_bandwidth_gb_per_s
-
-
-@given(st.integers(2, 64), st.integers(1, 16), rates)
-def test_more_nodes_come_near_to_the_network(
-    num_nodes: int, ranks_per_node: int, network: Rate
-) -> None:
-    """A pure ring's bound is below all of them, and twice it above."""
-    layout = RankLayout(num_nodes * ranks_per_node, num_nodes, ranks_per_node)
-    found = limit(LimitWorld(layout, network)).bus_bandwidth_gb_per_s
-    assert network.gb_per_s * (1 - 1e-12) <= found < 2 * network.gb_per_s

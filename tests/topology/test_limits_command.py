@@ -108,9 +108,3 @@ def test_what_is_refused(
     capsys: pytest.CaptureFixture[str], words: tuple[str, ...], message: str
 ) -> None:
     assert message in refusal(capsys, "topo", "limit", CLOUD, *words)
-
-
-def test_help(capsys: pytest.CaptureFixture[str]) -> None:
-    code, text = printed(capsys, "--help")
-    assert code == 0
-    assert "--link-rate" in text

@@ -71,16 +71,6 @@ def test_samples(
     assert world.unknown == ()
 
 
-def test_two_nodes_of_eight_h100() -> None:
-    world = world_of(host_of("oci_H100"), 2, 8)
-    found = limit(world)
-    assert found.bus_bandwidth_gb_per_s == pytest.approx(450 * 15 / 14)
-    assert found.link == "18 NVLinks, 450 GB/s a GPU"
-    assert found.practical_gb_per_s == pytest.approx(18 * 20.6 * 15 / 14)
-    # 16 * 22.5 * 2 * 15/16
-    assert "(NVLS) allow 675 GB/s, set by 16 ports from mlx5_0, 360 GB/s" in found.note
-
-
 def test_h200_in_one_node() -> None:
     world = world_of(host_of("hgx_h200"), 1, 8)
     assert world.has_nvls

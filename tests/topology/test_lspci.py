@@ -19,7 +19,6 @@ from ronde.topology import (
     compare_hosts,
     compute_capability,
     lint_host,
-    plain_address,
     read_topology,
     write_topology,
 )
@@ -282,21 +281,6 @@ def test_a_list_cut_anywhere_is_a_value_or_refused(end):
     except UsageError:
         return
     assert set(host.devices) <= set(read(data).devices)
-
-
-@pytest.mark.parametrize(
-    ("text", "address"),
-    [
-        ("00000000:C2:00.0", "0000:c2:00.0"),
-        ("c2:00.0", "0000:c2:00.0"),
-        ("10000:e1:00.7", "10000:e1:00.7"),
-        ("0000:c2:00", ""),
-        ("fffffff:ffff:ff", ""),
-        ("", ""),
-    ],
-)
-def test_addresses_have_one_spelling(text, address):
-    assert plain_address(text) == address
 
 
 @pytest.mark.parametrize(

@@ -462,21 +462,10 @@ def test_what_a_virtual_machine_reports_of_its_links_has_its_own_remedy() -> Non
     assert "lspci -vv -s 0000:1b:00.0" in finding.remedy
 
 
-def test_one_gpu_slower_than_the_others() -> None:
-    text = text_of(JobLog(num_hosts=1)).replace(
-        b"+ SYS[22.0] - CPU/0-1", b"+ PCI[24.0] - GPU/0-43000 (1)"
-    )
-    finding = find(text, "slow-pci")
-
-    assert finding.element == "GPU 0000:43:00.0 on node0"
-    assert (finding.has_gb_per_s, finding.should_gb_per_s) == (24.0, 48.0)
-
-
 @pytest.mark.parametrize(
     ("text", "rule"),
     [
         ("Error: failed to extend /dev/shm/nccl-x to 9 bytes", "warned-shared-memory"),
-        ("Call to posix_fallocate failed : No space left", "warned-shared-memory"),
         (
             "Call to ibv_reg_mr_iova2 failed with error Cannot allocate memory",
             "warned-locked-memory",
@@ -527,11 +516,6 @@ def test_one_gpu_slower_than_the_others() -> None:
         ("Failed to open libibverbs.so[.1]", "warned-no-libibverbs"),
         ("NUMA auto balancing enabled which can lead to", "warned-host-setting"),
         ('Missing "iommu=pt" from kernel command line', "warned-host-setting"),
-        ('Missing "amd_iommu=on" from kernel command line', "warned-host-setting"),
-        (
-            'Missing "HSA_FORCE_FINE_GRAIN_PCIE=1" from environment',
-            "warned-host-setting",
-        ),
         ("Cuda failure 802 'system not yet initialized'", "warned-fabric-manager"),
         (
             (
@@ -547,16 +531,7 @@ def test_one_gpu_slower_than_the_others() -> None:
             "warned-peer-access",
         ),
         ("No transport found for rank 0[1] -> rank 1[2]", "warned-no-transport"),
-        (
-            "Detected mixed local Net device counts across ranks (min 7, max 8)",
-            "warned-no-transport",
-        ),
-        (
-            "NCCL version mismatch with remote peer 10.0.0.1<5> (local: 2, remote 3)",
-            "warned-versions",
-        ),
         ("socketStartConnect: exceeded retries (20000)", "warned-connection"),
-        ("socketPollConnect: exceeded timeouts (3)", "warned-connection"),
         (
             (
                 "[Proxy Service 3] Failed to execute operation Connect from rank 3, "
@@ -564,14 +539,6 @@ def test_one_gpu_slower_than_the_others() -> None:
             ),
             "warned-follows",
         ),
-        (
-            (
-                "[Service thread] Error encountered progressing operation=Connect, "
-                "res=3, closing connection"
-            ),
-            "warned-follows",
-        ),
-        ("Comm 0x55 is in abort state", "warned-follows"),
         ("The flux has no capacity", "warned"),
     ],
 )
@@ -588,21 +555,13 @@ def test_the_warnings_of_nccl_have_a_remedy(text: str, rule: str) -> None:
     ("place", "text", "rule"),
     [
         ("transport/nvls.cc:254", "Cuda failure 1 'invalid argument'", "warned-nvls"),
-        ("transport/nvls.cc:160", "Cuda failure 2 'out of memory'", "warned-nvls"),
         ("include/alloc.h:52", "Cuda failure 2 'out of memory'", "warned-gpu-memory"),
-        (
-            "include/alloc.h:99",
-            "Cuda failure 1 'invalid argument'",
-            "warned-gpu-sharing",
-        ),
         ("transport/p2p.cc:285", "Cuda failure 304 'OS call failed'", SHARING),
         ("transport/p2p.cc:285", "Cuda failure 'illegal memory access'", "warned-cuda"),
-        ("transport/p2p.cc:250", "cudaIpcGetMemHandle failed : invalid", SHARING),
         ("enqueue.cc:81", "Cuda failure 1 'invalid argument'", "warned-cuda"),
         ("init.cc:9", "Cuda failure 'uncorrectable ECC error'", "warned-gpu-fault"),
         ("init.cc:9", "Cuda failure 101 'invalid device ordinal'", "warned-gpu-absent"),
         ("init.cc:9", "Cuda failure 800 'operation not permitted'", SHARING),
-        ("alloc.h:9", "HIP failure 'out of memory'", "warned-gpu-memory"),
         ("enqueue.cc:9", "HIP failure: 'unspecified launch failure'", "warned-hip"),
         (
             IBV,
@@ -610,19 +569,8 @@ def test_the_warnings_of_nccl_have_a_remedy(text: str, rule: str) -> None:
             CALL,
         ),
         (IBV, "Call to ibv_create_qp failed with error Unknown error -12", MEMLOCK),
-        (
-            IBV,
-            "Call to ibv_create_cq failed with error Cannot allocate memory",
-            MEMLOCK,
-        ),
-        (
-            IBV,
-            "Call to ibv_query_qp failed with error Cannot allocate errno 12",
-            MEMLOCK,
-        ),
         (IBV, "Call to ibv_modify_qp failed with 22 Invalid argument", CALL),
         (IBV, "Call to ibv_modify_qp failed with 110 Connection timed out", ROUTE),
-        (IBV, "Call to ibv_modify_qp failed with error Network is unreachable", ROUTE),
         (IBV, "Call to ibv_poll_cq failed with error No such device", LOST),
         (IBV, "Call to ibv_reg_mr_iova2 failed with error Bad address", REGISTERED),
         (IBV, "Call to ibv_reg_dmabuf_mr failed with error Invalid", REGISTERED),
@@ -639,11 +587,6 @@ def test_the_warnings_of_nccl_have_a_remedy(text: str, rule: str) -> None:
         ("misc/socket.cc:5", "Call to accept failed: Too many open files", FILES),
         ("misc/socket.cc:5", "Call to bind failed: Address already in use", MIXED),
         ("misc/utils.cc:5", "Failed to malloc 1024 bytes", "warned-host-memory"),
-        (
-            "misc/shmutils.cc:5",
-            "Error while attaching to shared memory segment /dev/shm/nccl-y (size 9)",
-            "warned-gpu-sharing",
-        ),
     ],
 )
 def test_the_place_and_the_error_decide_on_the_remedy(
@@ -743,20 +686,6 @@ def test_infiniband_and_roce_in_one_job(
         assert "NCCL_IB_HCA==a:1,c:2 for all ranks (the second =" in finding.remedy
 
 
-def test_the_sample_lost_its_nvls() -> None:
-    rules = found(SAMPLE.read_bytes())
-
-    assert rules == {"nvls-lost": WARNING, "ranks-not-in-log": NOTE}
-
-
-def test_errors_come_first() -> None:
-    text = text_of(JobLog(num_nodes=1, extra=(NVLS_LOST,), inter="NET/IB/0"))
-    severities = [finding.severity for finding in judge_nccl_log(read(text))]
-
-    assert severities == sorted(severities, key=list(Level).index)
-    assert severities[0] is ERROR
-
-
 # ---- words
 
 
@@ -853,11 +782,6 @@ def test_a_file_that_is_not_there_is_refused(
     for path in (tmp_path / "none.log", tmp_path):
         said = refusal(capsys, "topo", "log", str(path))
         assert f"{path} must be a file that can be read" in said
-
-
-def test_help_names_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["--help"]) == 0
-    assert "exit code: 0" in capsys.readouterr().out
 
 
 def test_every_rule_is_documented_and_no_other() -> None:

@@ -20,7 +20,6 @@ from ronde.topology import (
     NetPort,
     NumaNode,
     PciDevice,
-    PlacementError,
     Policy,
     Saved,
     plan_host,
@@ -108,11 +107,6 @@ def test_devices_without_names_give_no_variables():
     assert [rank.nics[0].path for rank in plan.ranks] == ["PIX"] * 8
     assert len({rank.nics[0].name for rank in plan.ranks}) == 8
     assert set(plan.env) == {"CUDA_DEVICE_ORDER", "CUDA_VISIBLE_DEVICES"}
-
-
-def test_amds_gpus_have_a_variable_of_their_own():
-    plan = plan_host(sample_host("topo_8p1h_3.xml"), AlignmentRequest(8))
-    assert plan.env == {"HIP_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}
 
 
 def test_amds_gpus_have_the_numbers_of_the_source():
@@ -244,17 +238,6 @@ def test_the_table_shows_each_rank_and_why_it_is_not_aligned():
     assert "rank 1: adapter at another processor (SYS); aligned is" in lines[6]
     assert "  NCCL_IB_HCA==mlx5_0:1" in lines
     assert lines[-1] == "  1: numactl --physcpubind=1,5"
-
-
-def test_a_refusal_names_rank_and_resource():
-    with pytest.raises(PlacementError) as refused:
-        plan_host(
-            small_host(),
-            AlignmentRequest(2, Policy.RESTRICTED),
-            (Core((0, 4), 0), Core((1, 5), 0)),
-        )
-    reason = "rank 1 on n1: gpu: GPU 1 near no node with usable cores. "
-    assert reason in str(refused.value)
 
 
 def test_more_ranks_than_gpus_and_cores_are_reported():

@@ -221,7 +221,6 @@ def _read_sources(options: argparse.Namespace) -> tuple[Saved, ...]:
 
 
 def _load(sources: Sequence[Saved], root: str | None) -> Topology:
-    """Read files and a tree, or this machine; print notices to stderr."""
     parts = [read_file(each) for each in sources]
     if root is not None or not sources:
         environ = {} if root else select_variables(_VISIBILITY)
@@ -273,7 +272,7 @@ def _print(topology: Topology, options: argparse.Namespace) -> None:
 
         print(draw_tree(topology), end="")
         for host in topology.hosts:
-            # Where only relations of pairs are known, the tree shows nothing of them.
+            # The tree does not show relations of pairs.
             if host.relations and not host.devices:
                 print("\n" + _table(host, is_matrix=True), end="")
 
@@ -341,7 +340,6 @@ def _lint(options: argparse.Namespace) -> int:
 
 
 def _read_good(names: Sequence[str]) -> tuple[list[Saved], list[UsageError]]:
-    """Return the readable files, and the errors of the others."""
     good: list[Saved] = []
     errors: list[UsageError] = []
     for name in names:

@@ -39,7 +39,7 @@ def count_findings(findings: Sequence[Diagnostic]) -> str:
 
 
 def draw_log(log: NcclLog, findings: Sequence[Diagnostic], width: int = WIDTH) -> str:
-    # Of hosts that report warnings alone nothing is known that sets them apart.
+    # Hosts with nothing but warnings are shown as one.
     bare, jobs, hosts = NcclJob(), list[NcclJob](), list[str]()
     for job in log.jobs:
         if job._replace(hosts=(), num_processes=0, warnings=()) == bare:

@@ -17,7 +17,7 @@ from ronde.topology.placement.mesh import AxisPlan, MeshPlan
 from ronde.topology.placement.plan import HostPlan, PlannedRank
 from ronde.units import counted, format_duration, format_size, grouped
 
-# A list of CPUs in many pieces is as long as it likes; a table is not.
+# A longer list of CPUs is cut.
 _MOST_LIST_CHARS = 23
 _LEGEND = {
     "X": "itself",
@@ -160,7 +160,7 @@ def tabulate_traffic(plan: MeshPlan, sent_bytes: Mapping[str, float]) -> str:
 
 def _link_of(axis: AxisPlan) -> str:
     share = f"1/{axis.num_sharing} of " if axis.num_sharing > 1 else ""
-    # The rate behind the name is that of all who share it.
+    # The rate after the name is that of all groups.
     return share + axis.link.partition(", ")[0] or "unknown"
 
 
@@ -199,7 +199,7 @@ def _limit_row(bound: Bound) -> tuple[str, str, str, str]:
         _NONE if rate is None else f"{rate:.4g}" if rate < _LARGE else f"{rate:.0f}"
         for rate in (limit.bus_bandwidth_gb_per_s, limit.practical_gb_per_s)
     ]
-    # What is in brackets stands above the table.
+    # Text in brackets is above the table.
     link = limit.link.partition(" (")[0]
     practical = limit.practical_link.partition(" (")[0]
     setter = link if practical in ("", link) else f"{link}; NCCL's by {practical}"

@@ -29,8 +29,6 @@ _MAX_DRAWN_DEPTH = 24
 
 
 class _Element(NamedTuple):
-    """One line of the tree, with the lines below it."""
-
     title: str  # With its bus address.
     details: Sequence[str]  # Empty ones are left out.
     below: "Sequence[_Element]" = ()
@@ -60,7 +58,7 @@ class _ElementTree:
         ]
         for port in self._host.ports:
             if port.bus_id not in self._listed and (port.node in nodes) is is_known:
-                # Hardware must have a PCI device, and a source without any knows none.
+                # Hardware has a PCI device, but the source may list none.
                 is_paired = port.name in self._host.paired
                 is_hardware = port.bus_id or is_paired or not self._listed
                 words = "PCI device unknown" if is_hardware else "no PCI device"
@@ -193,14 +191,14 @@ def _summary(host: HostTopology) -> str:
 
 
 def _numa(host: HostTopology, node: NumaNode, below: Sequence[_Element]) -> _Element:
-    # Of rocm-smi's nodes no CPUs are known.
+    # rocm-smi does not show the nodes' CPUs.
     none = "no CPUs" if any(each.cpus for each in host.numa_nodes) else ""
     cpus = f"CPUs {format_list(node.cpus)}" if node.cpus else none
     if len(cpus) > _MAX_CPUS_CHARACTERS:
         cpus = f"{len(node.cpus)} CPUs from {node.cpus[0]} to {node.cpus[-1]}"
     others = [other for other in host.numa_nodes if other != node and other.cpus]
     rates = {f"{speeds.smp_gb_per_s(node, other):g}" for other in others}
-    # Without the processor's name there is no figure, but NCCL's word for no limit.
+    # Without the processor's name NCCL's figure means no limit.
     is_known = node.vendor and node.cpus and len(rates) == 1
     details = [
         counted(len(node.cores), "core") if node.cores else "",

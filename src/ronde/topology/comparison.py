@@ -67,7 +67,7 @@ class ComparedHost:
             chip = f"gfx{element.gcn}" if element.gcn else _number("sm {}", element.sm)
             links = {"GPU links": self._direct_links(element)}
             return {"chip": Fact(chip), **self._location(element), **links, **gdr}
-        # Where nothing is known, a port counts as up.
+        # A port of unknown state is up.
         state = "" if element.is_up else "down"
         speed = Fact("")
         if element.mbit_per_s:
@@ -86,7 +86,6 @@ class ComparedHost:
         }
 
     def _location(self, element: GpuDevice | NetPort) -> dict[str, Fact]:
-        """Return the location of a device, and the links up to the processor."""
         links = bridges_above(self._devices, element.bus_id)
         node = next((each.node for each in links if each.node != UNKNOWN), element.node)
         address, number = Fact(element.bus_id), Fact(_number("{}", node))
@@ -111,7 +110,7 @@ class ComparedHost:
         is_known = all(speeds.is_link_known(link, gpu) for link in own)
         rate = sum(speeds.link_gb_per_s(link, gpu) for link in own) if is_known else 0.0
         value = ", ".join(f"{num} {kind}" for kind, num in sorted(counts.items()))
-        # Where others have links, to have none is a fact as well.
+        # No links are a fact if other GPUs have some.
         others_have = any(link.kind != LinkKind.PCI for link in self._host.links)
         is_shown = others_have or gpu.nvlinks == 0
         return Fact(value or ("none" if is_shown else ""), rate)
@@ -208,7 +207,7 @@ def compare_hosts(first: HostTopology, second: HostTopology) -> HostComparison:
 
 def _hidden(host: HostTopology) -> set[str]:
     """Return the kinds of elements that a host's source does not list."""
-    # One that shows its bus has no other GPUs and ports; NUMA nodes every host has.
+    # A source that shows the bus lists all GPUs and ports. Every host has NUMA nodes.
     shows_bus = any(device.class_code != UNKNOWN for device in host.devices)
     return {
         name
@@ -227,7 +226,6 @@ def _key_of(element: Element) -> str:
 def _match(
     first: Sequence[Element], second: Sequence[Element], key: Callable[[Any], str]
 ) -> tuple[_Pairs, list[Element], list[Element]]:
-    """Return the pairs, and the unmatched elements of both."""
     by_key = {key(each): each for each in second if key(each)}
     found = [(each, by_key.pop(key(each), None)) for each in first]
     pairs: _Pairs = [(each, other) for each, other in found if other]
@@ -243,7 +241,7 @@ def _match(
 def _order(element: Element) -> tuple[list[int], list[tuple[str, int]]]:
     if not isinstance(element, NetPort):
         return [element.number], []
-    # A port without a known name goes by its adapter's address.
+    # The title of a port without a name is an address.
     if is_address(element.title):
         return bus_order(element.title), []
     parts = _NUMBERED.findall(element.title)
@@ -285,7 +283,7 @@ def _compare_paths(
             ]
             num_pairs += bool(found)
             others = [each for each in found if _is_other(each.was, each.now)]
-            # Of both directions, the one that has lost more.
+            # The direction that lost more.
             changes += sorted(others, key=lambda each: each.kept)[:1]
         yield PathComparison(kind, num_pairs, tuple(changes))
 
@@ -298,6 +296,6 @@ def _known_path(paths: Paths, source: str, target: str) -> Path | None:
 def _is_other(was: Path, now: Path) -> bool:
     if was.gb_per_s and now.gb_per_s:
         return (was.kind, round(was.gb_per_s, 3)) != (now.kind, round(now.gb_per_s, 3))
-    # Of switches that NCCL takes for one, nvidia-smi's words count each.
+    # NCCL joins some switches that nvidia-smi counts one by one.
     is_near = {was.kind, now.kind} <= {PathKind.PIX, PathKind.PXB}
     return was.kind != now.kind and not is_near

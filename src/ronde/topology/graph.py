@@ -53,7 +53,7 @@ class NumaNode(NamedTuple):
 
 def nccl_family(family: int) -> int:
     """Return a processor's family as NCCL counts it (``ncclTopoGetXmlFromCpu``)."""
-    # They add the extended family to 15, NCCL adds 16 times as much.
+    # The kernel adds the extended family to 15, NCCL adds 16 times as much.
     return 15 + 16 * (family - 15) if family > 15 else family
 
 
@@ -174,7 +174,7 @@ class HostTopology(NamedTuple):
 
     @property
     def shows_acs(self) -> bool:
-        # Of lspci, root alone sees ACS and links.
+        # lspci shows ACS and links to root alone.
         is_lspci = any(source.startswith("lspci") for source in self.sources)
         return is_lspci and any(device.speed for device in self.devices)
 

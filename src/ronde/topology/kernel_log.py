@@ -39,7 +39,7 @@ def _journal(why: OSError) -> list[tuple[float, str]]:
         raise OSError(reason) from why
     text = done.stdout[-_MAX_BYTES:].decode(errors="replace")
     lines = [at for line in text.splitlines() if (at := _JOURNAL_LINE.match(line))]
-    # A kernel logs its start at least: nothing at all is a journal of others.
+    # The kernel logs its start, so an empty journal is another's.
     if not lines:
         raise OSError(reason) from why
     now_s = time.time()

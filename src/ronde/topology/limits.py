@@ -113,9 +113,9 @@ class Limit:
 
     bus_bandwidth_gb_per_s: float  # The bound.
     link: str  # What binds, with its rate, such as ``eth0, 3.125 GB/s``.
-    # When the bound may be exceeded all the same, or where it is uncertain.
+    # Conditions under which the bound does not hold.
     note: str = ""
-    # The same bound by NCCL's figures; None where NCCL takes no part.
+    # The same bound by NCCL's figures; None without NCCL.
     practical_gb_per_s: float | None = None
     practical_link: str = ""  # What binds then.
 
@@ -177,7 +177,7 @@ class Bound(NamedTuple):
     reason: str = ""  # Why there is no limit.
 
 
-# Switches that may be taken to reduce.
+# Switches that may reduce.
 _NVLS, _SHARP = "NVLS", "SHARP"
 _BY_RATE = itemgetter(0)
 
@@ -232,7 +232,7 @@ def _candidates(
         bound = nvls_bound(layout, own) if is_nvls else gpu_bound(test, layout, own)
         yield bound, world.gpu
     if world.islands is not None:
-        # Between islands PCIe is what the network is between nodes.
+        # PCIe between islands is like the network between nodes.
         num_gpus, way_out = world.islands
         num_islands = layout.num_ranks // num_gpus
         among = RankLayout(layout.num_ranks, num_islands, num_gpus)
@@ -272,7 +272,7 @@ _HOST_BRIDGE = 0x0600
 # One lane of 2.5 GT/s: virtual machines report it for unknown links.
 _NOTHING_GB_PER_S = 0.25
 _MBIT_PER_GB = 8000.0
-# Modes of bonds in which each byte leaves by one port, or by all of them.
+# Modes of bonds that do not share the load among ports.
 _NOT_SHARING = ("active-backup", "broadcast")
 _MAX_NAMES = 3
 _ROUNDING = 1e-9
@@ -338,7 +338,7 @@ def find_ways(host: HostTopology) -> _Ways:
 
 def find_rdma_ports(host: HostTopology) -> list[NetPort]:
     """Return the ports of RDMA adapters that are up."""
-    # Sources count their ports from 1, and interfaces' as 0 or not at all.
+    # RDMA ports are numbered from 1; those of interfaces are 0 or unknown.
     return [p for p in _find_hardware(host) if p.kind == "infiniband" or p.port > 0]
 
 
@@ -349,7 +349,6 @@ def _find_hardware(host: HostTopology) -> list[NetPort]:
 
 
 def _find_spare(host: HostTopology) -> set[NetPort]:
-    """Return the ports that bonds hold in reserve."""
     ways = find_ways(host)
     spare: set[NetPort] = set()
     for each in host.interfaces:
@@ -365,7 +364,6 @@ def known_gb_per_s(ports: Iterable[NetPort]) -> float:
 
 
 def _paths(host: HostTopology, ports: Iterable[NetPort]) -> dict[NetPort, PciFigures]:
-    """Return the known rates of ports through their own PCI links."""
     links = {device.bus_id: pci_figures(device) for device in host.devices}
     paths: dict[NetPort, PciFigures] = {}
     for port in ports:
@@ -572,7 +570,7 @@ def with_gpus(
     slowest = min((_way_out(gpu, links) for gpu in used), key=lambda way: way.gb_per_s)
     if not slowest.gb_per_s:
         return world.lacking("the source does not show how fast a GPU's links are")
-    # AMD's files have the number of units where others have the capability.
+    # AMD's files have the number of compute units in place of the capability.
     are_able = all(gpu.sm >= _SM_OF_NVLS and not gpu.gcn for gpu in used)
     has_switches = any(link.target == _SWITCHES for link in links)
     return world._replace(gpu=slowest, has_nvls=has_switches and are_able)
@@ -585,7 +583,7 @@ def _with_pcie(
     sizes: Sequence[int],
 ) -> LimitWorld:
     """Add PCIe between islands of GPUs, given their sorted sizes."""
-    # The kernel knows NVIDIA's models, and nothing of their links.
+    # The kernel shows NVIDIA's models, and not their links.
     is_kernel_alone = all(source.startswith(SYSFS) for source in host.sources)
     may_know = not (host.sources and is_kernel_alone)
     if not any(gpu.gcn or (may_know and gpu.sm != UNKNOWN) for gpu in used):

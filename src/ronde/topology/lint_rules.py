@@ -16,13 +16,13 @@ device-lost error a GPU or adapter that has fallen off the PCI bus
      card or its riser if that happens again.
 slow-bridge loss a bridge whose own link is slower than that of a device below it
   seen The link above the bridge is slower ({link}) than the link of a device below it.
-  so All below it share {has:g} GB/s upwards, and one has {should:g} (NCCL's figures).
+  so Devices below share {has:g} GB/s; one could use {should:g} (NCCL's figures).
   do Compare with lspci -vv: reseat the board where LnkSta is below LnkCap, correct the
-     file where it has less than LnkSta; nothing, where slot or switch are older.
+     file where it has less than LnkSta; do nothing if slot or switch are older.
 slow-bridge.as-built note
 tiny-link error a GPU's link below 1 GB/s, as virtual machines report it
-  seen The link is reported as {link}, as virtual machines do that hide the real one.
-  so NCCL plans with {has:.1f} GB/s and leaves the device aside as far as it can.
+  seen The link is reported as {link}. Virtual machines hide the real link so.
+  so NCCL plans with {has:.1f} GB/s and avoids the device.
   do Give NCCL_TOPO_FILE with the host's real speeds, or give the virtual root port
      x-speed and x-width; on bare metal reseat the card.
 unknown-link-speed warning an empty link speed, which NCCL takes for PCIe 3
@@ -155,7 +155,7 @@ nic-behind-processor.odd warning
   do Compare lspci -t with a sound node: move the adapter back to the GPU's switch.
 no-numa-node warning a device or processor whose NUMA node is -1
   seen {seen}
-  so NCCL takes all such devices as next to one processor, and nothing is bound near.
+  so NCCL takes all such devices as near one processor; binding cannot be near them.
   do Switch NUMA on in the firmware, or give the virtual machine its host's nodes; in a
      file write the numaid.
 shared-cores warning cores that two NUMA nodes claim

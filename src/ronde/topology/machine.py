@@ -136,7 +136,6 @@ def read_node_cpus(root: str) -> dict[int, int]:
 
 
 def _allowed(root: str) -> int:
-    """Return the CPUs that are online, in the affinity mask and in the cpuset."""
     try:
         mask = read_fields(f"{root}/proc/self/status").get("Cpus_allowed", "")
         affinity = parse_mask(mask.strip())
@@ -164,7 +163,7 @@ _PCI_MAKERS = {"0x1002": "amd", "0x8086": "intel"}
 # VGA, 3D and other display controllers, and processing accelerators: AMD's and Intel's
 # GPUs for computing are of any of these classes.
 _PCI_CLASSES = ("0x0300", "0x0302", "0x0380", "0x1200")
-# AMD's and Intel's GPUs on it are parts of the processor, for screens.
+# AMD's and Intel's GPUs on it are part of the processor.
 FIRST_BUS = "0000:00:"
 
 
@@ -232,7 +231,7 @@ def read_driver_gpus(root: str) -> dict[str, DriverGpu]:
         uuid = fields.get("GPU UUID", "").strip()
         found[address] = DriverGpu(
             fields.get("Model", "").strip(),
-            # A driver that has not looked yet writes question marks.
+            # Before its first query the driver writes question marks.
             "" if "?" in uuid else uuid,
             fields.get("Device Minor", str(len(found))).strip(),
         )
@@ -248,7 +247,7 @@ def _nvidia(root: str) -> list[Gpu]:
             found.append(Gpu(address, node, model, "nvidia", uuid, str(len(found))))
     if drivers:
         return found
-    # One GPU a device file, in sandboxes that hide the driver's directory.
+    # Sandboxes may hide the driver's directory: count device files.
     minors = list_numbers(f"{root}/dev", "nvidia")
     usable = [minor for minor in minors if _may_open(f"{root}/dev/nvidia{minor}")]
     return [_unplaced(str(n)) for n in range(len(usable))]
@@ -275,7 +274,7 @@ def _rendering(root: str, maker: str) -> list[Gpu]:
 
 
 def _may_open(path: str) -> bool:
-    # Asks the device control group too, without waking the device as opening it would.
+    # This also asks the device control group; opening the file would wake the device.
     return os.access(path, os.R_OK | os.W_OK)
 
 

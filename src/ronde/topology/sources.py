@@ -30,7 +30,6 @@ _JSON = Probe(
 
 
 def _find_probes() -> list[Probe]:
-    """Return the readers of files; the first that recognises a file reads it."""
     # Imported where a file is read: this machine alone needs none of them.
     from ronde.topology.probes.amd_smi import AMD_SMI
     from ronde.topology.probes.hwloc import HWLOC

@@ -13,13 +13,13 @@ _MAX_CAUSE = 160
 _RANK = re.compile(
     r"\[rank(\d{1,6})\]|\[\d+,(\d{1,6})\]<std|^ {0,6}(\d{1,6}): |\bRank (\d{1,6})\]"
 )
-# Behind tags of ranks, pods and loggers: an exception, at the margin.
+# An exception, after tags of ranks, pods and loggers.
 _RAISED = re.compile(
     r"((?:\[[^\]]{1,80}\](?:<std\w{3}>)?:? ?| {0,6}[\w.-]{0,253}\d: |\([^()]{1,80}\) |"
     r"\d{4}-\d\d-\d\d[T ]\S{8,20} |[\w.-]{1,128} +\| ){0,4})"
     r"((?:\w+\.)*[A-Z]\w*(?:Error|Exception)): (\S.*)"
 )
-# Without a rank any program may have printed an exception, and gone on.
+# Exceptions without a rank count only if they are torch's.
 _OF_TORCH = re.compile(
     r"\bDist(?:Backend|Store|Network)Error|torch\.\S*(?:OutOfMemory|Accelerator)Error"
     r"|RuntimeError: (?:(?:CUDA|HIP|NCCL) error|\[\S*gloo)"
@@ -69,12 +69,12 @@ class FailureReader:
 
     def __init__(self) -> None:
         self._found: dict[object, RankFailure] = {}
-        # By tag, failures whose last error stands in the next line.
+        # By tag: failures with their last error in the next line.
         self.waiting: dict[str, object] = {}
         self._table_rank = -1  # In torchrun's table.
         self._num_seen = 0  # Signs of failures.
         self._seen: dict[object, int] = {}  # The last one's number, by failure.
-        # Their number at the end of each rank, by the size of its communicator.
+        # Number of failures at the end of each rank, by size of the communicator.
         self._destroyed: defaultdict[int, dict[int, int]] = defaultdict(dict)
         self._in_traceback: dict[int | str, str] = {}  # How it began, by rank.
         self.may_go_on: set[object] = set()  # Ranks that may have caught theirs.
@@ -130,7 +130,7 @@ class FailureReader:
         rank = int(match[1]) if match else -1
         if match and match[2]:
             self._in_traceback.setdefault(rank, match[2])
-        # The text of an exception may have many lines, one behind the other.
+        # An exception may have several lines.
         is_new = rank != self._rank and rank in self.may_go_on
         if is_new and match and match.lastindex == 1 and not _RAISED.match(line):
             self.may_go_on.discard(rank)
@@ -138,7 +138,6 @@ class FailureReader:
         self._rank = rank
 
     def _feed_end(self, line: str) -> None:
-        """Read launchers' reports about ended processes."""
         if match := _TABLE_RANK.search(line):
             self._table_rank = int(match[1])
         elif match := _EXIT.search(line):

@@ -24,15 +24,15 @@ _named = partial(list_first, most=3)
 _VIRTUAL = re.compile(
     r"docker\d|veth|lo\d?$|virbr|br-|cni|flannel|cali|tunl|vxlan|kube-|lxc|lxd|podman"
 )
-# Providers of libfabric's that drive no adapter.
+# libfabric's providers that drive no adapter.
 _BY_TCP = re.compile(r"Libfabric ((?:tcp|sockets|udp|net)(?:;\S+)?) ")
 _DIRECT_LINKS = {"NVL": "NVLink", "NVB": "NVLink", "XGMI": "xGMI"}
-# From NCCL 2.30 on NVLinks and PCI links lead to a device, and that has its GPUs.
+# Since NCCL 2.30 links lead to a device with its GPUs.
 _GPUS = ("GPU/", "DEV/")
 _FEW_CHANNELS = 2
 # To the switches of V100's six links; a bridge between two cards may carry less.
 _MUCH_NVLINK_GB_PER_S = 100.0
-# Eighteen links of Hopper's kind; Ampere's twelve have no multicast.
+# Hopper's eighteen links; Ampere's twelve have no multicast.
 _MULTICAST_GB_PER_S = 340.0
 _TINY_PCI_GB_PER_S = 3.0
 # Virtual machines that hide the real link report less.
@@ -49,7 +49,7 @@ _RECORD = (
 _NO_DMABUF = re.compile("ibv_reg_dmabuf_mr.*not supported", re.IGNORECASE)
 # Sizes or calls of these differ between the ranks of a correct program.
 _UNEQUAL = re.compile("SEND|RECV|COALESCED|ALLTOALL|GATHER$|SCATTER$")
-# Where these differ, it is often meant: hosts name their interfaces differently.
+# These may differ on purpose: hosts name their interfaces differently.
 _OWN_PER_HOST = {"NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_TOPO_FILE", "NCCL_HOSTID"}
 # One rank reports these for all.
 _REPORTED_BY_ONE = {"NCCL_TOPO_DUMP_FILE", "NCCL_GRAPH_DUMP_FILE", "NCCL_COMM_ID"}
@@ -80,7 +80,6 @@ def judge_nccl_log(log: NcclLog) -> tuple[Diagnostic, ...]:
 
 
 def _failures(log: NcclLog) -> Iterator[Diagnostic]:
-    """Find failed ranks, grouped by cause, without secondary failures."""
     waited = " Others waited in vain." if log.watchdog.timeouts else ""
     for rule, failures in _causes(log).items():
         causes = list_first(list(dict.fromkeys(f.cause for f in failures)), 2, "; ")
@@ -124,9 +123,8 @@ def _on(ranks: Sequence[int], hosts: Mapping[int, str]) -> str:
 
 
 def _timeouts(log: NcclLog) -> Iterator[Diagnostic]:
-    """Find collectives that timed out, and the ranks that are to blame."""
     report = log.watchdog
-    # Of several jobs it is unknown whose torch's lines are.
+    # With several jobs, torch's lines cannot be assigned.
     comms = [job.communicators[0] for job in log.jobs if job.communicators]
     hosts = {r.rank: r.host for r in comms[0].ranks} if len(comms) == 1 else {}
     failed = [each for failures in _causes(log).values() for each in failures]
@@ -171,7 +169,7 @@ def _timeouts(log: NcclLog) -> Iterator[Diagnostic]:
 def _kind_of(timeout: CollectiveTimeout) -> tuple[str, str, list[int]]:
     """Return the key of the remedy, and the ranks with other calls than most."""
     compared = [w for w in timeout.works if not _UNEQUAL.match(w.operation)]
-    # Groups that are unknown may be several, each with its own numbers.
+    # Unknown groups may be several, each with its own numbers.
     num_groups, num_seqs = len(timeout.groups), len({work.seq for work in compared})
     is_one = num_groups == 1 or num_seqs == 1 or (num_groups and not timeout.silent)
     if len(compared) < 2 or not is_one:
@@ -224,7 +222,6 @@ def _verdict(
     do: str = "",
     **words: str,
 ) -> Diagnostic:
-    """Return a finding; ``words`` fill the rule's texts."""
     severity, consequence, remedy = VERDICTS[key]
     rule, severity = key.partition(".")[0], Level(level or severity)
     texts = seen, consequence.format(**words), do or remedy.format(**words)
@@ -232,7 +229,6 @@ def _verdict(
 
 
 def _spans_nodes(job: NcclJob) -> bool:
-    """Return True if the log shows data between nodes."""
     return any(edges.is_between_nodes for edges in job.edges) or any(
         comm.num_nodes > 1 or len(comm.hosts) > 1 for comm in job.communicators
     )
@@ -336,7 +332,7 @@ def _adapters_mixed(job: NcclJob) -> Iterator[Diagnostic]:
         seen = f"NCCL found InfiniBand ({_named(found['IB'])}) and RoCE "
         seen += f"({_named(found['RoCE'])})."
         ports = ",".join(name.rpartition("/")[0] for name in found["IB"])
-        # Near each GPU there may be adapters of one kind alone.
+        # Each GPU may be near adapters of one kind only.
         is_well = not any("completion" in each.text for each in job.warnings) and all(
             rank.is_complete for comm in job.communicators for rank in comm.ranks
         )
@@ -347,7 +343,7 @@ def _adapters_mixed(job: NcclJob) -> Iterator[Diagnostic]:
 
 def _nvlink_fabric(jobs: Sequence[NcclJob]) -> Iterator[Diagnostic]:
     """Find GPUs outside of the NVLink fabric of other hosts, or with bad links."""
-    # Hosts that no communicator joins may all be of one job.
+    # Hosts without a communicator may be of one job.
     lone = [each for job in jobs if not job.communicators for each in job.fabric]
     for gpus in (lone, *(job.fabric for job in jobs if job.communicators)):
         # With a fabric and a clique in it.
@@ -394,7 +390,7 @@ def _no_gpudirect(job: NcclJob) -> Iterator[Diagnostic]:
     if disabled:
         seen += f"; it is disabled for {_named(disabled)}"
         key = "no-gpudirect-rdma"
-    # Instances with small GPUs have none, and their plugin knows it.
+    # On instances with small GPUs the plugin reports that there is none.
     known = [v for v in _values(job.plugins) if "disabling GDR" in v]
     if known:
         seen += f"; the plugin reports: {known[0].removeprefix('NET/OFI ')}"
@@ -403,7 +399,6 @@ def _no_gpudirect(job: NcclJob) -> Iterator[Diagnostic]:
 
 
 def _virtual_interfaces(job: NcclJob) -> Iterator[Diagnostic]:
-    """Find traffic on interfaces of containers or of the host itself."""
     used = [("Ranks meet on", each) for each in job.bootstrap]
     if "Socket" in _values(job.networks):
         used += [("Data goes over", each) for each in job.candidates]
@@ -432,7 +427,7 @@ def _shared_memory_used(job: NcclJob) -> Iterator[Diagnostic]:
     if not staged or not reason:
         return
     has_nvswitch = any(link.target.startswith("NVS/") for link in job.trees)
-    # Of GPUs at different processors it is right, and some others do without.
+    # It is normal between processors.
     is_usual = has_direct and (not between or between & {"PHB", "SYS"})
     severity = "note" if is_usual else "warning"
     if links and (has_nvswitch or not has_direct):
@@ -458,11 +453,8 @@ def _has_nvlink(job: NcclJob, targets: tuple[str, ...], gb_per_s: float) -> bool
 
 
 def _few_channels(job: NcclJob) -> Iterator[Diagnostic]:
-    """Find communicators with few channels, though their GPUs have NVLink.
-
-    With one rank a node, two channels to its adapter are all that NCCL makes.
-    """
-    # Multicast is in switches alone, and these have links enough.
+    """Find communicators with few channels, though their GPUs have NVLink."""
+    # Multicast needs switches, and these have links enough.
     has_much = _has_nvlink(job, (*_GPUS, "NVS/"), _MUCH_NVLINK_GB_PER_S) or any(
         value.startswith("available") for value in _values(job.nvls)
     )
@@ -479,7 +471,6 @@ def _few_channels(job: NcclJob) -> Iterator[Diagnostic]:
 
 
 def _nvls_lost(job: NcclJob) -> Iterator[Diagnostic]:
-    """Find NVLink switches that could reduce, and do not."""
     lost = [each for each in job.nvls if each.value.startswith("lost: ")]
     absent = [each for each in job.nvls if each.value.startswith("not available")]
     seen = "Reduction in the NVLink switches (NVLS) "
@@ -566,7 +557,6 @@ def _nodes_unlike_hosts(job: NcclJob) -> Iterator[Diagnostic]:
 
 
 def _init_incomplete(job: NcclJob) -> Iterator[Diagnostic]:
-    """Find ranks with a start that began and did not complete."""
     for comm in job.communicators:
         # How long the start took is reported at its end.
         waiting = {
@@ -609,7 +599,6 @@ def _slow_init(job: NcclJob) -> Iterator[Diagnostic]:
 
 
 def _warnings(jobs: Sequence[NcclJob]) -> Iterator[Diagnostic]:
-    """Yield NCCL's own warnings, grouped by cause."""
     by_cause: defaultdict[tuple[str, str], list[WarningSeen]] = defaultdict(list)
     has_gdr = any("/GDRDMA" in e.transport for job in jobs for e in job.edges)
     for each in (warning for job in jobs for warning in job.warnings):
@@ -618,7 +607,7 @@ def _warnings(jobs: Sequence[NcclJob]) -> Iterator[Diagnostic]:
             rule = rule_of_warning(f"{each.text} ({each.location})")
             if has_gdr and _NO_DMABUF.search(each.text):
                 rule = "warned-adapter-memory.peermem"
-            # Of those without a known cause each is one.
+            # Warnings of unknown cause are not grouped.
             cause = each.text if rule == "warned" else ""
             by_cause[rule, cause].append(each)
     for (rule, _), warnings in by_cause.items():

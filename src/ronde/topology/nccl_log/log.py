@@ -26,7 +26,7 @@ _MAX_VALUES = 1 << 12  # Of each topic.
 _MAX_KEPT_TEXT = 400
 # A pasted tree may have lost a blank.
 _SLACK = 2
-# A host that is named in so few messages may be a word that was cut.
+# A host in so few messages may be a cut word.
 _MAX_MISREAD = 3
 # NCCL before 2.23 names no more ranks of a ring.
 _MAX_RANKS_OF_OLD_RING = 20
@@ -188,8 +188,6 @@ _Notes = dict[_Process, list[Any]]
 
 @dataclass(eq=False)
 class _Part:
-    """One rank of a communicator, as its process reports it."""
-
     process: _Process
     name: str | None = None
     num_ranks: int | None = None
@@ -227,7 +225,7 @@ class _Collector:
         self.processes: dict[tuple[str, int], _Process] = {}
         self.values: dict[_Topic, int] = {}  # In order.
         self.parts: list[_Part] = []
-        # One process stands for its host where all see the same.
+        # The process that reports facts common to its host.
         self._first_of_host: dict[str, _Process] = {}
         self.loose_versions: dict[str, None] = {}
         self.num_messages = 0
@@ -302,7 +300,7 @@ class _Collector:
         source, target, way, transport = match.groups()
         if transport.startswith("NET/"):
             transport = _NIC.sub("", transport, count=1)
-        # A switch of the network has no rank.
+        # A network switch has no rank.
         note = self._note(process, "edges", transport, source, target or source, 0)
         if note and way == "receive":
             note[3] += 1
@@ -316,7 +314,7 @@ class _Collector:
     def on_init(self, process: _Process, thread: int, match: _Match) -> None:
         pointer, rank, num_ranks, bus_id, parent, *split, name, word = match.groups()
         if not name:
-            # One that was split off has no number of its own.
+            # Split communicators have no number.
             above = process.parts.get(parent or "")
             name = f"#{process.host}:{process.pid}:{pointer}"
             if above and above.name:
@@ -332,7 +330,7 @@ class _Collector:
         part.num_nodes, part.is_mnnvl = num_nodes, mnnvl == 1
 
     def on_call(self, process: _Process, _: int, match: _Match) -> None:
-        # Any thread may call, also of a communicator whose start is not in the log.
+        # Any thread may call; the communicator's start may not be in the log.
         self._part(process, (match[1],), int(match[2]))
 
     def on_ring(self, process: _Process, thread: int, match: _Match) -> None:
@@ -409,7 +407,7 @@ def read_nccl_log(files: Iterable[BinaryIO]) -> NcclLog:
                 collector.add(message)
                 if message.text.endswith("Destroy COMPLETE"):
                     reader.failures.feed_nccl(message.text)
-        # Lines break inside each other within a file alone.
+        # Lines of different files do not break each other.
         reader.end()
     processes = collector.processes.values()
     _mend_hosts(processes)
@@ -421,7 +419,7 @@ def read_nccl_log(files: Iterable[BinaryIO]) -> NcclLog:
         jobs[job_of[process]].append(process)
     for comm in comms:
         comms_of[job_of[comm.parts[0].process]].append(comm)
-    # Of several jobs it is unknown whose torch's lines are.
+    # With several jobs, torch's lines cannot be assigned.
     largest = max(comms, key=lambda comm: comm.num_ranks or 0, default=None)
     ranks = largest.ranks if largest and len(comms_of) == 1 else {}
     report = reader.watchdog.report(ranks, is_one_job=len(comms_of) <= 1)
@@ -445,7 +443,6 @@ def read_nccl_log(files: Iterable[BinaryIO]) -> NcclLog:
 def _located(
     found: Iterable[RankFailure], ranks: dict[int, _Part]
 ) -> tuple[RankFailure, ...]:
-    """Return failures with rank and host, if NCCL's lines show them."""
     hosts = {rank: part.process.host for rank, part in ranks.items()}
     of_pid = {part.process.pid: rank for rank, part in ranks.items()}
     is_one = len(of_pid) == len(ranks)  # Containers may have the same.
@@ -456,7 +453,7 @@ def _located(
         if rank < 0 and is_one:
             rank = of_pid.get(each.pid, -1)
         task = each.name.removeprefix("task ")
-        # A task of Slurm's is a rank, or starts some.
+        # A task of Slurm is a rank, or starts several.
         if task.isdecimal() and hosts.get(int(task)) == each.host:
             rank = int(task)
         key = rank if rank >= 0 else (each.name, each.host, each.pid)
@@ -497,14 +494,13 @@ def _mend_hosts(processes: Collection[_Process]) -> None:
     for process in processes:
         of_host[process.host] += process.num_messages
     sure = {p.name for p in processes if p.num_messages > _MAX_MISREAD}
-    # Backwards, so that names with one end are neighbours; -1 is any process.
+    # Reversed names sort by their ends; -1 is any process.
     named = sorted(
         [(process.pid, process.host[::-1]) for process in processes]
         + [(-1, host[::-1]) for host, num in of_host.items() if num > _MAX_MISREAD]
     )
 
     def longer(pid: int, host: str) -> str:
-        """Return the only name with this end, "" for none or several."""
         at = bisect_right(named, (pid, host[::-1]))
         near = [name[::-1] for each, name in named[at : at + 2] if each == pid]
         found = [name for name in near if name.endswith(host)]
@@ -573,13 +569,12 @@ def _job(
 
 
 def _reported(topic: str, value: Any, notes: _Notes) -> object:  # noqa: ANN401 - values of any kind
-    """Return the value of a topic, made from its notes."""
     hosts = _hosts(notes)
     nums, *details = zip(*notes.values(), strict=True)
     if topic == "trees":
         return TreeLink(*value, hosts=hosts)
     if topic == "edges":
-        # Of one to another host there are two ends, and some logs have one alone.
+        # Connections between hosts have two ends, of which a log may lack one.
         num_received = sum(details[2])
         num_edges = max(sum(nums) - num_received, num_received)
         ends = int(details[0][0]), int(details[1][0])

@@ -46,10 +46,10 @@ _MARK_BEGUN = re.compile(
 )
 _LOOSE_VERSION = re.compile(rf"{_BEFORE}([NR]CCL version (?:: )?\d\S*)")
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-# Ray's words on lines of other processes that it does not show.
+# Ray's note about lines that it folds.
 _REPEATED = re.compile(r" *\[repeated \d{1,9}x across [a-z ]{1,20}\].*")
 
-# All sentences of torch's reports hold one of these.
+# Each sentence of torch's reports contains one of these.
 _OF_REPORTS = ("ollective", "anks", "Culprit", "monit")
 _OF_FAILURES = "rror", "xit", "local_rank", "Traceback", "File", "ignored", "restart"
 _PIECE_BYTES = 1 << 20
@@ -91,7 +91,7 @@ class MessageReader:
             if is_open or any(word in line for word in _OF_FAILURES):
                 self.failures.feed(line)
             return []
-        # Most lines begin like one before them, and looking that up is far cheaper.
+        # Most lines repeat a prefix: look it up, which is far cheaper.
         prefix, _, text = line.partition(_INFO)
         known = self._prefixes.get(prefix)
         is_odd = " NCCL " in text or "\r" in text or "\x1b" in text or "[rep" in text
@@ -122,8 +122,8 @@ class MessageReader:
         host, pid = message[:2]
         hosts = self._hosts_of_pid.setdefault(pid, set())
         if host not in hosts:
-            # Where the host ends with another that has this process, the rest is the
-            # tail of a line that was cut, if others have it: one may be cut itself.
+            # If the host ends with another host of this process, the rest is the tail
+            # of a cut line, unless the other host is rare, and cut itself.
             end = _longest_end(host[1:], hosts)
             if end and self._hosts.get(host, 0) < self._hosts[end] - 1:
                 return list(self._split(line[:MAX_LINE_CHARS]))
@@ -131,7 +131,7 @@ class MessageReader:
             self._hosts[host] = self._hosts.get(host, 0) + 1
         if not message.is_warning:
             if len(self._prefixes) >= _MAX_PREFIXES:
-                # Times of day stand in them: no two are alike.
+                # Prefixes with times never repeat.
                 self._prefixes.clear()
             self._prefixes[line.partition(_INFO)[0]] = message[:-1]
         return [message]
@@ -161,7 +161,7 @@ class MessageReader:
     def _lead(self, lead: str, *, is_cut: bool) -> Iterator[NcclMessage]:
         """Yield the message that a piece without a prefix completes."""
         if is_cut and (match := _BEFORE_ALONE.match(lead)):
-            # Blanks alone are the piece's own: a line was cut in front of them.
+            # Leading blanks belong to the piece.
             lead = lead if match[0].isspace() else lead[match.end() :]
         if not lead.strip():
             return
@@ -299,7 +299,7 @@ def _compile_forms() -> dict[str, list[_Form]]:
     text = _FORMS.strip().replace("\n    ", "")
     for name, fragment in _FRAGMENTS.items():
         text = text.replace(name, fragment)
-    # Of these there are many, and nothing is read from them.
+    # Frequent messages that are not read.
     found: dict[str, list[_Form]] = {"Ring": [], "Trees": []}
     for line in text.split("\n"):
         word, topic, form = line.split(" ", 2)
@@ -315,7 +315,7 @@ _PATTERNS = _compile_forms()
 
 def recognise(text: str) -> tuple[str, str, re.Match[str]] | None:
     """Return topic, words and match of a message of a known form."""
-    # Most begin with a known word as it stands, and stripping all costs time.
+    # Most begin with a known word; strip only the others.
     forms = _PATTERNS.get(text[: text.find(" ")])
     if forms is None:
         word = text.lstrip(" ").partition(" ")[0].rstrip(":")

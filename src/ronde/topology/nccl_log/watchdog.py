@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeVar
 
 _Value = TypeVar("_Value")
 _MAX_KEPT = 1 << 16  # Works and states of groups.
-# Ranks without a line are blamed where at least so many times as many have one.
+# Ranks without a line are blamed if this many times as many have one.
 _FEW_SILENT, _FEW_OF_GROUPS = 2, 4
 _NUMBER = re.compile(r"\d{1,6}")
 _RANK = re.compile(r"(?=\[rank(\d{1,6})\]:)")
@@ -90,7 +90,7 @@ class WatchdogReader:
 
     def __init__(self) -> None:
         self.num_lines = 0
-        # By rank and number. The group may stand in another line of the same two.
+        # By rank and number; another line may name the group.
         self._works: dict[tuple[int, int], TimedOutWork] = {}
         self._group_of: dict[tuple[int, int], str] = {}
         # By group and rank: numbers of the last enqueued and completed work.
@@ -117,7 +117,6 @@ class WatchdogReader:
             self.feed_report(part)
 
     def _feed_rank(self, rank: int, members: list[tuple[str, ...]], part: str) -> None:
-        """Read a line of one rank's watchdog."""
         group = next((id_ + name for id_, name, _ in members if id_), "")
         kinds = (_STUCK, _STORE_LOST, _ALIVE, _WORK, _STATUS)
         found = [kind for kind in kinds if kind.search(part)]
@@ -165,7 +164,7 @@ class WatchdogReader:
         self, known: Collection[int] = (), *, is_one_job: bool = True
     ) -> WatchdogReport:
         """Return the report; ``known`` are the ranks in the log."""
-        # A rank whose group or call is unknown waits with those that name it.
+        # Ranks of an unknown group or call join those that name it.
         groups: defaultdict[TimedOutWork | int, set[str]] = defaultdict(set)
         calls: defaultdict[int, set[TimedOutWork]] = defaultdict(set)
         works = self._works or {(rank, -1): _UNKNOWN for rank in self._sources}
@@ -194,7 +193,7 @@ class WatchdogReader:
             is_all = group in ("0", "0(default_pg)")
             is_all = is_all or (not group and len(found.works) == 1)
             most = len(reporting) / (_FEW_SILENT if is_all else _FEW_OF_GROUPS)
-            # Where others' answers alone are left, few lines show little.
+            # Answers to other ranks alone prove little.
             is_sure = known and is_all and self._works
             if is_one_job and (len(silent) <= most or is_sure):
                 found = found._replace(silent=_sorted(silent))

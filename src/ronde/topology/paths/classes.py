@@ -34,7 +34,7 @@ def classify(host: HostTopology) -> ClassTable:
     """Return words by PCI tree and NVLinks; without a tree, a source's own."""
     gpus = tuple(each.name for each in sorted(host.gpus, key=lambda gpu: gpu.number))
     paired = host.paired
-    # A port in neither tree nor pair is no hardware.
+    # Other ports are no hardware.
     ports = [each.name for each in host.ports if each.bus_id or each.name in paired]
     names = tuple(dict.fromkeys([*gpus, *ports]))
     pairs = _Pairs(host)
@@ -89,7 +89,6 @@ class _Pairs:
         return self._pci_word(one, other) or given or self._numa_word(one, other)
 
     def _pci_word(self, one: str, other: str) -> str:
-        """Return the word by the PCI tree, "" without one."""
         ends = self._adapters.get(one, one), self._adapters.get(other, other)
         chains = [bridges_above(self._devices, name) for name in ends]
         if not all(chains):
@@ -104,7 +103,7 @@ class _Pairs:
                 return "PIX" if is_one else "PXB"
         word = self._numa_word(one, other)
         given = self._relations.get(frozenset((one, other)), "")
-        # Which host bridges there are, only the driver knows.
+        # Only the driver knows the host bridges.
         return given if word == "PHB" and given in ("PHB", "NODE") else word
 
     def _numa_word(self, one: str, other: str) -> str:

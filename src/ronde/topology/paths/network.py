@@ -242,7 +242,6 @@ class PathNetwork:
         return (*(e for e in edges if e is not up), up) if up else tuple(edges)
 
     def _connect(self, source: str, target: str, kind: PathKind, speed: float) -> None:
-        """Add an edge, or widen one of the same kind."""
         own = self._edges.setdefault(source, {})
         # Sums of equal links must not depend on the order of the links.
         own[target, kind] = round(own.pop((target, kind), 0.0) + speed, 6)
@@ -372,8 +371,6 @@ class _Way(NamedTuple):
 
 
 class _Search:
-    """Breadth-first search from a target."""
-
     def __init__(self, network: PathNetwork) -> None:
         self._gpus = set(network.named(VertexKind.GPU))
         # NCCL gives up where a link is listed in one direction alone.

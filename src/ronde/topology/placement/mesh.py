@@ -111,7 +111,6 @@ class _Links:
         self._found: dict[tuple[int, tuple[int, ...]], LimitWorld] = {}
 
     def split(self, group: Iterable[int]) -> dict[int, tuple[int, ...]]:
-        """Return the local ranks of a group, by host."""
         parts: dict[int, tuple[int, ...]] = {}
         for rank in group:
             host, local = divmod(rank, self._num)
@@ -119,7 +118,6 @@ class _Links:
         return parts
 
     def within(self, host: int, local_ranks: tuple[int, ...]) -> LimitWorld:
-        """Return the links among ranks of one host."""
         key = host % len(self._hosts), local_ranks
         if key not in self._found:
             gpus, num = self._gpus[key[0]], len(local_ranks)
@@ -133,7 +131,6 @@ class _Links:
         return self._found[key]
 
     def network(self, host: int) -> LimitWorld:
-        """Return all network links of a host together."""
         key = host % len(self._hosts), ()
         if key not in self._found:
             world = LimitWorld(RankLayout(2 * self._num, 2, self._num))

@@ -150,7 +150,6 @@ def _common_masks(resources: Sequence[Sequence[Hint]], all_mask: int) -> set[int
 
 
 def _pairs(all_mask: int) -> Iterator[tuple[int, int]]:
-    """Yield each set without a node and the same with it, node by node."""
     for bit in (1 << node for node in range(all_mask.bit_length())):
         yield from ((m, m | bit) for m in range(all_mask + 1) if not m & bit)
 
@@ -313,8 +312,6 @@ def _middle_node(cores: Sequence[Core]) -> int:
 
 
 class _Placer:
-    """Tracks free resources from rank to rank."""
-
     def __init__(self, inventory: Inventory, request: AlignmentRequest) -> None:
         num_ranks = request.num_ranks
         if num_ranks < 1:

@@ -156,7 +156,7 @@ def _order_gpus(host: HostTopology) -> tuple[list[GpuDevice], dict[str, str]]:
         return ordered, {"HIP_VISIBLE_DEVICES": ""} if is_amd else {}
     gpus = sorted(host.gpus, key=lambda gpu: bus_order(gpu.bus_id))
     numbers = [gpu.number for gpu in gpus]
-    # Of a GPU that is lost the number stays free; another order is not the bus's.
+    # A lost GPU leaves a gap in the numbers; other orders are not the bus's.
     if numbers != sorted({*numbers}):
         gpus = [gpu._replace(number=number) for number, gpu in enumerate(gpus)]
     return gpus, {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ""}
@@ -210,7 +210,7 @@ def _nic_env(
     names = [_verbs_name(ports[nic]) for nic in used]
     if not names or not all(names):
         return {}
-    # The first sign makes NCCL compare whole names: mlx5_1 would mean mlx5_10, too.
+    # "=" makes NCCL compare whole names: mlx5_1 would match mlx5_10, too.
     return {"NCCL_IB_HCA": "=" + ",".join(dict.fromkeys(names))}
 
 
@@ -259,7 +259,7 @@ def _threads_by_index(cpus: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     """
     by_run = groupby(enumerate(cpus), key=lambda each: each[1] - each[0])
     runs = [[cpu for _, cpu in run] for _, run in by_run]
-    # Many short runs are no threads: every other CPU is of this node, or some are off.
+    # Many short runs: CPUs alternate between nodes, or some are offline.
     if len(runs) > _MAX_THREADS:
         return tuple((cpu,) for cpu in cpus)
     columns = zip_longest(*runs)
@@ -290,7 +290,6 @@ def _training_ports(host: HostTopology) -> tuple[NetPort, ...]:
 def _find_nearness(
     host: HostTopology, gpus: Sequence[GpuDevice], ports: Sequence[NetPort]
 ) -> dict[tuple[int, int], Nearness]:
-    """Return the known distance of each port from each GPU, by their indexes."""
     if not gpus or not ports:
         return {}
     table, paths = classify(host), find_paths(host)
@@ -320,8 +319,7 @@ def _verbs_name(port: NetPort) -> str:
         return ""
     adapters = port.title.partition(":")[0].split("+")
     number = port.port
-    # NCCL's files count a port's copies in, so that only the first number is right.
-    # Where a port has a number, the source is such a file.
+    # In NCCL's files, in which ports have numbers, later port numbers may count copies.
     if port.number != UNKNOWN and number > 1:
         number = UNKNOWN
     if port.title.startswith("mlx5") and number == UNKNOWN:

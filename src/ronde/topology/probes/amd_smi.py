@@ -31,7 +31,6 @@ _TYPE, _HOPS, _RATE = "link type", "hops", "numa bw"
 
 
 def _read_tables(saved: Saved) -> tuple[dict[str, int], _Words]:
-    """Return the NUMA node of each GPU by its label, and the words of all tables."""
     labels: dict[str, int] = {}
     words: _Words = defaultdict(dict)
     # A table may have lost its title.

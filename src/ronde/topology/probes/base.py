@@ -93,7 +93,6 @@ def untag(lines: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
 
 
 def _tags(lines: Sequence[str], form: str) -> list[str]:
-    """Return the tag of each line; [] if a line has none."""
     pattern = re.compile(form)
     tags: list[str] = []
     for line in lines:

@@ -84,8 +84,6 @@ def _read(saved: Saved) -> Topology:
 
 
 class _Object(NamedTuple):
-    """An object of the file, with its context."""
-
     element: Element
     kind: str
     cpus: int  # Its CPUs as bits, else those of the nearest object around it.
@@ -232,11 +230,10 @@ def _read_devices(objects: Iterable[_Object], nodes: _Nodes) -> dict[str, PciDev
 def _read_gpus(
     objects: Iterable[_Object], devices: Mapping[str, PciDevice]
 ) -> tuple[GpuDevice, ...]:
-    """Return GPUs in the order of the devices, with the facts of their drivers."""
     known: defaultdict[str, dict[str, str]] = defaultdict(dict)
     for each in objects:
         infos = _infos(each.element) if each.kind == "OSDev" else {}
-        # The library that found it; each version has it elsewhere.
+        # The library that found it; its attribute depends on the version.
         backend = each.element.get("subtype") or infos.get("CoProcType", "")
         if each.bus_id and (backend or infos.get("Backend", "")) in _GPU_BACKENDS:
             known[each.bus_id] |= infos
@@ -274,13 +271,13 @@ def _read_ports(
             for name, state in (_infos(each.element) if is_rdma else {}).items()
             if (match := _PORT_STATE.fullmatch(name))
         )
-        # The second and later bear their number.
+        # Titles of second and later ports have a number.
         titles = [port.title, *(f"{port.title}:{number}" for number, _ in states[1:])]
         found += [
             port._replace(title=title, port=number, is_up=is_up)
             for title, (number, is_up) in zip(titles, states, strict=False)
         ] or [port]
-    # The interfaces of an RDMA adapter are its ports once more.
+    # Interfaces of an RDMA adapter repeat its ports.
     adapters = {port.bus_id for port in found if port.kind == "infiniband"} - {""}
     return tuple(p for p in found if p.kind != "ethernet" or p.bus_id not in adapters)
 
@@ -300,7 +297,6 @@ def _names(objects: Iterable[_Object], nodes: _Nodes) -> dict[str, str]:
 def _read_links(
     root: Element, names: Mapping[str, str], gpus: Sequence[GpuDevice]
 ) -> Iterator[Link]:
-    """Yield the direct links with known ends, one a direction."""
     capabilities = {gpu.name: gpu.sm for gpu in gpus}
     for matrix in root.named("distances2", "distances2hetero"):
         kind = _LINK_KINDS.get(matrix.get("name"))

@@ -40,7 +40,6 @@ _CODES = ("class", "vendor", "device", "subsystem_vendor", "subsystem_device")
 
 
 def _read_hosts(saved: Saved) -> Topology:
-    """Return the hosts; a file may hold processors of several."""
     root = parse_xml(saved.data, saved.name, "system")
     readers: defaultdict[str, _HostReader] = defaultdict(_HostReader)
     for cpu in root.named("cpu"):
@@ -50,7 +49,7 @@ def _read_hosts(saved: Saved) -> Topology:
             f"{saved.name} must list at least one cpu, got none. Write it with "
             "NCCL_TOPO_DUMP_FILE."
         )
-    # Where there is one, the file does not name it.
+    # A file of one host does not name it.
     names = list(readers) if len(readers) > 1 else [""]
     source = f"NCCL topology file {saved.name}"
     hosts = zip(names, readers.values(), strict=True)
@@ -58,8 +57,6 @@ def _read_hosts(saved: Saved) -> Topology:
 
 
 class _HostReader:
-    """Reads the processors of one host, with all that is below them."""
-
     def __init__(self) -> None:
         self._remarks: list[str] = []
         self._refused: list[str] = []
@@ -95,7 +92,6 @@ class _HostReader:
         self._remarks.append(f"Line {element.line}: {element.tag} {remark}.")
 
     def _unread(self, element: Element, name: str) -> None:
-        """Remark that an attribute cannot be read, if it is there."""
         if (text := element.attributes.get(name)) is not None:
             self._remark(element, f"has {name}={shorten(text)}, which cannot be read")
 
@@ -138,7 +134,6 @@ class _HostReader:
         self._descend(cpu, None, node.number)
 
     def _descend(self, element: Element, device: PciDevice | None, node: int) -> None:
-        """Read the elements below a PCI device or a processor."""
         for child in element.children:
             if child.tag == "pci":
                 self._on_pci(child, device, node)
@@ -169,7 +164,7 @@ class _HostReader:
         there = self._devices.setdefault(device.bus_id, device)
         if there is device:
             return device
-        # Another device under a wrong address: NCCL takes it where it stands.
+        # Another device with a wrong address; NCCL accepts it.
         others = (f"{device.bus_id[:-1]}{function}" for function in range(1, 8))
         free = next((other for other in others if other not in self._devices), "")
         if there.parent == device.parent or not free:
@@ -240,7 +235,7 @@ class _HostReader:
         """Add a port under a title of its own; return False if it was there."""
         there = self._ports.get(port.title)
         if there and (there.number, there.port) != (port.number, port.port):
-            # One adapter, two ports; NCCL's log writes them so, too.
+            # Two ports of an adapter, written as in NCCL's log.
             mark = port.port if port.port != there.port else port.number
             port = port._replace(title=f"{port.title}:{mark}")
         return self._ports.setdefault(port.title, port) is port

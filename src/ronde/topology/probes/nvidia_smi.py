@@ -54,7 +54,7 @@ _GROWN = re.compile(r"(?<=[0-9])(?=(?:GPU|NIC|mlx)[0-9])")
 _HEADING = re.compile(r"CPU\s+Affinity|NUMA\s+Affinity|GPU\s+NUMA\s+ID")
 _LEGEND = re.compile(r"\s*(NIC[0-9]{1,4})\s*:\s*(\S{1,64})\s*")
 
-# Without ``NV#`` it is that of ``topo -mp``, which leaves NVLinks out.
+# The legend of ``topo -mp``, which leaves NVLinks out, has no ``NV#``.
 _LEGEND_OF_MATRIX = re.compile(r"\s*(Legend:|NV#).*")
 
 _GPU = re.compile(r"\s*GPU ([0-9]{1,3}):\s*(\S.*)")
@@ -102,7 +102,6 @@ def _columns(line: str) -> list[str]:
 
 
 def _is_of_gpu(line: str) -> bool:
-    """Return True if a line names a GPU or describes one of its links."""
     if match := _GPU.fullmatch(line):
         return "(UUID: " in match[2]
     match = _LINK.fullmatch(line)
@@ -127,8 +126,6 @@ class _Gpu:
 
 
 class _Reader:
-    """Reads line by line; ``host`` returns the result."""
-
     def __init__(self, origin: str) -> None:
         self._origin = origin
         self._remarks: list[str] = []
@@ -149,7 +146,7 @@ class _Reader:
     def feed(self, number: int, line: str) -> None:
         words = line.split(maxsplit=2)
         name = words[0] if words else ""
-        # A second header begins like a row, and goes on otherwise.
+        # A second header begins like a row.
         is_row = name in self._columns and name not in self._rows
         if is_row and not (len(words) > 1 and words[1] in self._columns):
             self._on_row(number, line, name)
@@ -184,7 +181,7 @@ class _Reader:
         if self._below is None or (rate is None and match[2][0] in "<0123456789"):
             rule = "a link must stand below its GPU, with its rate"
             raise bad_value(self._origin, number, rule, line.strip())
-        # Other facts on a link are let pass, and show nothing of its state.
+        # Other facts about a link do not show its state.
         self._below.is_listed |= rate is not None
         if rate:
             self._below.rates[match[1]] = rate
@@ -238,7 +235,7 @@ class _Reader:
         known = self._pairs.setdefault(pair, ["", ""])
         index = 1 if _PEER.fullmatch(word) else 0
         old = known[index]
-        # ``topo -mp`` leaves NVLinks out, and contradicts no other matrix.
+        # ``topo -mp`` leaves NVLinks out: that is no contradiction.
         is_bonded, was_bonded = map(_BONDED.fullmatch, (word, old))
         if not old or (is_bonded and not was_bonded):
             known[index] = word
@@ -249,8 +246,7 @@ class _Reader:
     def _lists(self, number: int, tail: str) -> list[int]:
         """Return the lists behind a row's words as bits, in the order of headings."""
         fields = tail.split()
-        # Only CPUs are left out where there are none; a lone list is not cut off its
-        # node.
+        # Only an empty list of CPUs is left out; a list of CPUs may lack its node.
         is_list = len(self._headings) == 2 and ("-" in tail or "," in tail)
         if len(fields) == len(self._headings) - 1 and not is_list:
             fields.insert(0, "")
@@ -343,7 +339,7 @@ class _Reader:
     def _number_by_cpus(self) -> dict[str, list[int]]:
         own = {name: cpus for name, (cpus, _, _) in self._lists_of.items() if cpus}
         sets = sorted(set(own.values()), key=lambda cpus: cpus & -cpus)
-        # Carrying leaves a sum fewer bits: some CPU is in two sets.
+        # A sum with fewer bits shows that a CPU is in two sets.
         if sum(sets).bit_count() < sum(map(int.bit_count, sets)):
             self._remarks.append("CPU affinities overlap: NUMA nodes are unknown.")
             return {}
@@ -364,7 +360,6 @@ class _Reader:
     def _links(
         self, gpus: Mapping[str, GpuDevice], names: Mapping[str, str]
     ) -> Iterator[Link]:
-        """Yield the NVLinks of GPUs, if their ends are known."""
         bonds: defaultdict[str, dict[str, int]] = defaultdict(dict)
         for pair, (path, _) in self._pairs.items():
             bonded = _BONDED.fullmatch(path)
@@ -373,11 +368,11 @@ class _Reader:
                     bonds[one][names[other]] = int(bonded[1])
         for name, gpu in gpus.items():
             targets, rates = bonds[name], self._gpus[gpu.number].rates
-            # A matrix shows how it should be, a list of links how it is.
+            # The list shows the state; the matrix shows the wiring.
             targets = targets if gpu.nvlinks else {}
             most = max(targets.values(), default=0)
-            # To several others by all its links, or by more than any GPU has, a GPU
-            # gets through a switch.
+            # All links, or more links than a GPU has, lead to several others: there
+            # is a switch.
             if sum(targets.values()) > (most if most == len(rates) else _MAX_LINKS):
                 targets = {NVSWITCH: most}
             num_links = sum(targets.values())
@@ -391,7 +386,7 @@ class _Reader:
             if len(set(rates.values())) > 1:
                 given = ", ".join(f"{rate:g}" for rate in sorted(set(rates.values())))
                 self._remarks.append(f"{name} has NVLinks that signal at {given} GB/s.")
-            # How fast a link signals counts where the model does not tell.
+            # The signalling rate counts if the model is unknown.
             least = min(rates.values(), default=0) if gpu.sm == UNKNOWN else 0
             rate = payload_gb_per_s(least * 1000)
             for target, count in targets.items():

@@ -101,7 +101,7 @@ def graph_of(
         relations=tuple(
             Relation(named[one].name, named[other].name, peer=_PEERS[answer])
             for (one, other), answer in peers.items()
-            # One direction stands for both where they are alike.
+            # Equal directions are listed once.
             if answer in _PEERS and (one < other or answer != peers.get((other, one)))
         ),
         remarks=tuple(remarks),
@@ -109,7 +109,6 @@ def graph_of(
 
 
 def _target(remote: Remote) -> str:
-    """Return the name of an NVLink's target, "" if unknown."""
     address = plain_address(remote.address)
     if not address or address.startswith(_HIDDEN_DOMAIN):
         # Virtual machines do not see the switches.

@@ -92,7 +92,7 @@ def _read_switch(text: str, origin: str) -> NetworkSwitch | None:
         raise _refusal(origin, f"{rule}BlockName with Nodes", text)
     if kind == _SIZES:
         return None
-    # Of a level above others scontrol prints all hosts below, and not its own.
+    # For upper levels scontrol prints all hosts below.
     is_above = "level" in values and "switches" in values
     hosts = "" if is_above else values.get("nodes", "")
     listed = values.get("switches", ""), hosts

@@ -56,7 +56,7 @@ def read_query(saved: Saved) -> Element:
         elif name := _xml_name(section.tag, key):
             element = SubElement(section, name)
             element.text = value.strip()
-            # What stands below a value belongs to the same section.
+            # Lines below a value belong to the same section.
             is_section = not colon and len(opened) < _MAX_DEPTH
             opened += [(indentation, element)] if is_section else []
     return top

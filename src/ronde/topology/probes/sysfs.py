@@ -45,7 +45,7 @@ _NVIDIA, _AMD, _INTEL = 0x10DE, 0x1002, 0x8086
 _KFD = "sys/class/kfd/kfd/topology/nodes"
 _KFD_XGMI = 11
 _NODES = "sys/devices/system/node"
-# Enough for the first processor; for all of them the kernel takes milliseconds.
+# The first processor; reading all takes milliseconds.
 _ONE_PROCESSOR_BYTES = 4096
 _NET, _INFINIBAND = "sys/class/net", "sys/class/infiniband"
 _KINDS = {"1": "ethernet", "32": "infiniband"}
@@ -63,7 +63,7 @@ def read_host(root: Path = Path("/")) -> HostTopology:
     ports = _read_ports(top, functions)
     ends = {each.bus_id for each in (*gpus, *ports) if each.bus_id}
     for address, each in functions.items():
-        # Virtual functions are not among them: one that is in use has a port.
+        # A virtual function in use has a port already.
         is_adapter = pci.is_network(each.class_code) and not each.is_virtual
         if is_adapter or pci.is_nvswitch(each.class_code, each.vendor):
             ends.add(address)
@@ -153,8 +153,7 @@ def _code(directory: str, name: str) -> int:
 def _read_gpus(
     root: str, functions: Mapping[str, Function]
 ) -> tuple[tuple[GpuDevice, ...], tuple[Link, ...]]:
-    """Return the GPUs by bus address, and AMD's links between them."""
-    # Of a maker whose driver lists GPUs, only those; containers show more on the bus.
+    # If a maker's driver lists GPUs, only those count; a container's bus shows more.
     found: dict[str, GpuDevice] = {}
     for address, (model, uuid, _) in machine.read_driver_gpus(root).items():
         sm = pci.compute_capability(model)
@@ -174,11 +173,10 @@ def _read_gpus(
 
 
 def _read_kfd(root: str) -> tuple[dict[str, GpuDevice], tuple[Link, ...]]:
-    """Return the GPUs of AMD's compute driver by address, and their links."""
     found: dict[str, GpuDevice] = {}
     address_of: dict[str, str] = {}  # By number of the driver's node.
     for number in list_names(f"{root}/{_KFD}"):
-        # Those that this container may not use have a number that cannot be read.
+        # Numbers of GPUs that this container may not use cannot be read.
         if read_text(f"{root}/{_KFD}/{number}/gpu_id") in ("", "0"):
             continue
         values = _properties(f"{root}/{_KFD}/{number}/properties")
@@ -200,7 +198,7 @@ def _read_kfd(root: str) -> tuple[dict[str, GpuDevice], tuple[Link, ...]]:
         ):
             target = address_of.get(str(values.get("node_to")))
             if target is not None and values.get("type") == _KFD_XGMI:
-                # MB/s that one link carries, and all together.
+                # MB/s of one link, and of all.
                 least, most = (values.get(f"{m}_bandwidth", 0) for m in ("min", "max"))
                 count = max(1, most // least) if least > 0 else 1
                 links.append(Link(LinkKind.XGMI, name, target, count))
@@ -238,14 +236,13 @@ def _read_nodes(root: str) -> tuple[tuple[NumaNode, ...], tuple[str, ...]]:
     elif left:
         nodes.append(_with_cpus(root, plain._replace(number=0), left))
     if len(nodes) == 1:
-        # Memory that a virtual machine was given after its start is in no node's file.
+        # No node's file has memory that was added to a virtual machine.
         memory = max(nodes[0].memory_bytes, _read_memory(f"{root}/proc/meminfo"))
         nodes = [nodes[0]._replace(memory_bytes=memory)]
     return tuple(nodes), tuple(remarks)
 
 
 def _read_processor(root: str) -> NumaNode:
-    """Return a node with the first CPU's architecture and model."""
     text = read_text(f"{root}/proc/cpuinfo", _ONE_PROCESSOR_BYTES)
     pairs = (line.partition(":") for line in text.split("\n\n")[0].splitlines())
     # One blank stands after the colon; more belong to the name: "  Shanghai  ".
@@ -290,7 +287,7 @@ def _read_ports(root: str, functions: Mapping[str, Function]) -> tuple[NetPort, 
             words = (text.partition(": ")[2] for text in (state, physical))
             down = ", ".join(filter(None, words))
             port = NetPort(
-                # The second and later bear their number.
+                # Titles of second and later ports have a number.
                 title=f"{name}:{number}" if index else name,
                 bus_id=pci.bus_id(pci.read_path(own)),
                 kind=read_text(f"{files}/link_layer").lower(),
@@ -335,7 +332,6 @@ def _read_interfaces(root: str, ports: Sequence[NetPort]) -> tuple[Interface, ..
 
 
 def _lower_names(root: str, name: str, ports: Sequence[NetPort]) -> list[str]:
-    """Return the ports or interfaces right below an interface."""
     own = f"{root}/{_NET}/{name}"
     if _is_software(own):
         names = (n for n in list_names(own) if n.startswith("lower_"))
@@ -350,5 +346,5 @@ def _lower_names(root: str, name: str, ports: Sequence[NetPort]) -> list[str]:
 
 def _is_software(own: str) -> bool:
     link = pci.read_link(own)
-    # In trees that were copied without links, only hardware still has a device.
+    # In trees copied without links, only hardware has a device.
     return "/devices/virtual/" in link if link else not list_names(f"{own}/device")
