@@ -12,7 +12,6 @@ from tests.topology.sample_hosts import (
 )
 
 from ronde.topology import (
-    NVSWITCH,
     GpuDevice,
     HostTopology,
     Link,
@@ -70,12 +69,6 @@ def test_a_gpus_own_adapter_is_below_broadcoms_switches():
     assert ports[table.labels.index("NIC1")] == "PIX"
 
 
-def test_amds_links_have_a_word_of_their_own():
-    host = sample_host("topo_4p_942.xml")
-    table = classify(host)
-    assert {word for row in table.words[:4] for word in row[:4]} == {"X", "XGMI"}
-
-
 @pytest.mark.parametrize("name", FILES)
 def test_the_table_agrees_with_nccls_kinds(name):
     # Without NVLink and without joined switches, both tell the same.
@@ -100,17 +93,6 @@ NODES = (NumaNode(0, cpus=(0, 1, 2, 3, 8)), NumaNode(1, cpus=(4, 5)))
 
 
 class TestWords:
-    def test_links_to_switches_are_the_fewer_of_both(self):
-        gpus = tuple(GpuDevice(f"0000:0{n}:00.0", n) for n in range(3))
-        links = (
-            # Two switches, which are told one by one.
-            Link(LinkKind.NVLINK, "0000:00:00.0", "0000:f0:00.0", 9),
-            Link(LinkKind.NVLINK, "0000:00:00.0", "0000:f1:00.0", 9),
-            Link(LinkKind.NVLINK, "0000:01:00.0", NVSWITCH, 17),
-        )
-        table = classify(HostTopology(gpus=gpus, links=links))
-        assert table.words == (("X", "NV17", "?"), ("NV17", "X", "?"), ("?", "?", "X"))
-
     def test_links_to_processors_are_not_between_gpus(self):
         gpus = tuple(GpuDevice(f"0000:0{n}:00.0", n) for n in range(2))
         links = tuple(
@@ -163,16 +145,6 @@ class TestWords:
         # A virtual machine's only node has the number -1 in NCCL's files.
         one = host._replace(numa_nodes=(NumaNode(-1),))
         assert classify(one).words[0][1] == "PHB"
-
-    def test_a_circle_of_bridges_ends(self):
-        devices = (
-            device("0000:01:00.0", "0000:02:00.0"),
-            device("0000:02:00.0", "0000:01:00.0"),
-        )
-        gpus = (GpuDevice("0000:01:00.0", 0), GpuDevice("0000:02:00.0", 1))
-        host = HostTopology(numa_nodes=NODES, devices=devices, gpus=gpus)
-        assert classify(host).words[0][0] == "X"
-        assert find_paths(host).between("0000:01:00.0", "0000:01:00.0").num_hops == 0
 
 
 @given(st.lists(st.sampled_from(["0000:01:00.0", "0000:02:00.0", ""]), max_size=4))

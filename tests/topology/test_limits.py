@@ -15,7 +15,6 @@ from ronde.topology import (
     gpu_bound,
     memory_bound,
     network_bound,
-    nvls_bound,
 )
 
 TWO_H100 = RankLayout(16, 2, 8)
@@ -93,13 +92,6 @@ def test_what_switches_and_rings_change_is_noted() -> None:
     assert limit(TWO_NODES, "broadcast").note == ""
 
 
-def test_switches_of_the_network_that_reduce() -> None:
-    bound = network_bound(
-        "all_reduce", RankLayout(64, 8, 8), 400, is_reduced_in_network=True
-    )
-    assert bound == 787.5
-
-
 def test_what_nccl_counts_on_stands_beside() -> None:
     found = limit(TWO_NODES)
     # 18 * 20.6 * 15/16 * 8/7
@@ -136,18 +128,6 @@ def test_no_bound_has_a_reason() -> None:
     assert bound_of(LimitWorld(RankLayout(2, 1, 2)), "broadcast").reason
 
 
-def test_nvls_on_one_node() -> None:
-    eight = RankLayout(8, 1, 8)
-    assert nvls_bound(eight, 1) == pytest.approx(1.56, abs=0.005)
-
-
-def test_other_tests_over_the_network() -> None:
-    assert network_bound("broadcast", TWO_H100, 400) == 400
-    assert network_bound("gather", TWO_H100, 400) == 750
-    assert network_bound("hypercube", TWO_H100, 400) == 50 * 15 / 8
-    assert network_bound("sendrecv", TWO_H100, 400) == 400
-
-
 # Bytes read and written on one host by 4 ranks, in place, by the size of a row; and
 # busbw by algbw. Counted by hand.
 @pytest.mark.parametrize(
@@ -177,13 +157,6 @@ def test_memory_reads_and_writes_every_byte_once(
 def test_memory_of_several_hosts() -> None:
     assert memory_bound("all_reduce", RankLayout(2, 1, 2), 40) == 40 * 1 / 4
     assert memory_bound("all_reduce", RankLayout(4, 2, 2), 40) == 40 * 3 / 8
-
-
-def test_other_tests_within_a_node() -> None:
-    # A GPU sends 7 of 16 shares to its neighbours.
-    assert gpu_bound("alltoall", TWO_H100, 450) == 450 * 15 / 7
-    assert gpu_bound("hypercube", TWO_H100, 450) == 450 * 15 / 7
-    assert gpu_bound("broadcast", TWO_H100, 450) == 450
 
 
 @pytest.mark.parametrize("test", sorted(MEASURED))

@@ -205,15 +205,6 @@ def test_a_warning_keeps_its_place() -> None:
     assert warning.num_times == 2
 
 
-def test_other_programs_may_speak_too() -> None:
-    text = text_of(JobLog(num_hosts=1)).decode().splitlines()
-    noise = "step 3: loss 2.25  [####    ] 40%|... NCCL is great: 12:34 [0]"
-    mixed = "\n".join(part for line in text for part in (line, noise))
-
-    assert read(mixed).jobs == read("\n".join(text)).jobs
-    assert read(mixed).num_lost == 0
-
-
 def test_files_are_one_log() -> None:
     job = JobLog(num_hosts=1)
     files = ["\n".join(job.lines_of(rank)) for rank in range(8)]
@@ -360,16 +351,6 @@ def test_interleaved_lines_say_what_the_clean_ones_say(seed: int) -> None:
     log = read(text)
     assert log.jobs[0].hosts == ("node0", "node1")
     assert log.jobs[0].num_processes == 16
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_nothing_is_made_up_when_every_third_line_is_cut(seed: int) -> None:
-    job = JobLog(num_hosts=1)
-    text, num_cut = interleave([job.lines_of(r) for r in range(8)], seed, 0.33)
-    clean = {message.text for message in messages_of("\n".join(job.lines()))}
-
-    assert {message.text for message in messages_of(text)} <= clean
-    assert read(text).num_mended > num_cut / 2
 
 
 # ---- harm

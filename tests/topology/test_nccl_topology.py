@@ -234,14 +234,6 @@ class TestSamples:
         ]
         assert {port.number for port in host.ports} == {UNKNOWN}
 
-    def test_an_adapter_under_the_address_of_a_bridge_stands_at_its_own_bridge(self):
-        host = named("topo_8p1h_1")
-
-        (mlx5_7,) = (port for port in host.ports if port.title == "mlx5_7")
-        above = {device.bus_id: device.parent for device in host.devices}
-        assert mlx5_7.bus_id == "0000:a1:00.1"
-        assert above["0000:a1:00.1"] == above["0000:91:00.0"] == "0000:8f:00.0"
-
 
 class TestElements:
     def test_processors_of_two_hosts_are_two_hosts(self):
@@ -312,11 +304,6 @@ class TestElements:
 
         assert [port.title for port in host.ports] == ["b"]
 
-    def test_a_virtual_adapter_below_a_processor(self):
-        (port_,) = on_one_node(f"<nic>{port('eth0', 0)}</nic>").ports
-
-        assert (port_.bus_id, port_.node, port_.mbit_per_s) == ("", 0, 100000)
-
     def test_a_file_may_be_in_disorder_and_partly_reported(self):
         host = on_one_node(
             pci("0:1:0.0", pci("0:2:0.0", class_code="0x120000") + "<gpu/>")
@@ -346,15 +333,6 @@ class TestOddities:
         remarks = on_one_node(inside).remarks
 
         assert any(each.startswith(f"Line 1: {remark}") for each in remarks), remarks
-
-    def test_a_mask_that_is_none(self):
-        (host,) = read('<system version="3"><cpu numaid="-1" affinity="0-3"/></system>')
-
-        assert host.numa_nodes[0].cpus == ()
-        assert host.numa_nodes[0].number == UNKNOWN
-        assert host.remarks == (
-            "Line 1: cpu has affinity='0-3', which cannot be read.",
-        )
 
     def test_an_odd_file_is_not_reported_without_end(self):
         remarks = on_one_node(pci("odd") * 1000).remarks

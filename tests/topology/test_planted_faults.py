@@ -28,6 +28,7 @@ from ronde.topology import (
     read_saved,
 )
 
+ERROR, WARNING, NOTE = Level
 SAMPLES = Path(__file__).parent / "samples"
 B200 = SAMPLES / "nvsmi_topo_m/hgx_b200_8x_drv595.91.txt"
 PERLMUTTER = SAMPLES / "nvsmi_topo_m/perlmutter_a100_4x_drv580.159.txt"
@@ -286,7 +287,7 @@ def test_a_gpu_with_inactive_links_is_found_in_their_list():
     lost = "\n".join(f"\t Link {n}: <inactive>" for n in range(7, 18))
     (finding,) = lint_host(host_of(bad.replace("GPU 3", f"{lost}\nGPU 3")))
     assert (finding.rule, finding.element) == ("uneven-nvlinks", "gpu/2")
-    assert finding.severity is Level.ERROR
+    assert finding.severity is ERROR
     assert "7 NVLinks are up, and other GPUs of this host have 18" in finding.seen
 
 
@@ -321,7 +322,7 @@ def test_an_empty_file_has_its_own_sentence(tmp_path, capsys):
 def test_a_processor_without_numaid_is_an_error():
     text = re.sub(' numaid="[0-9]+"', "", P4DE.read_text())
     found = {f.rule: f for f in lint_host(host_of(text))}
-    assert found["refused-by-nccl"].severity is Level.ERROR
+    assert found["refused-by-nccl"].severity is ERROR
     assert found["refused-by-nccl"].seen.count("cpu has no numaid") == 2
 
 

@@ -18,6 +18,7 @@ from ronde.topology import (
     Policy,
     best_count,
     compare,
+    counted_hints,
     decide,
     merge,
 )
@@ -147,3 +148,25 @@ def test_no_order_changes_a_verdict(situation, shuffler, policy):
 def test_on_one_node_a_single_node_is_no_limit():
     verdict = decide(Policy.SINGLE_NUMA_NODE, [[Hint(1, True)]], 1)
     assert verdict == (None, True, True)
+
+
+counts = st.lists(st.integers(0, 6), min_size=1, max_size=5)
+
+
+@given(counts, st.integers(1, 12), st.data())
+def test_a_hint_is_each_set_that_has_enough_and_preferred_where_small(
+    total, quantity, data
+):
+    free = [data.draw(st.integers(0, count)) for count in total]
+    hints = {h.mask: h.is_preferred for h in counted_hints(total, free, quantity)}
+
+    def amount(mask: int, of: list[int]) -> int:
+        return sum(n for bit, n in enumerate(of) if mask >> bit & 1)
+
+    masks = range(1, 1 << len(total))
+    able = [mask.bit_count() for mask in masks if amount(mask, total) >= quantity]
+    assert hints == {
+        mask: mask.bit_count() == min(able)
+        for mask in masks
+        if amount(mask, free) >= quantity
+    }

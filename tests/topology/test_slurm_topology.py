@@ -66,14 +66,6 @@ def test_blocks_are_switches():
     )
 
 
-def test_a_host_may_be_at_two_switches_and_a_switch_below_two():
-    topology = read(
-        "SwitchName=a Nodes=n1\nSwitchName=b Nodes=n1\n"
-        "SwitchName=c Switches=a,b\nSwitchName=d Switches=a,b\n"
-    )
-    assert [switch.switches for switch in topology.switches[2:]] == [("a", "b")] * 2
-
-
 def test_a_host_at_two_leaves_is_a_finding_and_switches_alone_are_judged(
     tmp_path, capsys
 ):
@@ -103,11 +95,6 @@ def test_what_scontrol_shows():
     )
     assert PROBE.recognises(Saved("it", SHOWN.encode()))
     assert read(SHOWN) == read(conf)
-
-
-def test_blocks_that_scontrol_shows():
-    shown = "BlockName=b1 BlockIndex=0 Nodes=n[1-2] BlockSize=2\n"
-    assert read(shown) == read("BlockName=b1 Nodes=n[1-2]\n")
 
 
 CIRCLE = """\

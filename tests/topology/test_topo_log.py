@@ -30,7 +30,7 @@ SAMPLE = (
     Path(__file__).parent
     / "samples/nccl_debug_logs/hgx_h200_b200_nccl2.27.3_selected_lines.log"
 )
-ERROR, WARNING, NOTE = (Level.ERROR, Level.WARNING, Level.NOTE)
+ERROR, WARNING, NOTE = Level
 NVLS_LOST = (
     "Failed to bind NVLink SHARP (NVLS) Multicast memory of size 2097152 : CUDA error "
     "401 'the operation cannot be performed in the present state'. Proceeding without "

@@ -72,10 +72,6 @@ NIC3  SYS   PHB   SYS   SYS   SYS   SYS   SYS   X     32-47,96-111   2
         assert "0,2,4,6,8,10,12,14,... " in text
         assert "256" not in text
 
-    def test_what_no_source_reports_is_no_column(self):
-        text = tabulate_classes(classify(HostTopology(gpus=(GpuDevice("", 0),))))
-        assert text == "      GPU0\nGPU0  X\n\n  X    = itself\n"
-
     def test_nothing_is_said_to_be_nothing(self):
         empty = classify(HostTopology())
         assert tabulate_classes(empty) == "no GPU and no network adapter\n"

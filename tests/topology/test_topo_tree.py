@@ -152,17 +152,6 @@ def test_of_a_device_that_is_only_named_no_bandwidth_is_guessed():
     assert text.splitlines()[-1].endswith("PCI link speed unknown")
 
 
-def test_links_of_an_unknown_chip_are_counted_only():
-    links = (Link(LinkKind.NVLINK, GPU, "nvswitch", 18),)
-    unknown = draw(gpus=(GpuDevice(GPU, 0),), links=links)
-    assert unknown.splitlines()[-1] == "NVLink: GPU 0: 18 to NVSwitch"
-    known = draw(gpus=(GpuDevice(GPU, 0, sm=80),), links=links)
-    assert known.splitlines()[-1] == "NVLink: GPU 0: 18 to NVSwitch, 360 GB/s"
-    # NCCL takes 20 GB/s for a chip that it does not know.
-    odd = draw(gpus=(GpuDevice(GPU, 0, sm=52),), links=links)
-    assert odd == known.replace("sm 80", "sm 52")
-
-
 def test_nvswitches_are_called_so():
     switch = PciDevice(GPU, class_code=0x068000, vendor=0x10DE, speed="16.0 GT/s PCIe")
     untold = PciDevice("0000:03:00.0", class_code=0x068000, vendor=0x10DE)

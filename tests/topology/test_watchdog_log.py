@@ -8,6 +8,8 @@ from tests.topology.test_topo_log import find, found, read
 
 from ronde.topology import Level, is_nccl_log, judge_nccl_log
 
+ERROR, WARNING, NOTE = Level
+
 
 def caught(rank: int, call: str, *, before: str = "", member: int | None = None) -> str:
     """Return the watchdog's line of a rank."""
@@ -55,7 +57,7 @@ def signalled(rank: int, last: tuple[int, int]) -> str:
 GATHER = "SeqNum=41, OpType=ALLGATHER, NumelIn=2048, NumelOut=16384"
 REDUCE = "SeqNum=41, OpType=ALLREDUCE, NumelIn=77, NumelOut=77"
 SEND_ALL = REDUCE.replace("ALLREDUCE", "BROADCAST")
-STUCK = "watchdog-stuck", Level.ERROR
+STUCK = "watchdog-stuck", ERROR
 CAUGHT = "Watchdog caught collective operation timeout"
 DEFAULT = "0(default_pg)"
 TENSORS = "22(TENSOR_MODEL_PARALLEL_GROUP)"
@@ -253,7 +255,7 @@ def test_the_story_of_a_time_out(
     text = "step 41: loss 2.25\n" + "".join(lines)
     finding = find(text.encode(), "collective-timeout")
 
-    assert (finding.element, finding.severity) == (key, Level.ERROR)
+    assert (finding.element, finding.severity) == (key, ERROR)
     for each in words:
         assert each in f"{finding.seen} {finding.remedy}"
     assert is_nccl_log(text)
@@ -291,9 +293,9 @@ def test_a_rank_that_called_a_collective_has_started() -> None:
     ]
     torch = [caught(r, GATHER) + status(r, 41, (41, 40), "0", r) for r in range(8)]
 
-    assert found("".join(silent).encode()) == {"init-incomplete": Level.ERROR}
+    assert found("".join(silent).encode()) == {"init-incomplete": ERROR}
     rules = found("".join(silent + torch).encode())
-    assert rules == {"collective-timeout": Level.ERROR}
+    assert rules == {"collective-timeout": ERROR}
 
 
 def test_groups_that_wait_alike_are_one_finding() -> None:
@@ -513,33 +515,33 @@ OTHER_TASK = "srun: error: gpu-a09: task 9: Exited with exit code 1\n"
 @pytest.mark.parametrize(
     ("lines", "severity", "what"),
     [
-        (OUTAGE + DESTROYED, Level.NOTE, "Rank 0 on node0 printed an exception and"),
-        (OUTAGE + "\n[rank0]: step 5\n", Level.NOTE, "Rank 0 on node0 printed"),
+        (OUTAGE + DESTROYED, NOTE, "Rank 0 on node0 printed an exception and"),
+        (OUTAGE + "\n[rank0]: step 5\n", NOTE, "Rank 0 on node0 printed"),
         (
             "[rank5]: torch.OutOfMemoryError: CUDA out of memory\n16 no\n" + DESTROYED,
-            Level.NOTE,
+            NOTE,
             "Rank 5 on node0 printed an exception and went on: OutOfMemoryError",
         ),
         (
             f"RuntimeError: {TIMED_OUT}\nretrying\n{DESTROYED}",
-            Level.NOTE,
+            NOTE,
             "A rank printed an exception",
         ),
         (
             raised(3, f"RuntimeError: {ILLEGAL}") + RESTART,
-            Level.WARNING,
+            WARNING,
             f"Rank 3 on node0 failed, and the job was started again: {ILLEGAL}.",
         ),
-        (RESTART + RESTART[:71], Level.ERROR, "Rank 3 on node0 failed: exit code 1."),
+        (RESTART + RESTART[:71], ERROR, "Rank 3 on node0 failed: exit code 1."),
         # The text of an exception may be long, and the end may be another one's.
-        (OUTAGE + OUTAGE, Level.ERROR, "Rank 0 on node0 failed: ConnectionError: no"),
+        (OUTAGE + OUTAGE, ERROR, "Rank 0 on node0 failed: ConnectionError: no"),
         (
             raised(2, f"RuntimeError: {ILLEGAL}") + "\n[rank2]: saving state\n",
-            Level.ERROR,
+            ERROR,
             f"Rank 2 on node0 failed: {ILLEGAL}.",
         ),
-        (DESTROYED + OUTAGE, Level.ERROR, "Rank 0 on node0 failed: Connection"),
-        (OUTAGE + DESTROYED + RESTART[:71], Level.ERROR, "Rank 3 on node0 failed: ex"),
+        (DESTROYED + OUTAGE, ERROR, "Rank 0 on node0 failed: Connection"),
+        (OUTAGE + DESTROYED + RESTART[:71], ERROR, "Rank 3 on node0 failed: ex"),
     ],
 )
 def test_a_rank_that_failed_may_go_on_or_be_started_again(
@@ -553,7 +555,7 @@ def test_a_rank_that_failed_may_go_on_or_be_started_again(
 def test_a_task_of_another_host_may_be_of_an_earlier_try() -> None:
     text = OTHER_TASK.encode() + text_of(JobLog()) + DESTROYED.encode()
     finding = find(text, "rank-failed")
-    assert finding.severity is Level.WARNING
+    assert finding.severity is WARNING
     assert finding.seen.startswith("Task 9 on gpu-a09 failed, and the job was started")
 
 
@@ -565,7 +567,7 @@ def test_a_task_of_another_host_may_be_of_an_earlier_try() -> None:
         (
             'Failed to check the "should dump" flag on TCPStore, (maybe TCPStore',
             "store-lost",
-            Level.NOTE,
+            NOTE,
         ),
     ],
 )
