@@ -41,60 +41,29 @@ def rules(text: bytes | str) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("start", "complete"),
+    ("rank", "name", "bus", "end"),
     [
-        # 2.18
+        ("", "", "nvmlDev {r} busId 1000", ""),
+        ("[Rank {r}] ", "ncclCommInitRank ", "nvmlDev {r} busId 1000", ""),
+        ("", "", "busId c1000", "localSize 192 used 1048576 bytes "),
         (
-            (
-                "comm 0xa{r} rank {r} nranks 2 cudaDev {r} nvmlDev {r} busId 1000 "
-                "commId 0x99 - Init START"
-            ),
-            (
-                "comm 0xa{r} rank {r} nranks 2 cudaDev {r} nvmlDev {r} busId 1000 "
-                "commId 0x99 - Init COMPLETE"
-            ),
-        ),
-        # 2.30
-        (
-            (
-                "[Rank {r}] ncclCommInitRank comm 0xa{r} rank {r} nranks 2 cudaDev {r} "
-                "nvmlDev {r} busId 1000 commId 0x99 - Init START"
-            ),
-            (
-                "ncclCommInitRank comm 0xa{r} rank {r} nranks 2 cudaDev {r} nvmlDev "
-                "{r} busId 1000 commId 0x99 - Init COMPLETE"
-            ),
-        ),
-        # RCCL of ROCm 6.0, and of 6.3
-        (
-            (
-                "comm 0xa{r} rank {r} nranks 2 cudaDev {r} busId c1000 commId 0x99 - "
-                "Init START"
-            ),
-            (
-                "comm 0xa{r} rank {r} nranks 2 cudaDev {r} busId c1000 commId 0x99 "
-                "localSize 192 used 1048576 bytes - Init COMPLETE"
-            ),
-        ),
-        (
-            (
-                "ncclCommInitRank comm 0xa{r} rank {r} nranks 2 cudaDev {r} nvmlDev "
-                "{r} busId c1000 commId 0x99 - Init START"
-            ),
-            (
-                "ncclCommInitRank comm 0xa{r} rank {r} nranks 2 cudaDev {r} nvmlDev "
-                "{r} busId c1000 commId 0x99 localSize 0 used 9 bytes on core 96 - "
-                "Init COMPLETE"
-            ),
+            "",
+            "ncclCommInitRank ",
+            "busId c1000",
+            "localSize 0 used 9 bytes on core 96 ",
         ),
     ],
     ids=["2.18", "2.30", "rocm6.0", "rocm6.3"],
 )
-def test_a_start_that_is_complete_is_seen_to_be(start: str, complete: str) -> None:
+def test_a_start_that_is_complete_is_seen_to_be(
+    rank: str, name: str, bus: str, end: str
+) -> None:
+    call = f"{name}comm 0xa{{r}} rank {{r}} nranks 2 cudaDev {{r}} {bus} commId 0x99 "
+    forms = f"{rank}{call}- Init START", f"{call}{end}- Init COMPLETE"
     lines = [
         f"node0:1{r}:2{r} [{r}] NCCL INFO {form.format(r=r)}"
         for r in range(2)
-        for form in (start, complete)
+        for form in forms
     ]
     (comm,) = one_job("\n".join(lines)).communicators
 

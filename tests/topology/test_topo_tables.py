@@ -43,7 +43,7 @@ NIC3  SYS   PHB   SYS   SYS   SYS   SYS   SYS   X     32-47,96-111   2
   X    = itself
   SYS  = over PCIe and the links between processors
   PHB  = over PCIe and a host bridge, within one NUMA node
-  NV#  = over so many NVLinks
+  NV#  = over # NVLinks
 """
         )
 

@@ -26,7 +26,7 @@ _LEGEND = {
     "PHB": "over PCIe and a host bridge, within one NUMA node",
     "PXB": "over several PCIe switches and no host bridge",
     "PIX": "over one PCIe switch at most",
-    "NV#": "over so many NVLinks",
+    "NV#": "over # NVLinks",
     "XGMI": "over xGMI",
     UNKNOWN_WORD: "unknown",
 }
@@ -45,7 +45,7 @@ _NOTHING = "no GPU and no network adapter\n"
 
 def tabulate_classes(table: ClassTable) -> str:
     """Return a table like that of ``nvidia-smi topo -m``, with a legend."""
-    # It ends with what its words mean, of those that occur.
+    # The legend explains the words that occur.
     if not table.names:
         return _NOTHING
     most = _MOST_LIST_CHARS

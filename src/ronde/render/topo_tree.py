@@ -160,7 +160,7 @@ def _draw_host(host: HostTopology) -> str:
     lines = [_summary(host), *_lines(elements), *_fabric_lines(host)]
     ways = find_ways(host)
     for each in host.interfaces:
-        # What the ports of a bond carry together.
+        # The rate of all ports of a bond.
         if each.bonding and each.title in ways:
             name, ports = ways[each.title]
             lines.append(f"{name}: {each.bonding}, {known_gb_per_s(ports) * 8:g} Gb/s")

@@ -1,8 +1,8 @@
 """Compare two hosts: elements that one lacks, facts that differ, and the cost.
 
-Elements are matched by bus address. What is left over on both sides, as where a virtual
-machine counts its buses anew, is matched in the order of numbers and of ports' names,
-if it is equally many. A kind of element that one host does not show is left out.
+Elements are matched by bus address. Equal numbers of unmatched elements, as of a
+virtual machine with other addresses, are matched by number, and ports by name. Kinds of
+elements that one host does not show are left out.
 """
 
 import re
@@ -132,11 +132,11 @@ class Difference(NamedTuple):
 
     element: str  # Its name in the first host.
     other: str  # Its name in the second.
-    fact: str  # What differs, for people: ``PCI link``.
+    fact: str  # Its name, for output: ``PCI link``.
     was: str  # In the first host.
     now: str  # In the second.
-    was_gb_per_s: float = 0.0  # What that carries; 0 where it is no bandwidth.
-    now_gb_per_s: float = 0.0  # Likewise in the second.
+    was_gb_per_s: float = 0.0  # Its bandwidth; 0 for other facts.
+    now_gb_per_s: float = 0.0  # In the second.
 
 
 class PathChange(NamedTuple):
@@ -144,7 +144,7 @@ class PathChange(NamedTuple):
 
     ends: tuple[str, str]  # Names in the first host.
     was: Path  # In the first host, from one end to the other; 0 GB/s if unknown.
-    now: Path  # Likewise in the second.
+    now: Path  # In the second.
 
     @property
     def kept(self) -> float:
@@ -156,7 +156,7 @@ class PathChange(NamedTuple):
 class PathComparison(NamedTuple):
     """All pairs of two kinds of elements with a known path in both hosts."""
 
-    kind: str  # For people: ``GPU to GPU``.
+    kind: str  # For output: ``GPU to GPU``.
     num_pairs: int  # All of them.
     changes: tuple[PathChange, ...]  # Those that differ in kind or bandwidth.
 
@@ -170,7 +170,7 @@ class HostComparison(NamedTuple):
     missing_first: tuple[str, ...]  # Kinds that the first does not show.
     missing_second: tuple[str, ...]  # Kinds that the second does not show.
     differences: tuple[Difference, ...]  # By element.
-    paths: tuple[PathComparison, ...]  # What they come to, in NCCL's figures.
+    paths: tuple[PathComparison, ...]  # The effect on paths, in NCCL's figures.
 
     @property
     def is_equal(self) -> bool:

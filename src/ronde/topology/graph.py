@@ -113,7 +113,7 @@ class NetPort(NamedTuple):
     mbit_per_s: int = 0  # As written, 0 and negative included.
     port: int = UNKNOWN  # Number of the port on its adapter.
     gdr: int = UNKNOWN  # 1 where it reaches GPUs' memory, 0 where not.
-    is_up: bool = True  # Whether it has a link; true if unknown.
+    is_up: bool = True  # It has a link; True if unknown.
     state: str = ""  # Of its link, as written: ``INIT, LinkUp``, ``1X NDR``.
     card: str = ""  # Shared by a card's ports where there is no ``bus_id``.
     model: str = ""  # Of the adapter, such as ``MT4129``.
@@ -161,7 +161,7 @@ class HostTopology(NamedTuple):
     """One host."""
 
     name: str = ""
-    sources: tuple[str, ...] = ()  # For people: ``NCCL topology file a.xml``.
+    sources: tuple[str, ...] = ()  # For output: ``NCCL topology file a.xml``.
     numa_nodes: tuple[NumaNode, ...] = ()  # By number.
     devices: tuple[PciDevice, ...] = ()  # Parents before children.
     gpus: tuple[GpuDevice, ...] = ()  # In the source's order, like the next fields.
@@ -169,7 +169,7 @@ class HostTopology(NamedTuple):
     links: tuple[Link, ...] = ()
     relations: tuple[Relation, ...] = ()
     interfaces: tuple[Interface, ...] = ()  # Each after those below it.
-    remarks: tuple[str, ...] = ()  # What was odd about a source, a sentence each.
+    remarks: tuple[str, ...] = ()  # Oddities of a source, a sentence each.
     refused: tuple[str, ...] = ()  # Why NCCL refuses its file, like that.
 
     @property

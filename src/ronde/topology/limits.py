@@ -1,8 +1,8 @@
 """Upper bounds of collectives' bandwidth, by the tightest link of a machine.
 
-All rates are of one direction in GB/s, 1e9 bytes/s; see docs/bench-limits.md. Nodes are
-alike, and n ranks lie in order on N of them, g on each. A formula raises ``KeyError``
-for a test that it does not know.
+Rates are of one direction in GB/s, 1e9 bytes/s; see docs/bench-limits.md. Nodes are
+alike, and n ranks lie in order on N of them, g on each. Formulas raise ``KeyError`` for
+unknown tests.
 
 Source: bytes that must cross a node's edge, leave a GPU, or be read and written in
 memory, by any algorithm.
@@ -112,12 +112,12 @@ class Limit:
     """The busbw that no algorithm can exceed."""
 
     bus_bandwidth_gb_per_s: float  # The bound.
-    link: str  # What binds, with its rate, such as ``eth0, 3.125 GB/s``.
+    link: str  # The tightest link with its rate: ``eth0, 3.125 GB/s``.
     # Conditions under which the bound does not hold.
     note: str = ""
     # The same bound by NCCL's figures; None without NCCL.
     practical_gb_per_s: float | None = None
-    practical_link: str = ""  # What binds then.
+    practical_link: str = ""  # The tightest link by them.
 
     def percent(self, busbw_gb_per_s: float) -> float:
         """Return a busbw in percent of the bound; above 100 an assumption is wrong."""
@@ -139,10 +139,10 @@ class Limit:
 class Rate(NamedTuple):
     """The rate of some links together, in one direction."""
 
-    link: str  # Their name with their rate, for people: ``eth0, 3.125 GB/s``.
+    link: str  # Their name and rate, for output: ``eth0, 3.125 GB/s``.
     gb_per_s: float  # Of the hardware.
     practical_gb_per_s: float | None = None  # NCCL's, where it differs.
-    note: str = ""  # For people, where they bind.
+    note: str = ""  # A remark for output, if they bind.
 
 
 class Islands(NamedTuple):
@@ -163,7 +163,7 @@ class LimitWorld(NamedTuple):
     memory: Rate | None = None  # Reads and writes of a node's memory together.
     has_gpus: bool = False  # Ranks are on GPUs, and NCCL carries their bytes.
     has_nvls: bool = False  # The NVLink switches may reduce.
-    unknown: tuple[str, ...] = ()  # What may bind and has no known rate, as clauses.
+    unknown: tuple[str, ...] = ()  # Links without a known rate, as clauses.
 
     def lacking(self, reason: str) -> "LimitWorld":
         return self._replace(unknown=(*self.unknown, reason)) if reason else self
@@ -185,8 +185,7 @@ _BY_RATE = itemgetter(0)
 def bound_of(world: LimitWorld, collective: str) -> Bound:
     """Return the limit of one collective.
 
-    Where a link of ``world.unknown`` may bind the bound still holds; it is only not
-    known to be the tightest.
+    It holds even if a link in ``world.unknown`` is tighter.
     """
     if world.layout.num_ranks < 2:
         return Bound(collective, None, "one rank exchanges nothing")
@@ -377,10 +376,7 @@ def _paths(host: HostTopology, ports: Iterable[NetPort]) -> dict[NetPort, PciFig
 
 
 def _total(host: HostTopology, paths: Mapping[NetPort, PciFigures]) -> PciFigures:
-    """Return the rate of all ports up to the processors, or to GPUs on the way.
-
-    Each PCI link caps it; a bridge with a GPU below is an end of the bytes' way.
-    """
+    """Return the rate of all ports up to the processors, or to GPUs on the way."""
     firsts: dict[str, str] = {}
     for device in host.devices:
         firsts.setdefault(device.bus_id.partition(".")[0], device.bus_id)
@@ -460,8 +456,7 @@ def world_of(
 ) -> LimitWorld:
     """Return the links of ranks on nodes that are like a host.
 
-    Where a node has GPUs, rank i of it has GPU i; more ranks than GPUs share them, and
-    the rate between those is unknown.
+    Rank i of a node has GPU i. More ranks than GPUs share them, at an unknown rate.
     """
     layout = RankLayout(num_nodes * ranks_per_node, num_nodes, ranks_per_node)
     has_gpus = bool(host.gpus) or given.gpu_gb_per_s is not None
@@ -504,8 +499,8 @@ def with_network(
 ) -> LimitWorld:
     """Add the network links of nodes that are like a host.
 
-    Those are RDMA adapters where the source lists any, else all that are hardware.
-    A port of unknown speed counts with its PCIe link: a bound, not more.
+    These are its RDMA ports, else all hardware ports. A port of unknown speed counts
+    with its PCIe link, which is an upper bound.
     """
     if given.network_gb_per_s is not None:
         link = f"as given, {given.network_gb_per_s:.4g} GB/s"
@@ -537,7 +532,7 @@ def with_network(
 def _find_islands(used: Sequence[GpuDevice], links: Iterable[Link]) -> list[set[str]]:
     """Return the names of GPUs that links join, over any number of hops.
 
-    The switches' name, which is empty, is with the GPUs that they join.
+    The empty name of the switches is in the set of the GPUs that they join.
     """
     islands = [{gpu.name} for gpu in used]
     for link in links:
@@ -553,7 +548,7 @@ def with_gpus(
 ) -> LimitWorld:
     """Add the links of the nodes' GPUs, which are like a host's.
 
-    Links to other GPUs of the host do not count; a GPU has direct links of one kind.
+    Links to unused GPUs do not count; a GPU has direct links of one kind.
     """
     known, names = {gpu.name for gpu in host.gpus}, {gpu.name for gpu in used}
     links = [

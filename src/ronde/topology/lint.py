@@ -28,7 +28,7 @@ _USB = 0x0C03
 _MAX_REMARKS = 8
 _MOST_GPUS = 8
 _OTHERS, _MODEL = "other GPUs of this host have", "its model has"
-# Compute capability of the last chip whose number of NVLinks is known.
+# Compute capability of the last chip with a known number of NVLinks.
 _LATEST_SM = 103
 _RATES = (1000, 2500, 5000, 10000, 25000, 40000, 50000, 56000, 100000, 200000, 400000)
 _HIGHEST = 1_600_000
@@ -55,7 +55,7 @@ def lint_host(host: HostTopology) -> tuple[Diagnostic, ...]:
 def lint_fleet(hosts: Sequence[HostTopology]) -> tuple[Diagnostic, ...]:
     """Return the hosts that differ from most of them.
 
-    Hosts whose number is unknown are left aside; fewer than two have no fleet.
+    Hosts with an unknown amount are left out.
     """
     return tuple(
         found.describe(rule)

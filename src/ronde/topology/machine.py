@@ -33,10 +33,10 @@ class Gpu(NamedTuple):
 
     bus_id: str  # As sysfs writes it: ``0000:1b:00.0``; empty where it is not known.
     node: int  # Its memory node, or ``UNKNOWN_NODE``.
-    name: str  # What the driver calls it; empty if unknown.
+    name: str  # The driver's name for it; empty if unknown.
     maker: str  # ``nvidia``, ``amd`` or ``intel``.
     uuid: str  # ``GPU-...``; empty if unknown.
-    visible_as: str  # What names it in ``CUDA_VISIBLE_DEVICES`` and the like.
+    visible_as: str  # Its name in ``CUDA_VISIBLE_DEVICES`` and the like.
 
 
 class NearPort(NamedTuple):
@@ -65,9 +65,9 @@ class RankResources(NamedTuple):
     cpus: tuple[int, ...] = ()
     memory_node: int = UNKNOWN_NODE  # Where its memory is to lie, or ``UNKNOWN_NODE``.
     env: Mapping[str, str] = MappingProxyType({})  # Variables that name its devices.
-    device: str = ""  # Its device, for people; empty for none.
-    nic: str = ""  # The nearest network interface, for people; empty if not known.
-    why: str = ""  # The reason for all that, for people.
+    device: str = ""  # Its device, for output; empty for none.
+    nic: str = ""  # The nearest network port, for output; empty if unknown.
+    why: str = ""  # The reason, for output.
     has_enough: bool = True  # False where ranks share the cores meant for each.
 
 

@@ -108,7 +108,7 @@ class Detected(NamedTuple):
     """A host, with notices."""
 
     host: HostTopology
-    notices: tuple[str, ...]  # What is unknown or hidden, a sentence each.
+    notices: tuple[str, ...]  # Unknown or hidden facts, a sentence each.
 
 
 def read_tree(root: Path, environ: Mapping[str, str]) -> Detected:
@@ -125,7 +125,7 @@ def read_tree(root: Path, environ: Mapping[str, str]) -> Detected:
 def detect_host(root: Path, environ: Mapping[str, str]) -> Detected:
     """Return a host from its kernel and, at ``/``, its drivers; never raise.
 
-    ``environ`` has which GPUs a program would see: a notice counts those hidden.
+    ``environ`` may hide GPUs from programs; a notice counts them.
     """
     host, notices = read_host(root), ()
     if root == Path("/"):

@@ -109,9 +109,9 @@ class FailureReader:
             self._destroyed[int(match[2])][int(match[1])] = self._num_seen
 
     def report(self, ranks: Collection[int] = ()) -> tuple[RankFailure, ...]:
-        """Return failures, those before a regular end of all ranks marked.
+        """Return failures; mark those before a regular end of all ranks.
 
-        Give the ranks of the log if it has one job.
+        ``ranks`` are those of the log if it has one job.
         """
         size = max(self._destroyed, default=0)
         nums = self._destroyed[size]

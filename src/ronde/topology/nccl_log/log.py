@@ -1,7 +1,7 @@
 """NCCL's debug log as values, collected in bounded memory.
 
 Equal reports of many ranks are kept once, with their hosts. A job is the processes that
-communicators join, and all others of their hosts, if no other job is there.
+communicators join, and other processes of their hosts.
 """
 
 import re
@@ -394,11 +394,11 @@ class _Collector:
 
 
 def read_nccl_log(files: Iterable[BinaryIO]) -> NcclLog:
-    """Return the content of one log that lies in one file or in several.
+    """Return the content of one log in one or several files.
 
     Raises:
-        OSError: One cannot be read.
-        UsageError: One is packed, and damaged.
+        OSError: A file cannot be read.
+        UsageError: A packed file is damaged.
     """
     collector, reader = _Collector(), MessageReader()
     for file in files:
@@ -464,10 +464,10 @@ def _located(
 
 
 def _join_alike(comms: Iterable[_Comm]) -> list[_Comm]:
-    """Join communicators of one size that have no number and no rank in common.
+    """Join unnumbered communicators of one size without a rank in common.
 
-    Each host's log has some of the ranks. Where a rank is there twice, there are
-    several communicators, and nothing shows which parts belong together.
+    Each host's log has some of the ranks. A rank that is there twice belongs to several
+    communicators, and nothing shows their parts.
     """
     alike: defaultdict[int | None, list[_Comm]] = defaultdict(list)
     joined: list[_Comm] = []
@@ -488,7 +488,8 @@ def _join_alike(comms: Iterable[_Comm]) -> list[_Comm]:
 def _mend_hosts(processes: Collection[_Process]) -> None:
     """Correct the hosts of processes that only a few lines name.
 
-    That is the longest host that the name ends with, or the one that ends with it.
+    The right host is the longest one that the name ends with, or that ends with the
+    name.
     """
     of_host: Counter[str] = Counter()
     for process in processes:

@@ -353,7 +353,7 @@ def is_nccl_log(text: str) -> bool:
 
 
 def read_lines(file: BinaryIO) -> Iterator[str]:
-    """Yield lines without their ends; of long ones the beginning alone.
+    """Yield lines without their ends; long ones are cut.
 
     Raises:
         OSError: The file cannot be read.

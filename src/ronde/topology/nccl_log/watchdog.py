@@ -80,7 +80,7 @@ class WatchdogReport(NamedTuple):
     num_lines: int = 0
     timeouts: tuple[CollectiveTimeout, ...] = ()  # The one of most ranks first.
     busy: tuple[int, ...] = ()  # Ranks that had called a collective.
-    stuck: tuple[int, ...] = ()  # Ranks whose watchdog itself made no progress.
+    stuck: tuple[int, ...] = ()  # Ranks with a watchdog that made no progress.
     store_lost: tuple[int, ...] = ()
     trace_folder: str = ""  # The folder of the flight recorder's files.
 

@@ -13,7 +13,7 @@ from ronde.topology.paths.network import (
 )
 
 UNKNOWN_WORD = "?"
-"""The word for a pair of which no source has anything."""
+"""The word for an unknown pair."""
 
 
 class ClassTable(NamedTuple):

@@ -1,9 +1,9 @@
 """The paths that NCCL finds between the elements of a host.
 
-Vertices are named as in the graph: a NUMA node ``numa/0``, a PCI switch, GPU or adapter
-by its bus address, a port ``net/mlx5_0``, all NVLink switches together ``nvswitch``.
-The rules are those of NCCL 2.30, but for its vertex between a GPU and the GPU's links,
-which changes no path and makes it a hop longer.
+Vertices have the names of elements: a NUMA node ``numa/0``, a PCI switch, GPU or
+adapter its bus address, a port ``net/mlx5_0``, all NVLink switches together
+``nvswitch``. The rules are NCCL 2.30's, without its vertex between a GPU and its links,
+which only makes paths a hop longer.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -169,10 +169,10 @@ def bridges_above(devices: Mapping[str, PciDevice], bus_id: str) -> list[PciDevi
 
 
 class PathNetwork:
-    """The vertices of a host, put together in NCCL's order.
+    """The vertices of a host, in NCCL's order.
 
-    What has no PCI device hangs at its NUMA node, as if by PCIe 3. PCI devices without
-    NUMA node are at one of number -1, as in NCCL. Of one name the first counts.
+    Elements without PCI device are at their NUMA node, as if by PCIe 3. PCI devices
+    without NUMA node are at node -1, as in NCCL. The first element of a name counts.
     """
 
     def __init__(self, host: HostTopology) -> None:
@@ -335,9 +335,8 @@ class Paths(NamedTuple):
 def find_paths(host: HostTopology) -> Paths:
     """Return the paths by the hardware, without NCCL's detours.
 
-    Source: ``ncclTopoSetPaths`` of NCCL's src/graph/paths.cc. As there, bandwidth is
-    that of the direction from target to source: it differs only where the two
-    directions of a link do.
+    As in NCCL's ``ncclTopoSetPaths`` (src/graph/paths.cc), bandwidth is that from
+    target to source; it differs only if the two directions of a link do.
     """
     network = PathNetwork(host)
     search = _Search(network)

@@ -45,7 +45,7 @@ def as_running(device: PciDevice) -> PciDevice:
     """Return a device with its link as it runs now.
 
     GPUs lower the speed at rest, to 2.5 or 5 GT/s, and never the number of lanes: such
-    a speed is left aside.
+    a speed is ignored.
     """
     width = device.width_now if device.width_now > 0 else device.width
     speed = "" if is_at_rest(device) else device.speed_now
@@ -104,7 +104,7 @@ def pci_theory_gb_per_s(speed: str, width: int) -> float:
     rate = gt_per_s(speed)
     if width <= 0 or rate not in (2.5, 5, 8, 16, 32, 64):
         return 0.0
-    # What its encoding leaves: eight bits of ten, 128 of 130, 242 bytes of 256.
+    # Payload of the encoding: eight bits of ten, 128 of 130, 242 bytes of 256.
     payload = 8 / 10 if rate <= 5 else 128 / 130 if rate <= 32 else 242 / 256
     return rate / 8 * payload * width
 
@@ -159,7 +159,7 @@ def is_link_known(link: Link, gpu: GpuDevice) -> bool:
 
 
 def smp_gb_per_s(node: NumaNode, other: NumaNode) -> float:
-    """Return NCCL's figure between NUMA nodes, by the one that sends."""
+    """Return NCCL's figure between NUMA nodes; the sender's processor counts."""
     if node.number == other.number:
         return LOCAL_GB_PER_S
     if node.arch in _SMP_BY_ARCH:

@@ -27,7 +27,7 @@ from ronde.units import counted
 class GpuView(StrEnum):
     """The GPUs that a rank sees."""
 
-    ALL = "all"  # of its host; ``LOCAL_RANK`` says which is its own, as under torchrun
+    ALL = "all"  # of its host; its own is number ``LOCAL_RANK``, as under torchrun
     ONE = "one"  # its own alone, as device 0
 
 
@@ -102,8 +102,8 @@ def bind(
 ) -> tuple[RankResources, ...]:
     """Return the cores and memory node of all ranks of a host.
 
-    ``auto`` gives out all CPUs or binds no rank. With ``core`` no two ranks have one in
-    common unless there are fewer cores than ranks. Hardware threads stay together.
+    ``auto`` uses all CPUs or binds no rank. With ``core`` ranks share cores only if
+    there are fewer cores than ranks. Hardware threads stay together.
     """
     # It refuses no rank and leaves the parts as they are, so the many sets of memory
     # nodes of a large host need not be tried.

@@ -1,7 +1,6 @@
 """The slowest link inside the groups of each axis of a layout.
 
-``ronde run`` numbers hosts one after the other, and local rank r has GPU r by the order
-of the bus: ranks in a row share a host.
+``ronde run`` numbers ranks host by host, and local rank r has GPU r by bus order.
 """
 
 from collections import Counter

@@ -1,9 +1,8 @@
-"""Places the ranks of one host: its GPU, an even part of the cores, an adapter.
+"""Places the ranks of one host: GPU, an even part of the cores, an adapter.
 
 Hints of several resources are merged into one set of memory nodes, and admitted or not,
-by the rules of Kubernetes' TopologyManager, so that a plan made here is that of a
-cluster with the same policy. A set of nodes is the bits of a number; bit 0 is the first
-node that has CPUs. Nodes without CPUs have no bit.
+by the rules of Kubernetes' TopologyManager. A set of nodes is the bits of a number; bit
+0 is the first node with CPUs. Nodes without CPUs have no bit.
 """
 
 from collections import Counter
@@ -31,7 +30,7 @@ class Hint(NamedTuple):
     """A set of memory nodes that can meet a request for one resource."""
 
     mask: int | None  # Nodes that it takes; None where any will do.
-    is_preferred: bool  # Whether no smaller set could ever do.
+    is_preferred: bool  # No smaller set could ever suffice.
 
 
 ANY = (Hint(None, is_preferred=True),)
@@ -54,8 +53,8 @@ def counted_hints(
 ) -> tuple[Hint, ...]:
     """Return a hint for each set of nodes that can meet a request now.
 
-    Preferred are the smallest that could meet it if all were free: resources that
-    others hold do not count. ``total`` and ``free`` are by bit of the node.
+    Preferred are the smallest sets that could meet it if all resources were free.
+    ``total`` and ``free`` are by bit of the node.
     """
     had, left = ([0], [0])
     for sums, counts in ((had, total), (left, free)):
@@ -91,8 +90,8 @@ def _of_one_node(hints: Iterable[Hint]) -> list[Hint]:
 def merge(resources: Sequence[Sequence[Hint]], all_mask: int) -> Hint:
     """Return the best of all combinations of one hint a resource.
 
-    A combination takes the nodes that all its hints have in common, and is preferred
-    when all are and name the same nodes. Eight nodes and four resources have billions
+    A combination has the nodes that all its hints have in common. It is preferred if
+    all hints are and have the same nodes. Eight nodes and four resources have billions
     of combinations: only their common masks are listed.
     """
     wanted = [{hint.mask for hint in hints if hint.is_preferred} for hints in resources]
@@ -107,10 +106,10 @@ def merge(resources: Sequence[Sequence[Hint]], all_mask: int) -> Hint:
 
 
 def compare(current: Hint | None, candidate: Hint, count: int) -> Hint | None:
-    """Return the better of two combinations; the first where equally good.
+    """Return the better of two combinations; the first of equals.
 
-    ``count`` is that of ``best_count``: not preferred sets are best when they have this
-    size, since a smaller one is too small for some resource.
+    ``count`` is ``best_count``'s: sets that are not preferred are best at this size,
+    since a smaller one is too small for some resource.
     """
 
     def rank(hint: Hint) -> tuple[int, int, int, int]:
@@ -157,7 +156,7 @@ def _pairs(all_mask: int) -> Iterator[tuple[int, int]]:
 class NearDevice(NamedTuple):
     """A GPU and its memory node."""
 
-    name: str  # For people and variables: ``0``.
+    name: str  # In output and variables: ``0``.
     node: int  # ``UNKNOWN_NODE`` if unknown.
 
 
@@ -189,7 +188,7 @@ class Inventory(NamedTuple):
 def inventory_of_machine(
     machine: Machine, gpus: Sequence[Gpu | None], host: str = ""
 ) -> Inventory:
-    """Return a machine's inventory; ``gpus`` are those of the local ranks."""
+    """Return a machine's inventory; ``gpus`` belong to the local ranks."""
     names = tuple(dict.fromkeys(near.port for near in machine.near))
     indexes = {gpu.bus_id: index for index, gpu in enumerate(gpus) if gpu}
     none = NearDevice("", UNKNOWN_NODE)
@@ -229,11 +228,11 @@ class CoreShare(NamedTuple):
     """One rank's part of the cores that some ranks divide."""
 
     pool: tuple[Core, ...]  # Those cores, by node and number.
-    ranks: tuple[int, ...]  # Who divides them, ascending.
-    is_near_gpu: bool  # Whether they are those near the GPUs of these ranks.
+    ranks: tuple[int, ...]  # The ranks that divide them, ascending.
+    is_near_gpu: bool  # They are near the GPUs of these ranks.
     cores: tuple[Core, ...]  # Its own; all of the pool where these are too few.
     home: int  # The memory node in the middle of its cores.
-    has_enough: bool  # Whether it need not share them; of no cores all have enough.
+    has_enough: bool  # It does not share them; True without any cores.
 
 
 class RankPlacement(NamedTuple):
@@ -246,7 +245,7 @@ class RankPlacement(NamedTuple):
     nodes: tuple[int, ...]  # Memory nodes that its policy chose; empty for any.
     home: int  # Memory node in the middle of its cores, or ``UNKNOWN_NODE``.
     nics: tuple[int, ...]  # Index of its adapter in the inventory; empty for none.
-    is_preferred: bool  # Whether everything comes from the same, fewest nodes.
+    is_preferred: bool  # All resources come from the same, fewest nodes.
     reasons: tuple[str, ...]  # Why not, a sentence for each resource at fault.
     share: CoreShare
 
@@ -256,12 +255,12 @@ class RankPlacement(NamedTuple):
 
 
 def place(inventory: Inventory, request: AlignmentRequest) -> tuple[RankPlacement, ...]:
-    """Place all ranks of a host, in their order, alike on every call.
+    """Place all ranks of a host, in their order; deterministic.
 
-    Rank i has GPU i where there are as many as ranks, else no rank has one. No core is
-    given out twice unless there are fewer than ranks. The policies that refuse no rank
-    keep the even parts of cores contiguous and only report those that are not aligned;
-    the others look for a node that has room.
+    Rank i has GPU i if there are as many GPUs as ranks, else no rank has one. Ranks
+    share cores only if there are fewer cores than ranks. The policies that refuse no
+    rank keep parts contiguous and only report misaligned ones; the others look for a
+    node with room.
 
     Raises:
         PlacementError: The policy refuses a rank, or all together.

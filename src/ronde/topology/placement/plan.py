@@ -33,7 +33,7 @@ class NicChoice(NamedTuple):
 
     name: str  # ``mlx5_0``.
     path: str  # The class of the way from the rank's GPU: ``PIX``; empty if unknown.
-    gb_per_s: float  # What that way carries by NCCL's figures; 0 if unknown.
+    gb_per_s: float  # NCCL's figure for the path; 0 if unknown.
 
 
 class PlannedRank(NamedTuple):
@@ -47,9 +47,9 @@ class PlannedRank(NamedTuple):
     nodes: tuple[int, ...]  # Memory nodes that the policy chose; empty for any.
     memory_nodes: tuple[int, ...]  # Where its memory is to lie; empty for anywhere.
     nics: tuple[NicChoice, ...]
-    is_preferred: bool  # Whether all comes from the same, fewest memory nodes.
+    is_preferred: bool  # All resources come from the same, fewest memory nodes.
     reasons: tuple[str, ...]  # Why not, a sentence for each resource at fault.
-    command: str  # What binds it by hand, before the program; empty for nothing.
+    command: str  # Prefix of the program that binds it by hand, or "".
 
 
 class HostPlan(NamedTuple):
@@ -60,7 +60,7 @@ class HostPlan(NamedTuple):
     scope: str
     ranks: tuple[PlannedRank, ...]  # By local rank.
     env: dict[str, str]  # Variables for all ranks.
-    notices: tuple[str, ...]  # What the user should know, a sentence each.
+    notices: tuple[str, ...]  # Remarks for the user, a sentence each.
 
 
 def plan_host(
@@ -112,9 +112,8 @@ def choose_gpus(
 ) -> tuple[list[GpuDevice], dict[str, str]]:
     """Return the GPUs, those of ranks first, and the variables to show them.
 
-    First are those that NVLink or xGMI joins best. From each GPU on, the one with the
-    best links to those before is added; the set whose slowest pair is the fastest
-    counts.
+    NVLink or xGMI joins the first ones best: from each GPU on, the one with the best
+    links to the chosen ones is added; the set with the fastest slowest pair wins.
     """
     gpus, variables = _order_gpus(host)
     if num_ranks >= len(gpus):
@@ -145,8 +144,8 @@ def _fit(rates: Sequence[float]) -> tuple[float, float]:
 def _order_gpus(host: HostTopology) -> tuple[list[GpuDevice], dict[str, str]]:
     """Return the GPUs with the numbers that programs use, and the variables for them.
 
-    CUDA counts by bus address on request, HIP has no such setting. A variable without a
-    value is to list the numbers.
+    CUDA counts by bus address on request, HIP has no such setting. A variable with an
+    empty value lists the numbers.
     """
     vendors = {device.bus_id: device.vendor for device in host.devices}
     amd = [gpu for gpu in host.gpus if gpu.gcn or vendors.get(gpu.bus_id) == _AMD]
@@ -202,9 +201,9 @@ def _nic_env(
 ) -> dict[str, str]:
     """Return the variable that leaves NCCL all adapters nearest to the plan's GPUs.
 
-    NCCL must find the same on every rank of a host: it picks each GPU's from them.
+    It must be equal for all ranks of a host.
 
-    Source: NVIDIA's answer in https://github.com/NVIDIA/nccl/issues/1478.
+    Source: https://github.com/NVIDIA/nccl/issues/1478.
     """
     used = sorted({nic for gpu in gpus for nic in inventory.nearest_nics(gpu)})
     names = [_verbs_name(ports[nic]) for nic in used]

@@ -52,7 +52,7 @@ class Probe:
     the file. Nothing is guessed.
     """
 
-    format: str  # For people: ``NCCL topology file``.
+    format: str  # For output: ``NCCL topology file``.
     recognises: Callable[[Saved], bool]
     read: Callable[[Saved], Topology]
 
@@ -129,8 +129,8 @@ def keep_lower_ends(
     """Return the devices at ``ends`` and those above, without the upper ends of links.
 
     A link joins a device to a port above it, and a PCI switch is a port above others.
-    Of both ends the lower is kept, as NCCL does, with the abilities of both: then a
-    switch is one device, and each device has the link above it.
+    The lower end is kept, as NCCL does, with the abilities of both: a switch becomes
+    one device, and each device has the link above it.
     """
     kept: dict[str, PciDevice] = {}
     redirecting: defaultdict[str, set[str]] = defaultdict(set)

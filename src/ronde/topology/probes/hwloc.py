@@ -1,6 +1,6 @@
-"""The XML that hwloc's ``lstopo`` writes, of versions 2 and 3.
+"""The XML of hwloc's ``lstopo``, versions 2 and 3.
 
-Of a PCI device's link hwloc has the bandwidth, not the speed.
+hwloc gives the bandwidth of a PCI link, not its speed.
 """
 
 import math
@@ -141,9 +141,9 @@ def _decimal(text: str) -> float:
 
 
 class _Nodes:
-    """The NUMA nodes of a machine; a CPU is in one of them.
+    """The NUMA nodes of a machine.
 
-    CPUs that several have belong to ordinary memory, and there to the lowest number.
+    A CPU of several nodes belongs to the ordinary memory with the lowest number.
     """
 
     def __init__(self, objects: Sequence[_Object], infos: Mapping[str, str]) -> None:

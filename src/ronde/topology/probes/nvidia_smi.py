@@ -130,7 +130,7 @@ class _Reader:
         self._origin = origin
         self._remarks: list[str] = []
         self._gpus: defaultdict[int, _Gpu] = defaultdict(_Gpu)
-        self._below: _Gpu | None = None  # The one whose links follow.
+        self._below: _Gpu | None = None  # The GPU of the next links.
         self._legend: dict[str, str] = {}
         self._explained: set[str] = set()
         self._ports: dict[str, None] = {}  # Names of columns that are no GPUs.

@@ -49,7 +49,7 @@ class GpuAnswers(NamedTuple):
     sm: int = UNKNOWN  # Compute capability, such as 90.
     node: int = UNKNOWN  # NUMA node of the processor near it.
     nvlinks: tuple[Remote, ...] = ()  # Those that are active.
-    has_states: bool = True  # Whether NVML has states of NVLinks; not in MIG mode.
+    has_states: bool = True  # NVML has states of NVLinks; False in MIG mode.
     nvlink_mb_per_s: int = UNKNOWN  # At which each of them signals.
     c2c_mb_per_s: tuple[int, ...] = ()  # Of each active link to its processor.
 

@@ -109,7 +109,7 @@ def read_functions(root: str) -> dict[str, Function]:
 
 
 def _device(root: str, chain: Sequence[str], nodes: Sequence[NumaNode]) -> PciDevice:
-    """Return the first device of a chain; its link is that of this end alone."""
+    """Return the first device of a chain, with the link of this end alone."""
     own = f"{root}/{_BUS}/{chain[0]}"
     links = [f"{own}/{which}_link" for which in ("max", "current")]
     (speed, width), (speed_now, width_now) = map(_read_link, links)
@@ -214,8 +214,8 @@ def _properties(path: str) -> dict[str, int]:
 def _read_nodes(root: str) -> tuple[tuple[NumaNode, ...], tuple[str, ...]]:
     """Return the nodes that are online, by number, and remarks about them.
 
-    CPUs that are online and on none of them are a node of unknown number. Without any
-    node, as kernels without NUMA show it, all is one node 0.
+    Online CPUs of no such node form a node of unknown number. Without any node, as on
+    kernels without NUMA, all CPUs are node 0.
     """
     left, online = machine.read_online(root), read_list(f"{root}/{_NODES}/online")
     plain = _read_processor(root)
