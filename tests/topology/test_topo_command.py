@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from tests.limits import HANG_S
 
-from ronde.topology import read_topology
+from ronde.errors import UsageError
+from ronde.topology import read_file, read_saved, read_topology
 
 SAMPLES = Path(__file__).parent / "samples"
 PERLMUTTER = "nccl_topo/perlmutter_a100_4x_slingshot_nccl2.29.7.xml"
@@ -123,6 +124,14 @@ def test_a_saved_tree_is_read_like_the_machine(tmp_path):
 )
 def test_bad_input_is_one_sentence(words, said):
     assert said in refused(*words)
+
+
+def test_graphs_of_nccls_search_are_refused_by_name():
+    graphs = list(SAMPLES.glob("nccl_graph/*"))
+    assert len(graphs) == 3
+    for path in graphs:
+        with pytest.raises(UsageError, match="got a graph of NCCL's search"):
+            read_file(read_saved(str(path)))
 
 
 def test_an_empty_source_is_refused():
