@@ -80,17 +80,6 @@ NIC3  SYS   PHB   SYS   SYS   SYS   SYS   SYS   X     32-47,96-111   2
 
 
 class TestSpeeds:
-    def test_perlmutters(self):
-        host = sample_host(PERLMUTTER)
-        text = tabulate_speeds(find_paths(host), classify(host))
-        lines = text.splitlines()
-        assert lines[1].split()[1:] == [
-            *("X", "NVL", "80.0", "NVL", "80.0", "NVL", "80.0"),
-            *("PHB", "24.0", "SYS", "16.0", "SYS", "16.0", "SYS", "16.0"),
-        ]
-        assert len(lines) == 7
-        assert text.endswith("GB/s in one direction, as NCCL counts\n")
-
     def test_a_host_without_gpus_shows_its_adapters(self):
         host = sample_host(PERLMUTTER)._replace(gpus=(), links=())
         text = tabulate_speeds(find_paths(host), classify(host))
