@@ -180,9 +180,9 @@ def test_nothing_else_has() -> None:
 def test_the_bound_is_never_clipped() -> None:
     bound = Limit(100, "x")
     assert bound.percent(150) == 150
-    assert bound.doubt(100) == ""
-    assert bound.doubt(150).startswith("150 % of the bound: something")
-    assert "caches" in Limit(100, "memory, 400 GB/s").doubt(101)
+    assert bound.warning(100) == ""
+    assert bound.warning(150).startswith("150 % of the bound: an assumption")
+    assert "caches" in Limit(100, "memory, 400 GB/s").warning(101)
 
 
 rates = st.floats(0.1, 1e4).flatmap(

@@ -695,7 +695,7 @@ def test_the_words_name_what_was_chosen() -> None:
 
     assert "16 ranks on 2 hosts (node0, node1), NCCL 2.27.3+cuda12.9" in text
     assert "CUDA driver 12.9" in text
-    assert "ranks meet on eno1" in text
+    assert "bootstrap eno1" in text
     assert "IB over mlx5_0:1/IB, mlx5_1:1/IB; GPUDirect RDMA enabled" in text
     assert "14 connections by P2P/CUMEM; NVLink up to 370.8 GB/s from a GPU" in text
     assert "16 of 16 ranks completed it" in text

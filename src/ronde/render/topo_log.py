@@ -68,7 +68,7 @@ def _job(job: NcclJob, log: NcclLog, width: int) -> str:
     lost = "found and given up" if "lost" in states else ""
     counts = job.communicators[0].channels if job.communicators else ()
     lines = {
-        "ranks meet on": _names(job.bootstrap),
+        "bootstrap": _names(job.bootstrap),
         "between nodes": _between(job),
         "inside nodes": _inside(job),
         "NVLS": lost or " on some GPUs, ".join(sorted(states, reverse=True)),

@@ -228,8 +228,8 @@ def judge(limit: Limit, measured_gb_per_s: float) -> str:
     practical = limit.practical_gb_per_s
     if practical is not None:
         text += f", {100 * measured_gb_per_s / practical:.1f} % of NCCL's"
-    doubt = limit.doubt(measured_gb_per_s)
-    return wrap("", f"{text}.") + (wrap("", f"{doubt}.") if doubt else "")
+    warning = limit.warning(measured_gb_per_s)
+    return wrap("", f"{text}.") + (wrap("", f"{warning}.") if warning else "")
 
 
 def draw_comparison(first: str, second: str, comparison: HostComparison) -> str:

@@ -123,17 +123,15 @@ class Limit:
         """Return a busbw in percent of the bound; above 100 an assumption is wrong."""
         return 100.0 * busbw_gb_per_s / self.bus_bandwidth_gb_per_s
 
-    def doubt(self, busbw_gb_per_s: float) -> str:
+    def warning(self, busbw_gb_per_s: float) -> str:
         """Return the reason to mistrust the bound; "" if a busbw is below it."""
         if busbw_gb_per_s <= self.bus_bandwidth_gb_per_s:
             return ""
         cause = "that no switch reduces (NVLS, SHARP), or the number or rate of links"
         if self.link.startswith("memory"):
             cause = "that the data does not fit into the caches"
-        return (
-            f"{self.percent(busbw_gb_per_s):.0f} % of the bound: something that it "
-            f"takes for granted is wrong, such as {cause}"
-        )
+        percent = self.percent(busbw_gb_per_s)
+        return f"{percent:.0f} % of the bound: an assumption is wrong, such as {cause}"
 
 
 class Rate(NamedTuple):

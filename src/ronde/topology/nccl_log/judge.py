@@ -399,7 +399,7 @@ def _no_gpudirect(job: NcclJob) -> Iterator[Diagnostic]:
 
 
 def _virtual_interfaces(job: NcclJob) -> Iterator[Diagnostic]:
-    used = [("Ranks meet on", each) for each in job.bootstrap]
+    used = [("NCCL's bootstrap uses", each) for each in job.bootstrap]
     if "Socket" in _values(job.networks):
         used += [("Data goes over", each) for each in job.candidates]
     choice = _setting_of(job, "NCCL_SOCKET_IFNAME")
@@ -520,7 +520,7 @@ def _narrow_ones(links: Sequence[TreeLink]) -> Iterator[tuple[str, TreeLink, flo
             chain[name] = upper
         return min(chain.values(), key=lambda link: link.gb_per_s)
 
-    # A GPU in one package with its processor leaves the bus aside.
+    # A GPU in one package with its processor does not use the bus.
     packaged = {link.source for link in links if link.kind == "C2C"}
     names = [name for name in above if name.startswith(_GPUS) and name not in packaged]
     gpus = {name: narrowest(name) for name in names}
