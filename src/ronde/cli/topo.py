@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 from ronde.arguments import CommandParser, read_number, read_one_of, require_alone
 from ronde.errors import UsageError
@@ -193,27 +193,19 @@ exit code: 0 notes at most, 1 a warning or an error, 64 a file that cannot be re
 _FORMS = ("--json", "--matrix", "--paths")
 
 
-class _Verb(NamedTuple):
-    run: Callable[[argparse.Namespace], int]
-    help: str
-    positionals: Mapping[str, str | None] = {"sources": "*"}
-
-
 def run(words: Sequence[str]) -> int:
     if words and words[0] in ("-h", "--help"):
         print(_HELP, end="")
         return 0
-    name, rest, command = "show", words, "ronde topo"
+    name, rest = "show", words
     if words and words[0] in _VERBS:
         name, rest = words[0], words[1:]
-    if name != "show":
-        command += f" {name}"
-    verb, types = _VERBS[name], {"N": _count, "GB/S": _rate, "PERCENT": _rate}
-    parser = CommandParser(
-        command, verb.help, types=types, positionals=verb.positionals
-    )
+    run_verb, help_text, positionals = _VERBS[name]
+    command = "ronde topo" if name == "show" else f"ronde topo {name}"
+    types = {"N": _count, "GB/S": _rate, "PERCENT": _rate}
+    parser = CommandParser(command, help_text, types=types, positionals=positionals)
     options = parser.read(rest)
-    return 0 if options is None else verb.run(options)
+    return 0 if options is None else run_verb(options)
 
 
 def _read_sources(options: argparse.Namespace) -> tuple[Saved, ...]:
@@ -573,11 +565,11 @@ def _open(names: Sequence[str]) -> Iterator[BinaryIO]:
                 yield file
 
 
-_VERBS: Mapping[str, _Verb] = {
-    "show": _Verb(_show, _SHOW_HELP),
-    "lint": _Verb(_lint, _LINT_HELP),
-    "diff": _Verb(_diff, _DIFF_HELP, {"a": None, "b": None}),
-    "place": _Verb(_plan, _PLACE_HELP),
-    "limit": _Verb(_limit, _LIMIT_HELP),
-    "log": _Verb(_log, _LOG_HELP, {"files": "+"}),
+_VERBS: Mapping[str, tuple[Callable[..., int], str, Mapping[str, str | None]]] = {
+    "show": (_show, _SHOW_HELP, {"sources": "*"}),
+    "lint": (_lint, _LINT_HELP, {"sources": "*"}),
+    "diff": (_diff, _DIFF_HELP, {"a": None, "b": None}),
+    "place": (_plan, _PLACE_HELP, {"sources": "*"}),
+    "limit": (_limit, _LIMIT_HELP, {"sources": "*"}),
+    "log": (_log, _LOG_HELP, {"files": "+"}),
 }
