@@ -132,7 +132,7 @@ def test_more_than_the_limit_is_reported_below_the_rows() -> None:
     known = heading(limit=Limit(482.14, "18 NVLinks"))
     ended = ending_lines(known, Ending(totals, ended_at=AT))
     (reported,) = [line for line in ended if line.startswith("# limit: ")]
-    assert reported.startswith("# limit: 124 % of the bound: something")
+    assert reported.startswith("# limit: 124 % of the bound: an assumption")
     totals.peak_busbw_gb_per_s = 482.0
     ended = ending_lines(known, Ending(totals, ended_at=AT))
     assert not any(line.startswith("# limit: ") for line in ended)

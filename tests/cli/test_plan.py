@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 from tests.commands import refusal
-from tests.topology.sample_hosts import OCI_H100, sample_path
+from tests.topology.sample_hosts import OCI_H100, PERLMUTTER, sample_path
 
 from ronde.cli import main
 from ronde.parallel import Precision, Sharding
+
+NO_RATES = "azure_ncv4_a100pcie_topo.xml"
 
 PROGRAM = """
 import torch
@@ -150,6 +152,37 @@ def test_traffic_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     [axis] = found["axes"]
     assert axis["sent_bytes"] == 3 * 140e9 * 7 / 8
     assert (axis["axis"], axis["gb_per_s"]) == ("dp_shard", 450)
+
+
+def test_the_slowest_host_counts_and_unknown_links_are_named(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    command = ("plan", "traffic", *TRAFFIC, *ACTIVATIONS, "--mesh")
+    hosts = [str(sample_path(name)) for name in (OCI_H100, PERLMUTTER, NO_RATES)]
+    assert main([*command, "dp_shard=-1,tp=4", "-n", "4", *hosts[:2]]) == 0
+    text = capsys.readouterr().out
+    assert "   25   2.1s  1/4 of 4 ports from cxi3" in text
+    assert "  300  215ms  12 NVLinks" in text
+    assert main([*command, "dp_shard=4,tp=4", hosts[2]]) == 0
+    assert capsys.readouterr().out.splitlines()[-2:] == [
+        "dp_shard: no network adapter with a rate was found",
+        "tp: the source does not show the PCIe link of a GPU",
+    ]
+
+
+def test_hosts_must_fit_the_layout(capsys: pytest.CaptureFixture[str]) -> None:
+    hosts = [str(sample_path(name)) for name in (OCI_H100, PERLMUTTER)]
+    command = ("plan", "traffic", "--params", "7B")
+    said = refusal(capsys, *command, "--mesh", "dp_shard=8", *hosts)
+    assert "hosts must have as many GPUs each, got oci_H100-topology 8" in said
+    said = refusal(capsys, *command, "--mesh", "dp_shard=9", "-n", "9", hosts[0])
+    assert said.startswith("-n must be at most the GPUs of a host, 8, got 9")
+    said = refusal(capsys, *command, "--mesh", "dp_shard=2000000", hosts[0])
+    assert said.startswith("ranks must be at most 1048576, got 2000000.")
+
+
+def test_nothing_is_sent_by_one_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "no groups" in plan_traffic(capsys, "--mesh", "dp_shard=1", "-n", "1")
 
 
 @pytest.mark.parametrize(

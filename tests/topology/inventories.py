@@ -1,6 +1,6 @@
 """What a host has for ranks, in a few numbers."""
 
-from ronde.topology import Core, Inventory, NearDevice, Nearness, RankPlace
+from ronde.topology import Core, Inventory, NearDevice, Nearness, RankPlacement
 
 
 def inventory(
@@ -21,6 +21,6 @@ def inventory(
     )
 
 
-def homes(places: tuple[RankPlace, ...]) -> list[set[int]]:
+def homes(places: tuple[RankPlacement, ...]) -> list[set[int]]:
     """Return the memory nodes of each rank's cores."""
     return [{core.node for core in each.cores} for each in places]

@@ -33,7 +33,7 @@ def test_without_a_driver_one_line_says_so_and_nothing_is_loaded_for_it():
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
     assert run.stdout == (
-        "No driver of NVIDIA's is loaded, and NVML cannot be asked.\n[]\n"
+        "No driver of NVIDIA's is loaded: NVML is not available.\n[]\n"
     )
 
 

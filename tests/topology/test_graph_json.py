@@ -25,19 +25,9 @@ from ronde.topology import (
 TEXT = st.text(max_size=5)
 NUMBER = st.integers(-1, 1 << 40)
 NUMA = st.builds(
-    NumaNode,
-    number=NUMBER,
-    cpus=st.lists(NUMBER, max_size=3).map(tuple),
-    vendor=TEXT,
+    NumaNode, number=NUMBER, cpus=st.lists(NUMBER, max_size=3).map(tuple), vendor=TEXT
 )
-LINK = st.builds(
-    Link,
-    st.sampled_from(LinkKind),
-    TEXT,
-    TEXT,
-    NUMBER,
-    st.floats(0, 1e6),
-)
+LINK = st.builds(Link, st.sampled_from(LinkKind), TEXT, TEXT, NUMBER, st.floats(0, 1e6))
 PORT = st.builds(NetPort, TEXT, is_up=st.booleans())
 HOST = st.builds(
     HostTopology,

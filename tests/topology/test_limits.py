@@ -15,7 +15,6 @@ from ronde.topology import (
     gpu_bound,
     memory_bound,
     network_bound,
-    nvls_bound,
 )
 
 TWO_H100 = RankLayout(16, 2, 8)
@@ -50,11 +49,7 @@ def nodes(num_nodes: int, gb_per_s: float) -> LimitWorld:
         pytest.param(TWO_NODES, "sendrecv", 50, "1 port", id="2x8 sendrecv"),
         pytest.param(nodes(2, 50), "all_reduce", 93.75, "network", id="A100 4x100G"),
         pytest.param(
-            nodes(16, 400),
-            "all_reduce",
-            400 * 127 / 120,
-            "network",
-            id="16x8",
+            nodes(16, 400), "all_reduce", 400 * 127 / 120, "network", id="16x8"
         ),
         pytest.param(nodes(8, 400), "all_reduce", 450, "network", id="8x8"),
         pytest.param(
@@ -77,19 +72,6 @@ def test_worked_examples(
     assert found.link == link
 
 
-def test_the_digits_that_are_published() -> None:
-    assert f"{limit(TWO_NODES).bus_bandwidth_gb_per_s:.0f}" == "482"
-    assert f"{limit(nodes(16, 400)).bus_bandwidth_gb_per_s:.1f}" == "423.3"
-
-
-def test_measurements_of_others() -> None:
-    """AWS, 16 nodes of 8; Oracle, 2 nodes of 8 with 16 ports of 200 or 180 Gbit/s."""
-    assert f"{limit(nodes(16, 400)).percent(369.86):.0f}" == "87"
-    assert f"{limit(nodes(2, 400)).percent(471.22):.0f}" == "63"
-    assert f"{limit(nodes(2, 16 * 22.5)).percent(471.22):.0f}" == "70"
-    assert f"{limit(TWO_NODES).percent(471.22):.0f}" == "98"
-
-
 def test_what_switches_and_rings_change_is_noted() -> None:
     note = limit(TWO_NODES).note
     assert note.split("; ") == [
@@ -108,13 +90,6 @@ def test_what_switches_and_rings_change_is_noted() -> None:
     no_switch = eight._replace(has_nvls=False)
     assert "NVLS" not in limit(no_switch).note
     assert limit(TWO_NODES, "broadcast").note == ""
-
-
-def test_switches_of_the_network_that_reduce() -> None:
-    bound = network_bound(
-        "all_reduce", RankLayout(64, 8, 8), 400, is_reduced_in_network=True
-    )
-    assert bound == 787.5
 
 
 def test_what_nccl_counts_on_stands_beside() -> None:
@@ -153,18 +128,6 @@ def test_no_bound_has_a_reason() -> None:
     assert bound_of(LimitWorld(RankLayout(2, 1, 2)), "broadcast").reason
 
 
-def test_nvls_on_one_node() -> None:
-    eight = RankLayout(8, 1, 8)
-    assert nvls_bound(eight, 1) == pytest.approx(1.56, abs=0.005)
-
-
-def test_other_tests_over_the_network() -> None:
-    assert network_bound("broadcast", TWO_H100, 400) == 400
-    assert network_bound("gather", TWO_H100, 400) == 750
-    assert network_bound("hypercube", TWO_H100, 400) == 50 * 15 / 8
-    assert network_bound("sendrecv", TWO_H100, 400) == 400
-
-
 # Bytes read and written on one host by 4 ranks, in place, by the size of a row; and
 # busbw by algbw. Counted by hand.
 @pytest.mark.parametrize(
@@ -196,13 +159,6 @@ def test_memory_of_several_hosts() -> None:
     assert memory_bound("all_reduce", RankLayout(4, 2, 2), 40) == 40 * 3 / 8
 
 
-def test_other_tests_within_a_node() -> None:
-    # A GPU sends 7 of 16 shares to its neighbours.
-    assert gpu_bound("alltoall", TWO_H100, 450) == 450 * 15 / 7
-    assert gpu_bound("hypercube", TWO_H100, 450) == 450 * 15 / 7
-    assert gpu_bound("broadcast", TWO_H100, 450) == 450
-
-
 @pytest.mark.parametrize("test", sorted(MEASURED))
 def test_every_collective_has_its_formulas(test: str) -> None:
     for n in (2, 3, 8, 64):
@@ -224,9 +180,9 @@ def test_nothing_else_has() -> None:
 def test_the_bound_is_never_clipped() -> None:
     bound = Limit(100, "x")
     assert bound.percent(150) == 150
-    assert bound.doubt(100) == ""
-    assert bound.doubt(150).startswith("150 % of the bound: something")
-    assert "caches" in Limit(100, "memory, 400 GB/s").doubt(101)
+    assert bound.warning(100) == ""
+    assert bound.warning(150).startswith("150 % of the bound: an assumption")
+    assert "caches" in Limit(100, "memory, 400 GB/s").warning(101)
 
 
 rates = st.floats(0.1, 1e4).flatmap(
@@ -287,22 +243,3 @@ def test_faster_links_never_lower_a_bound(
     after = limit(faster, collective).bus_bandwidth_gb_per_s
     assert before.bus_bandwidth_gb_per_s <= after
     assert after <= 2 * before.bus_bandwidth_gb_per_s * (1 + 1e-12)
-
-
-@given(worlds())
-def test_what_nccl_counts_on_is_never_above(world: LimitWorld) -> None:
-    for found in (bound_of(world, each) for each in COLLECTIVES):
-        if found.limit is None or found.limit.practical_gb_per_s is None:
-            continue
-        assert world.has_gpus
-        assert found.limit.practical_gb_per_s <= found.limit.bus_bandwidth_gb_per_s
-
-
-@given(st.integers(2, 64), st.integers(1, 16), rates)
-def test_more_nodes_come_near_to_the_network(
-    num_nodes: int, ranks_per_node: int, network: Rate
-) -> None:
-    """A pure ring's bound is below all of them, and twice it above."""
-    layout = RankLayout(num_nodes * ranks_per_node, num_nodes, ranks_per_node)
-    found = limit(LimitWorld(layout, network)).bus_bandwidth_gb_per_s
-    assert network.gb_per_s * (1 - 1e-12) <= found < 2 * network.gb_per_s

@@ -90,10 +90,7 @@ def test_what_is_unknown_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (
-            ("--nodes", "0"),
-            "--nodes: must be a whole number from 1 to 1048576",
-        ),
+        (("--nodes", "0"), "--nodes: must be a whole number from 1 to 1048576"),
         (("--ranks-per-node", "9" * 5000), "--ranks-per-node: must be a whole number"),
         (("--link-rate", "nan"), "--link-rate: must be a number above 0, got 'nan'"),
         (("--measured", "-1"), "--measured: must be a number above 0"),
@@ -111,9 +108,3 @@ def test_what_is_refused(
     capsys: pytest.CaptureFixture[str], words: tuple[str, ...], message: str
 ) -> None:
     assert message in refusal(capsys, "topo", "limit", CLOUD, *words)
-
-
-def test_help(capsys: pytest.CaptureFixture[str]) -> None:
-    code, text = printed(capsys, "--help")
-    assert code == 0
-    assert "--link-rate" in text

@@ -71,25 +71,6 @@ def test_samples(
     assert world.unknown == ()
 
 
-def test_two_nodes_of_eight_h100() -> None:
-    world = world_of(host_of("oci_H100"), 2, 8)
-    found = limit(world)
-    assert found.bus_bandwidth_gb_per_s == pytest.approx(450 * 15 / 14)
-    assert found.link == "18 NVLinks, 450 GB/s a GPU"
-    assert found.practical_gb_per_s == pytest.approx(18 * 20.6 * 15 / 14)
-    # 16 * 22.5 * 2 * 15/16
-    assert "(NVLS) allow 675 GB/s, set by 16 ports from mlx5_0, 360 GB/s" in found.note
-
-
-def test_h200_in_one_node() -> None:
-    world = world_of(host_of("hgx_h200"), 1, 8)
-    assert world.has_nvls
-    assert world.network is None
-    assert limit(world).bus_bandwidth_gb_per_s == 450
-    assert "(NVLS) allow 700 GB/s" in limit(world).note  # 450 * 14/8 * 8/9
-    assert limit(world_of(host_of("hgx_h200"), 1, 2)).bus_bandwidth_gb_per_s == 450
-
-
 def test_files_that_do_not_report() -> None:
     clouds = world_of(host_of("azure_ndv5"), 2, 8)
     assert clouds.network is not None
@@ -173,14 +154,6 @@ def test_which_ports_count() -> None:
     rdma = first._replace(kind="infiniband")
     assert total(rdma, second, third, devices=nics) == 3.125
     assert total(port("", 10_000), devices=nics) == 0
-
-
-def test_rdma_over_ethernet_is_rdma() -> None:
-    nics = (device("0000:10:00.0"), device("0000:20:00.0"))
-    ports = [port(nic.bus_id, 25_000, kind="ethernet") for nic in nics]
-    assert total(ports[0]._replace(port=1), ports[1], devices=nics) == 3.125
-    # As NCCL's file has interfaces.
-    assert total(ports[0]._replace(port=0), ports[1], devices=nics) == 6.25
 
 
 def test_the_least_link_that_there_is_limits_nothing() -> None:

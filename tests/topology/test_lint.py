@@ -5,6 +5,7 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -30,7 +31,6 @@ from ronde.topology import (
     lint_fleet,
     lint_host,
     unseen_facts,
-    world_of,
 )
 
 
@@ -38,10 +38,10 @@ def run(words):
     return main(["topo", "lint", *words])
 
 
+ERROR, WARNING, NOTE = Level
 SAMPLES = Path(__file__).parent / "samples"
 REPOSITORY = Path(__file__).parents[2]
 DOCS = REPOSITORY / "docs" / "topology-lint.md"
-SRC = REPOSITORY / "src" / "ronde"
 
 MEANINGS = {n: text for rules in CATALOGUE.values() for n, text in rules.items()}
 
@@ -82,10 +82,7 @@ FOUND: dict[str, dict[str, int]] = {
         "nic-behind-processor": 4,
     },
     "rccl_topo/topo_4p_942.xml": {"odd-nic-speed": 4, "nic-behind-processor": 4},
-    "rccl_topo/topo_8p1h_1.xml": {
-        "no-gpudirect": 8,
-        "odd-source": 1,
-    },
+    "rccl_topo/topo_8p1h_1.xml": {"no-gpudirect": 8, "odd-source": 1},
     "rccl_topo/topo_8p1h_2.xml": {"virtual-nic": 1},
     "rccl_topo/topo_8p1h_3.xml": {"nic-behind-processor": 8},
     "rccl_topo/topo_8p6l.xml": {"nic-behind-processor": 8},
@@ -120,7 +117,7 @@ def test_samples_have_the_findings_that_their_files_show(name: str) -> None:
     findings = lint_host(read(name))
     assert Counter(finding.rule for finding in findings) == FOUND[name]
     if any(word in name for word in HEALTHY):
-        assert all(finding.severity is Level.NOTE for finding in findings)
+        assert all(finding.severity is NOTE for finding in findings)
     assert all(0 <= f.has_gb_per_s < 1e4 for f in findings)
 
 
@@ -143,7 +140,7 @@ def test_the_figures_of_real_defects_follow_from_the_files() -> None:
         16 * 30 / 80,
         16 * 240 / 80,
     )
-    assert bridge.severity is Level.ERROR
+    assert bridge.severity is ERROR
     assert (port.has_gb_per_s, port.should_gb_per_s) == (22.5, 25.0)
 
 
@@ -249,112 +246,77 @@ BRIDGE, NIC = "0000:00:00.0", "0000:02:00.0"
 
 # One change to the sound host each, and what it must bring: rule, severity, elements.
 UNSOUND: dict[str, tuple[Callable[[], HostTopology], Level, list[str]]] = {
-    "device-lost": (
-        lambda: with_device(gpu(1), is_lost=True),
-        Level.ERROR,
-        [gpu(1)],
-    ),
-    "slow-bridge": (
-        lambda: with_device(BRIDGE, width=8),
-        Level.WARNING,
-        [BRIDGE],
-    ),
+    "device-lost": (lambda: with_device(gpu(1), is_lost=True), ERROR, [gpu(1)]),
+    "slow-bridge": (lambda: with_device(BRIDGE, width=8), WARNING, [BRIDGE]),
     "tiny-link": (
         lambda: with_device(gpu(0), speed="2.5 GT/s PCIe", width=1),
-        Level.ERROR,
+        ERROR,
         [gpu(0)],
     ),
     "unknown-link-speed": (
         lambda: with_device(gpu(0), speed="", width=0),
-        Level.WARNING,
+        WARNING,
         [gpu(0)],
     ),
     "trained-down": (
         lambda: with_device(gpu(2), speed_now=SPEED, width_now=4),
-        Level.ERROR,
+        ERROR,
         [gpu(2)],
     ),
-    "uneven-gpu-link": (
-        lambda: with_device(gpu(3), width=4),
-        Level.WARNING,
-        [gpu(3)],
-    ),
+    "uneven-gpu-link": (lambda: with_device(gpu(3), width=4), WARNING, [gpu(3)]),
     "link-to-itself": (
         lambda: with_links(nvlink(0, gpu(0), 2), nvlink(0, NVSWITCH)),
-        Level.ERROR,
+        ERROR,
         [gpu(0)],
     ),
     "gpu-listed-as-switch": (
-        lambda: with_links(
-            nvlink(0, gpu(1), target_class=0x068000),
-            nvlink(1, gpu(0)),
-        ),
-        Level.ERROR,
+        lambda: with_links(nvlink(0, gpu(1), target_class=0x068000), nvlink(1, gpu(0))),
+        ERROR,
         [gpu(0)],
     ),
     "too-many-nvlinks": (
         lambda: sound()._replace(
             links=tuple(link._replace(num_links=19) for link in sound().links)
         ),
-        Level.ERROR,
+        ERROR,
         [gpu(n) for n in range(4)],
     ),
     "gpu-without-links": (
         lambda: sound()._replace(links=sound().links[1:]),
-        Level.ERROR,
+        ERROR,
         [gpu(0)],
     ),
-    "uneven-nvlinks": (
-        lambda: with_links(nvlink(2, NVSWITCH, 17)),
-        Level.WARNING,
-        [gpu(2)],
-    ),
+    "uneven-nvlinks": (lambda: with_links(nvlink(2, NVSWITCH, 17)), WARNING, [gpu(2)]),
     "no-peer-access": (
         lambda: sound()._replace(relations=(Relation(gpu(0), gpu(1), "NV18", "CNS"),)),
-        Level.WARNING,
+        WARNING,
         [gpu(0), gpu(1)],
     ),
     "acs-redirects": (
         lambda: with_device(BRIDGE, is_redirecting=True),
-        Level.WARNING,
+        WARNING,
         [BRIDGE],
     ),
     "nic-faster-than-link": (
         lambda: with_device(NIC, speed="16.0 GT/s PCIe"),
-        Level.WARNING,
+        WARNING,
         [NIC],
     ),
     "odd-nic-speed": (
         lambda: with_port(1, mbit_per_s=380_000),
-        Level.WARNING,
+        WARNING,
         ["net/mlx5_1"],
     ),
-    "slow-nic": (
-        lambda: with_port(2, mbit_per_s=100_000),
-        Level.WARNING,
-        ["net/mlx5_2"],
-    ),
-    "nic-down": (
-        lambda: with_port(3, is_up=False),
-        Level.WARNING,
-        ["net/mlx5_3"],
-    ),
+    "slow-nic": (lambda: with_port(2, mbit_per_s=100_000), WARNING, ["net/mlx5_2"]),
+    "nic-down": (lambda: with_port(3, is_up=False), WARNING, ["net/mlx5_3"]),
     "virtual-nic": (
         lambda: sound()._replace(ports=(*sound().ports, NetPort("docker0"))),
-        Level.NOTE,
+        NOTE,
         ["net/docker0"],
     ),
-    "no-gpudirect": (
-        lambda: with_gpu(1, gdr=0),
-        Level.WARNING,
-        [gpu(1)],
-    ),
-    "far-nic": (far, Level.WARNING, [gpu(0)]),
-    "nic-behind-processor": (
-        lambda: with_device(gpu(0), parent=""),
-        Level.WARNING,
-        [gpu(0)],
-    ),
+    "no-gpudirect": (lambda: with_gpu(1, gdr=0), WARNING, [gpu(1)]),
+    "far-nic": (far, WARNING, [gpu(0)]),
+    "nic-behind-processor": (lambda: with_device(gpu(0), parent=""), WARNING, [gpu(0)]),
     "no-numa-node": (
         lambda: sound()._replace(
             devices=tuple(
@@ -362,28 +324,24 @@ UNSOUND: dict[str, tuple[Callable[[], HostTopology], Level, list[str]]] = {
                 for d in sound().devices
             )
         ),
-        Level.WARNING,
+        WARNING,
         [gpu(0)],
     ),
     "shared-cores": (
         lambda: with_node(1, cpus=tuple(range(7, 15))),
-        Level.WARNING,
+        WARNING,
         ["numa/0", "numa/1"],
     ),
-    "uneven-cores": (three_nodes, Level.NOTE, ["numa/2"]),
-    "implausible-processor": (
-        lambda: with_node(0, model=85),
-        Level.WARNING,
-        ["numa/0"],
-    ),
+    "uneven-cores": (three_nodes, NOTE, ["numa/2"]),
+    "implausible-processor": (lambda: with_node(0, model=85), WARNING, ["numa/0"]),
     "refused-by-nccl": (
         lambda: sound()._replace(refused=("Line 2: cpu has no numaid.",)),
-        Level.ERROR,
+        ERROR,
         ["source"],
     ),
     "odd-source": (
         lambda: sound()._replace(remarks=("Line 3: nic is listed twice.",)),
-        Level.NOTE,
+        NOTE,
         ["source"],
     ),
 }
@@ -418,23 +376,18 @@ def test_one_change_brings_its_finding_and_no_other(rule: str) -> None:
     others = {finding.rule for finding in findings} - {rule}
     assert others <= BESIDE.get(rule, set())
     for finding in own:
-        words = finding.what, finding.consequence, finding.remedy
+        words = finding.seen, finding.consequence, finding.remedy
         assert all(text.endswith(".") and len(text) > 15 for text in words)
 
 
 def test_a_speed_that_is_low_at_rest_is_a_note_for_gpus_alone() -> None:
     slow = {"speed_now": "2.5 GT/s PCIe", "width_now": 16}
     found = one(lint_host(with_device(gpu(0), **slow)), "trained-down")
-    assert found.severity is Level.NOTE
+    assert found.severity is NOTE
     assert "under load" in found.remedy
     found = one(lint_host(with_device(NIC, **slow)), "trained-down")
-    assert found.severity is Level.ERROR
+    assert found.severity is ERROR
     assert found.has_gb_per_s == 2.5 / 8 * 0.8 * 16
-
-
-def test_a_speed_that_nobody_reported_is_left_to_others() -> None:
-    untold = with_device(gpu(0), speed="", width=-1)
-    assert lint_host(untold) == ()
 
 
 def with_slots(speed: str, **fields: object) -> HostTopology:
@@ -451,13 +404,13 @@ def with_slots(speed: str, **fields: object) -> HostTopology:
     ("host", "severity"),
     [
         # Cards of the next generation in a host whose slots are all of this one.
-        (with_slots("16.0 GT/s PCIe"), Level.NOTE),
+        (with_slots("16.0 GT/s PCIe"), NOTE),
         # Below half it is no matter of generations, nor with fewer lanes.
-        (with_slots("5.0 GT/s PCIe"), Level.ERROR),
-        (with_slots("16.0 GT/s PCIe", width=8), Level.ERROR),
-        (with_slots(SPEED, width=8), Level.WARNING),
+        (with_slots("5.0 GT/s PCIe"), ERROR),
+        (with_slots("16.0 GT/s PCIe", width=8), ERROR),
+        (with_slots(SPEED, width=8), WARNING),
         # One slot below the others.
-        (with_device(BRIDGE, speed="16.0 GT/s PCIe"), Level.WARNING),
+        (with_device(BRIDGE, speed="16.0 GT/s PCIe"), WARNING),
     ],
     ids=["as built", "far below", "half the lanes of it", "half the lanes", "one"],
 )
@@ -494,7 +447,7 @@ def test_a_second_port_without_cable_is_a_note(place: dict[str, object]) -> None
     host = sound()
     second = host.ports[0]._replace(title="mlx5_9", is_up=False, **place)
     found = one(lint_host(host._replace(ports=(*host.ports, second))), "nic-down")
-    assert found.severity is Level.NOTE
+    assert found.severity is NOTE
 
 
 def test_a_port_that_is_down_loses_the_rate_of_the_others() -> None:
@@ -566,12 +519,7 @@ def fleet(odd: HostTopology) -> list[HostTopology]:
             9 * 20.6,
             18 * 20.6,
         ),
-        (
-            with_port(0, is_up=False),
-            {"node-network-differs"},
-            150.0,
-            200.0,
-        ),
+        (with_port(0, is_up=False), {"node-network-differs"}, 150.0, 200.0),
         (
             with_device(gpu(0), speed="16.0 GT/s PCIe"),
             {"node-gpu-links-differ"},
@@ -591,7 +539,7 @@ def test_one_node_of_three_that_is_unlike(
     assert {finding.element for finding in findings} == {"odd"}
     assert findings[0].has_gb_per_s == pytest.approx(has)
     assert findings[0].should_gb_per_s == pytest.approx(should)
-    assert "2 of 3 nodes" in findings[0].what
+    assert "2 of 3 nodes" in findings[0].seen
 
 
 def test_nodes_that_are_alike_and_one_that_reports_less() -> None:
@@ -601,90 +549,57 @@ def test_nodes_that_are_alike_and_one_that_reports_less() -> None:
     assert lint_fleet(fleet(silent)) == ()
 
 
-def test_all_rules_of_fleets_are_tried() -> None:
-    tried = {"gpus", "nvlinks", "network", "gpu-links", "cores"}
-    names = CATALOGUE["several hosts"]
-    assert {name.removeprefix("node-").rsplit("-", 1)[0] for name in names} == tried
-
-
-@given(
-    st.permutations(range(4)),
-    st.permutations(range(4)),
-    st.sampled_from(sorted(UNSOUND)),
-)
-@settings(max_examples=25, deadline=None)
-def test_the_order_of_elements_does_not_matter(
-    ports: list[int], gpus: list[int], rule: str
-) -> None:
-    host = UNSOUND[rule][0]()
-    host = host._replace(ports=host.ports[:4])
-    shuffled = host._replace(
-        ports=tuple(host.ports[n] for n in ports),
-        links=tuple(reversed(host.links)),
-        gpus=tuple(host.gpus[n] for n in gpus),
-    )
-    reported = {(f.rule, f.element, f.severity) for f in lint_host(shuffled)}
-    assert reported == {(f.rule, f.element, f.severity) for f in lint_host(host)}
-
-
 _names = st.sampled_from(["", "0000:00:00.0", "0000:01:00.0", "0000:02:00.0", "x"])
 _numbers = st.integers(-2, 200)
+
+
+def _some(cls: type, key: str = "", **fields: object) -> st.SearchStrategy[Any]:
+    elements = st.builds(cls, **fields)
+    unique = (lambda each: getattr(each, key)) if key else None
+    return st.lists(elements, max_size=3, unique_by=unique).map(tuple)
+
+
 _hosts = st.builds(
     HostTopology,
-    numa_nodes=st.lists(
-        st.builds(
-            NumaNode,
-            number=st.integers(-1, 3),
-            cpus=st.lists(st.integers(0, 9), max_size=3).map(tuple),
-            vendor=st.sampled_from(["", "GenuineIntel"]),
-            arch=st.sampled_from(["", "x86_64"]),
-            family=_numbers,
-            model=_numbers,
-            package=st.integers(-1, 2),
-        ),
-        max_size=3,
-        unique_by=lambda node: node.number,
-    ).map(tuple),
-    devices=st.lists(
-        st.builds(
-            PciDevice,
-            bus_id=_names,
-            parent=_names,
-            node=st.integers(-1, 3),
-            speed=st.sampled_from(
-                ["", "8 GT/s", "16.0 GT/s PCIe", "GT/s", ". GT/s", "1e9 GT/s", "\x00"]
-            ),
-            width=_numbers,
-            gb_per_s=st.sampled_from([0.0, 3.0]),
-            speed_now=st.sampled_from(["", "2.5 GT/s PCIe"]),
-            width_now=_numbers,
-        ),
-        max_size=3,
-        unique_by=lambda device: device.bus_id,
-    ).map(tuple),
-    gpus=st.lists(
-        st.builds(GpuDevice, bus_id=_names, number=st.integers(0, 3), sm=_numbers),
-        max_size=3,
-        unique_by=lambda each: each.name,
-    ).map(tuple),
-    ports=st.lists(
-        st.builds(
-            NetPort, title=st.sampled_from("abc"), bus_id=_names, mbit_per_s=_numbers
-        ),
-        max_size=3,
-        unique_by=lambda port: port.title,
-    ).map(tuple),
-    links=st.lists(
-        st.builds(
-            Link,
-            kind=st.sampled_from([LinkKind.NVLINK, LinkKind.XGMI]),
-            source=_names,
-            target=_names,
-            num_links=st.integers(0, 99),
-            target_class=st.sampled_from([-1, 0x030200, 0x068000]),
-        ),
-        max_size=4,
-    ).map(tuple),
+    numa_nodes=_some(
+        NumaNode,
+        "number",
+        number=st.integers(-1, 3),
+        cpus=st.lists(st.integers(0, 9), max_size=3).map(tuple),
+        vendor=st.sampled_from(["", "GenuineIntel"]),
+        arch=st.sampled_from(["", "x86_64"]),
+        family=_numbers,
+        model=_numbers,
+        package=st.integers(-1, 2),
+    ),
+    devices=_some(
+        PciDevice,
+        "bus_id",
+        bus_id=_names,
+        parent=_names,
+        node=st.integers(-1, 3),
+        speed=st.sampled_from(["", "8 GT/s", "16.0 GT/s PCIe", ". GT/s", "1e9 GT/s"]),
+        width=_numbers,
+        gb_per_s=st.sampled_from([0.0, 3.0]),
+        speed_now=st.sampled_from(["", "2.5 GT/s PCIe"]),
+        width_now=_numbers,
+    ),
+    gpus=_some(GpuDevice, "name", bus_id=_names, number=st.integers(0, 3), sm=_numbers),
+    ports=_some(
+        NetPort,
+        "title",
+        title=st.sampled_from("abc"),
+        bus_id=_names,
+        mbit_per_s=_numbers,
+    ),
+    links=_some(
+        Link,
+        kind=st.sampled_from([LinkKind.NVLINK, LinkKind.XGMI]),
+        source=_names,
+        target=_names,
+        num_links=st.integers(0, 99),
+        target_class=st.sampled_from([-1, 0x030200, 0x068000]),
+    ),
 )
 
 
@@ -782,28 +697,11 @@ def test_this_machine_is_looked_at(capsys: pytest.CaptureFixture[str]) -> None:
     assert "NUMA node" in capsys.readouterr().out
 
 
-def test_a_link_to_itself_beside_good_ones_claims_no_loss() -> None:
-    host = with_links(nvlink(0, gpu(0), 2), nvlink(0, NVSWITCH, target_class=0x068000))
-    assert "GB/s" not in one(lint_host(host), "link-to-itself").consequence
-
-
-def test_an_adapter_for_management_is_none_for_gpus() -> None:
-    host = sound()
-    slot = PciDevice("0000:99:00.0", "", 1, 0x020000, speed="8.0 GT/s PCIe", width=8)
-    port = NetPort("eno1", slot.bus_id, mbit_per_s=25_000)
-    more = host._replace(devices=(*host.devices, slot), ports=(*host.ports, port))
-    assert lint_host(more) == ()
-
-
-def test_two_nodes_with_unlike_numbers_of_cores_have_none_that_is_odd() -> None:
-    assert lint_host(with_node(1, cpus=tuple(range(8, 15)))) == ()
-
-
 def test_the_odd_one_of_a_fleet_may_be_the_better_one() -> None:
     odd, other, third = fleet(sound()._replace(gpus=sound().gpus[1:]))
     few = [odd, odd._replace(name="b"), odd._replace(name="c"), other]
     findings = lint_fleet(few)
-    assert [(f.element, f.severity) for f in findings] == [("n1", Level.WARNING)]
+    assert [(f.element, f.severity) for f in findings] == [("n1", WARNING)]
     # With as many of either, more is right.
     draw = lint_fleet([odd, odd._replace(name="b"), other, third])
     assert [f.element for f in draw] == ["odd", "b"]
@@ -815,22 +713,6 @@ def test_a_node_that_reports_links_its_chip_lacks_is_no_model_for_others() -> No
         read("nccl_topo/hgx_b200_8x_vastai_nccl2.27.3.xml")._replace(name="real"),
     ]
     assert "node-nvlinks-differ" not in {f.rule for f in lint_fleet(hosts)}
-
-
-def test_a_host_bridge_limits_no_adapter_and_nccls_plan_is_reported() -> None:
-    host = read("nccl_topo/modal_gvisor_b200_vm_topo.xml")
-    found = [f for f in lint_host(host) if f.rule == "nic-faster-than-link"]
-    assert {each.severity for each in found} == {Level.WARNING}
-    # 75, 200 and 200 GB/s of ports; PCIe 5 x16 is 48 with NCCL.
-    figures = sorted((each.has_gb_per_s, each.should_gb_per_s) for each in found)
-    assert figures == [(48.0, 75.0), (48.0, 200.0), (48.0, 200.0)]
-    said = " ".join(each.what + each.consequence for each in found)
-    assert "63.02" not in said
-    assert "held to" not in said
-    # As with the limit, which takes all ports at their rates.
-    network = world_of(host, 2, 1).network
-    assert network is not None
-    assert network.gb_per_s == 475.0
 
 
 def test_of_an_unknown_chip_no_loss_is_claimed_in_figures() -> None:

@@ -41,60 +41,29 @@ def rules(text: bytes | str) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("start", "complete"),
+    ("rank", "name", "bus", "end"),
     [
-        # 2.18
+        ("", "", "nvmlDev {r} busId 1000", ""),
+        ("[Rank {r}] ", "ncclCommInitRank ", "nvmlDev {r} busId 1000", ""),
+        ("", "", "busId c1000", "localSize 192 used 1048576 bytes "),
         (
-            (
-                "comm 0xa{r} rank {r} nranks 2 cudaDev {r} nvmlDev {r} busId 1000 "
-                "commId 0x99 - Init START"
-            ),
-            (
-                "comm 0xa{r} rank {r} nranks 2 cudaDev {r} nvmlDev {r} busId 1000 "
-                "commId 0x99 - Init COMPLETE"
-            ),
-        ),
-        # 2.30
-        (
-            (
-                "[Rank {r}] ncclCommInitRank comm 0xa{r} rank {r} nranks 2 cudaDev {r} "
-                "nvmlDev {r} busId 1000 commId 0x99 - Init START"
-            ),
-            (
-                "ncclCommInitRank comm 0xa{r} rank {r} nranks 2 cudaDev {r} nvmlDev "
-                "{r} busId 1000 commId 0x99 - Init COMPLETE"
-            ),
-        ),
-        # RCCL of ROCm 6.0, and of 6.3
-        (
-            (
-                "comm 0xa{r} rank {r} nranks 2 cudaDev {r} busId c1000 commId 0x99 - "
-                "Init START"
-            ),
-            (
-                "comm 0xa{r} rank {r} nranks 2 cudaDev {r} busId c1000 commId 0x99 "
-                "localSize 192 used 1048576 bytes - Init COMPLETE"
-            ),
-        ),
-        (
-            (
-                "ncclCommInitRank comm 0xa{r} rank {r} nranks 2 cudaDev {r} nvmlDev "
-                "{r} busId c1000 commId 0x99 - Init START"
-            ),
-            (
-                "ncclCommInitRank comm 0xa{r} rank {r} nranks 2 cudaDev {r} nvmlDev "
-                "{r} busId c1000 commId 0x99 localSize 0 used 9 bytes on core 96 - "
-                "Init COMPLETE"
-            ),
+            "",
+            "ncclCommInitRank ",
+            "busId c1000",
+            "localSize 0 used 9 bytes on core 96 ",
         ),
     ],
     ids=["2.18", "2.30", "rocm6.0", "rocm6.3"],
 )
-def test_a_start_that_is_complete_is_seen_to_be(start: str, complete: str) -> None:
+def test_a_start_that_is_complete_is_seen_to_be(
+    rank: str, name: str, bus: str, end: str
+) -> None:
+    call = f"{name}comm 0xa{{r}} rank {{r}} nranks 2 cudaDev {{r}} {bus} commId 0x99 "
+    forms = f"{rank}{call}- Init START", f"{call}{end}- Init COMPLETE"
     lines = [
         f"node0:1{r}:2{r} [{r}] NCCL INFO {form.format(r=r)}"
         for r in range(2)
-        for form in (start, complete)
+        for form in forms
     ]
     (comm,) = one_job("\n".join(lines)).communicators
 
@@ -137,17 +106,6 @@ def test_a_ring_that_an_old_release_cuts_reports_no_number_of_ranks() -> None:
     for lines in ((layout, f"Channel 00/04 : {ring}"),) * 2:
         (comm,) = one_job("\n".join(P + line for line in lines)).communicators
         assert comm.num_ranks == 32
-
-
-def test_a_ring_that_is_said_before_the_number_of_ranks() -> None:
-    ring = " ".join(map(str, range(20)))
-    start = (
-        "comm 0xa rank 0 nranks 32 cudaDev 0 nvmlDev 0 busId 1000 commId 0x9 - Init "
-        "COMPLETE"
-    )
-    (comm,) = one_job(f"{P}Channel 00/04 : {ring}\n{P}{start}").communicators
-
-    assert comm.num_ranks == 32
 
 
 # ---- the topology
@@ -220,7 +178,7 @@ def test_links_between_amd_s_gpus_are_read() -> None:
     assert "xGMI up to 24.0 GB/s from a GPU" in words
     (finding,) = judge_nccl_log(read(text))
     assert finding.rule == "shm-where-p2p-was-possible"
-    assert "NCCL found xGMI" in finding.what
+    assert "NCCL found xGMI" in finding.seen
 
 
 def test_a_gpu_in_one_package_with_its_processor_needs_no_pci() -> None:
@@ -329,18 +287,6 @@ def test_a_version_that_rccl_says_in_nobody_s_name() -> None:
     assert log.loose_versions == ("2.21.5-HEAD:9a0e6a1",)
 
 
-def test_choices_of_two_jobs_are_not_mixed() -> None:
-    lines = [
-        f"{host}:1:1 [0] NCCL INFO AllReduce: {size} Bytes -> Algo RING proto LL "
-        "channel{Lo..Hi}={0..1}"
-        for host, size in (("a", 8), ("b", 1024), ("b", 2048))
-    ]
-    tunings = {job.hosts: job.tunings for job in read("\n".join(lines)).jobs}
-
-    assert tunings["a",][0][3:] == (8, 8)
-    assert tunings["b",][0][3:] == (1024, 2048)
-
-
 # ---- numbers that are none
 
 
@@ -376,6 +322,12 @@ def test_what_only_looks_like_a_number_is_not_read(text: str) -> None:
     [
         # srun -l sets ranks under each other
         "   0: ",
+        "[1,0]<stdout>:",
+        "[node1:3] ",
+        "2026-01-31 10:20:30,123 ",
+        "2026-01-31T10:20:30.1Z stdout F ",
+        "(RayTrainWorker pid=77, ip=10.0.0.7) ",
+        "[2026-01-31 10:20:30] [1,0]<stdout>:",
         # kubectl logs --prefix: a name may have 253 characters
         f"[pod/{'trainer-' * 20}0/pytorch] ",
         "[pod/a/b] 2026-01-31T10:20:30.123456789Z ",
@@ -430,15 +382,6 @@ def test_what_stands_behind_lines(after: str) -> None:
     assert read(marked).jobs == read(text).jobs
 
 
-def test_a_progress_bar_writes_over_its_own_line() -> None:
-    text = text_of(JobLog(num_hosts=1)).decode()
-    bars = "\r 10%|#         |\r 20%|##        |\r"
-    marked = "".join(f"{bars}{line}\n" for line in text.splitlines())
-
-    assert read(marked).jobs == read(text).jobs
-    assert read(marked).num_lines == read(text).num_lines
-
-
 def test_other_programs_words_are_no_beginnings_of_messages() -> None:
     """A bar on the line of every message must not push a true beginning out."""
     lines = ["nodeA:11:11 [1] NCCL INFO Using network IB"]
@@ -490,15 +433,6 @@ def test_a_bomb_takes_no_memory() -> None:
 # ---- time
 
 
-def many_jobs(num: int) -> str:
-    return "".join(
-        f"h{host}:{rank}:1 [0] NCCL INFO NCCL_X{key} set to {host % 400}\n"
-        for host in range(num)
-        for rank in range(4)
-        for key in range(8)
-    )
-
-
 def many_drafts(num: int) -> str:
     layout = "nRanks 8 nNodes 1 localRanks 8 localRank 0 MNNVL 0"
     return "".join(
@@ -513,17 +447,6 @@ def many_drafts(num: int) -> str:
     )
 
 
-def many_hosts_after_a_break(num: int) -> str:
-    """A beginning waits for its end, and each host may be the end of another's name."""
-    return (
-        "nodeA:1:1 [0] NCCL INFO Using network IB\n"
-        "nodeB:2:2 [0] NCCL INFO Using network IB\n"
-        "nodeA:1:1 [0] NCCL INFO comm 0x5410nodeB:2:2 [0] NCCL INFO Using network IB\n"
-    ) + "".join(
-        f"h{host}:{host}:1 [0] NCCL INFO Using network IB\n" for host in range(num)
-    )
-
-
 def many_hosts_of_one_pid(num: int) -> str:
     """In containers the first process has the same number everywhere."""
     return "".join(
@@ -533,13 +456,7 @@ def many_hosts_of_one_pid(num: int) -> str:
 
 
 @pytest.mark.parametrize(
-    ("make", "num"),
-    [
-        (many_jobs, 60),
-        (many_drafts, 60),
-        (many_hosts_after_a_break, 500),
-        (many_hosts_of_one_pid, 500),
-    ],
+    ("make", "num"), [(many_drafts, 60), (many_hosts_of_one_pid, 500)]
 )
 def test_four_times_as_much_takes_four_times_as_many_steps(
     make: Callable[[int], str], num: int

@@ -111,16 +111,6 @@ def test_of_equal_ports_the_one_trained_down_is_left(host):
     assert host.chosen(2) == ["mlx5_1", "mlx5_2"]
 
 
-def test_a_port_of_another_rate_is_none_to_train_over(host):
-    near = host.bridges("0000:00:01.0", "0000:01:00.0")
-    far = host.bridges("0000:10:01.0", "0000:11:00.0", node=1)
-    host.gpu(near, "0000:02:00.0")
-    host.port(near, "0000:03:00.0", "mlx5_0", rate=HDR)
-    for n in (1, 2):
-        host.port(far, f"0000:1{n + 1}:00.0", f"mlx5_{n}", node=1)
-    assert host.chosen(1) == ["mlx5_1"]
-
-
 def test_ports_of_the_same_socket_are_nearer_and_taken_in_turn(host):
     for node in range(2):
         for n in range(2):

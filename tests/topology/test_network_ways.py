@@ -17,8 +17,6 @@ from ronde.topology import (
     write_topology,
 )
 
-GEN4_X16 = 16 * 2 * 128 / 130
-
 
 class Adapters(Tree):
     """A root directory with network adapters, each in a slot of its own."""
@@ -168,18 +166,6 @@ def test_of_a_bond_a_port_without_its_cable_is_not_there(tree: Adapters) -> None
     assert tree.reported("bond0") == "bond0 over eth0, 3.125 GB/s"
 
 
-def test_ports_of_one_adapter_share_its_pcie_link_in_a_bond(tree: Adapters) -> None:
-    tree.interface("eth0", "200000", "0000:03:00.0")
-    tree.interface("eth1", "200000", "0000:03:00.1")
-    for function in "01":
-        link = {"max_link_speed": "16.0 GT/s PCIe", "max_link_width": "16"}
-        tree.device(f"pci0000:00/0000:03:00.{function}", **link)
-    tree.virtual("bond0", "eth0", "eth1", bonding="802.3ad 4")
-    assert tree.reported("bond0") == (
-        "bond0 over eth0+eth1, 31.51 GB/s (PCIe lets through no more of 50)"
-    )
-
-
 def test_interfaces_below_each_other_in_a_circle_carry_nothing(tree: Adapters) -> None:
     two(tree).virtual("a", "b", "eth0").virtual("b", "a").virtual("c", "c")
     assert read_host(tree.root).interfaces == ()
@@ -211,43 +197,6 @@ def test_rdma_ports_that_are_up(tree: Adapters) -> None:
     path = tree.rates().path
     assert path is not None
     assert path.link == "mlx5_0, 50 GB/s"
-
-
-def test_a_port_is_no_faster_than_its_pcie_link(tree: Adapters) -> None:
-    place = "pci0/0000:0e:00.0/0000:0f:00.0"
-    tree.adapter("mlx5_0", "400 Gb/sec (4X NDR)", "4: ACTIVE", place)
-    for each, speed in ((place, "32.0"), (str(Path(place).parent), "16.0")):
-        link = {"max_link_speed": f"{speed} GT/s PCIe", "max_link_width": "16"}
-        tree.device(each, **link)
-    network = tree.rates().network
-    assert network is not None
-    assert network.gb_per_s == pytest.approx(GEN4_X16)
-    assert network.practical_gb_per_s == 24  # NCCL's figure for x16 of PCIe 4
-    assert network.link == "mlx5_0, 31.51 GB/s (PCIe lets through no more of 50)"
-
-
-@pytest.mark.parametrize(
-    ("speed", "width", "gb_per_s"),
-    [
-        ("8.0 GT/s PCIe", "16", 15.75),
-        ("16.0 GT/s", "16", 31.5),
-        ("32.0 GT/s PCIe", "16", 63),
-        ("64.0 GT/s PCIe", "16", 121),
-        ("5.0 GT/s PCIe", "1", 0.5),
-        # What virtual machines say of links that they know nothing of.
-        ("2.5 GT/s PCIe", "1", 200),
-        ("Unknown", "16", 200),
-        ("16.0 GT/s PCIe", "0", 200),
-        ("16.0 GT/s PCIe", "255", 200),
-    ],
-)
-def test_pcie_links(tree: Adapters, speed: str, width: str, gb_per_s: float) -> None:
-    tree.interface("eth0", "1600000")
-    link = {"max_link_speed": speed, "max_link_width": width}
-    tree.device("pci0000:00/0000:03:00.0", **link)
-    network = tree.rates("eth0").network
-    assert network is not None
-    assert network.gb_per_s == pytest.approx(gb_per_s, abs=0.06)
 
 
 def test_interfaces_outlive_a_trip_through_json(tree: Adapters) -> None:

@@ -7,23 +7,18 @@ from hypothesis import given, strategies as st
 from tests.topology.hostile import Hostile, bad_inputs, check_harmless
 
 from ronde.errors import UsageError
-from ronde.render import draw_tree, tabulate_speeds
 from ronde.topology import (
     NVIDIA_SMI,
     NVSWITCH,
     UNKNOWN,
-    AlignmentRequest,
     HostTopology,
     Link,
     LinkKind,
-    Policy,
     Saved,
-    Topology,
     classify,
     find_paths,
     members,
     parse_list,
-    plan_host,
     read_topology,
     write_topology,
 )
@@ -181,11 +176,6 @@ def check_nics(host: HostTopology) -> None:
     assert host.remarks == ()
 
 
-def test_adapters_have_the_names_of_the_legend():
-    check_nics(read(NICS))
-    assert PROBE.recognises(Saved("it", NICS.encode()))
-
-
 @pytest.mark.parametrize(
     "text",
     [
@@ -235,16 +225,6 @@ def test_what_stands_behind_the_words(header, row, nodes):
     assert {node.number: len(node.cpus) for node in host.numa_nodes} == nodes
 
 
-def test_columns_that_grew_together():
-    text = NICS.replace("GPU0\tGPU1\tNIC0\tNIC1", "GPU0GPU1NIC0NIC1", 1)
-    check_nics(read(text))
-
-
-def test_words_that_grew_together():
-    text = NICS.replace("NV12\t X \tNODE\tPXB", "NV12\t X \tNODEPXB", 1)
-    check_nics(read(text))
-
-
 def test_adapters_without_legend_keep_their_numbers():
     text = NICS.partition("NIC Legend")[0]
     assert [port.title for port in read(text).ports] == ["NIC0", "NIC1"]
@@ -263,11 +243,6 @@ def test_one_gpu_in_a_container(blank):
     assert len(host.remarks) == 1
 
 
-def test_a_gpu_near_nothing():
-    host = read("\tGPU0\tCPU Affinity\tNUMA Affinity\nGPU0\t X \tN/A\tN/A\n")
-    assert (host.numa_nodes, host.gpus[0].node, host.remarks) == ((), UNKNOWN, ())
-
-
 def test_memory_of_gpus_is_nodes_without_cpus():
     host = read(
         "\tGPU0\tGPU1\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\n"
@@ -284,9 +259,7 @@ def test_memory_of_gpus_is_nodes_without_cpus():
 
 
 def test_several_nodes_near_a_gpu_are_said():
-    host = read(
-        "\tGPU0\tCPU Affinity\tNUMA Affinity\nGPU0\t X \t0-127\t0,8,252-255\n",
-    )
+    host = read("\tGPU0\tCPU Affinity\tNUMA Affinity\nGPU0\t X \t0-127\t0,8,252-255\n")
     assert [node.number for node in host.numa_nodes] == [0, 8, 252, 253, 254, 255]
     assert [len(node.cpus) for node in host.numa_nodes] == [128, 0, 0, 0, 0, 0]
     assert host.gpus[0].node == 0
@@ -356,11 +329,6 @@ def test_links_of_an_unknown_model_carry_what_their_signalling_leaves():
     assert [link.gb_per_s for link in read(text).links] == [200.0, 0.0]
 
 
-def test_links_at_several_rates_show():
-    text = status(0, num_active=2).replace("Link 1: 25", "Link 1: 12.5")
-    assert "signal at 12.5, 25 GB/s" in read(text).remarks[0]
-
-
 def test_a_matrix_without_nvlinks_contradicts_none():
     plain = NICS.replace("NV12", "PHB")
     for text in (NICS + plain, plain + NICS):
@@ -375,12 +343,6 @@ def test_contradictions_are_said():
     assert host.remarks == ("GPU0 and NIC0 are given as PIX and SYS.",)
     host = read(NICS + NICS.replace("PXB", "SYS"))
     assert host.remarks == ("GPU1 and NIC1 are given as PXB and SYS.",)
-
-
-def test_rows_of_adapters_may_be_missing():
-    lines = NICS.splitlines(keepends=True)
-    text = "".join(line for line in lines if not line.startswith("NIC1"))
-    assert words(read(text))["gpu/1", "net/mlx5_bond_0"] == "PXB"
 
 
 @pytest.mark.parametrize(
@@ -434,12 +396,6 @@ def test_links_alone_are_recognised():
     assert not PROBE.recognises(Saved("it", b"GPU 0: x\n Link 0: Replay Errors: 0\n"))
 
 
-def test_other_things_said_of_links_are_let_pass():
-    errors = "\t Link 0: Replay Errors: 0\n\t Link 0, P2P is supported: true\n"
-    errors += " Link 0: Remote Device 00000000:C2:00.0: Link 0\n"
-    assert len(read(status(0, num_active=2) + errors).gpus) == 1
-
-
 @pytest.mark.parametrize(
     "path",
     [B200, *(pytest.param(p, marks=pytest.mark.long) for p in (H200, PERLMUTTER))],
@@ -479,35 +435,6 @@ def test_text_cut_or_changed_anywhere_is_a_value_or_refused(at, more):
         except UsageError:
             continue
         assert len(host.gpus) in (1, 2, 3)
-
-
-PATHS = st.sampled_from(["NV1", "NV18", "PIX", "PXB", "PHB", "NODE", "SYS"])
-
-
-@given(st.data())
-def test_what_is_printed_is_read(data):
-    names = [f"GPU{n}" for n in range(data.draw(st.integers(1, 5)))]
-    names += [f"NIC{n}" for n in range(data.draw(st.integers(0, 4)))]
-    reported = {
-        (a, b): data.draw(PATHS)
-        for place, a in enumerate(names)
-        for b in names[place + 1 :]
-    }
-    both = reported | {(b, a): path for (a, b), path in reported.items()}
-    join = data.draw(st.sampled_from(["\t", " ", "      "]))
-    rows = [
-        join.join([a, *(" X " if a == b else both[a, b] for b in names)]) for a in names
-    ]
-    rows = [rows[0] + f"{join}0-3{join}7", *rows[1:]]
-    text = "\n".join([join.join(["", *names, "CPU Affinity", "NUMA Affinity"]), *rows])
-    host = read(text)
-    graph_names = {
-        name: f"gpu/{name[3:]}" if name[0] == "G" else f"net/{name}" for name in names
-    }
-    assert {(e.source, e.target): e.path for e in host.relations} == {
-        (graph_names[a], graph_names[b]): path for (a, b), path in reported.items()
-    }
-    assert [node.number for node in host.numa_nodes] == [7]
 
 
 SOCKETS = """\
@@ -560,24 +487,3 @@ def test_an_adapter_near_gpus_of_two_nodes_is_at_none_that_is_known():
     near = SOCKETS.replace("SYS\tSYS\tPIX\tSYS\t56", "PHB\tSYS\tPIX\tSYS\t56")
     near = near.replace("PXB\tNODE\tSYS\tSYS\t X ", "PXB\tNODE\tPHB\tSYS\t X ")
     assert [port.node for port in read(near).ports] == [UNKNOWN, 0, 1, UNKNOWN]
-
-
-def test_adapters_known_from_text_have_a_device_that_is_not_reported():
-    host = read(SOCKETS)._replace(name="a")
-    lines = draw_tree(Topology((host,))).splitlines()
-    # The last is near no node that is told.
-    for line in (lines[4], lines[5], lines[9], lines[-2]):
-        assert line.endswith("rate unknown, PCI device unknown")
-    assert lines[-1] == "NVLink: every GPU: 18 to NVSwitch"
-    speeds = tabulate_speeds(find_paths(host), classify(host)).splitlines()
-    assert speeds[1].split() == [
-        *("GPU0", "X", "NVL", "NVL", "NVL", "PXB", "PHB", "SYS", "SYS"),
-    ]
-    assert speeds[-1].endswith("as NCCL counts; none where unknown")
-
-
-def test_ranks_are_aligned_with_adapters_known_from_text():
-    plan = plan_host(read(SOCKETS), AlignmentRequest(3, Policy.RESTRICTED))
-    assert [rank.is_preferred for rank in plan.ranks] == [True] * 3
-    four = plan_host(read(SOCKETS), AlignmentRequest(4))
-    assert four.ranks[3].nics[0].path == "NODE"

@@ -106,44 +106,11 @@ class TestSamples:
         for one, other in permutations([each.name for each in host.gpus], 2):
             assert figures(paths.between(one, other)) == (2, gb_per_s, "NVL")
 
-    def test_h200s_peers_are_as_near_as_nvidia_smi_lets_them(self):
-        said = sample_host("hgx_h200_8x_topo_p2p_n.txt").relations
-        assert {each.peer for each in said} == {"OK"}
-        host = sample_host(H200)
-        assert len(host.gpus) == 8
-        paths = find_paths(host)
-        for one, other in combinations(host.gpus, 2):
-            path = paths.between(one.name, other.name)
-            assert path.kind <= PathKind.NVL
-
-    def test_more_links_than_a_chip_has_end_at_nccls_limit(self):
-        # The file has seven times 18: 126 * 40.1 = 5052.6.
-        host = sample_host("modal_gvisor_b200_vm_topo.xml")
-        path = find_paths(host).between(host.gpus[0].name, host.gpus[1].name)
-        assert figures(path) == (2, 5000.0, "NVL")
-
-    def test_a_link_to_itself_leads_nowhere(self):
-        host = sample_host("azure_ncv4_a100pcie_topo.xml")
-        assert {link.source == link.target for link in host.links} == {True}
-        path = find_paths(host).between(host.gpus[0].name, host.gpus[1].name)
-        assert figures(path) == (3, 12.0, "SYS")
-
     def test_broadcoms_switches_are_one(self):
         # 180000 Mb/s; both below switches of their own, which are below one.
         host = sample_host(OCI_H100)
         path = find_paths(host).between("0000:0f:00.0", "net/mlx5_0")
         assert figures(path) == (3, 22.5, "PIX")
-
-    @pytest.mark.parametrize("name", FILES)
-    def test_all_gpus_reach_one_another(self, name):
-        host = sample_host(name)
-        paths = find_paths(host)
-        ends = [each.name for each in (*host.gpus, *host.ports)]
-        for one, other in combinations(ends, 2):
-            there, back = paths.between(one, other), paths.between(other, one)
-            assert there.kind == back.kind
-            assert there.kind <= PathKind.SYS
-            assert 0 < there.gb_per_s <= 5000
 
     @pytest.mark.parametrize("name", FILES)
     def test_every_path_is_what_its_route_is(self, name):
@@ -269,108 +236,8 @@ class TestLaws:
             assert path in routes
             assert path.kind == min(each.kind for each in routes)
 
-    @given(linked_hosts())
-    @settings(max_examples=60, deadline=None)
-    def test_routes_are_what_they_say(self, host):
-        paths = find_paths(host)
-        for (source, target), path in paths.table.items():
-            check_route(paths, source, target, path)
-
 
 class TestHosts:
-    def test_kinds_by_what_lies_between(self):
-        bridges = (
-            bridge("0000:01:00.0"),
-            bridge("0000:02:00.0", "0000:01:00.0"),
-            bridge("0000:03:00.0"),
-        )
-        near, far = nic(0, "0000:02:00.0"), nic(1, "0000:01:00.0")
-        host = make_host(
-            gpu(0, "0000:02:00.0"),
-            near,
-            far,
-            nic(2, "0000:03:00.0"),
-            nic(3, node=1),
-            bridges=bridges,
-            nodes=(INTEL, INTEL._replace(number=1)),
-        )
-        paths = find_paths(host)
-        found = [
-            figures(paths.between("0000:40:00.0", f"net/mlx5_{n}")) for n in range(4)
-        ]
-        assert found == [
-            (3, 24.0, "PIX"),
-            (4, 24.0, "PXB"),
-            (6, 24.0, "PHB"),
-            # Up two switches, over, down, and to the port; Skylake's 10 GB/s.
-            (6, 10.0, "SYS"),
-        ]
-        assert paths.between("0000:40:00.0", "net/mlx5_1").route == (
-            "0000:40:00.0",
-            "0000:02:00.0",
-            "0000:01:00.0",
-            "0000:81:00.0",
-            "net/mlx5_1",
-        )
-
-    def test_a_gpu_passes_on_once_and_by_nvlink_alone(self):
-        def both(one: str, other: str) -> tuple[Link, Link]:
-            ends = f"0000:{one}:00.0", f"0000:{other}:00.0"
-            return (
-                Link(LinkKind.NVLINK, *ends, 2),
-                Link(LinkKind.NVLINK, *ends[::-1], 2),
-            )
-
-        host = make_host(
-            *(gpu(n, node=n % 2) for n in range(4)),
-            nodes=(AMD, AMD._replace(number=1)),
-            links=(*both("40", "41"), *both("41", "42"), *both("42", "43")),
-        )
-        paths = find_paths(host)
-        one = [
-            figures(paths.between("0000:40:00.0", f"0000:{n}:00.0"))
-            for n in (41, 42, 43)
-        ]
-        # To the fourth over its own processor: two GPUs on the way are too many.
-        assert one == [(1, 40.0, "NVL"), (2, 40.0, "NVB"), (3, 16.0, "SYS")]
-
-    def test_the_nearer_kind_beats_fewer_hops(self):
-        # Both at one processor: by it, two hops; by the switches' NVLink, also two, but
-        # narrower: 18 GB/s to PCIe's 24.
-        links = [Link(LinkKind.NVLINK, f"0000:4{n}:00.0", NVSWITCH, 1) for n in (0, 1)]
-        host = make_host(gpu(0, sm=60), gpu(1, sm=60), links=links)
-        ends = "0000:40:00.0", "0000:41:00.0"
-        assert figures(find_paths(host).between(*ends)) == (2, 18.0, "NVL")
-
-    def test_more_bandwidth_beats_fewer_hops(self):
-        ends = "0000:40:00.0", "0000:41:00.0"
-        links = [
-            *(Link(LinkKind.NVLINK, *pair, 1) for pair in permutations(ends)),
-            *(Link(LinkKind.NVLINK, name, NVSWITCH, 4) for name in ends),
-        ]
-        host = make_host(gpu(0), gpu(1), links=links)
-        assert figures(find_paths(host).between(*ends)) == (2, 80.0, "NVL")
-
-    def test_edges_are_by_bandwidth_and_the_one_above_is_last(self):
-        ends = "0000:40:00.0", "0000:41:00.0", "0000:42:00.0"
-        links = [
-            Link(LinkKind.NVLINK, ends[0], ends[1], 1),
-            Link(LinkKind.NVLINK, ends[0], ends[2], 2),
-            Link(LinkKind.NVLINK, ends[0], ends[1], 2),
-        ]
-        host = make_host(gpu(0), gpu(1), gpu(2), links=links)
-        edges = PathNetwork(host).edges[ends[0]]
-        # 60 and 40 GB/s, while PCIe has 24.
-        assert [edge.target for edge in edges] == [ends[1], ends[2], "numa/0"]
-        wide = host._replace(gpus=tuple(g._replace(sm=60) for g in host.gpus))
-        one = wide._replace(links=(links[0],))
-        edges = PathNetwork(one).edges[ends[0]]
-        assert [edge.gb_per_s for edge in edges] == [18.0, 24.0]
-
-    def test_devices_of_which_no_node_is_reported_are_at_none(self):
-        host = make_host(gpu(0, node=-1), gpu(1, node=-1), nodes=())
-        assert find_paths(host).between("0000:40:00.0", "0000:41:00.0") is None
-
     def test_a_virtual_port_is_at_the_first_processor(self):
         nodes = (AMD, AMD._replace(number=1))
         host = make_host(gpu(0, node=1), nodes=nodes)
@@ -378,13 +245,6 @@ class TestHosts:
         path = find_paths(host).between("net/eth0", "0000:40:00.0")
         assert figures(path) == (4, 1.2, "SYS")
         assert path.route[:3] == ("net/eth0", "nic/-1", "numa/0")
-
-    def test_without_nvlinks_reported_a_host_has_paths(self):
-        host = make_host(gpu(0), gpu(1), nic(0))
-        paths = find_paths(host)
-        assert figures(paths.between("0000:40:00.0", "0000:41:00.0")) == (
-            *(2, 24.0, "PHB"),
-        )
 
     def test_a_link_reported_in_one_direction_alone_is_no_path(self):
         link = Link(LinkKind.NVLINK, "0000:40:00.0", "0000:41:00.0", 4)
@@ -415,15 +275,6 @@ class TestHosts:
         path = find_paths(untold).between("0000:40:00.0", "net/mlx5_0")
         assert path.gb_per_s == 24.0
 
-    def test_what_nothing_is_reported_of_has_no_paths(self):
-        host = HostTopology(gpus=(GpuDevice("", 0), GpuDevice("", 1)))
-        paths = find_paths(host)
-        assert paths.between("gpu/0", "gpu/1") is None
-        assert paths.between("gpu/0", "gpu/7") is None
-
-    def test_an_empty_host_has_no_paths(self):
-        assert find_paths(HostTopology()).table == {}
-
     def test_devices_without_numa_node_are_together_as_in_nccl(self):
         host = make_host(
             gpu(0, node=-1),
@@ -435,11 +286,6 @@ class TestHosts:
         first = [paths.between("0000:40:00.0", f"0000:4{n}:00.0") for n in (1, 2)]
         assert [path.kind.value for path in first] == ["PHB", "SYS"]
         assert first[0].route[1] == "numa/-1"
-
-    def test_devices_without_numa_node_are_at_the_only_one(self):
-        host = make_host(gpu(0, node=-1), gpu(1), nodes=(AMD,))
-        path = find_paths(host).between("0000:40:00.0", "0000:41:00.0")
-        assert path.route[1] == "numa/0"
 
     def test_a_word_on_a_pair_counts_where_no_bus_is_reported(self):
         host = HostTopology(
@@ -466,10 +312,7 @@ class TestHosts:
 
 def broadcom(bus_id: str, parent: str, device: int, family: int) -> PciDevice:
     return bridge(bus_id, parent)._replace(
-        vendor=0x1000,
-        device=device,
-        subsystem_vendor=0x1000,
-        subsystem_device=family,
+        vendor=0x1000, device=device, subsystem_vendor=0x1000, subsystem_device=family
     )
 
 
@@ -491,16 +334,6 @@ class TestSwitches:
             bridge("d", "b"),
         ]
         assert join_switches(devices) == {"a": "", "c": "a", "d": "a"}
-
-    def test_a_switch_takes_in_one_level_at_a_time(self):
-        devices = [
-            broadcom("a", "", 0xC010, 0xA000),
-            broadcom("b", "a", 0xC010, 0xA000),
-            broadcom("c", "b", 0xC010, 0xA000),
-            broadcom("d", "c", 0xC010, 0xA000),
-            bridge("e", "d"),
-        ]
-        assert join_switches(devices) == {"a": "", "c": "a", "e": "c"}
 
     def test_others_stay(self):
         devices = [bridge("a"), bridge("b", "a"), broadcom("c", "b", 0xC010, 0x1000)]

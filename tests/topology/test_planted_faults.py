@@ -28,6 +28,7 @@ from ronde.topology import (
     read_saved,
 )
 
+ERROR, WARNING, NOTE = Level
 SAMPLES = Path(__file__).parent / "samples"
 B200 = SAMPLES / "nvsmi_topo_m/hgx_b200_8x_drv595.91.txt"
 PERLMUTTER = SAMPLES / "nvsmi_topo_m/perlmutter_a100_4x_drv580.159.txt"
@@ -139,7 +140,7 @@ def test_gpus_without_any_link_are_all_named_and_drawn():
     host = host_of(status_of(*[(SXM, DOWN)] * 8))
     found = lint_host(host)
     assert [finding.element for finding in found] == [f"gpu/{n}" for n in range(8)]
-    assert "its model has 18" in found[0].what
+    assert "its model has 18" in found[0].seen
     assert "NVLink: every GPU: none" in draw_tree(Topology((host,)))
     # A matrix shows as much of GPUs whose model is unknown.
     rows = (" ".join("X" if n == one else "SYS" for n in range(8)) for one in range(8))
@@ -270,7 +271,7 @@ def test_one_that_is_unlike_the_others_is_found(text, expected):
 )
 def test_each_of_a_pair_without_access_is_counted(text, level, counts):
     found = [f for f in lint_host(host_of(text)) if f.rule == "no-peer-access"]
-    assert [f.what[f.what.index("(") + 1 : -2] for f in found] == counts
+    assert [f.seen[f.seen.index("(") + 1 : -2] for f in found] == counts
     assert {str(finding.severity) for finding in found} <= {level}
 
 
@@ -286,8 +287,8 @@ def test_a_gpu_with_inactive_links_is_found_in_their_list():
     lost = "\n".join(f"\t Link {n}: <inactive>" for n in range(7, 18))
     (finding,) = lint_host(host_of(bad.replace("GPU 3", f"{lost}\nGPU 3")))
     assert (finding.rule, finding.element) == ("uneven-nvlinks", "gpu/2")
-    assert finding.severity is Level.ERROR
-    assert "7 NVLinks are up, and other GPUs of this host have 18" in finding.what
+    assert finding.severity is ERROR
+    assert "7 NVLinks are up, and other GPUs of this host have 18" in finding.seen
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be", "utf-8-sig"])
@@ -321,8 +322,8 @@ def test_an_empty_file_has_its_own_sentence(tmp_path, capsys):
 def test_a_processor_without_numaid_is_an_error():
     text = re.sub(' numaid="[0-9]+"', "", P4DE.read_text())
     found = {f.rule: f for f in lint_host(host_of(text))}
-    assert found["refused-by-nccl"].severity is Level.ERROR
-    assert found["refused-by-nccl"].what.count("cpu has no numaid") == 2
+    assert found["refused-by-nccl"].severity is ERROR
+    assert found["refused-by-nccl"].seen.count("cpu has no numaid") == 2
 
 
 def test_what_clouds_leave_out_is_no_fault():
@@ -336,7 +337,7 @@ def test_what_is_odd_in_a_file_is_one_note():
     text = re.sub(r'(<net [^>]*)gdr="[01]"', r'\1gdr="x"', text)
     notes = [f for f in lint_host(host_of(text)) if f.rule == "odd-source"]
     assert len(notes) == 1
-    assert notes[0].what.count("gdr='x'") == 4
+    assert notes[0].seen.count("gdr='x'") == 4
 
 
 def device_lines(num_devices: int) -> str:

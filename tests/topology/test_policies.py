@@ -18,6 +18,7 @@ from ronde.topology import (
     Policy,
     best_count,
     compare,
+    counted_hints,
     decide,
     merge,
 )
@@ -144,54 +145,28 @@ def test_no_order_changes_a_verdict(situation, shuffler, policy):
     assert decide(policy, shuffled, nodes) == verdict
 
 
-@given(situations())
-def test_a_stricter_policy_admits_no_more(situation):
-    nodes, resources = situation
-    strict = decide(Policy.SINGLE_NUMA_NODE, resources, nodes)
-    restricted = decide(Policy.RESTRICTED, resources, nodes)
-    relaxed = decide(Policy.BEST_EFFORT, resources, nodes)
-    assert relaxed.is_admitted
-    assert relaxed[:2] == restricted[:2]
-    assert restricted.is_admitted == restricted.is_preferred
-    assert restricted.is_admitted or not strict.is_admitted
-    assert decide(Policy.NONE, resources, nodes).is_admitted
-
-
-@given(situations())
-def test_one_node_is_one_node_and_preferred_by_each_resource(situation):
-    nodes, resources = situation
-    mask, is_preferred, is_admitted = decide(Policy.SINGLE_NUMA_NODE, resources, nodes)
-    assert is_admitted == is_preferred
-    assert mask is None or mask.bit_count() == 1
-    if mask is not None:
-        assert all({Hint(mask, True), Hint(None, True)} & set(r) for r in resources)
-
-
-@given(situations())
-def test_a_preferred_mask_is_one_that_each_resource_prefers(situation):
-    nodes, resources = situation
-    mask, is_preferred = merge(resources, nodes)
-    assert 0 < (mask or 0) <= nodes
-    if is_preferred and mask != nodes:
-        assert all({Hint(mask, True), Hint(None, True)} & set(r) for r in resources)
-
-
-@given(situations())
-def test_who_has_no_preference_changes_no_verdict(situation):
-    nodes, resources = situation
-    for policy in Policy:
-        alone = decide(policy, resources, nodes)
-        assert decide(policy, [*resources, [Hint(None, True)]], nodes) == alone
-
-
-@given(situations(), st.data())
-def test_one_more_resource_never_makes_a_request_preferred(situation, data):
-    nodes, resources = situation
-    _, more = data.draw(situations())
-    if not merge(resources, nodes).is_preferred:
-        assert not merge(resources + more, nodes).is_preferred
-
-
 def test_on_one_node_a_single_node_is_no_limit():
     verdict = decide(Policy.SINGLE_NUMA_NODE, [[Hint(1, True)]], 1)
     assert verdict == (None, True, True)
+
+
+counts = st.lists(st.integers(0, 6), min_size=1, max_size=5)
+
+
+@given(counts, st.integers(1, 12), st.data())
+def test_a_hint_is_each_set_that_has_enough_and_preferred_where_small(
+    total, quantity, data
+):
+    free = [data.draw(st.integers(0, count)) for count in total]
+    hints = {h.mask: h.is_preferred for h in counted_hints(total, free, quantity)}
+
+    def amount(mask: int, of: list[int]) -> int:
+        return sum(n for bit, n in enumerate(of) if mask >> bit & 1)
+
+    masks = range(1, 1 << len(total))
+    able = [mask.bit_count() for mask in masks if amount(mask, total) >= quantity]
+    assert hints == {
+        mask: mask.bit_count() == min(able)
+        for mask in masks
+        if amount(mask, free) >= quantity
+    }

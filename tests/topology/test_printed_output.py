@@ -24,6 +24,7 @@ from ronde.topology import (
     read_file,
 )
 
+ERROR, WARNING, NOTE = Level
 QUERY = (Path(__file__).parents[1] / "check" / "nvidia-smi-query.txt").read_text()
 XML = (Path(__file__).parents[1] / "check" / "nvidia-smi-gpu.xml").read_text()
 
@@ -61,17 +62,17 @@ def test_xml_and_text_are_read_alike():
 def test_a_link_at_rest_is_a_note_and_a_narrow_one_is_more():
     at_rest = read(query("18"))
     assert [(f.rule, f.severity) for f in lint_host(at_rest)] == [
-        ("trained-down", Level.NOTE)
+        ("trained-down", NOTE)
     ]
     now, most = (f"{word:<39}: 16x" for word in ("Current", "Max"))
     narrow = query("18").replace(now, "Current : 8x")
     # The slot of GPUs that are alike may have no more lanes.
     (note,) = lint_host(read(narrow))
-    assert (note.severity, "both ends" in note.what) == (Level.NOTE, False)
+    assert (note.severity, "both ends" in note.seen) == (NOTE, False)
     (worse,) = (
         found
         for found in lint_host(read(narrow + query("2A")))
-        if found.severity is not Level.NOTE
+        if found.severity is not NOTE
     )
     assert worse.element == "0000:18:00.0"
     assert "eseat" not in worse.remedy

@@ -32,10 +32,7 @@ class TestPci:
             ("16.0 GT/s PCIe", 16, 24.0),
             ("32.0 GT/s PCIe", 16, 48.0),
             ("64.0 GT/s PCIe", 16, 96.0),
-            ("5 GT/s", 8, 3.0),
-            ("8 GT/s", 8, 6.0),
             ("16 GT/s", 16, 24.0),
-            ("32 GT/s", 8, 24.0),
             ("2.5 GT/s", 1, 15 / 80),
         ],
     )
@@ -55,10 +52,6 @@ class TestPci:
         # hwloc tells 15.753846 for Gen3 and 63.015385 for Gen5 at 16 lanes.
         assert pci_gb_per_s(PciDevice("x", gb_per_s=15.753846)) == 12.0
         assert pci_gb_per_s(PciDevice("x", gb_per_s=63.015385)) == 48.0
-
-    def test_a_speed_beats_what_the_link_carries(self):
-        device = PciDevice("x", speed="16.0 GT/s PCIe", width=16, gb_per_s=15.753846)
-        assert pci_gb_per_s(device) == 24.0
 
     # 8b/10b: 2.5 * 16 / 8 * 0.8; 128b/130b: 16 * 16 / 8 * 128 / 130; PCIe 6 has 242 of
     # 256 bytes.
@@ -97,16 +90,12 @@ class TestGpuLinks:
         ("sm", "gb_per_s", "most"),
         [
             (60, 18.0, 4),
-            (61, 18.0, 4),
             (70, 20.0, 6),
-            (75, 20.0, 6),
             (80, 20.0, 12),
             (86, 12.0, 12),
             (89, 20.0, 12),
             (90, 20.6, 18),
             (100, 40.1, 18),
-            (103, 40.1, 18),
-            (120, 40.1, 18),
             (UNKNOWN, 20.0, 0),
             (52, 20.0, 0),
         ],
@@ -119,11 +108,9 @@ class TestGpuLinks:
         ("gcn", "gb_per_s"),
         [
             ("906", 24.0),
-            ("908", 24.0),
             ("910", 36.0),
             ("gfx90a", 36.0),
             ("942", 48.0),
-            ("gfx942", 48.0),
             ("gfx950", 48.0),
             ("", 24.0),
         ],
@@ -179,10 +166,6 @@ class TestProcessors:
     )
     def test_figures_between_two(self, node, gb_per_s):
         assert smp_gb_per_s(node, node._replace(number=1)) == gb_per_s
-
-    def test_the_sender_alone_counts(self):
-        assert smp_gb_per_s(AMD, INTEL._replace(number=1, model=207)) == 16.0
-        assert smp_gb_per_s(INTEL._replace(number=1, model=207), AMD) == 40.0
 
     def test_within_one_there_is_no_limit(self):
         assert smp_gb_per_s(AMD, AMD) == LOCAL_GB_PER_S

@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 from tests.limits import HANG_S
 
-from ronde.topology import read_topology
+from ronde.errors import UsageError
+from ronde.topology import read_file, read_saved, read_topology
 
 SAMPLES = Path(__file__).parent / "samples"
 PERLMUTTER = "nccl_topo/perlmutter_a100_4x_slingshot_nccl2.29.7.xml"
-PERLMUTTER_TEXT = "nvsmi_topo_m/perlmutter_a100_4x_drv580.159.txt"
 GRAPH = "nccl_graph/azure_ncv4_graph.xml"
-B200_GRAPH = "nccl_graph/hgx_b200_8x_vastai_nccl2.27.3.xml"
 B200 = "nccl_topo/hgx_b200_8x_vastai_nccl2.27.3.xml"
 
 
@@ -79,48 +78,8 @@ def test_each_source_is_a_host():
     assert "2 hosts alike (hgx_b200_8x_vastai_nccl2.27.3, 2 times): " in text
 
 
-def test_the_matrix_is_that_of_the_driver():
-    ours = reported(PERLMUTTER_TEXT, "--matrix").splitlines()
-    theirs = (SAMPLES / PERLMUTTER_TEXT).read_text().splitlines()
-    for line in theirs[1:5]:
-        # The first row is the headings, which begin with GPU0 as well.
-        (row,) = [each for each in ours[1:] if each.split()[:1] == line.split()[:1]]
-        assert row.split()[:5] == line.split()[:5]
-
-
 def test_paths_have_kind_and_bandwidth():
     assert "NVL 80.0" in reported(PERLMUTTER, "--paths")
-
-
-def test_what_a_search_has_found_is_reported():
-    text = reported(GRAPH)
-    assert text.startswith("ring (graph 0): 2 chan")
-    assert reported("-", stdin=(SAMPLES / GRAPH).read_bytes()) == text
-    other = reported(B200_GRAPH)
-    both = reported(GRAPH, B200_GRAPH)
-    assert both == f"{GRAPH}:\n{text}\n{B200_GRAPH}:\n{other}"
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        *(["--json"], ["--matrix"], ["--paths"], ["--root", "/"]),
-    ],
-    ids=lambda words: words[0],
-)
-def test_what_a_search_has_found_takes_no_options(words, tmp_path):
-    graph = str(SAMPLES / GRAPH)
-    said = refused(*words, graph, cwd=tmp_path)
-    assert f"{words[0]} must stand with the description of a machine, got it" in said
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_what_a_search_has_found_stands_alone():
-    said = refused(GRAPH, B200)
-    assert "must be graphs of NCCL's search alone or none of them, got the" in said
-    for words in (["limit", GRAPH], ["diff", GRAPH, B200], ["place", "-n", "2", GRAPH]):
-        said = refused(*words)
-        assert "must have a machine, got a graph of NCCL's search" in said
 
 
 def test_a_saved_tree_is_read_like_the_machine(tmp_path):
@@ -141,9 +100,12 @@ def test_a_saved_tree_is_read_like_the_machine(tmp_path):
         (["absent.xml"], "can be read, got absent.xml: No such file or directory"),
         (["."], "can be read, got .: Is a directory"),
         (["SOURCES.md"], "SOURCES.md must be one of these: ronde topology, NCCL top"),
-        (["SOURCES.md"], "NCCL graph (alone); got none of them"),
-        (["SOURCES.md"], "rocm-smi --showtopo"),
-        (["SOURCES.md"], "topology.yaml"),
+        (["SOURCES.md"], "Slurm topology.conf; got none of them"),
+        (
+            [GRAPH],
+            "must have a topology, got a graph of NCCL's search. Give it the file",
+        ),
+        (["diff", GRAPH, B200], "got a graph of NCCL's search"),
         (["--root", "nccl_topo"], "a directory that holds sys, got nccl_topo"),
         ([PERLMUTTER, "--matrix", "--json"], "--json must stand alone, got --matrix"),
         (["--bogus"], "unknown option --bogus. Type: ronde topo --help"),
@@ -152,6 +114,14 @@ def test_a_saved_tree_is_read_like_the_machine(tmp_path):
 )
 def test_bad_input_is_one_sentence(words, said):
     assert said in refused(*words)
+
+
+def test_graphs_of_nccls_search_are_refused_by_name():
+    graphs = list(SAMPLES.glob("nccl_graph/*"))
+    assert len(graphs) == 3
+    for path in graphs:
+        with pytest.raises(UsageError, match="got a graph of NCCL's search"):
+            read_file(read_saved(str(path)))
 
 
 def test_an_empty_source_is_refused():

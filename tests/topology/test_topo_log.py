@@ -30,11 +30,7 @@ SAMPLE = (
     Path(__file__).parent
     / "samples/nccl_debug_logs/hgx_h200_b200_nccl2.27.3_selected_lines.log"
 )
-ERROR, WARNING, NOTE = (
-    Level.ERROR,
-    Level.WARNING,
-    Level.NOTE,
-)
+ERROR, WARNING, NOTE = Level
 NVLS_LOST = (
     "Failed to bind NVLink SHARP (NVLS) Multicast memory of size 2097152 : CUDA error "
     "401 'the operation cannot be performed in the present state'. Proceeding without "
@@ -104,7 +100,7 @@ def test_where_lines_were_lost_a_start_may_have_been_said_to_be_complete() -> No
     broken = b"node0:1003:2003 [3] NCCL INFO comm 0x1 node0:1004:2004 [4] NCCL INFO x\n"
     finding = find(silent + broken, "init-incomplete")
     assert finding.severity is WARNING
-    assert "1 line was lost where the log broke" in finding.what
+    assert "1 line was lost where the log broke" in finding.seen
     # How long a start took is said at its end.
     without_end = without(text, "COMPLETE")
     assert "init-incomplete" not in found(without_end)
@@ -180,7 +176,7 @@ def test_a_setting_is_named_as_the_cause() -> None:
     job = JobLog(network="Socket", extra=("NCCL_IB_DISABLE set by environment to 1.",))
     text = without(text_of(job), "NET/IB")
     sockets = find(text, "sockets-between-nodes")
-    assert "NCCL_IB_DISABLE=1 keeps NCCL from InfiniBand" in sockets.what
+    assert "NCCL_IB_DISABLE=1 keeps NCCL from InfiniBand" in sockets.seen
     assert sockets.remedy == "Unset NCCL_IB_DISABLE."
 
     job = JobLog(
@@ -249,7 +245,7 @@ def test_what_drives_libfabric_is_reported() -> None:
     rules = {"no-gpudirect-rdma": WARNING, "libfabric-over-tcp": WARNING}
     assert found(libfabric("tcp;ofi_rxm")) == rules
     over = find(libfabric("tcp;ofi_rxm"), "libfabric-over-tcp")
-    assert "its provider tcp;ofi_rxm, not" in over.what
+    assert "its provider tcp;ofi_rxm, not" in over.seen
 
 
 def test_a_plugin_that_knows_why_it_has_no_gpudirect() -> None:
@@ -258,7 +254,7 @@ def test_a_plugin_that_knows_why_it_has_no_gpudirect() -> None:
     finding = find(libfabric("efa", why), "no-gpudirect-rdma")
 
     assert finding.severity is NOTE
-    assert "the plugin reports: Could not disable CUDA API usage" in finding.what
+    assert "the plugin reports: Could not disable CUDA API usage" in finding.seen
 
 
 def test_networks_that_differ() -> None:
@@ -269,7 +265,7 @@ def test_networks_that_differ() -> None:
     finding = find(text, "networks-differ")
 
     assert finding.severity is ERROR
-    assert "Socket on node1" in finding.what
+    assert "Socket on node1" in finding.seen
 
 
 def test_versions_that_differ() -> None:
@@ -280,7 +276,7 @@ def test_versions_that_differ() -> None:
     )
 
     assert found(mixed) == {"versions-differ": ERROR}
-    assert "2.26.2+cuda12.8 on node1" in find(mixed, "versions-differ").what
+    assert "2.26.2+cuda12.8 on node1" in find(mixed, "versions-differ").seen
 
 
 def test_versions_of_two_jobs_may_differ() -> None:
@@ -328,9 +324,9 @@ def test_ranks_that_never_got_through() -> None:
 
     assert finding.severity is ERROR
     assert finding.element == "ranks 2-3 on node0"
-    assert finding.what.startswith("The start of 2 of 8 ranks began and is not")
+    assert finding.seen.startswith("The start of 2 of 8 ranks began and is not")
     assert "not in the log" in finding.remedy
-    assert "; 1, such as rank 5, are not in the log" in finding.what
+    assert "; 1, such as rank 5, are not in the log" in finding.seen
     assert found(hanging)["ranks-not-in-log"] is NOTE
 
 
@@ -342,7 +338,7 @@ def test_who_could_not_be_reached_is_reported() -> None:
     )
     finding = find(text + line.encode(), "init-incomplete")
 
-    assert "on node0 they try to connect: 10.0.0.9<4567> returned No" in finding.what
+    assert "on node0 they try to connect: 10.0.0.9<4567> returned No" in finding.seen
     # Who answered late is of no interest.
     assert found(text_of(JobLog(num_hosts=1)) + line.encode()) == {}
 
@@ -355,7 +351,7 @@ def test_a_slow_start_is_reported_with_its_phase() -> None:
     finding = find(text, "slow-init")
 
     assert finding.element == "rank 6 on node0"
-    assert "took 93.2 s, of which bootstrap 91.2 s" in finding.what
+    assert "took 93.2 s, of which bootstrap 91.2 s" in finding.seen
 
 
 @pytest.mark.parametrize(
@@ -466,22 +462,10 @@ def test_what_a_virtual_machine_reports_of_its_links_has_its_own_remedy() -> Non
     assert "lspci -vv -s 0000:1b:00.0" in finding.remedy
 
 
-def test_one_gpu_slower_than_the_others() -> None:
-    text = text_of(JobLog(num_hosts=1)).replace(
-        b"+ SYS[22.0] - CPU/0-1",
-        b"+ PCI[24.0] - GPU/0-43000 (1)",
-    )
-    finding = find(text, "slow-pci")
-
-    assert finding.element == "GPU 0000:43:00.0 on node0"
-    assert (finding.has_gb_per_s, finding.should_gb_per_s) == (24.0, 48.0)
-
-
 @pytest.mark.parametrize(
     ("text", "rule"),
     [
         ("Error: failed to extend /dev/shm/nccl-x to 9 bytes", "warned-shared-memory"),
-        ("Call to posix_fallocate failed : No space left", "warned-shared-memory"),
         (
             "Call to ibv_reg_mr_iova2 failed with error Cannot allocate memory",
             "warned-locked-memory",
@@ -532,11 +516,6 @@ def test_one_gpu_slower_than_the_others() -> None:
         ("Failed to open libibverbs.so[.1]", "warned-no-libibverbs"),
         ("NUMA auto balancing enabled which can lead to", "warned-host-setting"),
         ('Missing "iommu=pt" from kernel command line', "warned-host-setting"),
-        ('Missing "amd_iommu=on" from kernel command line', "warned-host-setting"),
-        (
-            'Missing "HSA_FORCE_FINE_GRAIN_PCIE=1" from environment',
-            "warned-host-setting",
-        ),
         ("Cuda failure 802 'system not yet initialized'", "warned-fabric-manager"),
         (
             (
@@ -552,16 +531,7 @@ def test_one_gpu_slower_than_the_others() -> None:
             "warned-peer-access",
         ),
         ("No transport found for rank 0[1] -> rank 1[2]", "warned-no-transport"),
-        (
-            "Detected mixed local Net device counts across ranks (min 7, max 8)",
-            "warned-no-transport",
-        ),
-        (
-            "NCCL version mismatch with remote peer 10.0.0.1<5> (local: 2, remote 3)",
-            "warned-versions",
-        ),
         ("socketStartConnect: exceeded retries (20000)", "warned-connection"),
-        ("socketPollConnect: exceeded timeouts (3)", "warned-connection"),
         (
             (
                 "[Proxy Service 3] Failed to execute operation Connect from rank 3, "
@@ -569,14 +539,6 @@ def test_one_gpu_slower_than_the_others() -> None:
             ),
             "warned-follows",
         ),
-        (
-            (
-                "[Service thread] Error encountered progressing operation=Connect, "
-                "res=3, closing connection"
-            ),
-            "warned-follows",
-        ),
-        ("Comm 0x55 is in abort state", "warned-follows"),
         ("The flux has no capacity", "warned"),
     ],
 )
@@ -584,8 +546,8 @@ def test_the_warnings_of_nccl_have_a_remedy(text: str, rule: str) -> None:
     line = f"\nnode0:1000:2000 [0] misc/socket.cc:50 NCCL WARN {text}\n"
     finding = find(text_of(JobLog(num_hosts=1)) + line.encode(), rule)
 
-    assert text[:100] in finding.what
-    assert "misc/socket.cc:50" in finding.what
+    assert text[:100] in finding.seen
+    assert "misc/socket.cc:50" in finding.seen
     assert finding.element == "node0"
 
 
@@ -593,21 +555,13 @@ def test_the_warnings_of_nccl_have_a_remedy(text: str, rule: str) -> None:
     ("place", "text", "rule"),
     [
         ("transport/nvls.cc:254", "Cuda failure 1 'invalid argument'", "warned-nvls"),
-        ("transport/nvls.cc:160", "Cuda failure 2 'out of memory'", "warned-nvls"),
         ("include/alloc.h:52", "Cuda failure 2 'out of memory'", "warned-gpu-memory"),
-        (
-            "include/alloc.h:99",
-            "Cuda failure 1 'invalid argument'",
-            "warned-gpu-sharing",
-        ),
         ("transport/p2p.cc:285", "Cuda failure 304 'OS call failed'", SHARING),
         ("transport/p2p.cc:285", "Cuda failure 'illegal memory access'", "warned-cuda"),
-        ("transport/p2p.cc:250", "cudaIpcGetMemHandle failed : invalid", SHARING),
         ("enqueue.cc:81", "Cuda failure 1 'invalid argument'", "warned-cuda"),
         ("init.cc:9", "Cuda failure 'uncorrectable ECC error'", "warned-gpu-fault"),
         ("init.cc:9", "Cuda failure 101 'invalid device ordinal'", "warned-gpu-absent"),
         ("init.cc:9", "Cuda failure 800 'operation not permitted'", SHARING),
-        ("alloc.h:9", "HIP failure 'out of memory'", "warned-gpu-memory"),
         ("enqueue.cc:9", "HIP failure: 'unspecified launch failure'", "warned-hip"),
         (
             IBV,
@@ -615,19 +569,8 @@ def test_the_warnings_of_nccl_have_a_remedy(text: str, rule: str) -> None:
             CALL,
         ),
         (IBV, "Call to ibv_create_qp failed with error Unknown error -12", MEMLOCK),
-        (
-            IBV,
-            "Call to ibv_create_cq failed with error Cannot allocate memory",
-            MEMLOCK,
-        ),
-        (
-            IBV,
-            "Call to ibv_query_qp failed with error Cannot allocate errno 12",
-            MEMLOCK,
-        ),
         (IBV, "Call to ibv_modify_qp failed with 22 Invalid argument", CALL),
         (IBV, "Call to ibv_modify_qp failed with 110 Connection timed out", ROUTE),
-        (IBV, "Call to ibv_modify_qp failed with error Network is unreachable", ROUTE),
         (IBV, "Call to ibv_poll_cq failed with error No such device", LOST),
         (IBV, "Call to ibv_reg_mr_iova2 failed with error Bad address", REGISTERED),
         (IBV, "Call to ibv_reg_dmabuf_mr failed with error Invalid", REGISTERED),
@@ -644,11 +587,6 @@ def test_the_warnings_of_nccl_have_a_remedy(text: str, rule: str) -> None:
         ("misc/socket.cc:5", "Call to accept failed: Too many open files", FILES),
         ("misc/socket.cc:5", "Call to bind failed: Address already in use", MIXED),
         ("misc/utils.cc:5", "Failed to malloc 1024 bytes", "warned-host-memory"),
-        (
-            "misc/shmutils.cc:5",
-            "Error while attaching to shared memory segment /dev/shm/nccl-y (size 9)",
-            "warned-gpu-sharing",
-        ),
     ],
 )
 def test_the_place_and_the_error_decide_on_the_remedy(
@@ -675,7 +613,7 @@ def test_a_warning_of_all_ranks_is_reported_once() -> None:
     findings = judge_nccl_log(read(lines.encode()))
 
     (finding,) = (each for each in findings if each.rule == "warned-cuda")
-    assert finding.what.startswith("NCCL reports 9 times: Cuda failure 700 'x'")
+    assert finding.seen.startswith("NCCL reports 9 times: Cuda failure 700 'x'")
     assert finding.element == "node0, node1, node2 and 6 more"
     shown = draw_log(read(lines.encode()), findings)
     assert shown.startswith("number of ranks unknown on 9 hosts (node0, node1, node2, ")
@@ -719,7 +657,7 @@ def fabric(host: str, gpu: int, uuid: str, clique: str = "7ffe", rest: str = "")
 def test_the_fabric_of_nvlink_between_hosts(lines: str, what: str) -> None:
     findings = judge_nccl_log(read(lines.encode()))
 
-    assert [each.what for each in findings] == [what] * bool(what)
+    assert [each.seen for each in findings] == [what] * bool(what)
 
 
 @pytest.mark.parametrize(
@@ -744,22 +682,8 @@ def test_infiniband_and_roce_in_one_job(
     if rules:
         finding = find(text + failed.encode(), "adapters-mixed")
         assert finding.severity is ERROR
-        assert "InfiniBand (a:1/IB, c:2/IB) and RoCE (b:1/RoCE)." in finding.what
+        assert "InfiniBand (a:1/IB, c:2/IB) and RoCE (b:1/RoCE)." in finding.seen
         assert "NCCL_IB_HCA==a:1,c:2 for all ranks (the second =" in finding.remedy
-
-
-def test_the_sample_lost_its_nvls() -> None:
-    rules = found(SAMPLE.read_bytes())
-
-    assert rules == {"nvls-lost": WARNING, "ranks-not-in-log": NOTE}
-
-
-def test_errors_come_first() -> None:
-    text = text_of(JobLog(num_nodes=1, extra=(NVLS_LOST,), inter="NET/IB/0"))
-    severities = [finding.severity for finding in judge_nccl_log(read(text))]
-
-    assert severities == sorted(severities, key=list(Level).index)
-    assert severities[0] is ERROR
 
 
 # ---- words
@@ -771,7 +695,7 @@ def test_the_words_name_what_was_chosen() -> None:
 
     assert "16 ranks on 2 hosts (node0, node1), NCCL 2.27.3+cuda12.9" in text
     assert "CUDA driver 12.9" in text
-    assert "ranks meet on eno1" in text
+    assert "bootstrap eno1" in text
     assert "IB over mlx5_0:1/IB, mlx5_1:1/IB; GPUDirect RDMA enabled" in text
     assert "14 connections by P2P/CUMEM; NVLink up to 370.8 GB/s from a GPU" in text
     assert "16 of 16 ranks completed it" in text
@@ -807,9 +731,7 @@ def test_words_keep_to_the_columns(width: int) -> None:
 # ---- the command
 
 
-def test_findings_end_the_command_with_1(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_findings_end_the_command_with_1(capsys: pytest.CaptureFixture[str]) -> None:
     assert run([str(SAMPLE)]) == 1
     out = capsys.readouterr().out
     assert "WARNING nvls-lost: 6e79c7194e8d" in out
@@ -840,7 +762,7 @@ def test_json_has_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (b"", "must be what NCCL or torch's watchdog wrote, got no lines"),
+        (b"", "must be output of NCCL or of torch's watchdog, got no lines"),
         (b"loss 3\n", "got 1 line and no message of theirs. Set NCCL_DEBUG=INFO"),
         (b"[    1.234567] NVRM: x\n", "got a kernel log. Type: ronde check read "),
         (b"\tGPU0\tGPU1\nGPU0\t X \tNV4\nGPU1\tNV4\t X \n", "got a topology. Type: "),
@@ -860,11 +782,6 @@ def test_a_file_that_is_not_there_is_refused(
     for path in (tmp_path / "none.log", tmp_path):
         said = refusal(capsys, "topo", "log", str(path))
         assert f"{path} must be a file that can be read" in said
-
-
-def test_help_names_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["--help"]) == 0
-    assert "exit code: 0" in capsys.readouterr().out
 
 
 def test_every_rule_is_documented_and_no_other() -> None:

@@ -47,10 +47,7 @@ def draw(**fields):
 @pytest.mark.parametrize(
     ("name", "end"),
     [
-        (
-            "nccl_topo/perlmutter_a100_4x_slingshot_nccl2.29.7.xml",
-            PERLMUTTER_END,
-        ),
+        ("nccl_topo/perlmutter_a100_4x_slingshot_nccl2.29.7.xml", PERLMUTTER_END),
         ("nccl_topo/azure_ndv5_h100_topo.xml", NDV5_END),
     ],
 )
@@ -58,20 +55,6 @@ def test_a_real_machine_is_drawn(name, end):
     text = draw_sample(name)
     assert text.endswith(end)
     assert text.count("GPU ") >= end.count("GPU ")
-
-
-def test_each_device_has_a_line_and_the_columns_are_straight():
-    text = draw_sample("nccl_topo/oci_H100-topology.xml")
-    lines = text.splitlines()
-    assert lines[0] == (
-        "host 0: 2 NUMA nodes, 224 hardware threads, 8 GPUs, 16 network ports"
-    )
-    (gpu,) = [line.split() for line in lines if "GPU 0 " in line]
-    assert " ".join(gpu[3:]) == ("GPU 0 0000:0f:00.0 sm 90, PCI 32.0 GT/s x16, 48 GB/s")
-    assert sum(" GPU " in line for line in lines[1:-1]) == 8
-    assert sum(" NIC " in line for line in lines[1:-1]) == 8
-    columns = {line.index("PCI", 40) for line in lines if "PCI switch" in line}
-    assert len(columns) == 1
 
 
 def test_links_that_differ_are_reported_gpu_by_gpu():
@@ -169,24 +152,13 @@ def test_of_a_device_that_is_only_named_no_bandwidth_is_guessed():
     assert text.splitlines()[-1].endswith("PCI link speed unknown")
 
 
-def test_links_of_an_unknown_chip_are_counted_only():
-    links = (Link(LinkKind.NVLINK, GPU, "nvswitch", 18),)
-    unknown = draw(gpus=(GpuDevice(GPU, 0),), links=links)
-    assert unknown.splitlines()[-1] == "NVLink: GPU 0: 18 to NVSwitch"
-    known = draw(gpus=(GpuDevice(GPU, 0, sm=80),), links=links)
-    assert known.splitlines()[-1] == "NVLink: GPU 0: 18 to NVSwitch, 360 GB/s"
-    # NCCL takes 20 GB/s for a chip that it does not know.
-    odd = draw(gpus=(GpuDevice(GPU, 0, sm=52),), links=links)
-    assert odd == known.replace("sm 80", "sm 52")
-
-
 def test_nvswitches_are_called_so():
     switch = PciDevice(GPU, class_code=0x068000, vendor=0x10DE, speed="16.0 GT/s PCIe")
     untold = PciDevice("0000:03:00.0", class_code=0x068000, vendor=0x10DE)
     other = PciDevice("0000:04:00.0", class_code=0x068000, vendor=0x8086)
     lines = draw(devices=(switch._replace(width=2), untold, other)).splitlines()
     assert lines[2].split(maxsplit=3)[1:] == [
-        *("NVSwitch", GPU, "PCI 16.0 GT/s x2, 3 GB/s"),
+        *("NVSwitch", GPU, "PCI 16.0 GT/s x2, 3 GB/s")
     ]
     assert lines[3].endswith("NVSwitch 0000:03:00.0")
     assert len(lines) == 4

@@ -194,11 +194,7 @@ def test_a_gpu_that_the_kernel_does_not_place_binds_nobody_by_itself():
 
 def test_fewer_cores_than_ranks_are_shared_and_told_of():
     places, notices = place_ranks(
-        machine({0: 2}),
-        "n1",
-        3,
-        PlacementRequest(BindMode.CORE, GpuView.ALL),
-        {},
+        machine({0: 2}), "n1", 3, PlacementRequest(BindMode.CORE, GpuView.ALL), {}
     )
     assert [place.cpus for place in places] == [(0, 1)] * 3
     assert notices == ("n1: 3 ranks share 2 cores.",)

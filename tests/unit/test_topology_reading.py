@@ -3,11 +3,11 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from hypothesis import given, strategies as st
 from tests.limits import HANG_S
+from tests.topology.saved_trees import Tree
 
 from ronde.topology import (
     UNKNOWN_NODE,
@@ -23,27 +23,10 @@ from ronde.topology import (
 CPUS = st.sets(st.integers(0, 1100), max_size=40)
 
 
-class Tree:
-    """A root directory, written file by file."""
+class CoreTree(Tree):
+    """A root directory with cores of several threads."""
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
-
-    def write(self, path: str, text: str = "") -> "Tree":
-        file = self.root / path
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
-        return self
-
-    def link(self, path: str, target: str) -> "Tree":
-        """Make a link, and what it leads to."""
-        link = self.root / path
-        link.parent.mkdir(parents=True, exist_ok=True)
-        link.symlink_to(target)
-        (link.parent / target).mkdir(parents=True, exist_ok=True)
-        return self
-
-    def cpus(self, cores: list[list[int]], *, online: str = "") -> "Tree":
+    def with_cores(self, cores: list[list[int]], *, online: str = "") -> "CoreTree":
         for threads in cores:
             mask = f"{sum(1 << cpu for cpu in threads):x}\n"
             for cpu in threads:
@@ -59,7 +42,7 @@ class Tree:
 
 @pytest.fixture
 def tree(tmp_path):
-    return Tree(tmp_path)
+    return CoreTree(tmp_path)
 
 
 @given(CPUS)
@@ -87,12 +70,12 @@ def test_nothing_readable_is_no_error(tree):
 
 
 def test_threads_of_a_core_stay_together_and_offline_ones_go(tree):
-    tree.cpus([[0, 4], [1, 5], [2, 6], [3, 7]], online="1-5,7\n")
+    tree.with_cores([[0, 4], [1, 5], [2, 6], [3, 7]], online="1-5,7\n")
     assert tree.cores() == [(1, 5), (2,), (3, 7), (4,)]
 
 
 def test_the_affinity_mask_and_the_cpuset_both_count(tree):
-    tree.cpus([[cpu] for cpu in range(8)], online="0-7")
+    tree.with_cores([[cpu] for cpu in range(8)], online="0-7")
     tree.write("proc/self/status", "Name:\tx\nCpus_allowed:\t3f\n")
     tree.write("proc/self/cgroup", "0::/a/b\n")
     tree.write("sys/fs/cgroup/a/cpuset.cpus.effective", "2-7\n")
@@ -102,7 +85,7 @@ def test_the_affinity_mask_and_the_cpuset_both_count(tree):
 
 
 def test_a_cpuset_of_version_1_counts(tree):
-    tree.cpus([[cpu] for cpu in range(8)], online="0-7")
+    tree.with_cores([[cpu] for cpu in range(8)], online="0-7")
     tree.write("proc/self/cgroup", "3:memory:/x\n2:cpuset:/job\n0::/\n")
     tree.write("sys/fs/cgroup/cpuset/job/cpuset.cpus", "0-6\n")
     tree.write("sys/fs/cgroup/cpuset/job/cpuset.effective_cpus", "6\n")
@@ -110,7 +93,7 @@ def test_a_cpuset_of_version_1_counts(tree):
 
 
 def test_a_cpuset_that_leaves_nothing_is_not_believed(tree):
-    tree.cpus([[cpu] for cpu in range(2)], online="0-1")
+    tree.with_cores([[cpu] for cpu in range(2)], online="0-1")
     tree.write("proc/self/cgroup", "0::/\n")
     tree.write("sys/fs/cgroup/cpuset.cpus.effective", "64-127\n")
     assert tree.cores() == [(0,), (1,)]
@@ -153,7 +136,7 @@ def test_a_quota_of_version_1_counts(tree, mounted):
 
 
 def test_a_node_without_cpus_places_no_core(tree):
-    tree.cpus([[0], [1]], online="0-1")
+    tree.with_cores([[0], [1]], online="0-1")
     tree.write("sys/devices/system/node/node250/cpumap", "0000\n")
     tree.write("sys/devices/system/node/node8/cpumap", "00000002\n")
     tree.write("sys/devices/system/node/nodes", "3")
@@ -161,7 +144,7 @@ def test_a_node_without_cpus_places_no_core(tree):
 
 
 def nvidia(tree, address, minor, *, uuid="GPU-????????", bus="pci0000:00/0000:00:01.0"):
-    tree.link(f"sys/bus/pci/devices/{address}", f"../../../devices/{bus}/{address}")
+    tree.link(f"sys/bus/pci/devices/{address}", f"sys/devices/{bus}/{address}")
     tree.write(
         f"proc/driver/nvidia/gpus/{address}/information",
         f"Model: \t\t NVIDIA H100 80GB HBM3\nGPU UUID: \t {uuid}\n"
@@ -224,7 +207,7 @@ def test_device_files_count_where_the_driver_tells_nothing(tree):
 
 def rendering(tree, number, address, vendor, device_class):
     path = f"devices/pci0000:c0/{address}"
-    tree.link(f"sys/class/drm/renderD{number}", f"../../{path}/drm/renderD{number}")
+    tree.link(f"sys/class/drm/renderD{number}", f"sys/{path}/drm/renderD{number}")
     tree.write(f"sys/{path}/vendor", vendor).write(f"sys/{path}/class", device_class)
     return tree.write(f"dev/dri/renderD{number}")
 
@@ -255,7 +238,7 @@ def test_a_gpu_inside_the_processor_is_none_to_train_on(tree):
 
 
 def interface(tree, name, path, **files):
-    tree.link(f"sys/class/net/{name}", f"../../devices/{path}/net/{name}")
+    tree.link(f"sys/class/net/{name}", f"sys/devices/{path}/net/{name}")
     for file, text in ({"carrier": "1", "type": "1"} | files).items():
         tree.write(f"sys/class/net/{name}/{file}", text)
 

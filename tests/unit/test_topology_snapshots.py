@@ -19,11 +19,7 @@ def num_cores_by_node(machine: Machine) -> dict[int, int]:
         ("256ppc-8n8s4t", dict.fromkeys((0, 1, 4, 5, 8, 9, 12, 13), 8), 4),
         ("32em64t-2n8c+dax+nvme+mic+dimms", {0: 8, 1: 8}, 1),
         ("40intel64-4n10c+pci-conflicts", dict.fromkeys(range(4), 10), 1),
-        (
-            "48amd64-4pa2n6c-sparse",
-            dict.fromkeys((0, 1, 2, 33, 34, 45, 72, 73), 6),
-            1,
-        ),
+        ("48amd64-4pa2n6c-sparse", dict.fromkeys((0, 1, 2, 33, 34, 45, 72, 73), 6), 1),
         # Node 0 went with CPU 0; of CPUs 4-20 the kernel places the odd ones.
         ("offline-cpu0-node0", {-1: 9, 1: 8}, 1),
         # 32 CPUs are online, and the cpuset leaves those of the first node.

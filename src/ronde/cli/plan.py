@@ -89,7 +89,7 @@ options:
   --tokens N      their rows on a rank in a step: batch times sequence length
   --root DIR      read sys and proc in DIR in place of this machine's
 {_LAST_OPTIONS}
-SOURCE is the topology of a host, as for ronde topo place --mesh (default: this
+SOURCE is the topology of a host in any form that ronde topo reads (default: this
 machine). One host stands for as many equal ones as needed.
 
 example:
@@ -206,9 +206,8 @@ def _plan_traffic(options: argparse.Namespace) -> int:
     layout, zero = _require_layout(options), options.zero
     if options.params is None:
         raise UsageError("--params must be given, got none. Type: --params 7B")
-    hosts = load_hosts(options)
-    plan = plan_mesh(hosts, layout, options.n, is_tp_across_hosts=True)
-    layout = Layout.parse(plan.mesh)
+    plan = plan_mesh(load_hosts(options), layout, options.n)
+    layout = plan.layout
     sent = step_traffic(layout, _read_sizes(options, layout), zero)
     if options.json:
         axes = [
@@ -220,12 +219,12 @@ def _plan_traffic(options: argparse.Namespace) -> int:
             }
             for axis in plan.axes
         ]
-        content = {"mesh": plan.mesh, "zero": zero, "axes": axes}
+        content = {"mesh": str(layout), "zero": zero, "axes": axes}
         print_json("ronde-plan-traffic", content)
         return 0
     hosts = counted(plan.num_hosts, "host")
-    ranks = counted(plan.num_ranks, "rank")
-    where = f"{plan.mesh}: {ranks} on {hosts}, zero {zero}"
+    ranks = counted(layout.num_ranks, "rank")
+    where = f"{layout}: {ranks} on {hosts}, zero {zero}"
     print(f"{where}; bytes that a rank sends in a step\n")
     print(tabulate_traffic(plan, sent), end="")
     return 0

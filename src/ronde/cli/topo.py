@@ -1,4 +1,4 @@
-"""``ronde topo``: words -> what a machine is made of, in one of several forms."""
+"""``ronde topo``: show, check and compare the topology of hosts."""
 
 import argparse
 import json
@@ -7,15 +7,9 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
-from ronde.arguments import (
-    CommandParser,
-    attribute_of,
-    read_number,
-    read_one_of,
-    require_alone,
-)
+from ronde.arguments import CommandParser, read_number, read_one_of, require_alone
 from ronde.errors import UsageError
 from ronde.plain_values import to_plain
 from ronde.topology.graph import Diagnostic, HostTopology, Level, Topology
@@ -37,13 +31,12 @@ _VISIBILITY = (
     "ZE_AFFINITY_MASK",
 )
 _HELP = """\
-usage: ronde topo [SOURCE ...]            what is connected to what, and how fast
-       ronde topo lint [SOURCE ...]       what is wrong with it, and how to fix it
-       ronde topo diff A B                what differs between two hosts
-       ronde topo place -n RANKS          where ranks should run
-       ronde topo place --mesh AXES       where the groups of a layout are
-       ronde topo limit [SOURCE ...]      what collectives can reach on it
-       ronde topo log FILE ...            what NCCL's debug log shows
+usage: ronde topo [SOURCE ...]            show the links of a machine
+       ronde topo lint [SOURCE ...]       find its faults, and how to fix them
+       ronde topo diff A B                compare two hosts
+       ronde topo place -n RANKS          place ranks on it
+       ronde topo limit [SOURCE ...]      show the limits of collectives on it
+       ronde topo log FILE ...            find faults in NCCL's debug log
 
 ronde topo VERB --help shows more about a verb, ronde topo show --help about the first
 form.
@@ -56,25 +49,23 @@ _ROOT_OPTION = """\
 _SOURCES_HELP = """\
 SOURCE is a file in one of these forms: NCCL's topology (NCCL_TOPO_DUMP_FILE writes it,
 clouds ship it), AMD's, hwloc's XML, the text of nvidia-smi topo -m or lspci -vvv,
-nvidia-smi -q, amd-smi topology, rocm-smi --showtopo or ibstat, Slurm's topology.conf or
-topology.yaml, or the output of ronde topo --json; - is standard input. Each file of any
-form is one host. Without a SOURCE it is this machine.
+nvidia-smi -q, amd-smi topology, rocm-smi --showtopo or ibstat, Slurm's topology.conf,
+or the output of ronde topo --json; - is standard input. Each file of any form is one
+host. Without a SOURCE it is this machine.
 """
 _SHOW_HELP = f"""\
 usage: ronde topo [SOURCE ...] [--json | --matrix | --paths] [options]
 
-Show what a machine is made of.
+Show the parts of a machine, and the links between them.
 
 options:
   --json          the graph as JSON
   --matrix        a table like that of nvidia-smi topo -m
   --paths         kind and bandwidth of the paths of GPUs
 {_ROOT_OPTION}
-{_SOURCES_HELP}\
-Graphs that NCCL wrote (NCCL_GRAPH_DUMP_FILE) are shown as rings and trees, alone.
-
+{_SOURCES_HELP}
 example:
-  ronde topo --json > node1.json      a file to send to somebody
+  ronde topo --json > node1.json      a file to send to others
   ronde topo node1.json --matrix      like nvidia-smi topo -m, from any source
 """
 _EXIT_FOUND = 1
@@ -89,8 +80,7 @@ _MOST = 1 << 20
 _LINT_HELP = f"""\
 usage: ronde topo lint [SOURCE ...] [options]
 
-Show what is wrong with a machine or with the file of one, what it costs and how to fix
-it.
+Find faults of a machine, or of the file of one, their cost and their cure.
 
 options:
   --json          print one object of JSON
@@ -102,7 +92,7 @@ options:
 {_ROOT_OPTION}
 {_SOURCES_HELP}
 Several hosts are also compared with each other, and Slurm's switches are judged. A line
-names what the sources do not show.
+names the facts that the sources do not show.
 
 exit code: 0 notes at most, 1 a warning or an error, 64 a source that cannot be read
 
@@ -112,7 +102,7 @@ example:
 _DIFF_HELP = """\
 usage: ronde topo diff A B [--json]
 
-Show what differs between two hosts, and what that costs.
+Show the differences between two hosts, and their cost.
 
 options:
   --json      print one object of JSON
@@ -130,24 +120,16 @@ example:
 """
 _PLACE_HELP = f"""\
 usage: ronde topo place -n RANKS [SOURCE ...] [options]
-       ronde topo place --mesh AXES [-n RANKS] [SOURCE ...] [options]
 
-Show which GPU, cores, memory and adapter each rank should have, or where the groups of
-a layout are.
+Show which GPU, cores, memory and adapter each rank should have.
 
 options:
-  -n RANKS        ranks of a host (default with --mesh: its GPUs)
-  --mesh AXES     sizes such as pp=2,dp_shard=4,tp=8, of pp, dp_replicate,
-                  dp_shard, cp and tp; -1 is what is left. Shows the groups of
-                  each and the slowest link inside. One host stands for as many
-                  like it as are needed
-  --allow {{tp=host}}
-                  let groups of tp span hosts
+  -n RANKS        ranks of a host
   --policy POLICY
-                  what to do with ranks that cannot be aligned: none,
+                  treatment of ranks that cannot be aligned: none,
                   best-effort, restricted, single-numa-node (default:
                   best-effort)
-  --scope SCOPE   what is aligned as one: each rank (the default), or the job
+  --scope SCOPE   align each rank by itself (rank, the default), or all (job)
   --json          the plan as JSON
 {_ROOT_OPTION}
 {_SOURCES_HELP}
@@ -161,7 +143,7 @@ example:
 _LIMIT_HELP = f"""\
 usage: ronde topo limit [SOURCE ...] [options]
 
-Show what each collective can reach at most, and which link sets that.
+Show the most that each collective can reach, and the link that limits it.
 
 options:
   --nodes N       number of nodes (default: the number of hosts)
@@ -191,8 +173,8 @@ example:
 _LOG_HELP = """\
 usage: ronde topo log FILE... [--json]
 
-Show what NCCL chose and what looks wrong, from what it wrote with NCCL_DEBUG=INFO, and
-which collectives timed out and which ranks failed, from the lines of torch, torchrun,
+Show NCCL's choices and find faults, from its output with NCCL_DEBUG=INFO; and the
+collectives that timed out and the ranks that failed, from the lines of torch, torchrun,
 srun and mpirun.
 
 options:
@@ -211,29 +193,19 @@ exit code: 0 notes at most, 1 a warning or an error, 64 a file that cannot be re
 _FORMS = ("--json", "--matrix", "--paths")
 
 
-class _Verb(NamedTuple):
-    """One form of the command."""
-
-    run: Callable[[argparse.Namespace], int]
-    help: str
-    positionals: Mapping[str, str | None] = {"sources": "*"}
-
-
 def run(words: Sequence[str]) -> int:
     if words and words[0] in ("-h", "--help"):
         print(_HELP, end="")
         return 0
-    name, rest, command = "show", words, "ronde topo"
+    name, rest = "show", words
     if words and words[0] in _VERBS:
         name, rest = words[0], words[1:]
-    if name != "show":
-        command += f" {name}"
-    verb, types = _VERBS[name], {"N": _count, "GB/S": _rate, "PERCENT": _rate}
-    parser = CommandParser(
-        command, verb.help, types=types, positionals=verb.positionals
-    )
+    run_verb, help_text, positionals = _VERBS[name]
+    command = "ronde topo" if name == "show" else f"ronde topo {name}"
+    types = {"N": _count, "GB/S": _rate, "PERCENT": _rate}
+    parser = CommandParser(command, help_text, types=types, positionals=positionals)
     options = parser.read(rest)
-    return 0 if options is None else verb.run(options)
+    return 0 if options is None else run_verb(options)
 
 
 def _read_sources(options: argparse.Namespace) -> tuple[Saved, ...]:
@@ -241,7 +213,6 @@ def _read_sources(options: argparse.Namespace) -> tuple[Saved, ...]:
 
 
 def _load(sources: Sequence[Saved], root: str | None) -> Topology:
-    """Read files, and a tree or this machine; show what could not be read."""
     parts = [read_file(each) for each in sources]
     if root is not None or not sources:
         environ = {} if root else select_variables(_VISIBILITY)
@@ -271,8 +242,6 @@ def load_hosts(options: argparse.Namespace) -> tuple[HostTopology, ...]:
 def _show(options: argparse.Namespace) -> int:
     require_alone(options, *_FORMS)
     sources = _read_sources(options)
-    if sources and _shows_rings(sources, options):
-        return 0
     if sources and all(map(is_log, sources)):
         require_alone(options, "--json", "--matrix", "--paths", "--root")
         files = (BytesIO(each.data) for each in sources)
@@ -295,36 +264,9 @@ def _print(topology: Topology, options: argparse.Namespace) -> None:
 
         print(draw_tree(topology), end="")
         for host in topology.hosts:
-            # Where only relations of pairs are known, the tree shows nothing of them.
+            # The tree does not show relations of pairs.
             if host.relations and not host.devices:
                 print("\n" + _table(host, is_matrix=True), end="")
-
-
-def _shows_rings(sources: Sequence[Saved], options: argparse.Namespace) -> bool:
-    from ronde.topology.probes.nccl import read_search_graphs, recognises_search_graph
-
-    graphs = [each for each in sources if recognises_search_graph(each)]
-    if not graphs:
-        return False
-    name = graphs[0].name
-    if others := [each.name for each in sources if each not in graphs]:
-        raise UsageError(
-            f"sources must be graphs of NCCL's search alone or none of them, got the "
-            f"graph {name} and {others[0]}. Give them one after the other."
-        )
-    for option in ("--root", *_FORMS):
-        if getattr(options, attribute_of(option)):
-            raise UsageError(
-                f"{option} must stand with the description of a machine, got it with a "
-                f"graph of NCCL's search: {name}. Leave it out."
-            )
-    from ronde.render.topo_log import draw_search
-
-    for number, each in enumerate(graphs):
-        title = f"{each.name}:\n" if len(graphs) > 1 else ""
-        body = draw_search(read_search_graphs(each))
-        print(("\n" if number else "") + title + body, end="")
-    return True
 
 
 def _table(host: HostTopology, *, is_matrix: bool) -> str:
@@ -341,12 +283,7 @@ def _table(host: HostTopology, *, is_matrix: bool) -> str:
 def _lint(options: argparse.Namespace) -> int:
     from ronde.render.text import wrap
     from ronde.render.topo_log import count_findings, draw_log_findings
-    from ronde.topology.lint import (
-        lint_fleet,
-        lint_host,
-        lint_switches,
-        unseen_facts,
-    )
+    from ronde.topology.lint import lint_fleet, lint_host, lint_switches, unseen_facts
     from ronde.topology.lint_rules import CATALOGUE
     from ronde.units import counted
 
@@ -363,8 +300,10 @@ def _lint(options: argparse.Namespace) -> int:
     hosts, switches = _load(sources, options.root)
     found = list(lint_switches(switches))
     for host in hosts:
-        place = host.name if len(hosts) > 1 else ""
-        found += [_at(place, finding) for finding in lint_host(host)]
+        name = f"{host.name} " if len(hosts) > 1 else ""
+        found += [
+            each._replace(element=name + each.element) for each in lint_host(host)
+        ]
     found += lint_fleet(hosts)
     subject = counted(len(hosts), "host") if hosts else ""
     if switches:
@@ -393,7 +332,6 @@ def _lint(options: argparse.Namespace) -> int:
 
 
 def _read_good(names: Sequence[str]) -> tuple[list[Saved], list[UsageError]]:
-    """Return the files that can be read, and why others cannot; one is to be good."""
     good: list[Saved] = []
     errors: list[UsageError] = []
     for name in names:
@@ -420,17 +358,13 @@ def _names(option: str, given: Sequence[str], known: set[str]) -> set[str]:
     return names
 
 
-def _at(place: str, finding: Diagnostic) -> Diagnostic:
-    return finding._replace(element=f"{place} {finding.element}".strip())
-
-
 def _exit_code(findings: Sequence[Diagnostic]) -> int:
     is_clean = all(finding.severity is Level.NOTE for finding in findings)
     return 0 if is_clean else _EXIT_FOUND
 
 
 def print_json(form: str, content: Mapping[str, Any]) -> None:
-    """Print one object that says which form it has, and of which version."""
+    """Print one object, headed by its form and version."""
     print(json.dumps({"form": form, "version": _VERSION, **content}, indent=1))
 
 
@@ -458,18 +392,14 @@ def _diff(options: argparse.Namespace) -> int:
     return 0 if comparison.is_equal else _EXIT_FOUND
 
 
-def _place(options: argparse.Namespace) -> int:
+def _plan(options: argparse.Namespace) -> int:
     from ronde.render.topo_tables import tabulate_plan
     from ronde.topology.machine import read_cores
     from ronde.topology.placement.placing import AlignmentRequest, Policy, Scope
     from ronde.topology.placement.plan import plan_host
 
-    if options.mesh is not None:
-        return _place_mesh(options)
     if options.n is None:
         raise UsageError("-n must be given, got none. Type: ronde topo place --help")
-    if options.allow is not None:
-        raise UsageError("--allow must come with --mesh, got it alone. Leave it out.")
     policy, scope = options.policy or Policy.BEST_EFFORT, options.scope or Scope.RANK
     request = AlignmentRequest(
         read_number("-n", options.n, "Type: -n 1", least=1),
@@ -485,25 +415,6 @@ def _place(options: argparse.Namespace) -> int:
         print(json.dumps(to_plain(tuple(plans)), indent=2))
     else:
         print("\n".join(tabulate_plan(plan) for plan in plans), end="")
-    return 0
-
-
-def _place_mesh(options: argparse.Namespace) -> int:
-    from ronde.parallel.layout import Layout
-    from ronde.render.topo_tables import tabulate_mesh
-    from ronde.topology.placement.mesh import plan_mesh
-
-    require_alone(options, "--mesh", "--policy", "--scope")
-    layout = Layout.parse(options.mesh)
-    num = None
-    if options.n is not None:
-        num = read_number("-n", options.n, "Type: -n 1", least=1)
-    is_allowed = options.allow is not None
-    plan = plan_mesh(load_hosts(options), layout, num, is_tp_across_hosts=is_allowed)
-    if options.json:
-        print_json("ronde-mesh", {"plan": to_plain(plan)})
-    else:
-        print(tabulate_mesh(plan), end="")
     return 0
 
 
@@ -630,19 +541,18 @@ def _judge_log(files: Iterable[BinaryIO], name: str, *, is_json: bool) -> int:
 
 
 def _no_log(name: str, num_lines: int) -> UsageError:
-    """Return the error for a file without a line of NCCL's or torch's."""
     from ronde.topology.probes.others import LOG, recognise_other
     from ronde.units import counted
 
     saved = read_saved(name) if num_lines and name != "-" else Saved(name, b"")
-    what, cure = recognise_other(saved)
+    kind, cure = recognise_other(saved)
     if find_probe(saved):
-        what, cure = "a topology", f"Type: ronde topo {name}"
-    if not what or what == LOG:
-        what = f"{counted(num_lines, 'line')} and no message of theirs"
+        kind, cure = "a topology", f"Type: ronde topo {name}"
+    if not kind or kind == LOG:
+        kind = f"{counted(num_lines, 'line')} and no message of theirs"
         cure = "Set NCCL_DEBUG=INFO for the job, and give its output."
     return UsageError(
-        f"{name} must be what NCCL or torch's watchdog wrote, got {what}. {cure}"
+        f"{name} must be output of NCCL or of torch's watchdog, got {kind}. {cure}"
     )
 
 
@@ -655,11 +565,11 @@ def _open(names: Sequence[str]) -> Iterator[BinaryIO]:
                 yield file
 
 
-_VERBS: Mapping[str, _Verb] = {
-    "show": _Verb(_show, _SHOW_HELP),
-    "lint": _Verb(_lint, _LINT_HELP),
-    "diff": _Verb(_diff, _DIFF_HELP, {"a": None, "b": None}),
-    "place": _Verb(_place, _PLACE_HELP),
-    "limit": _Verb(_limit, _LIMIT_HELP),
-    "log": _Verb(_log, _LOG_HELP, {"files": "+"}),
+_VERBS: Mapping[str, tuple[Callable[..., int], str, Mapping[str, str | None]]] = {
+    "show": (_show, _SHOW_HELP, {"sources": "*"}),
+    "lint": (_lint, _LINT_HELP, {"sources": "*"}),
+    "diff": (_diff, _DIFF_HELP, {"a": None, "b": None}),
+    "place": (_plan, _PLACE_HELP, {"sources": "*"}),
+    "limit": (_limit, _LIMIT_HELP, {"sources": "*"}),
+    "log": (_log, _LOG_HELP, {"files": "+"}),
 }

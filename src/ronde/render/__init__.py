@@ -20,7 +20,7 @@ __getattr__ = lazy_exports(
         "job": "plan_text summarize tabulate_failures",
         "jobs": "draw_jobs",
         "text": "format_ranks format_runs parse_ranks",
-        "topo_log": "count_findings draw_log draw_log_findings draw_search",
+        "topo_log": "count_findings draw_log draw_log_findings",
         "topo_tables": (
             "draw_comparison judge tabulate_classes tabulate_plan tabulate_speeds"
         ),

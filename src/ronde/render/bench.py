@@ -162,8 +162,8 @@ def ending_lines(heading: results.Heading, ending: results.Ending) -> list[str]:
     if peak := totals.peak_busbw_gb_per_s:
         at = format_size(totals.peak_size_bytes)
         lines.append(_footer("Peak bus bandwidth", f"{peak:g} at {at}"))
-        if heading.limit is not None and (doubt := heading.limit.doubt(peak)):
-            lines.append(f"# limit: {doubt}")
+        if heading.limit is not None and (warning := heading.limit.warning(peak)):
+            lines.append(f"# limit: {warning}")
     lines += ["#", f"# Collective test concluded: {heading.options.test.binary_name}"]
     return [*lines, "#", *([f"# error: {e}" for e in ending.errors] or [""])]
 

@@ -1,13 +1,11 @@
-"""What topology lint finds, NCCL's search and NCCL's debug log, as text."""
+"""Findings of lint, and NCCL's debug log, as text."""
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from ronde.render.text import WIDTH, list_some, wrap
 from ronde.topology.graph import UNKNOWN, Diagnostic, Level
 from ronde.topology.nccl_log import NcclJob, NcclLog
 from ronde.topology.nccl_log.log import Reported
-from ronde.topology.probes.nccl import SearchGraph
 from ronde.units import counted, format_size, grouped, list_first
 
 _LABEL = 16
@@ -18,20 +16,16 @@ _SUBSYSTEMS = "NCCL_DEBUG_SUBSYS=INIT,BOOTSTRAP,ENV,NET,GRAPH,TUNING"
 
 
 def draw_log_findings(findings: Sequence[Diagnostic], width: int = WIDTH) -> str:
-    """Return findings as text, the most severe first; none gives empty text.
-
-    Those that are the same for several elements are shown once, with all elements.
-    """
+    """Return findings as text, the most severe first; equal ones are shown once."""
     groups = grouped((each._replace(element=""), each.element) for each in findings)
 
     def order(finding: Diagnostic) -> tuple[int, float]:
-        """Return a key that has the greatest loss of bandwidth first, none last."""
         has, should = finding.has_gb_per_s, finding.should_gb_per_s
         return list(Level).index(finding.severity), has / should if should else 1.0
 
     return "\n".join(
         wrap(f"{each.severity.upper()} {each.rule}: ", list_some(groups[each]), width)
-        + wrap("  seen ", each.what, width)
+        + wrap("  seen ", each.seen, width)
         + wrap("  so   ", each.consequence, width)
         + wrap("  do   ", each.remedy, width)
         for each in sorted(groups, key=order)
@@ -39,31 +33,13 @@ def draw_log_findings(findings: Sequence[Diagnostic], width: int = WIDTH) -> str
 
 
 def count_findings(findings: Sequence[Diagnostic]) -> str:
-    """Return how many of each severity there are: ``1 error, 4 warnings``."""
+    """Return ``1 error, 4 warnings``."""
     counts = [(s, sum(f.severity is s for f in findings)) for s in Level]
     return ", ".join(counted(n, s) for s, n in counts if n) or "nothing found"
 
 
-def draw_search(graphs: Sequence[SearchGraph]) -> str:
-    return "\n".join(map(_draw_graph, graphs))
-
-
-def _draw_graph(graph: SearchGraph) -> str:
-    title = f"{graph.pattern} (graph {graph.id})"
-    if not graph.num_channels:
-        return f"{title}: none found\n"
-    total = graph.num_channels * graph.intra_gb_per_s
-    each = f"{graph.intra_gb_per_s:g} GB/s, {total:g} GB/s together"
-    outside = f"{graph.inter_type} with {graph.inter_gb_per_s:g} GB/s a channel"
-    text = f"{title}: {counted(graph.num_channels, 'channel')} of {each}\n"
-    text += f"  between GPUs {graph.intra_type}, to an adapter {outside}\n"
-    for order, times in Counter(map(" ".join, graph.channels)).items():
-        text += f"  {order}{f'   {times} times' if times > 1 else ''}\n"
-    return text
-
-
 def draw_log(log: NcclLog, findings: Sequence[Diagnostic], width: int = WIDTH) -> str:
-    # Of hosts that report warnings alone nothing is known that sets them apart.
+    # Hosts with nothing but warnings are shown as one.
     bare, jobs, hosts = NcclJob(), list[NcclJob](), list[str]()
     for job in log.jobs:
         if job._replace(hosts=(), num_processes=0, warnings=()) == bare:
@@ -92,7 +68,7 @@ def _job(job: NcclJob, log: NcclLog, width: int) -> str:
     lost = "found and given up" if "lost" in states else ""
     counts = job.communicators[0].channels if job.communicators else ()
     lines = {
-        "ranks meet on": _names(job.bootstrap),
+        "bootstrap": _names(job.bootstrap),
         "between nodes": _between(job),
         "inside nodes": _inside(job),
         "NVLS": lost or " on some GPUs, ".join(sorted(states, reverse=True)),
@@ -190,7 +166,6 @@ def _start(job: NcclJob) -> str:
 
 
 def _missing(job: NcclJob) -> str:
-    """Return what the log leaves out, and how to have it logged."""
     parts = {
         "network": job.networks,
         "connections": job.edges,

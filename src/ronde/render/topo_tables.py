@@ -1,13 +1,8 @@
-"""Tables of a host: how near elements are, placements, limits, differences."""
+"""Tables of a host: path classes, placements, limits, differences."""
 
 from collections.abc import Mapping, Sequence
 
-from ronde.render.text import (
-    align,
-    format_ranks,
-    list_some,
-    wrap,
-)
+from ronde.render.text import align, list_some, wrap
 from ronde.topology.comparison import (
     Difference,
     HostComparison,
@@ -20,9 +15,9 @@ from ronde.topology.paths.classes import UNKNOWN_WORD, ClassTable
 from ronde.topology.paths.network import Paths
 from ronde.topology.placement.mesh import AxisPlan, MeshPlan
 from ronde.topology.placement.plan import HostPlan, PlannedRank
-from ronde.units import counted, format_duration, format_size, grouped, list_first
+from ronde.units import counted, format_duration, format_size, grouped
 
-# A list of CPUs in many pieces is as long as it likes; a table is not.
+# A longer list of CPUs is cut.
 _MOST_LIST_CHARS = 23
 _LEGEND = {
     "X": "itself",
@@ -31,7 +26,7 @@ _LEGEND = {
     "PHB": "over PCIe and a host bridge, within one NUMA node",
     "PXB": "over several PCIe switches and no host bridge",
     "PIX": "over one PCIe switch at most",
-    "NV#": "over so many NVLinks",
+    "NV#": "over # NVLinks",
     "XGMI": "over xGMI",
     UNKNOWN_WORD: "unknown",
 }
@@ -43,15 +38,14 @@ _NAMES = ("bus address", "port")
 _PLAN_HEAD = ("rank", "GPU", "bus", "cores", "CPUs", "memory", "adapter", "aligned")
 _BUS = _PLAN_HEAD.index("bus")
 _TRAFFIC_HEAD = ("axis", "a step", "GB/s", "time", "slowest link of a group")
-_MESH_HEAD = ("axis", "groups", "first", "hosts", "GB/s", "slowest link of a group")
 _NONE = "-"
 _LARGE = 10_000
 _NOTHING = "no GPU and no network adapter\n"
 
 
 def tabulate_classes(table: ClassTable) -> str:
-    """Return a table that looks and reads like that of ``nvidia-smi topo -m``."""
-    # It ends with what its words mean, of those that occur.
+    """Return a table like that of ``nvidia-smi topo -m``, with a legend."""
+    # The legend explains the words that occur.
     if not table.names:
         return _NOTHING
     most = _MOST_LIST_CHARS
@@ -73,7 +67,6 @@ def tabulate_classes(table: ClassTable) -> str:
 
 
 def tabulate_speeds(paths: Paths, table: ClassTable) -> str:
-    """Return kind and bandwidth of the paths from GPUs, or else from ports."""
     if not table.names:
         return _NOTHING
     num_gpus = len(table.names) - len(table.titles)
@@ -144,28 +137,7 @@ def _plan_row(rank: PlannedRank, *, is_judged: bool) -> tuple[str, ...]:
     )
 
 
-def tabulate_mesh(plan: MeshPlan) -> str:
-    each = f", {plan.ranks_per_host} each" if plan.num_hosts > 1 else ""
-    text = (
-        f"{plan.mesh}: {counted(plan.num_ranks, 'rank')} on "
-        f"{counted(plan.num_hosts, 'host')}{each}\n\n"
-    )
-    rows = [_MESH_HEAD, *map(_mesh_row, plan.axes)]
-    text += align(rows, right=("GB/s",)) if plan.axes else "no groups\n"
-    for axis in plan.axes:
-        doubt = "" if axis.gb_per_s is None else " may be slower"
-        for why in axis.unknown:
-            text += wrap(f"{axis.axis}{doubt}: ", why, indent=2)
-    by_env = grouped((tuple(each.env.items()), each.host) for each in plan.gpus)
-    for env, hosts in by_env.items():
-        on = f" on {list_first(hosts)}" if any(hosts) else ""
-        text += f"\nvariables of all ranks{on}:\n"
-        text += "".join(f"  {name}={value}\n" for name, value in env)
-    return text
-
-
 def tabulate_traffic(plan: MeshPlan, sent_bytes: Mapping[str, float]) -> str:
-    """Return what a rank sends along each axis in a step, and how long that takes."""
     rows: list[Sequence[str]] = [_TRAFFIC_HEAD]
     total_s = 0.0
     for axis in plan.axes:
@@ -181,23 +153,14 @@ def tabulate_traffic(plan: MeshPlan, sent_bytes: Mapping[str, float]) -> str:
     text = align(rows, right=_TRAFFIC_HEAD[1:-1])
     if all(axis.gb_per_s is not None for axis in plan.axes):
         text += f"\n{format_duration(total_s)} in all where nothing is hidden\n"
+    for axis in plan.axes:
+        text += "".join(wrap(f"{axis.axis}: ", why, indent=2) for why in axis.unknown)
     return text
-
-
-def _mesh_row(axis: AxisPlan) -> tuple[str, ...]:
-    return (
-        axis.axis,
-        f"{len(axis.groups)} of {len(axis.groups[0])}",
-        format_ranks(axis.groups[0]),
-        str(axis.num_hosts),
-        _NONE if axis.gb_per_s is None else f"{axis.gb_per_s:.4g}",
-        _link_of(axis),
-    )
 
 
 def _link_of(axis: AxisPlan) -> str:
     share = f"1/{axis.num_sharing} of " if axis.num_sharing > 1 else ""
-    # The rate behind the name is that of all who share it.
+    # The rate after the name is that of all groups.
     return share + axis.link.partition(", ")[0] or "unknown"
 
 
@@ -236,7 +199,7 @@ def _limit_row(bound: Bound) -> tuple[str, str, str, str]:
         _NONE if rate is None else f"{rate:.4g}" if rate < _LARGE else f"{rate:.0f}"
         for rate in (limit.bus_bandwidth_gb_per_s, limit.practical_gb_per_s)
     ]
-    # What is in brackets stands above the table.
+    # Text in brackets is above the table.
     link = limit.link.partition(" (")[0]
     practical = limit.practical_link.partition(" (")[0]
     setter = link if practical in ("", link) else f"{link}; NCCL's by {practical}"
@@ -265,8 +228,8 @@ def judge(limit: Limit, measured_gb_per_s: float) -> str:
     practical = limit.practical_gb_per_s
     if practical is not None:
         text += f", {100 * measured_gb_per_s / practical:.1f} % of NCCL's"
-    doubt = limit.doubt(measured_gb_per_s)
-    return wrap("", f"{text}.") + (wrap("", f"{doubt}.") if doubt else "")
+    warning = limit.warning(measured_gb_per_s)
+    return wrap("", f"{text}.") + (wrap("", f"{warning}.") if warning else "")
 
 
 def draw_comparison(first: str, second: str, comparison: HostComparison) -> str:
@@ -321,7 +284,7 @@ def _draw_differences(differences: Sequence[Difference]) -> str:
     by_fact = grouped((each.fact, each) for each in differences)
 
     def order(fact: str) -> tuple[bool, float]:
-        """Return a key that has the greatest loss first, and mere names last."""
+        """Order by loss, the greatest first; names come last."""
         rates = [
             each.now_gb_per_s / each.was_gb_per_s
             for each in by_fact[fact]

@@ -29,18 +29,13 @@ _MAX_DRAWN_DEPTH = 24
 
 
 class _Element(NamedTuple):
-    """Something on a host, and what is below it."""
-
     title: str  # With its bus address.
     details: Sequence[str]  # Empty ones are left out.
     below: "Sequence[_Element]" = ()
 
 
 class _ElementTree:
-    """Looks up what is below what on a host.
-
-    Other PCI devices than GPUs, adapters, NVSwitches and switches are left out.
-    """
+    """The GPUs, adapters, NVSwitches and PCI switches of a host, as a tree."""
 
     def __init__(self, host: HostTopology) -> None:
         self._host = host
@@ -53,7 +48,7 @@ class _ElementTree:
         self._ports = grouped((port.bus_id, port) for port in host.ports)
 
     def at(self, nodes: set[int], *, is_known: bool) -> list[_Element]:
-        """Return what is at some NUMA nodes, or at none of them."""
+        """Return the elements at some NUMA nodes, or at none of them."""
         tops = [d for d in self._children.get("", []) if (d.node in nodes) is is_known]
         found = [element for top in tops for element in self._below(top, 0)]
         found += [
@@ -63,7 +58,7 @@ class _ElementTree:
         ]
         for port in self._host.ports:
             if port.bus_id not in self._listed and (port.node in nodes) is is_known:
-                # Hardware must have a PCI device, and a source without any knows none.
+                # Hardware has a PCI device, but the source may list none.
                 is_paired = port.name in self._host.paired
                 is_hardware = port.bus_id or is_paired or not self._listed
                 words = "PCI device unknown" if is_hardware else "no PCI device"
@@ -81,7 +76,7 @@ class _ElementTree:
         return found
 
     def _below(self, device: PciDevice, depth: int) -> list[_Element]:
-        """Return a device with what is below; bridges to one thing are left out."""
+        """Return a device with its children; a bridge to one device is left out."""
         children = self._children.get(device.bus_id, [])
         children = children if depth < _MAX_DRAWN_DEPTH else []
         below = [each for child in children for each in self._below(child, depth + 1)]
@@ -138,7 +133,7 @@ def _pci_words(device: PciDevice) -> str:
 
 
 def draw_tree(topology: Topology) -> str:
-    """Return a topology as text for people; hosts that look alike are drawn once."""
+    """Return a topology as text; hosts that look alike are drawn once."""
     # Bandwidths are of one direction in GB/s, as NCCL counts.
     names = grouped(
         (_draw_host(host), host.name or f"host {number}")
@@ -165,7 +160,7 @@ def _draw_host(host: HostTopology) -> str:
     lines = [_summary(host), *_lines(elements), *_fabric_lines(host)]
     ways = find_ways(host)
     for each in host.interfaces:
-        # What the ports of a bond carry together.
+        # The rate of all ports of a bond.
         if each.bonding and each.title in ways:
             name, ports = ways[each.title]
             lines.append(f"{name}: {each.bonding}, {known_gb_per_s(ports) * 8:g} Gb/s")
@@ -196,14 +191,14 @@ def _summary(host: HostTopology) -> str:
 
 
 def _numa(host: HostTopology, node: NumaNode, below: Sequence[_Element]) -> _Element:
-    # Of rocm-smi's nodes no CPUs are known.
+    # rocm-smi does not show the nodes' CPUs.
     none = "no CPUs" if any(each.cpus for each in host.numa_nodes) else ""
     cpus = f"CPUs {format_list(node.cpus)}" if node.cpus else none
     if len(cpus) > _MAX_CPUS_CHARACTERS:
         cpus = f"{len(node.cpus)} CPUs from {node.cpus[0]} to {node.cpus[-1]}"
     others = [other for other in host.numa_nodes if other != node and other.cpus]
     rates = {f"{speeds.smp_gb_per_s(node, other):g}" for other in others}
-    # Without the processor's name there is no figure, but NCCL's word for no limit.
+    # Without the processor's name NCCL's figure means no limit.
     is_known = node.vendor and node.cpus and len(rates) == 1
     details = [
         counted(len(node.cores), "core") if node.cores else "",
@@ -215,7 +210,6 @@ def _numa(host: HostTopology, node: NumaNode, below: Sequence[_Element]) -> _Ele
 
 
 def _fabric_lines(host: HostTopology) -> Iterator[str]:
-    """Yield a line for each kind of direct links, or one a GPU where they differ."""
     titles = {gpu.name: str(gpu.number) for gpu in host.gpus}
     for kind, title in _LINK_TITLES.items():
         links = grouped((k.source, k) for k in host.links if k.kind == kind)
@@ -232,7 +226,7 @@ def _fabric_lines(host: HostTopology) -> Iterator[str]:
 
 
 def _links_words(gpu: GpuDevice, links: Sequence[Link], titles: dict[str, str]) -> str:
-    """Return to what a GPU's links lead, alike for GPUs in like places."""
+    """Return ``4 each to the other GPUs, 80 GB/s``."""
     by_target: dict[str, list[Link]] = {}
     for link in links:
         is_switch = link.target_class >> 8 == _NVSWITCH_CLASS or link.target == NVSWITCH
@@ -284,7 +278,6 @@ def _draw_switches(switches: Sequence[NetworkSwitch]) -> str:
 
 
 def _lines(elements: Sequence[_Element]) -> list[str]:
-    """Return the lines of a tree, the details in one column."""
     rows = list(_rows(elements))
     width = max((len(text) for text, _ in rows), default=0)
     return [f"{text:{width}}  {details}".rstrip() for text, details in rows]

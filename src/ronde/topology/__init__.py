@@ -1,4 +1,4 @@
-"""What a machine is made of and how its parts are connected."""
+"""The topology of hosts: elements, links, paths, faults, and placement of ranks."""
 
 from ronde.lazy_exports import lazy_exports
 
@@ -42,17 +42,14 @@ __getattr__ = lazy_exports(
         ),
         "placement.placing": (
             "ANY AlignmentRequest Hint Inventory NOWHERE NearDevice Nearness "
-            "PlacementError Policy RankPlace Scope best_count compare counted_hints "
-            "decide merge place"
+            "PlacementError Policy RankPlacement Scope best_count compare "
+            "counted_hints decide merge place"
         ),
         "placement.plan": "HostPlan plan_host",
         "probes.base": "Probe Saved untag",
         "probes.hwloc": "HWLOC",
         "probes.lspci": "LSPCI",
-        "probes.nccl": (
-            "MAX_REMARKS NCCL_TOPOLOGY SearchGraph read_search_graphs "
-            "recognises_search_graph"
-        ),
+        "probes.nccl": "MAX_REMARKS NCCL_TOPOLOGY",
         "probes.nvidia_smi": "NVIDIA_SMI",
         "probes.nvml": (
             "GpuAnswers NoNvmlError Remote graph_of open_nvml payload_gb_per_s "

@@ -1,8 +1,8 @@
-"""Two hosts side by side: what one has and the other lacks, and what that costs.
+"""Compare two hosts: elements that one lacks, facts that differ, and the cost.
 
-Elements are matched by bus address. What is left over on both sides, as where a virtual
-machine counts its buses anew, is matched in the order of numbers and of ports' names,
-if it is equally many. A kind of element that one host does not show is left out.
+Elements are matched by bus address. Equal numbers of unmatched elements, as of a
+virtual machine with other addresses, are matched by number, and ports by name. Kinds of
+elements that one host does not show are left out.
 """
 
 import re
@@ -45,15 +45,15 @@ _Pairs = list[tuple[Any, Any]]
 
 
 class Fact(NamedTuple):
-    """One fact on an element."""
+    """A fact about an element."""
 
     value: str  # Empty if unknown.
     gb_per_s: float = 0.0  # NCCL's figure where it is a bandwidth; else 0.
-    amount: float = 0.0  # Of what is never quite alike; else 0.
+    amount: float = 0.0  # Of sizes that are never equal; else 0.
 
 
 class ComparedHost:
-    """What is known of the elements of a host, by what it is about."""
+    """The comparable facts of each element of a host."""
 
     def __init__(self, host: HostTopology) -> None:
         self._host = host
@@ -66,15 +66,15 @@ class ComparedHost:
         if isinstance(element, GpuDevice):
             chip = f"gfx{element.gcn}" if element.gcn else _number("sm {}", element.sm)
             links = {"GPU links": self._direct_links(element)}
-            return {"chip": Fact(chip), **self._place(element), **links, **gdr}
-        # Where nothing is known, a port counts as up.
+            return {"chip": Fact(chip), **self._location(element), **links, **gdr}
+        # A port of unknown state is up.
         state = "" if element.is_up else "down"
         speed = Fact("")
         if element.mbit_per_s:
             speed = Fact(f"{element.mbit_per_s} Mb/s", speeds.port_gb_per_s(element))
             state = state or "up"
         own = {"network speed": speed, "state": Fact(state)}
-        return {"port": Fact(element.title), **self._place(element), **own, **gdr}
+        return {"port": Fact(element.title), **self._location(element), **own, **gdr}
 
     def _node(self, node: NumaNode) -> dict[str, Fact]:
         size, cpus = max(0, node.memory_bytes), node.cpus
@@ -85,8 +85,7 @@ class ComparedHost:
             "processor": Fact(" ".join(filter(None, (node.vendor, *numbers)))),
         }
 
-    def _place(self, element: GpuDevice | NetPort) -> dict[str, Fact]:
-        """Return where a device sits, and by what links it joins the processor."""
+    def _location(self, element: GpuDevice | NetPort) -> dict[str, Fact]:
         links = bridges_above(self._devices, element.bus_id)
         node = next((each.node for each in links if each.node != UNKNOWN), element.node)
         address, number = Fact(element.bus_id), Fact(_number("{}", node))
@@ -111,7 +110,7 @@ class ComparedHost:
         is_known = all(speeds.is_link_known(link, gpu) for link in own)
         rate = sum(speeds.link_gb_per_s(link, gpu) for link in own) if is_known else 0.0
         value = ", ".join(f"{num} {kind}" for kind, num in sorted(counts.items()))
-        # Where others have links, to have none is a fact as well.
+        # No links are a fact if other GPUs have some.
         others_have = any(link.kind != LinkKind.PCI for link in self._host.links)
         is_shown = others_have or gpu.nvlinks == 0
         return Fact(value or ("none" if is_shown else ""), rate)
@@ -129,15 +128,15 @@ def _number(words: str, number: int) -> str:
 
 
 class Difference(NamedTuple):
-    """One fact that differs for one element."""
+    """A fact that differs between the hosts."""
 
     element: str  # Its name in the first host.
     other: str  # Its name in the second.
-    fact: str  # What differs, for people: ``PCI link``.
+    fact: str  # Its name, for output: ``PCI link``.
     was: str  # In the first host.
     now: str  # In the second.
-    was_gb_per_s: float = 0.0  # What that carries; 0 where it is no bandwidth.
-    now_gb_per_s: float = 0.0  # Likewise in the second.
+    was_gb_per_s: float = 0.0  # Its bandwidth; 0 for other facts.
+    now_gb_per_s: float = 0.0  # In the second.
 
 
 class PathChange(NamedTuple):
@@ -145,11 +144,11 @@ class PathChange(NamedTuple):
 
     ends: tuple[str, str]  # Names in the first host.
     was: Path  # In the first host, from one end to the other; 0 GB/s if unknown.
-    now: Path  # Likewise in the second.
+    now: Path  # In the second.
 
     @property
     def kept(self) -> float:
-        """What share of the bandwidth the second has."""
+        """The share of the bandwidth that the second host keeps."""
         was, now = self.was.gb_per_s, self.now.gb_per_s
         return now / was if was and now else 1.0
 
@@ -157,21 +156,21 @@ class PathChange(NamedTuple):
 class PathComparison(NamedTuple):
     """All pairs of two kinds of elements with a known path in both hosts."""
 
-    kind: str  # For people: ``GPU to GPU``.
+    kind: str  # For output: ``GPU to GPU``.
     num_pairs: int  # All of them.
     changes: tuple[PathChange, ...]  # Those that differ in kind or bandwidth.
 
 
 class HostComparison(NamedTuple):
-    """What two hosts have in common and what not."""
+    """Elements in common, elements of one host alone, and their differences."""
 
     num_matched: int  # Elements that both have.
-    only_first: tuple[str, ...]  # Names of what the second lacks.
-    only_second: tuple[str, ...]  # Names of what the first lacks.
-    missing_first: tuple[str, ...]  # What is left out as the first shows none.
-    missing_second: tuple[str, ...]  # What is left out as the second shows none.
+    only_first: tuple[str, ...]  # Names that the second lacks.
+    only_second: tuple[str, ...]  # Names that the first lacks.
+    missing_first: tuple[str, ...]  # Kinds that the first does not show.
+    missing_second: tuple[str, ...]  # Kinds that the second does not show.
     differences: tuple[Difference, ...]  # By element.
-    paths: tuple[PathComparison, ...]  # What they come to, in NCCL's figures.
+    paths: tuple[PathComparison, ...]  # The effect on paths, in NCCL's figures.
 
     @property
     def is_equal(self) -> bool:
@@ -180,7 +179,7 @@ class HostComparison(NamedTuple):
 
 
 def compare_hosts(first: HostTopology, second: HostTopology) -> HostComparison:
-    """Return what differs; what is unknown in one of them is no difference."""
+    """Compare two hosts; facts that are unknown in one of them are left out."""
     hidden = _hidden(first), _hidden(second)
     buses = [{p.bus_id for p in host.ports if p.bus_id} for host in (first, second)]
     pairs: dict[str, _Pairs] = {}
@@ -188,7 +187,7 @@ def compare_hosts(first: HostTopology, second: HostTopology) -> HostComparison:
     num_matched = 0
     for role, name in _ROLES.items():
         are_moved = role == "ports" and not buses[0] & buses[1]
-        key = attrgetter("title") if are_moved else _place
+        key = attrgetter("title") if are_moved else _key_of
         elements = getattr(first, role), getattr(second, role)
         pairs[role], *left = _match(*elements, key)
         if name not in hidden[0] | hidden[1]:
@@ -207,8 +206,8 @@ def compare_hosts(first: HostTopology, second: HostTopology) -> HostComparison:
 
 
 def _hidden(host: HostTopology) -> set[str]:
-    """Return the kinds of elements that a host does not show."""
-    # One that shows its bus has no other GPUs and ports; NUMA nodes every host has.
+    """Return the kinds of elements that a host's source does not list."""
+    # A source that shows the bus lists all GPUs and ports. Every host has NUMA nodes.
     shows_bus = any(device.class_code != UNKNOWN for device in host.devices)
     return {
         name
@@ -217,8 +216,8 @@ def _hidden(host: HostTopology) -> set[str]:
     }
 
 
-def _place(element: Element) -> str:
-    """Return where an element is, or its name: what hosts have in common."""
+def _key_of(element: Element) -> str:
+    """Return the key by which an element is found in another host."""
     if isinstance(element, NetPort) and element.bus_id:
         return f"{element.bus_id} {element.port}"
     return element.bus_id if isinstance(element, GpuDevice) else element.name
@@ -227,7 +226,6 @@ def _place(element: Element) -> str:
 def _match(
     first: Sequence[Element], second: Sequence[Element], key: Callable[[Any], str]
 ) -> tuple[_Pairs, list[Element], list[Element]]:
-    """Return pairs, and the rest of both."""
     by_key = {key(each): each for each in second if key(each)}
     found = [(each, by_key.pop(key(each), None)) for each in first]
     pairs: _Pairs = [(each, other) for each, other in found if other]
@@ -241,10 +239,9 @@ def _match(
 
 
 def _order(element: Element) -> tuple[list[int], list[tuple[str, int]]]:
-    """Return a key by number, of ports by title: ``mlx5_2`` before ``mlx5_10``."""
     if not isinstance(element, NetPort):
         return [element.number], []
-    # A port without a known name goes by its adapter's address.
+    # The title of a port without a name is an address.
     if is_address(element.title):
         return bus_order(element.title), []
     parts = _NUMBERED.findall(element.title)
@@ -286,7 +283,7 @@ def _compare_paths(
             ]
             num_pairs += bool(found)
             others = [each for each in found if _is_other(each.was, each.now)]
-            # Of both directions, the one that has lost more.
+            # The direction that lost more.
             changes += sorted(others, key=lambda each: each.kept)[:1]
         yield PathComparison(kind, num_pairs, tuple(changes))
 
@@ -297,9 +294,8 @@ def _known_path(paths: Paths, source: str, target: str) -> Path | None:
 
 
 def _is_other(was: Path, now: Path) -> bool:
-    """Return whether kind or bandwidth differ, as far as both are known."""
     if was.gb_per_s and now.gb_per_s:
         return (was.kind, round(was.gb_per_s, 3)) != (now.kind, round(now.gb_per_s, 3))
-    # Of switches that NCCL takes for one, nvidia-smi's words count each.
+    # NCCL joins some switches that nvidia-smi counts one by one.
     is_near = {was.kind, now.kind} <= {PathKind.PIX, PathKind.PXB}
     return was.kind != now.kind and not is_near

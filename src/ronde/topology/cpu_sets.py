@@ -32,7 +32,6 @@ def parse_mask(text: str) -> int:
 
 
 def members(bits: int) -> list[int]:
-    """Return the numbers in a set, ascending."""
     found: list[int] = []
     while bits:
         lowest = bits & -bits
@@ -42,7 +41,7 @@ def members(bits: int) -> list[int]:
 
 
 def format_list(cpus: Iterable[int]) -> str:
-    """Write numbers as the kernel does: ``0-3,8``."""
+    """Return ``0-3,8``, as the kernel writes sets."""
     runs: list[list[int]] = []
     for cpu in sorted(cpus):
         if runs and cpu == runs[-1][1] + 1:

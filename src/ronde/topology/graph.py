@@ -1,4 +1,4 @@
-"""What a host is made of, what may be wrong with it, and both as JSON and back.
+"""The elements of hosts, findings about them, and both as JSON and back.
 
 A field that no source has is ``UNKNOWN``, 0 or empty, unless its comment differs.
 """
@@ -25,7 +25,7 @@ NVSWITCH = "nvswitch"
 
 
 class LinkKind(StrEnum):
-    """The kind of a direct link; the tree's PCI links are the devices' own."""
+    """The kind of a direct link; PCI links of the tree belong to their device."""
 
     NVLINK = "nvlink"
     XGMI = "xgmi"
@@ -52,8 +52,8 @@ class NumaNode(NamedTuple):
 
 
 def nccl_family(family: int) -> int:
-    """Return the kernel's or hwloc's family as NCCL's ``ncclTopoGetXmlFromCpu``."""
-    # They add the extended family to 15, NCCL adds 16 times as much.
+    """Return a processor's family as NCCL counts it (``ncclTopoGetXmlFromCpu``)."""
+    # The kernel adds the extended family to 15, NCCL adds 16 times as much.
     return 15 + 16 * (family - 15) if family > 15 else family
 
 
@@ -73,7 +73,7 @@ class PciDevice(NamedTuple):
     gb_per_s: float = 0.0  # In one direction, from sources that have no speed.
     speed_now: str = ""  # As trained now, like ``speed``.
     width_now: int = UNKNOWN
-    # Whether ACS sends what devices below write to each other up to the processor.
+    # ACS sends traffic between devices below it up to the processor.
     is_redirecting: bool = False
     redirecting_ports: tuple[str, ...] = ()  # The bridges right below that do.
     is_lost: bool = False  # It has fallen off the bus.
@@ -113,7 +113,7 @@ class NetPort(NamedTuple):
     mbit_per_s: int = 0  # As written, 0 and negative included.
     port: int = UNKNOWN  # Number of the port on its adapter.
     gdr: int = UNKNOWN  # 1 where it reaches GPUs' memory, 0 where not.
-    is_up: bool = True  # Whether it has a link; true if unknown.
+    is_up: bool = True  # It has a link; True if unknown.
     state: str = ""  # Of its link, as written: ``INIT, LinkUp``, ``1X NDR``.
     card: str = ""  # Shared by a card's ports where there is no ``bus_id``.
     model: str = ""  # Of the adapter, such as ``MT4129``.
@@ -124,12 +124,12 @@ class NetPort(NamedTuple):
 
     @property
     def is_virtual(self) -> bool:
-        """Whether its name is that of a bridge, tunnel or container's interface."""
+        """True for names of bridges, tunnels and containers' interfaces."""
         return not self.bus_id and self.title.startswith(_VIRTUAL)
 
 
 class Interface(NamedTuple):
-    """A network interface whose bytes leave through ports of other names."""
+    """A network interface on top of others: a bond, VLAN or bridge."""
 
     title: str  # ``bond0``, ``vlan9``, ``br0``, or that of an RDMA adapter's port.
     lower: tuple[str, ...]  # Titles of the ports and interfaces right below it.
@@ -149,7 +149,7 @@ class Link(NamedTuple):
 
 
 class Relation(NamedTuple):
-    """The distance of two elements, without what lies between."""
+    """The distance of two elements, from a source that shows no path."""
 
     source: str
     target: str
@@ -161,20 +161,20 @@ class HostTopology(NamedTuple):
     """One host."""
 
     name: str = ""
-    sources: tuple[str, ...] = ()  # For people: ``NCCL topology file a.xml``.
+    sources: tuple[str, ...] = ()  # For output: ``NCCL topology file a.xml``.
     numa_nodes: tuple[NumaNode, ...] = ()  # By number.
     devices: tuple[PciDevice, ...] = ()  # Parents before children.
-    gpus: tuple[GpuDevice, ...] = ()  # In the source's order, like what follows.
+    gpus: tuple[GpuDevice, ...] = ()  # In the source's order, like the next fields.
     ports: tuple[NetPort, ...] = ()
     links: tuple[Link, ...] = ()
     relations: tuple[Relation, ...] = ()
     interfaces: tuple[Interface, ...] = ()  # Each after those below it.
-    remarks: tuple[str, ...] = ()  # What was odd about a source, a sentence each.
+    remarks: tuple[str, ...] = ()  # Oddities of a source, a sentence each.
     refused: tuple[str, ...] = ()  # Why NCCL refuses its file, like that.
 
     @property
     def shows_acs(self) -> bool:
-        # Of lspci, root alone sees ACS and links.
+        # lspci shows ACS and links to root alone.
         is_lspci = any(source.startswith("lspci") for source in self.sources)
         return is_lspci and any(device.speed for device in self.devices)
 
@@ -194,14 +194,14 @@ class NetworkSwitch(NamedTuple):
 
 
 class Topology(NamedTuple):
-    """Hosts and what lies between them, in the source's order."""
+    """Hosts and the switches between them, in the source's order."""
 
     hosts: tuple[HostTopology, ...] = ()
     switches: tuple[NetworkSwitch, ...] = ()
 
 
 class Level(StrEnum):
-    """How bad a finding is."""
+    """The severity of a finding."""
 
     ERROR = "error"  # It breaks something, or most of the bandwidth is lost.
     WARNING = "warning"  # Bandwidth is lost, or may be.
@@ -209,12 +209,12 @@ class Level(StrEnum):
 
 
 class Diagnostic(NamedTuple):
-    """One thing that is wrong, or looks wrong; three sentences and two rates."""
+    """A finding: three sentences and two rates."""
 
     rule: str  # Its name, in words joined by hyphens: ``slow-bridge``.
     severity: Level
     element: str  # By name; for files also the line: ``line 12``.
-    what: str
+    seen: str
     consequence: str
     remedy: str
     has_gb_per_s: float = 0.0  # In one direction; 0 where that does not follow.
@@ -260,7 +260,7 @@ def read_topology(data: bytes, origin: str) -> Topology:
 
 
 def require_tree(switches: Sequence[NetworkSwitch], origin: str) -> None:
-    """Raise ``UsageError`` where switches are twice, in a circle, or too deep."""
+    """Raise ``UsageError`` if switches are listed twice, in a circle, or too deep."""
     below = {switch.name: switch.switches for switch in switches}
     if len(below) != len(switches):
         raise UsageError(f"{origin} must name each switch once. Remove the others.")
@@ -272,7 +272,7 @@ def require_tree(switches: Sequence[NetworkSwitch], origin: str) -> None:
         circle = " > ".join(reversed(error.args[1]))
         raise UsageError(
             f"{origin} must have no switch above itself, got {shorten(circle)}. "
-            "Correct what is below them."
+            "Correct the lines below them."
         ) from None
     if max(depths.values(), default=0) > _MAX_DEPTH:
         raise UsageError(

@@ -13,7 +13,7 @@ _MAX_BYTES = 64 << 10
 
 
 def read_text(path: str, max_bytes: int = _MAX_BYTES) -> str:
-    """Return a file without what blanks and zero bytes surround it; empty if not."""
+    """Return a file without blanks and zero bytes at its ends; "" on any error."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -31,12 +31,12 @@ def read_number(path: str, default: int, base: int = 10) -> int:
 
 
 def read_list(path: str) -> int:
-    """Return the set that a file lists as ``0-3,8``, as bits; empty if it does not."""
+    """Return the set in a file such as ``0-3,8``, as bits; empty on any error."""
     return _parsed(path, parse_list, 0)
 
 
 def read_mask(path: str) -> int:
-    """Return the set that a file holds as a mask, as bits; empty if it does not."""
+    """Return the set in a file with a mask, as bits; empty on any error."""
     return _parsed(path, parse_mask, 0)
 
 
@@ -48,13 +48,12 @@ def _parsed(path: str, parse: Callable[[str], int], default: int) -> int:
 
 
 def read_fields(path: str, max_bytes: int = _MAX_BYTES) -> dict[str, str]:
-    """Return the fields of lines such as ``Model:   NVIDIA H100``, blanks included."""
     pairs = (line.partition(":") for line in read_text(path, max_bytes).splitlines())
     return {name.strip(): value for name, _, value in pairs}
 
 
 def list_names(directory: str) -> list[str]:
-    """Return what is in a directory, sorted; nothing where it cannot be read."""
+    """Return the sorted names in a directory; [] on any error."""
     try:
         return sorted(os.listdir(directory))  # noqa: PTH208 - see above
     except OSError:
@@ -62,6 +61,6 @@ def list_names(directory: str) -> list[str]:
 
 
 def list_numbers(directory: str, prefix: str = "") -> list[int]:
-    """Return the numbers behind a prefix among the names in a directory, ascending."""
+    """Return the numbers behind a prefix among the names in a directory, sorted."""
     names = [n[len(prefix) :] for n in list_names(directory) if n.startswith(prefix)]
     return sorted(int(name) for name in names if name.isdecimal() and len(name) < 6)

@@ -1,4 +1,4 @@
-"""What the kernel has logged since the boot: its own log, else the journal's copy."""
+"""The kernel's log since the boot, read from /dev/kmsg or the journal."""
 
 import os
 import re
@@ -15,7 +15,7 @@ _JOURNAL_LINE = re.compile(r"(?P<at_s>\d{9,}\.\d+) (?P<text>.*)")
 
 
 def read_log(root: str) -> list[tuple[float, str]]:
-    """Return for each line of the log how old it is in seconds, and its text."""
+    """Return the age in seconds and the text of each line."""
     try:
         return list(_kernel_log(root))
     except OSError as error:
@@ -39,7 +39,7 @@ def _journal(why: OSError) -> list[tuple[float, str]]:
         raise OSError(reason) from why
     text = done.stdout[-_MAX_BYTES:].decode(errors="replace")
     lines = [at for line in text.splitlines() if (at := _JOURNAL_LINE.match(line))]
-    # A kernel logs its start at least: nothing at all is a journal of others.
+    # The kernel logs its start, so an empty journal is another's.
     if not lines:
         raise OSError(reason) from why
     now_s = time.time()
@@ -47,7 +47,7 @@ def _journal(why: OSError) -> list[tuple[float, str]]:
 
 
 def read_clock_s(root: str) -> float:
-    """Return the time by the clock of the log: seconds since the start of the host."""
+    """Return the time by the clock of the log: seconds since the boot."""
     if not root:
         # Not /proc/uptime: that counts sleep, and a container's may be its own.
         return time.monotonic()
@@ -55,7 +55,6 @@ def read_clock_s(root: str) -> float:
 
 
 def _records(path: str) -> Iterator[str]:
-    """Yield the kernel's log, the oldest first."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         rest, num_bytes = b"", 0
@@ -70,7 +69,7 @@ def _records(path: str) -> Iterator[str]:
 
 
 def read_records(fd: int) -> Iterator[bytes]:
-    """Yield what is there: of the log itself a read gives one record."""
+    """Yield records; a read of the kernel's log returns one of them."""
     while True:
         try:
             record = os.read(fd, _RECORD_BYTES)

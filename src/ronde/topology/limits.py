@@ -1,11 +1,11 @@
-"""What physics lets collectives reach, from a machine's links: the tightest one binds.
+"""Upper bounds of collectives' bandwidth, by the tightest link of a machine.
 
-All rates are of one direction in GB/s, 1e9 bytes/s; see docs/bench-limits.md. Nodes are
-alike, and n ranks lie in order on N of them, g on each. A formula raises ``KeyError``
-for a test that it does not know.
+Rates are of one direction in GB/s, 1e9 bytes/s; see docs/bench-limits.md. Nodes are
+alike, and n ranks lie in order on N of them, g on each. Formulas raise ``KeyError`` for
+unknown tests.
 
 Source: bytes that must cross a node's edge, leave a GPU, or be read and written in
-memory, whatever the algorithm.
+memory, by any algorithm.
 """
 
 import math
@@ -39,7 +39,7 @@ COLLECTIVES = (*_TO_ALL, *_FROM_ROOT, *_PAIRWISE, *_OTHERS)
 
 
 class RankLayout(NamedTuple):
-    """Where the ranks are."""
+    """The numbers of ranks and nodes."""
 
     num_ranks: int  # n, at least 2.
     num_nodes: int  # N, at least 1.
@@ -47,7 +47,7 @@ class RankLayout(NamedTuple):
 
     @property
     def others(self) -> float:
-        """(n-1)/n: the share of the data that is not a rank's own."""
+        """(n-1)/n, the share of the data that other ranks hold."""
         return (self.num_ranks - 1) / self.num_ranks
 
 
@@ -58,7 +58,6 @@ def network_bound(
     *,
     is_reduced_in_network: bool = False,
 ) -> float:
-    """Return what the links between nodes allow."""
     n, g, num_nodes = layout.num_ranks, layout.ranks_per_node, layout.num_nodes
     if test == "all_reduce" and is_reduced_in_network:
         return node_gb_per_s * 2 * layout.others
@@ -73,7 +72,7 @@ def network_bound(
 
 
 def gpu_bound(test: str, layout: RankLayout, gpu_gb_per_s: float) -> float:
-    """Return what the way out of each GPU allows within a node, without NVLS."""
+    """Return the bound by each GPU's links within a node, without NVLS."""
     n, g = layout.num_ranks, layout.ranks_per_node
     bounds = {
         **dict.fromkeys(_TO_ALL, gpu_gb_per_s * layout.others * g / (g - 1)),
@@ -84,16 +83,16 @@ def gpu_bound(test: str, layout: RankLayout, gpu_gb_per_s: float) -> float:
 
 
 def nvls_bound(layout: RankLayout, gpu_gb_per_s: float) -> float:
-    """Return what all_reduce may reach when the NVLink switches reduce (NVLS)."""
+    """Return the bound of all_reduce if the NVLink switches reduce (NVLS)."""
     g = layout.ranks_per_node
     return gpu_gb_per_s * 2 * layout.others * g / (g + 1)
 
 
 def memory_bound(test: str, layout: RankLayout, memory_gb_per_s: float) -> float:
-    """Return what a node's memory allows.
+    """Return the bound by a node's memory.
 
     Every byte of input is read at least once and every byte of result written, on the
-    node with the most of both; in place, what is already there is not written.
+    node with the most of both. In place, a rank's own part is not written.
     """
     n, g = layout.num_ranks, layout.ranks_per_node
     # By test, busbw over the bytes read and written, both by size over time.
@@ -110,51 +109,49 @@ def memory_bound(test: str, layout: RankLayout, memory_gb_per_s: float) -> float
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """The busbw that no algorithm can exceed on what was found."""
+    """The busbw that no algorithm can exceed."""
 
     bus_bandwidth_gb_per_s: float  # The bound.
-    link: str  # What binds, with its rate, such as ``eth0, 3.125 GB/s``.
-    # When the bound may be exceeded all the same, or where it is uncertain.
+    link: str  # The tightest link with its rate: ``eth0, 3.125 GB/s``.
+    # Conditions under which the bound does not hold.
     note: str = ""
-    # The same bound by NCCL's figures; None where NCCL takes no part.
+    # The same bound by NCCL's figures; None without NCCL.
     practical_gb_per_s: float | None = None
-    practical_link: str = ""  # What binds then.
+    practical_link: str = ""  # The tightest link by them.
 
     def percent(self, busbw_gb_per_s: float) -> float:
         """Return a busbw in percent of the bound; above 100 an assumption is wrong."""
         return 100.0 * busbw_gb_per_s / self.bus_bandwidth_gb_per_s
 
-    def doubt(self, busbw_gb_per_s: float) -> str:
-        """Return what a busbw says against the bound; empty up to 100 %."""
+    def warning(self, busbw_gb_per_s: float) -> str:
+        """Return the reason to mistrust the bound; "" if a busbw is below it."""
         if busbw_gb_per_s <= self.bus_bandwidth_gb_per_s:
             return ""
         cause = "that no switch reduces (NVLS, SHARP), or the number or rate of links"
         if self.link.startswith("memory"):
             cause = "that the data does not fit into the caches"
-        return (
-            f"{self.percent(busbw_gb_per_s):.0f} % of the bound: something that it "
-            f"takes for granted is wrong, such as {cause}"
-        )
+        percent = self.percent(busbw_gb_per_s)
+        return f"{percent:.0f} % of the bound: an assumption is wrong, such as {cause}"
 
 
 class Rate(NamedTuple):
     """The rate of some links together, in one direction."""
 
-    link: str  # Their name with their rate, for people: ``eth0, 3.125 GB/s``.
+    link: str  # Their name and rate, for output: ``eth0, 3.125 GB/s``.
     gb_per_s: float  # Of the hardware.
     practical_gb_per_s: float | None = None  # NCCL's, where it differs.
-    note: str = ""  # For people, where they bind.
+    note: str = ""  # A remark for output, if they bind.
 
 
 class Islands(NamedTuple):
-    """GPUs of a node that NVLink joins to some of the node's others, and not to all."""
+    """Groups of GPUs joined by NVLink, if that does not join all GPUs of a node."""
 
     num_gpus: int  # Of each.
     way_out: Rate  # PCIe links of an island together.
 
 
 class LimitWorld(NamedTuple):
-    """Ranks on nodes that are alike; None is not there or does not count."""
+    """Ranks on equal nodes; None is absent or does not count."""
 
     layout: RankLayout
     network: Rate | None = None  # All network links of a node together.
@@ -164,31 +161,29 @@ class LimitWorld(NamedTuple):
     memory: Rate | None = None  # Reads and writes of a node's memory together.
     has_gpus: bool = False  # Ranks are on GPUs, and NCCL carries their bytes.
     has_nvls: bool = False  # The NVLink switches may reduce.
-    unknown: tuple[str, ...] = ()  # What may bind and has no known rate, as clauses.
+    unknown: tuple[str, ...] = ()  # Links without a known rate, as clauses.
 
     def lacking(self, reason: str) -> "LimitWorld":
-        """Return the same world with one more reason in ``unknown``, if any."""
         return self._replace(unknown=(*self.unknown, reason)) if reason else self
 
 
 class Bound(NamedTuple):
-    """What one collective can reach."""
+    """The limit of one collective."""
 
     collective: str
     limit: Limit | None  # None where nothing that may bind is known.
     reason: str = ""  # Why there is no limit.
 
 
-# Switches that may be taken to reduce.
+# Switches that may reduce.
 _NVLS, _SHARP = "NVLS", "SHARP"
 _BY_RATE = itemgetter(0)
 
 
 def bound_of(world: LimitWorld, collective: str) -> Bound:
-    """Return what one collective can reach.
+    """Return the limit of one collective.
 
-    Where a link of ``world.unknown`` may bind the bound still holds; it is only not
-    known to be the tightest.
+    It holds even if a link in ``world.unknown`` is tighter.
     """
     if world.layout.num_ranks < 2:
         return Bound(collective, None, "one rank exchanges nothing")
@@ -215,7 +210,7 @@ def _candidates(
     *,
     is_practical: bool = False,
 ) -> Iterator[tuple[float, Rate]]:
-    """Yield what each kind of link allows, if some switches reduce."""
+    """Yield the bound of each kind of link, if some switches reduce."""
     layout = world.layout
 
     def rate(of: Rate) -> float:
@@ -234,7 +229,7 @@ def _candidates(
         bound = nvls_bound(layout, own) if is_nvls else gpu_bound(test, layout, own)
         yield bound, world.gpu
     if world.islands is not None:
-        # Between islands PCIe is what the network is between nodes.
+        # PCIe between islands is like the network between nodes.
         num_gpus, way_out = world.islands
         num_islands = layout.num_ranks // num_gpus
         among = RankLayout(layout.num_ranks, num_islands, num_gpus)
@@ -271,10 +266,10 @@ _NVLINKS = ((100, 50.0), (90, 25.0), (87, 25.0), (86, 14.0625), (70, 25.0), (60,
 _XGMI = (("95", 76.8), ("94", 64.0), ("90a", 50.0), ("910", 50.0), ("", 46.0))
 
 _HOST_BRIDGE = 0x0600
-# One lane of 2.5 GT/s: what virtual machines report for links they know nothing of.
+# One lane of 2.5 GT/s: virtual machines report it for unknown links.
 _NOTHING_GB_PER_S = 0.25
 _MBIT_PER_GB = 8000.0
-# Modes of bonds in which each byte leaves by one port, or by all of them.
+# Modes of bonds that do not share the load among ports.
 _NOT_SHARING = ("active-backup", "broadcast")
 _MAX_NAMES = 3
 _ROUNDING = 1e-9
@@ -285,7 +280,7 @@ _Ways = dict[str, tuple[str, tuple[NetPort, ...]]]
 
 
 class PciFigures(NamedTuple):
-    """One direction of a link, in GB/s."""
+    """The rate of a PCI link in one direction, in GB/s."""
 
     theory: float  # By its standard; infinite where that is unknown.
     practical: float  # NCCL's.
@@ -298,10 +293,10 @@ class PciFigures(NamedTuple):
 
 
 def pci_figures(device: PciDevice) -> PciFigures | None:
-    """Return what the link above a device carries; None where unknown.
+    """Return the rate of the link above a device; None if unknown.
 
-    A host bridge has no link above it, though NCCL counts one where a file says so, and
-    of the least link that there is nobody knows the limit: virtual machines have it.
+    A host bridge has no link above it, though NCCL counts one if a file lists it. The
+    slowest link of the standard, as virtual machines report it, is no limit either.
     """
     device = speeds.as_running(device)
     theory = speeds.pci_theory_gb_per_s(device.speed, device.width)
@@ -316,11 +311,10 @@ def pci_figures(device: PciDevice) -> PciFigures | None:
 
 
 def find_ways(host: HostTopology) -> _Ways:
-    """Return all ways by which bytes leave, by title: up, and of known speed.
+    """Return the interfaces and ports that are up, of known speed, by title.
 
-    Each has a name with what it stands on, ``bond0 over eth0+eth1``, and the ports that
-    carry bytes at the same time: all below a bond that shares its load, else those of
-    the best way.
+    Each has a name such as ``bond0 over eth0+eth1``, and the ports that carry bytes at
+    the same time: all ports of a bond that shares its load, else those of the best one.
     """
     ways: _Ways = {
         port.title: (port.title, (port,))
@@ -341,19 +335,17 @@ def find_ways(host: HostTopology) -> _Ways:
 
 def find_rdma_ports(host: HostTopology) -> list[NetPort]:
     """Return the ports of RDMA adapters that are up."""
-    # Sources count their ports from 1, and interfaces' as 0 or not at all.
+    # RDMA ports are numbered from 1; those of interfaces are 0 or unknown.
     return [p for p in _find_hardware(host) if p.kind == "infiniband" or p.port > 0]
 
 
 def _find_hardware(host: HostTopology) -> list[NetPort]:
-    """Return all ports that are hardware and up."""
     known = {device.bus_id for device in host.devices}
-    # Software has no rate of its own, and what it says is a default.
+    # Software has no rate of its own and reports a default.
     return [port for port in host.ports if port.bus_id in known and port.is_up]
 
 
 def _find_spare(host: HostTopology) -> set[NetPort]:
-    """Return the ports that bonds hold in reserve."""
     ways = find_ways(host)
     spare: set[NetPort] = set()
     for each in host.interfaces:
@@ -364,12 +356,11 @@ def _find_spare(host: HostTopology) -> set[NetPort]:
 
 
 def known_gb_per_s(ports: Iterable[NetPort]) -> float:
-    """Return what ports carry together, whatever is above them."""
+    """Return the sum of the ports' rates, without PCI links."""
     return sum(port.mbit_per_s / _MBIT_PER_GB for port in ports)
 
 
 def _paths(host: HostTopology, ports: Iterable[NetPort]) -> dict[NetPort, PciFigures]:
-    """Return what ports carry through their own PCIe links, where that is known."""
     links = {device.bus_id: pci_figures(device) for device in host.devices}
     paths: dict[NetPort, PciFigures] = {}
     for port in ports:
@@ -383,15 +374,11 @@ def _paths(host: HostTopology, ports: Iterable[NetPort]) -> dict[NetPort, PciFig
 
 
 def _total(host: HostTopology, paths: Mapping[NetPort, PciFigures]) -> PciFigures:
-    """Return what all ports bring to the processors, or to GPUs on the way.
-
-    Each PCI link lets through what it carries; a bridge with a GPU below is where
-    bytes may end.
-    """
+    """Return the rate of all ports up to the processors, or to GPUs on the way."""
     firsts: dict[str, str] = {}
     for device in host.devices:
         firsts.setdefault(device.bus_id.partition(".")[0], device.bus_id)
-    # By device; what has arrived is at the empty name.
+    # By device; the sum is at the empty name.
     arriving: defaultdict[str, PciFigures] = defaultdict(lambda: PciFigures(0.0, 0.0))
     for port, figures in paths.items():
         # Functions of one device share its link.
@@ -426,7 +413,7 @@ def _names(names: Sequence[str]) -> str:
 
 
 def _way_out(gpu: GpuDevice, links: Sequence[Link]) -> Rate:
-    """Return what direct links of a GPU carry together; 0 GB/s if unknown."""
+    """Return the rate of all direct links of a GPU; 0 GB/s if unknown."""
     # Some sources list a link at one of its ends.
     own = [link for link in links if link.source == gpu.name]
     own = own or [link for link in links if link.target == gpu.name]
@@ -448,7 +435,7 @@ def _way_out(gpu: GpuDevice, links: Sequence[Link]) -> Rate:
 
 
 class KnownRates(NamedTuple):
-    """Rates that the user knows better than the source; None looks at the host."""
+    """Rates that the user gives; None is looked up."""
 
     network_gb_per_s: float | None = None  # All network links of a node together.
     gpu_gb_per_s: float | None = None  # The way out of each GPU.
@@ -465,10 +452,9 @@ def world_of(
     ranks_per_node: int,
     given: KnownRates = _NOTHING_GIVEN,
 ) -> LimitWorld:
-    """Return the world of ranks on nodes that are like a host.
+    """Return the links of ranks on nodes that are like a host.
 
-    Where a node has GPUs, rank i of it has GPU i; more ranks than GPUs share them, and
-    what carries the bytes between those is not known.
+    Rank i of a node has GPU i. More ranks than GPUs share them, at an unknown rate.
     """
     layout = RankLayout(num_nodes * ranks_per_node, num_nodes, ranks_per_node)
     has_gpus = bool(host.gpus) or given.gpu_gb_per_s is not None
@@ -481,7 +467,7 @@ def world_of(
         link = f"as given, {given.gpu_gb_per_s:.4g} GB/s a GPU"
         return world._replace(gpu=Rate(link, given.gpu_gb_per_s), has_nvls=True)
     if not host.gpus:
-        why = "what memory carries is to be measured: ronde bench --limit does"
+        why = "memory bandwidth is unknown: ronde bench --limit measures it"
         return world.lacking(why)
     if ranks_per_node > len(host.gpus):
         return world.lacking(f"{ranks_per_node} ranks share {len(host.gpus)} GPUs")
@@ -489,7 +475,7 @@ def world_of(
 
 
 def slowest(worlds: Sequence[LimitWorld]) -> LimitWorld:
-    """Return the world where each link is the slowest of all nodes'."""
+    """Return the world in which each link is the slowest of all nodes'."""
     rates = {
         name: min(
             (rate for world in worlds if (rate := getattr(world, name)) is not None),
@@ -509,10 +495,10 @@ def slowest(worlds: Sequence[LimitWorld]) -> LimitWorld:
 def with_network(
     world: LimitWorld, host: HostTopology, given: KnownRates
 ) -> LimitWorld:
-    """Return a world with the network links of its nodes, which are like a host.
+    """Add the network links of nodes that are like a host.
 
-    Those are RDMA adapters where the source lists any, else all that are hardware.
-    A port of unknown speed counts with its PCIe link: a bound, not more.
+    These are its RDMA ports, else all hardware ports. A port of unknown speed counts
+    with its PCIe link, which is an upper bound.
     """
     if given.network_gb_per_s is not None:
         link = f"as given, {given.network_gb_per_s:.4g} GB/s"
@@ -542,9 +528,9 @@ def with_network(
 
 
 def _find_islands(used: Sequence[GpuDevice], links: Iterable[Link]) -> list[set[str]]:
-    """Return names of GPUs that links join, over any number of hops.
+    """Return the names of GPUs that links join, over any number of hops.
 
-    The switches' name, which is empty, is with those that they join.
+    The empty name of the switches is in the set of the GPUs that they join.
     """
     islands = [{gpu.name} for gpu in used]
     for link in links:
@@ -558,9 +544,9 @@ def _find_islands(used: Sequence[GpuDevice], links: Iterable[Link]) -> list[set[
 def with_gpus(
     world: LimitWorld, host: HostTopology, used: Sequence[GpuDevice]
 ) -> LimitWorld:
-    """Return a world with the links of its nodes' GPUs, which are like a host's.
+    """Add the links of the nodes' GPUs, which are like a host's.
 
-    Links to other GPUs of the host do not count; a GPU has direct links of one kind.
+    Links to unused GPUs do not count; a GPU has direct links of one kind.
     """
     known, names = {gpu.name for gpu in host.gpus}, {gpu.name for gpu in used}
     links = [
@@ -577,7 +563,7 @@ def with_gpus(
     slowest = min((_way_out(gpu, links) for gpu in used), key=lambda way: way.gb_per_s)
     if not slowest.gb_per_s:
         return world.lacking("the source does not show how fast a GPU's links are")
-    # AMD's files have the number of units where others have the capability.
+    # AMD's files have the number of compute units in place of the capability.
     are_able = all(gpu.sm >= _SM_OF_NVLS and not gpu.gcn for gpu in used)
     has_switches = any(link.target == _SWITCHES for link in links)
     return world._replace(gpu=slowest, has_nvls=has_switches and are_able)
@@ -589,8 +575,8 @@ def _with_pcie(
     used: Sequence[GpuDevice],
     sizes: Sequence[int],
 ) -> LimitWorld:
-    """Return a world where PCIe is between islands, whose sizes are in order."""
-    # The kernel knows NVIDIA's models, and nothing of their links.
+    """Add PCIe between islands of GPUs, given their sorted sizes."""
+    # The kernel shows NVIDIA's models, and not their links.
     is_kernel_alone = all(source.startswith(SYSFS) for source in host.sources)
     may_know = not (host.sources and is_kernel_alone)
     if not any(gpu.gcn or (may_know and gpu.sm != UNKNOWN) for gpu in used):

@@ -1,4 +1,4 @@
-"""What is wrong with hosts, or with the files that describe them, and what it costs."""
+"""Find faults of hosts, and of the files that describe them, and their cost."""
 
 import math
 import shlex
@@ -28,14 +28,14 @@ _USB = 0x0C03
 _MAX_REMARKS = 8
 _MOST_GPUS = 8
 _OTHERS, _MODEL = "other GPUs of this host have", "its model has"
-# Compute capability of the last chip whose number of NVLinks is known.
+# Compute capability of the last chip with a known number of NVLinks.
 _LATEST_SM = 103
 _RATES = (1000, 2500, 5000, 10000, 25000, 40000, 50000, 56000, 100000, 200000, 400000)
 _HIGHEST = 1_600_000
 # Slower adapters seldom have GPUDirect RDMA.
 _RDMA_MBIT_PER_S = 25_000
 _RDMA_NAMES = ("mlx5_", "cxi", "bnxt_re", "rdmap", "ionic_")
-# No adapters of one host are so far apart, and one with a broken cable is.
+# Rates of sound adapters on one host differ by less; a broken cable's does not.
 _FAR_SLOWER = 16
 # Lowest model of Intel's family 6 with lanes of that many GT/s: Ice Lake, Sapphire
 # Rapids.
@@ -43,7 +43,7 @@ _FIRST_MODELS = ((16.0, 0x6A), (32.0, 0x8F))
 
 
 def lint_host(host: HostTopology) -> tuple[Diagnostic, ...]:
-    """Return what is wrong with a host, or looks so, in the order of the rules."""
+    """Return the findings on a host, in the order of the rules."""
     view = HostRules(host)
     return tuple(
         found.describe(rule)
@@ -53,9 +53,9 @@ def lint_host(host: HostTopology) -> tuple[Diagnostic, ...]:
 
 
 def lint_fleet(hosts: Sequence[HostTopology]) -> tuple[Diagnostic, ...]:
-    """Return in what hosts differ from what most of them are.
+    """Return the hosts that differ from most of them.
 
-    Hosts whose number is unknown are left aside; fewer than two have no fleet.
+    Hosts with an unknown amount are left out.
     """
     return tuple(
         found.describe(rule)
@@ -65,7 +65,7 @@ def lint_fleet(hosts: Sequence[HostTopology]) -> tuple[Diagnostic, ...]:
 
 
 def lint_switches(switches: Sequence[NetworkSwitch]) -> tuple[Diagnostic, ...]:
-    """Return which hosts are below two leaf switches, by pair of switches."""
+    """Return hosts below two leaf switches, by pair of switches."""
     leaves = [switch for switch in switches if not switch.switches]
     names_at = grouped((host, leaf.name) for leaf in leaves for host in leaf.hosts)
     shared = {host: names for host, names in names_at.items() if len(names) > 1}
@@ -77,7 +77,7 @@ def lint_switches(switches: Sequence[NetworkSwitch]) -> tuple[Diagnostic, ...]:
 
 
 def unseen_facts(hosts: Sequence[HostTopology]) -> tuple[str, ...]:
-    """Return what some hosts do not show, so that no rule can judge it there."""
+    """Return the facts that some hosts do not show, so that no rule judges them."""
     unseen = Counter(fact for host in hosts for fact in _unseen(host))
     return tuple(
         fact if num == len(hosts) else f"{fact} ({num} of {len(hosts)} hosts)"
@@ -110,13 +110,13 @@ def _unseen(host: HostTopology) -> Iterator[str]:
 
 
 def _known_gb_per_s(device: PciDevice) -> float:
-    """Return NCCL's figure for the link above a device; 0 if no source has one."""
+    """Return NCCL's figure for the link above a device; 0 if unknown."""
     is_known = bool(device.speed and device.width > 0) or device.gb_per_s > 0
     return speeds.pci_gb_per_s(device) if is_known else 0.0
 
 
 def _is_alike(gpu: GpuDevice, other: GpuDevice) -> bool:
-    """Return whether two GPUs may be of one model, as far as it is known of both."""
+    """Return False if two GPUs are known to be of different models."""
     is_one_title = not gpu.title or not other.title or gpu.title == other.title
     return is_one_title and (gpu.sm == other.sm or UNKNOWN in (gpu.sm, other.sm))
 
@@ -134,17 +134,17 @@ def _kind(port: NetPort) -> tuple[str, str]:
 
 
 def _has_likely_rate(port: NetPort) -> bool:
-    """Whether hardware has the rate, alone or as some links that are bound together."""
+    """Return True if hardware has the rate, alone or as some bonded links."""
     return 0 < port.mbit_per_s <= _HIGHEST and any(
         port.mbit_per_s == rate * num for rate in _RATES for num in (1, 2, 3, 4)
     )
 
 
 class HostView:
-    """One host with what its elements are to each other."""
+    """One host, with lookups between its elements."""
 
     def __init__(self, host: HostTopology) -> None:
-        # NCCL plans with what links can do; that they do less is one rule's subject.
+        # NCCL plans with the best rates; ``trained_down`` judges the current ones.
         able = [d._replace(speed_now="", width_now=UNKNOWN) for d in host.devices]
         self.devices = {device.bus_id: device for device in able}
         # The interface of a management processor is below a controller of USB.
@@ -173,20 +173,20 @@ class HostView:
         return sum(link.num_links for link in own if link.target != gpu)
 
     def link_rate(self, name: str) -> float:
-        """Return NCCL's GB/s for one link of a GPU; 0 where its chip is unknown."""
+        """Return NCCL's GB/s of one link of a GPU; 0 if its chip is unknown."""
         gpu = self.gpus.get(name)
         if gpu and gpu.gcn:
             return speeds.xgmi_gb_per_s(gpu.gcn)
         return speeds.nvlink_gb_per_s(gpu.sm) if gpu and gpu.sm > 0 else 0.0
 
     def bus_rate(self, name: str) -> float:
-        """Return the GB/s of the best known way from a GPU to any other; 0 for none."""
+        """Return the best known GB/s from a GPU to any other; 0 for none."""
         others = (gpu.name for gpu in self.host.gpus if gpu.name != name)
         ways = filter(None, (self.paths.between(name, other) for other in others))
         return max((w.gb_per_s for w in ways if self.paths.is_known(w)), default=0.0)
 
     def is_as_narrow(self, now: PciDevice) -> bool:
-        """Return whether a GPU lacks lanes, and no other like it has more of them."""
+        """Return True if a GPU lacks lanes and so do all others like it."""
         gpu, gpus = self.gpus[now.bus_id], self.gpus
         own = [d for d in self.running if d.bus_id in gpus]
         alike = (d.width_now for d in own if _is_alike(gpu, gpus[d.bus_id]))
@@ -198,12 +198,12 @@ class HostView:
         return max((speeds.gt_per_s(each.speed) for each in roots), default=0.0)
 
     def ways(self) -> Iterator[tuple[str, list[tuple[NetPort, Path]]]]:
-        """Yield GPUs with their ways to the ports that carry traffic between hosts."""
+        """Yield GPUs with their paths to the ports that carry traffic between hosts."""
         paired = self.host.paired
         up = [port for port in self.host.ports if port.is_up]
         ports = [port for port in up if port.bus_id or port.name in paired]
         fastest = max((port.mbit_per_s for port in ports), default=0)
-        # The one for management is slower.
+        # Ports for management are slower.
         slow = self.slow_ports
         fast = [p for p in ports if 2 * p.mbit_per_s >= fastest or p.name in slow]
         for gpu in self.gpus:
@@ -212,7 +212,7 @@ class HostView:
                 yield gpu, ways
 
     def find_slow_ports(self) -> Iterator[tuple[NetPort, int]]:
-        """Yield ports at a part of their rate, with that of the others in Mb/s."""
+        """Yield ports that run below their rate, with the usual rate in Mb/s."""
         rdma = [
             p for p in self.host.ports if p.is_up and p.mbit_per_s > 0 and _is_rdma(p)
         ]
@@ -225,8 +225,8 @@ class HostView:
             own = [p for p in rdma if _kind(p) == _kind(port)]
             rates = Counter(each.mbit_per_s for each in own)
             usual, num = max(rates.items(), key=lambda item: item[::-1])
-            # A slower adapter of its own may be for storage; a GPU's only one is not,
-            # nor one alone of a model.
+            # A slower adapter may be for storage, unless it is a GPU's only one, or the
+            # only slow one of its model.
             is_odd = port.name in alone and all(len(o) == 1 for o in near.values())
             is_odd |= bool(port.model) and num == len(own) - 1 > 2
             is_far = _FAR_SLOWER * port.mbit_per_s <= usual
@@ -237,7 +237,7 @@ class HostView:
 
 
 class HostRules(HostView):
-    """What is wrong with one host; a method a rule."""
+    """The rules for one host, one method each."""
 
     def device_lost(self) -> Iterator[Hit]:
         for bus_id in [*self.gpus, *self.ports]:
@@ -248,12 +248,11 @@ class HostRules(HostView):
         for bus_id, ends in self.ends.items():
             bridge = self.devices[bus_id]
             has = _known_gb_per_s(bridge)
-            # A port with a rate alone (hwloc) has that of the link below it, which is
-            # the device's own.
+            # hwloc gives a port the rate of the link below it.
             farther = [end for end in ends if bridge.speed or end.parent != bus_id]
             should = max(map(_known_gb_per_s, farther), default=0.0)
             if 0 < has < should and not _is_tiny(bridge):
-                # Slow by its generation alone, and no slot of the host has a later one.
+                # Slow by generation alone, and no slot of the host is newer.
                 is_as_built = (
                     2 * has >= should
                     and all(end.width <= bridge.width for end in farther)
@@ -264,7 +263,7 @@ class HostRules(HostView):
                 yield hit(bus_id, has, should, link=link, form=form)
 
     def tiny_link(self) -> Iterator[Hit]:
-        # One in a package with its processor needs no bus.
+        # A GPU in a package with its processor needs no bus.
         packaged = [link for link in self.host.links if link.kind is LinkKind.C2C]
         inside = {end for link in packaged for end in (link.source, link.target)}
         gpus = [gpu for gpu in self.gpus if gpu in self.devices and gpu not in inside]
@@ -276,8 +275,8 @@ class HostRules(HostView):
 
     def unknown_link_speed(self) -> Iterator[Hit]:
         for device in (d for d in self.host.devices if d.bus_id in self.known):
-            # A source without either leaves it to others. Clouds' files give no lanes
-            # (x0) and mean the 16 that NCCL takes; an empty speed is a wrong answer.
+            # Without both, the source shows no links. Clouds' files write no lanes (x0)
+            # and mean 16, as NCCL does; an empty speed is wrong.
             is_given = device.width >= 0 or device.speed
             if is_given and not speeds.gt_per_s(device.speed) and not device.gb_per_s:
                 has, link = speeds.pci_gb_per_s(device), speeds.link_words(device)
@@ -333,7 +332,7 @@ class HostRules(HostView):
     def too_many_nvlinks(self) -> Iterator[Hit]:
         for gpu in self.gpus.values():
             num, most = self.num_links(gpu.name), speeds.max_nvlinks(gpu.sm)
-            # Of later chips nobody knows yet how many they have.
+            # The numbers of later chips are unknown.
             is_known = 0 < gpu.sm <= _LATEST_SM and not gpu.gcn
             if is_known and 0 < most < num:
                 has, should = (n * speeds.nvlink_gb_per_s(gpu.sm) for n in (num, most))
@@ -343,7 +342,7 @@ class HostRules(HostView):
                 yield hit(gpu.name, has, should, **words)
 
     def num_up(self, gpu: GpuDevice) -> int:
-        """Return how many links of a GPU are up: as counted, else as listed."""
+        """Return the links of a GPU that are up: as counted, else as listed."""
         return gpu.nvlinks if gpu.nvlinks != UNKNOWN else self.num_links(gpu.name)
 
     def gpu_without_links(self) -> Iterator[Hit]:
@@ -352,14 +351,14 @@ class HostRules(HostView):
             alike = [other for other in linked if _is_alike(gpu, other)]
             named = [each for each in self.host.gpus if _is_alike(gpu, each)]
             of_board = max(map(speeds.board_nvlinks, named), default=0)
-            # Of a board one GPU may be alone in a virtual machine; before NVSwitch, so
-            # may two that no link joins.
+            # A virtual machine may have one GPU of a board; before NVSwitch also two
+            # that no link joins.
             is_enough = len(self.host.gpus) >= (2 if gpu.sm >= 80 else _MOST_GPUS)
             has_lost_all = of_board and gpu.nvlinks == 0 and is_enough
             if gpu in linked or not (alike or has_lost_all):
                 continue
             most = max(map(self.num_up, alike), default=of_board)
-            # The links of an unknown chip are counted as those of one that has them.
+            # Links of an unknown chip have the rate of a known one.
             rate = max(self.link_rate(each.name) for each in named)
             words = {"others": _OTHERS if alike else _MODEL, "most": most}
             words["form"] = "" if of_board or not gpu.title else ".bridge"
@@ -375,20 +374,20 @@ class HostRules(HostView):
         up = [gpu for gpu in up if not peers.get(gpu.name)]
         most = len(self.gpus) - 1
         joined = [name for name, own in peers.items() if len(own) == most]
-        # AMD's GPUs need not all be joined, but of those that are no pair is left out.
+        # Not all of AMD's hosts join their GPUs; those that do join each pair.
         for name, own in peers.items() if 2 * len(joined) > len(self.gpus) else ():
             if len(own) < most:
                 words = {"num": len(own), "most": most, "kind": "xGMI link"}
                 yield hit(name, 0.0, 0.0, others=_OTHERS, form=".xgmi", **words)
         pairs = [k for own in self.links.values() for k in own if k.target in self.gpus]
-        # Eight GPUs of before NVSwitch are joined by one or two links to some others:
-        # of a part of them each sees another number.
+        # Before NVSwitch one or two links join a GPU to some of seven others. In a
+        # part of such a host the numbers differ.
         is_part = max((link.num_links for link in pairs), default=9) <= 2
         is_part = is_part and len(self.gpus) < _MOST_GPUS
         for gpu in up:
             num = self.num_up(gpu)
             others = max(self.num_up(each) for each in up if _is_alike(gpu, each))
-            # Before A100 a board need not use all of them.
+            # Before A100 boards need not use all links.
             is_whole = gpu.nvlinks != UNKNOWN and gpu.sm >= 80
             most = max(others, speeds.board_nvlinks(gpu) if is_whole else 0)
             if num < most and not (is_part and gpu.nvlinks == UNKNOWN):
@@ -400,7 +399,7 @@ class HostRules(HostView):
 
     def no_peer_access(self) -> Iterator[Hit]:
         peers = {(r.source, r.target): r.peer for r in self.host.relations}
-        # Where both directions are alike, a source may list one.
+        # A source may list one of two equal directions.
         peers |= {e[::-1]: peer for e, peer in peers.items() if e[::-1] not in peers}
         bad: defaultdict[str, Counter[str]] = defaultdict(Counter)
         for (source, target), peer in peers.items():
@@ -432,7 +431,7 @@ class HostRules(HostView):
             should = sum(map(speeds.port_gb_per_s, likely))
             has, form = figures.theory, ""
             if has == math.inf:
-                # A link that is none, as virtual machines report it.
+                # Virtual machines report this for links that do not exist.
                 has, form = figures.practical, ".virtual"
             if has < should:
                 words = {"link": f"{device.speed} x{device.width}", "form": form}
@@ -443,10 +442,10 @@ class HostRules(HostView):
     def odd_nic_speed(self) -> Iterator[Hit]:
         for port in self.host.ports:
             given = port.mbit_per_s
-            # Only files of NCCL's have numbers of ports, and rates that people wrote.
+            # Only NCCL's files have numbers of ports, and rates written by hand.
             is_written = port.bus_id and port.number != UNKNOWN
             if is_written and given > 0 and not _has_likely_rate(port):
-                # What is beyond all hardware was written in kb/s.
+                # Higher rates than any hardware's are in kb/s.
                 is_huge = given > _HIGHEST
                 wanted = given / 1000 if is_huge else given
                 nearest = min(_RATES, key=lambda rate: abs(rate - wanted))
@@ -465,21 +464,21 @@ class HostRules(HostView):
                 yield hit(port.name, *gb_per_s, rate=rate, most=usual, lanes=lanes)
 
     def nic_down(self) -> Iterator[Hit]:
-        # The ports of a card may be functions of it.
+        # Ports of a card may be functions of one device.
         up = [port for port in self.host.ports if port.is_up]
         up_at = {port.bus_id[:-2] or port.card for port in up}
         for port in self.host.ports:
             is_infiniband = port.kind == "infiniband"
-            # Without link the kernel reports the lowest rate.
+            # The kernel reports the lowest rate for a port without link.
             alike = [each.mbit_per_s for each in up if _kind(each) == _kind(port)]
             num = sum(_kind(each) == _kind(port) for each in self.host.ports)
-            # Of one model, one alone is unlike the others; more may have no cable.
+            # A single port of a model is odd; several may have no cable.
             is_odd = not port.model or not up or len(alike) == num - 1 > 2
             mbit_per_s = max(alike, default=0) if is_infiniband else port.mbit_per_s
             rate = f"{mbit_per_s / 8000:g} GB/s" if mbit_per_s > 0 else "its rate"
             state = f" ({port.state})" if port.state else ""
             if (port.bus_id or port.card) and not port.is_up:
-                # Of two ports often one has no cable, and Ethernet for management none.
+                # Second ports and management Ethernet often have no cable.
                 is_loss = is_infiniband and (port.bus_id[:-2] or port.card) not in up_at
                 form = ".lost" if is_loss and is_odd else ""
                 form = ".init" if port.state.startswith(("INIT", "ARMED")) else form
@@ -523,9 +522,9 @@ class HostRules(HostView):
         for gpu, way in nearest.items():
             ports = [port for port, _ in found[gpu]]
             is_slow = 0 < max(port.mbit_per_s for port in ports) < _RDMA_MBIT_PER_S
-            place = "another socket's" if way.kind > PathKind.PHB else "its own"
-            words = {"place": place, "kind": way.kind, "form": ""}
-            # With enough adapters for it, its own is where it should not be.
+            socket = "another socket's" if way.kind > PathKind.PHB else "its own"
+            words = {"socket": socket, "kind": way.kind, "form": ""}
+            # There are enough adapters, so this GPU's is in a wrong slot.
             if 2 * len(sound) > len(nearest) and len(ports) > len(sound):
                 words |= {"form": ".odd", "most": len(sound), "all": len(nearest)}
             is_seen = words["form"] or any(port.bus_id for port in ports)
@@ -536,13 +535,13 @@ class HostRules(HostView):
         nodes = self.host.numa_nodes
         for node in nodes:
             if node.number < 0:
-                yield hit(node.name, what="The node's own number is -1.")
+                yield hit(node.name, seen="The node's own number is -1.")
         for bus_id in [*self.gpus, *self.ports]:
             above = bridges_above(self.devices, bus_id)
             is_lost = above and all(each.node == UNKNOWN for each in above)
             if is_lost and sum(1 for node in nodes if node.cpus) > 1:
-                what = "The device's NUMA node is unknown (-1)."
-                yield hit(bus_id, what=what)
+                seen = "The device's NUMA node is unknown (-1)."
+                yield hit(bus_id, seen=seen)
 
     def shared_cores(self) -> Iterator[Hit]:
         counts = Counter(cpu for node in self.host.numa_nodes for cpu in node.cpus)
@@ -586,7 +585,6 @@ class HostRules(HostView):
 
 
 def _sentences(remarks: Sequence[str]) -> Iterator[Hit]:
-    """Yield one hit for all remarks, the first of which it has."""
     left = len(remarks) - _MAX_REMARKS
     more = [f"There are {left} more."] if left > 0 else []
     if remarks:
@@ -596,7 +594,7 @@ def _sentences(remarks: Sequence[str]) -> Iterator[Hit]:
 def _odd_hosts(measured: Sequence[tuple[str, float, float]]) -> Iterator[Hit]:
     known = [(name, num, num * rate) for name, num, rate in measured if num >= 0]
     counts = Counter(num for _, num, _ in known)
-    # With as many of either, what is more is taken for right.
+    # With a draw, more is taken for right.
     usual = max(counts, key=lambda num: (counts[num], num), default=0)
     should = max((total for _, num, total in known if num == usual), default=0.0)
     others = f"{counts[usual]} of {len(known)} nodes have {usual:g}"
@@ -614,7 +612,7 @@ def _fewest_nvlinks(host: HostTopology) -> tuple[float, float]:
     for link in host.links:
         if link.kind is LinkKind.NVLINK and link.source != link.target:
             counts[link.source] += link.num_links
-    # A source with more links than the chip has must not pass for the better one.
+    # More links than the chip has are an error of the source.
     totals = [
         gpu.nvlinks
         if gpu.nvlinks >= 0
@@ -630,20 +628,20 @@ def _network(host: HostTopology) -> tuple[float, float]:
     ports = [port for port in host.ports if port.bus_id]
     up = [port for port in ports if port.is_up]
     rates = [speeds.port_gb_per_s(port) for port in up if port.mbit_per_s > 0]
-    # The one for management is slower.
+    # Ports for management are slower.
     total = sum(rate for rate in rates if 2 * rate >= max(rates))
     return total or (0.0 if ports and not up else -1), 1.0
 
 
 def _slowest_gpu_link(host: HostTopology) -> tuple[float, float]:
     gpus = {gpu.bus_id for gpu in host.gpus}
-    # Bare rates may be those of GPUs at rest.
+    # Rates without speeds may be those of GPUs at rest.
     found = [d for d in host.devices if d.bus_id in gpus and d.speed]
     rates = [_known_gb_per_s(device) for device in found]
     return min((rate for rate in rates if rate), default=-1), 1.0
 
 
-# What a host has, below 0 if unknown; and the GB/s of one of it, 0 for none.
+# The amount on a host, below 0 if unknown; and the GB/s of one unit, or 0.
 _MEASURES: dict[str, Callable[[HostTopology], tuple[float, float]]] = {
     "node-gpus-differ": lambda host: (len(host.gpus), 0.0),
     "node-nvlinks-differ": _fewest_nvlinks,

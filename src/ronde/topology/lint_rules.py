@@ -1,14 +1,13 @@
-"""The rules of lint: their texts, and the findings made of them."""
+"""The texts of lint's rules, and findings made from them."""
 
 import re
 from typing import NamedTuple
 
 from ronde.topology.graph import Diagnostic, Level
 
-# Each: the rule, its severity (loss: an error where most of the bandwidth is lost, else
-# a warning) and what it looks for; what is seen, what comes of it, what to do, with
-# places for words. Below a rule are its further forms, with a word behind a dot, where
-# some texts differ.
+# Each: the rule, its severity (loss: an error if most of the bandwidth is lost, else a
+# warning) and its meaning; the sentences seen, so and do, with fields for words. Below
+# a rule are its further forms, with a word behind a dot, if some texts differ.
 _RULES = """
 device-lost error a GPU or adapter that has fallen off the PCI bus
   seen It does not answer: it has fallen off the PCI bus.
@@ -17,13 +16,13 @@ device-lost error a GPU or adapter that has fallen off the PCI bus
      card or its riser if that happens again.
 slow-bridge loss a bridge whose own link is slower than that of a device below it
   seen The link above the bridge is slower ({link}) than the link of a device below it.
-  so All below it share {has:g} GB/s upwards, and one has {should:g} (NCCL's figures).
+  so Devices below share {has:g} GB/s; one could use {should:g} (NCCL's figures).
   do Compare with lspci -vv: reseat the board where LnkSta is below LnkCap, correct the
-     file where it has less than LnkSta; nothing, where slot or switch are older.
+     file where it has less than LnkSta; do nothing if slot or switch are older.
 slow-bridge.as-built note
 tiny-link error a GPU's link below 1 GB/s, as virtual machines report it
-  seen The link is reported as {link}, as virtual machines do that hide the real one.
-  so NCCL plans with {has:.1f} GB/s and leaves the device aside as far as it can.
+  seen The link is reported as {link}. Virtual machines hide the real link so.
+  so NCCL plans with {has:.1f} GB/s and avoids the device.
   do Give NCCL_TOPO_FILE with the host's real speeds, or give the virtual root port
      x-speed and x-width; on bare metal reseat the card.
 unknown-link-speed warning an empty link speed, which NCCL takes for PCIe 3
@@ -31,7 +30,7 @@ unknown-link-speed warning an empty link speed, which NCCL takes for PCIe 3
   so NCCL takes it for {has:g} GB/s: PCIe 3 x16 is 12, PCIe 4 x16 24, PCIe 5 x16 48.
   do Write what lspci -vv shows on the bare machine, such as link_speed="16.0 GT/s PCIe"
      link_width="16".
-trained-down loss a link that runs below what both of its ends can do
+trained-down loss a link that runs below the abilities of both its ends
   seen The link runs at {now} and {able} {link}.
   so It carries {has:.4g} of {should:.4g} GB/s (PCIe's limit one way).
   do Reseat the card or its riser, look for errors in dmesg (AER), and look at the
@@ -90,7 +89,7 @@ no-peer-access.unsure note
   do Look at nvidia-smi topo -p2p r: NS is normal in the tables of -p2p a, and of -p2p n
      where there is no NVLink.
 acs-redirects warning a switch above a GPU that ACS makes send traffic to the processor
-  seen ACS is on at {ports}: what devices below write to each other goes up first.
+  seen ACS is on at {ports}: traffic between devices below goes up first.
   so Peer access and GPUDirect RDMA go through the processor: they are slow, or hang.
   do On bare metal switch ACS off in the firmware, or until the next boot: {lines}. A
      hypervisor needs it for its machines.
@@ -103,7 +102,7 @@ nic-faster-than-link loss a network adapter that carries more than its PCI link
 nic-faster-than-link.virtual warning
   seen The adapter's {ports} {should:.4g} GB/s. Its PCI link ({link}) is
      none: the adapter is listed as a host bridge, or with the slowest link there is.
-  so NCCL plans with {has:g} GB/s through this adapter, whatever it carries.
+  so NCCL plans with {has:g} GB/s through this adapter, even if it carries more.
   do Correct the file: a link of its own for each adapter, as the bare machine has it.
 odd-nic-speed warning a port's speed that no hardware has
   seen Its speed is given as {given} Mb/s, which no port has{guess}.
@@ -143,7 +142,7 @@ far-nic loss a GPU for which NCCL prefers a far network adapter to a near one
   do Look why the way to the near adapter is slow (slow-bridge, trained-down, slow-nic,
      odd-nic-speed), or name the adapters in NCCL_IB_HCA.
 nic-behind-processor note a GPU without a network adapter on its own PCI switch
-  seen Its nearest network adapter is behind {place} processor ({kind}).
+  seen Its nearest network adapter is behind {socket} processor ({kind}).
   so Up to {has:g} GB/s (NCCL's figure), through the host's memory: by default NCCL
      uses GPUDirect RDMA up to PXB alone.
   do This is normal without PCIe switches. To use GPUDirect RDMA all the same: export
@@ -155,8 +154,8 @@ nic-behind-processor.odd warning
      GPUDirect RDMA up to PXB alone.
   do Compare lspci -t with a sound node: move the adapter back to the GPU's switch.
 no-numa-node warning a device or processor whose NUMA node is -1
-  seen {what}
-  so NCCL takes all such devices as next to one processor, and nothing is bound near.
+  seen {seen}
+  so NCCL takes all such devices as near one processor; binding cannot be near them.
   do Switch NUMA on in the firmware, or give the virtual machine its host's nodes; in a
      file write the numaid.
 shared-cores warning cores that two NUMA nodes claim
@@ -173,13 +172,13 @@ implausible-processor warning a processor that is too old for the links below it
      speed.
   do Show the virtual machine its host's model (QEMU: -cpu host), or correct modelid or
      link_speed in the file; from Sapphire Rapids on NCCL counts 22 or 40 GB/s.
-refused-by-nccl error what NCCL refuses in its topology file
+refused-by-nccl error a topology file that NCCL refuses
   seen {remark}
   so NCCL ends with an error when it reads the file, and so does the job.
   do Add what is missing, or write the file anew with NCCL_TOPO_DUMP_FILE.
-odd-source note what was odd in a source
+odd-source note oddities of a source
   seen {remark}
-  so It was read all the same; what is shown here may not be what the source meant.
+  so It was read all the same; the topology shown here may be wrong.
   do Correct the source, or make it anew.
 host-at-two-switches warning a host below two leaf switches of Slurm's tree
   seen Both list {hosts}.
@@ -211,7 +210,6 @@ node-cores-differ loss a node with another number of cores than most
 
 
 def _read(table: str) -> dict[str, dict[str, str]]:
-    """Return texts by rule, or rule and form, with ``severity`` and ``meaning``."""
     found: dict[str, dict[str, str]] = {}
     own: dict[str, str] = {}
     for line in re.sub(r"\n {5}", " ", table.strip()).split("\n"):
@@ -227,7 +225,7 @@ def _read(table: str) -> dict[str, dict[str, str]]:
 _TEXTS = _read(_RULES)
 _SUBJECTS = {"node": "several hosts", "host": "switches"}
 CATALOGUE: dict[str, dict[str, str]] = {"a host": {}}
-"""What each rule looks for, by what it looks at and by its name."""
+"""Meanings of rules, by subject and by name."""
 for _name, _rule in _TEXTS.items():
     if "." not in _name:
         _subject = _SUBJECTS.get(_name.partition("-")[0], "a host")
@@ -235,7 +233,7 @@ for _name, _rule in _TEXTS.items():
 
 
 class Hit(NamedTuple):
-    """One element that a rule found to be wrong."""
+    """An element that violates a rule."""
 
     element: str
     has: float  # GB/s, as in a ``Diagnostic``; ``{has}`` and ``{should}`` in texts.

@@ -1,4 +1,4 @@
-"""What ranks on one machine have to share, as /proc and /sys below a root show it."""
+"""The cores, GPUs and interfaces that ranks share, from /proc and /sys below a root."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -18,29 +18,29 @@ from ronde.topology.kernel_files import (
 )
 from ronde.topology.pci import bus_id, bus_order, is_address, read_node, read_path
 
-UNKNOWN_NODE = -1  # The memory node of what the kernel does not place.
+UNKNOWN_NODE = -1  # A memory node that the kernel does not know.
 
 
 class Core(NamedTuple):
-    """One physical core."""
+    """A physical core."""
 
     cpus: tuple[int, ...]  # Its hardware threads that this process may use, ascending.
     node: int  # Its memory node, or ``UNKNOWN_NODE``.
 
 
 class Gpu(NamedTuple):
-    """One GPU."""
+    """A GPU."""
 
     bus_id: str  # As sysfs writes it: ``0000:1b:00.0``; empty where it is not known.
     node: int  # Its memory node, or ``UNKNOWN_NODE``.
-    name: str  # What the driver calls it; empty if unknown.
+    name: str  # The driver's name for it; empty if unknown.
     maker: str  # ``nvidia``, ``amd`` or ``intel``.
     uuid: str  # ``GPU-...``; empty if unknown.
-    visible_as: str  # What names it in ``CUDA_VISIBLE_DEVICES`` and the like.
+    visible_as: str  # Its name in ``CUDA_VISIBLE_DEVICES`` and the like.
 
 
 class NearPort(NamedTuple):
-    """How near a port to train over is to a GPU."""
+    """The distance of a network port from a GPU."""
 
     gpu: str  # The GPU's address, as sysfs writes it.
     port: str  # Its name: ``mlx5_0``.
@@ -48,7 +48,7 @@ class NearPort(NamedTuple):
 
 
 class Machine(NamedTuple):
-    """What ranks on one machine have to share."""
+    """The resources that ranks on one machine share."""
 
     cores: tuple[Core, ...]  # That this process may use, by memory node and number.
     cpu_limit: float  # CPUs that the control groups allow at a time, 0 for no limit.
@@ -58,16 +58,16 @@ class Machine(NamedTuple):
 
 
 class RankResources(NamedTuple):
-    """Where one rank sits."""
+    """The cores, memory node and devices of one rank."""
 
     num_cores: int  # Physical cores that it may count on, for its threads.
     # Hardware threads that it is bound to; empty for none in particular.
     cpus: tuple[int, ...] = ()
     memory_node: int = UNKNOWN_NODE  # Where its memory is to lie, or ``UNKNOWN_NODE``.
     env: Mapping[str, str] = MappingProxyType({})  # Variables that name its devices.
-    device: str = ""  # Its device, for people; empty for none.
-    nic: str = ""  # The nearest network interface, for people; empty if not known.
-    why: str = ""  # The reason for all that, for people.
+    device: str = ""  # Its device, for output; empty for none.
+    nic: str = ""  # The nearest network port, for output; empty if unknown.
+    why: str = ""  # The reason, for output.
     has_enough: bool = True  # False where ranks share the cores meant for each.
 
 
@@ -80,13 +80,13 @@ def count_cores() -> int:
 
 
 def usable_cores(machine: Machine) -> int:
-    """Return the physical cores of a machine, cut to the CPU quota; least 1."""
+    """Return the number of physical cores, cut to the CPU quota; at least 1."""
     limit = int(machine.cpu_limit) if machine.cpu_limit else len(machine.cores)
     return max(1, min(len(machine.cores), limit))
 
 
 def read_cpu_limit(root: str) -> float:
-    """Return how many CPUs may be used at a time, 0 for no limit."""
+    """Return the CPUs that control groups allow at a time, 0 for no limit."""
     limits: list[float] = []
     for group in list_groups(root, "cpu"):
         old = [read_text(f"{group}/cpu.cfs_{name}_us") for name in ("quota", "period")]
@@ -98,7 +98,7 @@ def read_cpu_limit(root: str) -> float:
 
 
 def read_cores(root: str) -> tuple[Core, ...]:
-    """Return the cores by memory node and number, each with its allowed threads."""
+    """Return the cores by memory node and number, with their allowed threads."""
     cores: list[Core] = []
     nodes = read_node_cpus(root).items()
     for cpus in split_cores(root, _allowed(root)):
@@ -123,21 +123,19 @@ def split_cores(root: str, cpus: int) -> list[tuple[int, ...]]:
 
 
 def read_online(root: str) -> int:
-    """Return the CPUs that are online, as bits."""
     directory = f"{root}/sys/devices/system/cpu"
     online = read_list(f"{directory}/online")
     return online or sum(1 << cpu for cpu in list_numbers(directory, "cpu"))
 
 
 def read_node_cpus(root: str) -> dict[int, int]:
-    """Return the CPUs of each memory node by its number, as bits; ids have gaps."""
+    """Return the CPUs of each memory node, as bits; node numbers have gaps."""
     directory = f"{root}/sys/devices/system/node"
     numbers = list_numbers(directory, "node")
     return {node: read_mask(f"{directory}/node{node}/cpumap") for node in numbers}
 
 
 def _allowed(root: str) -> int:
-    """Return the CPUs that are online, in the affinity mask and in the cpuset."""
     try:
         mask = read_fields(f"{root}/proc/self/status").get("Cpus_allowed", "")
         affinity = parse_mask(mask.strip())
@@ -147,8 +145,8 @@ def _allowed(root: str) -> int:
     groups = list_groups(root, "cpuset")
     sets = (read_list(f"{group}/{name}") for group in groups for name in names)
     allowed = read_online(root)
-    # Sandboxes show some of these files only, or the host's: what would leave nothing
-    # is not believed.
+    # Sandboxes show some of these files only, or the host's: a limit that would
+    # leave nothing is ignored.
     for limit in (affinity, next(filter(None, sets), 0)):
         allowed = allowed & limit or allowed or limit
     return allowed
@@ -165,15 +163,14 @@ _PCI_MAKERS = {"0x1002": "amd", "0x8086": "intel"}
 # VGA, 3D and other display controllers, and processing accelerators: AMD's and Intel's
 # GPUs for computing are of any of these classes.
 _PCI_CLASSES = ("0x0300", "0x0302", "0x0380", "0x1200")
-# AMD's and Intel's GPUs on it are parts of the processor, for screens.
+# AMD's and Intel's GPUs on it are part of the processor.
 FIRST_BUS = "0000:00:"
 
 
 def read_gpus(root: str, environ: Mapping[str, str]) -> tuple[Gpu, ...]:
-    """Return them in the program's order: NVIDIA's, else AMD's, else Intel's."""
+    """Return the GPUs in the program's order: NVIDIA's, else AMD's, else Intel's."""
     gpus = _nvidia(root) or _rendering(root, "amd") or _rendering(root, "intel")
-    # ROCm hides by two variables, one on top of the other: what the lower one leaves is
-    # counted anew by the upper.
+    # ROCm has two variables: the upper one counts the GPUs that the lower one leaves.
     lower = environ.get("ROCR_VISIBLE_DEVICES")
     if gpus and gpus[0].maker == "amd" and lower is not None:
         left = select_gpus(gpus, lower)
@@ -182,7 +179,7 @@ def read_gpus(root: str, environ: Mapping[str, str]) -> tuple[Gpu, ...]:
 
 
 def visible_gpus(gpus: Sequence[Gpu], environ: Mapping[str, str]) -> tuple[Gpu, ...]:
-    """Return those that an environment leaves; to ask again changes nothing."""
+    """Return the GPUs that an environment shows; idempotent."""
     maker = gpus[0].maker if gpus else "nvidia"
     text = environ.get(VISIBLE_DEVICES[maker])
     if text is None and maker == "amd":
@@ -191,11 +188,11 @@ def visible_gpus(gpus: Sequence[Gpu], environ: Mapping[str, str]) -> tuple[Gpu, 
 
 
 def select_gpus(gpus: Sequence[Gpu], text: str) -> tuple[Gpu, ...]:
-    """Return those that a list names, in its order; it is believed if none is known."""
+    """Return the GPUs that a list names, in its order; trust it if none is known."""
     chosen: list[Gpu] = []
     for item in text.split(","):
         gpu = _find(gpus, item.strip())
-        # As drivers do, stop at what is no device or was named already.
+        # As drivers do, stop at an unknown or repeated device.
         if gpu is None or gpu in chosen:
             break
         chosen.append(gpu)
@@ -218,7 +215,7 @@ def _unplaced(visible_as: str) -> Gpu:
 
 
 class DriverGpu(NamedTuple):
-    """What NVIDIA's driver shows of a GPU in /proc."""
+    """A GPU as NVIDIA's driver shows it in /proc."""
 
     model: str  # ``NVIDIA H100``; empty if unknown.
     uuid: str  # ``GPU-...``; empty if unknown.
@@ -226,7 +223,7 @@ class DriverGpu(NamedTuple):
 
 
 def read_driver_gpus(root: str) -> dict[str, DriverGpu]:
-    """Return the GPUs of NVIDIA's driver by bus address, as drivers count them."""
+    """Return the GPUs of NVIDIA's driver by bus address, in its order."""
     directory = f"{root}/proc/driver/nvidia/gpus"
     found: dict[str, DriverGpu] = {}
     for address in sorted(filter(is_address, list_names(directory)), key=bus_order):
@@ -234,7 +231,7 @@ def read_driver_gpus(root: str) -> dict[str, DriverGpu]:
         uuid = fields.get("GPU UUID", "").strip()
         found[address] = DriverGpu(
             fields.get("Model", "").strip(),
-            # A driver that has not looked yet writes question marks.
+            # Before its first query the driver writes question marks.
             "" if "?" in uuid else uuid,
             fields.get("Device Minor", str(len(found))).strip(),
         )
@@ -250,14 +247,14 @@ def _nvidia(root: str) -> list[Gpu]:
             found.append(Gpu(address, node, model, "nvidia", uuid, str(len(found))))
     if drivers:
         return found
-    # One GPU a device file, in sandboxes that hide the driver's directory.
+    # Sandboxes may hide the driver's directory: count device files.
     minors = list_numbers(f"{root}/dev", "nvidia")
     usable = [minor for minor in minors if _may_open(f"{root}/dev/nvidia{minor}")]
     return [_unplaced(str(n)) for n in range(len(usable))]
 
 
 def _rendering(root: str, maker: str) -> list[Gpu]:
-    """Return a maker's GPUs with a file for rendering, which computing uses, too."""
+    """Return a maker's GPUs with a render node, which computing uses, too."""
     devices: dict[str, str] = {}
     for name in list_names(f"{root}/sys/class/drm"):
         path = read_path(f"{root}/sys/class/drm/{name}")
@@ -277,7 +274,7 @@ def _rendering(root: str, maker: str) -> list[Gpu]:
 
 
 def _may_open(path: str) -> bool:
-    # Asks the device control group too, without waking the device as opening it would.
+    # This also asks the device control group; opening the file would wake the device.
     return os.access(path, os.R_OK | os.W_OK)
 
 

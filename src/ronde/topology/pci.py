@@ -1,4 +1,4 @@
-"""PCI devices: where they are on the bus, what kind they are, and GPU models."""
+"""PCI devices: addresses, classes, and models of GPUs."""
 
 import os
 import re
@@ -31,7 +31,7 @@ _BY_WORD = {word: sm for sm, words in _CAPABILITIES.items() for word in words.sp
 
 
 def read_path(link: str) -> str:
-    """Return the place on the bus of what a link of sysfs leads to.
+    """Return the path on the bus of the device that a link of sysfs points to.
 
     Such as ``pci0000:80/0000:80:02.2/0000:82:00.0``; empty below no PCI device.
     """
@@ -41,7 +41,7 @@ def read_path(link: str) -> str:
 
 
 def read_link(link: str) -> str:
-    """Return where a link of sysfs leads to; empty for what is no link."""
+    """Return the target of a link; "" if it is none."""
     try:
         return os.readlink(link)  # noqa: PTH115 - see kernel_files
     except OSError:
@@ -49,7 +49,6 @@ def read_link(link: str) -> str:
 
 
 def bus_id(path: str) -> str:
-    """Return the address of the device at a place on the bus."""
     return path.rpartition("/")[2]
 
 
@@ -73,7 +72,7 @@ def read_node(root: str, path: str) -> int:
 
 
 def plain_address(text: str) -> str:
-    """Return an address as sysfs spells it: ``0000:c2:00.0``; empty if it is none."""
+    """Return an address as sysfs spells it: ``0000:c2:00.0``; "" if it is none."""
     # nvidia-smi writes eight digits for the domain, lspci may omit it.
     match = _ANY_ADDRESS.fullmatch(text)
     if match is None:
@@ -83,7 +82,7 @@ def plain_address(text: str) -> str:
 
 
 def is_gpu(class_code: int, vendor: int) -> bool:
-    """Return whether a device computes, which what only drives a screen does not."""
+    """Return True for devices that compute; some only drive a screen."""
     kind = class_code >> 8
     if kind >> 8 == _DISPLAY:
         # The VGA controllers of servers are management processors.
@@ -100,7 +99,7 @@ def is_nvswitch(class_code: int, vendor: int) -> bool:
 
 
 def port_kind(class_code: int) -> str:
-    """Return an adapter's kind of port; empty for Ethernet, which may be EFA's."""
+    """Return an adapter's kind of port; "" for Ethernet, which may be EFA's."""
     return "infiniband" if class_code >> 8 == _INFINIBAND else ""
 
 

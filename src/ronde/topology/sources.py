@@ -1,4 +1,4 @@
-"""What people have of a machine's topology, in any form: files, trees, this machine."""
+"""Read topologies from files of any form, saved trees, and this machine."""
 
 import gzip
 import os
@@ -13,7 +13,7 @@ from typing import NamedTuple
 from ronde.errors import UsageError
 from ronde.topology.graph import HostTopology, Topology, read_topology
 from ronde.topology.machine import read_gpus
-from ronde.topology.probes.base import MAX_BYTES, Probe, Saved, outermost_tag
+from ronde.topology.probes.base import MAX_BYTES, Probe, Saved
 from ronde.topology.probes.sysfs import read_host
 
 _NVIDIA = 0x10DE
@@ -26,11 +26,10 @@ _JSON = Probe(
     lambda saved: saved.data.lstrip()[:1] == b"{",
     lambda saved: read_topology(saved.data, saved.name),
 )
-"""Reads what ``ronde topo --json`` wrote."""
+"""The output of ``ronde topo --json``."""
 
 
 def _find_probes() -> list[Probe]:
-    """Return the readers of files; the first that recognises a file is to read it."""
     # Imported where a file is read: this machine alone needs none of them.
     from ronde.topology.probes.amd_smi import AMD_SMI
     from ronde.topology.probes.hwloc import HWLOC
@@ -74,50 +73,42 @@ def read_saved(name: str) -> Saved:
     if not data.strip():
         raise UsageError(
             f"{name} must describe a machine, got an empty file. Did the program that "
-            "was to write it fail?"
+            "wrote it fail?"
         )
     return Saved(name, data)
 
 
 def find_probe(saved: Saved) -> Probe | None:
-    """Return the reader of a file; None for one that has no topology."""
+    """Return the reader of a file; None if it has no topology."""
     return next((each for each in _find_probes() if each.recognises(saved)), None)
 
 
 def is_log(saved: Saved) -> bool:
-    """Return whether a file is what ``ronde topo log`` reads, and no topology."""
+    """Return True for files that ``ronde topo log`` reads."""
     from ronde.topology.probes.others import LOG, recognise_other
 
     return find_probe(saved) is None and recognise_other(saved)[0] == LOG
 
 
 def read_file(saved: Saved) -> Topology:
-    """Return the topology in a file; a host without a name has that of the file."""
+    """Return the topology in a file; a host without a name gets the file's."""
     from ronde.topology.probes.others import recognise_other
 
     if probe := find_probe(saved):
         hosts, switches = probe.read(saved)
         return Topology(_named(hosts, Path(saved.name).stem), switches)
-    if outermost_tag(saved.data) == "graphs":
-        raise UsageError(
-            f"{saved.name} must have a machine, got a graph of NCCL's search. Show it "
-            f"by itself: ronde topo {saved.name}"
-        )
     name, cure = recognise_other(saved)
     if name:
         raise UsageError(f"{saved.name} must have a topology, got {name}. {cure}")
     formats = ", ".join(probe.format for probe in _find_probes())
-    raise UsageError(
-        f"{saved.name} must be one of these: {formats}, NCCL graph (alone); got none "
-        "of them."
-    )
+    raise UsageError(f"{saved.name} must be one of these: {formats}; got none of them.")
 
 
 class Detected(NamedTuple):
-    """A host that was looked at."""
+    """A host, with notices."""
 
     host: HostTopology
-    notices: tuple[str, ...]  # What is unknown or hidden, a sentence each.
+    notices: tuple[str, ...]  # Unknown or hidden facts, a sentence each.
 
 
 def read_tree(root: Path, environ: Mapping[str, str]) -> Detected:
@@ -132,9 +123,9 @@ def read_tree(root: Path, environ: Mapping[str, str]) -> Detected:
 
 
 def detect_host(root: Path, environ: Mapping[str, str]) -> Detected:
-    """Return a host from its kernel and, at ``/``, its drivers; it raises nothing.
+    """Return a host from its kernel and, at ``/``, its drivers; never raise.
 
-    ``environ`` has which GPUs a program would see: a notice counts those hidden.
+    ``environ`` may hide GPUs from programs; a notice counts them.
     """
     host, notices = read_host(root), ()
     if root == Path("/"):
@@ -166,10 +157,10 @@ def _ask_nvml(host: HostTopology) -> Detected:
     if not any(map(os.path.exists, _DRIVERS)):
         cards = {each.bus_id for each in host.devices if each.vendor == _NVIDIA}
         has_nvidia = not cards.isdisjoint(gpu.bus_id for gpu in host.gpus)
-        # Where there is neither card nor library, nobody expects a word about them.
+        # Without card and library no notice is needed.
         if not has_nvidia and find_spec("pynvml") is None:
             return Detected(host, ())
-        notice = "No driver of NVIDIA's is loaded, and NVML cannot be asked."
+        notice = "No driver of NVIDIA's is loaded: NVML is not available."
         return Detected(host, (notice,))
     # Its import takes longer than all the rest, and is of no use without a driver.
     from ronde.topology.probes.nvml import read_nvml

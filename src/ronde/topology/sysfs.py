@@ -1,4 +1,4 @@
-"""This machine, with how near its network ports are to its GPUs."""
+"""This machine, with the distances of its network ports from its GPUs."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,7 +18,7 @@ from ronde.topology.pci import read_path
 def read_machine(
     root: Path = Path("/"), environ: Mapping[str, str] | None = None
 ) -> Machine:
-    """Return what this process may use of the machine, as far as it can be read."""
+    """Return the resources of the machine that this process may use."""
     # No driver is asked: one that hangs would take a start with it.
     top = str(root).rstrip("/")
     gpus, near = read_gpus(top, environ or {}), tuple[NearPort, ...]()

@@ -206,7 +206,7 @@ def judge_logs(logs: Sequence[bytes]) -> dict[str, Value]:
     return {
         finding.rule: {
             "is_error": finding.severity is Level.ERROR,
-            "message": finding.what,
+            "message": finding.seen,
             "remedy": finding.remedy,
         }
         for finding in judge_nccl_log(log)

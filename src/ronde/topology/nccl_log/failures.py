@@ -1,4 +1,4 @@
-"""Ranks that failed, from the words of Python, torch, torchrun, srun and mpirun."""
+"""Failed ranks, from the output of Python, torch, torchrun, srun and mpirun."""
 
 import re
 import signal
@@ -13,13 +13,13 @@ _MAX_CAUSE = 160
 _RANK = re.compile(
     r"\[rank(\d{1,6})\]|\[\d+,(\d{1,6})\]<std|^ {0,6}(\d{1,6}): |\bRank (\d{1,6})\]"
 )
-# Behind tags of ranks, pods and loggers: an exception, at the margin.
+# An exception, after tags of ranks, pods and loggers.
 _RAISED = re.compile(
     r"((?:\[[^\]]{1,80}\](?:<std\w{3}>)?:? ?| {0,6}[\w.-]{0,253}\d: |\([^()]{1,80}\) |"
     r"\d{4}-\d\d-\d\d[T ]\S{8,20} |[\w.-]{1,128} +\| ){0,4})"
     r"((?:\w+\.)*[A-Z]\w*(?:Error|Exception)): (\S.*)"
 )
-# Without a rank any program may have printed an exception, and gone on.
+# Exceptions without a rank count only if they are torch's.
 _OF_TORCH = re.compile(
     r"\bDist(?:Backend|Store|Network)Error|torch\.\S*(?:OutOfMemory|Accelerator)Error"
     r"|RuntimeError: (?:(?:CUDA|HIP|NCCL) error|\[\S*gloo)"
@@ -46,7 +46,7 @@ _NOISE = re.compile(
 
 
 class Outcome(IntEnum):
-    """What became of a rank after its failure; of several the least counts."""
+    """The state of a rank after its failure; of several the least counts."""
 
     FAILED = 0
     RESTARTED = 1  # The job was started again.
@@ -54,7 +54,7 @@ class Outcome(IntEnum):
 
 
 class RankFailure(NamedTuple):
-    """A process of a job that failed."""
+    """A failed process of a job."""
 
     cause: str  # ``CUDA error: an illegal memory access was encountered``.
     rank: int = -1  # -1 if unknown.
@@ -65,16 +65,16 @@ class RankFailure(NamedTuple):
 
 
 class FailureReader:
-    """Takes lines one by one; those of other programs do no harm."""
+    """Reads lines one by one; those of other programs are ignored."""
 
     def __init__(self) -> None:
         self._found: dict[object, RankFailure] = {}
-        # By tag, failures whose last error stands in the next line.
+        # By tag: failures with their last error in the next line.
         self.waiting: dict[str, object] = {}
         self._table_rank = -1  # In torchrun's table.
         self._num_seen = 0  # Signs of failures.
         self._seen: dict[object, int] = {}  # The last one's number, by failure.
-        # Their number at the end of each rank, by the size of its communicator.
+        # Number of failures at the end of each rank, by size of the communicator.
         self._destroyed: defaultdict[int, dict[int, int]] = defaultdict(dict)
         self._in_traceback: dict[int | str, str] = {}  # How it began, by rank.
         self.may_go_on: set[object] = set()  # Ranks that may have caught theirs.
@@ -104,14 +104,14 @@ class FailureReader:
             self._feed_end(line)
 
     def feed_nccl(self, text: str) -> None:
-        """Read a message of NCCL's on the end of a communicator."""
+        """Read a message of NCCL's about the end of a communicator."""
         if match := _DESTROYED.search(text):
             self._destroyed[int(match[2])][int(match[1])] = self._num_seen
 
     def report(self, ranks: Collection[int] = ()) -> tuple[RankFailure, ...]:
-        """Return failures, with what became of those before all ranks ended as usual.
+        """Return failures; mark those before a regular end of all ranks.
 
-        Give the ranks of the log if it has one job.
+        ``ranks`` are those of the log if it has one job.
         """
         size = max(self._destroyed, default=0)
         nums = self._destroyed[size]
@@ -125,12 +125,12 @@ class FailureReader:
         return tuple(self._found.values())
 
     def _feed_own(self, line: str) -> None:
-        """Find ranks that write more after an exception than its text."""
+        """Find ranks that go on writing after an exception."""
         match = _OWN.search(line)
         rank = int(match[1]) if match else -1
         if match and match[2]:
             self._in_traceback.setdefault(rank, match[2])
-        # The text of an exception may have many lines, one behind the other.
+        # An exception may have several lines.
         is_new = rank != self._rank and rank in self.may_go_on
         if is_new and match and match.lastindex == 1 and not _RAISED.match(line):
             self.may_go_on.discard(rank)
@@ -138,7 +138,6 @@ class FailureReader:
         self._rank = rank
 
     def _feed_end(self, line: str) -> None:
-        """Read what launchers report on the end of processes."""
         if match := _TABLE_RANK.search(line):
             self._table_rank = int(match[1])
         elif match := _EXIT.search(line):
@@ -148,9 +147,9 @@ class FailureReader:
                 if each.outcome is Outcome.FAILED:
                     self._found[key] = each._replace(outcome=Outcome.RESTARTED)
         elif match := _TASK.search(line):
-            host, task, state, rank, place, end = match.groups()
+            host, task, state, rank, node, end = match.groups()
             key = int(rank) if rank else (host, task)
-            self._add(key, state or end, task or "", host or place)
+            self._add(key, state or end, task or "", host or node)
 
     def _exited(self, code: int, local: str | None, pid: int) -> None:
         key, cause = ("pid", pid), f"exit code {code}"
@@ -178,6 +177,5 @@ class FailureReader:
 
 
 def _key(tag: str) -> int | str:
-    """Return the rank in a tag, or the tag."""
     match = _RANK.search(tag)
     return int(next(filter(None, match.groups()))) if match else tag

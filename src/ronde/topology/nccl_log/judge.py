@@ -1,4 +1,4 @@
-"""Faults that NCCL's debug log shows, found rule by rule."""
+"""Findings in NCCL's debug log, rule by rule."""
 
 import re
 from collections import defaultdict
@@ -24,18 +24,18 @@ _named = partial(list_first, most=3)
 _VIRTUAL = re.compile(
     r"docker\d|veth|lo\d?$|virbr|br-|cni|flannel|cali|tunl|vxlan|kube-|lxc|lxd|podman"
 )
-# Providers of libfabric's that drive no adapter.
+# libfabric's providers that drive no adapter.
 _BY_TCP = re.compile(r"Libfabric ((?:tcp|sockets|udp|net)(?:;\S+)?) ")
 _DIRECT_LINKS = {"NVL": "NVLink", "NVB": "NVLink", "XGMI": "xGMI"}
-# From NCCL 2.30 on NVLinks and PCI links lead to a device, and that has its GPUs.
+# Since NCCL 2.30 links lead to a device with its GPUs.
 _GPUS = ("GPU/", "DEV/")
 _FEW_CHANNELS = 2
 # To the switches of V100's six links; a bridge between two cards may carry less.
 _MUCH_NVLINK_GB_PER_S = 100.0
-# Eighteen links of Hopper's kind; Ampere's twelve have no multicast.
+# Hopper's eighteen links; Ampere's twelve have no multicast.
 _MULTICAST_GB_PER_S = 340.0
 _TINY_PCI_GB_PER_S = 3.0
-# What virtual machines report that pass nothing of the real link on.
+# Virtual machines that hide the real link report less.
 _LEAST_REAL_GB_PER_S = 1.0
 # PCIe 3 x16 is 12 by NCCL's count and 15.75 by the standard, and so with later ones.
 _PCI_LIMIT_OF_NCCL_COUNT = 15.75 / 12
@@ -47,46 +47,45 @@ _RECORD = (
     "then: torchfrtrace . -p fr_"
 )
 _NO_DMABUF = re.compile("ibv_reg_dmabuf_mr.*not supported", re.IGNORECASE)
-# Of these, sizes or calls differ among the ranks of a correct program.
+# Sizes or calls of these differ between the ranks of a correct program.
 _UNEQUAL = re.compile("SEND|RECV|COALESCED|ALLTOALL|GATHER$|SCATTER$")
-# Where these differ, it is often meant: hosts name their interfaces differently.
+# These may differ on purpose: hosts name their interfaces differently.
 _OWN_PER_HOST = {"NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_TOPO_FILE", "NCCL_HOSTID"}
-# One rank alone reports these, of whatever all have.
+# One rank reports these for all.
 _REPORTED_BY_ONE = {"NCCL_TOPO_DUMP_FILE", "NCCL_GRAPH_DUMP_FILE", "NCCL_COMM_ID"}
 
 
 def judge_nccl_log(log: NcclLog) -> tuple[Diagnostic, ...]:
-    """Return what looks wrong in a log, the most severe first.
+    """Return the findings in a log, the most severe first.
 
-    What is not in the log is never taken for a fault.
+    Facts that are not in the log are never a fault.
     """
     found = [finding for job in log.jobs for rule in _RULES for finding in rule(job)]
     found += [*_failures(log), *_timeouts(log)]
     found += [*_nvlink_fabric(log.jobs), *_warnings(log.jobs)]
     lost = log.num_lost
     lines = "1 line was" if lost == 1 else f"{lost} lines were"
-    for place, each in enumerate(found):
-        # What is found by a missing line is in doubt.
+    for index, each in enumerate(found):
+        # A line that is missing may be one of those lost.
         if lost and each.rule == "init-incomplete":
-            what = f"{each.what} {lines} lost where the log broke."
-            found[place] = each._replace(severity=Level.WARNING, what=what)
+            seen = f"{each.seen} {lines} lost where the log broke."
+            found[index] = each._replace(severity=Level.WARNING, seen=seen)
     if lost or log.num_left_out:
-        what = (
+        seen = (
             f"{lost} lines were broken and could not be put together; "
             f"{log.num_left_out} things were too many to keep."
         )
-        found.append(_verdict("log-incomplete", ["log"], what))
+        found.append(_verdict("log-incomplete", ["log"], seen))
     return tuple(sorted(found, key=lambda each: list(Level).index(each.severity)))
 
 
 def _failures(log: NcclLog) -> Iterator[Diagnostic]:
-    """Find ranks that failed, those of one kind together, without what follows."""
     waited = " Others waited in vain." if log.watchdog.timeouts else ""
     for rule, failures in _causes(log).items():
         causes = list_first(list(dict.fromkeys(f.cause for f in failures)), 2, "; ")
         name = _failed(failures)
-        what = f"{name[0].upper()}{name[1:]} failed: {causes}.{waited}"
-        yield _verdict(rule, [name], what)
+        seen = f"{name[0].upper()}{name[1:]} failed: {causes}.{waited}"
+        yield _verdict(rule, [name], seen)
     for outcome, key, words in (
         (Outcome.RESTARTED, "restarted", "failed, and the job was started again"),
         (Outcome.WENT_ON, "caught", "printed an exception and went on"),
@@ -94,12 +93,12 @@ def _failures(log: NcclLog) -> Iterator[Diagnostic]:
         if failures := [each for each in log.failures if each.outcome is outcome]:
             name, cause = _failed(failures), failures[0].cause
             do = VERDICTS[rule_of_failure(cause)][2] if key == "restarted" else ""
-            what = f"{name[0].upper()}{name[1:]} {words}: {cause}."
-            yield _verdict(f"rank-failed.{key}", [name], what, do=do)
+            seen = f"{name[0].upper()}{name[1:]} {words}: {cause}."
+            yield _verdict(f"rank-failed.{key}", [name], seen, do=do)
 
 
 def _causes(log: NcclLog) -> dict[str, list[RankFailure]]:
-    """Return failures by rule; those that only follow if there are no others."""
+    """Return failures by rule; secondary ones only if there are no others."""
     found: defaultdict[str, list[RankFailure]] = defaultdict(list)
     for each in (each for each in log.failures if each.outcome is Outcome.FAILED):
         found[rule_of_failure(each.cause)].append(each)
@@ -124,9 +123,8 @@ def _on(ranks: Sequence[int], hosts: Mapping[int, str]) -> str:
 
 
 def _timeouts(log: NcclLog) -> Iterator[Diagnostic]:
-    """Find collectives that did not end in time, and the ranks that are to blame."""
     report = log.watchdog
-    # Of several jobs it is unknown whose torch's lines are.
+    # With several jobs, torch's lines cannot be assigned.
     comms = [job.communicators[0] for job in log.jobs if job.communicators]
     hosts = {r.rank: r.host for r in comms[0].ranks} if len(comms) == 1 else {}
     failed = [each for failures in _causes(log).values() for each in failures]
@@ -136,7 +134,7 @@ def _timeouts(log: NcclLog) -> Iterator[Diagnostic]:
     for timeout in report.timeouts:
         of_group = f" of group {_named(timeout.groups)}" if timeout.groups else ""
         works = "; ".join(map(_describe_work, timeout.works))
-        what = f"Collectives{of_group} did not end in time: {works}."
+        seen = f"Collectives{of_group} did not end in time: {works}."
         silent = sorted({*timeout.silent} - {each.rank for each in failed})
         kind, unlike, odd = _kind_of(timeout)
         for words, ranks in (
@@ -146,8 +144,8 @@ def _timeouts(log: NcclLog) -> Iterator[Diagnostic]:
             ("Completed by", timeout.ahead),
             (f"{unlike} the others:", odd),
         ):
-            what += f" {words} {_ranks(ranks)}." if ranks else ""
-        what += " There are several jobs in the log." if len(comms) > 1 else ""
+            seen += f" {words} {_ranks(ranks)}." if ranks else ""
+        seen += " There are several jobs in the log." if len(comms) > 1 else ""
         waiting = [rank for work in timeout.works for rank in work.ranks]
         late = [*timeout.late, *timeout.behind] or waiting * bool(timeout.ahead)
         suspects = _failed(failed) or _on(late or odd or silent, hosts)
@@ -156,22 +154,22 @@ def _timeouts(log: NcclLog) -> Iterator[Diagnostic]:
         kind = "ended" if failed else "late" if late else kind
         tries = _tries(log)
         more = f" Or {tries}" * (not kind and "EFA" in tries) + trace
-        key, places = f"collective-timeout.{kind}".rstrip("."), waiting or late
+        key, ranks = f"collective-timeout.{kind}".rstrip("."), waiting or late
         words = {"suspects": suspects, "tries": tries}
-        finding = _verdict(key, [_ranks(places)], what, **words)
+        finding = _verdict(key, [_ranks(ranks)], seen, **words)
         yield finding._replace(remedy=finding.remedy + more)
-    for key, ranks, what in (
+    for key, ranks, seen in (
         ("watchdog-stuck", report.stuck, "The watchdog itself made no progress."),
         ("store-lost", report.store_lost, "The store of torch's job was closed."),
     ):
         if ranks:
-            yield _verdict(key, [_ranks(ranks)], what)
+            yield _verdict(key, [_ranks(ranks)], seen)
 
 
 def _kind_of(timeout: CollectiveTimeout) -> tuple[str, str, list[int]]:
-    """Return the remedy's word where calls differ, and ranks unlike most, with how."""
+    """Return the key of the remedy, and the ranks with other calls than most."""
     compared = [w for w in timeout.works if not _UNEQUAL.match(w.operation)]
-    # Groups that are unknown may be several, each with its own numbers.
+    # Unknown groups may be several, each with its own numbers.
     num_groups, num_seqs = len(timeout.groups), len({work.seq for work in compared})
     is_one = num_groups == 1 or num_seqs == 1 or (num_groups and not timeout.silent)
     if len(compared) < 2 or not is_one:
@@ -186,7 +184,7 @@ def _kind_of(timeout: CollectiveTimeout) -> tuple[str, str, list[int]]:
 
 
 def _tries(log: NcclLog) -> str:
-    """Return settings that each avoid a way of the data that a job takes."""
+    """Return settings that rule out one transport each."""
     comms = [comm for job in log.jobs for comm in job.communicators[:1]]
     is_efa = any("Libfabric" in n.value for job in log.jobs for n in job.networks)
     tries = ["NCCL_P2P_DISABLE=1", "NCCL_NET=Socket" if is_efa else "NCCL_IB_DISABLE=1"]
@@ -217,35 +215,33 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 def _verdict(
     key: str,
-    places: Sequence[str],
-    what: str,
+    elements: Sequence[str],
+    seen: str,
     *,
     level: str = "",
     do: str = "",
     **words: str,
 ) -> Diagnostic:
-    """Return a verdict; words are put into its texts."""
     severity, consequence, remedy = VERDICTS[key]
     rule, severity = key.partition(".")[0], Level(level or severity)
-    texts = what, consequence.format(**words), do or remedy.format(**words)
-    return Diagnostic(rule, severity, _named(places), *texts)
+    texts = seen, consequence.format(**words), do or remedy.format(**words)
+    return Diagnostic(rule, severity, _named(elements), *texts)
 
 
 def _spans_nodes(job: NcclJob) -> bool:
-    """Return whether data goes between nodes, as far as the log shows."""
     return any(edges.is_between_nodes for edges in job.edges) or any(
         comm.num_nodes > 1 or len(comm.hosts) > 1 for comm in job.communicators
     )
 
 
 def _setting_of(job: NcclJob, *names: str) -> str:
-    """Return the first of these settings that is there, ``NAME=value``, or nothing."""
+    """Return the first of these settings in the log as ``NAME=value``, or ""."""
     settings = _values(job.settings)
     return next((s for n in names for s in settings if s.startswith(f"{n}=")), "")
 
 
 def _unset(job: NcclJob, why: str, *names: str) -> str:
-    """Return the advice to unset the first of these settings that is there, if any."""
+    """Return the advice to unset the first of these settings in the log, or ""."""
     choice = _setting_of(job, *names)
     return f"Unset {choice.partition('=')[0]}, which {why}: {choice}." if choice else ""
 
@@ -264,7 +260,7 @@ def _by_host(reported: Iterable[Reported]) -> str:
 
 
 def _sockets_used(job: NcclJob) -> Iterator[Diagnostic]:
-    """Find data that goes over TCP where an adapter with RDMA is, or may be."""
+    """Find data over TCP where an RDMA adapter is, or may be."""
     used = [each for each in job.networks if each.value == "Socket"]
     used += [e for e in job.edges if e.transport.startswith("NET/Socket")]
     if not used or not _spans_nodes(job):
@@ -276,38 +272,38 @@ def _sockets_used(job: NcclJob) -> Iterator[Diagnostic]:
     key, remedy = "sockets-between-nodes", ""
     if adapters:
         key = "sockets-despite-infiniband"
-        seen = f"though NCCL found the adapters {_named(adapters)}"
+        reason = f"though NCCL found the adapters {_named(adapters)}"
     elif ban:
-        seen = f"and {ban} keeps NCCL from InfiniBand and RoCE"
+        reason = f"and {ban} keeps NCCL from InfiniBand and RoCE"
     elif searched:
-        seen = "and NCCL found no InfiniBand or RoCE"
+        reason = "and NCCL found no InfiniBand or RoCE"
     else:
-        seen = "and it is unknown whether NCCL looked for InfiniBand or RoCE"
+        reason = "and it is unknown whether NCCL looked for InfiniBand or RoCE"
         remedy = "Set NCCL_DEBUG_SUBSYS=INIT,NET,ENV to see what is looked for."
     if ban:
         remedy = f"Unset {ban.partition('=')[0]}."
     elif not adapters and any("libibverbs" in each for each in _values(job.plugins)):
         remedy = "Install libibverbs (package rdma-core) where the ranks run."
-    what = f"Data between nodes goes over TCP sockets, {seen}."
-    yield _verdict(key, _hosts(used), what, do=remedy)
+    seen = f"Data between nodes goes over TCP sockets, {reason}."
+    yield _verdict(key, _hosts(used), seen, do=remedy)
 
 
 def _libfabric_over_tcp(job: NcclJob) -> Iterator[Diagnostic]:
     for each in job.candidates:
         if (match := _BY_TCP.match(each.value)) and _spans_nodes(job):
-            what = f"libfabric uses its provider {match[1]}, not that of an adapter."
-            yield _verdict("libfabric-over-tcp", each.hosts, what)
+            seen = f"libfabric uses its provider {match[1]}, not that of an adapter."
+            yield _verdict("libfabric-over-tcp", each.hosts, seen)
 
 
 def _ranks_differ(job: NcclJob) -> Iterator[Diagnostic]:
     networks = job.networks if _spans_nodes(job) else ()
-    for key, what, found in (
+    for key, seen, found in (
         ("networks-differ", "Ranks of one job chose different networks", networks),
         ("versions-differ", "Ranks have different versions of NCCL", job.versions),
         ("versions-differ.driver", "Ranks have different CUDA drivers", job.drivers),
     ):
         if len(found) > 1:
-            yield _verdict(key, _hosts(found), f"{what}: {_by_host(found)}.")
+            yield _verdict(key, _hosts(found), f"{seen}: {_by_host(found)}.")
 
 
 def _settings_differ(job: NcclJob) -> Iterator[Diagnostic]:
@@ -317,37 +313,37 @@ def _settings_differ(job: NcclJob) -> Iterator[Diagnostic]:
     for name, choices in by_name.items():
         absent = sorted({*_hosts(job.settings)} - {*_hosts(choices)})
         if len(choices) > 1:
-            what = f"{name} is not the same for all ranks: {_by_host(choices)}."
+            seen = f"{name} is not the same for all ranks: {_by_host(choices)}."
             level = "note" if name in _OWN_PER_HOST else ""
-            yield _verdict("settings-differ", _hosts(choices), what, level=level)
+            yield _verdict("settings-differ", _hosts(choices), seen, level=level)
         elif absent and name not in _REPORTED_BY_ONE:
-            what = f"{choices[0].value} is reported on other hosts and not here."
-            yield _verdict("settings-differ.absent", absent, what)
+            seen = f"{choices[0].value} is reported on other hosts and not here."
+            yield _verdict("settings-differ.absent", absent, seen)
 
 
 def _adapters_mixed(job: NcclJob) -> Iterator[Diagnostic]:
-    """Find InfiniBand and RoCE in one job: NCCL connects none of one to the other."""
+    """Find InfiniBand and RoCE in one job: they cannot connect to each other."""
     found: defaultdict[str, list[str]] = defaultdict(list)
     for name in _values(job.candidates):
         found[name.rpartition("/")[2]].append(name.partition(" ")[2])
     is_used = not job.networks or any(v.startswith("IB") for v in _values(job.networks))
     is_used = is_used and (not job.communicators or _spans_nodes(job))
     if found["IB"] and found["RoCE"] and is_used:
-        what = f"NCCL found InfiniBand ({_named(found['IB'])}) and RoCE "
-        what += f"({_named(found['RoCE'])})."
+        seen = f"NCCL found InfiniBand ({_named(found['IB'])}) and RoCE "
+        seen += f"({_named(found['RoCE'])})."
         ports = ",".join(name.rpartition("/")[0] for name in found["IB"])
-        # Near each GPU there may be adapters of one kind alone.
+        # Each GPU may be near adapters of one kind only.
         is_well = not any("completion" in each.text for each in job.warnings) and all(
             rank.is_complete for comm in job.communicators for rank in comm.ranks
         )
         level = "note" if is_well and job.communicators else ""
         hosts = _hosts(job.candidates)
-        yield _verdict("adapters-mixed", hosts, what, level=level, ports=ports)
+        yield _verdict("adapters-mixed", hosts, seen, level=level, ports=ports)
 
 
 def _nvlink_fabric(jobs: Sequence[NcclJob]) -> Iterator[Diagnostic]:
-    """Find GPUs that NVLink does not join with those of other hosts, or joins badly."""
-    # Hosts that no communicator joins may all be of one job.
+    """Find GPUs outside of the NVLink fabric of other hosts, or with bad links."""
+    # Hosts without a communicator may be of one job.
     lone = [each for job in jobs if not job.communicators for each in job.fabric]
     for gpus in (lone, *(job.fabric for job in jobs if job.communicators)):
         # With a fabric and a clique in it.
@@ -369,12 +365,12 @@ def _nvlink_fabric(jobs: Sequence[NcclJob]) -> Iterator[Diagnostic]:
                     name = f"{_bus_address(bus_id)} on {_named(gpu.hosts)}"
                     facts[fact].append(name)
         if facts:
-            what = (f"GPUs {fact}: {_named(names)}." for fact, names in facts.items())
-            yield _verdict("nvlink-fabric", _hosts(gpus), " ".join(what))
+            seen = (f"GPUs {fact}: {_named(names)}." for fact, names in facts.items())
+            yield _verdict("nvlink-fabric", _hosts(gpus), " ".join(seen))
 
 
 def _no_gpudirect(job: NcclJob) -> Iterator[Diagnostic]:
-    """Find data that goes through the hosts' memory between GPU and adapter."""
+    """Find data that is staged in the hosts' memory between GPU and adapter."""
     fast = [e for e in job.edges if re.match("NET/(?!Socket)", e.transport)]
     staged = [e for e in fast if "/GDRDMA" not in e.transport]
     networks = tuple(_values(job.networks)) or ("",)
@@ -388,23 +384,22 @@ def _no_gpudirect(job: NcclJob) -> Iterator[Diagnostic]:
         return
     nums = [str(sum(e.num_edges for e in edges)) for edges in (staged, fast)]
     which = " of ".join(nums) if staged else "NCCL's"
-    what = f"{which} connections between nodes do without GPUDirect RDMA"
+    seen = f"{which} connections between nodes do without GPUDirect RDMA"
     key = "no-gpudirect-rdma" + ".some" * (0 < len(staged) < len(fast))
     remedy = _unset(job, "may forbid it", "NCCL_NET_GDR_LEVEL", "NCCL_DMABUF_ENABLE")
     if disabled:
-        what += f"; it is disabled for {_named(disabled)}"
+        seen += f"; it is disabled for {_named(disabled)}"
         key = "no-gpudirect-rdma"
-    # Instances with small GPUs have none, and their plugin knows it.
+    # On instances with small GPUs the plugin reports that there is none.
     known = [v for v in _values(job.plugins) if "disabling GDR" in v]
     if known:
-        what += f"; the plugin reports: {known[0].removeprefix('NET/OFI ')}"
+        seen += f"; the plugin reports: {known[0].removeprefix('NET/OFI ')}"
         key, remedy = "no-gpudirect-rdma.plugin", ""
-    yield _verdict(key, _hosts(staged or job.gdr), f"{what}.", do=remedy)
+    yield _verdict(key, _hosts(staged or job.gdr), f"{seen}.", do=remedy)
 
 
 def _virtual_interfaces(job: NcclJob) -> Iterator[Diagnostic]:
-    """Find interfaces of containers and of the host itself that carry traffic."""
-    used = [("Ranks meet on", each) for each in job.bootstrap]
+    used = [("NCCL's bootstrap uses", each) for each in job.bootstrap]
     if "Socket" in _values(job.networks):
         used += [("Data goes over", each) for each in job.candidates]
     choice = _setting_of(job, "NCCL_SOCKET_IFNAME")
@@ -412,12 +407,12 @@ def _virtual_interfaces(job: NcclJob) -> Iterator[Diagnostic]:
     for use, each in used:
         name = each.value.removeprefix("Socket ")
         if len(job.hosts) > 1 and _VIRTUAL.match(name):
-            what = f"{use} {name}, an interface inside one of {len(job.hosts)} hosts."
-            yield _verdict("virtual-interface", each.hosts, what, choice=change)
+            seen = f"{use} {name}, an interface inside one of {len(job.hosts)} hosts."
+            yield _verdict("virtual-interface", each.hosts, seen, choice=change)
 
 
 def _shared_memory_used(job: NcclJob) -> Iterator[Diagnostic]:
-    """Find GPUs that pass data through the host's memory and need not."""
+    """Find GPUs that needlessly exchange data through the host's memory."""
     staged = [edges for edges in job.edges if edges.transport.startswith("SHM/")]
     has_direct = any(edges.transport.startswith("P2P/") for edges in job.edges)
     between = {*_values(job.gpu_paths)}
@@ -432,24 +427,24 @@ def _shared_memory_used(job: NcclJob) -> Iterator[Diagnostic]:
     if not staged or not reason:
         return
     has_nvswitch = any(link.target.startswith("NVS/") for link in job.trees)
-    # Of GPUs at different processors it is right, and some others do without.
+    # It is normal between processors.
     is_usual = has_direct and (not between or between & {"PHB", "SYS"})
     severity = "note" if is_usual else "warning"
     if links and (has_nvswitch or not has_direct):
         severity = "error"
     num_edges = sum(edges.num_edges for edges in staged)
     example = "rank {} to rank {}".format(*staged[0].example)
-    what = f"{num_edges} connections inside nodes, such as {example}, go through the "
-    what += f"host's memory, though {reason}."
+    seen = f"{num_edges} connections inside nodes, such as {example}, go through the "
+    seen += f"host's memory, though {reason}."
     do = _unset(job, "forbids it", "NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL")
     key = "shm-where-p2p-was-possible"
-    yield _verdict(key, _hosts(staged), what, level=severity, do=do)
+    yield _verdict(key, _hosts(staged), seen, level=severity, do=do)
 
 
 def _peers_refused(job: NcclJob) -> Iterator[Diagnostic]:
     if job.p2p:
-        what = f"The driver refuses GPUs each other's memory: {job.p2p[0].value}."
-        yield _verdict("p2p-refused", _hosts(job.p2p), what)
+        seen = f"The driver refuses GPUs each other's memory: {job.p2p[0].value}."
+        yield _verdict("p2p-refused", _hosts(job.p2p), seen)
 
 
 def _has_nvlink(job: NcclJob, targets: tuple[str, ...], gb_per_s: float) -> bool:
@@ -458,11 +453,8 @@ def _has_nvlink(job: NcclJob, targets: tuple[str, ...], gb_per_s: float) -> bool
 
 
 def _few_channels(job: NcclJob) -> Iterator[Diagnostic]:
-    """Find communicators that NCCL found next to no ways for, though there is NVLink.
-
-    Where each node has one rank, two channels are what there is to one adapter.
-    """
-    # Multicast is in switches alone, and these have links enough.
+    """Find communicators with few channels, though their GPUs have NVLink."""
+    # Multicast needs switches, and these have links enough.
     has_much = _has_nvlink(job, (*_GPUS, "NVS/"), _MUCH_NVLINK_GB_PER_S) or any(
         value.startswith("available") for value in _values(job.nvls)
     )
@@ -473,37 +465,35 @@ def _few_channels(job: NcclJob) -> Iterator[Diagnostic]:
         count = max((each.coll for each in comm.channels), default=_FEW_CHANNELS + 1)
         if count <= _FEW_CHANNELS and max(comm.num_ranks, len(comm.ranks)) > num_nodes:
             has = f"{comm.num_ranks} ranks have {counted(count, 'channel')}"
-            what = f"{has}, though their GPUs have NVLink."
-            yield _verdict("few-channels", comm.hosts, what, do=do)
+            seen = f"{has}, though their GPUs have NVLink."
+            yield _verdict("few-channels", comm.hosts, seen, do=do)
             return
 
 
 def _nvls_lost(job: NcclJob) -> Iterator[Diagnostic]:
-    """Find reductions in the NVLink switches that were there and are not used."""
     lost = [each for each in job.nvls if each.value.startswith("lost: ")]
     absent = [each for each in job.nvls if each.value.startswith("not available")]
-    what = "Reduction in the NVLink switches (NVLS) "
+    seen = "Reduction in the NVLink switches (NVLS) "
     if lost:
-        what += f"was given up: {lost[0].value.removeprefix('lost: ')}."
+        seen += f"was given up: {lost[0].value.removeprefix('lost: ')}."
     elif absent and len(absent) < len(job.nvls):
         devices = [each.rpartition(" ")[2] for each in _values(absent)]
-        what += f"lacks device {_named(devices)}."
+        seen += f"lacks device {_named(devices)}."
     elif absent and _has_nvlink(job, ("NVS/",), _MULTICAST_GB_PER_S):
-        what = "The GPUs' NVLinks lead to switches, but these do not reduce (no NVLS)."
+        seen = "The GPUs' NVLinks lead to switches, but these do not reduce (no NVLS)."
     else:
         return
     choice = _setting_of(job, "NCCL_NVLS_ENABLE")
     level, do = ("note", f"Unset {choice}.") if choice.endswith("=0") else ("", "")
-    yield _verdict("nvls-lost", _hosts(lost or absent), what, level=level, do=do)
+    yield _verdict("nvls-lost", _hosts(lost or absent), seen, level=level, do=do)
 
 
 def _slow_pci(job: NcclJob) -> Iterator[Diagnostic]:
-    """Find GPUs and adapters behind a PCI link that is narrower than it should be."""
     links: defaultdict[str, list[TreeLink]] = defaultdict(list)
     for link in job.trees:
         for host in link.hosts:
             links[host].append(link)
-    # What is so on many hosts is reported once.
+    # The same link on many hosts is reported once.
     hosts: defaultdict[tuple[str, TreeLink, float], list[str]] = defaultdict(list)
     for host in sorted(links):
         for narrow in _narrow_ones(links[host]):
@@ -511,19 +501,16 @@ def _slow_pci(job: NcclJob) -> Iterator[Diagnostic]:
     for (name, link, should), where in hosts.items():
         has, below = link.gb_per_s, _bus_address(link.target)
         rates = f"{has:.1f} GB/s" + (f" instead of {should:.1f}" if should else "")
-        what = f"The PCI link above {below} carries {rates} by NCCL's count."
+        seen = f"The PCI link above {below} carries {rates} by NCCL's count."
         key = "slow-pci.virtual" if has < _LEAST_REAL_GB_PER_S else "slow-pci"
         level = "error" if has <= _TINY_PCI_GB_PER_S else "warning"
-        places = [f"{name} on {_named(where)}"]
-        verdict = _verdict(key, places, what, level=level, name=name, below=below)
+        elements = [f"{name} on {_named(where)}"]
+        verdict = _verdict(key, elements, seen, level=level, name=name, below=below)
         yield verdict._replace(has_gb_per_s=has, should_gb_per_s=should)
 
 
 def _narrow_ones(links: Sequence[TreeLink]) -> Iterator[tuple[str, TreeLink, float]]:
-    """Yield what is behind too narrow a link on one host.
-
-    That is its name, the link, and the GB/s that it should have; 0 if unknown.
-    """
+    """Yield GPUs and adapters behind a narrow link: name, link, expected GB/s or 0."""
     above = {link.target: link for link in links if link.kind == "PCI"}
 
     def narrowest(name: str) -> TreeLink:
@@ -533,7 +520,7 @@ def _narrow_ones(links: Sequence[TreeLink]) -> Iterator[tuple[str, TreeLink, flo
             chain[name] = upper
         return min(chain.values(), key=lambda link: link.gb_per_s)
 
-    # A GPU in one package with its processor leaves the bus aside.
+    # A GPU in one package with its processor does not use the bus.
     packaged = {link.source for link in links if link.kind == "C2C"}
     names = [name for name in above if name.startswith(_GPUS) and name not in packaged]
     gpus = {name: narrowest(name) for name in names}
@@ -550,27 +537,26 @@ def _narrow_ones(links: Sequence[TreeLink]) -> Iterator[tuple[str, TreeLink, flo
 
 
 def _bus_address(name: str) -> str:
-    """Return 0000:1b:00.0 for NCCL's ``GPU/0-1b000``, as sysfs and lspci write it."""
+    """Return ``0000:1b:00.0`` for NCCL's ``GPU/0-1b000``."""
     digits = name.rpartition("/")[2].rpartition("-")[2].lower().zfill(9)
     return f"{digits[:-5]}:{digits[-5:-3]}:{digits[-3:-1]}.{digits[-1]}"
 
 
 def _nodes_unlike_hosts(job: NcclJob) -> Iterator[Diagnostic]:
-    """Find a communicator whose nodes NCCL counts differently from the log's hosts."""
+    """Find communicators of which NCCL counts more or fewer nodes than hosts."""
     for comm in job.communicators:
         num_hosts = len(comm.hosts)
         is_whole = len(comm.ranks) == comm.num_ranks
         if comm.is_mnnvl or not is_whole or comm.num_nodes in (UNKNOWN, num_hosts):
             continue
         nodes, hosts = counted(comm.num_nodes, "node"), counted(num_hosts, "host")
-        what = f"NCCL counts {nodes} of {comm.num_ranks} ranks; the log names {hosts}."
+        seen = f"NCCL counts {nodes} of {comm.num_ranks} ranks; the log names {hosts}."
         key = "nodes-unlike-hosts" + ".many" * (comm.num_nodes > num_hosts)
-        yield _verdict(key, comm.hosts, what)
+        yield _verdict(key, comm.hosts, seen)
         return
 
 
 def _init_incomplete(job: NcclJob) -> Iterator[Diagnostic]:
-    """Find ranks whose start began and is not reported as complete."""
     for comm in job.communicators:
         # How long the start took is reported at its end.
         waiting = {
@@ -583,57 +569,58 @@ def _init_incomplete(job: NcclJob) -> Iterator[Diagnostic]:
         here = {rank.rank for rank in comm.ranks}
         silent = [r for r in range(min(comm.num_ranks, 1 << 20)) if r not in here]
         num = f"{len(waiting)} of {comm.num_ranks}"
-        what = f"The start of {num} ranks began and is not complete"
+        seen = f"The start of {num} ranks began and is not complete"
         if silent:
-            what += f"; {len(silent)}, such as rank {silent[0]}, are not in the log"
+            seen += f"; {len(silent)}, such as rank {silent[0]}, are not in the log"
         if job.retries:
             where, peers = _hosts(job.retries), _values(job.retries)
-            what += f"; on {_named(where)} they try to connect: {_named(peers)}"
+            seen += f"; on {_named(where)} they try to connect: {_named(peers)}"
         key = "init-incomplete" + ".absent" * bool(silent)
-        yield _verdict(key, [_on([*waiting], waiting)], f"{what}.")
+        yield _verdict(key, [_on([*waiting], waiting)], f"{seen}.")
         return
 
 
 def _ranks_not_in_log(job: NcclJob) -> Iterator[Diagnostic]:
     for comm in job.communicators[:1]:
         if 0 < len(comm.ranks) < comm.num_ranks:
-            what = f"{len(comm.ranks)} of {comm.num_ranks} ranks are in the log."
-            yield _verdict("ranks-not-in-log", job.hosts, what)
+            seen = f"{len(comm.ranks)} of {comm.num_ranks} ranks are in the log."
+            yield _verdict("ranks-not-in-log", job.hosts, seen)
 
 
 def _slow_init(job: NcclJob) -> Iterator[Diagnostic]:
     ranks = [(rank, comm) for comm in job.communicators for rank in comm.ranks]
     for rank, comm in sorted(ranks, key=lambda pair: -pair[0].init_s)[:1]:
         if rank.init_s > _SLOW_INIT_S:
-            what = f"The start of {comm.num_ranks} ranks took {rank.init_s:.1f} s"
+            seen = f"The start of {comm.num_ranks} ranks took {rank.init_s:.1f} s"
             for phase, phase_s in rank.init_phases[:1]:
-                what += f", of which {phase} {phase_s:.1f} s"
+                seen += f", of which {phase} {phase_s:.1f} s"
             where = [f"rank {rank.rank} on {rank.host}"]
-            yield _verdict("slow-init", where, f"{what}.")
+            yield _verdict("slow-init", where, f"{seen}.")
 
 
 def _warnings(jobs: Sequence[NcclJob]) -> Iterator[Diagnostic]:
-    """Yield NCCL's own warnings, those of one cause together, and what to do."""
-    seen: defaultdict[tuple[str, str], list[WarningSeen]] = defaultdict(list)
+    by_cause: defaultdict[tuple[str, str], list[WarningSeen]] = defaultdict(list)
     has_gdr = any("/GDRDMA" in e.transport for job in jobs for e in job.edges)
     for each in (warning for job in jobs for warning in job.warnings):
-        # That is reported with what else shows it.
+        # ``_nvls_lost`` reports it.
         if not each.text.startswith("Failed to bind NVLink SHARP"):
-            rule = rule_of_warning(f"{each.text} ({each.place})")
+            rule = rule_of_warning(f"{each.text} ({each.location})")
             if has_gdr and _NO_DMABUF.search(each.text):
                 rule = "warned-adapter-memory.peermem"
-            # Of those without a known cause each is one.
+            # Warnings of unknown cause are not grouped.
             cause = each.text if rule == "warned" else ""
-            seen[rule, cause].append(each)
-    for (rule, _), warnings in seen.items():
-        text, place, *_ = max(warnings, key=lambda each: each.num_times)
+            by_cause[rule, cause].append(each)
+    for (rule, _), warnings in by_cause.items():
+        text, location, *_ = max(warnings, key=lambda each: each.num_times)
         num_times = sum(each.num_times for each in warnings)
         times = "once" if num_times == 1 else f"{num_times} times"
-        what = f"NCCL reports {times}: {text[:_MAX_WARNING]}"
-        what += "..." * (len(text) > _MAX_WARNING) + (f" ({place})" if place else "")
+        seen = f"NCCL reports {times}: {text[:_MAX_WARNING]}"
+        seen += "..." * (len(text) > _MAX_WARNING) + (
+            f" ({location})" if location else ""
+        )
         if others := len({each.text for each in warnings}) - 1:
-            what += f"; and {counted(others, 'similar line')}"
-        yield _verdict(rule, _hosts(warnings), what)
+            seen += f"; and {counted(others, 'similar line')}"
+        yield _verdict(rule, _hosts(warnings), seen)
 
 
 _RULES = (

@@ -1,7 +1,7 @@
-"""The content of NCCL's debug log, and how it is collected in bounded memory.
+"""NCCL's debug log as values, collected in bounded memory.
 
-What many ranks report alike is kept once, with their hosts. A job is the processes that
-communicators join, and all others of their hosts, if no other job is there.
+Equal reports of many ranks are kept once, with their hosts. A job is the processes that
+communicators join, and other processes of their hosts.
 """
 
 import re
@@ -24,11 +24,11 @@ from ronde.topology.nccl_log.watchdog import WatchdogReport
 
 _MAX_VALUES = 1 << 12  # Of each topic.
 _MAX_KEPT_TEXT = 400
-# What a level of a tree may be off by: people paste, and lose a blank.
+# A pasted tree may have lost a blank.
 _SLACK = 2
-# A host that is named in so few messages may be a word that was cut.
+# A host in so few messages may be a cut word.
 _MAX_MISREAD = 3
-# NCCL before 2.23 names no more of a ring, and does not say so.
+# NCCL before 2.23 names no more ranks of a ring.
 _MAX_RANKS_OF_OLD_RING = 20
 _DEVICE = re.compile(r"\[\d+\] ?([^\s\[={},]+)")
 _NUMBER = re.compile(r"0x[0-9a-f]+|\d+")
@@ -37,7 +37,7 @@ _GPU_PATH = re.compile(r"GPU/[0-9a-fA-F-]+ \(\d+/[\d.]+/(\w+)\)")
 
 
 class Reported(NamedTuple):
-    """One thing that some processes of a job report."""
+    """A value that some processes of a job report."""
 
     value: str  # A version, a device, a setting.
     hosts: tuple[str, ...]  # By name.
@@ -56,7 +56,7 @@ class RankSeen(NamedTuple):
 
 
 class ChannelCounts(NamedTuple):
-    """How many channels a communicator has."""
+    """The channels of a communicator."""
 
     coll: int  # For rings and trees.
     nvls: int  # For reductions in the NVLink switches.
@@ -64,7 +64,7 @@ class ChannelCounts(NamedTuple):
 
 
 class NcclCommunicator(NamedTuple):
-    """Ranks that communicate."""
+    """A communicator."""
 
     name: str  # NCCL's number of it, or one of the log's own that begins with ``#``.
     num_ranks: int  # 0 if unknown.
@@ -117,20 +117,20 @@ class WarningSeen(NamedTuple):
     """A line that NCCL marked as a warning."""
 
     text: str  # As one process wrote it.
-    place: str  # File and line of NCCL's source.
+    location: str  # File and line of NCCL's source.
     num_times: int  # Numbers in the text may differ.
     hosts: tuple[str, ...]
 
 
 class NcclJob(NamedTuple):
-    """Hosts that communicators join, and what their processes report."""
+    """Hosts that communicators join, and the reports of their processes."""
 
     hosts: tuple[str, ...] = ()  # By name.
     num_processes: int = 0
     communicators: tuple[NcclCommunicator, ...] = ()  # The one with most ranks first.
     versions: tuple[Reported, ...] = ()  # Of NCCL.
     drivers: tuple[Reported, ...] = ()  # Of CUDA's driver: ``13020`` is 13.2.
-    bootstrap: tuple[Reported, ...] = ()  # Interfaces that processes meet on.
+    bootstrap: tuple[Reported, ...] = ()  # Interfaces of the rendezvous.
     networks: tuple[Reported, ...] = ()  # ``IB``, ``Socket``, a plugin's name.
     # ``IB mlx5_0:1/IB``, ``IB none``, ``Libfabric efa (32 adapters)``.
     candidates: tuple[Reported, ...] = ()
@@ -139,12 +139,12 @@ class NcclJob(NamedTuple):
     nvls: tuple[Reported, ...] = ()  # ``available on dev 0``, ``lost: CUDA error ...``.
     # Of GPUs in NVLink's fabric: bus id, UUID, clique, state and health.
     fabric: tuple[Reported, ...] = ()
-    p2p: tuple[Reported, ...] = ()  # GPUs that are refused each other's memory.
+    p2p: tuple[Reported, ...] = ()  # GPUs without peer access.
     settings: tuple[Reported, ...] = ()  # ``NCCL_IB_HCA=mlx5``.
     # ``10.0.0.1<4567> returned Connection refused``.
     retries: tuple[Reported, ...] = ()
-    gpu_paths: tuple[Reported, ...] = ()  # Kinds of those between GPUs: ``NVL``.
-    trees: tuple[TreeLink, ...] = ()  # In the order of the log, as what follows.
+    gpu_paths: tuple[Reported, ...] = ()  # Kinds of paths between GPUs: ``NVL``.
+    trees: tuple[TreeLink, ...] = ()  # In the order of the log, like the next fields.
     warnings: tuple[WarningSeen, ...] = ()
     edges: tuple[EdgesSeen, ...] = ()  # Most first.
     tunings: tuple[Tuning, ...] = ()  # By collective and size.
@@ -154,7 +154,7 @@ class NcclLog(NamedTuple):
     """The content of a log."""
 
     jobs: tuple[NcclJob, ...]  # The one with most processes first.
-    loose_versions: tuple[str, ...] = ()  # Versions that stand in no process's name.
+    loose_versions: tuple[str, ...] = ()  # Versions without a process.
     num_lines: int = 0
     num_messages: int = 0  # Of NCCL's, those put together from pieces included.
     num_mended: int = 0  # Those put together from pieces.
@@ -171,11 +171,11 @@ _Topic = tuple[str, Any]  # With one of the values that are reported.
 class _Process:
     def __init__(self, host: str, pid: int) -> None:
         self.host, self.pid, self.num_messages = host, pid, 0
-        # What it reports: a count, and details of the topic.
+        # Its reports: a count, and details of the topic.
         self.notes: dict[_Topic, list[Any]] = {}
         # Its ranks, by the thread that starts one and by NCCL's pointer.
         self.parts: dict[int | str, _Part] = {}
-        # Of each thread that prints a topology: indent and name of what is open.
+        # Of each thread that prints a topology: indent and name of open branches.
         self.branches: dict[int, list[tuple[int, str]]] = {}
 
     @property
@@ -188,8 +188,6 @@ _Notes = dict[_Process, list[Any]]
 
 @dataclass(eq=False)
 class _Part:
-    """One rank of a communicator, as far as its process has reported it."""
-
     process: _Process
     name: str | None = None
     num_ranks: int | None = None
@@ -202,7 +200,7 @@ class _Part:
 
 @dataclass(eq=False)
 class _Comm:
-    """A communicator: its parts, and by rank the first one that has it."""
+    """A communicator; ``ranks`` has the first part of each rank."""
 
     name: str
     num_ranks: int | None
@@ -221,22 +219,22 @@ class _Comm:
 
 
 class _Collector:
-    """Takes messages one by one; ``take_X`` those of the topic X."""
+    """Collects messages; ``on_X`` handles those of the topic X."""
 
     def __init__(self) -> None:
         self.processes: dict[tuple[str, int], _Process] = {}
         self.values: dict[_Topic, int] = {}  # In order.
         self.parts: list[_Part] = []
-        # One process stands for its host where all see the same.
+        # The process that reports facts common to its host.
         self._first_of_host: dict[str, _Process] = {}
         self.loose_versions: dict[str, None] = {}
         self.num_messages = 0
         self.num_left_out = 0
         self._num_values: Counter[str] = Counter()
 
-    def take(self, message: NcclMessage) -> None:
+    def add(self, message: NcclMessage) -> None:
         self.num_messages += 1
-        host, pid, thread, is_warning, place, text = message
+        host, pid, thread, is_warning, location, text = message
         if not host:
             self.loose_versions[text.rpartition(" ")[2]] = None
             return
@@ -247,10 +245,10 @@ class _Collector:
         process.num_messages += 1
         if is_warning:
             kept = text[:_MAX_KEPT_TEXT]
-            self._note(process, "warnings", _NUMBER.sub("#", kept), kept, place)
+            self._note(process, "warnings", _NUMBER.sub("#", kept), kept, location)
         topic, words, match = recognise(text) or ("", "", None)
-        if match and (taker := getattr(self, f"take_{topic}", None)):
-            taker(process, thread, match)
+        if match and (handler := getattr(self, f"on_{topic}", None)):
+            handler(process, thread, match)
         elif match and match.lastindex:
             value = words.format(*match.groups()) if words else match[1]
             self._note(process, topic, value)
@@ -258,7 +256,7 @@ class _Collector:
     def _note(
         self, process: _Process, topic: str, value: object, *details: object
     ) -> list[Any] | None:
-        """Count a value of a process; return its note, none for too many values."""
+        """Count a value of a process; return its note, None if there are too many."""
         key = topic, value
         if key not in self.values:
             if self._num_values[topic] >= _MAX_VALUES:
@@ -270,20 +268,20 @@ class _Collector:
         note[0] += 1
         return note
 
-    def take_found(self, process: _Process, _: int, match: _Match) -> None:
+    def on_found(self, process: _Process, _: int, match: _Match) -> None:
         network, devices = match.groups()
         for device in _DEVICE.findall(devices):
             # The address behind a socket's name is of no use.
             name = device.partition(":")[0] if network == "Socket" else device
             self._note(process, "candidates", f"{network} {name}")
 
-    def take_tree_root(self, process: _Process, thread: int, match: _Match) -> None:
+    def on_tree_root(self, process: _Process, thread: int, match: _Match) -> None:
         process.branches[thread] = [(0, match[1])]
 
-    def take_tree_link(self, process: _Process, thread: int, match: _Match) -> None:
+    def on_tree_link(self, process: _Process, thread: int, match: _Match) -> None:
         blanks, kind, gb_per_s, target, port = match.groups()
         branches = process.branches.get(thread, [])
-        # What hangs below a link begins where the link's own words end.
+        # The children of a link begin where its own text ends.
         while branches and branches[-1][0] > len(blanks) + _SLACK:
             branches.pop()
         is_below = bool(branches) and len(blanks) - branches[-1][0] <= _SLACK
@@ -293,58 +291,58 @@ class _Collector:
         value = (kind, float(gb_per_s), source, target, port_gb_per_s)
         self._note(self._first_of_host[process.host], "trees", value)
 
-    def take_paths(self, process: _Process, _: int, match: _Match) -> None:
+    def on_paths(self, process: _Process, _: int, match: _Match) -> None:
         source, targets = match.groups()
         for kind in _GPU_PATH.findall(targets) if source.startswith("GPU/") else ():
             self._note(self._first_of_host[process.host], "gpu_paths", kind)
 
-    def take_edge(self, process: _Process, _: int, match: _Match) -> None:
+    def on_edge(self, process: _Process, _: int, match: _Match) -> None:
         source, target, way, transport = match.groups()
         if transport.startswith("NET/"):
             transport = _NIC.sub("", transport, count=1)
-        # A switch of the network has no rank.
+        # A network switch has no rank.
         note = self._note(process, "edges", transport, source, target or source, 0)
         if note and way == "receive":
             note[3] += 1
 
-    def take_tuning(self, process: _Process, _: int, match: _Match) -> None:
+    def on_tuning(self, process: _Process, _: int, match: _Match) -> None:
         collective, text, algorithm, protocol = match.groups()
         kind, size = (collective, algorithm, protocol), int(text)
         if note := self._note(process, "tunings", kind, size, size):
             note[1:] = min(note[1], size), max(note[2], size)
 
-    def take_init(self, process: _Process, thread: int, match: _Match) -> None:
+    def on_init(self, process: _Process, thread: int, match: _Match) -> None:
         pointer, rank, num_ranks, bus_id, parent, *split, name, word = match.groups()
         if not name:
-            # One that was split off has no number of its own.
+            # Split communicators have no number.
             above = process.parts.get(parent or "")
             name = f"#{process.host}:{process.pid}:{pointer}"
             if above and above.name:
                 name = "/".join([f"#{above.name}", *(each or "-" for each in split)])
-        places = pointer, thread
-        part = self._part(process, places, int(num_ranks), int(rank), name)
+        keys = pointer, thread
+        part = self._part(process, keys, int(num_ranks), int(rank), name)
         mark = "has_started" if word == "START" else "is_complete"
         part.seen |= {"bus_id": bus_id, mark: True}
 
-    def take_layout(self, process: _Process, thread: int, match: _Match) -> None:
+    def on_layout(self, process: _Process, thread: int, match: _Match) -> None:
         rank, num_ranks, num_nodes, mnnvl = map(int, match.groups()[1:])
         part = self._part(process, (match[1], thread), num_ranks, rank)
         part.num_nodes, part.is_mnnvl = num_nodes, mnnvl == 1
 
-    def take_call(self, process: _Process, _: int, match: _Match) -> None:
-        # Any thread may call, also of a communicator whose start is not in the log.
+    def on_call(self, process: _Process, _: int, match: _Match) -> None:
+        # Any thread may call; the communicator's start may not be in the log.
         self._part(process, (match[1],), int(match[2]))
 
-    def take_ring(self, process: _Process, thread: int, match: _Match) -> None:
+    def on_ring(self, process: _Process, thread: int, match: _Match) -> None:
         num_ranks = len(match[1].split())
         may_be_cut = num_ranks == _MAX_RANKS_OF_OLD_RING
         self._part(process, (thread,), None if may_be_cut else num_ranks)
 
-    def take_channels(self, process: _Process, thread: int, match: _Match) -> None:
+    def on_channels(self, process: _Process, thread: int, match: _Match) -> None:
         counts = ChannelCounts(*map(int, match.groups()))
         self._part(process, (thread,)).channels.add(counts)
 
-    def take_timings(self, process: _Process, thread: int, match: _Match) -> None:
+    def on_timings(self, process: _Process, thread: int, match: _Match) -> None:
         part = self._part(process, (thread,), int(match[2]), int(match[1]))
         phases = (each.split(" ") for each in match[4].split(", "))
         ordered = sorted(((n, float(s)) for n, s in phases), key=lambda p: -p[1])
@@ -353,14 +351,14 @@ class _Collector:
     def _part(
         self,
         process: _Process,
-        places: Sequence[int | str],
+        keys: Sequence[int | str],
         num_ranks: int | None = None,
         rank: int | None = None,
         name: str | None = None,
     ) -> _Part:
-        """Return the rank that a message is of; a new one if it is of none there."""
-        for place in places:
-            part = process.parts.get(place)
+        """Return the part that a message belongs to, or a new one."""
+        for key in keys:
+            part = process.parts.get(key)
             if part is not None and (
                 (num_ranks is None or part.num_ranks in (None, num_ranks))
                 and (rank is None or part.rank in (None, rank))
@@ -370,14 +368,14 @@ class _Collector:
         else:
             part = _Part(process)
             self.parts.append(part)
-        process.parts |= dict.fromkeys(places, part)
+        process.parts |= dict.fromkeys(keys, part)
         part.num_ranks = part.num_ranks or num_ranks
         part.rank = rank if part.rank is None else part.rank
         part.name = part.name or name
         return part
 
     def communicators(self) -> list[_Comm]:
-        """Return all; parts without a name are added to what they can only be of."""
+        """Return all; a part without a name joins the only one that it fits."""
         comms: dict[tuple[object, ...], _Comm] = {}
         of_host: defaultdict[str, dict[_Comm, None]] = defaultdict(dict)
         for part in sorted(self.parts, key=lambda part: part.name is None):
@@ -396,20 +394,20 @@ class _Collector:
 
 
 def read_nccl_log(files: Iterable[BinaryIO]) -> NcclLog:
-    """Return the content of one log that lies in one file or in several.
+    """Return the content of one log in one or several files.
 
     Raises:
-        OSError: One cannot be read.
-        UsageError: One is packed, and damaged.
+        OSError: A file cannot be read.
+        UsageError: A packed file is damaged.
     """
     collector, reader = _Collector(), MessageReader()
     for file in files:
         for line in read_lines(file):
             for message in reader.feed(line):
-                collector.take(message)
+                collector.add(message)
                 if message.text.endswith("Destroy COMPLETE"):
                     reader.failures.feed_nccl(message.text)
-        # Lines break inside each other within a file alone.
+        # Lines of different files do not break each other.
         reader.end()
     processes = collector.processes.values()
     _mend_hosts(processes)
@@ -421,7 +419,7 @@ def read_nccl_log(files: Iterable[BinaryIO]) -> NcclLog:
         jobs[job_of[process]].append(process)
     for comm in comms:
         comms_of[job_of[comm.parts[0].process]].append(comm)
-    # Of several jobs it is unknown whose torch's lines are.
+    # With several jobs, torch's lines cannot be assigned.
     largest = max(comms, key=lambda comm: comm.num_ranks or 0, default=None)
     ranks = largest.ranks if largest and len(comms_of) == 1 else {}
     report = reader.watchdog.report(ranks, is_one_job=len(comms_of) <= 1)
@@ -432,7 +430,7 @@ def read_nccl_log(files: Iterable[BinaryIO]) -> NcclLog:
     return NcclLog(
         tuple(_job(jobs[job], comms_of[job], collector.values) for job in ordered),
         watchdog=report,
-        failures=_placed(reader.failures.report(ranks), ranks),
+        failures=_located(reader.failures.report(ranks), ranks),
         loose_versions=tuple(collector.loose_versions),
         num_messages=collector.num_messages,
         num_left_out=collector.num_left_out,
@@ -442,35 +440,34 @@ def read_nccl_log(files: Iterable[BinaryIO]) -> NcclLog:
     )
 
 
-def _placed(
+def _located(
     found: Iterable[RankFailure], ranks: dict[int, _Part]
 ) -> tuple[RankFailure, ...]:
-    """Return failures with rank and host, as far as NCCL's lines show them."""
     hosts = {rank: part.process.host for rank, part in ranks.items()}
     of_pid = {part.process.pid: rank for rank, part in ranks.items()}
     is_one = len(of_pid) == len(ranks)  # Containers may have the same.
-    placed: dict[object, RankFailure] = {}
+    located: dict[object, RankFailure] = {}
     # An exception shows more than the exit code behind it.
     for each in sorted(found, key=lambda each: bool(each.pid or each.host)):
         rank = each.rank
         if rank < 0 and is_one:
             rank = of_pid.get(each.pid, -1)
         task = each.name.removeprefix("task ")
-        # A task of Slurm's is a rank, or starts some.
+        # A task of Slurm is a rank, or starts several.
         if task.isdecimal() and hosts.get(int(task)) == each.host:
             rank = int(task)
         key = rank if rank >= 0 else (each.name, each.host, each.pid)
         host = each.host or hosts.get(rank, "")
-        old = placed.setdefault(key, each._replace(rank=rank, host=host))
-        placed[key] = old._replace(outcome=min(old.outcome, each.outcome))
-    return tuple(placed.values())
+        old = located.setdefault(key, each._replace(rank=rank, host=host))
+        located[key] = old._replace(outcome=min(old.outcome, each.outcome))
+    return tuple(located.values())
 
 
 def _join_alike(comms: Iterable[_Comm]) -> list[_Comm]:
-    """Join communicators of one size that have no number and no rank in common.
+    """Join unnumbered communicators of one size without a rank in common.
 
-    Each host's log has some of the ranks. Where a rank is there twice, there are
-    several communicators, and nothing shows which parts belong together.
+    Each host's log has some of the ranks. A rank that is there twice belongs to several
+    communicators, and nothing shows their parts.
     """
     alike: defaultdict[int | None, list[_Comm]] = defaultdict(list)
     joined: list[_Comm] = []
@@ -489,22 +486,22 @@ def _join_alike(comms: Iterable[_Comm]) -> list[_Comm]:
 
 
 def _mend_hosts(processes: Collection[_Process]) -> None:
-    """Give processes that are named in a few lines alone the host that they are of.
+    """Correct the hosts of processes that only a few lines name.
 
-    That is the longest host that the name ends with, or the one that ends with it.
+    The right host is the longest one that the name ends with, or that ends with the
+    name.
     """
     of_host: Counter[str] = Counter()
     for process in processes:
         of_host[process.host] += process.num_messages
     sure = {p.name for p in processes if p.num_messages > _MAX_MISREAD}
-    # Backwards, so that names with one end are neighbours; -1 is any process.
+    # Reversed names sort by their ends; -1 is any process.
     named = sorted(
         [(process.pid, process.host[::-1]) for process in processes]
         + [(-1, host[::-1]) for host, num in of_host.items() if num > _MAX_MISREAD]
     )
 
     def longer(pid: int, host: str) -> str:
-        """Return the one name that ends with this, empty for none or several."""
         at = bisect_right(named, (pid, host[::-1]))
         near = [name[::-1] for each, name in named[at : at + 2] if each == pid]
         found = [name for name in near if name.endswith(host)]
@@ -520,7 +517,7 @@ def _mend_hosts(processes: Collection[_Process]) -> None:
 def _job_of(
     processes: Iterable[_Process], comms: Iterable[_Comm]
 ) -> dict[_Process, _Process]:
-    """Return of each process the one that stands for its job."""
+    """Return a representative process of each process's job."""
     above: dict[_Process, _Process] = {}
 
     def top(process: _Process) -> _Process:
@@ -573,13 +570,12 @@ def _job(
 
 
 def _reported(topic: str, value: Any, notes: _Notes) -> object:  # noqa: ANN401 - values of any kind
-    """Return what the notes of a value make; most are only reported."""
     hosts = _hosts(notes)
     nums, *details = zip(*notes.values(), strict=True)
     if topic == "trees":
         return TreeLink(*value, hosts=hosts)
     if topic == "edges":
-        # Of one to another host there are two ends, and some logs have one alone.
+        # Connections between hosts have two ends, of which a log may lack one.
         num_received = sum(details[2])
         num_edges = max(sum(nums) - num_received, num_received)
         ends = int(details[0][0]), int(details[1][0])

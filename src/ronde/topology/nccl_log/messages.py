@@ -1,10 +1,10 @@
-"""Files of NCCL's log -> its messages, and the known form that each has.
+"""Split files of NCCL's log into messages, and match each with its known form.
 
-Files are read in pieces, so that a log of any size takes bounded memory. Ranks write
-into one file at once, so lines break inside each other. The prefix of every message
-shows where: ``host:pid:thread [device] NCCL INFO``. What stands before it on the line
-is the head of a message that was cut; its tail may follow on a line of its own, and is
-put to it where both make a message of a known form.
+Files are read in pieces, so that a log of any size takes bounded memory. Lines of ranks
+that write into one file break each other. Every message begins with
+``host:pid:thread [device] NCCL INFO``: text before that on the line is the head of a
+cut message. Its tail may follow on a line of its own; both are joined if they make a
+message of a known form.
 """
 
 import gzip
@@ -25,9 +25,9 @@ MAX_LINE_CHARS = 1 << 16
 _INFO, _WARN = " NCCL INFO ", " NCCL WARN "
 _MARK = (
     r"(?P<pid>\d{1,10}):(?P<thread>\d{1,10}) \[-?\d{1,4}\] "
-    r"(?:(?P<place>\S{1,300}:\d+) (?:\([^()\s]{1,200}\) )?)?NCCL (?P<level>INFO|WARN) "
+    r"(?:(?P<source>\S{1,300}:\d+) (?:\([^()\s]{1,200}\) )?)?NCCL (?P<level>INFO|WARN) "
 )
-# What launchers, loggers and terminals put before a line.
+# Prefixes of launchers, loggers and terminals.
 _BEFORE = (
     r" {0,40}(?:\[[^\]\n]{1,300}\](?:<std(?:out|err)>)?:?[ \t]?|\([^()\n]{1,80}\) |"
     r"\d{4}-\d\d-\d\d[T ][\d:.,]{8,20}(?:Z|[+-]\d\d:?\d\d)?[ \t]|"
@@ -39,17 +39,17 @@ _CLEAN = re.compile(rf"{_BEFORE}([A-Za-z0-9][\w.-]{{0,254}}):{_MARK}")
 _ANYWHERE = re.compile(f":{_MARK}")
 _BEFORE_ALONE = re.compile(_BEFORE)
 _HOST_END = re.compile(r"[A-Za-z0-9][\w.-]*$")
-# What may be the beginning of a mark, the host in front of it included.
+# A possible beginning of a mark, with the host in front of it.
 _MARK_BEGUN = re.compile(
     r"[A-Za-z0-9][\w.-]{0,254}"
     r"(?::|:\d{1,10}(?::\d{0,10}(?: \[?-?\d{0,4}\]?(?: \S{0,300})?)?)?)?"
 )
 _LOOSE_VERSION = re.compile(rf"{_BEFORE}([NR]CCL version (?:: )?\d\S*)")
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-# Ray's words on lines of other processes that it does not show.
+# Ray's note about lines that it folds.
 _REPEATED = re.compile(r" *\[repeated \d{1,9}x across [a-z ]{1,20}\].*")
 
-# All sentences of torch's reports hold one of these.
+# Each sentence of torch's reports contains one of these.
 _OF_REPORTS = ("ollective", "anks", "Culprit", "monit")
 _OF_FAILURES = "rror", "xit", "local_rank", "Traceback", "File", "ignored", "restart"
 _PIECE_BYTES = 1 << 20
@@ -58,18 +58,18 @@ _HEAD_LASTS = 200  # Lines.
 
 
 class NcclMessage(NamedTuple):
-    """One message of a process."""
+    """A message of a process."""
 
     host: str  # Empty for a version that names none.
     pid: int
     thread: int
     is_warning: bool  # It is marked ``WARN``.
-    place: str  # File and line of NCCL's source; empty if unknown.
+    location: str  # File and line of NCCL's source; empty if unknown.
     text: str
 
 
 class MessageReader:
-    """Takes the lines of a log one by one and returns the messages in them."""
+    """Returns the messages in the lines of a log."""
 
     def __init__(self) -> None:
         self.watchdog, self.failures = WatchdogReader(), FailureReader()
@@ -91,7 +91,7 @@ class MessageReader:
             if is_open or any(word in line for word in _OF_FAILURES):
                 self.failures.feed(line)
             return []
-        # Most lines begin like one before them, and looking that up is far cheaper.
+        # Most lines repeat a prefix: look it up, which is far cheaper.
         prefix, _, text = line.partition(_INFO)
         known = self._prefixes.get(prefix)
         is_odd = " NCCL " in text or "\r" in text or "\x1b" in text or "[rep" in text
@@ -108,8 +108,8 @@ class MessageReader:
         return [each for part in parts for each in self._feed_part(part)]
 
     def end(self) -> None:
-        """End a file: wait no longer for the tail of a message that was cut."""
-        # A head that has no prefix was no message, as far as one can tell.
+        """End a file: drop a message that lost its tail."""
+        # A head without a prefix was probably no message.
         self.num_lost += "NCCL" in self._head
         self._head = ""
 
@@ -122,8 +122,8 @@ class MessageReader:
         host, pid = message[:2]
         hosts = self._hosts_of_pid.setdefault(pid, set())
         if host not in hosts:
-            # Where the host ends with another that has this process, the rest is the
-            # tail of a line that was cut, if others have it: one may be cut itself.
+            # If the host ends with another host of this process, the rest is the tail
+            # of a cut line, unless the other host is rare, and cut itself.
             end = _longest_end(host[1:], hosts)
             if end and self._hosts.get(host, 0) < self._hosts[end] - 1:
                 return list(self._split(line[:MAX_LINE_CHARS]))
@@ -131,13 +131,13 @@ class MessageReader:
             self._hosts[host] = self._hosts.get(host, 0) + 1
         if not message.is_warning:
             if len(self._prefixes) >= _MAX_PREFIXES:
-                # Times of day stand in them: no two are alike.
+                # Prefixes with times never repeat.
                 self._prefixes.clear()
             self._prefixes[line.partition(_INFO)[0]] = message[:-1]
         return [message]
 
     def _split(self, line: str) -> Iterator[NcclMessage]:
-        """Yield the messages of a line that broke, or that another broke into."""
+        """Yield the messages of a line that was broken by another."""
         marks = list(_ANYWHERE.finditer(line))
         hosts: list[str] = []
         for mark in marks:
@@ -155,13 +155,13 @@ class MessageReader:
             elif host and hosts[index + 1] in self._hosts:
                 self._hold(line[starts[index] : starts[index + 1]])
             elif host:
-                # Nobody knows where this one ends and the next host begins.
+                # It is unknown where this one ends and the next host begins.
                 self.num_lost += 1
 
     def _lead(self, lead: str, *, is_cut: bool) -> Iterator[NcclMessage]:
-        """Yield the message that a piece without a prefix of its own completes."""
+        """Yield the message that a piece without a prefix completes."""
         if is_cut and (match := _BEFORE_ALONE.match(lead)):
-            # Blanks alone are the piece's own: a line was cut in front of them.
+            # Leading blanks belong to the piece.
             lead = lead if match[0].isspace() else lead[match.end() :]
         if not lead.strip():
             return
@@ -173,7 +173,6 @@ class MessageReader:
             self._hold(lead)
 
     def _join(self, tail: str) -> NcclMessage | None:
-        """Return the message that a tail completes, if it is one."""
         message = _read_whole(self._head + tail) if self._head else None
         if message is None or message.host not in self._hosts or message.is_warning:
             return None
@@ -184,28 +183,30 @@ class MessageReader:
         return message
 
     def _hold(self, head: str) -> None:
-        # What is no part of a message another program wrote, and ended too late.
+        # Other programs write other text.
         if "NCCL" in head or _MARK_BEGUN.fullmatch(head):
             self.end()
             self._head, self._head_line = head, self.num_lines
 
 
 def _longest_end(token: str, hosts: Container[str]) -> str:
-    """Return the longest host that a word ends with; empty for none."""
+    """Return the longest host that a word ends with, or ""."""
     ends = (token[start:] for start in range(len(token)))
     return next((end for end in ends if end in hosts), "")
 
 
 def _message(host: str, mark: re.Match[str], text: str) -> NcclMessage:
-    pid, thread, place, level = mark.group("pid", "thread", "place", "level")
+    pid, thread, location, level = mark.group("pid", "thread", "source", "level")
     text = text.rstrip(" ")
     if "[repeated " in text:
         text = _REPEATED.sub("", text)
-    return NcclMessage(host, int(pid), int(thread), level == "WARN", place or "", text)
+    return NcclMessage(
+        host, int(pid), int(thread), level == "WARN", location or "", text
+    )
 
 
 def _read_whole(text: str) -> NcclMessage | None:
-    """Return the one message that a line is, as far as its prefix goes."""
+    """Return the message of a line with exactly one prefix, else None."""
     match = _CLEAN.match(text)
     if match is None or _INFO in (rest := text[match.end() :]) or _WARN in rest:
         return None
@@ -213,7 +214,7 @@ def _read_whole(text: str) -> NcclMessage | None:
 
 
 # Each line: the first word or group of a message, its topic, and the whole message;
-# behind => what it reports, if not its first group. Indented lines go on with the one
+# behind => its report, if not its first group. Indented lines go on with the one
 # above. @ stands for a fragment below.
 _FORMS = r"""
 NCCL versions NCCL version (@VERSION)(?: .*)?
@@ -285,7 +286,7 @@ _FRAGMENTS = {
     "@ELEMENT": r"[A-Z]{3}/[0-9a-fA-F]+(?:-[0-9a-f]+)?",
     "@TRANSPORT": r"P2P/direct pointer(?:/read)?|P2P/[\w/\[\]]+|SHM/[\w/]+|"
     r"NET/[\w.-]+(?: [\w.-]+)?/-?\d+(?:\(\d+\))?(?:/GDRDMA(?:\(PCI\))?)?(?:/Shared)?",
-    # Numbers that are numbers, and not too long: what was cut is none.
+    # Whole numbers of limited length; cut ones do not match.
     r"[\d.]+": r"\d+(?:\.\d+)?",
     r"\d+": r"\d{1,18}",
 }
@@ -298,7 +299,7 @@ def _compile_forms() -> dict[str, list[_Form]]:
     text = _FORMS.strip().replace("\n    ", "")
     for name, fragment in _FRAGMENTS.items():
         text = text.replace(name, fragment)
-    # Of these there are many, and nothing is read from them.
+    # Frequent messages that are not read.
     found: dict[str, list[_Form]] = {"Ring": [], "Trees": []}
     for line in text.split("\n"):
         word, topic, form = line.split(" ", 2)
@@ -313,8 +314,8 @@ _PATTERNS = _compile_forms()
 
 
 def recognise(text: str) -> tuple[str, str, re.Match[str]] | None:
-    """Return topic, words and match of a message of a known form, matched whole."""
-    # Most begin with a known word as it stands, and stripping all costs time.
+    """Return topic, words and match of a message of a known form."""
+    # Most begin with a known word; strip only the others.
     forms = _PATTERNS.get(text[: text.find(" ")])
     if forms is None:
         word = text.lstrip(" ").partition(" ")[0].rstrip(":")
@@ -339,9 +340,9 @@ def _group_of(word: str, text: str) -> str:
 
 
 def is_nccl_log(text: str) -> bool:
-    """Return whether a text has lines of NCCL's log, or of torch on a time-out or end.
+    """Return True for output of NCCL, or of torch about a time-out or failure.
 
-    Programs of any kind may be ended by signals and by Slurm.
+    Signals and Slurm may end programs of any kind, so their reports alone do not count.
     """
     watchdog, failures = WatchdogReader(), FailureReader()
     for line in text.splitlines():
@@ -352,7 +353,7 @@ def is_nccl_log(text: str) -> bool:
 
 
 def read_lines(file: BinaryIO) -> Iterator[str]:
-    """Yield lines without their ends; of long ones the beginning alone.
+    """Yield lines without their ends; long ones are cut.
 
     Raises:
         OSError: The file cannot be read.
@@ -364,16 +365,16 @@ def read_lines(file: BinaryIO) -> Iterator[str]:
     rest = ""
     try:
         for piece in iter(partial(source.read, _PIECE_BYTES), b""):
-            # What is no UTF-8, or is cut by a piece's end, stands as replacement
-            # characters: no field of NCCL's that is read here holds any.
+            # Bytes that are no UTF-8, or cut by a piece's end, become replacement
+            # characters; no field that is read here has any.
             *lines, rest = (rest + piece.decode(errors="replace")).split("\n")
             yield from lines
             rest = rest[:MAX_LINE_CHARS]
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         why = "it was cut" if isinstance(error, EOFError) else error
         raise UsageError(
-            f"a packed log must be whole gzip data, got an error: {why}. Unpack what "
-            "there is, and give that: zcat FILE > nccl.log"
+            f"a packed log must be whole gzip data, got an error: {why}. Unpack "
+            "the rest, and give that: zcat FILE > nccl.log"
         ) from None
     finally:
         whole.detach()  # The file is the caller's to close.

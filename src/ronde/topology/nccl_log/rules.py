@@ -46,7 +46,7 @@ shm-where-p2p-was-possible warning
   use --ipc=host for its containers, and on bare metal turn off ACS and the IOMMU.
 p2p-refused warning
   Data between them goes through the host's memory. -> Turn off ACS and the IOMMU on
-  bare metal, or ask who runs the VM; nvidia-smi topo -p2p n shows the pairs.
+  bare metal, or ask the VM's administrator; nvidia-smi topo -p2p n shows the pairs.
 few-channels error
   Bandwidth is that of one path: tens instead of hundreds of GB/s. -> Compare the GPUs
   in nvidia-smi nvlink -s; run ronde topo lint on what NCCL_TOPO_DUMP_FILE writes.
@@ -71,7 +71,7 @@ settings-differ.absent note
 nodes-unlike-hosts error
   It cannot connect ranks of different hosts. -> Give each a name or NCCL_HOSTID.
 nodes-unlike-hosts.many warning
-  It takes neighbours for strangers: data inside a host goes over the network. -> Give a
+  Data inside a host goes over the network. -> Give a
   host's containers one name and one boot id, or its name as NCCL_HOSTID.
 init-incomplete error
   The job hangs or has ended in its start, unless the log was cut. -> Look at warnings
@@ -158,7 +158,7 @@ warned-nvls error nvls\.cc|multicast
   status nvidia-fabricmanager), and give a VM or container all GPUs of the switch.
   NCCL_NVLS_ENABLE=0 does without.
 warned-peer-access error failed to peer with|peer access|p2p is disabled between nvlink
-  Turn off ACS and the IOMMU on bare metal, or ask who runs the VM; check NVLinks
+  Turn off ACS and the IOMMU on bare metal, or ask the VM's administrator; check NVLinks
   (nvidia-smi nvlink -s). NCCL_P2P_DISABLE=1 avoids it at a loss.
 warned-fabric-manager error cuda failure 802\b|system not yet initialized
   Run systemctl start nvidia-fabricmanager; its version must be the driver's.
@@ -246,7 +246,6 @@ warned warning .?
 
 
 def _read(table: str) -> Iterator[tuple[str, str, tuple[Level, str, str]]]:
-    """Yield of each entry its rule, its pattern, and severity, consequence, remedy."""
     bases: dict[str, tuple[str, str]] = {}
     for entry in re.split(r"\n(?=\w)", table.strip().replace("\n    |", "|")):
         head, *lines = entry.split("\n  ")
@@ -266,14 +265,12 @@ VERDICTS = {rule: verdict for rule, _, verdict in _TEXTS}
 
 
 def rule_of_warning(text: str) -> str:
-    """Return the rule that a warning of NCCL's falls under, its place included."""
     return next(
         r for r, pattern, _ in _WARNINGS if re.search(pattern, text, re.IGNORECASE)
     )
 
 
 def rule_of_failure(cause: str) -> str:
-    """Return the rule, and the word for its text, that a failure falls under."""
     return next(
         r for r, pattern, _ in _FAILURES if re.search(pattern, cause, re.IGNORECASE)
     )

@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeVar
 
 _Value = TypeVar("_Value")
 _MAX_KEPT = 1 << 16  # Works and states of groups.
-# Ranks without a line are blamed where at least so many times as many have one.
+# Ranks without a line are blamed if this many times as many have one.
 _FEW_SILENT, _FEW_OF_GROUPS = 2, 4
 _NUMBER = re.compile(r"\d{1,6}")
 _RANK = re.compile(r"(?=\[rank(\d{1,6})\]:)")
@@ -51,7 +51,7 @@ _ABSENT = re.compile(
 
 
 class TimedOutWork(NamedTuple):
-    """A collective, as ranks name it that waited for it in vain."""
+    """A collective that ranks waited for in vain."""
 
     operation: str  # ``ALLREDUCE``; empty if unknown.
     seq: int  # Its number in the process group; -1 if unknown.
@@ -64,7 +64,7 @@ _UNKNOWN = TimedOutWork("", -1, -1, 0.0)
 
 
 class CollectiveTimeout(NamedTuple):
-    """The collectives of a process group, or of several alike, that did not end."""
+    """The collectives of one or more process groups that timed out."""
 
     groups: tuple[str, ...]  # ``0(default_pg)``; empty if unknown.
     works: tuple[TimedOutWork, ...]  # By number.
@@ -80,17 +80,17 @@ class WatchdogReport(NamedTuple):
     num_lines: int = 0
     timeouts: tuple[CollectiveTimeout, ...] = ()  # The one of most ranks first.
     busy: tuple[int, ...] = ()  # Ranks that had called a collective.
-    stuck: tuple[int, ...] = ()  # Ranks whose watchdog itself made no progress.
+    stuck: tuple[int, ...] = ()  # Ranks with a watchdog that made no progress.
     store_lost: tuple[int, ...] = ()
     trace_folder: str = ""  # The folder of the flight recorder's files.
 
 
 class WatchdogReader:
-    """Takes the lines of a log one by one; those of other programs do no harm."""
+    """Reads lines one by one; those of other programs are ignored."""
 
     def __init__(self) -> None:
         self.num_lines = 0
-        # By rank and number. The group may stand in another line of the same two.
+        # By rank and number; another line may name the group.
         self._works: dict[tuple[int, int], TimedOutWork] = {}
         self._group_of: dict[tuple[int, int], str] = {}
         # By group and rank: numbers of the last enqueued and completed work.
@@ -117,7 +117,6 @@ class WatchdogReader:
             self.feed_report(part)
 
     def _feed_rank(self, rank: int, members: list[tuple[str, ...]], part: str) -> None:
-        """Read what the watchdog of one rank reports."""
         group = next((id_ + name for id_, name, _ in members if id_), "")
         kinds = (_STUCK, _STORE_LOST, _ALIVE, _WORK, _STATUS)
         found = [kind for kind in kinds if kind.search(part)]
@@ -142,7 +141,7 @@ class WatchdogReader:
         self.num_lines += bool(found)
 
     def feed_report(self, part: str) -> None:
-        """Read what a report on all ranks names; of several the first counts."""
+        """Read a line of a report on all ranks; the first of several counts."""
         if behind := _BEHIND.search(part):
             self._behind.update(map(int, _NUMBER.findall(behind[1])))
             self._behind_seq = int(behind[2])
@@ -164,8 +163,8 @@ class WatchdogReader:
     def report(
         self, known: Collection[int] = (), *, is_one_job: bool = True
     ) -> WatchdogReport:
-        """Return what was read; ``known`` are ranks whose output is in the log."""
-        # A rank whose group or call is unknown waits with those that name it.
+        """Return the report; ``known`` are the ranks in the log."""
+        # Ranks of an unknown group or call join those that name it.
         groups: defaultdict[TimedOutWork | int, set[str]] = defaultdict(set)
         calls: defaultdict[int, set[TimedOutWork]] = defaultdict(set)
         works = self._works or {(rank, -1): _UNKNOWN for rank in self._sources}
@@ -194,7 +193,7 @@ class WatchdogReader:
             is_all = group in ("0", "0(default_pg)")
             is_all = is_all or (not group and len(found.works) == 1)
             most = len(reporting) / (_FEW_SILENT if is_all else _FEW_OF_GROUPS)
-            # Where others' answers alone are left, few lines show little.
+            # Answers to other ranks alone prove little.
             is_sure = known and is_all and self._works
             if is_one_job and (len(silent) <= most or is_sure):
                 found = found._replace(silent=_sorted(silent))
@@ -223,12 +222,12 @@ class WatchdogReader:
         known: Collection[int],
         reporting: set[int],
     ) -> CollectiveTimeout:
-        """Return the first time-out with the ranks that a report names."""
+        """Add the ranks that a report names to the first time-out."""
         behind = () if self._absent else _sorted(self._behind)
         work = self._reported._replace(ranks=behind)
         first = found[0] if found else CollectiveTimeout((), (work,))
         late = _sorted(self._absent.union(first.late))
-        # Where all ranks are, nobody is behind.
+        # If all ranks are listed, none is behind.
         if {*known, *range(max(behind, default=0)), *reporting} <= {*behind}:
             behind = ()
         return first._replace(late=late, behind=behind)
@@ -241,7 +240,6 @@ class WatchdogReader:
     def _timeout(
         self, group: str, waiting: dict[int, TimedOutWork], *, is_one_job: bool
     ) -> CollectiveTimeout:
-        """Return what ranks of a group waited for."""
         ranks_of: defaultdict[TimedOutWork, list[int]] = defaultdict(list)
         for rank, work in waiting.items():
             ranks_of[work].append(rank)

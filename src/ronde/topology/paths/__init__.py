@@ -1,1 +1,1 @@
-"""How fast and how near the elements of a host are to one another, by NCCL's rules."""
+"""Paths between the elements of a host, and their bandwidth, by NCCL's rules."""

@@ -1,4 +1,4 @@
-"""How near GPUs and network adapters are, in the words of ``nvidia-smi topo -m``."""
+"""Distances of GPUs and network adapters, in the words of ``nvidia-smi topo -m``."""
 
 from collections import Counter
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from ronde.topology.paths.network import (
 )
 
 UNKNOWN_WORD = "?"
-"""The word for a pair of which no source has anything."""
+"""The word for an unknown pair."""
 
 
 class ClassTable(NamedTuple):
@@ -34,7 +34,7 @@ def classify(host: HostTopology) -> ClassTable:
     """Return words by PCI tree and NVLinks; without a tree, a source's own."""
     gpus = tuple(each.name for each in sorted(host.gpus, key=lambda gpu: gpu.number))
     paired = host.paired
-    # A port in neither tree nor pair is no hardware.
+    # Other ports are no hardware.
     ports = [each.name for each in host.ports if each.bus_id or each.name in paired]
     names = tuple(dict.fromkeys([*gpus, *ports]))
     pairs = _Pairs(host)
@@ -53,8 +53,6 @@ def classify(host: HostTopology) -> ClassTable:
 
 
 class _Pairs:
-    """Knows of any two elements of a host how near they are."""
-
     def __init__(self, host: HostTopology) -> None:
         self._devices = {each.bus_id: each for each in host.devices}
         self._adapters = {each.name: adapter_name(each) for each in host.ports}
@@ -62,8 +60,8 @@ class _Pairs:
         self._listed = {each.number for each in host.numa_nodes}
         self._links: Counter[tuple[str, str]] = Counter()
         self._peers: set[frozenset[str]] = set()
-        said = [each for each in host.relations if each.path]
-        self._relations = {frozenset((r.source, r.target)): r.path for r in said}
+        own = [each for each in host.relations if each.path]
+        self._relations = {frozenset((r.source, r.target)): r.path for r in own}
         gpus = {each.name for each in host.gpus}
         processors = {each.name for each in host.numa_nodes}
         for link in host.links:
@@ -91,7 +89,6 @@ class _Pairs:
         return self._pci_word(one, other) or given or self._numa_word(one, other)
 
     def _pci_word(self, one: str, other: str) -> str:
-        """Return the word by the PCI tree, empty where there is none."""
         ends = self._adapters.get(one, one), self._adapters.get(other, other)
         chains = [bridges_above(self._devices, name) for name in ends]
         if not all(chains):
@@ -100,13 +97,13 @@ class _Pairs:
         if ends[0].rpartition(".")[0] == ends[1].rpartition(".")[0]:
             return "PIX"
         above = [each.bus_id for each in chains[1][1:]]
-        for place, bridge in enumerate(chains[0][1:]):
+        for index, bridge in enumerate(chains[0][1:]):
             if bridge.bus_id in above:
-                is_one = place + above.index(bridge.bus_id) == 0
+                is_one = index + above.index(bridge.bus_id) == 0
                 return "PIX" if is_one else "PXB"
         word = self._numa_word(one, other)
         given = self._relations.get(frozenset((one, other)), "")
-        # Which host bridges there are, only the driver knows.
+        # Only the driver knows the host bridges.
         return given if word == "PHB" and given in ("PHB", "NODE") else word
 
     def _numa_word(self, one: str, other: str) -> str:

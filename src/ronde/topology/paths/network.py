@@ -1,9 +1,9 @@
-"""The ways that NCCL finds between the elements of a host.
+"""The paths that NCCL finds between the elements of a host.
 
-Vertices are named as in the graph: a NUMA node ``numa/0``, a PCI switch, GPU or adapter
-by its bus address, a port ``net/mlx5_0``, all NVLink switches together ``nvswitch``.
-The rules are those of NCCL 2.30, but for its vertex between a GPU and the GPU's links,
-which changes no path and makes it a hop longer.
+Vertices have the names of elements: a NUMA node ``numa/0``, a PCI switch, GPU or
+adapter its bus address, a port ``net/mlx5_0``, all NVLink switches together
+``nvswitch``. The rules are NCCL 2.30's, without its vertex between a GPU and its links,
+which only makes paths a hop longer.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +24,7 @@ from ronde.topology.graph import (
 from ronde.topology.paths import speeds
 
 POWER_BRIDGE_CLASS = 0x068001
-"""Of what stands for the processor at the end of a GPU's NVLinks."""
+"""The class of a processor at the end of a GPU's NVLinks, on POWER."""
 
 _BROADCOM = 0x1000
 _PCIE4_SWITCH, _PCIE5_SWITCH = 0xC010, 0xC030
@@ -78,11 +78,11 @@ class Path(NamedTuple):
     kind: PathKind  # Of its farthest step.
     gb_per_s: float  # Of its narrowest step, in one direction.
     num_hops: int
-    route: tuple[str, ...]  # Names of what it passes, both ends included.
+    route: tuple[str, ...]  # Names of the vertices, both ends included.
 
 
 class VertexKind(StrEnum):
-    """The kind of a vertex; the words and their order are NCCL's."""
+    """The kind of a vertex; words and order are NCCL's."""
 
     GPU = "GPU"
     PCI = "PCI"
@@ -101,7 +101,7 @@ class Edge(NamedTuple):
 
 
 def join_switches(devices: Sequence[PciDevice]) -> dict[str, str]:
-    """Return the parent of each device by bus address, parts of a switch left out."""
+    """Return the parent of each device, inner parts of switches left out."""
     # Broadcom's for PCIe 4 and 5 in base mode show themselves as one above others
     # (level 0 and 1), and yet sustain the full bandwidth between all their ports.
     parents = {each.bus_id: each.parent for each in devices}
@@ -121,7 +121,7 @@ def join_switches(devices: Sequence[PciDevice]) -> dict[str, str]:
 
 
 def _generation(switch: PciDevice, level: int) -> int:
-    """Return the PCIe generation of Broadcom's switch, 0 of others (``getBcmGen``)."""
+    """Return the PCIe generation of a Broadcom switch, 0 of others (``getBcmGen``)."""
     if (switch.vendor, switch.subsystem_vendor) != (_BROADCOM, _BROADCOM):
         return 0
     kind = switch.device, switch.subsystem_device & 0xF000
@@ -129,11 +129,11 @@ def _generation(switch: PciDevice, level: int) -> int:
 
 
 def find_numa_numbers(host: HostTopology) -> dict[str, int]:
-    """Return the number of the NUMA node of all devices, GPUs and adapters, by name.
+    """Return the NUMA node of all devices, GPUs and adapters, by name.
 
-    All of one PCI tree are at one node, as one host bridge has them. What no source
-    places is at the only node, or at ``UNKNOWN``; a virtual adapter at the first node,
-    where NCCL puts it. One with known nearness to others is not virtual.
+    All of one PCI tree are at one node, as one host bridge has them. Others are at the
+    only node, else at ``UNKNOWN``; virtual adapters at the first node, as in NCCL. An
+    adapter with a known distance from others is not virtual.
     """
     roots: dict[str, str] = {}
     numbers: dict[str, int] = {}
@@ -159,7 +159,7 @@ def adapter_name(port: NetPort) -> str:
 
 
 def bridges_above(devices: Mapping[str, PciDevice], bus_id: str) -> list[PciDevice]:
-    """Return a device, the bridge above it, and so on; nothing if it is not listed."""
+    """Return a device and the bridges above it; [] if it is not listed."""
     chain: list[PciDevice] = []
     device = devices.get(bus_id)
     while device and device not in chain:
@@ -169,10 +169,10 @@ def bridges_above(devices: Mapping[str, PciDevice], bus_id: str) -> list[PciDevi
 
 
 class PathNetwork:
-    """The vertices of a host, put together in NCCL's order.
+    """The vertices of a host, in NCCL's order.
 
-    What has no PCI device hangs at its NUMA node, as if by PCIe 3. PCI devices without
-    NUMA node are at one of number -1, as in NCCL. Of one name the first counts.
+    Elements without PCI device are at their NUMA node, as if by PCIe 3. PCI devices
+    without NUMA node are at node -1, as in NCCL. The first element of a name counts.
     """
 
     def __init__(self, host: HostTopology) -> None:
@@ -234,7 +234,7 @@ class PathNetwork:
                 yield known.get(number) or NumaNode(number)
 
     def _sorted(self, name: str) -> tuple[Edge, ...]:
-        """Return a vertex's edges with the first one to the vertex above it last."""
+        """Return a vertex's edges; the first one upwards is last."""
         own = self._edges.get(name, {}).items()
         edges = [Edge(*end, speed) for end, speed in sorted(own, key=lambda e: -e[1])]
         above = self._above.get(name)
@@ -242,9 +242,8 @@ class PathNetwork:
         return (*(e for e in edges if e is not up), up) if up else tuple(edges)
 
     def _connect(self, source: str, target: str, kind: PathKind, speed: float) -> None:
-        """Add an edge, or its bandwidth in GB/s to one of the same kind."""
         own = self._edges.setdefault(source, {})
-        # Sums of equal links must be equal, whatever the order of the links.
+        # Sums of equal links must not depend on the order of the links.
         own[target, kind] = round(own.pop((target, kind), 0.0) + speed, 6)
 
     def _join(self, one: str, other: str, kind: PathKind, speed: float) -> None:
@@ -254,7 +253,7 @@ class PathNetwork:
     def _hang(
         self, vertex: str, kind: VertexKind, device: PciDevice, speed: float = 0.0
     ) -> None:
-        """Add a vertex, and join it by a device's link to what is above the device."""
+        """Add a vertex, and join it by a device's link to the device above."""
         self.kinds[vertex] = kind
         above = self._parents.get(device.bus_id, "")
         if self.kinds.get(above) != VertexKind.PCI:
@@ -305,7 +304,7 @@ class PathNetwork:
             self.guessed.add(frozenset((source, target)))
 
     def _link_target(self, link: Link) -> str:
-        """Return the vertex that a GPU's link leads to: by its class, or its name."""
+        """Return the vertex at the end of a GPU's link, by its class or name."""
         is_gpu = link.target in self._gpus
         is_processor = self.kinds.get(link.target) == VertexKind.CPU
         if link.target_class != UNKNOWN:
@@ -328,17 +327,16 @@ class Paths(NamedTuple):
         return self.table.get((source, target))
 
     def is_known(self, path: Path) -> bool:
-        """Return whether a path's bandwidth is NCCL's, and no guess of ours."""
+        """Return True if all bandwidths of a path are NCCL's, and none is assumed."""
         steps = zip(path.route, path.route[1:], strict=False)
         return not any(frozenset(step) in self.network.guessed for step in steps)
 
 
 def find_paths(host: HostTopology) -> Paths:
-    """Return the paths by the hardware alone, without what NCCL makes of them.
+    """Return the paths by the hardware, without NCCL's detours.
 
-    Source: ``ncclTopoSetPaths`` of NCCL's src/graph/paths.cc. As there, bandwidth is
-    that of the direction from target to source: it differs only where the two
-    directions of a link do.
+    As in NCCL's ``ncclTopoSetPaths`` (src/graph/paths.cc), bandwidth is that from
+    target to source; it differs only if the two directions of a link do.
     """
     network = PathNetwork(host)
     search = _Search(network)
@@ -360,7 +358,7 @@ def find_paths(host: HostTopology) -> Paths:
 
 
 class _Way(NamedTuple):
-    """A path from a vertex to the target in the search."""
+    """A path from a vertex to the target of the search."""
 
     rank: int  # Of its kind.
     gb_per_s: float
@@ -372,8 +370,6 @@ class _Way(NamedTuple):
 
 
 class _Search:
-    """Breadth-first, from a target to all that lead to it."""
-
     def __init__(self, network: PathNetwork) -> None:
         self._gpus = set(network.named(VertexKind.GPU))
         # NCCL gives up where a link is listed in one direction alone.
@@ -392,7 +388,7 @@ class _Search:
             for name in wave:
                 for way in self._extend(name, found[name]):
                     end = way.route[0]
-                    # A nearer kind replaces what was found in fewer hops.
+                    # A nearer kind wins over fewer hops.
                     if end not in found or way.order < found[end].order:
                         found[end] = way
                         after[end] = None
@@ -400,7 +396,6 @@ class _Search:
         return found
 
     def _extend(self, name: str, way: _Way) -> Iterator[_Way]:
-        """Yield the ways that are a step longer."""
         # Through a GPU a path leads but by NVLink, and that GPU is next to the target.
         num_hops = len(way.route) - 1
         passes_gpu = name in self._gpus and num_hops > 0

@@ -1,6 +1,6 @@
-"""What links carry in one direction, in GB/s: as NCCL counts, and at most by theory.
+"""Bandwidth of links in one direction, in GB/s: NCCL's figures, and theory.
 
-What is unknown has a value of NCCL's own, here as there: lint complains of it.
+Unknown values have NCCL's defaults; lint reports them.
 """
 
 import re
@@ -42,10 +42,10 @@ _SMP_BY_ARCH = {"ppc64": 32.0, "arm64": 6.0}
 
 
 def as_running(device: PciDevice) -> PciDevice:
-    """Return a device whose link is taken as it runs now, not as both ends could.
+    """Return a device with its link as it runs now.
 
     GPUs lower the speed at rest, to 2.5 or 5 GT/s, and never the number of lanes: such
-    a speed is left aside.
+    a speed is ignored.
     """
     width = device.width_now if device.width_now > 0 else device.width
     speed = "" if is_at_rest(device) else device.speed_now
@@ -55,7 +55,7 @@ def as_running(device: PciDevice) -> PciDevice:
 
 
 def is_at_rest(device: PciDevice) -> bool:
-    """Return whether a link has the low speed that GPUs have when they are idle."""
+    """Return True if a link has the low speed of an idle GPU."""
     # AMD's GPUs are behind a switch of their own, and rest at higher speeds, too.
     is_amd = device.vendor == _AMD and device.class_code >> 16 in (*GPU_CLASSES, 0x06)
     is_low = gt_per_s(device.speed_now) <= _MOST_AT_REST
@@ -66,10 +66,10 @@ def is_at_rest(device: PciDevice) -> bool:
 def pci_gb_per_s(device: PciDevice) -> float:
     """Return NCCL's figure for the link above a device, as the link runs now.
 
-    Source: src/graph/topo.cc. NCCL itself plans with what both ends could do.
+    Source: src/graph/topo.cc. NCCL itself plans with the abilities of both ends.
     """
     device = as_running(device)
-    # hwloc has only what the link carries; of that, NCCL's part from PCIe 3 on.
+    # hwloc has only the rate of the link; take NCCL's share of it from PCIe 3 on.
     if device.gb_per_s > 0 and not device.speed:
         return round(device.gb_per_s * _NCCL_SHARE_OF_THEORY, 3)
     width = device.width if device.width > 0 else _UNKNOWN_LANES
@@ -88,39 +88,39 @@ def link_words(device: PciDevice) -> str:
 
 
 def is_pci_known(device: PciDevice) -> bool:
-    """Return whether a source has more of a device than its address."""
+    """Return True if a source shows more of a device than its address."""
     is_seen = device.class_code != UNKNOWN or device.width != UNKNOWN
     return is_seen or bool(device.speed) or device.gb_per_s > 0
 
 
 def gt_per_s(speed: str) -> float:
-    """Return the number in front of GT/s; 0 where there is none."""
+    """Return the number before GT/s; 0 for none."""
     match = re.match(r"(\d{1,3}(?:\.\d{1,3})?)\s*GT/s", speed)
     return float(match[1]) if match else 0.0
 
 
 def pci_theory_gb_per_s(speed: str, width: int) -> float:
-    """Return what a PCI link carries at most; 0 if unknown."""
+    """Return the most that a PCI link carries; 0 if unknown."""
     rate = gt_per_s(speed)
     if width <= 0 or rate not in (2.5, 5, 8, 16, 32, 64):
         return 0.0
-    # What its encoding leaves: eight bits of ten, 128 of 130, 242 bytes of 256.
+    # Payload of the encoding: eight bits of ten, 128 of 130, 242 bytes of 256.
     payload = 8 / 10 if rate <= 5 else 128 / 130 if rate <= 32 else 242 / 256
     return rate / 8 * payload * width
 
 
 def nvlink_gb_per_s(sm: int) -> float:
-    """Return what NCCL takes one NVLink of a GPU to carry; an unknown ``sm`` is 80."""
+    """Return NCCL's figure for one NVLink; an unknown ``sm`` counts as 80."""
     return next((speed for least, speed in _NVLINK_RATES.items() if sm >= least), 20.0)
 
 
 def max_nvlinks(sm: int) -> int:
-    """Return how many NVLinks a GPU has at most; 0 if unknown."""
+    """Return the most NVLinks of a GPU; 0 if unknown."""
     return next((count for least, count in _NVLINK_COUNTS if sm >= least), 0)
 
 
 def board_nvlinks(gpu: GpuDevice) -> int:
-    """Return how many NVLinks a GPU has by its board; 0 for models that need none."""
+    """Return the NVLinks of a GPU's board; 0 for models that need none."""
     name = gpu.title.upper()
     if not _BOARDS.search(name) or _ALONE.search(name):
         return 0
@@ -128,7 +128,7 @@ def board_nvlinks(gpu: GpuDevice) -> int:
 
 
 def xgmi_gb_per_s(gcn: str) -> float:
-    """Return what RCCL takes one xGMI link to carry (``ncclTopoXGMISpeed``)."""
+    """Return RCCL's figure for one xGMI link (``ncclTopoXGMISpeed``)."""
     name = gcn.strip().lower().removeprefix("gfx")
     if name.startswith(("94", "95")):
         return 48.0
@@ -137,7 +137,7 @@ def xgmi_gb_per_s(gcn: str) -> float:
 
 
 def link_gb_per_s(link: Link, gpu: GpuDevice) -> float:
-    """Return what NCCL or RCCL takes direct links of a GPU to carry; 0 if unknown."""
+    """Return NCCL's or RCCL's figure for direct links of a GPU; 0 if unknown."""
     # It counts the links; where their number or the GPU's architecture is unknown, the
     # source's own figure counts, and so it does for C2C.
     if link.kind == LinkKind.C2C or link.num_links <= 0:
@@ -152,14 +152,14 @@ def link_gb_per_s(link: Link, gpu: GpuDevice) -> float:
 
 
 def is_link_known(link: Link, gpu: GpuDevice) -> bool:
-    """Return whether it is known what direct links of a GPU carry."""
+    """Return True if the rate of direct links of a GPU is known."""
     if link.gb_per_s > 0 or link.kind == LinkKind.C2C:
         return link.gb_per_s > 0
     return gpu.sm != UNKNOWN or bool(gpu.gcn)
 
 
 def smp_gb_per_s(node: NumaNode, other: NumaNode) -> float:
-    """Return what NCCL takes to pass between NUMA nodes, by the one that sends."""
+    """Return NCCL's figure between NUMA nodes; the sender's processor counts."""
     if node.number == other.number:
         return LOCAL_GB_PER_S
     if node.arch in _SMP_BY_ARCH:
@@ -175,5 +175,5 @@ def smp_gb_per_s(node: NumaNode, other: NumaNode) -> float:
 
 
 def port_gb_per_s(port: NetPort) -> float:
-    """Return what NCCL takes a port to carry: 10 Gb/s where the speed is none."""
+    """Return NCCL's figure for a port; an unknown speed counts as 10 Gb/s."""
     return (port.mbit_per_s if port.mbit_per_s > 0 else 10000) / 8000

@@ -1,1 +1,1 @@
-"""Which cores, memory, GPUs and adapters each rank of a host gets."""
+"""Placement of ranks: cores, memory, GPUs and adapters."""

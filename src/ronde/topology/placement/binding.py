@@ -25,9 +25,9 @@ from ronde.units import counted
 
 
 class GpuView(StrEnum):
-    """Which GPUs a rank sees."""
+    """The GPUs that a rank sees."""
 
-    ALL = "all"  # of its host; ``LOCAL_RANK`` says which is its own, as under torchrun
+    ALL = "all"  # of its host; its own is number ``LOCAL_RANK``, as under torchrun
     ONE = "one"  # its own alone, as device 0
 
 
@@ -80,7 +80,7 @@ def _seeing(gpus: Sequence[Gpu]) -> dict[str, str]:
 
 
 class BindMode(StrEnum):
-    """How ranks are bound."""
+    """The cores that a rank is bound to."""
 
     NONE = "none"  # not at all: the scheduler's choice
     # each to cores of its own: an even part of those near its GPU, else of all
@@ -102,24 +102,24 @@ def bind(
 ) -> tuple[RankResources, ...]:
     """Return the cores and memory node of all ranks of a host.
 
-    ``auto`` gives out all CPUs or binds nobody. With ``core`` no two ranks have one in
-    common unless there are fewer cores than ranks. Hardware threads stay together.
+    ``auto`` uses all CPUs or binds no rank. With ``core`` ranks share cores only if
+    there are fewer cores than ranks. Hardware threads stay together.
     """
-    # It refuses nobody and leaves the parts as they are: no set of memory nodes, of
-    # which a large host has too many, need be tried.
+    # It refuses no rank and leaves the parts as they are, so the many sets of memory
+    # nodes of a large host need not be tried.
     if policy is Policy.BEST_EFFORT or mode is BindMode.NONE:
         policy = Policy.NONE
     wanted = AlignmentRequest(num_ranks, policy)
-    places = place(inventory_of_machine(machine, gpus, host), wanted)
+    placements = place(inventory_of_machine(machine, gpus, host), wanted)
     for reason in _obstacles(machine, num_ranks, mode, gpus):
         share = max(1, usable_cores(machine) // num_ranks)
         return (RankResources(share, why=f"not bound{reason}"),) * num_ranks
     if mode is BindMode.AUTO:
         mode = BindMode.NUMA if all(gpus) else BindMode.CORE
-    homes = [each.home for each in places]
+    homes = [each.home for each in placements]
     has_choice = len({core.node for core in machine.cores}) > 1
     bound: list[RankResources] = []
-    for each in places:
+    for each in placements:
         share, cores, is_enough = each.share, each.cores, each.share.has_enough
         pool = counted(len(share.pool), "core") + " near GPU" * share.is_near_gpu
         part = f"1/{len(share.ranks)} of {pool}"
@@ -152,7 +152,7 @@ def bind(
 def _obstacles(
     machine: Machine, num_ranks: int, mode: BindMode, gpus: Sequence[Gpu | None]
 ) -> Iterator[str]:
-    """Yield why nobody is to be bound."""
+    """Yield reasons not to bind any rank."""
     cores, limit = machine.cores, machine.cpu_limit
     nodes = {core.node for core in cores}
     is_auto, has_gpus = mode is BindMode.AUTO, all(gpus)
@@ -160,8 +160,8 @@ def _obstacles(
         yield ""
     if not cores:
         yield ": the kernel shows no cores"
-    # Such a limit is of time, not of place: neighbours run on the same cores, and who
-    # is bound cannot get out of their way.
+    # A quota limits time: neighbours run on the same cores, and a bound rank cannot
+    # avoid them.
     if is_auto and 0 < limit < len(cores):
         yield f": the CPU quota is {limit:g} of {counted(len(cores), 'core')}"
     if is_auto and not has_gpus and num_ranks > len(cores):
@@ -171,19 +171,21 @@ def _obstacles(
     if is_auto and has_gpus:
         gpu_nodes = {gpu.node if gpu else UNKNOWN_NODE for gpu in gpus}
         if not gpu_nodes <= nodes - {UNKNOWN_NODE}:
-            yield ": no cores near a GPU, or its place is not known"
+            yield ": no cores near a GPU, or its memory node is unknown"
         elif nodes != gpu_nodes:
             yield ": cores that are near no rank's GPU would be idle"
 
 
 def nearest_ports(machine: Machine, gpus: Sequence[Gpu | None]) -> tuple[str, ...]:
     inventory = inventory_of_machine(machine._replace(cores=()), gpus)
-    places = place(inventory, AlignmentRequest(len(gpus), policy=Policy.NONE))
-    return tuple(inventory.nics[each.nics[0]] if each.nics else "" for each in places)
+    placements = place(inventory, AlignmentRequest(len(gpus), policy=Policy.NONE))
+    return tuple(
+        inventory.nics[each.nics[0]] if each.nics else "" for each in placements
+    )
 
 
 class PlacementRequest(NamedTuple):
-    """How the ranks of a host are to be placed."""
+    """The placement options of a host's ranks."""
 
     mode: BindMode
     view: GpuView
@@ -214,7 +216,7 @@ def place_ranks(
         machine, num_ranks, request.mode, own, policy=request.policy, host=host
     )
     ports = nearest_ports(machine, own)
-    places = tuple(
+    placements = tuple(
         each._replace(
             env=env,
             device=f"GPU {gpu.visible_as} {gpu.name}".strip() if gpu else "",
@@ -228,4 +230,4 @@ def place_ranks(
         notices += (f"{host}: {gap}, so that ranks share them or use none.",)
     if crowded := next((each for each in bound if not each.has_enough), None):
         notices += (f"{host}: {crowded.why}.",)
-    return places, notices
+    return placements, notices

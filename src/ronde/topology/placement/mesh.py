@@ -1,10 +1,8 @@
-"""Where the groups of a layout's axes sit, and the slowest link inside of them.
+"""The slowest link inside the groups of each axis of a layout.
 
-``ronde run`` numbers hosts one after the other, and local rank r has GPU r: ranks in a
-row share a host.
+``ronde run`` numbers ranks host by host, and local rank r has GPU r by bus order.
 """
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple
@@ -21,8 +19,7 @@ from ronde.topology.limits import (
     with_gpus,
     with_network,
 )
-from ronde.topology.paths.network import find_paths
-from ronde.topology.placement.plan import choose_gpus, order_gpus, show_gpus
+from ronde.topology.placement.plan import choose_gpus
 
 _MAX_RANKS = 1 << 20
 _ASK_FOR_RATE = "; --link-rate gives it"  # Of another command.
@@ -32,82 +29,37 @@ class AxisPlan(NamedTuple):
     """The groups along one axis."""
 
     axis: str
-    groups: tuple[tuple[int, ...], ...]  # Ranks of each.
-    num_hosts: int  # Of a group; the most where they differ.
     link: str  # The slowest of known ones in any group; empty if none is known.
-    gb_per_s: float | None  # What a group has of it, in one direction.
+    gb_per_s: float | None  # A group's share of it, in one direction.
     num_sharing: int  # Groups of this axis that share this link.
-    unknown: tuple[str, ...]  # What may be slower, as clauses.
-
-
-class HostGpus(NamedTuple):
-    """The GPUs of a host in another order than the bus's, or some of them."""
-
-    host: str
-    env: dict[str, str]  # Variables for all its ranks.
+    unknown: tuple[str, ...]  # Links of unknown rate, as clauses.
 
 
 class MeshPlan(NamedTuple):
-    """Where the ranks of a layout sit."""
+    """The links of a layout."""
 
-    mesh: str  # Without -1.
-    num_ranks: int
+    layout: Layout  # Without -1.
     num_hosts: int
-    ranks_per_host: int
     axes: tuple[AxisPlan, ...]  # Those of size 2 or more, outermost first.
-    gpus: tuple[HostGpus, ...]
 
 
 def plan_mesh(
-    hosts: Sequence[HostTopology],
-    layout: Layout,
-    ranks_per_host: int | None = None,
-    *,
-    is_tp_across_hosts: bool = False,
+    hosts: Sequence[HostTopology], layout: Layout, ranks_per_host: int | None = None
 ) -> MeshPlan:
-    """Place the ranks of a layout; one host stands for as many as are needed.
-
-    Ranks take GPUs by the bus, or along NVLinks and xGMI links where that is faster.
+    """Return the links of a layout; one host stands for as many as are needed.
 
     Raises:
-        UsageError: Sizes do not fit, or tp does not stay on one host.
+        UsageError: The sizes do not fit.
     """
     num = _count_ranks(hosts, ranks_per_host)
     layout = _fit(layout, len(hosts), num)
-    # Groups of tp are ranks in a row.
-    if num % layout.tp and not is_tp_across_hosts:
-        raise UsageError(
-            f"tp must divide the ranks of a host, {num}, to stay on it, got "
-            f"tp={layout.tp}. Take tp={math.gcd(num, layout.tp)}, or type: --allow "
-            "tp=host"
-        )
-    chosen = [choose_gpus(host, num)[0][:num] for host in hosts]
-    linked = [_in_a_row(*pair) for pair in zip(hosts, chosen, strict=True)]
+    links = _Links(hosts, [choose_gpus(host, num)[0][:num] for host in hosts], num)
     names = [axis for axis in AXES if layout.sizes[axis] > 1]
-    orders = [
-        (gpus, tuple(_plan_axis(layout, axis, links) for axis in names))
-        for gpus in (chosen, linked)
-        for links in [_Links(hosts, gpus, num)]
-    ]
-    # The bus's order unless the other one is faster, tp counting most.
-    gpus, axes = max(orders, key=lambda each: [a.gb_per_s or 0 for a in each[1][::-1]])
-    return MeshPlan(
-        str(layout),
-        layout.num_ranks,
-        layout.num_ranks // num,
-        num,
-        axes,
-        tuple(
-            HostGpus(host.name, show_gpus(own, variables))
-            for host, own in zip(hosts, gpus, strict=True)
-            for usual, variables in [order_gpus(host)]
-            if own != usual
-        ),
-    )
+    axes = tuple(_plan_axis(layout, axis, links) for axis in names)
+    return MeshPlan(layout, layout.num_ranks // num, axes)
 
 
 def _count_ranks(hosts: Sequence[HostTopology], given: int | None) -> int:
-    """Return the ranks of each host: as given, or its GPUs."""
     counts = [len(host.gpus) for host in hosts]
     if given is None and len({*counts}) > 1:
         listed = ", ".join(f"{host.name} {len(host.gpus)}" for host in hosts)
@@ -127,7 +79,7 @@ def _count_ranks(hosts: Sequence[HostTopology], given: int | None) -> int:
 
 
 def _fit(layout: Layout, num_hosts: int, ranks_per_host: int) -> Layout:
-    """Return the layout without -1, of ranks that fill whole hosts."""
+    """Return the layout without -1; its ranks must fill whole hosts."""
     sizes = astuple(layout)
     if num_hosts > 1 or -1 in sizes:
         layout = layout.resolve(num_hosts * ranks_per_host)
@@ -145,24 +97,8 @@ def _fit(layout: Layout, num_hosts: int, ranks_per_host: int) -> Layout:
     return layout
 
 
-def _in_a_row(host: HostTopology, gpus: Sequence[GpuDevice]) -> list[GpuDevice]:
-    """Return GPUs each behind the one that is nearest to it of those left."""
-    paths = find_paths(host)
-
-    def distance(one: GpuDevice, other: GpuDevice) -> float:
-        path = paths.between(one.name, other.name)
-        return path.kind.rank if path else math.inf
-
-    row, left = list(gpus[:1]), list(gpus[1:])
-    while left:
-        nearest = min(left, key=lambda gpu: distance(row[-1], gpu))
-        left.remove(nearest)
-        row.append(nearest)
-    return row
-
-
 class _Links:
-    """The links inside of groups of ranks, each looked up once."""
+    """The links inside groups of ranks; each is computed once."""
 
     def __init__(
         self,
@@ -174,7 +110,6 @@ class _Links:
         self._found: dict[tuple[int, tuple[int, ...]], LimitWorld] = {}
 
     def split(self, group: Iterable[int]) -> dict[int, tuple[int, ...]]:
-        """Return the local ranks of a group, by host."""
         parts: dict[int, tuple[int, ...]] = {}
         for rank in group:
             host, local = divmod(rank, self._num)
@@ -182,7 +117,6 @@ class _Links:
         return parts
 
     def within(self, host: int, local_ranks: tuple[int, ...]) -> LimitWorld:
-        """Return the links among ranks of one host."""
         key = host % len(self._hosts), local_ranks
         if key not in self._found:
             gpus, num = self._gpus[key[0]], len(local_ranks)
@@ -196,7 +130,6 @@ class _Links:
         return self._found[key]
 
     def network(self, host: int) -> LimitWorld:
-        """Return all network links of a host together."""
         key = host % len(self._hosts), ()
         if key not in self._found:
             world = LimitWorld(RankLayout(2 * self._num, 2, self._num))
@@ -207,9 +140,7 @@ class _Links:
 
 
 def _plan_axis(layout: Layout, axis: str, links: _Links) -> AxisPlan:
-    groups = layout.groups(axis)
-    parts = [links.split(group) for group in groups]
-    found = list(_find_links(parts, links))
+    found = list(_find_links(list(map(links.split, layout.groups(axis))), links))
     rates = [
         (rate.gb_per_s / num, rate.link, num)
         for own, num in found
@@ -217,14 +148,13 @@ def _plan_axis(layout: Layout, axis: str, links: _Links) -> AxisPlan:
     ]
     rate, link, num_sharing = min(rates, key=itemgetter(0), default=(None, "", 1))
     unknown = tuple(dict.fromkeys(why for world, _ in found for why in world.unknown))
-    num_hosts = max(map(len, parts))
-    return AxisPlan(axis, groups, num_hosts, link, rate, num_sharing, unknown)
+    return AxisPlan(axis, link, rate, num_sharing, unknown)
 
 
 def _find_links(
     parts: Sequence[Mapping[int, tuple[int, ...]]], links: _Links
 ) -> Iterator[tuple[LimitWorld, int]]:
-    """Yield the links that groups use, and how many groups share them."""
+    """Yield the links that groups use, and the number of groups that share each."""
     for own in parts:
         for host, local_ranks in own.items():
             if len(local_ranks) > 1:

@@ -1,9 +1,8 @@
-"""Places the ranks of one host: its GPU, an even part of the cores, an adapter.
+"""Places the ranks of one host: GPU, an even part of the cores, an adapter.
 
 Hints of several resources are merged into one set of memory nodes, and admitted or not,
-by the rules of Kubernetes' TopologyManager: a plan made here is what a cluster under
-the same policy would do. A set of nodes is the bits of a number; bit 0 is the first
-node that has CPUs, whatever the kernel calls it. Nodes without CPUs have no bit.
+by the rules of Kubernetes' TopologyManager. A set of nodes is the bits of a number; bit
+0 is the first node with CPUs. Nodes without CPUs have no bit.
 """
 
 from collections import Counter
@@ -19,19 +18,19 @@ _MAX_NODES = 16
 
 
 class Policy(StrEnum):
-    """What becomes of a request that cannot be aligned."""
+    """The treatment of a request that cannot be aligned."""
 
-    NONE = "none"  # Nothing is aligned and everything admitted.
-    BEST_EFFORT = "best-effort"  # Aligned as well as can be, and admitted.
+    NONE = "none"  # Nothing is aligned, no rank refused.
+    BEST_EFFORT = "best-effort"  # Aligned if possible, no rank refused.
     RESTRICTED = "restricted"  # Refused unless all comes from the same, fewest nodes.
     SINGLE_NUMA_NODE = "single-numa-node"  # Refused unless all comes from one node.
 
 
 class Hint(NamedTuple):
-    """One way to meet a request for one resource."""
+    """A set of memory nodes that can meet a request for one resource."""
 
     mask: int | None  # Nodes that it takes; None where any will do.
-    is_preferred: bool  # Whether no smaller set could ever do.
+    is_preferred: bool  # No smaller set could ever suffice.
 
 
 ANY = (Hint(None, is_preferred=True),)
@@ -42,7 +41,7 @@ NOWHERE = (Hint(None, is_preferred=False),)
 
 
 class Alignment(NamedTuple):
-    """What becomes of a request."""
+    """The answer of a policy to a request."""
 
     mask: int | None  # Nodes to use; None for any.
     is_preferred: bool
@@ -54,8 +53,8 @@ def counted_hints(
 ) -> tuple[Hint, ...]:
     """Return a hint for each set of nodes that can meet a request now.
 
-    Preferred are the smallest that could meet it if all were free: what others have
-    scattered is no excuse. ``total`` and ``free`` are by bit of the node.
+    Preferred are the smallest sets that could meet it if all resources were free.
+    ``total`` and ``free`` are by bit of the node.
     """
     had, left = ([0], [0])
     for sums, counts in ((had, total), (left, free)):
@@ -70,7 +69,7 @@ def counted_hints(
 def decide(
     policy: Policy, resources: Sequence[Sequence[Hint]], all_mask: int
 ) -> Alignment:
-    """Return what a policy makes of the hints of each resource, in any order.
+    """Merge the hints of each resource, in any order, by a policy.
 
     ``all_mask`` has all nodes with CPUs.
     """
@@ -91,9 +90,9 @@ def _of_one_node(hints: Iterable[Hint]) -> list[Hint]:
 def merge(resources: Sequence[Sequence[Hint]], all_mask: int) -> Hint:
     """Return the best of all combinations of one hint a resource.
 
-    A combination takes the nodes that all its hints have in common, and is preferred
-    when all are and name the same nodes. Eight nodes and four resources have billions
-    of combinations: only what some of them have in common is listed.
+    A combination has the nodes that all its hints have in common. It is preferred if
+    all hints are and have the same nodes. Eight nodes and four resources have billions
+    of combinations: only their common masks are listed.
     """
     wanted = [{hint.mask for hint in hints if hint.is_preferred} for hints in resources]
     named = {mask for masks in wanted for mask in masks if mask}
@@ -107,10 +106,10 @@ def merge(resources: Sequence[Sequence[Hint]], all_mask: int) -> Hint:
 
 
 def compare(current: Hint | None, candidate: Hint, count: int) -> Hint | None:
-    """Return the better of two combinations; the first where equally good.
+    """Return the better of two combinations; the first of equals.
 
-    ``count`` is that of ``best_count``: not preferred sets are best when they have this
-    size, for a smaller one lacks what some resource needs.
+    ``count`` is ``best_count``'s: sets that are not preferred are best at this size,
+    since a smaller one is too small for some resource.
     """
 
     def rank(hint: Hint) -> tuple[int, int, int, int]:
@@ -126,14 +125,14 @@ def compare(current: Hint | None, candidate: Hint, count: int) -> Hint | None:
 
 
 def best_count(resources: Iterable[Iterable[Hint]]) -> int:
-    """Return the largest, over resources, of the sizes of their narrowest masks."""
+    """Return the size of the narrowest mask of the resource that needs the widest."""
     masks = ([h.mask for h in hints if h.mask is not None] for hints in resources)
     sizes = (min((mask.bit_count() for mask in each), default=0) for each in masks)
     return max(sizes, default=0)
 
 
 def _common_masks(resources: Sequence[Sequence[Hint]], all_mask: int) -> set[int]:
-    """Return what the hints of each combination have in common, in ``n 2**n`` steps."""
+    """Return the common masks of all combinations of hints, in ``n 2**n`` steps."""
     # The number of combinations that have at least some nodes in common is a product
     # over the resources; of those that have just these, its differences.
     ways = [1] * (all_mask + 1)
@@ -150,20 +149,19 @@ def _common_masks(resources: Sequence[Sequence[Hint]], all_mask: int) -> set[int
 
 
 def _pairs(all_mask: int) -> Iterator[tuple[int, int]]:
-    """Yield each set without a node and the same with it, node by node."""
     for bit in (1 << node for node in range(all_mask.bit_length())):
         yield from ((m, m | bit) for m in range(all_mask + 1) if not m & bit)
 
 
 class NearDevice(NamedTuple):
-    """A GPU, and the memory node near it."""
+    """A GPU and its memory node."""
 
-    name: str  # For people and variables: ``0``.
+    name: str  # In output and variables: ``0``.
     node: int  # ``UNKNOWN_NODE`` if unknown.
 
 
 class Nearness(NamedTuple):
-    """How near a network adapter is to a GPU."""
+    """The distance of a network adapter from a GPU."""
 
     order: tuple[float, ...]  # Smaller is nearer; of equals, none is better.
     word: str = ""  # The class of the way between them: ``PIX``; empty if unknown.
@@ -171,7 +169,7 @@ class Nearness(NamedTuple):
 
 
 class Inventory(NamedTuple):
-    """What there is on one host."""
+    """The resources of one host."""
 
     cores: tuple[Core, ...]  # Those that ranks may use.
     gpus: tuple[NearDevice, ...] = ()  # In the order of local ranks.
@@ -181,7 +179,7 @@ class Inventory(NamedTuple):
     host: str = ""  # Its name, for messages.
 
     def nearest_nics(self, gpu: int) -> tuple[int, ...]:
-        """Return the indexes of the adapters that are nearest to a GPU, all equal."""
+        """Return the indexes of the adapters that are nearest to a GPU."""
         own = {nic: near for (each, nic), near in self.nearness.items() if each == gpu}
         best = min((near.order for near in own.values()), default=None)
         return tuple(nic for nic, near in own.items() if near.order == best)
@@ -190,32 +188,32 @@ class Inventory(NamedTuple):
 def inventory_of_machine(
     machine: Machine, gpus: Sequence[Gpu | None], host: str = ""
 ) -> Inventory:
-    """Return what a machine has for ranks; ``gpus`` are those of the local ranks."""
+    """Return a machine's inventory; ``gpus`` belong to the local ranks."""
     names = tuple(dict.fromkeys(near.port for near in machine.near))
-    places = {gpu.bus_id: index for index, gpu in enumerate(gpus) if gpu}
+    indexes = {gpu.bus_id: index for index, gpu in enumerate(gpus) if gpu}
     none = NearDevice("", UNKNOWN_NODE)
     return Inventory(
         machine.cores,
         gpus=tuple(NearDevice(g.visible_as, g.node) if g else none for g in gpus),
         nics=names,
         nearness={
-            (places[near.gpu], names.index(near.port)): Nearness(near.order)
+            (indexes[near.gpu], names.index(near.port)): Nearness(near.order)
             for near in machine.near
-            if near.gpu in places
+            if near.gpu in indexes
         },
         host=host,
     )
 
 
 class Scope(StrEnum):
-    """What is aligned as one."""
+    """The unit of alignment."""
 
     RANK = "rank"  # Each rank by itself.
     JOB = "job"  # All ranks of the host together.
 
 
 class AlignmentRequest(NamedTuple):
-    """What the ranks of a host are to get."""
+    """The ranks of a host, and their policy."""
 
     num_ranks: int
     policy: Policy = Policy.BEST_EFFORT
@@ -223,22 +221,22 @@ class AlignmentRequest(NamedTuple):
 
 
 class PlacementError(UsageError):
-    """A policy refuses ranks; nothing was started."""
+    """A policy refuses ranks."""
 
 
 class CoreShare(NamedTuple):
-    """What one rank gets of cores that some ranks divide among them."""
+    """One rank's part of the cores that some ranks divide."""
 
     pool: tuple[Core, ...]  # Those cores, by node and number.
-    ranks: tuple[int, ...]  # Who divides them, ascending.
-    is_near_gpu: bool  # Whether they are those near the GPUs of these ranks.
+    ranks: tuple[int, ...]  # The ranks that divide them, ascending.
+    is_near_gpu: bool  # They are near the GPUs of these ranks.
     cores: tuple[Core, ...]  # Its own; all of the pool where these are too few.
-    home: int  # The memory node in the middle of what it gets.
-    has_enough: bool  # Whether it need not share them; of no cores all have enough.
+    home: int  # The memory node in the middle of its cores.
+    has_enough: bool  # It does not share them; True without any cores.
 
 
-class RankPlace(NamedTuple):
-    """What one rank gets."""
+class RankPlacement(NamedTuple):
+    """The resources of one rank."""
 
     rank: int  # Local rank.
     gpus: tuple[int, ...]  # Index of its GPU in the inventory; empty for none.
@@ -247,7 +245,7 @@ class RankPlace(NamedTuple):
     nodes: tuple[int, ...]  # Memory nodes that its policy chose; empty for any.
     home: int  # Memory node in the middle of its cores, or ``UNKNOWN_NODE``.
     nics: tuple[int, ...]  # Index of its adapter in the inventory; empty for none.
-    is_preferred: bool  # Whether everything comes from the same, fewest nodes.
+    is_preferred: bool  # All resources come from the same, fewest nodes.
     reasons: tuple[str, ...]  # Why not, a sentence for each resource at fault.
     share: CoreShare
 
@@ -256,13 +254,13 @@ class RankPlace(NamedTuple):
         return tuple(sorted(cpu for core in self.cores for cpu in core.cpus))
 
 
-def place(inventory: Inventory, request: AlignmentRequest) -> tuple[RankPlace, ...]:
-    """Place all ranks of a host, in their order, alike on every call.
+def place(inventory: Inventory, request: AlignmentRequest) -> tuple[RankPlacement, ...]:
+    """Place all ranks of a host, in their order; deterministic.
 
-    Rank i has GPU i where there are as many as ranks, else no rank has one. No core is
-    given out twice unless there are fewer than ranks. Policies that refuse nobody leave
-    the even parts of cores contiguous and only report where one is not aligned; the
-    others look for a node that has room.
+    Rank i has GPU i if there are as many GPUs as ranks, else no rank has one. Ranks
+    share cores only if there are fewer cores than ranks. The policies that refuse no
+    rank keep parts contiguous and only report misaligned ones; the others look for a
+    node with room.
 
     Raises:
         PlacementError: The policy refuses a rank, or all together.
@@ -285,7 +283,7 @@ def place(inventory: Inventory, request: AlignmentRequest) -> tuple[RankPlace, .
 
 
 def _share_cores(cores: tuple[Core, ...], homes: Sequence[int]) -> list[CoreShare]:
-    """Divide cores among ranks in blocks, the low ranks' one core larger."""
+    """Divide cores among ranks in blocks; the low ranks' have one core more."""
     # With a GPU that is near no node with cores, all are divided among all.
     known = {core.node for core in cores} - {UNKNOWN_NODE}
     is_near_gpu = known.issuperset(homes)
@@ -295,14 +293,14 @@ def _share_cores(cores: tuple[Core, ...], homes: Sequence[int]) -> list[CoreShar
         pool = tuple(core for core in cores if core.node == near or not is_near_gpu)
         ranks = tuple(rank for rank, home in enumerate(homes) if home == near)
         size, extra = divmod(len(pool), len(ranks))
-        for place, rank in enumerate(ranks):
-            start = place * size + min(place, extra)
-            own = pool[start : start + size + (place < extra)]
+        for index, rank in enumerate(ranks):
+            start = index * size + min(index, extra)
+            own = pool[start : start + size + (index < extra)]
             home = _middle_node(own)
             if not size and pool:
                 # Each at another node, so that ranks are spread over all.
                 own = pool
-                home = pool[(2 * place + 1) * len(pool) // (2 * len(ranks))].node
+                home = pool[(2 * index + 1) * len(pool) // (2 * len(ranks))].node
             has_enough = size > 0 or not pool
             shares[rank] = CoreShare(pool, ranks, is_near_gpu, own, home, has_enough)
     return [shares[rank] for rank in range(len(homes))]
@@ -313,8 +311,6 @@ def _middle_node(cores: Sequence[Core]) -> int:
 
 
 class _Placer:
-    """Tracks what is left from rank to rank."""
-
     def __init__(self, inventory: Inventory, request: AlignmentRequest) -> None:
         num_ranks = request.num_ranks
         if num_ranks < 1:
@@ -333,7 +329,7 @@ class _Placer:
         self._total = [len(own) for own in self._free.values()]
         self._num_given = [0] * len(inventory.nics)
 
-    def place(self, ranks: Sequence[int]) -> list[RankPlace]:
+    def place(self, ranks: Sequence[int]) -> list[RankPlacement]:
         hints = {} if self._policy is Policy.NONE else self._hints(ranks)
         all_mask = (1 << len(self.nodes)) - 1
         alignment = decide(self._policy, tuple(hints.values()), all_mask)
@@ -346,18 +342,18 @@ class _Placer:
                 f"policy must be one that every rank can keep, got {self._policy} and "
                 f"{name}: {'; '.join(reasons)}. Use fewer ranks, or take best-effort."
             )
-        return [self._take(rank, alignment, reasons) for rank in ranks]
+        return [self._allocate(rank, alignment, reasons) for rank in ranks]
 
     def _gpus(self, ranks: Iterable[int]) -> list[NearDevice]:
         return [self._inventory.gpus[rank] for rank in ranks if self._has_gpus]
 
     def _is_fixed(self, rank: int) -> bool:
-        """Return whether a rank has the cores of its share and no others."""
+        """Return True if a rank has exactly the cores of its share."""
         is_lax = self._policy in {Policy.NONE, Policy.BEST_EFFORT}
         return is_lax or not self._shares[rank].has_enough
 
     def _wanted(self, ranks: Sequence[int]) -> tuple[int, list[int]]:
-        """Return how many cores ranks want, and how many of them each node has free."""
+        """Return the cores that ranks need, and the free ones of each node."""
         fixed = {c for r in ranks if self._is_fixed(r) for c in self._shares[r].cores}
         if not fixed:
             num_wanted = sum(len(self._shares[rank].cores) for rank in ranks)
@@ -378,18 +374,20 @@ class _Placer:
             found["cpu"] = counted_hints(self._total, free, num_wanted) or NOWHERE
         return found
 
-    def _take(
+    def _allocate(
         self, rank: int, alignment: Alignment, reasons: tuple[str, ...]
-    ) -> RankPlace:
+    ) -> RankPlacement:
         share, mask = self._shares[rank], alignment.mask
-        cores = share.cores if self._is_fixed(rank) else self._take_cores(rank, mask)
-        return RankPlace(
+        cores = (
+            share.cores if self._is_fixed(rank) else self._allocate_cores(rank, mask)
+        )
+        return RankPlacement(
             rank=rank,
             gpus=(rank,) if self._has_gpus else (),
             cores=cores,
             nodes=() if mask is None else self._numbers(mask),
             home=_middle_node(cores) if share.has_enough else share.home,
-            nics=self._take_nic(rank) if self._has_gpus else (),
+            nics=self._allocate_nic(rank) if self._has_gpus else (),
             is_preferred=alignment.is_preferred,
             reasons=reasons,
             share=share,
@@ -398,8 +396,8 @@ class _Placer:
     def _numbers(self, mask: int) -> tuple[int, ...]:
         return tuple(n for bit, n in enumerate(self.nodes) if mask >> bit & 1)
 
-    def _take_cores(self, rank: int, mask: int | None) -> tuple[Core, ...]:
-        """Give out cores of the mask, near the GPU and of one node if possible."""
+    def _allocate_cores(self, rank: int, mask: int | None) -> tuple[Core, ...]:
+        """Allocate cores of the mask, if possible near the GPU and on one node."""
         inside = self.nodes if mask is None else self._numbers(mask)
         near = {gpu.node for gpu in self._gpus([rank])}
         order = sorted(self.nodes, key=lambda n: (n not in inside, n not in near, n))
@@ -414,8 +412,8 @@ class _Placer:
             del free[node][:num_more]
         return tuple(sorted(taken, key=lambda core: (core.node, core.cpus)))
 
-    def _take_nic(self, gpu: int) -> tuple[int, ...]:
-        """Give out the adapter nearest to a rank's GPU, of equals the least used."""
+    def _allocate_nic(self, gpu: int) -> tuple[int, ...]:
+        """Allocate the adapter nearest to a rank's GPU, of equals the least used."""
         near = self._inventory.nearest_nics(gpu)
         if not near:
             return ()
@@ -426,7 +424,7 @@ class _Placer:
     def _explain(
         self, ranks: Sequence[int], hints: dict[str, tuple[Hint, ...]]
     ) -> tuple[str, ...]:
-        """Return why ranks are not aligned: a sentence for each resource at fault."""
+        """Return the reasons against alignment, a sentence for each resource."""
         is_one = self._policy is Policy.SINGLE_NUMA_NODE
         allowed = {n: _of_one_node(h) if is_one else h for n, h in hints.items()}
         good = {
@@ -458,7 +456,6 @@ class _Placer:
         return tuple(found)
 
     def _smallest(self, masks: Iterable[int | None]) -> list[str]:
-        """Return sets of nodes in words, those of the fewest first."""
         texts: list[str] = []
         for mask in sorted((m for m in masks if m), key=lambda m: (m.bit_count(), m)):
             numbers = "+".join(map(str, self._numbers(mask)))

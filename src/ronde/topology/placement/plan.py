@@ -1,7 +1,7 @@
-"""A placement on any host with names in it, and what to type to have it by hand."""
+"""A placement on any host, by names, with the commands to apply it by hand."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import chain, combinations, groupby, product, zip_longest
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ from ronde.topology.placement.placing import (
     NearDevice,
     Nearness,
     Policy,
-    RankPlace,
+    RankPlacement,
     place,
 )
 
@@ -33,11 +33,11 @@ class NicChoice(NamedTuple):
 
     name: str  # ``mlx5_0``.
     path: str  # The class of the way from the rank's GPU: ``PIX``; empty if unknown.
-    gb_per_s: float  # What that way carries by NCCL's figures; 0 if unknown.
+    gb_per_s: float  # NCCL's figure for the path; 0 if unknown.
 
 
 class PlannedRank(NamedTuple):
-    """What one rank gets."""
+    """The resources of one rank, by name."""
 
     rank: int  # Local rank.
     gpus: tuple[int, ...]  # Their numbers as ``CUDA_VISIBLE_DEVICES`` names them.
@@ -47,20 +47,20 @@ class PlannedRank(NamedTuple):
     nodes: tuple[int, ...]  # Memory nodes that the policy chose; empty for any.
     memory_nodes: tuple[int, ...]  # Where its memory is to lie; empty for anywhere.
     nics: tuple[NicChoice, ...]
-    is_preferred: bool  # Whether all comes from the same, fewest memory nodes.
+    is_preferred: bool  # All resources come from the same, fewest memory nodes.
     reasons: tuple[str, ...]  # Why not, a sentence for each resource at fault.
-    command: str  # What binds it by hand, before the program; empty for nothing.
+    command: str  # Prefix of the program that binds it by hand, or "".
 
 
 class HostPlan(NamedTuple):
-    """Where the ranks of one host sit."""
+    """The placement of the ranks of one host."""
 
     host: str  # Its name; empty if unknown.
     policy: str
     scope: str
     ranks: tuple[PlannedRank, ...]  # By local rank.
     env: dict[str, str]  # Variables for all ranks.
-    notices: tuple[str, ...]  # What the user should know, a sentence each.
+    notices: tuple[str, ...]  # Remarks for the user, a sentence each.
 
 
 def plan_host(
@@ -72,7 +72,7 @@ def plan_host(
         notices = (*notices, "CPUs are unknown: ranks get none.")
     gpus, gpu_variables = choose_gpus(host, request.num_ranks)
     ports = _training_ports(host)
-    # Near a node without CPUs there is no place for a rank, and no policy refuses one.
+    # A node without CPUs has no cores for a rank, and no policy refuses its GPUs.
     bare = {node.number for node in host.numa_nodes if not node.cpus}
     near = find_numa_numbers(host)
     near |= {name: UNKNOWN_NODE for name, node in near.items() if node in bare}
@@ -83,23 +83,24 @@ def plan_host(
         _find_nearness(host, gpus, ports),
         host.name,
     )
-    places = place(inventory, request)
-    if gpus and not places[0].gpus:
-        few = f"{len(places)} ranks and only {len(gpus)} GPUs"
+    placements = place(inventory, request)
+    if gpus and not placements[0].gpus:
+        few = f"{len(placements)} ranks and only {len(gpus)} GPUs"
         notices = (*notices, f"{few}: no rank has one of its own.")
-    for each in [each.share for each in places if not each.share.has_enough][:1]:
+    for each in [each.share for each in placements if not each.share.has_enough][:1]:
         pool = f"{len(each.pool)} core{'s' * (len(each.pool) > 1)}"
         notices = (*notices, f"{len(each.ranks)} ranks share {pool}.")
     is_judged = request.policy is not Policy.NONE
-    used = [gpu for each in places for gpu in each.gpus]
-    env = show_gpus([gpus[gpu] for gpu in used], gpu_variables)
+    used = [gpu for each in placements for gpu in each.gpus]
+    numbers = ",".join(str(gpus[gpu].number) for gpu in used)
+    env = {name: value or numbers for name, value in gpu_variables.items() if used}
     return HostPlan(
         host.name,
         str(request.policy),
         str(request.scope),
         tuple(
             _plan_rank(each, inventory, gpus, ports, is_judged=is_judged)
-            for each in places
+            for each in placements
         ),
         env | _nic_env(inventory, used, ports),
         notices,
@@ -109,13 +110,12 @@ def plan_host(
 def choose_gpus(
     host: HostTopology, num_ranks: int
 ) -> tuple[list[GpuDevice], dict[str, str]]:
-    """Return the GPUs, those of ranks first, and the variables for ``show_gpus``.
+    """Return the GPUs, those of ranks first, and the variables to show them.
 
-    First are those that NVLink or xGMI joins best. From each GPU on, the one with the
-    best links to those before is added; the set whose slowest pair is the fastest
-    counts.
+    NVLink or xGMI joins the first ones best: from each GPU on, the one with the best
+    links to the chosen ones is added; the set with the fastest slowest pair wins.
     """
-    gpus, variables = order_gpus(host)
+    gpus, variables = _order_gpus(host)
     if num_ranks >= len(gpus):
         return gpus, variables
     paths = find_paths(host)
@@ -141,17 +141,11 @@ def _fit(rates: Sequence[float]) -> tuple[float, float]:
     return min(rates, default=0.0), sum(rates)
 
 
-def show_gpus(gpus: Sequence[GpuDevice], env: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables by which programs see these GPUs, in this order."""
-    numbers = ",".join(str(gpu.number) for gpu in gpus)
-    return {name: value or numbers for name, value in env.items() if gpus}
-
-
-def order_gpus(host: HostTopology) -> tuple[list[GpuDevice], dict[str, str]]:
+def _order_gpus(host: HostTopology) -> tuple[list[GpuDevice], dict[str, str]]:
     """Return the GPUs with the numbers that programs use, and the variables for them.
 
-    CUDA counts by bus address when asked to, HIP has no such setting. A variable
-    without a value is to list the numbers.
+    CUDA counts by bus address on request, HIP has no such setting. A variable with an
+    empty value lists the numbers.
     """
     vendors = {device.bus_id: device.vendor for device in host.devices}
     amd = [gpu for gpu in host.gpus if gpu.gcn or vendors.get(gpu.bus_id) == _AMD]
@@ -161,14 +155,14 @@ def order_gpus(host: HostTopology) -> tuple[list[GpuDevice], dict[str, str]]:
         return ordered, {"HIP_VISIBLE_DEVICES": ""} if is_amd else {}
     gpus = sorted(host.gpus, key=lambda gpu: bus_order(gpu.bus_id))
     numbers = [gpu.number for gpu in gpus]
-    # Of a GPU that is lost the number stays free; another order is not the bus's.
+    # A lost GPU leaves a gap in the numbers; other orders are not the bus's.
     if numbers != sorted({*numbers}):
         gpus = [gpu._replace(number=number) for number, gpu in enumerate(gpus)]
     return gpus, {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ""}
 
 
 def _plan_rank(
-    rank: RankPlace,
+    rank: RankPlacement,
     inventory: Inventory,
     gpus: Sequence[GpuDevice],
     ports: Sequence[NetPort],
@@ -205,22 +199,22 @@ def _plan_rank(
 def _nic_env(
     inventory: Inventory, gpus: Sequence[int], ports: Sequence[NetPort]
 ) -> dict[str, str]:
-    """Return what leaves NCCL all adapters that are nearest to GPUs of the plan.
+    """Return the variable that leaves NCCL all adapters nearest to the plan's GPUs.
 
-    NCCL must find the same on every rank of a host: it picks each GPU's from them.
+    It must be equal for all ranks of a host.
 
-    Source: NVIDIA's answer in https://github.com/NVIDIA/nccl/issues/1478.
+    Source: https://github.com/NVIDIA/nccl/issues/1478.
     """
     used = sorted({nic for gpu in gpus for nic in inventory.nearest_nics(gpu)})
     names = [_verbs_name(ports[nic]) for nic in used]
     if not names or not all(names):
         return {}
-    # The first sign makes NCCL compare whole names: mlx5_1 would mean mlx5_10, too.
+    # "=" makes NCCL compare whole names: mlx5_1 would match mlx5_10, too.
     return {"NCCL_IB_HCA": "=" + ",".join(dict.fromkeys(names))}
 
 
 def find_near_ports(host: HostTopology, bus_ids: set[str]) -> tuple[NearPort, ...]:
-    """Return how near the ports to train over are to some GPUs, port by port."""
+    """Return the distances of ports to train over from some GPUs."""
     gpus = [gpu for gpu in host.gpus if gpu.bus_id in bus_ids]
     ports = _training_ports(host)
     return tuple(
@@ -230,7 +224,7 @@ def find_near_ports(host: HostTopology, bus_ids: set[str]) -> tuple[NearPort, ..
 
 
 def infer_cores(host: HostTopology) -> tuple[tuple[Core, ...], tuple[str, ...]]:
-    """Return the cores of a host, and notices on what had to be inferred."""
+    """Return the cores of a host, and notices about guesses."""
     # Placeholders in clouds' files give all nodes the same CPUs.
     counts = Counter(cpu for node in host.numa_nodes for cpu in node.cpus)
     twice = {cpu for cpu, count in counts.items() if count > 1}
@@ -239,7 +233,7 @@ def infer_cores(host: HostTopology) -> tuple[tuple[Core, ...], tuple[str, ...]]:
     for node in host.numa_nodes:
         groups = node.cores
         if not groups:
-            groups = _threads_by_place([cpu for cpu in node.cpus if cpu not in twice])
+            groups = _threads_by_index([cpu for cpu in node.cpus if cpu not in twice])
             is_inferred |= bool(groups)
         left = [tuple(c for c in cpus if c not in twice) for cpus in groups]
         cores += [Core(cpus, node.number) for cpus in left if cpus]
@@ -257,18 +251,18 @@ def infer_cores(host: HostTopology) -> tuple[tuple[Core, ...], tuple[str, ...]]:
     return tuple(cores), tuple(notices)
 
 
-def _threads_by_place(cpus: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Return the CPUs at the same place in each run of numbers: a core each.
+def _threads_by_index(cpus: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """Return CPUs with the same index in each run of numbers: a core each.
 
     Linux counts all first threads of a node before all second ones.
     """
     by_run = groupby(enumerate(cpus), key=lambda each: each[1] - each[0])
     runs = [[cpu for _, cpu in run] for _, run in by_run]
-    # Many short runs are no threads: every other CPU is of this node, or some are off.
+    # Many short runs: CPUs alternate between nodes, or some are offline.
     if len(runs) > _MAX_THREADS:
         return tuple((cpu,) for cpu in cpus)
-    places = zip_longest(*runs)
-    return tuple(tuple(cpu for cpu in each if cpu is not None) for each in places)
+    columns = zip_longest(*runs)
+    return tuple(tuple(cpu for cpu in each if cpu is not None) for each in columns)
 
 
 def _is_rdma(port: NetPort) -> bool:
@@ -295,7 +289,6 @@ def _training_ports(host: HostTopology) -> tuple[NetPort, ...]:
 def _find_nearness(
     host: HostTopology, gpus: Sequence[GpuDevice], ports: Sequence[NetPort]
 ) -> dict[tuple[int, int], Nearness]:
-    """Return how near each port is to each GPU, by their indexes, where it is known."""
     if not gpus or not ports:
         return {}
     table, paths = classify(host), find_paths(host)
@@ -317,7 +310,7 @@ def _find_nearness(
 
 
 def _verbs_name(port: NetPort) -> str:
-    """Return ``mlx5_0:1``; empty for what NCCL's own InfiniBand code does not drive.
+    """Return ``mlx5_0:1``; "" for ports that NCCL's InfiniBand code does not drive.
 
     Fused adapters (``mlx5_0+mlx5_1``) are named one by one.
     """
@@ -325,8 +318,7 @@ def _verbs_name(port: NetPort) -> str:
         return ""
     adapters = port.title.partition(":")[0].split("+")
     number = port.port
-    # NCCL's files count a port's copies in, so that only the first number is right.
-    # Where a port has a number, the source is such a file.
+    # In NCCL's files, in which ports have numbers, later port numbers may count copies.
     if port.number != UNKNOWN and number > 1:
         number = UNKNOWN
     if port.title.startswith("mlx5") and number == UNKNOWN:

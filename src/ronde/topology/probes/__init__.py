@@ -1,1 +1,1 @@
-"""One file for each format in which a machine's topology comes."""
+"""Readers of topologies, one file a format."""

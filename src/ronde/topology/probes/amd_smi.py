@@ -31,7 +31,6 @@ _TYPE, _HOPS, _RATE = "link type", "hops", "numa bw"
 
 
 def _read_tables(saved: Saved) -> tuple[dict[str, int], _Words]:
-    """Return the NUMA node of each GPU by its label, and the words of all tables."""
     labels: dict[str, int] = {}
     words: _Words = defaultdict(dict)
     # A table may have lost its title.
@@ -63,8 +62,8 @@ def _read(saved: Saved) -> Topology:
             f"{len(labels)} GPUs. Was it cut? Write it with: amd-smi topology"
         )
     gpus = {
-        label: GpuDevice(plain_address(label), place, node=labels[label])
-        for place, label in enumerate(few)
+        label: GpuDevice(plain_address(label), number, node=labels[label])
+        for number, label in enumerate(few)
     }
     links: list[Link] = []
     relations: list[Relation] = []

@@ -1,4 +1,4 @@
-"""What every reader of a saved topology uses: the file, its text, XML and errors."""
+"""The base of all readers of saved topologies: file, text, XML and errors."""
 
 import codecs
 import re
@@ -22,7 +22,7 @@ _MAX_NESTED = 4
 _LOOKED_AT = 1 << 16
 _COMMENT = re.compile(rb"<!--.*?(?:-->|\Z)", re.DOTALL)
 _TAG = re.compile(rb"<([A-Za-z_][\w:.-]*)")
-# What launchers and loggers put before a line. The first differs from line to line.
+# Prefixes of launchers and loggers. The first differs from line to line.
 _TAGS = (
     r"\d{4}-\d\d-\d\d[T ][\d:.,]{8,20}(?:Z|[+-]\d\d:?\d\d)?(?:[ \t]|$)|>(?: |$)",
     r" {0,12}\d{1,6}:(?: |$)",
@@ -47,18 +47,18 @@ class Saved(NamedTuple):
 class Probe:
     """A reader of one form of topology.
 
-    ``recognises`` is quick, and true for damaged files, too. What is odd and can be
-    read is a remark of the host; else ``read`` raises ``UsageError`` with the place in
+    ``recognises`` is quick, and true for damaged files, too. Oddities that can be read
+    become remarks of the host; else ``read`` raises ``UsageError`` with the position in
     the file. Nothing is guessed.
     """
 
-    format: str  # For people: ``NCCL topology file``.
+    format: str  # For output: ``NCCL topology file``.
     recognises: Callable[[Saved], bool]
     read: Callable[[Saved], Topology]
 
 
 def has_line(pattern: re.Pattern[str]) -> Callable[[Saved], bool]:
-    """Return a test for files that have a pattern in one of their first lines."""
+    """Return a test for files with a pattern in one of their first lines."""
     return lambda saved: any(map(pattern.search, first_lines(saved.text)))
 
 
@@ -68,7 +68,6 @@ def has_root(tag: str) -> Callable[[Saved], bool]:
 
 
 def bad_value(origin: str, line: int, rule: str, got: object) -> UsageError:
-    """Return the error for a value that breaks a rule; raise it."""
     return UsageError(
         f"{origin}, line {line}: {rule}, got {shorten(got)}. Was it cut, or changed on "
         "its way?"
@@ -76,25 +75,24 @@ def bad_value(origin: str, line: int, rule: str, got: object) -> UsageError:
 
 
 def untag(lines: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
-    """Return lines without what each has in front, and the places named there."""
+    """Return lines without their tags, and the hosts or ranks named there."""
     plain: list[str] = list(lines)
-    places: tuple[str, ...] = ()
+    origins: tuple[str, ...] = ()
     for _ in range(_MAX_NESTED):
         for form in _TAGS:
             if any(tags := _tags(plain, form)):
                 pairs = zip(plain, tags, strict=True)
                 plain = [line.removeprefix(tag) for line, tag in pairs]
                 own = {tag.strip(" :") for tag in tags if tag}
-                if form != _TAGS[0] and len(own) > len(places):
-                    places = tuple(sorted(own))
+                if form != _TAGS[0] and len(own) > len(origins):
+                    origins = tuple(sorted(own))
                 break
         else:
             break
-    return plain, places
+    return plain, origins
 
 
 def _tags(lines: Sequence[str], form: str) -> list[str]:
-    """Return what each line begins with; nothing where a line does not."""
     pattern = re.compile(form)
     tags: list[str] = []
     for line in lines:
@@ -106,21 +104,21 @@ def _tags(lines: Sequence[str], form: str) -> list[str]:
 
 
 def first_lines(text: str) -> list[str]:
-    """Return the first lines of a text without tags, to recognise it."""
+    """Return the first lines of a text, without tags."""
     head = text[:_LOOKED_AT]
-    # A line that is cut may have lost its tag.
+    # A cut line may have lost its tag.
     whole = head if len(text) <= _LOOKED_AT else head.rpartition("\n")[0] or head
     return untag(whole.splitlines())[0]
 
 
 def lines_of_one(lines: Sequence[str], origin: str) -> list[str]:
     """Return lines without tags; refuse those of several hosts or ranks."""
-    plain, places = untag(lines)
-    if len(places) > 1:
+    plain, origins = untag(lines)
+    if len(origins) > 1:
         raise UsageError(
-            f"{origin} must be of one host, got lines of {len(places)}: "
-            f"{shorten(', '.join(places))}. Give those of one alone: grep -F "
-            f"{shorten(places[0])} {origin}"
+            f"{origin} must be of one host, got lines of {len(origins)}: "
+            f"{shorten(', '.join(origins))}. Give those of one alone: grep -F "
+            f"{shorten(origins[0])} {origin}"
         )
     return plain
 
@@ -131,22 +129,22 @@ def keep_lower_ends(
     """Return the devices at ``ends`` and those above, without the upper ends of links.
 
     A link joins a device to a port above it, and a PCI switch is a port above others.
-    Of both ends the lower is kept, as NCCL does, with what both can do: then a switch
-    is one device, and each device has the link above it.
+    The lower end is kept, as NCCL does, with the abilities of both: a switch becomes
+    one device, and each device has the link above it.
     """
     kept: dict[str, PciDevice] = {}
     redirecting: defaultdict[str, set[str]] = defaultdict(set)
     for end in ends:
         chain: dict[str, PciDevice] = {}
-        place = end
-        while place in devices and place not in kept and place not in chain:
-            device = devices[place]
+        address = end
+        while address in devices and address not in kept and address not in chain:
+            device = devices[address]
             port = devices.get(device.parent)
-            chain[place] = _with_both_ends(device, port)
-            place = port.parent if port else ""
-            chain[device.bus_id] = chain[device.bus_id]._replace(parent=place)
+            chain[address] = _with_both_ends(device, port)
+            address = port.parent if port else ""
+            chain[device.bus_id] = chain[device.bus_id]._replace(parent=address)
             if port and port.is_redirecting:
-                redirecting[place].add(port.bus_id)
+                redirecting[address].add(port.bus_id)
         kept |= dict(reversed(chain.items()))
     return tuple(
         device._replace(
@@ -158,9 +156,9 @@ def keep_lower_ends(
 
 
 def _with_both_ends(device: PciDevice, port: PciDevice | None) -> PciDevice:
-    """Return a device with the link that both it and the port above can do."""
+    """Return a device with the link that it and the port above can do."""
     if port is None or not (port.speed or port.width > 0 or port.gb_per_s):
-        # Nobody knows what the slot can do: that the link could do more is a guess.
+        # The abilities of the slot are unknown, so the link may be at its best.
         return as_running(device)
     ends = device, port
     rates = [each.gb_per_s for each in ends if each.gb_per_s > 0]
@@ -178,7 +176,7 @@ def small_number(text: str) -> int:
 
 
 class Element(NamedTuple):
-    """One element of XML."""
+    """An element of XML."""
 
     tag: str
     attributes: dict[str, str]
@@ -191,7 +189,7 @@ class Element(NamedTuple):
         return [child for child in self.children if child.tag in tags]
 
     def get(self, name: str) -> str:
-        """Return an attribute; empty if it is not there."""
+        """Return an attribute, or ""."""
         return self.attributes.get(name, "")
 
     def bad(self, rule: str, got: object) -> UsageError:
@@ -199,18 +197,15 @@ class Element(NamedTuple):
 
 
 def outermost_tag(data: bytes) -> str:
-    """Return the name of the first element, in damaged files too; empty if none.
-
-    It stands in the first 64 KiB, or is not found.
-    """
-    # Without NULs, what is UTF-16 reads the same.
+    """Return the first element's name in the first 64 KiB, or ""; also if damaged."""
+    # Without NULs, UTF-16 reads the same.
     head = _COMMENT.sub(b"", data[:_LOOKED_AT].replace(b"\0", b""))
     found = _TAG.search(head)
     return found[1].decode() if found else ""
 
 
 def parse_xml(data: bytes, origin: str, tag: str) -> Element:
-    """Return the outermost element; refuse others, entities and endless nesting."""
+    """Return the outermost element; refuse others, entities and deep nesting."""
     # Each open element is in the one before; the first is around the outermost.
     opened = [Element("", {}, 0, origin, [], [])]
     num_elements = 0
@@ -230,7 +225,7 @@ def parse_xml(data: bytes, origin: str, tag: str) -> Element:
         opened[-1].children.append(element)
         opened.append(element)
 
-    def take_text(text: str) -> None:
+    def on_text(text: str) -> None:
         opened[-1].pieces.append(text)
 
     def refuse_entity(name: str, *_: object) -> None:
@@ -243,7 +238,7 @@ def parse_xml(data: bytes, origin: str, tag: str) -> Element:
     parser.buffer_text = True
     parser.StartElementHandler = start
     parser.EndElementHandler = lambda _: opened.pop()
-    parser.CharacterDataHandler = take_text
+    parser.CharacterDataHandler = on_text
     parser.EntityDeclHandler = refuse_entity
     try:
         parser.Parse(data, True)  # noqa: FBT003 - it takes no names

@@ -1,6 +1,6 @@
-"""The XML that hwloc's ``lstopo`` writes, of versions 2 and 3.
+"""The XML of hwloc's ``lstopo``, versions 2 and 3.
 
-Of a PCI device's link hwloc has the bandwidth, not the speed.
+hwloc gives the bandwidth of a PCI link, not its speed.
 """
 
 import math
@@ -63,7 +63,7 @@ def _read(saved: Saved) -> Topology:
     if not version >= 2:
         rule = "version must be a number from 2 (lstopo of hwloc 2 writes it)"
         raise root.bad(rule, root.attributes.get("version", "none"))
-    # What holds for the whole machine stands in it before version 3, then beside.
+    # Infos of the whole machine are in it before version 3, then beside it.
     infos = {**_infos(root), **_infos(machines[0])}
     objects = list(_walk(machines[0]))
     nodes = _Nodes(objects, infos)
@@ -84,8 +84,6 @@ def _read(saved: Saved) -> Topology:
 
 
 class _Object(NamedTuple):
-    """An object, and where it stands."""
-
     element: Element
     kind: str
     cpus: int  # Its CPUs as bits, else those of the nearest object around it.
@@ -95,7 +93,6 @@ class _Object(NamedTuple):
 
 
 def _walk(machine: Element) -> Iterator[_Object]:
-    """Yield all objects, parents before children, in the order of the file."""
     waiting = [(machine, _Object(machine, "", 0, None, "", ""))]
     while waiting:
         element, around = waiting.pop()
@@ -135,7 +132,7 @@ def _number(element: Element, name: str) -> int:
 
 
 def _decimal(text: str) -> float:
-    """Return a number that is finite and not negative; ``nan`` for anything else."""
+    """Return a finite number of at least 0; ``nan`` for anything else."""
     try:
         value = float(text)
     except ValueError:
@@ -144,9 +141,9 @@ def _decimal(text: str) -> float:
 
 
 class _Nodes:
-    """The NUMA nodes of a machine; a CPU is in one of them.
+    """The NUMA nodes of a machine.
 
-    CPUs that several have belong to ordinary memory, and there to the lowest number.
+    A CPU of several nodes belongs to the ordinary memory with the lowest number.
     """
 
     def __init__(self, objects: Sequence[_Object], infos: Mapping[str, str]) -> None:
@@ -184,7 +181,7 @@ class _Nodes:
         )
 
     def near(self, cpus: int) -> int:
-        """Return the node that has all of some CPUs; ``UNKNOWN`` if none has."""
+        """Return the node that contains all of some CPUs, or ``UNKNOWN``."""
         first = (cpus & -cpus).bit_length() - 1
         number = self._owner.get(first, UNKNOWN)
         return number if cpus & ~self._own.get(number, 0) == 0 else UNKNOWN
@@ -222,7 +219,7 @@ def _read_devices(objects: Iterable[_Object], nodes: _Nodes) -> dict[str, PciDev
                 [element.get("pci_type"), element.get("pci_link_speed")],
             )
         vendor, device, *board = (int(x or "0", 16) for x in kind.group(2, 3, 4, 5))
-        # Bridges have no board, and zeros stand in its place.
+        # Bridges have no board, only zeros.
         maker, card = board if board[0] else (UNKNOWN, UNKNOWN)
         code, node = int(kind[1] + (kind[6] or "00"), 16), nodes.near(each.cpus)
         codes = code, vendor, device, maker, card
@@ -233,11 +230,10 @@ def _read_devices(objects: Iterable[_Object], nodes: _Nodes) -> dict[str, PciDev
 def _read_gpus(
     objects: Iterable[_Object], devices: Mapping[str, PciDevice]
 ) -> tuple[GpuDevice, ...]:
-    """Return GPUs in the order of the devices, with what their drivers have of them."""
     known: defaultdict[str, dict[str, str]] = defaultdict(dict)
     for each in objects:
         infos = _infos(each.element) if each.kind == "OSDev" else {}
-        # The library that found it; each version has it elsewhere.
+        # The library that found it; its attribute depends on the version.
         backend = each.element.get("subtype") or infos.get("CoProcType", "")
         if each.bus_id and (backend or infos.get("Backend", "")) in _GPU_BACKENDS:
             known[each.bus_id] |= infos
@@ -275,19 +271,19 @@ def _read_ports(
             for name, state in (_infos(each.element) if is_rdma else {}).items()
             if (match := _PORT_STATE.fullmatch(name))
         )
-        # The second and later bear their number.
+        # Titles of second and later ports have a number.
         titles = [port.title, *(f"{port.title}:{number}" for number, _ in states[1:])]
         found += [
             port._replace(title=title, port=number, is_up=is_up)
             for title, (number, is_up) in zip(titles, states, strict=False)
         ] or [port]
-    # The interfaces of an RDMA adapter are its ports once more.
+    # Interfaces of an RDMA adapter repeat its ports.
     adapters = {port.bus_id for port in found if port.kind == "infiniband"} - {""}
     return tuple(p for p in found if p.kind != "ethernet" or p.bus_id not in adapters)
 
 
 def _names(objects: Iterable[_Object], nodes: _Nodes) -> dict[str, str]:
-    """Return the names of what links can lead to by hwloc's numbers of objects."""
+    """Return the names of the ends of links by hwloc's numbers of objects."""
     found: dict[str, str] = {}
     for each in objects:
         is_device = each.kind == "OSDev" or each.element.get("pci_busid")
@@ -301,11 +297,10 @@ def _names(objects: Iterable[_Object], nodes: _Nodes) -> dict[str, str]:
 def _read_links(
     root: Element, names: Mapping[str, str], gpus: Sequence[GpuDevice]
 ) -> Iterator[Link]:
-    """Yield the direct links whose ends are known, each direction by itself."""
     capabilities = {gpu.name: gpu.sm for gpu in gpus}
     for matrix in root.named("distances2", "distances2hetero"):
         kind = _LINK_KINDS.get(matrix.get("name"))
-        # What stands in it is the bandwidth of all links together.
+        # Its values are the bandwidth of all links together.
         for source, target, mb_per_s in _entries(matrix) if kind else ():
             ends = names.get(source, ""), names.get(target, "")
             if kind is None or source == target or mb_per_s <= 0 or not all(ends):
@@ -319,7 +314,6 @@ def _read_links(
 
 
 def _entries(matrix: Element) -> Iterator[tuple[str, str, float]]:
-    """Yield source, target and value of each entry, row by row."""
     indexes, words = (
         " ".join("".join(child.pieces) for child in matrix.named(tag)).split()
         for tag in ("indexes", "u64values")
@@ -331,8 +325,8 @@ def _entries(matrix: Element) -> Iterator[tuple[str, str, float]]:
     if len(values) != num**2 or len(set(names)) != num:
         rule = f"a matrix of {num} different objects must have {num} * {num} values"
         raise matrix.bad(rule, len(values))
-    for place, value in enumerate(values):
-        yield names[place // num], names[place % num], value
+    for index, value in enumerate(values):
+        yield names[index // num], names[index % num], value
 
 
 HWLOC = Probe("hwloc XML", has_root("topology"), _read)

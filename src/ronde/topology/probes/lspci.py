@@ -26,12 +26,12 @@ from ronde.topology.probes.base import (
 _ADDRESS = r"(?:[0-9a-f]{4,8}:)?[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]"
 _LINE = re.compile(rf"({_ADDRESS})\s+(\S.*)")
 _START = re.compile(rf"^{_ADDRESS} [^\n:]+:")
-# A class by its number (-n), by its name, or by both (-nn, and a name that lacks).
+# A class by its number (-n), its name, or both (-nn, and classes without a name).
 _CLASS = re.compile(r"(?:([0-9a-f]{4})|(.*?)(?: \[([0-9a-f]{4})\])?): *(?=\S)(.*)")
 _IDS = re.compile(r"\s*\[([0-9a-f]{4}):([0-9a-f]{4})\]")
 _REVISION = re.compile(r" \((?:rev|prog-if) .*")
 _BRIDGE = 0x0604
-# What lspci calls classes and vendors without -nn.
+# Names of classes and vendors without -nn.
 _CLASS_NAMES = {
     "VGA compatible controller": 0x0300,
     "3D controller": 0x0302,
@@ -83,7 +83,6 @@ def _read(saved: Saved) -> Topology:
 
 
 def _device(origin: str, number: int, match: re.Match[str]) -> tuple[PciDevice, str]:
-    """Return a device and its title from the first line of it."""
     address, line = pci.plain_address(match[1]), match[2]
     kind = _CLASS.fullmatch(line)
     if kind is None:
@@ -92,7 +91,7 @@ def _device(origin: str, number: int, match: re.Match[str]) -> tuple[PciDevice, 
     bare, name, code, rest = kind.groups()
     rest = re.sub(r"^(\w{4}:\w{4})\b", r"[\1]", rest) if bare else rest
     ids = list(_IDS.finditer(rest))
-    # Of a listing with ids, a line that lacks them was cut.
+    # In a list with ids, a line without them was cut.
     if name in _CLASS_NAMES and code and not ids:
         rule = "a device must have its class and its ids in brackets, as lspci"
         raise bad_value(origin, number, f"{rule} -nn writes them", line)
@@ -103,13 +102,12 @@ def _device(origin: str, number: int, match: re.Match[str]) -> tuple[PciDevice, 
         rest = rest[: ids[-1].start()]
     class_code = (int(bare or code or "0", 16) or _CLASS_NAMES.get(name, 0)) << 8
     found = PciDevice(address, class_code=class_code, vendor=vendor, device=device)
-    # What does not answer is read as ones.
+    # A lost device reads as ones.
     found = found._replace(is_lost=" (rev ff)" in line)
     return found, _REVISION.sub("", rest)
 
 
 def _with_detail(device: PciDevice, line: str) -> PciDevice:
-    """Return a device with what a line below it shows."""
     if match := _LINK.fullmatch(line):
         speed, width = f"{float(match[2]):.1f} GT/s PCIe", int(match[3])
         if match[1] == "Cap":
@@ -134,7 +132,7 @@ def _host(
             sm = pci.compute_capability(title)
             gpus.append(GpuDevice(address, len(gpus), sm=sm, title=title))
         elif pci.is_network(code):
-            # Ports have no names: the address stands for it.
+            # Ports have no names here; use the address.
             ports.append(NetPort(address, address, kind=pci.port_kind(code)))
         elif not pci.is_nvswitch(code, device.vendor):
             continue
@@ -146,6 +144,5 @@ def _host(
     return HostTopology("", sources, nodes, kept, tuple(gpus), tuple(ports))
 
 
-# Best with ``-nnvvv`` by root, else with fewer options: ``-vv`` adds links, what lies
-# above what, and NUMA nodes; ``-vvv`` ACS.
+# Best is ``-nnvvv`` by root: ``-vv`` adds links, tree and NUMA nodes, ``-vvv`` ACS.
 LSPCI = Probe("lspci", has_line(_START), _read)

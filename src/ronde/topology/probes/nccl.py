@@ -1,17 +1,13 @@
-"""NCCL's topology file, and AMD's of the same form; and the file of NCCL's search.
+"""NCCL's topology file, and AMD's of the same form.
 
 NCCL writes one for ``NCCL_TOPO_DUMP_FILE`` and reads one for ``NCCL_TOPO_FILE``. Files
 of clouds hold processors and PCI devices alone: the PCI class tells GPUs and network
-adapters.
-
-For ``NCCL_GRAPH_DUMP_FILE`` NCCL writes the rings and trees that it found, and it
-follows a file that ``NCCL_GRAPH_FILE`` names, without a look at whether it can be.
+adapters apart.
 """
 
 import re
 from collections import defaultdict
 from collections.abc import Iterable
-from typing import NamedTuple
 
 from ronde.errors import UsageError
 from ronde.plain_values import shorten
@@ -33,7 +29,7 @@ from ronde.topology.pci import bus_order, is_network, plain_address, port_kind
 from ronde.topology.probes.base import Element, Probe, Saved, has_root, parse_xml
 
 MAX_REMARKS = 100
-"""More about one file help nobody."""
+"""Of one file; more are only counted."""
 
 _INTEGER = re.compile(r"\s*[+-]?(0[xX][0-9a-fA-F]{1,15}|[0-9]{1,18})\s*")
 _CODE = re.compile(r"\s*(?:0[xX])?[0-9a-fA-F]{1,15}\s*")
@@ -41,32 +37,19 @@ _CODE = re.compile(r"\s*(?:0[xX])?[0-9a-fA-F]{1,15}\s*")
 _UNSEEN = "fffffff:"
 _GPU_NUMBERS = ("dev", "rank", "sm", "gdr")
 _CODES = ("class", "vendor", "device", "subsystem_vendor", "subsystem_device")
-_PATTERNS = {
-    1: "balanced tree",
-    2: "split tree",
-    3: "tree",
-    4: "ring",
-    5: "NVLS",
-    6: "direct to the network's switches",
-}
-_HOST_SHIFT = 56
-_SHORT = re.compile(r"[+-]?[0-9]{1,9}"), "a whole number"
-_DEVICE = re.compile(r"(?:0[xX])?([0-9a-fA-F]{1,16})"), "a hexadecimal number"
-_SPEED = re.compile(r"[0-9]{1,9}(\.[0-9]{0,9})?"), "a number of GB/s"
 
 
 def _read_hosts(saved: Saved) -> Topology:
-    """Return the hosts; a file may hold processors of several."""
     root = parse_xml(saved.data, saved.name, "system")
     readers: defaultdict[str, _HostReader] = defaultdict(_HostReader)
     for cpu in root.named("cpu"):
-        readers[cpu.get("host_hash").lower()].take_cpu(cpu)
+        readers[cpu.get("host_hash").lower()].on_cpu(cpu)
     if not readers:
         raise UsageError(
             f"{saved.name} must list at least one cpu, got none. Write it with "
             "NCCL_TOPO_DUMP_FILE."
         )
-    # Where there is one, the file does not name it.
+    # A file of one host does not name it.
     names = list(readers) if len(readers) > 1 else [""]
     source = f"NCCL topology file {saved.name}"
     hosts = zip(names, readers.values(), strict=True)
@@ -74,8 +57,6 @@ def _read_hosts(saved: Saved) -> Topology:
 
 
 class _HostReader:
-    """Reads the processors of one host, with all that is below them."""
-
     def __init__(self) -> None:
         self._remarks: list[str] = []
         self._refused: list[str] = []
@@ -107,11 +88,10 @@ class _HostReader:
             refused=tuple(self._refused),
         )
 
-    def _remark(self, element: Element, what: str) -> None:
-        self._remarks.append(f"Line {element.line}: {element.tag} {what}.")
+    def _remark(self, element: Element, remark: str) -> None:
+        self._remarks.append(f"Line {element.line}: {element.tag} {remark}.")
 
     def _unread(self, element: Element, name: str) -> None:
-        """Remark that an attribute cannot be read, if it is there."""
         if (text := element.attributes.get(name)) is not None:
             self._remark(element, f"has {name}={shorten(text)}, which cannot be read")
 
@@ -133,7 +113,7 @@ class _HostReader:
             self._unread(element, name)
         return bus_id
 
-    def take_cpu(self, cpu: Element) -> None:
+    def on_cpu(self, cpu: Element) -> None:
         cpus = 0
         try:
             cpus = parse_mask(cpu.get("affinity"))
@@ -154,18 +134,17 @@ class _HostReader:
         self._descend(cpu, None, node.number)
 
     def _descend(self, element: Element, device: PciDevice | None, node: int) -> None:
-        """Read what is below a PCI device, or below a processor itself."""
         for child in element.children:
             if child.tag == "pci":
-                self._take_pci(child, device, node)
+                self._on_pci(child, device, node)
             elif child.tag == "nic":
-                self._take_nic(child, device, node)
+                self._on_nic(child, device, node)
             elif child.tag == "gpu" and device:
-                self._take_gpu(child, device)
+                self._on_gpu(child, device)
             elif child.tag == "pcilink" and device:
-                self._take_link(child, device)
+                self._on_link(child, device)
 
-    def _take_pci(self, element: Element, above: PciDevice | None, node: int) -> None:
+    def _on_pci(self, element: Element, above: PciDevice | None, node: int) -> None:
         listed = PciDevice(
             self._bus_id(element, "busid"),
             above.bus_id if above else "",
@@ -178,14 +157,14 @@ class _HostReader:
             device = self._add_device(element, listed)
             self._descend(element, device, node)
             if not element.named("pci", "gpu", "nic"):
-                self._take_bare(device)
+                self._on_bare(device)
 
     def _add_device(self, element: Element, device: PciDevice) -> PciDevice:
-        """Return what stands for a device from now on."""
+        """Add a device; return the listed one."""
         there = self._devices.setdefault(device.bus_id, device)
         if there is device:
             return device
-        # Another device under a wrong address: NCCL takes it where it stands.
+        # Another device with a wrong address; NCCL accepts it.
         others = (f"{device.bus_id[:-1]}{function}" for function in range(1, 8))
         free = next((other for other in others if other not in self._devices), "")
         if there.parent == device.parent or not free:
@@ -194,15 +173,15 @@ class _HostReader:
         self._remark(element, f"has the address of another; it is {free} here")
         return self._devices.setdefault(free, device._replace(bus_id=free))
 
-    def _take_bare(self, device: PciDevice) -> None:
-        """Add the GPU or port of a device that has nothing but its class."""
+    def _on_bare(self, device: PciDevice) -> None:
+        """Add the GPU or port of a device, by its class alone."""
         bus_id, code = device.bus_id, device.class_code
         if code >> 16 in GPU_CLASSES:
             self._gpus.setdefault(bus_id, GpuDevice(bus_id, UNKNOWN))
         elif is_network(code):
             self._add_port(NetPort(bus_id, bus_id, kind=port_kind(code)))
 
-    def _take_gpu(self, element: Element, device: PciDevice) -> None:
+    def _on_gpu(self, element: Element, device: PciDevice) -> None:
         bus_id = device.bus_id
         if bus_id in self._gpus:
             self._remark(element, f"is one more part of {bus_id}: left out")
@@ -211,9 +190,9 @@ class _HostReader:
         gcn = element.get("gcn").removeprefix("gfx")
         self._gpus[bus_id] = GpuDevice(bus_id, number, rank, sm, gcn, gdr)
         for child in element.named("nvlink", "xgmi", "c2c"):
-            self._take_link(child, device)
+            self._on_link(child, device)
 
-    def _take_link(self, element: Element, device: PciDevice) -> None:
+    def _on_link(self, element: Element, device: PciDevice) -> None:
         kind = LinkKind("pci" if element.tag == "pcilink" else element.tag)
         count = self._integer(element, "count", 1 if kind is LinkKind.PCI else UNKNOWN)
         mb_per_s = 0
@@ -230,7 +209,7 @@ class _HostReader:
         else:
             self._links.append(Link(kind, device.bus_id, target, count, rate, code))
 
-    def _take_nic(self, nic: Element, device: PciDevice | None, node: int) -> None:
+    def _on_nic(self, nic: Element, device: PciDevice | None, node: int) -> None:
         bus_id = device.bus_id if device else ""
         for net in nic.named("net"):
             if self._integer(net, "net", default=1) == 0:
@@ -250,20 +229,20 @@ class _HostReader:
             if not self._add_port(port):
                 self._remark(net, f"{port.title} is listed again and left out")
         if device and not nic.named("net"):
-            self._take_bare(device)
+            self._on_bare(device)
 
     def _add_port(self, port: NetPort) -> bool:
-        """Add a port under a title of its own; return whether it was not there."""
+        """Add a port under a title of its own; return False if it was there."""
         there = self._ports.get(port.title)
         if there and (there.number, there.port) != (port.number, port.port):
-            # One adapter, two ports; NCCL's log writes them so, too.
+            # Two ports of an adapter, written as in NCCL's log.
             mark = port.port if port.port != there.port else port.number
             port = port._replace(title=f"{port.title}:{mark}")
         return self._ports.setdefault(port.title, port) is port
 
 
 def _number_gpus(gpus: Iterable[GpuDevice]) -> tuple[GpuDevice, ...]:
-    """Return GPUs with numbers for those without, as drivers count: by bus address."""
+    """Number GPUs without a number by bus address, as drivers do."""
     taken = {gpu.number for gpu in gpus}
     bare = sorted((g.bus_id for g in gpus if g.number < 0), key=bus_order)
     free = (n for n in range(len(taken) + len(bare)) if n not in taken)
@@ -272,56 +251,3 @@ def _number_gpus(gpus: Iterable[GpuDevice]) -> tuple[GpuDevice, ...]:
 
 
 NCCL_TOPOLOGY = Probe("NCCL topology file", has_root("system"), _read_hosts)
-
-
-class SearchGraph(NamedTuple):
-    """One shape with its channels."""
-
-    id: int  # 0 ring, 1 tree, 2 CollNet chain, 3 NVLS, 4 CollNet direct.
-    pattern: str  # The shape: ``ring``.
-    num_channels: int  # As declared; NCCL may use twice as many.
-    intra_gb_per_s: float  # Of a channel, inside the host.
-    inter_gb_per_s: float  # Of a channel, to other hosts.
-    intra_type: str  # The farthest path type between its GPUs.
-    inter_type: str  # The farthest path type between a GPU and its adapter.
-    channels: tuple[tuple[str, ...], ...]  # Of each, in order: ``net/0``, ``gpu/7``.
-
-
-recognises_search_graph = has_root("graphs")
-"""Returns whether a file is NCCL's graph file; quick, and true for damaged ones."""
-
-
-def read_search_graphs(saved: Saved) -> tuple[SearchGraph, ...]:
-    """Return the graphs of a file, in its order."""
-    root = parse_xml(saved.data, saved.name, "graphs")
-    return tuple(map(_read_graph, root.named("graph")))
-
-
-def _read_graph(graph: Element) -> SearchGraph:
-    pattern = int(_read(graph, "pattern", _SHORT))
-    return SearchGraph(
-        id=int(_read(graph, "id", _SHORT)),
-        pattern=_PATTERNS.get(pattern, f"pattern {pattern}"),
-        num_channels=int(_read(graph, "nchannels", _SHORT)),
-        intra_gb_per_s=float(_read(graph, "speedintra", _SPEED)),
-        inter_gb_per_s=float(_read(graph, "speedinter", _SPEED)),
-        intra_type=graph.get("typeintra"),
-        inter_type=graph.get("typeinter"),
-        channels=tuple(
-            tuple(map(_device, channel.named("gpu", "net")))
-            for channel in graph.named("channel")
-        ),
-    )
-
-
-def _read(element: Element, name: str, form: tuple[re.Pattern[str], str]) -> str:
-    text = element.attributes.get(name, "none")
-    if form[0].fullmatch(text.strip()) is None:
-        raise element.bad(f"{name} of {element.tag} must be {form[1]}", text)
-    return text.strip()
-
-
-def _device(element: Element) -> str:
-    """Return ``gpu/7``; of another host than the file's first, ``gpu/1-7``."""
-    host, number = divmod(int(_read(element, "dev", _DEVICE), 16), 1 << _HOST_SHIFT)
-    return f"{element.tag}/{host}-{number}" if host else f"{element.tag}/{number}"

@@ -1,7 +1,7 @@
-"""What nvidia-smi prints of a machine's topology, as text that people save and send.
+"""The tables and lists of nvidia-smi about topology, as people save and send them.
 
-A file may hold several outputs and what a shell printed between them. People paste
-them: tabs become blanks, columns grow together, the underlining of the header stays as
+A file may hold several outputs, and a shell's prompts between them. People paste them:
+tabs become blanks, columns grow together, the underlining of the header stays as
 escape sequences.
 """
 
@@ -54,14 +54,14 @@ _GROWN = re.compile(r"(?<=[0-9])(?=(?:GPU|NIC|mlx)[0-9])")
 _HEADING = re.compile(r"CPU\s+Affinity|NUMA\s+Affinity|GPU\s+NUMA\s+ID")
 _LEGEND = re.compile(r"\s*(NIC[0-9]{1,4})\s*:\s*(\S{1,64})\s*")
 
-# Without ``NV#`` it is that of ``topo -mp``, which leaves NVLinks out.
+# The legend of ``topo -mp``, which leaves NVLinks out, has no ``NV#``.
 _LEGEND_OF_MATRIX = re.compile(r"\s*(Legend:|NV#).*")
 
 _GPU = re.compile(r"\s*GPU ([0-9]{1,3}):\s*(\S.*)")
 _LINK = re.compile(r"\s*Link ([0-9]{1,3}):\s*(\S.*)")
 _RATE = re.compile(r"([0-9]{1,5}(?:\.[0-9]{1,6})?) GB/s")
 _INACTIVE = "<inactive>"
-# All are down, as in MIG mode.
+# All links are down, as in MIG mode.
 _OF_ALL_LINKS = re.compile(
     r"\s*(?:.*(?i:NVLink information as all links are inactive)|(MIG) .*\(UUID: MIG-.*)"
 )
@@ -76,18 +76,18 @@ def _read(saved: Saved) -> Topology:
     reader = _Reader(saved.name)
     lines = lines_of_one(_plain(saved.text).splitlines(), saved.name)
     for number, line in enumerate(lines, 1):
-        reader.take(number, line)
+        reader.feed(number, line)
     return Topology((reader.host(f"nvidia-smi topo -m {saved.name}"),))
 
 
 def _plain(text: str) -> str:
-    """Return text without what is for terminals, and without blanks at lines' ends."""
+    """Return text without escape sequences and blanks at lines' ends."""
     plain = _ESCAPE.sub("", text)
     return "\n".join(line.rstrip() for line in plain.splitlines())
 
 
 def _columns(line: str) -> list[str]:
-    """Return the columns of a matrix's header; empty for any other line."""
+    """Return the columns of a matrix's header; [] for any other line."""
     if "GPU" not in line:
         return []
     heading = _HEADING.search(line)
@@ -102,7 +102,6 @@ def _columns(line: str) -> list[str]:
 
 
 def _is_of_gpu(line: str) -> bool:
-    """Return whether a line names a GPU or describes one of its links."""
     if match := _GPU.fullmatch(line):
         return "(UUID: " in match[2]
     match = _LINK.fullmatch(line)
@@ -110,7 +109,7 @@ def _is_of_gpu(line: str) -> bool:
 
 
 def _link_rate(text: str) -> float | None:
-    """Return the GB/s at which a link signals, 0 for none; None if it is not shown."""
+    """Return the GB/s at which a link signals, 0 for none, None if not shown."""
     match = _RATE.fullmatch(text)
     return float(match[1]) if match else 0.0 if text == _INACTIVE else None
 
@@ -121,20 +120,17 @@ class _Gpu:
     uuid: str = ""
     # GB/s at which each active link signals, by its number.
     rates: dict[str, float] = field(default_factory=dict[str, float])
-    # What shows its links: of those that are down, or of one in MIG mode, nobody sees
-    # where they would lead.
+    # The list of its links; ends of links that are down, and in MIG mode, are unknown.
     is_listed: bool = False
     has_mig: bool = False
 
 
 class _Reader:
-    """Reads line by line, and then makes the host."""
-
     def __init__(self, origin: str) -> None:
         self._origin = origin
         self._remarks: list[str] = []
         self._gpus: defaultdict[int, _Gpu] = defaultdict(_Gpu)
-        self._below: _Gpu | None = None  # The one whose links follow.
+        self._below: _Gpu | None = None  # The GPU of the next links.
         self._legend: dict[str, str] = {}
         self._explained: set[str] = set()
         self._ports: dict[str, None] = {}  # Names of columns that are no GPUs.
@@ -142,24 +138,24 @@ class _Reader:
         self._pairs: dict[tuple[str, str], list[str]] = {}
         # Of each GPU, as bits: CPUs and NUMA nodes near it, nodes of its own memory.
         self._lists_of: dict[str, list[int]] = {}
-        self._header = 0  # Its line, and what it says of the matrix below.
+        self._header = 0  # Its line, columns and headings.
         self._columns: dict[str, int] = {}
         self._headings: list[str] = []
         self._rows: set[str] = set()
 
-    def take(self, number: int, line: str) -> None:
+    def feed(self, number: int, line: str) -> None:
         words = line.split(maxsplit=2)
         name = words[0] if words else ""
-        # A second header begins like a row, and goes on otherwise.
+        # A second header begins like a row.
         is_row = name in self._columns and name not in self._rows
         if is_row and not (len(words) > 1 and words[1] in self._columns):
-            self._take_row(number, line, name)
+            self._on_row(number, line, name)
         elif columns := _columns(line):
             self._begin_matrix(number, line, columns)
         elif match := _GPU.fullmatch(line):
-            self._take_gpu(number, match)
+            self._on_gpu(number, match)
         elif match := _LINK.fullmatch(line):
-            self._take_link(number, line, match)
+            self._on_link(number, line, match)
         elif self._below and (match := _OF_ALL_LINKS.fullmatch(line)):
             self._below.is_listed = True
             self._below.has_mig |= bool(match[1])
@@ -168,7 +164,7 @@ class _Reader:
         elif match := _LEGEND.fullmatch(line):
             self._legend[match[1]] = match[2]
 
-    def _take_gpu(self, number: int, match: re.Match[str]) -> None:
+    def _on_gpu(self, number: int, match: re.Match[str]) -> None:
         gpu = self._below = self._gpus[int(match[1])]
         title, _, rest = match[2].partition(" (UUID: ")
         uuid, _, more = rest.partition(")")
@@ -180,12 +176,12 @@ class _Reader:
         # Some drivers break no line here.
         gpu.is_listed |= _OF_ALL_LINKS.fullmatch(more) is not None
 
-    def _take_link(self, number: int, line: str, match: re.Match[str]) -> None:
+    def _on_link(self, number: int, line: str, match: re.Match[str]) -> None:
         rate = _link_rate(match[2])
         if self._below is None or (rate is None and match[2][0] in "<0123456789"):
             rule = "a link must stand below its GPU, with its rate"
             raise bad_value(self._origin, number, rule, line.strip())
-        # Other facts on a link are let pass, and show nothing of its state.
+        # Other facts about a link do not show its state.
         self._below.is_listed |= rate is not None
         if rate:
             self._below.rates[match[1]] = rate
@@ -193,7 +189,7 @@ class _Reader:
     def _begin_matrix(self, number: int, line: str, columns: list[str]) -> None:
         self._end_matrix()
         self._header, self._rows = number, set()
-        self._columns = {name: place for place, name in enumerate(columns)}
+        self._columns = {name: index for index, name in enumerate(columns)}
         if len(self._columns) != len(columns):
             rule = "columns must be different"
             raise bad_value(self._origin, number, rule, line)
@@ -211,7 +207,7 @@ class _Reader:
             got = f"none for {', '.join(missing[:8])}"
             raise bad_value(self._origin, self._header, rule, got)
 
-    def _take_row(self, number: int, line: str, name: str) -> None:
+    def _on_row(self, number: int, line: str, name: str) -> None:
         words: list[str] = []
         rest = line[line.index(name) + len(name) :]
         tail = ""
@@ -230,19 +226,19 @@ class _Reader:
         self._rows.add(name)
         for other, word in zip(self._columns, words, strict=True):
             if word and other != name:
-                self._take_word(name, other, "SYS" if word == "SOC" else word)
+                self._on_word(name, other, "SYS" if word == "SOC" else word)
         if _GPU_NAME.fullmatch(name) and any(lists := self._lists(number, tail)):
             self._lists_of[name] = lists
 
-    def _take_word(self, name: str, other: str, word: str) -> None:
+    def _on_word(self, name: str, other: str, word: str) -> None:
         pair = (other, name) if (other, name) in self._pairs else (name, other)
         known = self._pairs.setdefault(pair, ["", ""])
-        place = 1 if _PEER.fullmatch(word) else 0
-        old = known[place]
-        # ``topo -mp`` leaves NVLinks out, and contradicts no other matrix.
+        index = 1 if _PEER.fullmatch(word) else 0
+        old = known[index]
+        # ``topo -mp`` leaves NVLinks out: that is no contradiction.
         is_bonded, was_bonded = map(_BONDED.fullmatch, (word, old))
         if not old or (is_bonded and not was_bonded):
-            known[place] = word
+            known[index] = word
         elif old != word and (is_bonded or not was_bonded):
             remark = f"{pair[0]} and {pair[1]} are given as {old} and {word}."
             self._remarks.append(remark)
@@ -250,8 +246,7 @@ class _Reader:
     def _lists(self, number: int, tail: str) -> list[int]:
         """Return the lists behind a row's words as bits, in the order of headings."""
         fields = tail.split()
-        # Only CPUs are left out where there are none; a lone list is not cut off its
-        # node.
+        # Only an empty list of CPUs is left out; a list of CPUs may lack its node.
         is_list = len(self._headings) == 2 and ("-" in tail or "," in tail)
         if len(fields) == len(self._headings) - 1 and not is_list:
             fields.insert(0, "")
@@ -272,7 +267,7 @@ class _Reader:
                 f"{self._origin} must be what nvidia-smi topo -m prints, got nothing "
                 "of it. Where there are no GPUs or no NVLinks it prints nothing."
             )
-        cpus, homes = self._place()
+        cpus, homes = self._numa_nodes()
         nodes = self._port_nodes(homes)
         ports = {
             name: NetPort(self._legend.get(name, name), node=nodes.get(name, UNKNOWN))
@@ -308,7 +303,7 @@ class _Reader:
         )
 
     def _num_nvlinks(self, name: str, gpu: _Gpu) -> int:
-        """Return how many NVLinks of a GPU are up; ``UNKNOWN`` if nothing shows it."""
+        """Return the number of a GPU's NVLinks that are up, or ``UNKNOWN``."""
         if gpu.is_listed or gpu.has_mig:
             return UNKNOWN if gpu.has_mig else len(gpu.rates)
         words = [
@@ -319,7 +314,7 @@ class _Reader:
         has_none = words and not any(map(_BONDED.fullmatch, words))
         return 0 if has_none and self._explained != {"Legend:"} else UNKNOWN
 
-    def _place(self) -> tuple[dict[int, int], dict[str, int]]:
+    def _numa_nodes(self) -> tuple[dict[int, int], dict[str, int]]:
         """Return the CPUs of NUMA nodes as bits, and the node of each GPU by its name.
 
         Without numbers of nodes, sets of CPUs stand for them, numbered by their lowest.
@@ -344,7 +339,7 @@ class _Reader:
     def _number_by_cpus(self) -> dict[str, list[int]]:
         own = {name: cpus for name, (cpus, _, _) in self._lists_of.items() if cpus}
         sets = sorted(set(own.values()), key=lambda cpus: cpus & -cpus)
-        # Carrying leaves a sum fewer bits: some CPU is in two sets.
+        # A sum with fewer bits shows that a CPU is in two sets.
         if sum(sets).bit_count() < sum(map(int.bit_count, sets)):
             self._remarks.append("CPU affinities overlap: NUMA nodes are unknown.")
             return {}
@@ -355,7 +350,6 @@ class _Reader:
         return {name: [cpus, 1 << sets.index(cpus), 0] for name, cpus in own.items()}
 
     def _port_nodes(self, homes: Mapping[str, int]) -> dict[str, int]:
-        """Return the NUMA node of adapters that are near GPUs of one node."""
         near: defaultdict[str, set[int]] = defaultdict(set)
         for pair, (path, _) in self._pairs.items():
             for one, other in (pair, pair[::-1]):
@@ -366,7 +360,6 @@ class _Reader:
     def _links(
         self, gpus: Mapping[str, GpuDevice], names: Mapping[str, str]
     ) -> Iterator[Link]:
-        """Yield the NVLinks of GPUs, as far as it is known where they lead."""
         bonds: defaultdict[str, dict[str, int]] = defaultdict(dict)
         for pair, (path, _) in self._pairs.items():
             bonded = _BONDED.fullmatch(path)
@@ -375,11 +368,11 @@ class _Reader:
                     bonds[one][names[other]] = int(bonded[1])
         for name, gpu in gpus.items():
             targets, rates = bonds[name], self._gpus[gpu.number].rates
-            # A matrix shows how it should be, a list of links how it is.
+            # The list shows the state; the matrix shows the wiring.
             targets = targets if gpu.nvlinks else {}
             most = max(targets.values(), default=0)
-            # To several others by all its links, or by more than any GPU has, a GPU
-            # gets through a switch.
+            # All links, or more links than a GPU has, lead to several others: there
+            # is a switch.
             if sum(targets.values()) > (most if most == len(rates) else _MAX_LINKS):
                 targets = {NVSWITCH: most}
             num_links = sum(targets.values())
@@ -393,7 +386,7 @@ class _Reader:
             if len(set(rates.values())) > 1:
                 given = ", ".join(f"{rate:g}" for rate in sorted(set(rates.values())))
                 self._remarks.append(f"{name} has NVLinks that signal at {given} GB/s.")
-            # How fast a link signals counts where the model does not tell.
+            # The signalling rate counts if the model is unknown.
             least = min(rates.values(), default=0) if gpu.sm == UNKNOWN else 0
             rate = payload_gb_per_s(least * 1000)
             for target, count in targets.items():

@@ -1,7 +1,6 @@
-"""GPUs as NVML reports them, which comes with NVIDIA's driver.
+"""GPUs as NVML reports them; it comes with NVIDIA's driver.
 
-Each question may fail by itself, and in virtual machines many do: what has no answer is
-unknown.
+Each query may fail by itself, and in virtual machines many do: such a value is unknown.
 """
 
 from collections import Counter
@@ -23,7 +22,7 @@ from ronde.topology.graph import (
 from ronde.topology.pci import plain_address
 
 _NVLINK_2_GB_PER_S, _NVLINK_3_GB_PER_S = 25.0, 26.0
-# NVML's numbers for what an NVLink leads to, and their PCI classes.
+# NVML's numbers for the ends of NVLinks, and their PCI classes.
 _GPU, _SWITCH, _UNKNOWN_REMOTE = 0, 2, 255
 _CLASSES = {_GPU: 0x030200, _SWITCH: 0x068000}
 _HIDDEN_DOMAIN = "ffffff"
@@ -35,14 +34,14 @@ _NODE_WORDS = 16
 
 
 class Remote(NamedTuple):
-    """Where an NVLink leads."""
+    """The end of an NVLink."""
 
     kind: int  # NVML's number: 0 a GPU, 2 a switch, 255 unknown.
     address: str  # As NVML spells it; empty if unknown.
 
 
 class GpuAnswers(NamedTuple):
-    """NVML's answers on a GPU."""
+    """NVML's answers about a GPU."""
 
     address: str  # On the bus, as NVML spells it: ``00000000:1B:00.0``.
     title: str = ""  # Its model.
@@ -50,13 +49,13 @@ class GpuAnswers(NamedTuple):
     sm: int = UNKNOWN  # Compute capability, such as 90.
     node: int = UNKNOWN  # NUMA node of the processor near it.
     nvlinks: tuple[Remote, ...] = ()  # Those that are active.
-    has_states: bool = True  # Whether NVML has states of NVLinks; not in MIG mode.
+    has_states: bool = True  # NVML has states of NVLinks; False in MIG mode.
     nvlink_mb_per_s: int = UNKNOWN  # At which each of them signals.
     c2c_mb_per_s: tuple[int, ...] = ()  # Of each active link to its processor.
 
 
 def payload_gb_per_s(signalling_mb_per_s: float) -> float:
-    """Return what an NVLink carries of the rate at which it signals; 0 if unknown.
+    """Return the payload of an NVLink's signalling rate; 0 if unknown.
 
     Source: NVLink 2 spends 1 bit in 33 on coding (25.781 -> 25), later ones 1 in 17
     (26.562 -> 25, 53.125 -> 50).
@@ -70,7 +69,7 @@ def payload_gb_per_s(signalling_mb_per_s: float) -> float:
 def graph_of(
     gpus: Sequence[GpuAnswers], peers: Mapping[tuple[int, int], int]
 ) -> HostTopology:
-    """Return the graph of NVML's answers; on PCI devices the kernel has more."""
+    """Return NVML's answers as a topology; the kernel knows more about PCI devices."""
     named: list[GpuDevice] = []
     links: list[Link] = []
     remarks: list[str] = []
@@ -102,7 +101,7 @@ def graph_of(
         relations=tuple(
             Relation(named[one].name, named[other].name, peer=_PEERS[answer])
             for (one, other), answer in peers.items()
-            # One direction stands for both where they are alike.
+            # Equal directions are listed once.
             if answer in _PEERS and (one < other or answer != peers.get((other, one)))
         ),
         remarks=tuple(remarks),
@@ -110,7 +109,6 @@ def graph_of(
 
 
 def _target(remote: Remote) -> str:
-    """Return the name of what an NVLink leads to; empty where nobody knows."""
     address = plain_address(remote.address)
     if not address or address.startswith(_HIDDEN_DOMAIN):
         # Virtual machines do not see the switches.
@@ -119,18 +117,16 @@ def _target(remote: Remote) -> str:
 
 
 class NoNvmlError(Exception):
-    """NVML does not answer; the text is why and what to do."""
+    """NVML does not answer; the text has the reason and the remedy."""
 
 
 @contextmanager
 def open_nvml() -> Generator[Any]:
-    """Give the module ``pynvml``, ready to be asked."""
+    """Yield the module ``pynvml``, initialised."""
     try:
         import pynvml  # pyright: ignore[reportMissingTypeStubs]  it has none
     except ImportError:
-        raise NoNvmlError(
-            "NVML can only be asked with nvidia-ml-py: pip install 'ronde[gpu]'"
-        ) from None
+        raise NoNvmlError("NVML needs nvidia-ml-py: pip install 'ronde[gpu]'") from None
     nvml: Any = pynvml
     try:
         nvml.nvmlInit()
@@ -143,7 +139,7 @@ def open_nvml() -> Generator[Any]:
 
 
 def read_nvml() -> tuple[HostTopology | None, tuple[str, ...]]:
-    """Return this machine's GPUs, None without NVML; and what has no answer."""
+    """Return this machine's GPUs, None without NVML; and notices."""
     handles: list[object] = []
     notices: list[str] = []
     status = "nvmlDeviceGetP2PStatus"
@@ -179,7 +175,7 @@ def _read_gpu(nvml: Any, handle: object) -> GpuAnswers:  # noqa: ANN401
     major, minor = ask((0, UNKNOWN), "nvmlDeviceGetCudaComputeCapability")
     scope = nvml.NVML_AFFINITY_SCOPE_NODE
     words = ask((), "nvmlDeviceGetMemoryAffinity", _NODE_WORDS, scope)
-    nodes = sum(word << 64 * place for place, word in enumerate(words))
+    nodes = sum(word << 64 * index for index, word in enumerate(words))
     speed = nvml.NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON
     kind = "nvmlDeviceGetNvLinkRemoteDeviceType"
     remote = "nvmlDeviceGetNvLinkRemotePciInfo"
@@ -203,7 +199,7 @@ def _read_gpu(nvml: Any, handle: object) -> GpuAnswers:  # noqa: ANN401
 def _read_c2c(nvml: Any, handle: object) -> tuple[int, ...]:  # noqa: ANN401
     """Return the MB/s of each link to the processor in a GPU's package.
 
-    Source: what ``ncclTopoGetXmlFromGpu`` of NCCL's src/graph/xml.cc asks.
+    Source: ``ncclTopoGetXmlFromGpu`` of NCCL's src/graph/xml.cc.
     """
     (num_links,) = _ask_fields(nvml, handle, [nvml.NVML_FI_DEV_C2C_LINK_COUNT])
     fields = nvml.NVML_FI_DEV_C2C_LINK_GET_STATUS, nvml.NVML_FI_DEV_C2C_LINK_GET_MAX_BW
@@ -215,7 +211,6 @@ def _read_c2c(nvml: Any, handle: object) -> tuple[int, ...]:  # noqa: ANN401
 
 
 def _ask_fields(nvml: Any, handle: object, fields: list[Any]) -> list[int]:  # noqa: ANN401
-    """Return the numbers of fields, ``UNKNOWN`` for those without an answer."""
     values = _ask(nvml, (), "nvmlDeviceGetFieldValues", handle, fields)
     known = [
         int(value.value.uiVal) if value.nvmlReturn == nvml.NVML_SUCCESS else UNKNOWN
@@ -225,7 +220,6 @@ def _ask_fields(nvml: Any, handle: object, fields: list[Any]) -> list[int]:  # n
 
 
 def _ask(nvml: Any, default: Any, name: str, *given: object) -> Any:  # noqa: ANN401
-    """Return an answer of NVML's, or the default where it has none."""
     try:
         return getattr(nvml, name)(*given)
     except nvml.NVMLError:

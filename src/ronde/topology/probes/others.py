@@ -1,4 +1,4 @@
-"""Files without a topology: what they are, and what to give or to type instead."""
+"""Files without a topology, recognised by name, with a remedy."""
 
 import re
 
@@ -19,11 +19,13 @@ KERNEL_LINE = re.compile(
 """A line of the kernel's log as dmesg, the journal or syslog has it."""
 
 LOG, KERNEL_LOG = "a log of NCCL or torch", "a kernel log"
-_GIVE = "Give it what this prints: "
+_GIVE = "Give it the output of: "
 _CURES = {
     LOG: "Type: ronde topo log {file}",
     KERNEL_LOG: "Type: ronde check read {file}",
     "output of nccl-tests": "Type: ronde bench read {file}",
+    "a graph of NCCL's search": "Give it the file of NCCL_TOPO_DUMP_FILE.",
+    "Slurm's topology.yaml": f"{_GIVE}scontrol show topology",
     "output of ibnetdiscover": f"{_GIVE}ibstat",
     "output of ibv_devices": f"{_GIVE}ibstat",
     "lstopo's drawing": "Write it as XML: lstopo topo.xml",
@@ -36,6 +38,8 @@ _CURES = {
 _FORMS = rf"""
 output of nccl-tests: # +size +count|# nThread \d|# Out of bounds values
 {KERNEL_LOG}: {KERNEL_LINE.pattern}
+Slurm's topology.yaml: [ \t]*- +topology:
+a graph of NCCL's search: <graphs\b
 output of numactl -H: available: \d+ nodes|node distances:
 output of lscpu: Architecture: {{3,}}\S+$|NUMA node0 CPU\(s\):
 output of ip: \d+: [\w.@-]+: <[A-Z_,-]+> mtu \d+
@@ -56,8 +60,8 @@ packed: BZh\d1AY|\xfd7zXZ|\x28\xb5\x2f\xfd
 
 
 def recognise_other(saved: Saved) -> tuple[str, str]:
-    """Return what a file without a topology is, and what to do; empty if unknown."""
-    # Binary files are of bytes; a kernel's stamps look like tags of launchers.
+    """Return the kind of a file without a topology, and a remedy; "" if unknown."""
+    # The kernel's stamps look like tags of launchers, so whole lines count as well.
     start = saved.data[:512].decode("latin-1")
     head = saved.text[: 1 << 16]
     if is_nccl_log(head):

@@ -35,7 +35,7 @@ _NAMES = {text: name for text, _, name in (p.partition("=") for p in _PAIRS.spli
 
 
 def read_query(saved: Saved) -> Element:
-    """Return what was printed under the XML's names, from the text as well."""
+    """Return the report under the XML's names, also if it is text."""
     if "<nvidia_smi_log" in saved.text:
         parse_xml(saved.data, saved.name, "nvidia_smi_log")
         return ET.fromstring(saved.data)  # noqa: S314  parse_xml refuses entities
@@ -56,7 +56,7 @@ def read_query(saved: Saved) -> Element:
         elif name := _xml_name(section.tag, key):
             element = SubElement(section, name)
             element.text = value.strip()
-            # What stands below a value belongs to the same section.
+            # Lines below a value belong to the same section.
             is_section = not colon and len(opened) < _MAX_DEPTH
             opened += [(indentation, element)] if is_section else []
     return top

@@ -45,16 +45,16 @@ _NVIDIA, _AMD, _INTEL = 0x10DE, 0x1002, 0x8086
 _KFD = "sys/class/kfd/kfd/topology/nodes"
 _KFD_XGMI = 11
 _NODES = "sys/devices/system/node"
-# Enough for the first processor; for all of them the kernel takes milliseconds.
+# The first processor; reading all takes milliseconds.
 _ONE_PROCESSOR_BYTES = 4096
 _NET, _INFINIBAND = "sys/class/net", "sys/class/infiniband"
 _KINDS = {"1": "ethernet", "32": "infiniband"}
 
 
 def read_host(root: Path = Path("/")) -> HostTopology:
-    """Return a host's hardware, whatever of it this process may use; asks no driver.
+    """Return all hardware of a host, usable by this process or not.
 
-    What cannot be read is left out or unknown, and is never an error.
+    No driver is asked. Files that cannot be read are left out, and are never an error.
     """
     top = str(root).rstrip("/")
     functions = read_functions(top)
@@ -63,16 +63,16 @@ def read_host(root: Path = Path("/")) -> HostTopology:
     ports = _read_ports(top, functions)
     ends = {each.bus_id for each in (*gpus, *ports) if each.bus_id}
     for address, each in functions.items():
-        # Virtual functions are not among them: one that is in use has a port.
+        # A virtual function in use has a port already.
         is_adapter = pci.is_network(each.class_code) and not each.is_virtual
         if is_adapter or pci.is_nvswitch(each.class_code, each.vendor):
             ends.add(address)
     devices: dict[str, PciDevice] = {}
     for address in ends:
         chain = functions[address].chain if address in functions else (address,)
-        for place, name in enumerate(chain):
+        for index, name in enumerate(chain):
             if name not in devices:
-                devices[name] = _device(top, chain[place:], nodes)
+                devices[name] = _device(top, chain[index:], nodes)
     return HostTopology(
         name=read_text(f"{top}/proc/sys/kernel/hostname"),
         sources=(f"{SOURCE} of {root if top else 'this machine'}",),
@@ -96,7 +96,7 @@ class Function(NamedTuple):
 
 
 def read_functions(root: str) -> dict[str, Function]:
-    """Return all that is on the bus by address, in the order of drivers."""
+    """Return all functions on the bus by address, in the order of drivers."""
     found: dict[str, Function] = {}
     names = filter(pci.is_address, list_names(f"{root}/{_BUS}"))
     for address in sorted(names, key=pci.bus_order):
@@ -109,7 +109,7 @@ def read_functions(root: str) -> dict[str, Function]:
 
 
 def _device(root: str, chain: Sequence[str], nodes: Sequence[NumaNode]) -> PciDevice:
-    """Return the first of a chain; its link is what this end of it can do."""
+    """Return the first device of a chain, with the link of this end alone."""
     own = f"{root}/{_BUS}/{chain[0]}"
     links = [f"{own}/{which}_link" for which in ("max", "current")]
     (speed, width), (speed_now, width_now) = map(_read_link, links)
@@ -133,7 +133,7 @@ def _read_link(path: str) -> tuple[str, int]:
 
 
 def _read_node(root: str, chain: Sequence[str], nodes: Sequence[NumaNode]) -> int:
-    """Return the node of a device, of the next above, or that has all CPUs near it."""
+    """Return the node of a device, of the next above, or around its local CPUs."""
     known = {node.number for node in nodes}
     for address in chain:
         node = read_number(f"{root}/{_BUS}/{address}/numa_node", UNKNOWN)
@@ -153,8 +153,7 @@ def _code(directory: str, name: str) -> int:
 def _read_gpus(
     root: str, functions: Mapping[str, Function]
 ) -> tuple[tuple[GpuDevice, ...], tuple[Link, ...]]:
-    """Return the GPUs by bus address, and AMD's links between them."""
-    # Of a maker whose driver lists GPUs, only those; containers show more on the bus.
+    # If a maker's driver lists GPUs, only those count; a container's bus shows more.
     found: dict[str, GpuDevice] = {}
     for address, (model, uuid, _) in machine.read_driver_gpus(root).items():
         sm = pci.compute_capability(model)
@@ -174,16 +173,15 @@ def _read_gpus(
 
 
 def _read_kfd(root: str) -> tuple[dict[str, GpuDevice], tuple[Link, ...]]:
-    """Return AMD's GPUs by address, as the driver for computing, and their links."""
     found: dict[str, GpuDevice] = {}
     address_of: dict[str, str] = {}  # By number of the driver's node.
     for number in list_names(f"{root}/{_KFD}"):
-        # Those that this container may not use have a number that cannot be read.
+        # Numbers of GPUs that this container may not use cannot be read.
         if read_text(f"{root}/{_KFD}/{number}/gpu_id") in ("", "0"):
             continue
         values = _properties(f"{root}/{_KFD}/{number}/properties")
-        domain, place = values.get("domain", 0), values.get("location_id", 0)
-        bus, device, function = place >> 8 & 0xFF, place >> 3 & 0x1F, place & 7
+        domain, location = values.get("domain", 0), values.get("location_id", 0)
+        bus, device, function = location >> 8 & 0xFF, location >> 3 & 0x1F, location & 7
         version = values.get("gfx_target_version", 0)
         # ``90a`` for 90010, of which each part becomes one hexadecimal digit.
         gcn = f"{version // 10000}{version // 100 % 100:x}{version % 100:x}"
@@ -200,7 +198,7 @@ def _read_kfd(root: str) -> tuple[dict[str, GpuDevice], tuple[Link, ...]]:
         ):
             target = address_of.get(str(values.get("node_to")))
             if target is not None and values.get("type") == _KFD_XGMI:
-                # MB/s that one link carries, and all together.
+                # MB/s of one link, and of all.
                 least, most = (values.get(f"{m}_bandwidth", 0) for m in ("min", "max"))
                 count = max(1, most // least) if least > 0 else 1
                 links.append(Link(LinkKind.XGMI, name, target, count))
@@ -214,10 +212,10 @@ def _properties(path: str) -> dict[str, int]:
 
 
 def _read_nodes(root: str) -> tuple[tuple[NumaNode, ...], tuple[str, ...]]:
-    """Return the nodes that are online, by number, and what is odd about them.
+    """Return the nodes that are online, by number, and remarks about them.
 
-    CPUs that are online and on none of them are a node of unknown number. Without any
-    node, as kernels without NUMA show it, all is one node 0.
+    Online CPUs of no such node form a node of unknown number. Without any node, as on
+    kernels without NUMA, all CPUs are node 0.
     """
     left, online = machine.read_online(root), read_list(f"{root}/{_NODES}/online")
     plain = _read_processor(root)
@@ -238,14 +236,13 @@ def _read_nodes(root: str) -> tuple[tuple[NumaNode, ...], tuple[str, ...]]:
     elif left:
         nodes.append(_with_cpus(root, plain._replace(number=0), left))
     if len(nodes) == 1:
-        # Memory that a virtual machine was given after its start is in no node's file.
+        # No node's file has memory that was added to a virtual machine.
         memory = max(nodes[0].memory_bytes, _read_memory(f"{root}/proc/meminfo"))
         nodes = [nodes[0]._replace(memory_bytes=memory)]
     return tuple(nodes), tuple(remarks)
 
 
 def _read_processor(root: str) -> NumaNode:
-    """Return a node that has nothing but the first CPU's architecture and model."""
     text = read_text(f"{root}/proc/cpuinfo", _ONE_PROCESSOR_BYTES)
     pairs = (line.partition(":") for line in text.split("\n\n")[0].splitlines())
     # One blank stands after the colon; more belong to the name: "  Shanghai  ".
@@ -282,7 +279,7 @@ def _read_ports(root: str, functions: Mapping[str, Function]) -> tuple[NetPort, 
     ports: list[NetPort] = []
     for name in list_names(f"{root}/{_INFINIBAND}"):
         own = f"{root}/{_INFINIBAND}/{name}"
-        for place, number in enumerate(list_numbers(f"{own}/ports")):
+        for index, number in enumerate(list_numbers(f"{own}/ports")):
             files = f"{own}/ports/{number}"
             names = "rate", "state", "phys_state"
             rate, state, physical = (read_text(f"{files}/{name}") for name in names)
@@ -290,8 +287,8 @@ def _read_ports(root: str, functions: Mapping[str, Function]) -> tuple[NetPort, 
             words = (text.partition(": ")[2] for text in (state, physical))
             down = ", ".join(filter(None, words))
             port = NetPort(
-                # The second and later bear their number.
-                title=f"{name}:{number}" if place else name,
+                # Titles of second and later ports have a number.
+                title=f"{name}:{number}" if index else name,
                 bus_id=pci.bus_id(pci.read_path(own)),
                 kind=read_text(f"{files}/link_layer").lower(),
                 mbit_per_s=machine.parse_rate(rate),
@@ -335,7 +332,6 @@ def _read_interfaces(root: str, ports: Sequence[NetPort]) -> tuple[Interface, ..
 
 
 def _lower_names(root: str, name: str, ports: Sequence[NetPort]) -> list[str]:
-    """Return what is right below an interface that is no port."""
     own = f"{root}/{_NET}/{name}"
     if _is_software(own):
         names = (n for n in list_names(own) if n.startswith("lower_"))
@@ -350,5 +346,5 @@ def _lower_names(root: str, name: str, ports: Sequence[NetPort]) -> list[str]:
 
 def _is_software(own: str) -> bool:
     link = pci.read_link(own)
-    # In trees that were copied without links, only hardware still has a device.
+    # In trees copied without links, only hardware has a device.
     return "/devices/virtual/" in link if link else not list_names(f"{own}/device")
