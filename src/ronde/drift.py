@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ronde.collectives.objects import Carrier, all_gather_json
+from ronde.collectives.objects import TensorGroup, all_gather_json
 from ronde.errors import CollectiveError
 
 PERIOD = 8  # steps between looks, and parameters that a look is at
@@ -154,7 +154,7 @@ class Values(NamedTuple):
 
 
 def compare(
-    carrier: Carrier,
+    carrier: TensorGroup,
     named: Named,
     optimizer: Optimizer | None = None,
     known: Background = Background(),
@@ -477,7 +477,7 @@ class DriftCheck:
         self._num_looks = self._num_since_restart = 0
         self.sums.clear()
 
-    def report(self, carrier: Carrier, named: Named, known: Background) -> None:
+    def report(self, carrier: TensorGroup, named: Named, known: Background) -> None:
         """Warn of weights that differ, or raise; look no more then. Collective.
 
         State that differs alone may do so on purpose, such as an error that is fed

@@ -17,7 +17,7 @@ from torch.distributed import (
     TCPStore,
 )
 
-from ronde.collectives import RendezvousStore, store_at, store_beyond
+from ronde.collectives import RendezvousStore, remote_store, store_at
 from ronde.errors import StoreError
 from ronde.store import (
     MAX_FRAME_BYTES,
@@ -54,7 +54,7 @@ def stores(kind, tmp_path):
     elif kind == "network":
         with network_store() as port:
             yield tuple(
-                store_beyond(HERE, port, SharedKey(KEY), HANG_S) for _ in range(2)
+                remote_store(HERE, port, SharedKey(KEY), HANG_S) for _ in range(2)
             )
     else:
         with job_store() as path:

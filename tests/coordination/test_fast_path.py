@@ -293,7 +293,7 @@ def test_no_wake_up_is_lost(size, is_busy) -> None:
         waking = threading.Thread(target=wake)
         waking.start()
         path = coordinator.fast_path
-        path.first_nap_s, path.num_looks = NEVER_NAP_S, 0
+        path.first_nap_s, path.num_polls = NEVER_NAP_S, 0
         choose = random.Random(coordinator.rank)
         for _ in range(3):
             coordinator.run(summed("x", torch.ones(1)))

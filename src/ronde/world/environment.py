@@ -92,11 +92,6 @@ def read_drift(environ: Environ | None = None) -> str:
     return mode
 
 
-def read_cache_directory(environ: Environ | None = None) -> Path:
-    """Return where what can be measured anew is kept; it may not exist yet."""
-    return _user_directory("XDG_CACHE_HOME", ".cache", own_or(environ))
-
-
 def read_config_directory(environ: Environ | None = None) -> Path:
     """Return where what the user keeps is; it may not exist yet."""
     return _user_directory("XDG_CONFIG_HOME", ".config", own_or(environ))
