@@ -269,20 +269,6 @@ def test_a_late_rank_is_named_by_time(run_ranks_bare):
         assert f"no answer for {LATE_S:g} s" in text
 
 
-def be_absent(claim):
-    """Rank 1 never connects; rank 0 says so."""
-    if claim.rank == 1:
-        return ""
-    with pytest.raises(CollectiveError) as caught:
-        connect(claim, timeout_s=1.0)
-    return str(caught.value)
-
-
-def test_an_absent_rank_is_not_waited_for_for_ever(run_ranks_bare):
-    text, _ = run_ranks_bare(2, be_absent)
-    assert text.startswith("connecting on rank 0 of 2")
-
-
 def connect_often(claim, times, engine):
     """Return descriptors and threads after a few cycles and after all."""
     early = None
@@ -300,7 +286,7 @@ def connect_often(claim, times, engine):
 
 
 @pytest.mark.parametrize("times", [30, pytest.param(100, marks=pytest.mark.long)])
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", [*ENGINES, "scheduled"])
 def test_many_connections_leave_nothing(run_ranks_bare, engine, times):
     for early, late in run_ranks_bare(
         3, connect_often, times, engine, timeout_s=HANG_S

@@ -13,15 +13,13 @@ import torch
 from tests.coordination.coordinators import (
     ON_ALL,
     ON_THREE,
-    NamedOperation,
-    OpKind,
-    ReduceOp,
     run_coordinated,
     summed,
 )
 from torch import Tensor
 
-from ronde.coordination import CoordinationOptions
+from ronde.collectives import ReduceOp
+from ronde.coordination import CoordinationOptions, NamedOperation, OpKind
 from ronde.errors import CollectiveError, PeerLostError
 
 SEVERAL = ON_THREE[:1] + ON_THREE[2:]
@@ -246,17 +244,6 @@ def test_ranks_that_joined_count_as_zeros(size) -> None:
             assert coordinator.run(NamedOperation(OpKind.JOIN)) == n - 1
 
     run_coordinated(size, work)
-
-
-@pytest.mark.parametrize("capacity", [0, 1, 3])
-def test_a_cache_that_forgets(capacity) -> None:
-    def work(coordinator):
-        for step in range(60):
-            name = f"n{step % 4 if step % 7 else 9}"
-            (total,) = coordinator.run(summed(name, torch.full((1,), float(step))))
-            assert total.item() == 3 * step
-
-    run_coordinated(3, work, options=CoordinationOptions(cache_capacity=capacity))
 
 
 @pytest.mark.parametrize("size", SEVERAL)

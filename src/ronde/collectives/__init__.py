@@ -33,7 +33,9 @@ __getattr__ = lazy_exports(
         "algorithms": (
             "ALGORITHMS Action Chunks Load Round Schedule ScheduleStep find_algorithm"
         ),
-        "connections": "ENGINES EngineConfig choose_engine two_levels",
+        "connections": (
+            "ENGINES EngineConfig PeerInfo choose_engine connect_auto two_levels"
+        ),
         "engine": "Engine ErrorContext",
         "engines.hierarchical": "HostGroups",
         "engines.mpi": "MPI connect_world",

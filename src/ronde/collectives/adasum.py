@@ -59,7 +59,6 @@ def _combine_part(
     bounds: Sequence[slice],
     distance: int = 1,
 ) -> None:
-    """Combine a part over ranks at ``distance`` and more."""
     if distance == communicator.size:
         return
     middle = (part.start + part.stop) // 2

@@ -312,7 +312,6 @@ def _height(node: int) -> int:
 
 
 def _spread_loads(tree: _BinaryTree, chunks: Chunks) -> tuple[Load, ...]:
-    """Return the loads of the broadcast rounds: most nodes have two children."""
     # The root has one child if the size is a power of two.
     has_one_child = tree.size == 1 << max(0, tree.depth)
     return tuple(
@@ -372,7 +371,6 @@ def _distances(size: int) -> list[tuple[int, int]]:
 
 
 def _halve(rank: int, size: int) -> Iterator[Round]:
-    """Reduce chunk ``rank`` here."""
     # Of the live chunks, which begin with this rank's own, the second half is sent to
     # the rank of its first chunk.
     for live, kept in _distances(size):

@@ -482,7 +482,6 @@ class Communicator:
             engine.close()
 
     def _plan(self, key: _Key, tensor: Tensor) -> Reduction:
-        """Return an engine's reduction, the same object for equal calls."""
         engine, call, dtype, _, op, prescale, postscale = key
         _require_device(tensor, engine)
         require_reducible(dtype, op, prescale, postscale)
@@ -615,7 +614,6 @@ def _unaliased(tensor: Tensor, out: Tensor | None, at_row: int | None = None) ->
 
 
 def _end(tensor: Tensor) -> int:
-    """Return the address after the last element, in any layout."""
     reach = sum(
         (length - 1) * stride
         for length, stride in zip(tensor.shape, tensor.stride(), strict=True)

@@ -190,7 +190,7 @@ def _connect(name: str, config: EngineConfig) -> Communicator:
     if config.info.size == 1:
         return Communicator(SoloEngine())
     if name == _AUTO:
-        return _connect_auto(config)
+        return connect_auto(config)
     return Communicator(ENGINES[name](config))
 
 
@@ -215,7 +215,7 @@ def choose_engine(
     return "scheduled" if is_long else "gloo"
 
 
-def _connect_auto(config: EngineConfig) -> Communicator:
+def connect_auto(config: EngineConfig) -> Communicator:
     """Connect one engine now, and others when a call first needs them."""
     store = config.open_store()
     make_first = _shared_memory_or_gloo if config.is_one_host else _torch_distributed
@@ -292,11 +292,7 @@ def _scheduled(config: EngineConfig) -> Engine:
     return ScheduledEngine(_torch_distributed(config), algorithm.name)
 
 
-def _hierarchical(config: EngineConfig) -> Engine:
-    return two_levels(config, socket.gethostname())
-
-
-def two_levels(config: EngineConfig, host: str) -> Engine:
+def two_levels(config: EngineConfig, host: str = "") -> Engine:
     """Connect each host's ranks by shared memory and the hosts by Gloo; collective."""
     from ronde.collectives.algorithms import find_algorithm
     from ronde.collectives.engines.hierarchical import (
@@ -309,7 +305,8 @@ def two_levels(config: EngineConfig, host: str) -> Engine:
         find_algorithm(config.algorithm)
     store = config.open_store()
     world = _torch_distributed(config.at(store, "world"))
-    groups = HostGroups.from_hosts(exchange_hosts(Communicator(world), host))
+    hosts = exchange_hosts(Communicator(world), host or socket.gethostname())
+    groups = HostGroups.from_hosts(hosts)
     index, local_rank = groups.of(config.info.rank)
     size = len(groups.ranks[index])
     info = config.info._replace(rank=local_rank, size=size, local_size=size)
@@ -334,7 +331,7 @@ ENGINES: Mapping[str, Callable[[EngineConfig], Engine]] = MappingProxyType(
         "nccl": _torch_distributed,
         "mpi": _mpi,
         "scheduled": _scheduled,
-        "hierarchical": _hierarchical,
+        "hierarchical": two_levels,
     }
 )
 """Engines by name. ``gloo`` and ``nccl`` are one engine, which chooses the backend by

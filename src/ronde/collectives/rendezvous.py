@@ -322,7 +322,6 @@ def _slurm_store(info: RankInfo, timeout_s: float) -> JobStore:
 
 
 def _addresses_of(name: str) -> tuple[str, ...]:
-    """Return the numeric addresses of a host without loopbacks, IPv4 first."""
     try:
         found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except OSError:
@@ -356,7 +355,6 @@ def _bind_first(address: str, ports: Sequence[int]) -> socket.socket:
 def _join_step(
     addresses: Sequence[str], key: SharedKey, info: RankInfo, timeout_s: float
 ) -> JobStore:
-    """Try ports of rank 0's host until one has the store of this step."""
     ends_at = time.monotonic() + timeout_s
     pause_s, num_ports = _FIRST_PAUSE_S, _NUM_AT_FIRST
     ports = step_ports(info.job_id)

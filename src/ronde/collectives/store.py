@@ -3,6 +3,7 @@
 import secrets
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, cast
 
 from torch.distributed import PrefixStore, Store
@@ -188,10 +189,9 @@ def remote_store(
     timeout_s: float,
     scope: AbortScope | None = None,
 ) -> JobStore:
-    def connect(limit_s: float) -> PlainConnection:
-        return dial_network(address, port, key, limit_s)
-
-    return JobStore(connect, timeout_s, address, scope)
+    return JobStore(
+        partial(dial_network, address, port, key), timeout_s, address, scope
+    )
 
 
 def join(store: JobStore, info: RankInfo) -> bool:

@@ -325,7 +325,6 @@ class CoordinatorState:
             entry.fail(error)
 
     def _await_loss(self) -> None:
-        """Wait a moment for the message about the lost rank."""
         deadline = time.monotonic() + _FIND_LOSS_WITHIN_S
         while self._table.failure is None and time.monotonic() < deadline:
             self._report_losses()
@@ -570,7 +569,6 @@ class Coordinator:
         self._progress(num_own)
 
     def _gather(self) -> None:
-        """Sleep while operations are submitted that no thread waits for."""
         submitted = self._state.submitted
         for _ in range(_MOST_GATHERED):
             num_before = len(submitted)

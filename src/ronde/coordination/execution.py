@@ -64,8 +64,6 @@ _Owned = Sequence[tuple[_Item, Entry | None]]
 
 @dataclass(slots=True)
 class _Batch:
-    """Tensors of one collective, which does the same as ``request``."""
-
     request: Request
     items: list[_Item]
     num_bytes: int = 0
@@ -158,7 +156,6 @@ class Execution:
         return plan
 
     def _pack(self, batch: _Batch, requests: Sequence[Request]) -> None:
-        """Allocate the fusion buffer of a batch; collective."""
         request = batch.request
         dtype = request.torch_dtypes[batch.items[0].tensor]
         key = request.kind, dtype, request.device

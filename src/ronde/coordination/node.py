@@ -107,7 +107,6 @@ _COMMANDS: dict[str, type[Command]] = {
 
 
 def _words_of(command: Command) -> _Words:
-    """Return the message of a command other than ``run``, ``drop`` and ``reset``."""
     return type(command).__name__, *command
 
 
@@ -299,7 +298,6 @@ class Node:
             self._events.append((verb, *values))
 
     def _apply(self, message: bytes) -> None:
-        """Apply the root's commands and pass them on."""
         self._out += [(child, message) for child in self.tree.children]
         if decoded := decode_numbers(message):
             numbers, requests = bits_of(decoded[1]), self.cache.requests
@@ -357,7 +355,6 @@ class RootNode(Node):
         self._joined: list[int] = []
 
     def _advance(self) -> None:
-        """Decide on requests that every rank is ready for."""
         counter = self._counter
         events, self._events = self._events, []
         if commands := self._handle(events):
@@ -418,7 +415,6 @@ class RootNode(Node):
         return commands
 
     def _make_room(self, requests: list[Request]) -> list[_Words]:
-        """Return the commands that make room for these in the cache."""
         if self._next_number + len(requests) > _EPOCHS_CAPACITIES * self._capacity:
             self._next_number = 0
             return [("reset",)]

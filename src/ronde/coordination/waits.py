@@ -481,7 +481,6 @@ def describe_stall(
 def _late_names(
     reports: Mapping[int, StallReport], warning_s: float
 ) -> dict[str, float]:
-    """Return names that a rank has waited for long for, and their greatest ages."""
     late: dict[str, float] = {}
     for report in reports.values():
         for name, age_s in report.ages_s.items():

@@ -107,7 +107,6 @@ class EvenHostsEngine(HierarchicalEngine):
     _cross: Communicator
 
     def _reduce(self, vector: Tensor, op: ReduceOp) -> None:
-        """Reduce shares on the host, each over the hosts, and gather."""
         local = self._local
 
         def reduce(piece: Tensor) -> _Steps:
@@ -183,8 +182,6 @@ class LeadersEngine(HierarchicalEngine):
     # ``cross`` has the leaders; None on all other ranks.
 
     def _reduce(self, vector: Tensor, op: ReduceOp) -> None:
-        """Reduce on each host, over the leaders, and copy back."""
-
         def reduce(piece: Tensor) -> _Steps:
             self._local.all_reduce(piece, op).wait()
             yield self._cross.all_reduce(piece, op) if self._cross else None

@@ -52,8 +52,6 @@ class ScheduledMessage(NamedTuple):
 
 @dataclass(slots=True)
 class _Draft:
-    """A message before the program is ordered."""
-
     step: ScheduleStep
     stage: int  # see Note [Stages]
     span: tuple[int, int]
@@ -120,7 +118,6 @@ def _drafts(schedule: Schedule, rank: int, piece_numel: int) -> Iterator[_Draft]
 
 
 def _connect(drafts: list[_Draft]) -> None:
-    """Find the dependencies of each message."""
     # A send needs the earlier receives of its elements, and a receive the sends that
     # still read them. Summands are received into other memory and added in the order of
     # the program.
@@ -184,7 +181,6 @@ class _Run:
     arrivals: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
 
     def run(self, post: PostMessage, wait: WaitForMessage) -> None:
-        """Send, receive and reduce until the program is over or a message fails."""
         for index, message in enumerate(self.program):
             for need in message.needs:
                 self._complete(need, wait)

@@ -337,7 +337,6 @@ class Groups:
         return self._nccl
 
     def message(self, call: str, values: Tensor, peer: int, tag: int) -> BackendWork:
-        """Start a ``send`` or ``recv``."""
         if not values.is_cpu:
             return self.connect_nccl(values.device).message(call, values, peer, tag)
         return self._post(self.of(values.device), call, values, peer, tag)
@@ -471,7 +470,9 @@ class Groups:
 
     def _make_gloo(self, name: str, use: str) -> None:
         store: Store = PrefixStore(name, self._store)
-        is_lazy = _is_lazy()
+        # torch connects two ranks only when they first need it.
+        text = select_variables([_LAZY]).get(_LAZY, "0")
+        is_lazy = text.lower() in ("1", "true", "yes", "y")
         if not is_lazy:
             store = RendezvousStore(store, self._size)
             self._stores.append(store)
@@ -512,12 +513,6 @@ def _hold(_groups: Sequence[Backend], works: Sequence[BackendWork]) -> None:
     for work in works:
         with suppress(RuntimeError):
             work.wait()
-
-
-def _is_lazy() -> bool:
-    """Return True if torch connects two ranks only when they first need it."""
-    text = select_variables([_LAZY]).get(_LAZY, "0")
-    return text.lower() in ("1", "true", "yes", "y")
 
 
 def _find_own_address(store: Store, rank: int, size: int, timeout: timedelta) -> str:

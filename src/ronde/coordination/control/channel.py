@@ -177,7 +177,6 @@ def connect_channel(
 def _share_memory(
     exchange: ExchangeBytes, ranks: Sequence[int], tree: Tree
 ) -> SharedMemoryTransport | None:
-    """Return a host's transport in shared memory; None if that is not possible."""
     if len(ranks) == 1:
         return None
     try:

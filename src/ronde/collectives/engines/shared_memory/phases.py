@@ -132,7 +132,6 @@ def _send_to_all(
     plan: Plan,
     locations: Sequence[int],
 ) -> Steps[None]:
-    """Copy ``plan[r][s]`` bytes from each rank r to each rank s."""
     own = state.rank
     parts = torch.split(result, [row[own] for row in plan])
     pieces = torch.split(data, list(plan[own]))
@@ -403,7 +402,6 @@ def _reduce_in_place(
 def _plan(
     state: SharedState, out: Tensor, known: KnownReduction, locations: Sequence[int]
 ) -> list[Pieces]:
-    """Cut this rank's share of all tensors into pieces that fit into a cache."""
     itemsize = out.element_size()
     first, last = _share(out.numel(), itemsize, state.size, state.rank)
     columns = [

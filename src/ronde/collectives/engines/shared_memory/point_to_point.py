@@ -6,7 +6,6 @@ for the sender (``ControlBlock.taken``). There is room for two pieces, so writin
 reading overlap.
 """
 
-import zlib
 from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -15,9 +14,10 @@ import torch
 from torch import Tensor
 
 from ronde.collectives.engines.shared_memory.progress import (
+    Message,
+    MessageHeader,
     PendingWord,
     ProgressEngine,
-    Transfer,
 )
 from ronde.collectives.engines.shared_memory.shared_state import ControlBlock, Segment
 from ronde.collectives.engines.shared_memory.waiting import IS_WEAKLY_ORDERED, fence
@@ -28,14 +28,6 @@ PIECE_BYTES = 256 << 10
 _NUM_PIECES = 2
 _HEAD_BYTES = 64  # for the header before each piece
 CHANNEL_BYTES = _NUM_PIECES * (_HEAD_BYTES + PIECE_BYTES)
-
-
-class MessageHeader(NamedTuple):
-    """The header before each piece, checked by the receiver."""
-
-    tag: int
-    num_bytes: int
-    kind: int  # of elements: a digest of the dtype
 
 
 class ChannelMemory(NamedTuple):
@@ -92,20 +84,6 @@ class Channel:
         number = self.num_taken()
         data.copy_(self._pieces[number % _NUM_PIECES][: data.numel()])
         self._taken.publish(self.taken_at, number + 1)
-
-
-class Message(Transfer):
-    """One end of a message; ``data`` are the bytes of its tensor."""
-
-    __slots__ = ("data", "header")
-
-    def __init__(
-        self, progress: ProgressEngine, name: str, tensor: Tensor, tag: int
-    ) -> None:
-        super().__init__(progress, name)
-        self.data = tensor.view(torch.uint8)
-        kind = zlib.crc32(str(tensor.dtype).encode())
-        self.header = MessageHeader(tag, self.data.numel(), kind)
 
 
 class Sending(Message):

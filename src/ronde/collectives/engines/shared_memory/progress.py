@@ -17,11 +17,13 @@ Note [Progress]
 import logging
 import threading
 import time
+import zlib
 from collections import deque
 from collections.abc import Generator, Sequence
 from typing import NamedTuple, TypeVar
 
 import torch
+from torch import Tensor
 
 from ronde.collectives.engine import ErrorContext, PollCallback, Work, closed_error
 from ronde.collectives.engines.shared_memory.shared_state import (
@@ -62,6 +64,14 @@ class PendingWord(NamedTuple):
     word: int  # its index
     value: int
     wanted: int
+
+
+class MessageHeader(NamedTuple):
+    """The header before each piece, checked by the receiver."""
+
+    tag: int
+    num_bytes: int
+    kind: int  # of elements: a digest of the dtype
 
 
 class SharedMemoryWork(Work[None]):
@@ -113,10 +123,18 @@ class CollectiveWork(SharedMemoryWork):
         self.is_inference = torch.is_inference_mode_enabled()
 
 
-class Transfer(SharedMemoryWork):
-    """A message under way between two ranks."""
+class Message(SharedMemoryWork):
+    """One end of a message under way; ``data`` are the bytes of its tensor."""
 
-    __slots__ = ()
+    __slots__ = ("data", "header")
+
+    def __init__(
+        self, progress: "ProgressEngine", name: str, tensor: Tensor, tag: int
+    ) -> None:
+        super().__init__(progress, name)
+        self.data = tensor.view(torch.uint8)
+        kind = zlib.crc32(str(tensor.dtype).encode())
+        self.header = MessageHeader(tag, self.data.numel(), kind)
 
     def start(self) -> None:
         raise NotImplementedError
@@ -142,7 +160,7 @@ class ProgressEngine:
         self._blocks = blocks
         self._peers = peers
         self._timeout_s = timeout_s
-        self._transfers: list[Transfer] = []
+        self._messages: list[Message] = []
         self._own = blocks[rank]
         self._others = [(r, block) for r, block in enumerate(blocks) if r != rank]
         self._other_words = [block.words for _, block in self._others]
@@ -172,12 +190,12 @@ class ProgressEngine:
                 self._advance()
         return work
 
-    def deliver(self, transfer: Transfer) -> None:
+    def deliver(self, message: Message) -> None:
         with self.lock:
             if self._failure is not None:
                 raise fresh(self._failure)
-            self._transfers.append(transfer)
-            transfer.start()
+            self._messages.append(message)
+            message.start()
             self._advance()
 
     def require_usable(self) -> None:
@@ -236,10 +254,10 @@ class ProgressEngine:
     def _advance(self) -> None:
         while self._queue and self._is_phase_complete():
             self._resume()
-        if self._transfers:
-            for transfer in list(self._transfers):
-                transfer.advance()
-            self._transfers = [t for t in self._transfers if not t.is_over]
+        if self._messages:
+            for message in list(self._messages):
+                message.advance()
+            self._messages = [t for t in self._messages if not t.is_over]
 
     def _is_phase_complete(self) -> bool:
         phase = self._num_phases
@@ -269,7 +287,7 @@ class ProgressEngine:
                 num_left = num_spins
             if num_left < 0:
                 break
-        if self._transfers:
+        if self._messages:
             self._advance()
 
     def _resume(self) -> None:
@@ -321,9 +339,9 @@ class ProgressEngine:
             if not work.is_over:
                 work.fail(error)
         self._queue.clear()
-        for transfer in self._transfers:
-            transfer.fail(error)
-        self._transfers = []
+        for message in self._messages:
+            message.fail(error)
+        self._messages = []
 
     def sleep(self, work: SharedMemoryWork, poll: PollCallback | None) -> bool:
         """Yield, then sleep until there may be progress; False if ``poll`` ends it."""
@@ -357,7 +375,6 @@ class ProgressEngine:
         return True
 
     def _nap(self, pending: PendingWord, nap_s: float) -> None:
-        """Sleep until a word changes; if it does not, ring its rank's bell."""
         block = self._blocks[pending.rank]
         block.fall_asleep(self.rank)
         # The kernel compares the word again: see Note [Memory order].
@@ -379,7 +396,13 @@ class ProgressEngine:
                 for rank, block in self._others
                 if block.words[PROGRESS] < pending.wanted
             ]
-        losses = [loss for rank in absent if (loss := self._find_loss(rank))]
+        losses = [
+            f"rank {rank} closed its communicator"
+            if self._blocks[rank].words[IS_CLOSED]
+            else self._peers.find_loss(rank, self.rank)
+            for rank in absent
+        ]
+        losses = [*filter(None, losses)]
         # The rank's last store before it ended may complete the wait.
         if not (losses or is_late) or work.find_pending() is None:
             return None
@@ -390,8 +413,3 @@ class ProgressEngine:
         stops = filter(None, map(self._peers.describe_stop, absent))
         stop = next((f" ({each})" for each in stops), "")
         return context.late(f" from ranks {absent[:8]}{stop}")
-
-    def _find_loss(self, rank: int) -> str:
-        if self._blocks[rank].words[IS_CLOSED]:
-            return f"rank {rank} closed its communicator"
-        return self._peers.find_loss(rank, self.rank)

@@ -57,7 +57,7 @@ class NoSharedMemoryError(CollectiveError):
 
 
 class Segment:
-    """One rank's memory, as mapped into this process."""
+    """The memory of one rank, mapped into this process."""
 
     __slots__ = ("address", "mapping", "num_bytes", "tensor", "view")
 
