@@ -80,26 +80,6 @@ def test_a_dead_rank_is_noticed(run_ranks, engine):
             assert f"on rank {rank} of 3" in text
 
 
-def wait_while_it_dies(communicator):
-    """Fail in ``wait()``, and again in every later ``wait()``."""
-    if communicator.rank == 1:
-        communicator.recv(torch.ones(1), 0).wait()
-        os.kill(os.getpid(), signal.SIGKILL)
-    works = [communicator.all_reduce(torch.ones(3)) for _ in range(3)]
-    communicator.send(torch.ones(1), 1).wait()
-    for _ in range(2):
-        for work in works:
-            with pytest.raises(PeerLostError):
-                work.wait()
-    return "told"
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_failed_work_fails_each_time(run_ranks, engine):
-    told = run_ranks(2, wait_while_it_dies, dying={1}, connecting=By(engine))
-    assert told == ["told", None]
-
-
 def own_connections():
     """Return this process's TCP sockets, as others that lead to them."""
     found = []

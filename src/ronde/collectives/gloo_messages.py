@@ -60,9 +60,8 @@ class Waiters:
             except BaseException as error:  # noqa: BLE001  raised in the waiting thread
                 result, failure = None, error.with_traceback(None)
             del job, call
-            self._idle.append(
-                queue
-            )  # first: the waiting thread may start the next call
+            # Before the result is set: the waiting thread may start the next call.
+            self._idle.append(queue)
             if failure is None:
                 outcome.set_result(result)
             else:

@@ -8,6 +8,7 @@ Note [Tracebacks hold groups]
 """
 
 import atexit
+import logging
 import threading
 import time
 import weakref
@@ -20,6 +21,7 @@ from typing import Generic, TypeVar
 from ronde.errors import CollectiveError, fresh
 
 T = TypeVar("T")
+_logger = logging.getLogger("ronde")
 
 
 _Method = weakref.WeakMethod[Callable[[], object]]
@@ -138,6 +140,17 @@ def _wait_for_threads() -> None:
         if thread.name in _EXIT_WAIT_S:
             left_s = begun_s + _EXIT_WAIT_S[thread.name] - time.monotonic()
             thread.join(max(0.0, left_s))
+
+
+def warn_if_alive(thread: threading.Thread, within_s: float) -> None:
+    """Warn of a thread that ``close()`` has waited for in vain."""
+    if thread.is_alive():
+        _logger.warning(
+            "thread %r is still running %g s after close(). Find the operation that "
+            "hangs in its stack.",
+            thread.name,
+            within_s,
+        )
 
 
 class _Call(Generic[T]):

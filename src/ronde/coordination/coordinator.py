@@ -12,7 +12,6 @@ Note [Progress]
     operations run one after the other, in the agreed order.
 """
 
-import logging
 import threading
 import time
 from collections import deque
@@ -24,6 +23,7 @@ from weakref import WeakSet
 import torch
 
 from ronde.collectives import Communicator, PollCallback, ReduceOp, Work
+from ronde.collectives.scope import warn_if_alive
 from ronde.coordination.control.channel import ControlChannel
 from ronde.coordination.execution import CoordinationOptions, Execution, FusionTuning
 from ronde.coordination.fast_path import FastPath
@@ -55,7 +55,6 @@ from ronde.errors import CollectiveError, PeerLostError
 
 __all__ = ["CoordinationOptions", "Coordinator"]
 
-_logger = logging.getLogger("ronde")
 _CHECK_EVERY_S = 0.25  # for lost ranks and stalls
 _NUM_QUICK_WAITS = 2
 _MOST_GATHERED = 4  # so often newer submissions may delay older ones
@@ -467,13 +466,7 @@ class Coordinator:
             self._communicator.abort()
         self._channel.close()
         self._thread.join(_JOIN_WITHIN_S)
-        if self._thread.is_alive():
-            _logger.warning(
-                "thread %r is still running %g s after close(). Find the operation "
-                "that hangs in its stack.",
-                self._thread.name,
-                _JOIN_WITHIN_S,
-            )
+        warn_if_alive(self._thread, _JOIN_WITHIN_S)
         if self._set_id == 0:
             self.waits.ask_all = lambda: None  # no reference cycle
 

@@ -42,9 +42,7 @@ class CoordinationOptions:
 
     fusion_threshold_bytes: int = 128 << 20  # 0 fuses nothing
     tuning: TuningOptions | None = None  # of the threshold
-    gather_time_s: float = (
-        0.001  # Horovod's cycle time, if no thread waits for a result
-    )
+    gather_time_s: float = 0.001  # Horovod's cycle time, while no thread waits
     cache_capacity: int = 1024  # requests; 0 for none
     is_group_alone: bool = False  # do not fuse a group with other tensors
     stall_warning_s: float = 60.0  # age of an operation; 0 for never

@@ -14,7 +14,6 @@ Note [Progress]
     inference mode of the original caller, as its tensors may not be writable otherwise.
 """
 
-import logging
 import threading
 import time
 import zlib
@@ -40,7 +39,7 @@ from ronde.collectives.engines.shared_memory.waiting import (
     sleep_while,
     wake_all,
 )
-from ronde.collectives.scope import AbortScope
+from ronde.collectives.scope import AbortScope, warn_if_alive
 from ronde.errors import CollectiveError, UsageError, fresh
 
 T = TypeVar("T")
@@ -54,7 +53,6 @@ _CHECK_EVERY_S = 0.25  # whether the other ranks still live
 _FOR_EVER_S = 3600.0
 _RING_EVERY_S = 0.02
 _CLOSE_WITHIN_S = 60.0  # of close(); one step of a collective may be long
-_logger = logging.getLogger("ronde")
 
 
 class PendingWord(NamedTuple):
@@ -234,13 +232,7 @@ class ProgressEngine:
         while self._thread.is_alive() and time.monotonic() < end_s:
             self._own.ring()
             self._thread.join(_RING_EVERY_S)
-        if self._thread.is_alive():
-            _logger.warning(
-                "thread %r is still running %g s after close(). Find the operation "
-                "that hangs in its stack.",
-                self._thread.name,
-                _CLOSE_WITHIN_S,
-            )
+        warn_if_alive(self._thread, _CLOSE_WITHIN_S)
 
     def _serve(self) -> None:
         """Sleep until this rank's bell rings, then make progress; a thread."""
