@@ -124,7 +124,6 @@ class GlooMessage:
 
 
 def is_cut_off(gloo: Backend, peer: int) -> bool:
-    """Return True if the connection to a rank has ended."""
     try:
         # Gloo refuses this receive on such a connection. Its tag is never sent.
         gloo.recv([torch.empty(1, device="cpu")], peer, UNUSED_TAG)

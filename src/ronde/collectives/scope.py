@@ -143,7 +143,6 @@ def _wait_for_threads() -> None:
 
 
 def warn_if_alive(thread: threading.Thread, within_s: float) -> None:
-    """Warn of a thread that ``close()`` has waited for in vain."""
     if thread.is_alive():
         _logger.warning(
             "thread %r is still running %g s after close(). Find the operation that "

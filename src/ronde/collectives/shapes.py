@@ -53,7 +53,6 @@ class CallLayout(NamedTuple):
         )
 
     def encode(self) -> Tensor:
-        """Return it as int64 numbers, of the same length for every layout."""
         text = json.dumps(self._replace(dtype=str(self.dtype)))
         padded = bytearray(text.ljust(LAYOUT_BYTES).encode())
         return torch.frombuffer(padded, dtype=torch.int64)

@@ -31,7 +31,6 @@ def find_listening(address: str) -> dict[int, int]:
 
 
 def shut_down(addresses: AbstractSet[bytes]) -> None:
-    """End all connections of this process to and from these addresses."""
     for _, sock in _own_sockets() if addresses else ():
         with suppress(OSError):
             ends = _encode(sock.getsockname()), _encode(sock.getpeername())

@@ -109,7 +109,6 @@ def clone_of(store: Store) -> Store:
 
 
 def base_of(store: Store) -> Any:  # noqa: ANN401  torch's have no common type
-    """Return the store below all prefixes."""
     base: Any = store
     while isinstance(base, PrefixStore):
         base = base.underlying_store
@@ -122,7 +121,6 @@ def scope_of(store: Store) -> AbortScope:
 
 
 def get_all(store: Store, keys: list[str], limit: timedelta) -> list[bytes]:
-    """Wait until all keys are set and return their values."""
     base = base_of(store)
     # A job's store waits by itself, within its own timeout.
     if isinstance(base, JobStore) and cast("Any", base).timeout <= limit:

@@ -173,7 +173,6 @@ class CoordinatorState:
         return self.fast_path if is_started else None
 
     def finish_fast(self, *, is_late: bool = False) -> None:
-        """Finish the operation on the fast path: see ``FastPath.finish``."""
         ended = self.fast_path and self.fast_path.finish(is_late=is_late)
         if not ended:
             return
@@ -448,7 +447,6 @@ class Coordinator:
         return entry.wait()
 
     def call_on_stop(self, function: Callable[[], None]) -> None:
-        """Call ``function``, in any thread, if a stall ends the job."""
         self._state.on_stop = function
 
     def close(self) -> None:

@@ -90,7 +90,6 @@ class Execution:
         self._last: StreamMark | None = None
 
     def run(self, run: RunCommand, entries: _Entries) -> None:
-        """Run operations; collective."""
         if not any(request.device == "cuda" for request in run.requests):
             self._run(run, entries)
             return

@@ -262,7 +262,6 @@ class Node:
                 self._on_event(sender, *event)
 
     def flush(self) -> list[tuple[int, bytes]]:
-        """Return the messages to send now, with the neighbours."""
         while self._counter.is_changed or self._events:
             self._advance()
         out, self._out = self._out, []

@@ -91,7 +91,6 @@ class PendingTable:
         self._numbers.clear()  # ranks that joined early have submitted fewer
 
     def add(self, entry: Entry) -> None:
-        """Add an operation; raises if its name is in use or operations have failed."""
         with self._lock:
             if self.failure is not None:
                 raise fresh(self.failure)
@@ -99,7 +98,6 @@ class PendingTable:
                 raise UsageError(_IN_FLIGHT)
 
     def pop(self, name: str) -> Entry | None:
-        """Remove and return an operation, or None; its name may be used again."""
         with self._lock:
             return self.entries.pop(name, None)
 
@@ -266,7 +264,6 @@ class Waits:
         self._users.add(threading.get_ident())
 
     def begin(self, point: SyncPoint) -> None:
-        """Record that this rank has reached a round."""
         self._begun[point.set_id, point.name] = point.number
 
     def drive(self) -> bool:

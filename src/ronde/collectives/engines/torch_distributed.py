@@ -210,7 +210,6 @@ class Nccl:
         return message
 
     def start_messages(self) -> None:
-        """Start the queued messages as one group."""
         # Started one by one, two ranks that both receive first would wait for ever.
         messages, self._gathered = self._gathered, []
         if not messages:
@@ -348,7 +347,6 @@ class Groups:
         return GlooMessage(work, self._waiters, partial(is_cut_off, gloo, peer))
 
     def track(self, work: BackendWork) -> BackendWork:
-        """Return a collective of Gloo's, tracked until it is waited for."""
         known = self._under_way
         known.add(work)
         if len(known) > _MOST_KNOWN:
@@ -395,7 +393,6 @@ class Groups:
     def submit(
         self, context: ErrorContext, steps: Callable[[Backend, Wait], None]
     ) -> FutureWork[None]:
-        """Call ``steps`` in a thread, after all earlier ones."""
         # All ranks must run their steps in one order, one after the other, so the steps
         # have their own group and thread.
         self._require_open()

@@ -152,7 +152,6 @@ class GlooConnection:
         return self._loss
 
     def close(self) -> None:
-        """Begin the close handshake, if the neighbour is still there."""
         self._is_closing = True
         if self._loss is None:
             self._put_frame(_CLOSE)

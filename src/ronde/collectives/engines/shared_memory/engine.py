@@ -166,7 +166,6 @@ class SharedMemoryEngine(Engine):
         *,
         is_populated: bool = True,
     ) -> Tensor:
-        """Return zeros that all ranks map."""
         if device.type != "cpu" or numel == 0:
             return super().allocate(numel, dtype, device)
         num_bytes = _in_pages(numel * dtype.itemsize)

@@ -69,7 +69,6 @@ def broadcast(state: SharedState, elements: Tensor, root: int) -> Steps[None]:
 
 
 def refuse(state: SharedState, layout: CallLayout) -> Steps[None]:
-    """Report wrong arguments of this rank; raises on all ranks."""
     state.staging.take()
     yield from _exchange_layouts(state, layout, 0)
 
@@ -115,7 +114,6 @@ def exchange_rows(
     row_bytes: int,
     allocate: AllocateExchange,
 ) -> Steps[None]:
-    """Send every rank its rows; the splits are sent with the shapes."""
     location, slot = _locate(state, data), state.staging.take()
     _show(state, slot, torch.tensor(splits, device="cpu").view(_BYTE))
     layouts, locations = yield from _exchange_layouts(state, layout, location)

@@ -74,7 +74,6 @@ class Channel:
         self._sent.publish(self.sent_at, number + 1)
 
     def header(self) -> MessageHeader:
-        """Return the header of the next piece's message."""
         if IS_WEAKLY_ORDERED:
             fence()
         head = self._heads[self.num_taken() % _NUM_PIECES]
@@ -139,7 +138,6 @@ class Receiving(Message):
         self._queue.add(self)
 
     def accept(self, header: MessageHeader, data: Tensor) -> None:
-        """Complete with a whole message."""
         if header != self.header:
             self.fail(
                 CollectiveError(
@@ -253,7 +251,6 @@ class PointToPoint:
         return receiving
 
     def find_sender(self, tag: int) -> int | None:
-        """Return a rank that has sent a message without a matching receive."""
         with self._progress.lock:
             others = [
                 r for r in range(len(self._memory.blocks)) if r != self._progress.rank

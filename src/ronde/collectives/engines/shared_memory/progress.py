@@ -83,7 +83,6 @@ class SharedMemoryWork(Work[None]):
         self.name = name
 
     def find_pending(self) -> PendingWord | None:
-        """Return a word that must change before this can continue."""
         return self._progress.find_pending()
 
     def _poll(self) -> bool:
@@ -176,7 +175,6 @@ class ProgressEngine:
         scope.add(self.abort)
 
     def submit(self, name: str, steps: Steps[None]) -> CollectiveWork:
-        """Start a collective, or queue it behind those under way."""
         work = CollectiveWork(self, name, steps)
         with self.lock:
             if self._failure is not None:
@@ -222,7 +220,6 @@ class ProgressEngine:
             wake_all(block.address + 8 * PROGRESS)  # waits of this process
 
     def close(self) -> None:
-        """Abort, and end the thread."""
         self.abort()
         self._is_ending = True
         if threading.current_thread() is self._thread:

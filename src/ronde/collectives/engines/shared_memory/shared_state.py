@@ -227,7 +227,6 @@ def _open(
 def through_store(
     store: Store, rank: int, size: int, timeout_s: float
 ) -> ExchangeBytes:
-    """Return an exchange of messages through a store."""
     limit = timedelta(seconds=timeout_s)
     turn = 0
 
@@ -383,7 +382,6 @@ class StagingSlots:
     def views(
         self, slot: int, dtype: torch.dtype, numel: int, offset: int = 0
     ) -> list[Tensor]:
-        """Return a part of every rank's slot, at ``offset`` bytes."""
         key = (slot, dtype, numel, offset)
         views = self._views.get(key)
         if views is None:
@@ -462,7 +460,6 @@ class SymmetricHeap:
         raise LookupError(f"region must be in use, got number {number}")
 
     def views(self, locations: Sequence[int], like: Tensor) -> list[Tensor]:
-        """Return all ranks' tensors at their locations; ``like`` is one of them."""
         return [
             self.view(rank, location, like.dtype, like.numel())
             for rank, location in enumerate(locations)
@@ -504,7 +501,6 @@ class Call(NamedTuple):
         numel: int = 0,
         details: str = "",
     ) -> "Call":
-        """Describe a call; ``details`` are its operation or root."""
         text = f"{name} of {numel} elements of {dtype}{details}" if dtype else name
         digest = hashlib.sha256(text.encode()).digest()
         return cls(text, int.from_bytes(digest[:8], "little"))
