@@ -107,6 +107,7 @@ class Routes:
         return engine
 
     def of_pair(self, tensor: Tensor) -> Engine:
+        """Return the engine for messages between two ranks."""
         return self._first if tensor.is_cpu else self._nccl or self._first
 
     def engine(self, call: str, num_bytes: int | None, device_type: str) -> Engine:
@@ -121,6 +122,7 @@ class Routes:
         return self._engines[name]
 
     def clone(self, first: Engine) -> "Routes":
+        """Return the routes of a duplicate of the communicator; collective."""
         self._num_clones += 1
         nccl = self._nccl.clone() if self._nccl else None
         name = f"{self._name}.{self._num_clones}"
