@@ -18,9 +18,11 @@ from pathlib import Path
 
 from ronde.errors import UsageError
 from ronde.launch.environments import own_environment
-from ronde.world.environment import read_cache_directory
 
 HERE = Path(__file__).parent
+_CACHE = (
+    Path(own_environment().get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ronde"
+)
 PACKAGES = HERE / "packages.txt"
 USAGE = 64
 NO_TESTS = 5
@@ -244,7 +246,7 @@ def environment() -> Path:
 
     It is made once, below the user's cache, and again when the packages change.
     """
-    home = read_cache_directory() / "upstream-tests"
+    home = _CACHE / "upstream-tests"
     python, stamp = home / "bin" / "python", home / "made-of"
     [ours] = [p for p in sys.path if p.startswith(sys.prefix) and "site-" in p]
     paths = f"import site; site.addsitedir({ours!r})\n"
@@ -384,7 +386,7 @@ def run_pytest(
     """Run pytest on each rank and print the outcomes; return True if all passed."""
     outcomes = run.scratch / "outcomes" / name
     outcomes.mkdir(parents=True)
-    log = read_cache_directory() / "upstream-tests" / f"{Path(name).stem}.log"
+    log = _CACHE / "upstream-tests" / f"{Path(name).stem}.log"
     options = ["-m", "pytest", "-v", "-p", "no:cacheprovider"]
     options += ["--timeout", str(run.options.timeout)]
     code = execute(run, [*command, *options, *words], outcomes, log)

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ronde.collectives.objects import Carrier, all_gather_json
+from ronde.collectives.objects import TensorGroup, all_gather_json
 from ronde.errors import CollectiveError
 
 PERIOD = 8  # steps between samples, and parameters of a sample
@@ -152,7 +152,7 @@ class Values(NamedTuple):
 
 
 def compare(
-    carrier: Carrier,
+    carrier: TensorGroup,
     named: Named,
     optimizer: Optimizer | None = None,
     known: Background = Background(),
@@ -472,7 +472,7 @@ class DriftCheck:
         self._num_sampled = self._num_since_restart = 0
         self.sums.clear()
 
-    def report(self, carrier: Carrier, named: Named, known: Background) -> None:
+    def report(self, carrier: TensorGroup, named: Named, known: Background) -> None:
         """Warn of differing weights, or raise, and stop checking. Collective.
 
         State may differ on purpose, as for error feedback: if it differs alone, only

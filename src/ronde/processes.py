@@ -25,6 +25,7 @@ _MAX_FREEZE_PASSES = 50
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _POLL_S = 0.05
 _EXIT_CODE_AT = 50  # of the fields that ``read_stat`` returns
+_PF_EXITING = 0x4
 
 
 def _prctl(option: int, value: int) -> None:
@@ -75,10 +76,23 @@ class ProcessStat(NamedTuple):
     state: str
     started: int  # clock ticks since boot
     name: str
+    flags: int  # the kernel's ``PF_*``
+
+    @classmethod
+    def read(cls, pid: int) -> "ProcessStat":
+        """Read one process; OSError if it ended."""
+        name, state, parent, group, *more = read_stat(pid)
+        started, flags = int(more[16]), int(more[3])
+        return cls(pid, int(parent), int(group), state, started, name, flags)
 
     @property
     def is_zombie(self) -> bool:
         return self.state in "ZX"
+
+    @property
+    def is_exiting(self) -> bool:
+        """True once its environment is freed; it may still have children."""
+        return bool(self.flags & _PF_EXITING)
 
 
 def read_processes() -> dict[int, ProcessStat]:
@@ -91,10 +105,9 @@ def _pids() -> list[int]:
 
 def read_process(pid: int) -> ProcessStat | None:
     try:
-        name, state, parent, group, *more = read_stat(pid)
+        return ProcessStat.read(pid)
     except OSError:
         return None
-    return ProcessStat(pid, int(parent), int(group), state, int(more[16]), name)
 
 
 def read_stat(pid: int) -> list[str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tests.limits import HANG_S
 
-from ronde.collectives import meet
+from ronde.collectives import open_store
 from ronde.coordination import ControlChannel, Tree, connect_channel
 
 OVER = b"over"
@@ -23,7 +23,7 @@ def connect(claim, hosts):
         claim: The rank's.
         hosts: A letter a rank: the host that it is to think itself on.
     """
-    store = meet(claim, HANG_S) if claim.size > 1 else None
+    store = open_store(claim, HANG_S) if claim.size > 1 else None
     channel = connect_channel(store, claim.rank, hosts, timeout_s=HANG_S)
     return Tree.of_hosts(hosts)[claim.rank], channel
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tests.conformance.samples import ALL, SHAPES, cases, layouts, sample
+from tests.conformance.samples import ALL, SHAPES, cases, checks_in, layouts, sample
 from torch import Tensor
 
 from ronde.collectives import (
@@ -279,19 +279,4 @@ def objects_that_cannot_travel_fail_everywhere(communicator: Communicator, devic
     assert broadcast_object(communicator, communicator.rank, last) == last
 
 
-MOVEMENTS = [
-    broadcast_every_root_dtype_and_shape,
-    broadcast_keeps_layouts,
-    all_gather_even_and_uneven,
-    all_gather_takes_layouts,
-    all_gather_into_a_place,
-    all_gather_takes_rows_from_anywhere_in_the_place,
-    all_to_all_into_a_place,
-    all_to_all_with_and_without_splits,
-    send_and_recv_around_the_ring,
-    tags_tell_messages_apart,
-    barrier_waits_for_all,
-    duplicates_have_an_order_of_their_own,
-    objects_travel,
-    objects_that_cannot_travel_fail_everywhere,
-]
+MOVEMENTS = checks_in(globals())

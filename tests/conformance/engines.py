@@ -20,24 +20,13 @@ from ronde.world import RankInfo
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One engine at one size.
-
-    Attributes:
-        engine: Its name.
-        size: Number of ranks.
-        algorithm: What it is to follow, where it has several.
-        hosts: A letter a rank: the host that it is to think itself on.
-        is_whole: It is given every combination of dtype, operation and shape, or on
-            other than three ranks a third of them; else few: another setting is given
-            all, and they come to the same code.
-        timeout_s: How long a collective waits.
-    """
+    """One engine at one size."""
 
     engine: str
     size: int
     algorithm: str = ""
-    hosts: str = ""
-    is_whole: bool = True
+    hosts: str = ""  # a letter for the host of each rank
+    is_whole: bool = True  # all cases, else few: another setting runs the same code
     timeout_s: float = 60.0
 
     def __str__(self) -> str:

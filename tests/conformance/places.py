@@ -5,7 +5,7 @@ import gc
 
 import torch
 from tests.conformance.data_movement import assert_same_bits, concatenated
-from tests.conformance.samples import FLOATS, Reduced, cases, sample
+from tests.conformance.samples import FLOATS, Reduced, cases, checks_in, sample
 from torch import Tensor
 
 from ronde.collectives import Communicator, ReduceOp, rows
@@ -146,10 +146,4 @@ def large_movements(communicator: Communicator, device: str):
         assert_same_bits(tensor, parts[-1])
 
 
-PLACES = [
-    allocated_memory_is_zero_and_outlives_all,
-    reductions_are_the_same_everywhere,
-    large_reductions_of_every_kind,
-    large_reduce_scatter,
-    large_movements,
-]
+PLACES = checks_in(globals())

@@ -10,6 +10,7 @@ from tests.conformance.samples import (
     SHAPES,
     assert_reduced,
     cases,
+    checks_in,
     layouts,
     sample,
 )
@@ -254,20 +255,4 @@ def undefined_reductions_are_refused(communicator: Communicator, device: str):
     assert communicator.all_reduce(ones).wait().tolist() == [communicator.size] * 3
 
 
-REDUCTIONS = [
-    all_reduce_every_dtype_op_and_shape,
-    all_reduce_scales,
-    all_reduce_keeps_layouts,
-    all_reduce_leaves_the_source_alone,
-    all_reduce_leaves_gaps_alone,
-    all_reduce_takes_parameters,
-    average_divides,
-    halves_are_rounded_once,
-    float16_averages_do_not_overflow,
-    integers_average_toward_zero,
-    reductions_agree_bit_for_bit,
-    reduce_scatter_keeps_own_rows,
-    reduce_scatter_scales_and_takes_layouts,
-    reduce_scatter_into_a_place,
-    undefined_reductions_are_refused,
-]
+REDUCTIONS = checks_in(globals())

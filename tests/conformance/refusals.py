@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests.conformance.samples import checks_in
 from tests.resources import num_frames
 
 from ronde.collectives import Communicator
@@ -181,15 +182,4 @@ def an_error_raised_again_is_a_new_one(communicator: Communicator, device: str):
     assert_works(communicator, device)
 
 
-REFUSALS = [
-    roots_outside_are_refused,
-    long_messages_are_refused,
-    bad_splits_are_refused,
-    one_ranks_bad_splits_fail_everywhere,
-    mismatches_fail_everywhere,
-    bad_places_are_refused,
-    one_ranks_bad_place_fails_everywhere,
-    scalars_have_no_rows,
-    a_closed_communicator_refuses,
-    an_error_raised_again_is_a_new_one,
-]
+REFUSALS = checks_in(globals())

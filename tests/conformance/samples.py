@@ -4,6 +4,7 @@ The expected values come from Python's own integers and from float64, not from t
 under test.
 """
 
+import inspect
 import itertools
 import math
 from collections.abc import Callable, Iterable
@@ -23,6 +24,13 @@ COMPLEX = [torch.complex64, torch.complex128]
 MOVED_ONLY = [torch.float8_e4m3fn, torch.float8_e5m2]
 ALL = [*FLOATS, *INTEGERS, torch.bool, *COMPLEX, *MOVED_ONLY]
 SHAPES = [(), (1,), (7,), (3, 5), (2, 3, 4, 5), (0,), (4, 0)]
+
+
+def checks_in(names: dict[str, Any]) -> list[Callable[[Any, str], None]]:
+    """Return the functions of a module that check a communicator on a device."""
+    functions = [each for each in names.values() if inspect.isfunction(each)]
+    signature = ["communicator", "device"]
+    return [f for f in functions if [*inspect.signature(f).parameters] == signature]
 
 
 _kept_few = list[bool]()

@@ -21,7 +21,7 @@ from tests.limits import HANG_S
 from tests.ranks import job_store
 from tests.resources import least_resources
 
-from ronde.collectives import meet
+from ronde.collectives import open_store
 from ronde.coordination import connect_channel
 from ronde.errors import CollectiveError
 
@@ -206,7 +206,7 @@ def test_a_program_may_end_without_closing():
 
 def be_absent(claim, hosts):
     """The last rank never connects; the others say so."""
-    store = meet(claim, HANG_S)
+    store = open_store(claim, HANG_S)
     texts = ""
     if claim.rank < claim.size - 1:
         with pytest.raises(CollectiveError) as caught:

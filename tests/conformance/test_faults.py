@@ -80,26 +80,6 @@ def test_a_dead_rank_is_noticed(run_ranks, engine):
             assert f"on rank {rank} of 3" in text
 
 
-def wait_while_it_dies(communicator):
-    """Fail in ``wait()``, and again in every later ``wait()``."""
-    if communicator.rank == 1:
-        communicator.recv(torch.ones(1), 0).wait()
-        os.kill(os.getpid(), signal.SIGKILL)
-    works = [communicator.all_reduce(torch.ones(3)) for _ in range(3)]
-    communicator.send(torch.ones(1), 1).wait()
-    for _ in range(2):
-        for work in works:
-            with pytest.raises(PeerLostError):
-                work.wait()
-    return "told"
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_failed_work_fails_each_time(run_ranks, engine):
-    told = run_ranks(2, wait_while_it_dies, dying={1}, connecting=By(engine))
-    assert told == ["told", None]
-
-
 def own_connections():
     """Return this process's TCP sockets, as others that lead to them."""
     found = []
@@ -269,20 +249,6 @@ def test_a_late_rank_is_named_by_time(run_ranks_bare):
         assert f"no answer for {LATE_S:g} s" in text
 
 
-def be_absent(claim):
-    """Rank 1 never connects; rank 0 says so."""
-    if claim.rank == 1:
-        return ""
-    with pytest.raises(CollectiveError) as caught:
-        connect(claim, timeout_s=1.0)
-    return str(caught.value)
-
-
-def test_an_absent_rank_is_not_waited_for_for_ever(run_ranks_bare):
-    text, _ = run_ranks_bare(2, be_absent)
-    assert text.startswith("connecting on rank 0 of 2")
-
-
 def connect_often(claim, times, engine):
     """Return descriptors and threads after a few cycles and after all."""
     early = None
@@ -300,7 +266,7 @@ def connect_often(claim, times, engine):
 
 
 @pytest.mark.parametrize("times", [30, pytest.param(100, marks=pytest.mark.long)])
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", [*ENGINES, "scheduled"])
 def test_many_connections_leave_nothing(run_ranks_bare, engine, times):
     for early, late in run_ranks_bare(
         3, connect_often, times, engine, timeout_s=HANG_S

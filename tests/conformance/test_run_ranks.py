@@ -30,20 +30,6 @@ def test_the_first_failure_is_raised(run_ranks):
     assert "in raise_on_rank_one" in "".join(caught.value.__notes__)
 
 
-class UnpicklableError(Exception):
-    def __reduce__(self):
-        raise TypeError("not this one")
-
-
-def raise_what_cannot_travel(communicator):
-    raise UnpicklableError(f"on rank {communicator.rank}")
-
-
-def test_errors_that_cannot_be_pickled_are_told(run_ranks):
-    with pytest.raises(RankFailedError, match="in raise_what_cannot_travel"):
-        run_ranks(1, raise_what_cannot_travel)
-
-
 def wait_in_vain(communicator, folder):
     """Wait for a message that nobody sends."""
     (folder / str(communicator.rank)).write_text(str(os.getpid()))

@@ -20,7 +20,7 @@ from ronde.collectives import (
     Communicator,
     SharedMemoryEngine,
     connect,
-    meet,
+    open_store,
     store_at,
     through_store,
 )
@@ -342,7 +342,7 @@ def without_naps(claim):
     """Connect so that a rank that nobody wakes sleeps on for an hour."""
     return Communicator(
         SharedMemoryEngine(
-            meet(claim, HANG_S),
+            open_store(claim, HANG_S),
             claim.rank,
             claim.size,
             timeout_s=HANG_S,

@@ -9,15 +9,9 @@ from random import Random
 import pytest
 from tests.limits import HANG_S
 from tests.ranks import job_store
-from torch.distributed import (
-    FileStore,
-    HashStore,
-    PrefixStore,
-    ProcessGroupGloo,
-    TCPStore,
-)
+from torch.distributed import HashStore, PrefixStore, ProcessGroupGloo, TCPStore
 
-from ronde.collectives import RendezvousStore, store_at, store_beyond
+from ronde.collectives import RendezvousStore, remote_store, store_at
 from ronde.errors import StoreError
 from ronde.store import (
     MAX_FRAME_BYTES,
@@ -37,15 +31,10 @@ SOON = timedelta(seconds=0.1)
 
 
 @contextmanager
-def stores(kind, tmp_path):
+def stores(kind):
     """Yield two clients of one empty store."""
     limit = timedelta(seconds=HANG_S)
-    if kind == "file":
-        yield (
-            FileStore(str(tmp_path / "store"), 2),
-            FileStore(str(tmp_path / "store"), 2),
-        )
-    elif kind == "tcp":
+    if kind == "tcp":
         first = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         yield (
             first,
@@ -54,7 +43,7 @@ def stores(kind, tmp_path):
     elif kind == "network":
         with network_store() as port:
             yield tuple(
-                store_beyond(HERE, port, SharedKey(KEY), HANG_S) for _ in range(2)
+                remote_store(HERE, port, SharedKey(KEY), HANG_S) for _ in range(2)
             )
     else:
         with job_store() as path:
@@ -72,9 +61,9 @@ def network_store(**limits):
         server.close()
 
 
-@pytest.fixture(params=["job", "network", "tcp", "file"])
-def bare(request, tmp_path):
-    with stores(request.param, tmp_path) as pair:
+@pytest.fixture(params=["job", "network", "tcp"])
+def bare(request):
+    with stores(request.param) as pair:
         yield pair
 
 
@@ -111,9 +100,7 @@ def test_compare_set_sets_what_was_expected_alone(pair):
     assert not one.check(["absent"])
 
 
-def test_a_key_is_deleted_once(request, pair):
-    if "file" in request.node.callspec.id:
-        pytest.skip("FileStore says that it was there each time")
+def test_a_key_is_deleted_once(pair):
     one, other = pair
     one.set("key", "")
     assert one.check(["key"])  # as above
@@ -124,8 +111,6 @@ def test_a_key_is_deleted_once(request, pair):
 
 def test_several_at_once(bare):
     one, other = bare
-    if isinstance(one, FileStore):
-        pytest.skip("FileStore has none of these")
     one, other = PrefixStore("p", one), PrefixStore("p", other)
     before = one.num_keys()
     one.multi_set(["a", "b"], ["1", b"2"])

@@ -13,7 +13,7 @@ import pytest
 from tests.conformance.test_store import HERE, KEY, network_store
 from tests.limits import HANG_S
 
-from ronde.collectives import store_beyond
+from ronde.collectives import remote_store
 from ronde.errors import StoreError, UsageError
 from ronde.store import (
     GREETING_BYTES,
@@ -58,7 +58,7 @@ def drain(sock):
 )
 def test_a_stranger_is_told_a_number_and_no_more(said):
     with network_store() as port:
-        store = store_beyond(HERE, port, SharedKey(KEY), HANG_S)
+        store = remote_store(HERE, port, SharedKey(KEY), HANG_S)
         store.set("key", "ours")
         with socket.create_connection((HERE, port)) as sock:
             sock.sendall(said)
@@ -154,12 +154,12 @@ def test_what_a_middleman_changes_is_not_obeyed(turned):
             frame[4 + turned if turned >= 0 else turned] ^= 1
             sock.sendall(frame)
             assert drain(sock) == b""
-        assert not store_beyond(HERE, port, SharedKey(KEY), HANG_S).check(["key"])
+        assert not remote_store(HERE, port, SharedKey(KEY), HANG_S).check(["key"])
 
 
 def test_what_is_sent_again_is_not_obeyed_again():
     with network_store() as port:
-        store = store_beyond(HERE, port, SharedKey(KEY), HANG_S)
+        store = remote_store(HERE, port, SharedKey(KEY), HANG_S)
         with socket.create_connection((HERE, port)) as sock:
             frame = prove(sock).sign(encode(Op.ADD, [b"n", b"1"]))
             sock.sendall(frame)
@@ -181,7 +181,7 @@ def test_strangers_in_any_number_keep_nobody_out():
             closing.enter_context(socket.create_connection((HERE, port)))
             for _ in range(limits.most + 50)
         ]
-        stores = [store_beyond(HERE, port, SharedKey(KEY), HANG_S) for _ in range(20)]
+        stores = [remote_store(HERE, port, SharedKey(KEY), HANG_S) for _ in range(20)]
         with ThreadPoolExecutor(20) as threads:
             assert sorted(threads.map(lambda s: s.add("n", 1), stores)) == [
                 *range(1, 21)
@@ -257,7 +257,7 @@ def test_one_users_processes_know_each_other_job_by_job(tmp_path):
 def test_a_connection_is_one_ranks_at_a_time():
     """Threads of one client never read each other's replies."""
     with network_store() as port:
-        store = store_beyond(HERE, port, SharedKey(KEY), HANG_S)
+        store = remote_store(HERE, port, SharedKey(KEY), HANG_S)
         wrong = []
 
         def ask(number):

@@ -9,7 +9,7 @@ import torch
 from tests.limits import HANG_S
 from tests.ranks import run_ranks_bare
 
-from ronde.collectives import Connections, ReduceOp
+from ronde.collectives import Connections
 from ronde.coordination import (
     ControlChannel,
     CoordinationOptions,
@@ -34,11 +34,14 @@ def coordinating(
     options: CoordinationOptions | None = None,
     adapt: Callable[[ControlChannel], None] = lambda _: None,
 ) -> Generator[Coordinator]:
-    """Connect a coordinator of all ranks; ``adapt`` is given its channel first."""
+    """Connect a coordinator of all ranks; ``adapt`` may change its channel.
+
+    ``hosts`` has a letter for the host of each rank.
+    """
     rank, size = connections.info.rank, connections.info.size
     communicator = connections.connect(name, range(size))
-    store, places = connections.store(f"control {name}"), hosts or "a" * size
-    channel = connect_channel(store, rank, places, timeout_s=HANG_S)
+    store, hosts = connections.store(f"control {name}"), hosts or "a" * size
+    channel = connect_channel(store, rank, hosts, timeout_s=HANG_S)
     adapt(channel)
     coordinator = Coordinator(communicator, channel, options or CoordinationOptions())
     try:
@@ -56,16 +59,9 @@ def run_coordinated(
     dying: Collection[int] = (),
     **options: Any,
 ) -> list[Any]:
-    """Call ``fn(coordinator, *args)`` on ``size`` ranks.
+    """Call ``fn(coordinator, *args)`` on ranks; ``options`` are of ``coordinating``.
 
-    Args:
-        size: Number of ranks.
-        fn: What to call.
-        args: Its further arguments.
-        engine: What moves the tensors.
-        dying: Ranks that are meant to end: see ``run_ranks_bare``.
-        options: ``hosts``: a letter a rank, the host that it is to think itself on.
-            ``options``: how the coordinators work. ``adapt``: see ``coordinating``.
+    Ranks in ``dying`` are meant to end: see ``run_ranks_bare``.
     """
 
     def work(claim: Any) -> Any:
@@ -92,17 +88,3 @@ def operation(
     if kind in (OpKind.BARRIER, OpKind.JOIN):
         return NamedOperation(kind)
     return NamedOperation(kind, (tensor,), name, **more)
-
-
-__all__ = [
-    "NEVER_S",
-    "ON_ALL",
-    "ON_THREE",
-    "NamedOperation",
-    "OpKind",
-    "ReduceOp",
-    "coordinating",
-    "operation",
-    "run_coordinated",
-    "summed",
-]

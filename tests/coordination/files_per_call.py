@@ -21,7 +21,7 @@ import ronde
 import ronde.torch as hvd
 
 _ROOT = Path(ronde.__file__).parent
-_WAITING = {"sleep_while", "num_looks", "pause", "_num_runnable"}
+_WAITING = {"sleep_while", "num_polls", "spin", "_num_runnable"}
 """Functions of loops that spin, yield and sleep: many calls that lead nowhere."""
 _NUM_WARM = 20
 _NUM_COUNTED = 101

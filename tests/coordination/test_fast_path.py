@@ -13,15 +13,13 @@ import torch
 from tests.coordination.coordinators import (
     ON_ALL,
     ON_THREE,
-    NamedOperation,
-    OpKind,
-    ReduceOp,
     run_coordinated,
     summed,
 )
 from torch import Tensor
 
-from ronde.coordination import CoordinationOptions
+from ronde.collectives import ReduceOp
+from ronde.coordination import CoordinationOptions, NamedOperation, OpKind
 from ronde.errors import CollectiveError, PeerLostError
 
 SEVERAL = ON_THREE[:1] + ON_THREE[2:]
@@ -248,17 +246,6 @@ def test_ranks_that_joined_count_as_zeros(size) -> None:
     run_coordinated(size, work)
 
 
-@pytest.mark.parametrize("capacity", [0, 1, 3])
-def test_a_cache_that_forgets(capacity) -> None:
-    def work(coordinator):
-        for step in range(60):
-            name = f"n{step % 4 if step % 7 else 9}"
-            (total,) = coordinator.run(summed(name, torch.full((1,), float(step))))
-            assert total.item() == 3 * step
-
-    run_coordinated(3, work, options=CoordinationOptions(cache_capacity=capacity))
-
-
 @pytest.mark.parametrize("size", SEVERAL)
 def test_a_rank_that_dies_while_others_sleep_for_it_is_named(size) -> None:
     def work(coordinator):
@@ -293,7 +280,7 @@ def test_no_wake_up_is_lost(size, is_busy) -> None:
         waking = threading.Thread(target=wake)
         waking.start()
         path = coordinator.fast_path
-        path.first_nap_s, path.num_looks = NEVER_NAP_S, 0
+        path.first_nap_s, path.num_polls = NEVER_NAP_S, 0
         choose = random.Random(coordinator.rank)
         for _ in range(3):
             coordinator.run(summed("x", torch.ones(1)))

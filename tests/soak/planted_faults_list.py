@@ -31,8 +31,8 @@ FAULTS = (
     ),
     Fault(
         "coordination/coordinator.py",
-        '``progress`` is to follow."""\n        self._report_losses()\n',
-        '``progress`` is to follow."""\n',
+        'call ``progress`` after it."""\n        self._report_losses()\n',
+        'call ``progress`` after it."""\n',
         "a rank that dies while others wait in a named operation goes unnoticed",
     ),
     Fault(

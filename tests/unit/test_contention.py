@@ -6,7 +6,7 @@ import sys
 
 from ronde.collectives import Contention
 
-NUM_LOOKS = 7
+NUM_POLLS = 7
 
 
 def test_more_programs_than_cores_are_seen() -> None:
@@ -17,7 +17,7 @@ def test_more_programs_than_cores_are_seen() -> None:
     ]
     try:
         # They take a moment to start.
-        while Contention().num_looks(NUM_LOOKS) != 0:
+        while Contention().num_polls(NUM_POLLS) != 0:
             pass
     finally:
         for program in programs:
@@ -28,4 +28,4 @@ def test_more_programs_than_cores_are_seen() -> None:
 def test_the_jobs_own_ranks_are_expected() -> None:
     contention = Contention()
     contention.expect(1_000_000)
-    assert contention.num_looks(NUM_LOOKS) == NUM_LOOKS
+    assert contention.num_polls(NUM_POLLS) == NUM_POLLS

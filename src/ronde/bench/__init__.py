@@ -38,7 +38,6 @@ __getattr__ = lazy_exports(
             "KIND Phase Setting StepTimes TrainOptions TrainingOutcome Variant "
             "record_values"
         ),
-        "tuning": "Effort tune",
         "variables": "read_variables",
     },
 )

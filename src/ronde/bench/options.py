@@ -122,9 +122,6 @@ class Options:
     num_gpus: int = 1  # nccl-tests' GPUs a thread
     is_compared: bool = False  # set engines side by side
     is_gpu_shared: bool = False  # all ranks use one GPU
-    is_tuned: bool = False  # write the table by which ``auto`` chooses
-    is_explained: bool = False  # show what ``auto`` chooses, and why
-    is_measured: bool = True  # a collective was named
     is_lenient: bool = False  # ignore what is not supported here
     ignored: tuple[str, ...] = ()  # flags that have no effect, as the user wrote them
     needing_cuda: tuple[str, ...] = ()
@@ -207,8 +204,6 @@ engines:
   --device NAME         cpu, cuda or auto (default: auto)
   --foreign             measure tensors outside the engine's own memory
   --share-gpu           let all ranks use one GPU; NCCL sees each as a host
-  --tune                write the table by which auto chooses
-  --explain             show what auto chooses, and why
 
 further output and control:
   --json FILE           append a record to FILE
@@ -273,8 +268,7 @@ def parse(words: Sequence[str]) -> Options:
         pairs = [(name, flags[name], _DEFAULTS.get(name, "0")) for name in names]
         return tuple(f"{name} {text}" for name, text, usual in pairs if text != usual)
 
-    has_none = not options.collective and (options.tune or options.explain)
-    test = find_collective("all_reduce" if has_none else options.collective or "")
+    test = find_collective(options.collective or "")
     ignored = changed(*_NOT_HERE)
     if ignored and not options.lenient:
         raise UnsupportedError(
@@ -291,9 +285,6 @@ def parse(words: Sequence[str]) -> Options:
         num_gpus=_count(flags, "-g", 1),
         is_compared="--compare" in given,
         is_gpu_shared=options.share_gpu,
-        is_tuned=options.tune,
-        is_explained=options.explain,
-        is_measured=not has_none,
         is_lenient=options.lenient,
         ignored=(*ignored, *changed("-p", "-V")),
         needing_cuda=changed("-y", "-x"),

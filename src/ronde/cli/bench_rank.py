@@ -4,7 +4,6 @@ import os
 import resource
 import signal
 import sys
-from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,27 +16,17 @@ import torch
 from ronde.bench import results
 from ronde.bench.comparison import Compared
 from ronde.bench.options import Exit, Options
-from ronde.bench.ranks import Ranks, connect_ranks
+from ronde.bench.ranks import Ranks
 from ronde.bench.session import BenchSession, open_session
 from ronde.bench.sweeps import EngineComparison, SweepBench
-from ronde.bench.tuning import tune
 from ronde.bench.variables import Variables
-from ronde.collectives.choice import TableKey, explain, find_table, save
 from ronde.errors import CollectiveError, UsageError
 from ronde.records import append_record
 from ronde.render import bench as render
 from ronde.units import format_size
 from ronde.world import RankInfo
-from ronde.world.environment import read_cache_directory
 
 _PROGRESS_S = 0.3
-_ONE_HOST = ("shared_memory", "gloo")
-_SEVERAL_HOSTS = (
-    "gloo",
-    "scheduled/ring",
-    "scheduled/tree",
-    "scheduled/halving_doubling",
-)
 
 
 @contextmanager
@@ -65,15 +54,6 @@ def _stopping() -> Generator[Callable[[], bool]]:
 
 def run_rank(options: Options, variables: Variables, info: RankInfo) -> int:
     """Run this rank's part of a benchmark; return the exit code, equal on all ranks."""
-    if options.is_tuned:
-        _run_tuning(options, variables, info)
-    if not options.is_measured:
-        if options.is_explained:
-            ranks = connect_ranks(info, options, variables)
-            if ranks.is_rank_0:
-                print("\n".join(_explained(ranks)), flush=True)
-            _close(ranks)
-        return Exit.OK
     reporter = Reporter(options, is_shown=info.rank == 0)
     try:
         session = open_session(info, options, variables, reporter.expired)
@@ -83,9 +63,6 @@ def run_rank(options: Options, variables: Variables, info: RankInfo) -> int:
         ) from error
     with _stopping() as is_stopped:
         try:
-            if options.is_explained and session.ranks.is_rank_0:
-                lines = _explained(session.ranks)
-                print("\n".join(f"# {line}" for line in lines), flush=True)
             measure = _compare if options.is_compared else _sweep
             code = measure(session, reporter, is_stopped)
         except BaseException as error:
@@ -162,32 +139,6 @@ def _compare(
         return Exit.INTERRUPTED
     sides = [each.side(engine) for each in compared for engine in each.rows]
     return Exit.FAILED if any(side.num_wrong for side in sides) else Exit.OK
-
-
-def _run_tuning(options: Options, variables: Variables, info: RankInfo) -> None:
-    names = options.engines.names if options.is_compared else ()
-    if not names:
-        names = _ONE_HOST if info.local_size == info.size else _SEVERAL_HOSTS
-    engines = replace(options.engines, names=names, device="cpu")
-    ranks = connect_ranks(info, replace(options, engines=engines), variables)
-    is_shown = ranks.is_rank_0 and options.parent == "terminal"
-
-    def show(num_done: int, num_sizes: int) -> None:
-        is_over = num_done == num_sizes
-        text = "\r \r" if is_over else f"\rtuning: {num_done}/{num_sizes} sizes"
-        print(text, end="", file=sys.stderr, flush=True)
-
-    table = tune(ranks.engines, on_progress=show if is_shown else None)
-    if ranks.is_rank_0:
-        key = TableKey.here(Counter(ranks.hosts))
-        path = save(table, key, read_cache_directory())
-        print(f"{explain(table)}\nkept in {path}", flush=True)
-    _close(ranks)
-
-
-def _explained(ranks: Ranks) -> list[str]:
-    table, note = find_table(ranks.hosts, read_cache_directory())
-    return [*([note] if note else []), *explain(table).splitlines()]
 
 
 class Reporter:

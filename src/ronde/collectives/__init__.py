@@ -1,8 +1,8 @@
-"""Tensors between ranks: the interface, its engines, and how ranks find each other."""
+"""Collectives between ranks: the communicator, its engines and the rendezvous."""
 
 from ronde.collectives.communicator import Communicator
 from ronde.collectives.connections import Connections, connect
-from ronde.collectives.engine import Look, ReduceOp, Work
+from ronde.collectives.engine import PollCallback, ReduceOp, Work
 from ronde.collectives.objects import (
     all_gather_json,
     all_gather_object,
@@ -15,7 +15,7 @@ from ronde.lazy_exports import lazy_exports
 __all__ = [
     "Communicator",
     "Connections",
-    "Look",
+    "PollCallback",
     "ReduceOp",
     "Work",
     "all_gather_json",
@@ -33,12 +33,9 @@ __getattr__ = lazy_exports(
         "algorithms": (
             "ALGORITHMS Action Chunks Load Round Schedule ScheduleStep find_algorithm"
         ),
-        "choice": (
-            "CLASS_LIMITS_BYTES CLASS_SAMPLES_BYTES COLLECTIVES Choice EngineTable "
-            "SIZED TableKey UNSIZED default_table explain from_json load save "
-            "size_class to_json"
+        "connections": (
+            "ENGINES EngineConfig PeerInfo choose_engine connect_auto two_levels"
         ),
-        "connections": "ENGINES EngineConfig two_levels",
         "engine": "Engine ErrorContext",
         "engines.hierarchical": "HostGroups",
         "engines.mpi": "MPI connect_world",
@@ -49,9 +46,9 @@ __getattr__ = lazy_exports(
         "engines.solo": "SoloEngine",
         "engines.torch_distributed": "Groups TorchDistributedEngine",
         "rendezvous": (
-            "find_launcher join_at meet socket_name socket_prefix step_ports"
+            "find_launcher join_at open_store socket_name socket_prefix step_ports"
         ),
         "scope": "ABORTING AbortScope",
-        "store": "RendezvousStore store_at store_beyond",
+        "store": "RendezvousStore remote_store store_at",
     },
 )

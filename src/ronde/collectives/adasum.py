@@ -28,9 +28,8 @@ def adasum_all_reduce(
     communicator: Communicator, tensor: Tensor, lengths: Sequence[int] = ()
 ) -> Tensor:
     """Combine ``tensor`` over all ranks by Adasum, in place; collective, blocks."""
-    # The result is equal on all ranks, bit by bit. Products and coefficients are
-    # float64. Tensors of ``lengths`` that lie one after the other are each combined as
-    # if alone.
+    # The result is bitwise equal on all ranks. Products and coefficients are float64.
+    # ``lengths`` are those of consecutive tensors, each combined by itself.
     size = communicator.size
     if size & (size - 1):
         raise UsageError(
@@ -60,7 +59,6 @@ def _combine_part(
     bounds: Sequence[slice],
     distance: int = 1,
 ) -> None:
-    """Combine a part over ranks that are ``distance`` apart, or further."""
     if distance == communicator.size:
         return
     middle = (part.start + part.stop) // 2
@@ -129,7 +127,7 @@ def _chunks(part: slice) -> Iterator[slice]:
 
 
 def _overlap(mine: slice, bound: slice) -> slice:
-    """Return where ``bound`` lies in ``mine``, counted from its start."""
+    """Return the part of ``bound`` within ``mine``, relative to its start."""
     start = max(mine.start, bound.start)
     stop = max(start, min(mine.stop, bound.stop))
     return slice(start - mine.start, stop - mine.start)

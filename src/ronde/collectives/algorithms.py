@@ -1,8 +1,7 @@
-"""Which rank sends what to whom, round by round, as plain values; and the algorithms.
+"""Schedules of collectives, round by round, as plain values.
 
-A schedule moves nothing. An engine executes it, a test interprets it, a predictor adds
-up its loads; all three see the same object. It never holds all ranks' parts: one rank's
-is computed when it is asked for, and the loads are known without any.
+An engine executes a schedule, a test interprets it, and a predictor adds up its loads.
+The steps of a rank are computed on demand; the loads are known without them.
 
 ``docs/algorithms.md`` explains and compares the algorithms. Sources: for the ring,
 Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
@@ -25,20 +24,20 @@ from ronde.errors import UsageError
 
 
 class Action(StrEnum):
-    """What a rank does with chunks of its vector in one round."""
+    """The action of a rank on chunks in a round."""
 
     SEND = "send"
-    REDUCE = "reduce"  # receive and combine with what is there
-    COPY = "copy"  # receive in place of what is there
+    REDUCE = "reduce"  # receive and combine with the own elements
+    COPY = "copy"  # receive and replace the own elements
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduleStep:
-    """One message, as one of its two ranks sees it."""
+    """A send or receive of one rank."""
 
     action: Action
     peer: int
-    first: int  # the first of ``count`` chunks
+    first: int  # of ``count`` chunks
     count: int = 1
 
     @property
@@ -47,8 +46,8 @@ class ScheduleStep:
 
 
 Round = tuple[ScheduleStep, ...]
-"""What one rank does at once: all that it sends is what it held before the round, and
-it writes nothing that it sends."""
+"""Concurrent steps of one rank. It sends the values from before the round, and does not
+write to chunks that it sends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +57,8 @@ class Chunks:
     num_chunks: int
     numel: int
     offsets: tuple[int, ...] | None = None
-    """Where each chunk begins, and the end; None where they are as even as can be, the
-    first ones being the larger."""
+    """Begin of each chunk, and the end; None if they are even, the first ones larger.
+    """
 
     @classmethod
     def of_sizes(cls, sizes: Sequence[int]) -> "Chunks":
@@ -67,7 +66,7 @@ class Chunks:
         return cls(len(sizes), offsets[-1], offsets)
 
     def start(self, chunk: int) -> int:
-        """Return the first element of ``chunk``; of ``num_chunks``, the end."""
+        """Return the first element of ``chunk``; for ``num_chunks`` the end."""
         if self.offsets is not None:
             return self.offsets[chunk]
         base, extra = divmod(self.numel, self.num_chunks)
@@ -77,7 +76,7 @@ class Chunks:
         return self.start(first), self.start(first + count)
 
     def largest(self, count: int = 1) -> int:
-        """Return the most elements in ``count`` chunks; the first follows the last."""
+        """Return the most elements in ``count`` consecutive chunks, cyclically."""
         if self.offsets is None:
             base, extra = divmod(self.numel, self.num_chunks)
             return count * base + min(count, extra)
@@ -86,28 +85,28 @@ class Chunks:
 
 
 class Load(NamedTuple):
-    """What the busiest rank has to do in some rounds."""
+    """The load of the busiest rank in some rounds."""
 
     num_rounds: int
-    numel: int  # the most elements that any one rank sends, or receives, in any of them
+    numel: int  # elements that a rank sends or receives in a round, at most
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """How ``size`` ranks carry one collective out."""
+    """The rounds of one collective of ``size`` ranks."""
 
     name: str
     size: int
     chunks: Chunks
     loads: tuple[Load, ...]
-    of_rank: Callable[[int], Iterable[Round]]  # of one rank, empty rounds too
+    of_rank: Callable[[int], Iterable[Round]]  # includes empty rounds
 
     @property
     def num_rounds(self) -> int:
         return sum(load.num_rounds for load in self.loads)
 
     def seconds(self, alpha_s: float, beta_s: float) -> float:
-        """Return what the rounds take, one after the other.
+        """Return the predicted duration.
 
         Source: Hockney's model, as in Thakur, Rabenseifner and Gropp, "Optimization of
         collective communication operations in MPICH", 2005.
@@ -123,7 +122,7 @@ def _in_turn(
     loads: tuple[Load, ...],
     *parts: Callable[[int, int], Iterator[Round]],
 ) -> Schedule:
-    """Return a schedule of one chunk a rank; each part takes the rank and the size."""
+    """Return a schedule of consecutive parts, functions of rank and size."""
     size = chunks.num_chunks
 
     def of_rank(rank: int) -> Iterable[Round]:
@@ -136,7 +135,7 @@ def _in_turn(
 
 
 def ring_all_reduce(size: int, numel: int) -> Schedule:
-    """Reduce a share on each rank, then hand the shares round: ``2 (n-1)`` rounds."""
+    """Reduce a share on each rank, then gather the shares: ``2 (n-1)`` rounds."""
     chunks = Chunks(size, numel)
     loads = (Load(2 * (size - 1), chunks.largest()),)
     return _in_turn("ring all_reduce", chunks, loads, _collect, _distribute)
@@ -156,7 +155,7 @@ def ring_all_gather(chunks: Chunks) -> Schedule:
 
 def ring_broadcast(size: int, numel: int, root: int) -> Schedule:
     """Pass the whole from neighbour to neighbour: ``n - 1`` rounds."""
-    # It pays where the vector is cut into many pieces, so that all links are busy.
+    # Efficient if the vector is cut into many pieces, so that all links are busy.
 
     def of_rank(rank: int) -> Iterator[Round]:
         position = (rank - root) % size
@@ -173,7 +172,7 @@ def ring_broadcast(size: int, numel: int, root: int) -> Schedule:
 
 
 def _collect(rank: int, size: int) -> Iterator[Round]:
-    """Pass sums on; in the last round chunk ``rank`` becomes whole here."""
+    """Pass sums on; after the last round this rank has the whole sum of its chunk."""
     for index in range(size - 1):
         yield _pass_on(Action.REDUCE, rank, size, (rank - index - 1) % size)
 
@@ -201,14 +200,14 @@ def tree_all_reduce(size: int, numel: int) -> Schedule:
     def of_rank(rank: int) -> Iterator[Round]:
         rounds: list[list[ScheduleStep]] = [[] for _ in range(2 * depth)]
         for chunk, tree in enumerate(trees):
-            for index, action, place in tree.to_root(rank + 1):
-                rounds[index].append(ScheduleStep(action, place - 1, chunk))
-            for index, action, place in tree.from_root(rank + 1):
-                rounds[depth + index].append(ScheduleStep(action, place - 1, chunk))
+            for index, action, peer in tree.to_root(rank + 1):
+                rounds[index].append(ScheduleStep(action, peer - 1, chunk))
+            for index, action, peer in tree.from_root(rank + 1):
+                rounds[depth + index].append(ScheduleStep(action, peer - 1, chunk))
         return map(tuple, rounds)
 
     chunks = Chunks(len(trees), numel)
-    # A height has two children that send, most often.
+    # Most nodes have two children that send.
     to_root = tuple(
         Load(1, chunks.largest() * (2 if 3 << height <= size else 1))
         for height in range(depth)
@@ -218,8 +217,8 @@ def tree_all_reduce(size: int, numel: int) -> Schedule:
 
 
 def tree_broadcast(size: int, numel: int, root: int) -> Schedule:
-    """Give each tree's root its half, and on: ``1 + floor(log2 (n-1))`` rounds."""
-    # The trees are those of all other ranks.
+    """Send a half to each tree's root and on: ``1 + floor(log2 (n-1))`` rounds."""
+    # The trees contain all other ranks.
     trees = _BinaryTree(size - 1), _BinaryTree(size - 1, is_mirrored=True)
     num_rounds = 1 + trees[0].depth
 
@@ -233,8 +232,8 @@ def tree_broadcast(size: int, numel: int, root: int) -> Schedule:
                 continue
             if own == tree.root:
                 rounds[0].append(ScheduleStep(Action.COPY, root, chunk))
-            for index, action, place in tree.from_root(own):
-                peer = (place + root) % size
+            for index, action, other in tree.from_root(own):
+                peer = (other + root) % size
                 rounds[1 + index].append(ScheduleStep(action, peer, chunk))
         return map(tuple, rounds)
 
@@ -244,68 +243,68 @@ def tree_broadcast(size: int, numel: int, root: int) -> Schedule:
 
 
 class _BinaryTree(NamedTuple):
-    """A binary tree in order over the places 1 to ``num_places``."""
+    """An in-order binary tree of the members 1 to ``size``."""
 
-    # A place's height is the number of zeros that end it in binary: odd places are
-    # leaves. Mirrored, the tree is turned round, which makes the even places leaves; of
-    # an odd number of places it is shifted by one instead.
+    # The height of a node is its number of trailing zero bits: odd nodes are leaves. In
+    # the mirrored tree even members are leaves. It is reversed for an even size and
+    # shifted by one for an odd size.
 
-    num_places: int
+    size: int
     is_mirrored: bool = False
 
     @property
     def depth(self) -> int:
-        """Length of the longest way from the root; -1 where there is no place."""
-        return self.num_places.bit_length() - 1
+        """Length of the longest path from the root; -1 for an empty tree."""
+        return self.size.bit_length() - 1
 
     @property
     def root(self) -> int:
-        return self._turned(1 << self.depth, -1)
+        return self._mirror(1 << self.depth, -1)
 
-    def to_root(self, place: int) -> Iterator[tuple[int, Action, int]]:
-        """Yield what ``place`` does to sum up: round, action and its peer's place."""
-        node = self._turned(place, 1)
+    def to_root(self, member: int) -> Iterator[tuple[int, Action, int]]:
+        """Yield the reduction steps of ``member``: round, action and peer."""
+        node = self._mirror(member, 1)
         for child in self._children(node):
-            yield _height(child), Action.REDUCE, self._turned(child, -1)
+            yield _height(child), Action.REDUCE, self._mirror(child, -1)
         parent = self._parent(node)
         if parent is not None:
-            yield _height(node), Action.SEND, self._turned(parent, -1)
+            yield _height(node), Action.SEND, self._mirror(parent, -1)
 
-    def from_root(self, place: int) -> Iterator[tuple[int, Action, int]]:
-        """Yield what ``place`` does to bring the root's to all, likewise."""
-        node = self._turned(place, 1)
+    def from_root(self, member: int) -> Iterator[tuple[int, Action, int]]:
+        """Yield the broadcast steps of ``member``, likewise."""
+        node = self._mirror(member, 1)
         parent = above = self._parent(node)
         level = 0
         while above is not None:
             level, above = level + 1, self._parent(above)
         if parent is not None:
-            yield level - 1, Action.COPY, self._turned(parent, -1)
+            yield level - 1, Action.COPY, self._mirror(parent, -1)
         for child in self._children(node):
-            yield level, Action.SEND, self._turned(child, -1)
+            yield level, Action.SEND, self._mirror(child, -1)
 
     def _children(self, node: int) -> list[int]:
         reach = (node & -node) // 2
         found = [node - reach] if reach else []
-        while reach and node + reach > self.num_places:
+        while reach and node + reach > self.size:
             reach //= 2
         return [*found, node + reach] if reach else found
 
     def _parent(self, node: int) -> int | None:
         reach = node & -node
-        while reach <= self.num_places:
+        while reach <= self.size:
             above = node - reach if node & (2 * reach) else node + reach
-            if above <= self.num_places:
+            if above <= self.size:
                 return above
             node, reach = above, 2 * reach
         return None
 
-    def _turned(self, place: int, by: int) -> int:
-        """Return the node at a place; ``by`` -1: the place of a node."""
+    def _mirror(self, member: int, by: int) -> int:
+        """Return the node of a member; ``by`` -1: the member of a node."""
         if not self.is_mirrored:
-            return place
-        if self.num_places % 2:
-            return (place - 1 + by) % self.num_places + 1
-        return self.num_places + 1 - place
+            return member
+        if self.size % 2:
+            return (member - 1 + by) % self.size + 1
+        return self.size + 1 - member
 
 
 def _height(node: int) -> int:
@@ -313,11 +312,10 @@ def _height(node: int) -> int:
 
 
 def _spread_loads(tree: _BinaryTree, chunks: Chunks) -> tuple[Load, ...]:
-    """Return what goes to the children from one level, most often two."""
-    # A root has one child where the number of places is a power of two.
-    is_root_lean = tree.num_places == 1 << max(0, tree.depth)
+    # The root has one child if the size is a power of two.
+    has_one_child = tree.size == 1 << max(0, tree.depth)
     return tuple(
-        Load(1, chunks.largest() * (1 if level == 0 and is_root_lean else 2))
+        Load(1, chunks.largest() * (1 if level == 0 and has_one_child else 2))
         for level in range(tree.depth)
     )
 
@@ -350,12 +348,12 @@ def halving_doubling_broadcast(size: int, numel: int, root: int) -> Schedule:
     chunks = Chunks(size, numel)
 
     def of_rank(rank: int) -> Iterator[Round]:
-        # Ranks are counted from the root here; so are the chunks.
+        # Ranks and chunks are relative to the root here.
         position = (rank - root) % size
         for steps in (*_scatter(position, size), *_double(position, size)):
             yield tuple(replace(s, peer=(s.peer + root) % size) for s in steps)
 
-    # No rank holds more, or larger, chunks than the root.
+    # The root holds the most and the largest chunks.
     spans = [chunks.span(kept, live - kept) for live, kept in _distances(size)]
     scatter = tuple(Load(1, stop - start) for start, stop in spans)
     loads = scatter + _halving_loads(chunks)[::-1]
@@ -363,7 +361,7 @@ def halving_doubling_broadcast(size: int, numel: int, root: int) -> Schedule:
 
 
 def _distances(size: int) -> list[tuple[int, int]]:
-    """Return, for each halving, how many chunks are live before and after it."""
+    """Return the numbers of live chunks before and after each halving."""
     found: list[tuple[int, int]] = []
     while size > 1:
         kept = (size + 1) // 2
@@ -373,9 +371,8 @@ def _distances(size: int) -> list[tuple[int, int]]:
 
 
 def _halve(rank: int, size: int) -> Iterator[Round]:
-    """Reduce chunk ``rank`` here."""
-    # Of the live chunks, which begin with this rank's own, the further half is sent to
-    # the rank that stands where it begins.
+    # Of the live chunks, which begin with this rank's own, the second half is sent to
+    # the rank of its first chunk.
     for live, kept in _distances(size):
         to, source = (rank + kept) % size, (rank - kept) % size
         yield (
@@ -397,7 +394,7 @@ def _double(rank: int, size: int) -> Iterator[Round]:
 def _of_runs(
     action: Action, peer: int, first: int, count: int, num_chunks: int
 ) -> Iterator[ScheduleStep]:
-    """Cut chunks of which the first follows the last into runs that do not wrap."""
+    """Cut cyclically consecutive chunks into runs that do not wrap."""
     first %= num_chunks
     fitting = min(count, num_chunks - first)
     yield ScheduleStep(action, peer, first, fitting)
@@ -407,7 +404,7 @@ def _of_runs(
 
 def _scatter(position: int, size: int) -> Iterator[Round]:
     """Give chunk p to position p, from position 0."""
-    # Whoever holds chunks from its own on sends the further half to where it begins.
+    # A rank with several chunks sends the second half to the rank of its first chunk.
     begin, live = 0, size
     for _ in _distances(size):
         kept = (live + 1) // 2
@@ -436,14 +433,14 @@ class Algorithm:
     """A schedule for each collective."""
 
     name: str
-    all_reduce: Callable[[int, int], Schedule]  # of so many ranks and elements
-    reduce_scatter: Callable[[Chunks], Schedule]  # of one chunk a rank, to be its own
-    all_gather: Callable[[Chunks], Schedule]  # of one chunk a rank, its own
-    broadcast: Callable[[int, int, int], Schedule]  # of ranks, elements, and the root
+    all_reduce: Callable[[int, int], Schedule]  # size, numel
+    reduce_scatter: Callable[[Chunks], Schedule]  # one chunk for each rank
+    all_gather: Callable[[Chunks], Schedule]  # likewise
+    broadcast: Callable[[int, int, int], Schedule]  # size, numel, root
 
 
 _RING = ring_all_reduce, ring_reduce_scatter, ring_all_gather, ring_broadcast
-# A tree cannot save anything where every rank's chunk goes a way of its own.
+# A tree gains nothing if every rank has a chunk of its own.
 _TREE = tree_all_reduce, ring_reduce_scatter, ring_all_gather, tree_broadcast
 _HALVING_DOUBLING = (
     halving_doubling_all_reduce,
@@ -457,7 +454,7 @@ ALGORITHMS: Mapping[str, Algorithm] = MappingProxyType(
         "tree": Algorithm("tree", *_TREE),
         "halving_doubling": Algorithm("halving_doubling", *_HALVING_DOUBLING),
     }
-)  # the algorithms that run on any ranks, wherever they are
+)
 
 
 def find_algorithm(name: str) -> Algorithm:

@@ -1,7 +1,7 @@
-"""What a reduction does to elements, whoever moves the bytes.
+"""Arithmetic of reductions, the same for all engines.
 
-Engines reduce only few dtypes. The others travel as one that they do reduce: ``encode``
-gives that tensor and ``decode`` the result in the dtype asked for.
+Engines reduce only a few dtypes. Tensors of other dtypes are encoded as one of these
+before the reduction (``encode``) and decoded afterwards (``decode``).
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ _UNSIGNED = frozenset({torch.uint8, torch.uint16, torch.uint32, torch.uint64})
 INTEGERS = _SIGNED | _UNSIGNED
 COMPLEX = frozenset({torch.complex64, torch.complex128})
 PLAIN = FLOATS - HALVES | {torch.int8, torch.uint8, torch.int32, torch.int64}
-"""What engines reduce as it is, but for the averages of integers."""
+"""Dtypes that engines reduce directly, except for averages of integers."""
 _I32, _I64 = torch.int32, torch.int64
 _WIDENED = {torch.int16: _I32, torch.uint16: _I32, torch.uint32: _I64}
 _SIGN_BIT = torch.iinfo(torch.int64).min
@@ -31,13 +31,13 @@ KERNELS: dict[ReduceOp, Callable[..., Tensor]] = {
     ReduceOp.MIN: torch.minimum,
     ReduceOp.MAX: torch.maximum,
     ReduceOp.PRODUCT: torch.mul,
-}  # what combines two ranks' elements; an average is divided afterwards
+}  # combine two ranks' elements; an average is divided afterwards
 
 
 def require_reducible(
     dtype: torch.dtype, op: ReduceOp, prescale: float, postscale: float
 ) -> None:
-    """Raise UsageError where ``op`` or a factor is not defined for ``dtype``."""
+    """Raise UsageError if ``op`` or a factor is not defined for ``dtype``."""
     if dtype is torch.bool:
         if op in _ADDED:
             raise UsageError(
@@ -63,15 +63,16 @@ def require_reducible(
 
 
 def rounds_often(dtype: torch.dtype, op: ReduceOp, size: int) -> bool:
-    """Say whether 16-bit floats may not be combined two by two in their own dtype."""
-    # They would be rounded once a rank; two float16 overflow where their average fits.
+    """Return True if 16-bit floats must not be combined pairwise in their own dtype."""
+    # Every pair would be rounded, and two float16 may overflow though their average
+    # fits.
     if dtype not in HALVES or op in _ORDERED:
         return False
     return size > 2 or (op is ReduceOp.AVERAGE and dtype is torch.float16)
 
 
 def dense(tensor: Tensor) -> Tensor:
-    """Return the elements in row-major order, outside autograd; shares if it can."""
+    """Return the elements in row-major order, detached; shares memory if it can."""
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
@@ -81,14 +82,14 @@ def flat(tensor: Tensor) -> Tensor:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """View a row-major tensor as its bytes: every dtype can be moved so."""
+    """View a row-major tensor of any dtype as its bytes."""
     if tensor.dim() != 1 or tensor.stride(0) != 1 or tensor.requires_grad:
         tensor = flat(tensor.detach())
     return tensor.view(torch.uint8)
 
 
 def put_back(values: Tensor, tensor: Tensor) -> Tensor:
-    """Copy what ``dense`` gave into ``tensor``, where it came from; return that."""
+    """Copy the result of ``dense(tensor)`` back into ``tensor``, unless it shares."""
     if values.data_ptr() != tensor.data_ptr() or not tensor.is_contiguous():
         tensor.detach().copy_(values.reshape(tensor.shape))
     return tensor
@@ -106,7 +107,7 @@ def scale_(tensor: Tensor, factor: float) -> None:
 
 
 def encode(tensor: Tensor, op: ReduceOp) -> Tensor:
-    """Return a row-major tensor to reduce, AVERAGE by SUM; it may share memory."""
+    """Return a row-major tensor to be reduced, AVERAGE by SUM; may share memory."""
     values = dense(tensor)
     dtype = values.dtype
     if dtype is torch.bool:
@@ -124,9 +125,10 @@ def encode(tensor: Tensor, op: ReduceOp) -> Tensor:
 def decode(
     reduced: Tensor, dtype: torch.dtype, op: ReduceOp, size: int, postscale: float
 ) -> Tensor:
-    """Return the result in ``dtype`` from the reduction of what ``encode`` made."""
-    # For AVERAGE the sum over ``size`` ranks is divided here. ``reduced`` is
-    # overwritten.
+    """Return the result in ``dtype`` from the reduction of encoded tensors.
+
+    Divides the sum by ``size`` for AVERAGE. Overwrites ``reduced``.
+    """
     if op is ReduceOp.AVERAGE:
         _divide_(reduced, dtype, size)
     if dtype is torch.bool:
@@ -143,7 +145,7 @@ def decode(
 
 
 def reduce_stack(stack: Tensor, op: ReduceOp, postscale: float = 1.0) -> Tensor:
-    """Reduce dimension 0, one entry a rank, rounding 16-bit floats once."""
+    """Reduce dimension 0, one entry for each rank, rounding 16-bit floats once."""
     size, dtype = stack.shape[0], stack.dtype
     wide = stack.to(torch.float32) if dtype in HALVES else stack
     encoded = encode(wide, op)

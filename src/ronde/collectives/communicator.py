@@ -3,19 +3,19 @@
 Rules that hold for every call:
 
 * It is collective: every rank of the communicator makes the same calls in the same
-  order, with equal dtype and, where not said otherwise, equal shape.
-* It returns at once where the engine can; the result is there after ``Work.wait()``.
-  Until then neither input nor output may be touched. Calls that must first agree on
-  sizes (uneven shapes) may block until all ranks have made the call.
+  order, with equal dtype and, unless stated otherwise, equal shape.
+* It returns at once if the engine can. The result is complete after ``Work.wait()``;
+  until then neither input nor output may be touched. Calls with uneven shapes may block
+  until all ranks have made the call.
 * Tensors may have any layout; results of in-place calls keep it.
-* Every dtype torch can hold is moved; float16, bfloat16, float32, float64, complex, all
-  integers and bool are reduced (bool by min, max and product: and, or, and; complex by
-  sum, average and product). Sums and products of integers wrap as their dtype does;
-  their averages are summed in 64 bits.
-* ``out`` is where a result goes: contiguous, of its shape, dtype and device. None makes
-  a new tensor.
-* Arguments that do not fit raise ``UsageError``. A failure raises ``CollectiveError``
-  on every rank that takes part, from the call or from ``wait()``.
+* Tensors of every dtype can be moved. Floats, complex numbers, integers and bool can be
+  reduced (bool by min, max and product: and, or, and; complex by sum, average and
+  product). Sums and products of integers wrap as their dtype does; their averages are
+  summed in 64 bits.
+* ``out`` receives the result: contiguous, of its shape, dtype and device. None makes a
+  new tensor.
+* Wrong arguments raise ``UsageError``. A failure raises ``CollectiveError`` on every
+  rank, from the call or from ``wait()``.
 """
 
 import os
@@ -40,7 +40,6 @@ from ronde.collectives.arithmetic import (
     require_reducible,
     scale_,
 )
-from ronde.collectives.choice import CLASS_LIMITS_BYTES
 from ronde.collectives.engine import (
     CPU,
     MESSAGE_BYTES,
@@ -53,22 +52,24 @@ from ronde.collectives.engine import (
 from ronde.collectives.shapes import CallLayout, LayoutSummary, require_out_rows, rows
 from ronde.errors import IN_CHILD, CollectiveError, UsageError
 
-# Names the engine for a collective, the bytes of the tensor where all ranks have as
-# many, and the type of its device. It must answer the same on every rank.
+# Takes a collective, the bytes of a tensor, None if they may differ between ranks, and
+# the type of its device. Returns the name of an engine, the same on every rank.
 Choose = Callable[[str, int | None, str], str]
-# Connects an engine by name, for a communicator by its name among those of the ranks.
+# Takes the name of an engine and one that is unique to the communicator.
 Connect = Callable[[str, str], Engine]
+SMALL_BYTES, MEDIUM_BYTES = SIZE_LIMITS = 4 << 10, 4 << 20
+"""Upper limits of the size classes by which an engine is chosen."""
 _Key = tuple[Engine, str, torch.dtype, bool | str, ReduceOp, float, float]
 _MAX_KNOWN = 1024
 
 
 class Routes:
-    """An engine for every kind of call; where there is one, that for all.
+    """The engines of a communicator, by kind of call.
 
-    Calls on one engine do not wait for calls on another; ``wait()`` does. An engine is
-    connected when it is first needed, which is in the same call on all ranks. The first
-    has the calls without a tensor, and messages. For those of an accelerator it may
-    need ``nccl``, which comes connected.
+    Calls on one engine do not wait for calls on another; ``wait()`` does. Engines are
+    connected in the first call that needs them, which is the same call on all ranks.
+    ``first`` also serves calls without a tensor and messages. ``nccl``, if given, is
+    connected already and sends messages of CUDA tensors.
     """
 
     def __init__(
@@ -93,12 +94,12 @@ class Routes:
         self._is_closed = False
 
     def of(self, call: str, tensor: Tensor, *, is_sized: bool = False) -> Engine:
-        """Return the engine for a tensor; ``is_sized``: as large on all ranks."""
+        """Return the engine for a tensor; ``is_sized``: equally large on all ranks."""
         if self._choose is None:
             return self._first
         num_bytes = tensor.nbytes if is_sized else None
-        bound = -1 if num_bytes is None else bisect_left(CLASS_LIMITS_BYTES, num_bytes)
-        key = (call, tensor.is_cpu, bound)
+        size_class = -1 if num_bytes is None else bisect_left(SIZE_LIMITS, num_bytes)
+        key = (call, tensor.is_cpu, size_class)
         engine = self._known.get(key)
         if engine is None:
             engine = self.engine(call, num_bytes, tensor.device.type)
@@ -106,11 +107,11 @@ class Routes:
         return engine
 
     def of_pair(self, tensor: Tensor) -> Engine:
-        """Return the engine for two ranks: the others cannot help to connect one."""
+        """Return the engine for messages between two ranks."""
         return self._first if tensor.is_cpu else self._nccl or self._first
 
     def engine(self, call: str, num_bytes: int | None, device_type: str) -> Engine:
-        """Return an engine, connected; where all is closed, one that raises so."""
+        """Return an engine, connected; after ``end()`` one that raises as closed."""
         if self._choose is None or self._connect is None:
             return self._first
         name = self._choose(call, num_bytes, device_type)
@@ -121,7 +122,7 @@ class Routes:
         return self._engines[name]
 
     def clone(self, first: Engine) -> "Routes":
-        """Return the same for another communicator of the same ranks; collective."""
+        """Return the routes of a duplicate of the communicator; collective."""
         self._num_clones += 1
         nccl = self._nccl.clone() if self._nccl else None
         name = f"{self._name}.{self._num_clones}"
@@ -133,19 +134,19 @@ class Routes:
         return list(self._engines.values())
 
 
-class _OfParent:
-    """Stands for an engine in a forked child: nothing of the parent's is touched."""
+class _ParentEngine:
+    """Replaces an engine in a forked child, so that the parent's is not touched."""
 
     def __init__(self, name: str, kept: Routes) -> None:
         self.name = name
-        self._kept = kept  # what ends with its engines is the parent's
+        self._kept = kept  # never freed: its resources belong to the parent
 
     def close(self) -> None:
         pass
 
     abort = close
 
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401  whatever an engine has
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401  any attribute of an engine
         raise CollectiveError(IN_CHILD)
 
 
@@ -153,7 +154,6 @@ _alive: "weakref.WeakSet[Communicator]" = weakref.WeakSet()
 
 
 def _leave_to_parent() -> None:
-    """Have all communicators refuse all calls, in a child that was just forked."""
     for communicator in list(_alive):
         communicator.leave_to_parent()
 
@@ -163,18 +163,18 @@ os.register_at_fork(after_in_child=_leave_to_parent)
 
 @final
 class Communicator:
-    """A fixed group of ranks that can exchange tensors, whatever moves the bytes.
+    """A fixed group of ranks that exchange tensors through one or several engines.
 
     Attributes:
-        engine: Its name; ``auto`` for several.
-        algorithm: The schedule that it follows; empty where it has none.
+        engine: The engine's name; ``auto`` for several.
+        algorithm: The name of its schedule, or empty.
         rank: This process in the group, ``0 <= rank < size``.
         size: Number of processes in the group.
-        timeout_s: How long a collective waits for another rank.
+        timeout_s: The limit of a collective's wait for another rank.
     """
 
     def __init__(self, engine: Engine, routes: Routes | None = None) -> None:
-        """Take over an engine, or several with their routes; close them with this."""
+        """Own an engine, or several with their routes: ``close()`` closes them."""
         self.engine = "auto" if routes and routes.are_many else engine.name
         self.algorithm = engine.algorithm
         self.rank, self.size = engine.rank, engine.size
@@ -187,8 +187,8 @@ class Communicator:
             _alive.add(self)
 
     def leave_to_parent(self) -> None:
-        """Refuse all calls from now on, and close nothing, in a forked child."""
-        engine = cast("Engine", _OfParent(self._engine.name, self._routes))
+        """Refuse all later calls and close nothing, in a forked child."""
+        engine = cast("Engine", _ParentEngine(self._engine.name, self._routes))
         self._engine = self._only = engine
         self._routes = Routes(engine)
 
@@ -206,32 +206,32 @@ class Communicator:
         Args:
             tensor: Any shape, equal on all ranks; the work's result.
             op: AVERAGE divides the sum by ``size``; integers truncate toward zero.
-            prescale: Multiplies each rank's input; equal on all ranks. Integers are
+            prescale: Factor of each rank's input; equal on all ranks. Integers are
                 multiplied in float64 and truncated.
-            postscale: Multiplies the result, likewise.
-            source: Is reduced into ``tensor`` and stays as it was; of its shape, dtype
-                and device, and without memory in common.
+            postscale: Factor of the result, likewise. source: The input, if not
+            ``tensor``: of its shape, dtype and device, without
+                shared memory. It is not changed.
         """
         engine = self._only or self._routes.of("all_reduce", tensor, is_sized=True)
-        place = tensor.is_cpu or tensor.device.type
-        key = (engine, "all_reduce", tensor.dtype, place, op, prescale, postscale)
+        device = tensor.is_cpu or tensor.device.type
+        key = (engine, "all_reduce", tensor.dtype, device, op, prescale, postscale)
         reduction = self._known.get(key) or self._plan(key, tensor)
         if reduction.scales and _is_vector(tensor):
-            taken = tensor if source is None else _vector(source)
-            return engine.all_reduce(taken, tensor, reduction).giving(tensor)
+            sent = tensor if source is None else _vector(source)
+            return engine.all_reduce(sent, tensor, reduction).with_result(tensor)
         if not tensor.numel():
             engine.require_open()
             return Work(tensor)
         if reduction.scales:
             target = flat(dense(tensor))
-            taken = target if source is None else _vector(source)
-            work = engine.all_reduce(taken, target, reduction)
-            return work.then(partial(put_back, target, tensor))
+            sent = target if source is None else _vector(source)
+            work = engine.all_reduce(sent, target, reduction)
+            return work.with_finish(partial(put_back, target, tensor))
         values = tensor.detach()
         if source is not None:
             values.copy_(source)
         if reduction.is_encoded and values.dtype in HALVES:
-            values = values.to(torch.float32)  # so that they are rounded once
+            values = values.to(torch.float32)  # rounded only once
         scale_(values, prescale)
         encoded = encode(values, op) if reduction.is_encoded else dense(values)
         vector = flat(encoded)
@@ -242,7 +242,7 @@ class Communicator:
             result = decode(encoded, values.dtype, left, self.size, postscale)
             return put_back(result, tensor)
 
-        return work.then(finish)
+        return work.with_finish(finish)
 
     def all_gather(
         self,
@@ -254,10 +254,10 @@ class Communicator:
         """Concatenate every rank's ``tensor`` along dimension 0, in rank order.
 
         Args:
-            tensor: At least one dimension; dimension 0 may differ from rank to rank (0
-                included), the others may not.
+            tensor: At least one dimension. Dimension 0 may differ between ranks and may
+                be 0.
             out: ``tensor`` may be this rank's rows of it.
-            counts: A list; each rank's number of rows is appended.
+            counts: Receives each rank's number of rows.
         """
         engine = self._only or self._routes.of("all_gather", tensor)
         try:
@@ -271,7 +271,7 @@ class Communicator:
         if out is not None and tensor.ndim:
             data = _unaliased(tensor, out, self.rank * tensor.shape[0])
 
-        def place(layouts: Sequence[LayoutSummary]) -> Tensor:
+        def allocate(layouts: Sequence[LayoutSummary]) -> Tensor:
             num_rows = sum([each.num_rows for each in layouts])
             if counts is not None:
                 counts.extend(each.num_rows for each in layouts)
@@ -281,8 +281,8 @@ class Communicator:
 
         layout = CallLayout.of("all_gather", tensor, out)
         sent = as_bytes(data if _is_vector(data) else dense(data))
-        work = engine.gather_rows(layout, sent, _row_bytes(tensor), place)
-        return work.then(results.pop)
+        work = engine.gather_rows(layout, sent, _row_bytes(tensor), allocate)
+        return work.with_finish(results.pop)
 
     def reduce_scatter(
         self,
@@ -297,16 +297,15 @@ class Communicator:
         """Reduce over all ranks and keep this rank's rows of dimension 0.
 
         Args:
-            tensor: At least one dimension, equal shape on all ranks; it is left as it
-                was.
-            op: As in ``all_reduce``, like ``prescale`` and ``postscale``.
-            out: It may be this rank's rows of ``tensor``.
-            splits: Rows for each rank, equal on all ranks; None splits evenly, where
-                the first ranks take one row more if need be. Rows past the sum stay.
+            tensor: At least one dimension, equal shape on all ranks. It is not changed.
+            op: As in ``all_reduce``, like ``prescale`` and ``postscale``. out: It may
+            be this rank's rows of ``tensor``. splits: Rows for each rank, equal on all
+            ranks. None splits evenly; the first
+                ranks get the extra rows. Rows past the sum are ignored.
         """
         engine = self._only or self._routes.of("reduce_scatter", tensor, is_sized=True)
-        place = tensor.is_cpu or tensor.device.type
-        key = (engine, "reduce_scatter", tensor.dtype, place, op, prescale, postscale)
+        device = tensor.is_cpu or tensor.device.type
+        key = (engine, "reduce_scatter", tensor.dtype, device, op, prescale, postscale)
         reduction = self._known.get(key) or self._plan(key, tensor)
         _require_dimensions(tensor)
         num_rows = rows(tensor.shape[0], self.size)
@@ -325,7 +324,7 @@ class Communicator:
             counts = [count * per_row for count in num_rows]
             source, target = flat(dense(data)), flat(result.detach())
             work = engine.reduce_scatter(source, target, counts, reduction)
-            return work.giving(result)
+            return work.with_result(result)
         values = tensor.detach()
         if reduction.is_encoded and values.dtype in HALVES:
             values = values.to(torch.float32)
@@ -344,7 +343,7 @@ class Communicator:
             result.detach().copy_(kept)
             return result
 
-        return work.then(finish)
+        return work.with_finish(finish)
 
     def broadcast(self, tensor: Tensor, root: int) -> Work[Tensor]:
         """Copy ``root``'s tensor into every rank's of equal shape, in place."""
@@ -358,8 +357,8 @@ class Communicator:
         values = flat(dense(tensor))
         work = engine.broadcast(values, root)
         if self.rank == root:
-            return work.giving(tensor)
-        return work.then(partial(put_back, values, tensor))
+            return work.with_result(tensor)
+        return work.with_finish(partial(put_back, values, tensor))
 
     def all_to_all(
         self,
@@ -368,16 +367,16 @@ class Communicator:
         *,
         out: Tensor | None = None,
     ) -> Work[tuple[Tensor, list[int]]]:
-        """Send consecutive rows of dimension 0 to the ranks and gather theirs.
+        """Send consecutive rows of dimension 0 to the ranks and receive theirs.
 
         Args:
-            tensor: At least one dimension; later dimensions equal on all ranks.
-            splits: Rows for each rank; None splits evenly. Rows past the sum stay.
-            out: Without memory in common with ``tensor``.
+            tensor: At least one dimension; later dimensions equal on all ranks. splits:
+            Rows for each rank; None splits evenly. Rows past the sum are ignored. out:
+            Must not share memory with ``tensor``.
 
         Returns:
-            Work whose result is the received rows in rank order, and how many came from
-            each rank.
+            Work whose result is the received rows in rank order, and their number by
+            rank.
         """
         call = "all_to_all"
         engine = self._routes.of(call, tensor)
@@ -391,7 +390,7 @@ class Communicator:
             raise
         results: list[tuple[Tensor, list[int]]] = []
 
-        def place(layouts: Sequence[LayoutSummary], plan: Plan) -> Tensor:
+        def allocate(layouts: Sequence[LayoutSummary], plan: Plan) -> Tensor:
             received = [sum(column) for column in zip(*plan, strict=True)]
             require_out_rows(call, layouts, self.rank, received)
             result = _result(tensor, received[self.rank], out)
@@ -400,35 +399,35 @@ class Communicator:
 
         layout = CallLayout.of(call, tensor, out)
         data = as_bytes(dense(_unaliased(tensor[: sum(sent)], out)))
-        work = engine.exchange_rows(layout, data, sent, _row_bytes(tensor), place)
-        return work.then(results.pop)
+        work = engine.exchange_rows(layout, data, sent, _row_bytes(tensor), allocate)
+        return work.with_finish(results.pop)
 
     def send(self, tensor: Tensor, to: int, tag: int = 0) -> Work[None]:
-        """Send ``tensor`` to one rank, which must ``recv`` it."""
+        """Send ``tensor`` to one rank, which must call ``recv``."""
         engine = self._engine_to("to", to, tensor)
         if not tensor.numel():
             return Work(None)
-        return engine.send(flat(dense(tensor)), to, tag).giving(None)
+        return engine.send(flat(dense(tensor)), to, tag).with_result(None)
 
     def recv(self, tensor: Tensor, source: int, tag: int = 0) -> Work[Tensor]:
-        """Receive into ``tensor`` what ``source`` sent: equal shape, dtype and tag."""
+        """Receive into ``tensor`` from ``source``: equal shape, dtype and tag."""
         engine = self._engine_to("source", source, tensor)
         if not tensor.numel():
             return Work(tensor)
         values = flat(dense(tensor))
         work = engine.recv(values, source, tag)
-        return work.then(partial(put_back, values, tensor))
+        return work.with_finish(partial(put_back, values, tensor))
 
     def find_sender(self, tensor: Tensor, tag: int = 0) -> int | None:
-        """Return a rank that has sent what ``recv`` would take into ``tensor``.
+        """Return a rank with an unreceived message for ``tensor``, or None.
 
-        None if nobody has yet. Only where all ranks share memory.
+        Only with the engine ``shared_memory``.
         """
         return self._routes.of_pair(tensor).find_sender(tag)
 
     def barrier(self) -> Work[None]:
         """Complete when every rank has called it."""
-        return self._engine.barrier().giving(None)
+        return self._engine.barrier().with_result(None)
 
     def allocate(
         self,
@@ -438,15 +437,14 @@ class Communicator:
         *,
         is_populated: bool = True,
     ) -> Tensor:
-        """Return zeros in memory where in-place calls are fastest.
+        """Return zeros in the memory in which in-place calls are fastest.
 
-        Collective: every rank asks for the same. The tensor, of shape ``(numel,)`` and
-        aligned to 64 bytes, outlives ``close()`` and ``torch.inference_mode()``. Where
-        it is not populated, pages come into being when they are touched, and it is not
-        asked whether they fit.
+        Collective, with equal arguments. The tensor, of shape ``(numel,)`` and aligned
+        to 64 bytes, outlives ``close()`` and ``torch.inference_mode()``. Unpopulated
+        memory gets its pages when they are touched, without a check that they fit.
 
         Raises:
-            CollectiveError: There is not enough of that memory; on every rank.
+            CollectiveError: The memory is too small; on every rank.
         """
         num_bytes = numel * dtype.itemsize
         engine = self._engine
@@ -456,7 +454,7 @@ class Communicator:
 
     @property
     def has_shared_memory(self) -> bool:
-        """Whether ``allocate`` returns memory that all ranks map."""
+        """True if ``allocate`` returns memory that all ranks map."""
         return self._engine.name == "shared_memory"
 
     def exchange(self, message: bytes) -> list[bytes]:
@@ -469,22 +467,21 @@ class Communicator:
         return self._engine.exchange(message)
 
     def duplicate(self) -> "Communicator":
-        """Make another of the same ranks, as MPI_Comm_dup does; collective."""
+        """Return a communicator of the same ranks, as MPI_Comm_dup does; collective."""
         engine = self._engine.clone()
         return Communicator(engine, self._routes.clone(engine))
 
     def abort(self) -> None:
-        """Close at once: what is under way fails here and elsewhere; not collective."""
+        """Close at once, not collective; calls under way fail on all ranks."""
         for engine in self._routes.end():
             engine.abort()
 
     def close(self) -> None:
-        """Give back threads, sockets and memory; may be repeated, not collective."""
+        """Free threads, sockets and memory; may be repeated, not collective."""
         for engine in self._routes.end():
             engine.close()
 
     def _plan(self, key: _Key, tensor: Tensor) -> Reduction:
-        """Return how an engine reduces; the same object for equal calls."""
         engine, call, dtype, _, op, prescale, postscale = key
         _require_device(tensor, engine)
         require_reducible(dtype, op, prescale, postscale)
@@ -500,7 +497,6 @@ class Communicator:
         return reduction
 
     def _engine_to(self, name: str, peer: int, tensor: Tensor) -> Engine:
-        """Return what moves a message; ``peer`` must be another rank."""
         if not 0 <= peer < self.size or peer == self.rank:
             raise UsageError(
                 f"{name} must be another rank in 0..{self.size - 1}, got {peer} on "
@@ -513,7 +509,7 @@ class Communicator:
 
 
 def _is_vector(tensor: Tensor) -> bool:
-    """Say whether an engine can take a tensor as it is; it has elements then."""
+    """Return True if an engine can use a tensor as it is, which has elements then."""
     return (
         tensor.dim() == 1
         and tensor.stride(0) == 1
@@ -579,7 +575,7 @@ def _require_splits(
 
 
 def _require_out(out: Tensor, like: Tensor, num_rows: int | None = None) -> None:
-    """Refuse a place that cannot hold a result, of unknown rows if that is None."""
+    """Refuse an ``out`` that cannot hold the result; None: rows are unknown."""
     rest = tuple(like.shape[1:])
     fits = (
         out.dtype is like.dtype
@@ -604,7 +600,7 @@ def _require_out(out: Tensor, like: Tensor, num_rows: int | None = None) -> None
 
 
 def _unaliased(tensor: Tensor, out: Tensor | None, at_row: int | None = None) -> Tensor:
-    """Return ``tensor``, or a copy if writing ``out`` would spoil it."""
+    """Return ``tensor``, or a copy if writing ``out`` would overwrite it."""
     if out is None or not tensor.numel() or not out.numel():
         return tensor
     if tensor.untyped_storage().data_ptr() != out.untyped_storage().data_ptr():
@@ -618,7 +614,6 @@ def _unaliased(tensor: Tensor, out: Tensor | None, at_row: int | None = None) ->
 
 
 def _end(tensor: Tensor) -> int:
-    """Return the address after the last element, whatever the layout."""
     reach = sum(
         (length - 1) * stride
         for length, stride in zip(tensor.shape, tensor.stride(), strict=True)

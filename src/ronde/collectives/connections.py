@@ -1,49 +1,41 @@
-"""From a rank's place to a communicator: the one place where an engine is chosen."""
+"""Connect ranks: choose and build the engines of a communicator."""
 
 import json
 import logging
 import socket
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.distributed import PrefixStore, Store
 
-from ronde.collectives.choice import (
-    Choice,
-    EngineTable,
-    TableKey,
-    default_table,
-    load,
+from ronde.collectives.communicator import (
+    MEDIUM_BYTES,
+    SMALL_BYTES,
+    Communicator,
+    Routes,
 )
-from ronde.collectives.communicator import Communicator, Routes
 from ronde.collectives.engine import Engine, ErrorContext
 from ronde.collectives.engines.solo import SoloEngine
-from ronde.collectives.objects import (
-    all_gather_json,
-    broadcast_json,
-    exchange_hosts,
-)
-from ronde.collectives.rendezvous import meet
+from ronde.collectives.objects import all_gather_json, exchange_hosts
+from ronde.collectives.rendezvous import open_store
 from ronde.collectives.scope import AbortScope
 from ronde.collectives.store import clone_of
 from ronde.errors import UsageError
-from ronde.plain_values import from_plain
 from ronde.world import Launcher, RankInfo
-from ronde.world.environment import read_cache_directory
 
 DEFAULT_TIMEOUT_S = 1800.0  # rank 0 may evaluate or save meanwhile
-_MEETING_TIMEOUT_S = 300.0
+_RENDEZVOUS_TIMEOUT_S = 300.0
 _AUTO = "auto"
 _logger = logging.getLogger("ronde")
 
 
-class PeerFacts(NamedTuple):
-    """What the others must know of a rank to choose engines alike."""
+class PeerInfo(NamedTuple):
+    """Facts of a rank that the choice of engines depends on."""
 
     host: str
     has_cuda: bool
@@ -51,20 +43,21 @@ class PeerFacts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """What an engine is asked for, and where its ranks meet."""
+    """The arguments of an engine, and the store where its ranks rendezvous."""
 
     info: RankInfo
     timeout_s: float
     algorithm: str = ""
-    store: Store | None = None  # where the ranks meet; None: where ``info`` says
-    ranks: tuple[int, ...] = ()  # which of the job's ranks they are; empty for all
-    scope: AbortScope | None = None  # None: nobody breaks off
-    peers: tuple[PeerFacts, ...] = ()  # of all ranks; empty where they must be asked
+    store: Store | None = None  # None: the job's
+    ranks: tuple[int, ...] = ()  # ranks of the job in the group; empty for all
+    scope: AbortScope | None = None  # None: never aborted
+    peers: tuple[PeerInfo, ...] = ()  # of all ranks; empty where unknown
 
-    def meet(self) -> Store:
+    def open_store(self) -> Store:
         if self.store is not None:
             return self.store
-        return meet(self.info, min(self.timeout_s, _MEETING_TIMEOUT_S), self.scope)
+        timeout_s = min(self.timeout_s, _RENDEZVOUS_TIMEOUT_S)
+        return open_store(self.info, timeout_s, self.scope)
 
     def at(self, store: Store, name: str) -> "EngineConfig":
         return replace(self, store=PrefixStore(name, store))
@@ -84,15 +77,14 @@ def connect(
     """Connect this rank to all others; collective.
 
     Args:
-        info: This rank's place among the others.
-        timeout_s: How long a collective may wait for another rank; this, at most 300 s.
+        timeout_s: The limit of a collective's wait for another rank. Connecting takes
+            at most 300 s.
         engine: One of ``ENGINES``, equal on all ranks; empty takes ``info``'s.
-        algorithm: The schedule to follow, for engines that have several; empty takes
-            ``info``'s.
+        algorithm: The schedule, for engines that have several; empty takes ``info``'s.
 
     Raises:
-        UsageError: There is no such engine, or what it needs is not installed.
-        WorldError: The ranks are on several hosts, and it is unknown where to meet.
+        UsageError: The engine is unknown, or a library that it needs is missing.
+        WorldError: The ranks are on several hosts without a rendezvous address.
         CollectiveError: Not all ranks came in time, or the port is in use.
     """
     return _connect(*_config(info, timeout_s, engine, algorithm))
@@ -107,20 +99,20 @@ def connect_at(
     engine: str = _AUTO,
     algorithm: str = "",
 ) -> Communicator:
-    """Connect ranks that have a store, empty under the keys used here; collective.
+    """Connect ranks that share a store, empty under the keys used here; collective.
 
-    The other arguments, and what is raised, are those of ``connect``.
+    The other arguments and the exceptions are those of ``connect``.
     """
     from ronde.collectives.engines.shared_memory.shared_state import through_store
 
-    own = PeerFacts(socket.gethostname(), torch.cuda.is_available())
+    own = PeerInfo(socket.gethostname(), torch.cuda.is_available())
     peers = [own]
     if size > 1:
-        limit_s = min(timeout_s, _MEETING_TIMEOUT_S)
-        with ErrorContext("meeting", rank, size, limit_s):
+        limit_s = min(timeout_s, _RENDEZVOUS_TIMEOUT_S)
+        with ErrorContext("rendezvous", rank, size, limit_s):
             exchange = through_store(PrefixStore("hosts", store), rank, size, limit_s)
             texts = exchange(json.dumps(own).encode())
-            peers = [PeerFacts(*json.loads(text)) for text in texts]
+            peers = [PeerInfo(*json.loads(text)) for text in texts]
     here = [other for other in range(size) if peers[other].host == own.host]
     local_rank = here.index(rank)
     info = RankInfo(Launcher.PLAIN, rank, size, local_rank, len(here))
@@ -140,24 +132,24 @@ class Connections:
         algorithm: str = "",
         scope: AbortScope | None = None,
     ) -> None:
-        """Meet the other ranks; collective. The arguments are those of ``connect``.
+        """Rendezvous with the other ranks; collective. Arguments as of ``connect``.
 
-        What is connected can be broken off by the ``scope``.
+        Aborting ``scope`` aborts every communicator made here.
         """
         self.info = info
         self.scope = scope or AbortScope()
         self._engine, config = _config(info, timeout_s, engine, algorithm)
         self._config = replace(config, scope=scope)
-        self._store = self._config.meet() if info.size > 1 else None
+        self._store = self._config.open_store() if info.size > 1 else None
 
     def connect(
         self, name: str, ranks: Sequence[int], hosts: Sequence[str] = ()
     ) -> Communicator:
-        """Connect these ranks; in the communicator ``ranks[i]`` is rank i; collective.
+        """Connect some ranks of the job; collective over them.
 
         Args:
             name: Equal on all of them and used once.
-            ranks: Ascending; this one is among them.
+            ranks: Ascending; this one is among them. ``ranks[i]`` becomes rank i.
             hosts: The host of every rank of the job, where it is known.
         """
         info = self.info
@@ -174,7 +166,7 @@ class Connections:
         return _connect(self._engine, config)
 
     def clone(self) -> "Connections":
-        """Return the same with its own connection to the store: see ``clone_of``."""
+        """Return a copy with its own connection to the store: see ``clone_of``."""
         other = copy(self)
         if self._store is not None:
             other._store = clone_of(self._store)  # noqa: SLF001  another of this class
@@ -198,31 +190,50 @@ def _connect(name: str, config: EngineConfig) -> Communicator:
     if config.info.size == 1:
         return Communicator(SoloEngine())
     if name == _AUTO:
-        return _connect_by_table(config)
+        return connect_auto(config)
     return Communicator(ENGINES[name](config))
 
 
-def _connect_by_table(config: EngineConfig) -> Communicator:
-    """Connect by what suits most calls, and by other engines when they are needed."""
-    store = config.meet()
+def choose_engine(
+    ranks_per_host: Collection[int], call: str, num_bytes: int | None, device_type: str
+) -> str:
+    """Return the engine that ``auto`` takes for a tensor.
+
+    All ranks must choose alike, or they wait for each other for ever. So ``num_bytes``
+    is None for a collective whose tensors may differ in size between ranks.
+    """
+    if device_type != "cpu":
+        return "nccl"
+    if len(ranks_per_host) == 1:
+        return "shared_memory"
+    if num_bytes is None or num_bytes <= SMALL_BYTES:
+        return "gloo"
+    if max(ranks_per_host) > 1:
+        return "hierarchical"  # each byte crosses the network once a host
+    # Gloo's all-to-all sends and receives in turn, a ring at the same time.
+    is_long = call == "reduce_scatter" and num_bytes > MEDIUM_BYTES
+    return "scheduled" if is_long else "gloo"
+
+
+def connect_auto(config: EngineConfig) -> Communicator:
+    """Connect one engine now, and others when a call first needs them."""
+    store = config.open_store()
     make_first = _shared_memory_or_gloo if config.is_one_host else _torch_distributed
     first = make_first(config.at(store, "first"))
-    everybody = Communicator(first)
-    own = PeerFacts(socket.gethostname(), torch.cuda.is_available())
-    peers = config.peers or all_gather_json(everybody, own)
+    own = PeerInfo(socket.gethostname(), torch.cuda.is_available())
+    peers = config.peers or all_gather_json(Communicator(first), own)
     hosts, has_cuda = zip(*peers, strict=True)
-    table = agree_on_table(everybody, hosts)
+    ranks_per_host = Counter(hosts).values()
 
-    def choose(collective: str, num_bytes: int | None, device: str) -> str:
-        label = str(table.choose(collective, num_bytes, device))
-        # Gloo's engine has NCCL too, and stands in where memory is not shared.
-        stands_in = label in ("shared_memory", "nccl")
-        return "gloo" if first.name == "gloo" and stands_in else label
+    def choose(call: str, num_bytes: int | None, device_type: str) -> str:
+        name = choose_engine(ranks_per_host, call, num_bytes, device_type)
+        # Gloo's engine includes NCCL, and serves ranks that cannot share memory.
+        is_replaced = first.name == "gloo" and name in ("shared_memory", "nccl")
+        return "gloo" if is_replaced else name
 
-    def connect_other(label: str, name: str) -> Engine:
-        choice = Choice.of(label)
-        own = replace(config, algorithm=choice.algorithm)
-        return ENGINES[choice.engine](own.at(clone_of(store), f"{label}/{name}"))
+    def connect_other(name: str, communicator: str) -> Engine:
+        other = replace(config, algorithm="")
+        return ENGINES[name](other.at(clone_of(store), f"{name}/{communicator}"))
 
     nccl = None
     if any(has_cuda) and first.name != "gloo":
@@ -230,51 +241,37 @@ def _connect_by_table(config: EngineConfig) -> Communicator:
     return Communicator(first, Routes(first, choose, connect_other, nccl))
 
 
-def agree_on_table(communicator: Communicator, hosts: Sequence[str]) -> EngineTable:
-    """Return one table on all ranks, rank 0's where it has measured one; collective."""
-    ranks_of = Counter(hosts)
-
-    def find() -> dict[str, Any] | None:
-        table, note = load(TableKey.here(ranks_of), read_cache_directory())
-        if note:
-            _logger.warning("%s", note)
-        return table and asdict(table)
-
-    found = broadcast_json(communicator, find, 0)
-    if found is None:
-        return default_table([*ranks_of.values()])
-    return from_plain(EngineTable, found)
-
-
-# How a rank connects by each engine. Modules are imported when they are asked for: some
-# need a library that is not always there.
+# Engines are imported when first used: some need a library that may be missing.
 
 
 def _torch_distributed(config: EngineConfig) -> Engine:
     from ronde.collectives.engines.torch_distributed import TorchDistributedEngine
 
-    place, is_one_host = (config.info.rank, config.info.size), config.is_one_host
     return TorchDistributedEngine(
-        config.meet(), *place, timeout_s=config.timeout_s, is_one_host=is_one_host
+        config.open_store(),
+        config.info.rank,
+        config.info.size,
+        timeout_s=config.timeout_s,
+        is_one_host=config.is_one_host,
     )
 
 
 def _shared_memory(config: EngineConfig) -> Engine:
     from ronde.collectives.engines.shared_memory import SharedMemoryEngine
 
-    place = config.info.rank, config.info.size
-    return SharedMemoryEngine(config.meet(), *place, timeout_s=config.timeout_s)
+    info, store = config.info, config.open_store()
+    return SharedMemoryEngine(store, info.rank, info.size, timeout_s=config.timeout_s)
 
 
 def _shared_memory_or_gloo(config: EngineConfig) -> Engine:
     from ronde.collectives.engines.shared_memory.shared_state import NoSharedMemoryError
 
-    store = config.meet()
+    store = config.open_store()
     try:
         return _shared_memory(config.at(store, "shared_memory"))
     except NoSharedMemoryError as error:  # on all ranks, or none
         if config.info.rank == 0:
-            _logger.warning("Gloo moves the tensors, for %s", error)
+            _logger.warning("Gloo moves the tensors: %s", error)
         return _torch_distributed(config.at(store, "gloo"))
 
 
@@ -295,12 +292,8 @@ def _scheduled(config: EngineConfig) -> Engine:
     return ScheduledEngine(_torch_distributed(config), algorithm.name)
 
 
-def _hierarchical(config: EngineConfig) -> Engine:
-    return two_levels(config, socket.gethostname())
-
-
-def two_levels(config: EngineConfig, host: str) -> Engine:
-    """Connect each host's ranks by shared memory, and the hosts by Gloo; collective."""
+def two_levels(config: EngineConfig, host: str = "") -> Engine:
+    """Connect each host's ranks by shared memory and the hosts by Gloo; collective."""
     from ronde.collectives.algorithms import find_algorithm
     from ronde.collectives.engines.hierarchical import (
         EvenHostsEngine,
@@ -310,20 +303,21 @@ def two_levels(config: EngineConfig, host: str) -> Engine:
 
     if config.algorithm:
         find_algorithm(config.algorithm)
-    store = config.meet()
+    store = config.open_store()
     world = _torch_distributed(config.at(store, "world"))
-    groups = HostGroups.from_hosts(exchange_hosts(Communicator(world), host))
-    index, place = groups.of(config.info.rank)
+    hosts = exchange_hosts(Communicator(world), host or socket.gethostname())
+    groups = HostGroups.from_hosts(hosts)
+    index, local_rank = groups.of(config.info.rank)
     size = len(groups.ranks[index])
-    info = config.info._replace(rank=place, size=size, local_size=size)
+    info = config.info._replace(rank=local_rank, size=size, local_size=size)
     own_host = replace(config, info=info).at(store, f"host{index}")
     local = SoloEngine() if size == 1 else _shared_memory_or_gloo(own_host)
     cross = None
-    if groups.is_even or place == 0:
+    if groups.is_even or local_rank == 0:
         size = len(groups.ranks)
         local_size = size if config.is_one_host else 1
         info = config.info._replace(rank=index, size=size, local_size=local_size)
-        column = replace(config, info=info).at(store, f"place{place}")
+        column = replace(config, info=info).at(store, f"column{local_rank}")
         connect_hosts = _scheduled if config.algorithm else _torch_distributed
         cross = Communicator(SoloEngine() if size == 1 else connect_hosts(column))
     engine = EvenHostsEngine if groups.is_even else LeadersEngine
@@ -337,8 +331,8 @@ ENGINES: Mapping[str, Callable[[EngineConfig], Engine]] = MappingProxyType(
         "nccl": _torch_distributed,
         "mpi": _mpi,
         "scheduled": _scheduled,
-        "hierarchical": _hierarchical,
+        "hierarchical": two_levels,
     }
 )
-"""How a rank connects by each engine. ``gloo`` and ``nccl`` are one engine, which takes
-the backend by the tensor's device."""
+"""Engines by name. ``gloo`` and ``nccl`` are one engine, which chooses the backend by
+the tensor's device."""

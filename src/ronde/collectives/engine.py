@@ -1,8 +1,8 @@
-"""What an engine is to a communicator: something that moves flat, contiguous memory.
+"""The interface of engines, which move flat, contiguous memory between ranks.
 
-``Communicator`` checks arguments, encodes dtypes, scales and puts results where they
-belong, once for all engines. To add an engine, implement ``Engine`` in a file of its
-own under ``engines``, and name it in ``connections.ENGINES``.
+``Communicator`` checks arguments, encodes dtypes, scales and copies results for all
+engines. To add an engine, implement ``Engine`` in a file of its own under ``engines``
+and add it to ``connections.ENGINES``.
 """
 
 import re
@@ -42,54 +42,54 @@ _PEER_LOST = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class ErrorContext:
-    """Where a collective runs: a failure in its block says so in a sentence."""
+    """Translates a RuntimeError raised in its block into a CollectiveError."""
 
     name: str
     rank: int
     size: int
     timeout_s: float
-    scope: AbortScope = _NO_SCOPE  # where that was aborted, its failure says most
+    scope: AbortScope = _NO_SCOPE  # if it was aborted, its failure is raised instead
 
     def explain(self, error: Exception) -> CollectiveError:
         if self.scope.failure is not None:
             return fresh(self.scope.failure)
-        # torch puts its own source line, and the condition that it checked there,
-        # before the first sentence, and advice after it.
+        # torch puts its source line and the checked condition before the first
+        # sentence, and advice after it.
         text = _SOURCE_LINE.sub("", str(error).partition("\n")[0]).partition(". ")[0]
-        # Of an error of NCCL's this says most, such as: Duplicate GPU detected.
+        # NCCL's own reason, such as: Duplicate GPU detected.
         last = str(error).partition("Last error:")[2].strip().partition("\n")[0]
         text += f"; NCCL: {last}" if last else ""
         if _TIMED_OUT.search(text):
             return self.late(f" ({text})")
         if _PEER_LOST.search(text):
             return self.lost(text)
-        return CollectiveError(f"{self.place} failed: {text}")
+        return CollectiveError(f"{self._subject} failed: {text}")
 
     @property
-    def place(self) -> str:
+    def _subject(self) -> str:
         return f"{self.name} on rank {self.rank} of {self.size}"
 
-    def late(self, whence: str) -> CollectiveError:
+    def late(self, detail: str) -> CollectiveError:
         return CollectiveError(
-            f"{self.place} must complete within timeout_s, got no answer for "
-            f"{self.timeout_s:g} s{whence}. See which rank hangs or makes other calls, "
-            "or give a longer timeout_s."
+            f"{self._subject} must complete within timeout_s, got no answer for "
+            f"{self.timeout_s:g} s{detail}. Find the rank that hangs or makes other "
+            "calls, or give a longer timeout_s."
         )
 
     def lost(self, loss: str) -> PeerLostError:
         return PeerLostError(
-            f"{self.place} needs every rank, but one is gone ({loss}). Its own error "
-            "shows why."
+            f"{self._subject} needs every rank, but one is gone ({loss}). Its own "
+            "error shows why."
         )
 
-    # No generator, whose frame would hold the error, and that its frame: see Note [What
-    # a failure holds].
+    # Not a generator: its frame would hold the error, see Note [Tracebacks hold groups]
+    # in scope.py.
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
-        is_told = self.scope.failure is None and isinstance(error, CollectiveError)
-        if isinstance(error, RuntimeError) and not is_told:
+        is_final = self.scope.failure is None and isinstance(error, CollectiveError)
+        if isinstance(error, RuntimeError) and not is_final:
             raise self.explain(error) from error
 
 
@@ -101,14 +101,14 @@ def closed_error() -> CollectiveError:
 
 T = TypeVar("T")
 S = TypeVar("S")
-Look = Callable[[], float | None]  # seconds until the next call; None: stop waiting
+PollCallback = Callable[[], float | None]  # seconds to the next call; None: stop
 CPU = torch.device("cpu")
 
 
 class ReduceOp(StrEnum):
-    """How corresponding elements of all ranks become one."""
+    # An enum's own hash is a Python function, too slow for the path of every call.
+    """The operation on corresponding elements of all ranks."""
 
-    # An enum's own is a function in Python, on the path of every call.
     __hash__ = str.__hash__
 
     SUM = "sum"
@@ -119,7 +119,7 @@ class ReduceOp(StrEnum):
 
 
 class Work(Generic[T]):
-    """A collective under way. An engine's own sets ``is_over`` and ``failure``."""
+    """A collective under way; subclasses set ``is_over`` and ``failure``."""
 
     __slots__ = ("_finish", "_result", "failure", "is_over")
 
@@ -130,14 +130,14 @@ class Work(Generic[T]):
         self._finish: Callable[[], T] | None = None
 
     def is_done(self) -> bool:
-        """Say whether ``wait()`` would return without blocking."""
+        """Return True if ``wait()`` would not block."""
         return self.is_over or self._poll()
 
     def wait(self) -> T:
-        """Block until the result is there and return it; later calls return it again.
+        """Block until the collective is complete and return its result.
 
-        On an accelerator "there" means ordered before whatever the current stream is
-        given next, as torch has it.
+        May be repeated. On an accelerator the result is ready for what the current
+        stream runs next, as in torch.
 
         Raises:
             CollectiveError: The collective failed; every later call raises it again.
@@ -152,93 +152,97 @@ class Work(Generic[T]):
             self._finish = None
         return self._result
 
-    def wait_watched(self, look: Look) -> bool:
-        """Block until it is over, or failed, or ``look`` returns None; say if over."""
-        return self.is_over or self._block(look)
+    def wait_watched(self, poll: PollCallback) -> bool:
+        """Block until over or ``poll`` returns None; return True if it is over."""
+        return self.is_over or self._block(poll)
 
-    def giving(self, result: S) -> "Work[S]":
+    def with_result(self, result: S) -> "Work[S]":
         work: Any = self
         work._result = result  # noqa: SLF001  this itself
         work._finish = None  # noqa: SLF001  likewise
         return work
 
-    def then(self, finish: Callable[[], S]) -> "Work[S]":
-        """Return this, with the result of what the first ``wait()`` is to call."""
+    def with_finish(self, finish: Callable[[], S]) -> "Work[S]":
+        """Return this work; the first ``wait()`` calls ``finish`` for its result."""
         work: Any = self
         work._finish = finish  # noqa: SLF001  this itself
         return work
 
     def _poll(self) -> bool:
-        """Go as far as it can without waiting; say whether it is over."""
+        """Make progress without waiting; return True if it is over."""
         raise NotImplementedError
 
-    def _block(self, look: Look | None) -> bool:
-        """Do what ``wait_watched`` does."""
+    def _block(self, poll: PollCallback | None) -> bool:
         raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reduction:
-    """What becomes of corresponding elements: one object for one call and dtype."""
+    """A reduction as an engine performs it: one object for each call and dtype."""
 
-    op: ReduceOp  # SUM for an AVERAGE that is to be divided afterwards
-    scales: bool = False  # it applies both factors, else 1, and divides averages
+    op: ReduceOp  # SUM for an AVERAGE that the communicator divides afterwards
+    scales: bool = False  # the engine applies both factors and divides averages
     prescale: float = 1.0
     postscale: float = 1.0
-    is_encoded: bool = False  # elements travel as ``arithmetic.encode`` makes them
+    is_encoded: bool = False  # elements travel as ``arithmetic.encode`` returns them
 
 
-PostMessage = Callable[[str, Tensor, int, int], Any]  # send or recv, to whom, its tag
+PostMessage = Callable[
+    [str, Tensor, int, int], Any
+]  # "send" or "recv", data, peer, tag
 WaitForMessage = Callable[[Any], object]
 MessageSteps = Callable[[PostMessage, WaitForMessage], object]
-Plan = Sequence[Sequence[int]]  # how much each rank sends to each
-PlaceRows = Callable[[Sequence[LayoutSummary]], Tensor]  # all_gather's bytes
-PlaceExchange = Callable[[Sequence[LayoutSummary], Plan], Tensor]  # all_to_all's
+Plan = Sequence[Sequence[int]]  # plan[r][s]: the rows or bytes that r sends to s
+AllocateRows = Callable[[Sequence[LayoutSummary]], Tensor]  # all_gather's output
+AllocateExchange = Callable[[Sequence[LayoutSummary], Plan], Tensor]  # all_to_all's
 
 
 class Engine(ABC):
-    """What moves bytes between a fixed group of ranks.
+    """Moves bytes between a fixed group of ranks.
 
-    Every call is collective (but ``send``, ``recv``, ``abort`` and ``close``) and comes
-    in the same order on all ranks. Tensors are flat, contiguous and detached, on one of
-    ``devices``, and have elements; neither input nor output may be touched until the
-    work is over.
+    Every call except ``send``, ``recv``, ``abort`` and ``close`` is collective, in the
+    same order on all ranks. Tensors are flat, contiguous, detached and not empty, on
+    one of ``devices``. Neither input nor output may be touched until the work is over.
     """
 
-    name: str  # as ``--engine`` has it
+    name: str  # of the option ``--engine``
     rank: int
     size: int
-    timeout_s: float  # how long a call waits for another rank
-    algorithm: str = ""  # the schedule that it follows
-    devices: frozenset[str] = frozenset({"cpu"})  # types of the devices that it serves
+    timeout_s: float  # limit of a call's wait for another rank
+    algorithm: str = ""  # name of the schedule
+    devices: frozenset[str] = frozenset({"cpu"})  # supported device types
 
     @abstractmethod
     def require_open(self) -> None:
-        """Raise CollectiveError where it is closed or broken."""
+        """Raise CollectiveError if the engine is closed or broken."""
 
     @abstractmethod
     def native(self, call: str, like: Tensor, op: ReduceOp) -> Reduction | None:
-        """Say how ``all_reduce`` or ``reduce_scatter`` takes elements such as these.
+        """Return the reduction of elements such as ``like``'s in their own dtype.
 
-        None where they must travel as another one: 16-bit floats as 32-bit ones, and
-        what ``arithmetic.encode`` makes of the others, which it must take.
+        None if ``all_reduce`` or ``reduce_scatter`` needs another dtype: float32 for
+        16-bit floats, and the results of ``arithmetic.encode`` for others, which every
+        engine must support.
         """
 
     @abstractmethod
-    def all_reduce(self, source: Tensor, out: Tensor, what: Reduction) -> Work[Any]:
-        """Reduce every rank's ``source`` into ``out``; the same unless it scales."""
+    def all_reduce(
+        self, source: Tensor, out: Tensor, reduction: Reduction
+    ) -> Work[Any]:
+        """Reduce into ``out``, which is ``source`` unless ``reduction.scales``."""
 
     @abstractmethod
     def reduce_scatter(
-        self, source: Tensor, out: Tensor, counts: Sequence[int], what: Reduction
+        self, source: Tensor, out: Tensor, counts: Sequence[int], reduction: Reduction
     ) -> Work[Any]:
         """Reduce consecutive parts, ``counts[r]`` elements for each rank r.
 
-        ``source`` is left as it was; where it scales, ``out`` may be this rank's part.
+        ``source`` is not changed. If ``reduction.scales``, ``out`` may be this rank's
+        part of it.
         """
 
     def gather_numbers(self, own: Tensor, call: str) -> Tensor:
-        """Return every rank's int64 vector on the CPU, a row a rank; blocks.
+        """Return every rank's int64 vector on the CPU, a row for each rank; blocks.
 
         ``call`` names the collective in errors.
         """
@@ -260,7 +264,7 @@ class Engine(ABC):
     def all_gather(
         self, own: Tensor, out: Tensor, counts: Sequence[int], call: str = "all_gather"
     ) -> Work[Any]:
-        """Concatenate the ranks' bytes; ``own`` may lie in its place in ``out``."""
+        """Concatenate the ranks' bytes; ``own`` may be this rank's part of ``out``."""
 
     def all_to_all(self, sent: Tensor, received: Tensor, plan: Plan) -> Work[Any]:
         """Send ``plan[r][s]`` consecutive bytes from each rank r to each rank s.
@@ -271,7 +275,7 @@ class Engine(ABC):
 
     @abstractmethod
     def broadcast(self, data: Tensor, root: int) -> Work[Any]:
-        """Copy ``root``'s elements, of any dtype, into everybody's."""
+        """Copy ``root``'s elements, of any dtype, to all ranks."""
 
     @abstractmethod
     def send(self, data: Tensor, to: int, tag: int) -> Work[Any]:
@@ -282,14 +286,14 @@ class Engine(ABC):
         """Receive as many elements of the same dtype from another rank."""
 
     def run_messages(self, call: str, steps: MessageSteps) -> None:
-        """Call what sends and receives bytes on the CPU, as part of a call; blocks.
+        """Run steps that send and receive CPU bytes as one collective; blocks.
 
         Only the engine ``scheduled`` calls it.
         """
         raise NotImplementedError
 
     def find_sender(self, _tag: int) -> int | None:
-        """Return a rank whose message with this tag has come and is not asked for."""
+        """Return a rank that has sent a message with this tag, not yet received."""
         raise UsageError(
             f"source must be a rank with engine {self.name}, got any. Name the rank, "
             "or use engine shared_memory."
@@ -297,18 +301,18 @@ class Engine(ABC):
 
     @abstractmethod
     def barrier(self) -> Work[Any]:
-        """Be over when every rank has called it."""
+        """Complete when every rank has called it."""
 
     @abstractmethod
     def clone(self) -> Self:
-        """Make another of the same ranks, with an order of calls of its own."""
+        """Return a new engine of the same ranks, with its own order of calls."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give back threads, sockets and memory; calls may be repeated."""
+        """Free threads, sockets and memory; may be repeated."""
 
     def abort(self) -> None:
-        """Close at once: what is under way fails, here and on the other ranks."""
+        """Close at once; calls under way fail here and on the other ranks."""
         self.close()
 
     def allocate(
@@ -317,25 +321,25 @@ class Engine(ABC):
         dtype: torch.dtype,
         device: torch.device,
         *,
-        is_populated: bool = True,  # noqa: ARG002  of an engine that has memory of its own
+        is_populated: bool = True,  # noqa: ARG002  for engines with memory of their own
     ) -> Tensor:
-        """Return zeros in memory where calls are fastest."""
+        """Return zeros in the memory in which calls are fastest."""
         with torch.inference_mode(mode=False):
             return torch.zeros(numel, dtype=dtype, device=device)
 
-    # An engine that sends shapes and data at once overrides these three.
+    # Engines that send shapes and data together override these three.
 
     def refuse(self, layout: CallLayout) -> None:
-        """Inform the others, who wait for it, that this rank's arguments are wrong."""
+        """Report wrong arguments of this rank to the others, which wait for it."""
         with suppress(CollectiveError):
             self.exchange_shapes(layout)
 
     def gather_rows(
-        self, layout: CallLayout, data: Tensor, row_bytes: int, place: PlaceRows
+        self, layout: CallLayout, data: Tensor, row_bytes: int, allocate: AllocateRows
     ) -> Work[Any]:
-        """Gather rows, given as bytes, of which every rank may have another number."""
+        """Gather rows, given as bytes; their number may differ between ranks."""
         summaries = self.exchange_shapes(layout)
-        result = place(summaries)
+        result = allocate(summaries)
         if not result.numel():
             return Work(None)
         counts = [each.num_rows * row_bytes for each in summaries]
@@ -347,20 +351,20 @@ class Engine(ABC):
         data: Tensor,
         splits: Sequence[int],
         row_bytes: int,
-        place: PlaceExchange,
+        allocate: AllocateExchange,
     ) -> Work[Any]:
         """Send ``splits[r]`` rows, given as bytes, to each rank r."""
         summaries = self.exchange_shapes(layout)
         own = torch.tensor(splits, device="cpu")
         plan = as_rows(self.gather_numbers(own, layout.call))
-        result = place(summaries, plan)
+        result = allocate(summaries, plan)
         sizes = [[count * row_bytes for count in row] for row in plan]
         if not any(map(any, sizes)):
             return Work(None)
         return self.all_to_all(data, result, sizes)
 
     def exchange_shapes(self, own: CallLayout) -> list[LayoutSummary]:
-        """Return what every rank was called for, which fits together; blocks."""
+        """Return every rank's layout, or raise if they do not fit together; blocks."""
         numbers = torch.tensor(own.summarize(), device="cpu")
         gathered = as_rows(self.gather_numbers(numbers, own.call))
         summaries = [LayoutSummary(*each) for each in gathered]

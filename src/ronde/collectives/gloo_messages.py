@@ -1,4 +1,4 @@
-"""Gloo's messages between two ranks, which torch completes only for whoever waits."""
+"""Messages between two ranks by Gloo, which complete only while a thread waits."""
 
 import threading
 import time
@@ -12,14 +12,13 @@ from typing import Any, Protocol
 import torch
 
 UNUSED_TAG = (1 << 31) - 1
-_FOR_EVER = timedelta(0)  # what torch takes for it
-_ASK_EVERY_S = 1.0
-# torch's stubs give the backends' methods no common type.
-Backend = Any
+_FOR_EVER = timedelta(0)  # for torch
+_CHECK_EVERY_S = 1.0
+Backend = Any  # torch's stubs give the backends' methods no common type
 
 
 class BackendWork(Protocol):
-    """The part of ``torch.distributed.Work`` that is used here."""
+    """The part of ``torch.distributed.Work`` in use."""
 
     def is_completed(self) -> bool: ...
 
@@ -30,14 +29,13 @@ Job = tuple[Callable[[], object], Future[object]]
 
 
 class Waiters:
-    """Threads for calls that wait for messages, and may do so for long."""
+    """Threads for calls that may wait long for messages."""
 
     def __init__(self) -> None:
         self._idle: list[SimpleQueue[Job | None]] = []
         self._is_closed = False
 
     def start(self, call: Callable[[], object]) -> Future[object]:
-        """Return the outcome of a call."""
         outcome: Future[object] = Future()
         try:
             queue = self._idle.pop()
@@ -48,9 +46,9 @@ class Waiters:
         return outcome
 
     def close(self) -> None:
-        """End the threads, those that still wait when they no longer do."""
+        """End the idle threads; the others end after their call."""
         self._is_closed = True
-        with suppress(IndexError):  # none is left; another thread may end some of them
+        with suppress(IndexError):  # another thread may end some of them
             while True:
                 self._idle.pop().put(None)
 
@@ -58,13 +56,14 @@ class Waiters:
         while (job := queue.get()) is not None:
             call, outcome = job
             try:
-                told, failure = call(), None
-            except BaseException as error:  # noqa: BLE001  raised where it is waited for
-                told, failure = None, error.with_traceback(None)
+                result, failure = call(), None
+            except BaseException as error:  # noqa: BLE001  raised in the waiting thread
+                result, failure = None, error.with_traceback(None)
             del job, call
-            self._idle.append(queue)  # before anyone goes on, who may have the next
+            # Before the result is set: the waiting thread may start the next call.
+            self._idle.append(queue)
             if failure is None:
-                outcome.set_result(told)
+                outcome.set_result(result)
             else:
                 outcome.set_exception(failure)
             del outcome, failure
@@ -73,9 +72,16 @@ class Waiters:
 
 
 class GlooMessage:
-    """A send or receive on CPU tensors; one thread at a time asks for it."""
+    """A send or receive of CPU tensors; used by one thread at a time."""
 
-    __slots__ = ("_ask_s", "_inner", "_is_cut_off", "_is_lost", "_outcome", "_waiters")
+    __slots__ = (
+        "_check_s",
+        "_inner",
+        "_is_cut_off",
+        "_is_lost",
+        "_outcome",
+        "_waiters",
+    )
 
     def __init__(
         self, inner: BackendWork, waiters: Waiters, is_cut_off: Callable[[], bool]
@@ -84,7 +90,7 @@ class GlooMessage:
         self._waiters = waiters
         self._is_cut_off = is_cut_off
         self._outcome: Future[object] | None = None
-        self._ask_s = time.monotonic() + _ASK_EVERY_S
+        self._check_s = time.monotonic() + _CHECK_EVERY_S
         self._is_lost = False
 
     def is_completed(self) -> bool:
@@ -100,27 +106,26 @@ class GlooMessage:
         except TimeoutError:
             raise RuntimeError("Operation timed out!") from None
         if error is not None:
-            raise RuntimeError(str(error))  # and not one that is kept here
+            raise RuntimeError(str(error))  # not the stored one
         return self._outcome.result()
 
     def is_lost(self) -> bool:
-        """Say whether its connection ended, and it did not for a while after that.
+        """Return True if it is still under way a while after its connection ended.
 
-        See Note [What Gloo forgets] of ``engines/torch_distributed.py``.
+        See Note [Messages that Gloo loses] in ``engines/torch_distributed.py``.
         """
-        if time.monotonic() < self._ask_s:
+        if time.monotonic() < self._check_s:
             return False
         if self._is_lost:
             return True
         self._is_lost = self._is_cut_off()
-        self._ask_s = time.monotonic() + _ASK_EVERY_S
+        self._check_s = time.monotonic() + _CHECK_EVERY_S
         return False
 
 
 def is_cut_off(gloo: Backend, peer: int) -> bool:
-    """Say whether the connection to a rank has ended."""
     try:
-        # Gloo refuses it on such a connection; else nothing ever answers it.
+        # Gloo refuses this receive on such a connection. Its tag is never sent.
         gloo.recv([torch.empty(1, device="cpu")], peer, UNUSED_TAG)
     except RuntimeError:
         return True

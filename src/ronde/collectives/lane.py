@@ -1,4 +1,4 @@
-"""Engines made of others: a thread carries out what takes several steps, in order."""
+"""Base of engines that use other engines, in several steps, in a thread (the lane)."""
 
 import threading
 from abc import abstractmethod
@@ -13,8 +13,8 @@ from ronde.collectives.arithmetic import HALVES, PLAIN, rounds_often
 from ronde.collectives.communicator import Communicator
 from ronde.collectives.engine import (
     Engine,
-    Look,
     Plan,
+    PollCallback,
     ReduceOp,
     Reduction,
     Work,
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class FutureWork(Work[T]):
-    """What another thread carries out."""
+    """Work that another thread carries out."""
 
     __slots__ = ("_outcome",)
 
@@ -39,32 +39,31 @@ class FutureWork(Work[T]):
     def _poll(self) -> bool:
         return self._outcome.done()
 
-    def _block(self, look: Look | None) -> bool:
-        while look is not None and not self._outcome.done():
-            pause_s = look()
+    def _block(self, poll: PollCallback | None) -> bool:
+        while poll is not None and not self._outcome.done():
+            pause_s = poll()
             if pause_s is None:
                 return False
             wait((self._outcome,), pause_s)
         try:
             self.failure = cast("Exception | None", self._outcome.exception())
         except CancelledError as error:
-            self.failure = _closed_under("a work")
+            self.failure = _closed_during("a work")
             self.failure.__cause__ = error
         self.is_over = True
         return True
 
 
 class LaneEngine(Engine):
-    """Made of other engines: reduces and copies in a lane, in several steps."""
+    """Reduces and copies through other engines, in several steps."""
 
-    # The lane is a thread that alone calls ``inner`` and the methods with an
-    # underscore. What it cannot do better (``all_to_all``, messages, ``barrier``) the
-    # world does.
-    # Once a collective has failed all later ones do, and ``inner`` is closed: ranks
-    # that wait for this one, and not for the one that is gone, learn of it so.
+    # Only the lane's thread calls ``inner`` and the abstract methods. ``world`` serves
+    # all other calls.
+    # After a failed collective all later ones fail and ``inner`` is aborted, so that
+    # ranks that wait for this one, not for the lost one, fail, too.
 
     def __init__(self, world: Engine, *inner: Communicator | Engine) -> None:
-        """Take over an engine of all ranks, and more; they are closed with this one."""
+        """Own an engine of all ranks, and others: ``close()`` closes them."""
         self.rank, self.size, self.timeout_s = world.rank, world.size, world.timeout_s
         self._world = world
         self._inner = inner
@@ -81,11 +80,11 @@ class LaneEngine(Engine):
     def _reduce_parts(
         self, vector: Tensor, counts: Sequence[int], op: ReduceOp
     ) -> Tensor:
-        """Return this rank's part of the reduction; ``vector`` is left as it was."""
+        """Return this rank's part of the reduction; ``vector`` is not changed."""
 
     @abstractmethod
     def _gather(self, out: Tensor, own: Tensor, counts: Sequence[int]) -> None:
-        """Put all ranks' bytes into ``out``; ``own`` may lie there already."""
+        """Gather all ranks' bytes into ``out``; ``own`` may be a part of it."""
 
     @abstractmethod
     def _copy(self, data: Tensor, root: int) -> None:
@@ -102,14 +101,16 @@ class LaneEngine(Engine):
             is_plain = not rounds_often(dtype, op, self.size)
         return Reduction(ReduceOp.SUM if is_average else op) if is_plain else None
 
-    def all_reduce(self, source: Tensor, out: Tensor, what: Reduction) -> Work[None]:
-        return self._submit("all_reduce", lambda: self._reduce(out, what.op))
+    def all_reduce(
+        self, source: Tensor, out: Tensor, reduction: Reduction
+    ) -> Work[None]:
+        return self._submit("all_reduce", lambda: self._reduce(out, reduction.op))
 
     def reduce_scatter(
-        self, source: Tensor, out: Tensor, counts: Sequence[int], what: Reduction
+        self, source: Tensor, out: Tensor, counts: Sequence[int], reduction: Reduction
     ) -> Work[None]:
         def steps() -> None:
-            out.copy_(self._reduce_parts(source, counts, what.op))
+            out.copy_(self._reduce_parts(source, counts, reduction.op))
 
         return self._submit("reduce_scatter", steps)
 
@@ -123,8 +124,8 @@ class LaneEngine(Engine):
         return self._submit(call, lambda: self._gather(out, own, counts))
 
     def broadcast(self, data: Tensor, root: int) -> Work[None]:
-        place = data.view(torch.uint8)
-        return self._submit("broadcast", lambda: self._copy(place, root))
+        values = data.view(torch.uint8)
+        return self._submit("broadcast", lambda: self._copy(values, root))
 
     def all_to_all(self, sent: Tensor, received: Tensor, plan: Plan) -> Work[Any]:
         return self._world.all_to_all(sent, received, plan)
@@ -149,7 +150,7 @@ class LaneEngine(Engine):
     def _close(self, *, is_abrupt: bool) -> None:
         with self._lock:
             self._is_closed = True
-            # Nothing but an abort ends a message that the thread waits for.
+            # Only an abort ends the wait of the thread for a message.
             is_abrupt = is_abrupt or self._is_busy
         self._thread.shutdown(wait=False, cancel_futures=True)
         for each in self._inner:
@@ -158,14 +159,14 @@ class LaneEngine(Engine):
 
     def _submit(self, name: str, steps: Callable[[], None]) -> FutureWork[None]:
         self.require_open()
-        place = f"{name} on rank {self.rank} of {self.size} by {self.name}"
+        subject = f"{name} on rank {self.rank} of {self.size} by {self.name}"
         call = in_mode_of_caller(self._call)
-        return FutureWork(self._thread.submit(call, place, steps))
+        return FutureWork(self._thread.submit(call, subject, steps))
 
     def _call(self, name: str, steps: Callable[[], None]) -> None:
         with self._lock:
             if self._is_closed:
-                raise _closed_under(name)
+                raise _closed_during(name)
             if self._failure is not None:
                 raise fresh(self._failure)
             self._is_busy = True
@@ -173,7 +174,7 @@ class LaneEngine(Engine):
             steps()
         except CollectiveError as error:
             if self._is_closed:
-                raise _closed_under(name) from error
+                raise _closed_during(name) from error
             self._failure = type(error)(f"{name}: {error}")
             for each in self._inner:
                 each.abort()
@@ -182,7 +183,7 @@ class LaneEngine(Engine):
             self._is_busy = False
 
 
-def _closed_under(name: str) -> CollectiveError:
+def _closed_during(name: str) -> CollectiveError:
     return CollectiveError(
         f"{name} must be over before close(), got a closed communicator. Wait for "
         "every work first."

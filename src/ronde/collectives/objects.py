@@ -1,7 +1,7 @@
-"""Python objects between ranks: pickled for users, JSON for ronde's own.
+"""Send Python objects between ranks: pickled for users, as JSON for ronde itself.
 
-Whoever sends a pickle runs code where it is read: none is read unless the program
-itself sends objects.
+A pickle can run any code when it is read, so none is read unless the program itself
+sends objects.
 """
 
 import json
@@ -19,12 +19,12 @@ from ronde.errors import CollectiveError
 
 _HEADER_BYTES = 8
 _FIRST_BYTES = 4096
-"""With the length as much of an object goes: it takes no longer, and is often all."""
+"""Bytes of an object that are sent with its length: mostly the whole object."""
 _FAILED = -1
 
 
-class Carrier(Protocol):
-    """What carries an object's bytes: a ``Communicator``, or part of one."""
+class TensorGroup(Protocol):
+    """A group of ranks that broadcasts and gathers tensors, like ``Communicator``."""
 
     rank: int
     size: int
@@ -34,7 +34,7 @@ class Carrier(Protocol):
     def all_gather(self, tensor: Tensor) -> Work[Tensor]: ...
 
 
-def broadcast_object(communicator: Carrier, obj: Any, root: int) -> Any:  # noqa: ANN401  objects
+def broadcast_object(communicator: TensorGroup, obj: Any, root: int) -> Any:  # noqa: ANN401  objects
     """Return ``root``'s object on every rank; collective.
 
     Raises:
@@ -44,7 +44,7 @@ def broadcast_object(communicator: Carrier, obj: Any, root: int) -> Any:  # noqa
     return obj if communicator.rank == root else cloudpickle.loads(payload)
 
 
-def all_gather_object(communicator: Carrier, obj: object) -> list[Any]:
+def all_gather_object(communicator: TensorGroup, obj: object) -> list[Any]:
     """Return the objects of all ranks, in rank order; collective.
 
     Raises:
@@ -54,12 +54,14 @@ def all_gather_object(communicator: Carrier, obj: object) -> list[Any]:
     return [cloudpickle.loads(payload) for payload in payloads]
 
 
-def broadcast_json(communicator: Carrier, make: Callable[[], Any], root: int) -> Any:  # noqa: ANN401  JSON's
-    """Return on every rank what ``root`` makes, as JSON; collective."""
+def broadcast_json(
+    communicator: TensorGroup, make: Callable[[], Any], root: int
+) -> Any:  # noqa: ANN401  JSON's
+    """Return ``root``'s JSON value on every rank; only ``root`` calls ``make``."""
     return json.loads(_broadcast(communicator, lambda: _dump(make()), root))
 
 
-def all_gather_json(communicator: Carrier, value: Any) -> list[Any]:  # noqa: ANN401  JSON's
+def all_gather_json(communicator: TensorGroup, value: Any) -> list[Any]:  # noqa: ANN401  JSON's
     return [json.loads(p) for p in _all_gather(communicator, lambda: _dump(value))]
 
 
@@ -79,8 +81,10 @@ def _unpack(message: bytes | bytearray) -> int:
     return int.from_bytes(message[:_HEADER_BYTES], sys.byteorder, signed=True)
 
 
-def _broadcast(communicator: Carrier, dump: Callable[[], bytes], root: int) -> bytes:
-    """Send ``root``'s bytes to every rank; without them all ranks fail."""
+def _broadcast(
+    communicator: TensorGroup, dump: Callable[[], bytes], root: int
+) -> bytes:
+    """Send ``root``'s bytes to every rank; all ranks fail if ``dump`` does."""
     is_root = communicator.rank == root
     message = _pack(_FAILED, b"")
     try:
@@ -94,8 +98,7 @@ def _broadcast(communicator: Carrier, dump: Callable[[], bytes], root: int) -> b
     num_bytes = _unpack(padded)
     if num_bytes == _FAILED:
         raise CollectiveError(
-            f"broadcast needs an object that can be sent, got none on rank {root}; the "
-            "error there shows why."
+            f"the object of rank {root} could not be sent; the error there shows why."
         )
     end = _HEADER_BYTES + num_bytes
     if end > _FIRST_BYTES:
@@ -106,8 +109,8 @@ def _broadcast(communicator: Carrier, dump: Callable[[], bytes], root: int) -> b
     return whole[_HEADER_BYTES:end].numpy().tobytes()
 
 
-def _all_gather(communicator: Carrier, dump: Callable[[], bytes]) -> list[bytes]:
-    """Return the bytes of all ranks; where one has none, all fail."""
+def _all_gather(communicator: TensorGroup, dump: Callable[[], bytes]) -> list[bytes]:
+    """Return the bytes of all ranks; all ranks fail if one ``dump`` does."""
     length, payload = _FAILED, b""
     try:
         payload = dump()
@@ -129,7 +132,7 @@ def _all_gather(communicator: Carrier, dump: Callable[[], bytes]) -> list[bytes]
         payloads.append(whole[end:start])
     if failed:
         raise CollectiveError(
-            "all_gather needs objects that can be sent, got none on ranks "
-            f"{failed[:8]}; the errors there show why."
+            f"the objects of ranks {failed[:8]} could not be sent; the errors there "
+            "show why."
         )
     return payloads

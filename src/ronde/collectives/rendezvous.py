@@ -1,16 +1,16 @@
-"""How the ranks of a job find one store.
+"""Rendezvous: give all ranks of a job one store.
 
-Ranks of one host that no launcher of ours started: rank 0 answers on a unix socket in a
-directory that only this user can enter. The socket's name comes from the process that
-launched the ranks, so jobs do not mix.
+Under ``ronde run`` and torchrun the address is given. Other ranks on one host: rank 0
+serves the store on a unix socket in a directory that only this user can enter. The
+socket is named after the process that launched the ranks, so jobs do not mix.
 
-Slurm names the step's hosts, rank 0's first, and no port. So all ranks derive the same
-ports from the numbers of job and step; rank 0 answers on the first that is free, and
-the others try few at first, then all, until one proves to be of their user and step.
-Who takes some of the ports keeps nobody out.
+Slurm gives the hosts of a step, rank 0's first, but no port. All ranks derive the same
+list of ports from the job and step numbers. Rank 0 listens on the first free one; the
+others try the ports until a server proves to belong to their user and step. A stranger
+that occupies some of the ports cannot block the rendezvous.
 
-MPI connects the ranks and names no address. So rank 0 sends its addresses by MPI, all
-answer which of them they have a route to, and rank 0 listens on the best.
+MPI connects the ranks but gives no address. Rank 0 sends its addresses by MPI, every
+rank answers which of them it has a route to, and rank 0 listens on the best.
 """
 
 import atexit
@@ -43,9 +43,9 @@ from ronde.collectives.communicator import Communicator
 from ronde.collectives.engine import ErrorContext
 from ronde.collectives.objects import all_gather_json, broadcast_json
 from ronde.collectives.scope import AbortScope
-from ronde.collectives.store import JobStore, await_all, join, store_at, store_beyond
+from ronde.collectives.store import JobStore, await_all, join, remote_store, store_at
 from ronde.errors import CollectiveError, StoreError, UsageError, WorldError
-from ronde.processes import read_stat
+from ronde.processes import ProcessStat
 from ronde.store import local_socket
 from ronde.store.authentication import SharedKey, dial_network, user_key
 from ronde.store.protocol import max_connections
@@ -64,10 +64,9 @@ _RANK_VARIABLES = {
     Launcher.OPEN_MPI: "OMPI_COMM_WORLD_RANK",
     Launcher.PMI: "PMI_RANK",
     Launcher.SLURM: "SLURM_PROCID",
-}  # where the rank is; in ``RANK`` by the other launchers
-_IS_EXITING = 0x4  # ``PF_EXITING``: no environment, but still children
-_EXITING_S = 3.0  # till it hands its children on, unless threads go on
-_ENDING_S = 10.0  # how long ancestors may go on ending, one after the other
+}  # of the other launchers it is ``RANK``
+_EXITING_S = 3.0  # an exiting process may keep its children for so long
+_ENDING_S = 10.0  # several ancestors may exit, one after the other
 _POLL_S = 0.02
 _SOCKET = "ronde/socket"
 _NODE_LISTS = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
@@ -77,27 +76,29 @@ _ANSWER_S = 2.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
 _PAUSE_PER_PORT_S = 1 / 128
 _CURE = "Set MASTER_ADDR and MASTER_PORT on all ranks."
-_Place = tuple[str, int]
 _calls: dict[str, "itertools.count[int]"] = {}
-"""Of the job, or view of one, that this process is part of."""
+"""Counts the calls of ``open_store`` in the current job, or view of an elastic job."""
 
 
-def meet(info: RankInfo, timeout_s: float, scope: AbortScope | None = None) -> Store:
+def open_store(
+    info: RankInfo, timeout_s: float, scope: AbortScope | None = None
+) -> Store:
     """Return a store that all ranks of a job share, empty under the keys used here.
 
-    Collective: the n-th call of one rank meets the n-th call of all others, under one
-    ``job_id``. With a ``scope`` the store is of the launcher and ends with that.
+    Collective: under one ``job_id`` the n-th call of every rank returns the same store.
+    With a ``scope`` the store is the launcher's and is closed when the scope is
+    aborted.
 
     Raises:
         UsageError: On Slurm: no secret file can be used.
-        WorldError: The ranks are on several hosts, and it is unknown where to meet.
+        WorldError: The ranks are on several hosts without a rendezvous address.
         CollectiveError: The others did not come in time, or the port is in use.
     """
-    with ErrorContext("meeting", info.rank, info.size, timeout_s):
+    with ErrorContext("rendezvous", info.rank, info.size, timeout_s):
         if scope is not None and info.store:
-            scope.store = store = _open_launchers(info, timeout_s, scope)
+            scope.store = store = _launcher_store(info, timeout_s, scope)
         else:
-            store = _store_of(info, timeout_s)
+            store = _shared_store(info, timeout_s)
     attempt = info.meeting.attempt if info.meeting else 0
     if info.job_id not in _calls:
         _calls.clear()
@@ -107,18 +108,18 @@ def meet(info: RankInfo, timeout_s: float, scope: AbortScope | None = None) -> S
 
 
 @functools.cache
-def _store_of(info: RankInfo, timeout_s: float) -> Store:
-    """Open a job's store and keep it: the next meeting must not find it closing."""
+def _shared_store(info: RankInfo, timeout_s: float) -> Store:
+    # Cached: the next rendezvous must not find the store closing.
     if info.store:
-        return _open_launchers(info, timeout_s)
+        return _launcher_store(info, timeout_s)
     if info.meeting is not None:
-        return _open_at(info.meeting, info.rank, timeout_s)
+        return _tcp_store(info.meeting, info.rank, timeout_s)
     if info.local_size == info.size:
-        return _meet_on_host(info, timeout_s)
+        return _host_store(info, timeout_s)
     if info.launcher is Launcher.SLURM:
-        return _meet_in_step(info, timeout_s)
+        return _slurm_store(info, timeout_s)
     if info.launcher in (Launcher.OPEN_MPI, Launcher.PMI):
-        return _meet_by_mpi(info, timeout_s)
+        return _mpi_store(info, timeout_s)
     raise WorldError(
         f"MASTER_ADDR and MASTER_PORT must be set where {info.size} ranks run on "
         f"several hosts, got neither from {info.launcher}. Set them on all ranks, to "
@@ -126,21 +127,21 @@ def _store_of(info: RankInfo, timeout_s: float) -> Store:
     )
 
 
-def _open_launchers(
+def _launcher_store(
     info: RankInfo, timeout_s: float, scope: AbortScope | None = None
 ) -> JobStore:
-    """Open what the launcher answers for: a socket here, or a port that wants a key."""
-    place, _, key_file = info.store.partition(" ")
+    """Connect to the launcher's store: a unix socket, or a port and a key file."""
+    target, _, key_file = info.store.partition(" ")
     if not key_file:
         is_spread = info.local_size < info.size
         address = info.meeting.address if is_spread and info.meeting else ""
-        return store_at(place, timeout_s, address, scope)
-    host, _, port = place.rpartition(":")
+        return store_at(target, timeout_s, address, scope)
+    host, _, port = target.rpartition(":")
     key = SharedKey(Path(key_file).read_bytes())
-    return store_beyond(host, int(port), key, timeout_s, scope)
+    return remote_store(host, int(port), key, timeout_s, scope)
 
 
-def _open_at(meeting: Meeting, rank: int, timeout_s: float) -> Store:
+def _tcp_store(meeting: Meeting, rank: int, timeout_s: float) -> Store:
     try:
         return TCPStore(
             meeting.address,
@@ -164,12 +165,12 @@ def _open_at(meeting: Meeting, rank: int, timeout_s: float) -> Store:
 
 
 def find_launcher(info: RankInfo) -> tuple[int, int]:
-    """Return the nearest ancestor that is not part of this rank: pid and start time.
+    """Return pid and start time of the nearest ancestor that is not part of this rank.
 
-    A pid may be used again. Both are 0 for one outside of this container.
+    Both are 0 if it is outside this container.
     """
-    # Shells and wrappers between launcher and rank have the rank's environment; the
-    # launcher has not, or it is another user's and hides its own.
+    # Shells and wrappers between launcher and rank have the rank's environment. The
+    # launcher does not, or belongs to another user and hides its own.
     begun = time.monotonic()
     while True:
         waited_s = time.monotonic() - begun
@@ -178,39 +179,39 @@ def find_launcher(info: RankInfo) -> tuple[int, int]:
         except (FileNotFoundError, ProcessLookupError):
             if waited_s > _ENDING_S:
                 raise
-            # An ancestor has ended. Its children have another parent now: look again.
+            # An ancestor has ended, and its children have another parent now.
             os.sched_yield()
 
 
 def _find_launcher(info: RankInfo, *, is_late: bool) -> tuple[int, int]:
     pid = os.getppid()
-    while pid > 1 and _is_of_rank(pid, info):
-        pid = int(read_stat(pid)[2])
+    while pid > 1 and _has_rank_variables(pid, info):
+        pid = ProcessStat.read(pid).parent
     if pid == 0:
         return 0, 0
-    _, state, *fields = read_stat(pid)
-    if (state in "ZX" or int(fields[5]) & _IS_EXITING) and not is_late:
+    process = ProcessStat.read(pid)
+    if (process.is_zombie or process.is_exiting) and not is_late:
         raise ProcessLookupError(pid)
-    return pid, int(fields[18])
+    return pid, process.started
 
 
-def _is_of_rank(pid: int, info: RankInfo) -> bool:
+def _has_rank_variables(pid: int, info: RankInfo) -> bool:
     try:
         entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except PermissionError:
         return False
-    place = f"{_RANK_VARIABLES.get(info.launcher, 'RANK')}={info.rank}".encode()
+    rank = f"{_RANK_VARIABLES.get(info.launcher, 'RANK')}={info.rank}".encode()
     job = f"={info.job_id}".encode()
-    # A launcher that itself is a rank of another job may have the same number there.
-    return place in entries and (
+    # The launcher may be a rank of another job, with the same number there.
+    return rank in entries and (
         not info.job_id or any(entry.endswith(job) for entry in entries)
     )
 
 
-def _meet_on_host(info: RankInfo, timeout_s: float) -> JobStore:
+def _host_store(info: RankInfo, timeout_s: float) -> JobStore:
     name = socket_name(info)
     if info.rank == 0:
-        return _host_here(info, name, timeout_s)
+        return _serve_host_store(info, name, timeout_s)
     ends_at = time.monotonic() + timeout_s
     while time.monotonic() < ends_at:
         for directory in local_socket.own_directories(socket_prefix()):
@@ -219,10 +220,10 @@ def _meet_on_host(info: RankInfo, timeout_s: float) -> JobStore:
                 return store
         time.sleep(_POLL_S)
     raise CollectiveError(
-        f"rank 0 must answer on this host within {timeout_s:g} s, but did not answer "
-        f"rank {info.rank} in {local_socket.temporary_directory()}. See whether it "
-        "started on this host; if it runs elsewhere, set MASTER_ADDR and MASTER_PORT "
-        "on all ranks."
+        f"rank {info.rank} found no socket of rank 0 in "
+        f"{local_socket.temporary_directory()} within {timeout_s:g} s. Check that "
+        "rank 0 started on this host; if it runs elsewhere, set MASTER_ADDR and "
+        "MASTER_PORT on all ranks."
     )
 
 
@@ -234,12 +235,12 @@ def socket_name(info: RankInfo) -> str:
 
 
 def socket_prefix() -> str:
-    """Return how rank 0's directory begins; others may take names they can guess."""
+    # The rest of the name is random, so that no other user can occupy it.
     return f"ronde-ranks-{os.geteuid()}-"
 
 
 def join_at(path: str, info: RankInfo, timeout_s: float) -> JobStore | None:
-    """Join the store behind a socket; None where there is none, or another's."""
+    """Join the store behind a socket; None if there is none, or it is another job's."""
     try:
         local_socket.dial(path, timeout_s).close()
     except OSError:
@@ -247,12 +248,12 @@ def join_at(path: str, info: RankInfo, timeout_s: float) -> JobStore | None:
     store = store_at(path, timeout_s)
     if not join(store, info):
         return None
-    # The name that ranks look for may soon be another start's.
+    # Another start of the job may soon use the first name.
     return store_at(store.get(_SOCKET).decode(), timeout_s)
 
 
-def _host_here(info: RankInfo, name: str, timeout_s: float) -> JobStore:
-    """Answer for a store until this process ends; wait until all have joined."""
+def _serve_host_store(info: RankInfo, name: str, timeout_s: float) -> JobStore:
+    """Serve a store until this process ends; return once all ranks have joined."""
     for stale in local_socket.own_directories(socket_prefix()):
         if local_socket.remove_stale(stale):
             local_socket.remove(stale)
@@ -265,7 +266,7 @@ def _host_here(info: RankInfo, name: str, timeout_s: float) -> JobStore:
     own_pid = os.getpid()
 
     def clean_up() -> None:
-        if os.getpid() == own_pid:  # and not that of a process it has forked
+        if os.getpid() == own_pid:  # not a forked child
             local_socket.remove(directory)
             server.close()
 
@@ -273,7 +274,7 @@ def _host_here(info: RankInfo, name: str, timeout_s: float) -> JobStore:
     store = store_at(str(directory / end), timeout_s)
     store.set(_SOCKET, str(directory / end))
     join(store, info)
-    # For ranks to find, until all have come.
+    # The name that the other ranks look for.
     (directory / name).hardlink_to(directory / end)
     try:
         await_all(store, info, timeout_s)
@@ -285,7 +286,7 @@ def _host_here(info: RankInfo, name: str, timeout_s: float) -> JobStore:
 # Slurm's ranks on several hosts.
 
 
-def _meet_in_step(info: RankInfo, timeout_s: float) -> JobStore:
+def _slurm_store(info: RankInfo, timeout_s: float) -> JobStore:
     lists = select_variables(_NODE_LISTS)
     text = next((lists[name] for name in _NODE_LISTS if lists.get(name)), "")
     names = expand_list(text, _NODE_LISTS[0])
@@ -295,35 +296,32 @@ def _meet_in_step(info: RankInfo, timeout_s: float) -> JobStore:
             f"several, got {text!r}. Start the program with srun. Or else: {_CURE}"
         )
     first, other = names[:2]
-    # The own name is not looked up: on many a host it leads to the loopback.
+    # The host's own name is not resolved: it often leads to the loopback.
     node_id = select_variables(["SLURM_NODEID"]).get("SLURM_NODEID")
     if info.rank == 0 or node_id == "0":
-        # This host's addresses that packets to another host leave by.
+        # The source addresses of packets to the other host.
         sources = dict.fromkeys(map(source_towards, _addresses_of(other)))
         addresses = tuple(s for s in sources if s and not is_loopback(s))
-        wanted = f"a route to {other}"
+        wanted = f"route to {other}"
     else:
-        addresses, wanted = _addresses_of(first), f"an address for {first}"
+        addresses, wanted = _addresses_of(first), f"address for {first}"
     if not addresses:
         raise WorldError(
-            f"rank {info.rank} must find {wanted}, a host of the step, by its name, "
-            f"got none. {_CURE}"
+            f"rank {info.rank} found no {wanted}, a host of the Slurm step. {_CURE}"
         )
     key = user_key(f"slurm {info.job_id}", read_config_directory())
     if info.rank != 0:
-        return _find_step(addresses, key, info, timeout_s)
-    # Answer on the first port that is free, and wait until all others have joined.
+        return _join_step(addresses, key, info, timeout_s)
     listener = _bind_first(addresses[0], step_ports(info.job_id))
     port = listener.getsockname()[1]
     serve_network(listener, key, max_connections(info.size))
-    store = store_beyond(addresses[0], port, key, timeout_s)
+    store = remote_store(addresses[0], port, key, timeout_s)
     join(store, info)
     await_all(store, info, timeout_s)
     return store
 
 
 def _addresses_of(name: str) -> tuple[str, ...]:
-    """Return the numeric addresses of a host, IPv4 first; none that stay on this."""
     try:
         found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except OSError:
@@ -334,7 +332,7 @@ def _addresses_of(name: str) -> tuple[str, ...]:
 
 
 def step_ports(job_id: str) -> list[int]:
-    """Derive what all ranks of a user's step, and hardly any others, come to."""
+    """Return the same ports on all ranks of a user's step, other ports elsewhere."""
     drawing = random.Random(f"ronde {os.geteuid()} {job_id}")  # noqa: S311  no secret
     return drawing.sample(range(_FIRST_PORT, _END_PORT), _NUM_PORTS)
 
@@ -344,7 +342,7 @@ def _bind_first(address: str, ports: Sequence[int]) -> socket.socket:
     for port in ports:
         with suppress(OSError):
             listener.bind((address, port))
-            # Two may bind a port and one of them listen.
+            # Two processes may bind a port, but only one of them can listen.
             listener.listen(128)
             return listener
     listener.close()
@@ -354,52 +352,52 @@ def _bind_first(address: str, ports: Sequence[int]) -> socket.socket:
     )
 
 
-def _find_step(
+def _join_step(
     addresses: Sequence[str], key: SharedKey, info: RankInfo, timeout_s: float
 ) -> JobStore:
-    """Try until somebody at a port of rank 0's host proves to be of this step."""
     ends_at = time.monotonic() + timeout_s
     pause_s, num_ports = _FIRST_PAUSE_S, _NUM_AT_FIRST
     ports = step_ports(info.job_id)
     while time.monotonic() < ends_at:
-        places = [(a, port) for port in ports[:num_ports] for a in addresses]
-        for address, port in _answering(places, key):
-            store = store_beyond(address, port, key, timeout_s)
+        targets = [(a, port) for port in ports[:num_ports] for a in addresses]
+        for address, port in _authenticated(targets, key):
+            store = remote_store(address, port, key, timeout_s)
             if join(store, info):
                 return store
-        # Many ranks that dial often would keep rank 0's host busy while it starts.
+        # Many ranks that dial often would slow down the start of rank 0's host.
         time.sleep(pause_s * random.uniform(0.5, 1.0))  # noqa: S311  no secret
         if pause_s >= _LONGEST_PAUSE_S:
             num_ports = min(2 * num_ports, _NUM_PORTS)
         pause_s = max(min(2 * pause_s, _LONGEST_PAUSE_S), num_ports * _PAUSE_PER_PORT_S)
     raise CollectiveError(
-        f"rank 0 must answer at {' or '.join(addresses)} within {timeout_s:g} s, "
-        f"but did not answer rank {info.rank}. See whether it started, whether a "
-        f"firewall is between, and whether {read_config_directory() / 'secret'} is "
-        "the same file on both hosts: copy it, or set XDG_CONFIG_HOME to a directory "
-        f"that they share. {_CURE}"
+        f"rank {info.rank} got no answer from rank 0 at {' or '.join(addresses)} "
+        f"within {timeout_s:g} s. Check that rank 0 started, that no firewall blocks "
+        f"ports {_FIRST_PORT} to {_END_PORT}, and that "
+        f"{read_config_directory() / 'secret'} is the same file on both hosts: copy "
+        "it, or set XDG_CONFIG_HOME to a directory that they share. " + _CURE
     )
 
 
-def _answering(places: Sequence[_Place], key: SharedKey) -> list[_Place]:
-    """Return where somebody proves to be of this step; a stranger may take long."""
+def _authenticated(
+    targets: Sequence[tuple[str, int]], key: SharedKey
+) -> list[tuple[str, int]]:
+    """Return the targets that prove to know the key; tries many at once."""
 
-    def is_ours(place: _Place) -> bool:
+    def is_ours(target: tuple[str, int]) -> bool:
         try:
-            dial_network(*place, key, _ANSWER_S).close()
+            dial_network(*target, key, _ANSWER_S).close()
         except (OSError, StoreError):
             return False
         return True
 
     with ThreadPoolExecutor(_NUM_AT_ONCE) as threads:
-        found = zip(places, threads.map(is_ours, places), strict=True)
-        return [place for place, is_there in found if is_there]
+        return list(itertools.compress(targets, threads.map(is_ours, targets)))
 
 
 # Ranks of mpirun on several hosts.
 
 
-def _meet_by_mpi(info: RankInfo, timeout_s: float) -> JobStore:
+def _mpi_store(info: RankInfo, timeout_s: float) -> JobStore:
     try:
         from ronde.collectives.engines.mpi import connect_world
 
@@ -408,11 +406,11 @@ def _meet_by_mpi(info: RankInfo, timeout_s: float) -> JobStore:
         if find_spec("mpi4py") is None:
             problem, cure = "mpi4py is not installed", "or type: pip install mpi4py"
         else:
-            problem, cure = "it cannot be used", f"or mind this: {error}"
+            problem, cure = "MPI cannot be used", f"or fix this: {error}"
         raise WorldError(
             f"MASTER_ADDR and MASTER_PORT must be set where {info.size} ranks run on "
-            f"several hosts and MPI does not tell them where to meet, as {problem}. "
-            f"Set them on all ranks, to rank 0's host and a free port there; {cure}"
+            f"several hosts without MPI, but {problem}. Set them on all ranks, to rank "
+            f"0's host and a free port there; {cure}"
         ) from error
     mpi = Communicator(engine)
     address = _agree_on_address(mpi)
@@ -421,16 +419,16 @@ def _meet_by_mpi(info: RankInfo, timeout_s: float) -> JobStore:
         listener = socket.create_server((address, 0), family=family_of(address))
         port = listener.getsockname()[1]
         serve_network(listener, SharedKey(own_key), max_connections(info.size))
-    # Who reads what MPI carries is of the job, or can do as he likes with it anyway.
+    # A process that can read MPI's messages can control the job anyway.
     shared_key, port = broadcast_json(mpi, lambda: [own_key.hex(), port], 0)
     mpi.close()
     if not address:
         raise WorldError(
             "rank 0's host must have an address that all hosts have a route to, got "
-            "none. Set MASTER_ADDR and MASTER_PORT on all ranks to where they reach it."
+            "none. Set MASTER_ADDR and MASTER_PORT on all ranks to one that they reach."
         )
     key = SharedKey(bytes.fromhex(shared_key))
-    return store_beyond(address, int(port), key, timeout_s)
+    return remote_store(address, int(port), key, timeout_s)
 
 
 def _agree_on_address(mpi: Communicator) -> str:
@@ -439,7 +437,7 @@ def _agree_on_address(mpi: Communicator) -> str:
     sources = [source_towards(each.address) for each in candidates]
     answers = all_gather_json(mpi, (network_identity(), sources))
     others = [
-        # One's own address, on another host: a bridge for containers, say.
+        # The same address on another host, such as a bridge for containers, is none.
         ["" if s == c.address else s for s, c in zip(there, candidates, strict=True)]
         for host, there in answers
         if host != answers[0][0]

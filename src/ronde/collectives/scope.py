@@ -1,13 +1,14 @@
-"""What is broken off together, by any thread: waits, engines, agreements.
+"""Abort scopes: abort all waits, engines and agreements of a session at once.
 
-Note [What a failure holds]
-    A failure's traceback holds the frames that it has passed, and they all that they
-    work on: such as a group of Gloo's, with a thread and four descriptors. Where that
-    holds the failure in turn, as a call does whose outcome it is, both live until
-    Python looks for cycles, which may take it minutes.
+Note [Tracebacks hold groups]
+    The traceback of a failure holds the frames that it passed, and these hold their
+    objects, such as a Gloo group with a thread and four descriptors. If such an object
+    holds the failure in turn, both live until Python collects cycles, perhaps minutes
+    later. So frames and objects drop their references to each other early.
 """
 
 import atexit
+import logging
 import threading
 import time
 import weakref
@@ -20,23 +21,24 @@ from typing import Generic, TypeVar
 from ronde.errors import CollectiveError, fresh
 
 T = TypeVar("T")
+_logger = logging.getLogger("ronde")
 
 
 _Method = weakref.WeakMethod[Callable[[], object]]
 _ABORT_S = 1.0
 _CONNECTING = "ronde connecting"
 ABORTING = "ronde abort"
-"""The name of a thread that does what nobody waits for: it drops Gloo's groups."""
-_LAST_S = {_CONNECTING: 1.0, ABORTING: 5.0}  # that such threads have at the end
+"""The name of the thread that frees Gloo's groups in the background."""
+_EXIT_WAIT_S = {_CONNECTING: 1.0, ABORTING: 5.0}  # for such threads when Python exits
 
 
 class AbortScope:
-    """What lives while a rank is connected; ``failure`` is why it was broken off."""
+    """Aborts registered operations together; ``failure`` is the reason once aborted."""
 
     def __init__(self, *, is_live: bool = False) -> None:
-        """Begin; ``is_live``: somebody may call ``abort``."""
+        """Create a scope; ``is_live``: ``abort`` may be called."""
         self.failure: CollectiveError | None = None
-        self.store: object = None  # where all meet; kept: see ``JobStore``
+        self.store: object = None  # the job's, kept alive: see ``JobStore``
         self.is_live = is_live
         self._lock = threading.Lock()
         self._is_over = threading.Event()
@@ -45,7 +47,7 @@ class AbortScope:
         self._is_dropping = False
 
     def add(self, abort: Callable[[], object]) -> None:
-        """Call a bound method at the abort, or now; its object is held weakly."""
+        """Call a bound method at the abort, or at once after it; holds it weakly."""
         with self._lock:
             if self.failure is None:
                 self._methods = [each for each in self._methods if each() is not None]
@@ -54,7 +56,7 @@ class AbortScope:
         abort()
 
     def abort(self, failure: CollectiveError) -> None:
-        """Break all off that was added, the latest first, and what is added later."""
+        """Abort every registered operation, newest first, and later ones at once."""
         with self._lock:
             if self.failure is not None:
                 return
@@ -68,9 +70,9 @@ class AbortScope:
             self._is_over.set()
 
     def call_later(self, function: Callable[[], object]) -> None:
-        """Call it in a thread, one after the other; Python waits for that as it ends.
+        """Call functions one after the other in a thread that Python waits for at exit.
 
-        One thread, since each has a part of the allocator's memory to itself.
+        One thread, since each thread has its own part of the allocator's memory.
         """
         with self._lock:
             self._later.append(function)
@@ -79,7 +81,7 @@ class AbortScope:
             self._is_dropping = True
         try:
             threading.Thread(target=self._call_all, name=ABORTING, daemon=True).start()
-        except RuntimeError:  # Python itself ends, and starts no thread any more
+        except RuntimeError:  # Python is exiting and starts no more threads
             self._call_all()
 
     def _call_all(self) -> None:
@@ -89,19 +91,19 @@ class AbortScope:
                     self._is_dropping = False
                     return
                 function = self._later.popleft()
-            with suppress(RuntimeError):  # of what is broken already
+            with suppress(RuntimeError):  # the group is broken already
                 function()
 
     def wait(self) -> None:
-        """Wait for an abort, by whichever thread.
+        """Wait until an abort by any thread is complete.
 
-        Else Python might end while another thread drops what is inside of Gloo, and C++
+        Otherwise Python might exit while another thread frees Gloo's objects, and C++
         would abort the process.
         """
         self._is_over.wait(_ABORT_S)
 
     def end(self) -> None:
-        """Have nothing broken off from now on; wait for an abort that is under way."""
+        """Abort nothing from now on; wait for an abort that is under way."""
         with self._lock:
             self._methods = []
         if self.failure is not None:
@@ -112,7 +114,7 @@ class AbortScope:
             raise fresh(self.failure)
 
     def run(self, function: Callable[[], T]) -> T:
-        """Call what can be broken off in no way: it is left to a thread at the abort.
+        """Call a function that cannot be aborted; on abort it is left to a thread.
 
         Then its result is dropped.
         """
@@ -123,7 +125,7 @@ class AbortScope:
         self.add(call.leave)
         threading.Thread(target=call.run, name=_CONNECTING, daemon=True).start()
         outcome = call.outcome
-        del call  # see Note [What a failure holds]
+        del call  # see Note [Tracebacks hold groups]
         try:
             return outcome.result()
         finally:
@@ -132,12 +134,22 @@ class AbortScope:
 
 @atexit.register
 def _wait_for_threads() -> None:
-    """Have none drop a group while Python ends: C++ would abort the process."""
+    # C++ aborts the process if a thread frees a group while Python exits.
     begun_s = time.monotonic()
     for thread in threading.enumerate():
-        if thread.name in _LAST_S:
-            left_s = begun_s + _LAST_S[thread.name] - time.monotonic()
+        if thread.name in _EXIT_WAIT_S:
+            left_s = begun_s + _EXIT_WAIT_S[thread.name] - time.monotonic()
             thread.join(max(0.0, left_s))
+
+
+def warn_if_alive(thread: threading.Thread, within_s: float) -> None:
+    if thread.is_alive():
+        _logger.warning(
+            "thread %r is still running %g s after close(). Find the operation that "
+            "hangs in its stack.",
+            thread.name,
+            within_s,
+        )
 
 
 class _Call(Generic[T]):
@@ -147,11 +159,11 @@ class _Call(Generic[T]):
 
     def run(self) -> None:
         outcome, function = self.outcome, self._function
-        del self  # see Note [What a failure holds]
+        del self  # see Note [Tracebacks hold groups]
         with suppress(InvalidStateError):
             try:
                 outcome.set_result(function())
-            except BaseException as error:  # noqa: BLE001  raised where it is waited for
+            except BaseException as error:  # noqa: BLE001  raised in the waiting thread
                 outcome.set_exception(error)
             finally:
                 del outcome

@@ -1,8 +1,8 @@
-"""What the ranks exchange before tensors of unequal sizes move.
+"""Exchange of shapes before a collective of tensors of unequal sizes.
 
-Three numbers of every rank go to every other: a signature of all that must be equal,
-its rows, and those of its ``out``. Only where these do not fit do the ranks exchange
-their dtypes and shapes, for the error.
+Every rank sends three numbers to every other: a signature of all that must be equal,
+its rows and the rows of its ``out``. If these do not fit together, the ranks exchange
+their dtypes and shapes for the error message.
 """
 
 import functools
@@ -21,21 +21,21 @@ _NO_ROWS = -1
 
 
 class LayoutSummary(NamedTuple):
-    """What every rank must know of a layout."""
+    """The part of a layout that every rank needs."""
 
     signature: int  # equal for equal calls, dtypes and dimensions after the first
-    num_rows: int  # dimension 0; -1 where there is none, or the rank refused
-    out_rows: int  # rows of the place that the caller gave for the result; -1 for none
+    num_rows: int  # dimension 0; -1 for a scalar or wrong arguments
+    out_rows: int  # dimension 0 of ``out``; -1 for none
 
 
 class CallLayout(NamedTuple):
-    """One rank's part of a call whose sizes the others must know."""
+    """One rank's arguments of a collective with uneven shapes."""
 
     call: str
     dtype: torch.dtype | str
     shape: tuple[int, ...] = ()
     out_rows: int = _NO_ROWS
-    is_refused: bool = False  # its own arguments are wrong: it takes no part
+    is_refused: bool = False  # the rank's own arguments are wrong
 
     @classmethod
     def of(cls, call: str, tensor: Tensor, out: Tensor | None) -> "CallLayout":
@@ -53,7 +53,6 @@ class CallLayout(NamedTuple):
         )
 
     def encode(self) -> Tensor:
-        """Return it as int64 numbers, as many for every layout."""
         text = json.dumps(self._replace(dtype=str(self.dtype)))
         padded = bytearray(text.ljust(LAYOUT_BYTES).encode())
         return torch.frombuffer(padded, dtype=torch.int64)
@@ -73,11 +72,11 @@ def do_fit(layouts: Sequence[LayoutSummary]) -> bool:
 
 
 def disagreement(layouts: Sequence[CallLayout]) -> CollectiveError:
-    """Return what is wrong with layouts that do not fit, alike on every rank."""
+    """Return the error of layouts that do not fit together, alike on every rank."""
     refused = [r for r, layout in enumerate(layouts) if layout.is_refused]
     if refused:
         return _refused_elsewhere(layouts[refused[0]].call, refused)
-    for what, values in (
+    for name, values in (
         ("call", {layout.call for layout in layouts}),
         ("dtype", {layout.dtype for layout in layouts}),
         ("number of dimensions", {len(layout.shape) for layout in layouts}),
@@ -88,7 +87,7 @@ def disagreement(layouts: Sequence[CallLayout]) -> CollectiveError:
                 f"{each.call} of {each.dtype} {list(each.shape)}" for each in layouts
             ]
             return CollectiveError(
-                f"{what} must be equal on all ranks, got {by_ranks(texts)}."
+                f"{name} must be equal on all ranks, got {by_ranks(texts)}."
             )
     return CollectiveError(
         f"{layouts[0].call} must be given at least one dimension, got a scalar. "
@@ -99,7 +98,7 @@ def disagreement(layouts: Sequence[CallLayout]) -> CollectiveError:
 def require_out_rows(
     call: str, layouts: Sequence[LayoutSummary], rank: int, results: Sequence[int]
 ) -> None:
-    """Refuse, on every rank, results of so many rows that an ``out`` cannot hold."""
+    """Raise on every rank if a rank's ``out`` has not as many rows as its result."""
     own = [layout.out_rows for layout in layouts]
     wrong = [r for r, num in enumerate(own) if num >= 0 and num != results[r]]
     if rank in wrong:
@@ -113,13 +112,13 @@ def require_out_rows(
 
 def _refused_elsewhere(call: str, refused: Sequence[int]) -> CollectiveError:
     return CollectiveError(
-        f"{call} was given wrong arguments on {_name(refused)}; the error there says "
-        "which."
+        f"{call} was given wrong arguments on {_name(refused)}; the error there "
+        "shows which."
     )
 
 
 def by_ranks(texts: Sequence[str]) -> str:
-    """Return which ranks, by their number, have which of some texts."""
+    """Join a text of every rank, equal ones once with all their ranks."""
     groups: dict[str, list[int]] = {}
     for rank, text in enumerate(texts):
         groups.setdefault(text, []).append(rank)

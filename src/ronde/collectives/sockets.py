@@ -1,6 +1,6 @@
-"""This process's own TCP sockets, found by their descriptors.
+"""TCP sockets of this process, found by descriptor.
 
-For those that a library has opened and gives nobody: see Note [Gloo's sockets] in
+For sockets that a library opened and does not expose: see Note [Gloo's sockets] in
 ``engines/torch_distributed.py``.
 """
 
@@ -14,14 +14,14 @@ from contextlib import suppress
 from typing import Any
 
 _ATTACH_FILTER = getattr(socket, "SO_ATTACH_FILTER", 26)
-# The kernel's struct sock_filter, BPF_RET with 0: no byte of a packet is taken; and the
-# struct sock_fprog of this one instruction.
+# The kernel's struct sock_filter: BPF_RET 0 drops every packet. And its struct
+# sock_fprog of this one instruction.
 _DROP = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0), 8)
 _DROP_ALL = struct.pack("HP", 1, ctypes.addressof(_DROP))
 
 
 def find_listening(address: str) -> dict[int, int]:
-    """Return the inodes of this process's sockets that listen there, by descriptor."""
+    """Return the inodes of this process's listening sockets, by descriptor."""
     return {
         descriptor: os.fstat(sock.fileno()).st_ino
         for descriptor, sock in _own_sockets()
@@ -30,30 +30,29 @@ def find_listening(address: str) -> dict[int, int]:
     }
 
 
-def shut_down(places: AbstractSet[bytes]) -> None:
-    """End all connections of this process to and from these places."""
-    for _, sock in _own_sockets() if places else ():
+def shut_down(addresses: AbstractSet[bytes]) -> None:
+    for _, sock in _own_sockets() if addresses else ():
         with suppress(OSError):
-            ends = _place(sock.getsockname()), _place(sock.getpeername())
-            if not places.isdisjoint(ends):
+            ends = _encode(sock.getsockname()), _encode(sock.getpeername())
+            if not addresses.isdisjoint(ends):
                 sock.shutdown(socket.SHUT_RDWR)
 
 
-def let_nobody_in(listening: dict[int, int]) -> None:
-    """Have the kernel keep all from these sockets: see Note [Gloo's sockets]."""
+def block_connections(listening: dict[int, int]) -> None:
+    """Let the kernel drop all packets to sockets: see Note [Gloo's sockets]."""
     for sock in _open(listening):
-        # A sandbox may have no filters: the port stays open there, and the job goes on.
+        # A sandbox may have no filters. Then the port stays open.
         with suppress(OSError):
             sock.setsockopt(socket.SOL_SOCKET, _ATTACH_FILTER, _DROP_ALL)
 
 
-def place_of(listening: dict[int, int]) -> bytes:
-    """Return where one of these sockets listens; empty without one."""
-    return next((_place(sock.getsockname()) for sock in _open(listening)), b"")
+def address_of(listening: dict[int, int]) -> bytes:
+    """Return the address of the first of these sockets, or nothing."""
+    return next((_encode(sock.getsockname()) for sock in _open(listening)), b"")
 
 
 def _open(inodes: dict[int, int]) -> Iterator[socket.socket]:
-    """Yield sockets, each open until the next, that are what they were."""
+    """Yield the sockets with a matching inode; each is closed before the next."""
     for fd, inode in inodes.items():
         with suppress(OSError), socket.socket(fileno=os.dup(fd)) as sock:
             if os.fstat(sock.fileno()).st_ino == inode:
@@ -61,7 +60,7 @@ def _open(inodes: dict[int, int]) -> Iterator[socket.socket]:
 
 
 def _own_sockets() -> Iterator[tuple[int, socket.socket]]:
-    """Yield this process's TCP sockets, each open until the next, by descriptors."""
+    """Yield descriptors and TCP sockets; each socket is closed before the next."""
     for name in os.listdir("/proc/self/fd"):  # noqa: PTH208  numbers, not paths
         with suppress(OSError):
             if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
@@ -71,6 +70,6 @@ def _own_sockets() -> Iterator[tuple[int, socket.socket]]:
                     yield int(name), sock
 
 
-def _place(address: tuple[Any, ...]) -> bytes:
+def _encode(address: tuple[Any, ...]) -> bytes:
     host, port = address[:2]
     return f"{host} {port}".encode()

@@ -1,8 +1,9 @@
-"""The job's store as one of torch's."""
+"""The job's store, as a ``torch.distributed.Store``."""
 
 import secrets
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, cast
 
 from torch.distributed import PrefixStore, Store
@@ -15,20 +16,19 @@ from ronde.store.local_socket import dial
 from ronde.store.protocol import Op
 from ronde.world import RankInfo
 
-_PLACE = "ronde/place"
-_MANY = 128  # places that are asked for at once: a reply is at most 16 MiB long
+_JOINED = "ronde/joined"
+_MANY = 128  # addresses in one request: a reply has at most 16 MiB
 
 
 class JobStore(Store):
-    """What the ranks of a job meet in; means what ``TCPStore`` means."""
+    """The store of a job's ranks, with the behaviour of ``TCPStore``."""
 
-    # Any number of threads may call at once, so that ``clone()`` is this very object.
-    # It must be kept: torch forgets what it was when Python drops it.
-    # torch's groups call it from threads of their own, which take the interpreter's
-    # lock. One that still asks when the interpreter ends would hang or crash there:
-    # groups are closed before, by ``atexit``. Gloo asks only while a group is being
-    # made; NCCL has a monitor that asks now and then, which could not be tried without
-    # a GPU.
+    # Any number of threads may call at once, so ``clone()`` returns this object. It
+    # must be kept alive: torch loses its Python methods when Python frees it. torch's
+    # groups call it from their own threads, which take the interpreter's lock. Such a
+    # call would hang or crash while the interpreter exits, so groups are closed before,
+    # by ``atexit``. Gloo calls it only while it connects a group. NCCL's monitor calls
+    # it now and then; that is untested, for lack of a GPU.
 
     def __init__(
         self,
@@ -92,24 +92,23 @@ class JobStore(Store):
         return True
 
     def clone(self) -> "JobStore":
-        return self  # each call has a connection of its own
+        return self  # each call has its own connection
 
-    # torch's C++ asks for these two by other names than Python has them.
+    # The names by which torch's C++ calls these two.
     deleteKey = delete_key  # noqa: N815
     getNumKeys = num_keys  # noqa: N815
 
 
 def clone_of(store: Store) -> Store:
-    """Return the same with a connection of its own.
+    """Return a copy with its own connection.
 
-    Whoever waits in a store blocks all others on its connection: threads that connect
-    at the same time have a clone each.
+    A wait in a store blocks all other calls on its connection, so threads that connect
+    at the same time need a clone each.
     """
-    return cast("Any", store).clone()  # torch's stub does not know it
+    return cast("Any", store).clone()  # missing in torch's stub
 
 
 def base_of(store: Store) -> Any:  # noqa: ANN401  torch's have no common type
-    """Return the store below all prefixes."""
     base: Any = store
     while isinstance(base, PrefixStore):
         base = base.underlying_store
@@ -117,15 +116,13 @@ def base_of(store: Store) -> Any:  # noqa: ANN401  torch's have no common type
 
 
 def scope_of(store: Store) -> AbortScope:
-    """Return the scope of what meets in a store."""
     base = base_of(store)
     return base.scope if isinstance(base, JobStore) else AbortScope()
 
 
 def get_all(store: Store, keys: list[str], limit: timedelta) -> list[bytes]:
-    """Return the values of keys once all are there."""
     base = base_of(store)
-    # A job's store waits by itself, but for as long as it has been given.
+    # A job's store waits by itself, within its own timeout.
     if isinstance(base, JobStore) and cast("Any", base).timeout <= limit:
         try:
             return store.multi_get(keys)
@@ -137,10 +134,10 @@ def get_all(store: Store, keys: list[str], limit: timedelta) -> list[bytes]:
 
 
 class RendezvousStore(Store):
-    """Where a group's ranks tell each other their places, each under its number.
+    """The store in which a Gloo group exchanges addresses, prefetched.
 
-    Gloo asks for one rank after the other, twice. Here the first to be asked for brings
-    all. It must be kept, like ``JobStore``.
+    Gloo reads one rank's address after the other, twice. The first read here fetches
+    all. It must be kept alive, like ``JobStore``.
     """
 
     def __init__(self, store: Store, size: int) -> None:
@@ -163,7 +160,7 @@ class RendezvousStore(Store):
                 self._known.update(zip(asked, values, strict=True))
 
     def get(self, key: str) -> bytes:
-        value = self._known.pop(key, None)  # Gloo asks once, and they are many
+        value = self._known.pop(key, None)  # freed: Gloo reads it only once
         return self._store.get(key) if value is None else value
 
 
@@ -175,41 +172,40 @@ def store_at(
             return PlainConnection(dial(path, limit_s))
         except (FileNotFoundError, PermissionError) as error:
             raise StoreError(
-                f"the store's socket {path} must be within reach of the rank, but: "
-                f"{error.strerror or error}; run the rank as the user of its launcher, "
-                "and where it is in a container, share /tmp with its launcher"
+                f"cannot open the store's socket {path}: {error.strerror or error}; "
+                "run the rank as the user of its launcher, and if it is in a "
+                "container, share /tmp with its launcher"
             ) from error
 
     return JobStore(connect, timeout_s, address, scope)
 
 
-def store_beyond(
+def remote_store(
     address: str,
     port: int,
     key: SharedKey,
     timeout_s: float,
     scope: AbortScope | None = None,
 ) -> JobStore:
-    def connect(limit_s: float) -> PlainConnection:
-        return dial_network(address, port, key, limit_s)
-
-    return JobStore(connect, timeout_s, address, scope)
+    return JobStore(
+        partial(dial_network, address, port, key), timeout_s, address, scope
+    )
 
 
 def join(store: JobStore, info: RankInfo) -> bool:
-    """Take this rank's place in a store; False if it is an earlier program's."""
+    """Register this rank in a store; False if an earlier program did."""
     own = secrets.token_hex(8).encode()
-    return store.compare_set(f"{_PLACE}/{info.rank}", b"", own) == own
+    return store.compare_set(f"{_JOINED}/{info.rank}", b"", own) == own
 
 
 def await_all(store: JobStore, info: RankInfo, timeout_s: float) -> None:
-    places = [f"{_PLACE}/{rank}" for rank in range(info.size)]
+    keys = [f"{_JOINED}/{rank}" for rank in range(info.size)]
     try:
-        store.wait(places, timedelta(seconds=timeout_s))
+        store.wait(keys, timedelta(seconds=timeout_s))
     except StoreError as error:
-        absent = [rank for rank, key in enumerate(places) if not store.check([key])]
+        absent = [rank for rank, key in enumerate(keys) if not store.check([key])]
         raise CollectiveError(
-            f"{info.size} ranks must meet within {timeout_s:g} s, got no word from "
-            f"ranks {absent[:8]} ({len(absent)} in all). See whether they "
-            "started; if they run elsewhere, set MASTER_ADDR and MASTER_PORT."
+            f"{len(absent)} of {info.size} ranks did not join within {timeout_s:g} s: "
+            f"{absent[:8]}. Check that they started; if they run elsewhere, set "
+            "MASTER_ADDR and MASTER_PORT."
         ) from error

@@ -1,4 +1,4 @@
-"""Named tensors from all ranks agree on what runs next: Horovod's semantics."""
+"""Named collectives, negotiated between all ranks with Horovod's semantics."""
 
 from ronde.lazy_exports import lazy_exports
 

@@ -1,15 +1,15 @@
-"""One rank's end of the agreement on what runs next.
+"""The coordinator of one rank: negotiates and runs named operations.
 
-Note [Who makes progress]
-    Whoever waits for a result makes progress itself: messages in, messages out, agreed
-    operations run, under one lock; no other thread is woken for it. Between such waits
-    a thread of the coordinator's own waits, asleep until a message comes or a
-    submission is there that nobody waits for. Submissions of that kind gather for a
-    moment (``gather_time_s``), and longer while more come, so that many small tensors
-    travel together: parts cut anywhere would each be planned and packed anew.
+Note [Progress]
+    A thread that waits for a result makes progress itself, under one lock: it receives
+    and sends messages and runs agreed operations; no other thread is woken. If no
+    thread waits, the coordinator's own thread does so. It sleeps until a message comes
+    or an operation is submitted that no thread waits for. Such submissions are gathered
+    for a moment (``gather_time_s``), and longer while more come, so that many small
+    tensors are fused in the same way every time and their plan is cached.
 
-    Nobody holds the lock while waiting for messages. While an operation runs it is
-    held: operations run one after the other, in the order that was agreed.
+    The lock is not held while waiting for messages, but while an operation runs:
+    operations run one after the other, in the agreed order.
 """
 
 import threading
@@ -22,7 +22,8 @@ from weakref import WeakSet
 
 import torch
 
-from ronde.collectives import Communicator, Look, ReduceOp, Work
+from ronde.collectives import Communicator, PollCallback, ReduceOp, Work
+from ronde.collectives.scope import warn_if_alive
 from ronde.coordination.control.channel import ControlChannel
 from ronde.coordination.execution import CoordinationOptions, Execution, FusionTuning
 from ronde.coordination.fast_path import FastPath
@@ -45,23 +46,24 @@ from ronde.coordination.waits import (
     STALLS,
     WAITS,
     Inspector,
+    PolledWait,
     StallReport,
     SyncPoint,
-    Waiting,
     Waits,
 )
 from ronde.errors import CollectiveError, PeerLostError
 
 __all__ = ["CoordinationOptions", "Coordinator"]
 
-_LOOK_EVERY_S = 0.25  # between two looks at who still lives and what waits for long
+_CHECK_EVERY_S = 0.25  # for lost ranks and stalls
 _NUM_QUICK_WAITS = 2
-_MOST_GATHERED = 4  # so often newer submissions may put off older ones
-_CLOSE_WITHIN_S = 2.0  # an operation that is under way may end by itself for so long
-_FAST_ENGINES = ("auto", "shared_memory")  # they reduce so few bytes in the same way
+_MOST_GATHERED = 4  # so often newer submissions may delay older ones
+_CLOSE_WITHIN_S = 2.0  # for an operation under way to end by itself
+_JOIN_WITHIN_S = 60.0  # for the thread to end after an abort
+_FAST_ENGINES = ("auto", "shared_memory")  # equal results for few bytes
 _FIND_LOSS_WITHIN_S = 1.5
-"""After tensors could not be moved: who is gone, and not only who noticed."""
-_HAS_JOINED, _HAS_GIVEN_UP, _ASKS = -1, 0, 1  # for a communicator
+"""After a failed operation, for a message about the rank that was lost first."""
+_HAS_JOINED, _HAS_GIVEN_UP, _ASKS = -1, 0, 1  # votes for a new communicator
 SHUT_DOWN = (
     "Horovod has been shut down. This was caused by an exception on one of the ranks "
     "or an attempt to allreduce, allgather or broadcast a tensor after one of the "
@@ -75,7 +77,7 @@ _JOINED_WITHOUT = (
 
 
 class CoordinatorState:
-    """One rank's agreement and what comes of it; one thread at a time."""
+    """The state of a coordinator; used by one thread at a time."""
 
     def __init__(
         self,
@@ -87,9 +89,9 @@ class CoordinatorState:
         set_id: int,
         ranks: tuple[int, ...],
     ) -> None:
-        """Begin; ``ranks`` are the set's among all, or empty for all."""
-        self.submitted: deque[Entry] = deque()  # to the node; any thread may append
-        # Called when a stall ends the job, for what is not in the table.
+        """``ranks``: those of the process set, or empty for all."""
+        self.submitted: deque[Entry] = deque()  # any thread may append
+        # Called if a stall ends the job.
         self.on_stop: Callable[[], None] = lambda: None
         self.execution = Execution(communicator, set_id, options)
         self._communicator, self._channel = communicator, channel
@@ -113,27 +115,27 @@ class CoordinatorState:
         if channel.shared is not None and is_fast:
             self.fast_path = FastPath(channel.shared)
         self._num_connected = 0
-        self.duplicates = WeakSet[Communicator]()  # those still in use
+        self.duplicates = WeakSet[Communicator]()  # those in use
         self.ask_all = partial(self._node.report, "ask")
 
     def progress(self) -> bool:
-        """Do all that needs no waiting; return whether something came of it."""
+        """Make all progress possible without waiting; return True if there was any."""
         has_changed = False
         commands = self._node.commands
         while self._exchange():
             has_changed = True
             while commands:
-                self._carry_out(commands.popleft())
+                self._execute(commands.popleft())
         return has_changed
 
-    def _carry_out(self, command: Command) -> None:
+    def _execute(self, command: Command) -> None:
         match command:
             case RunCommand():
                 self._run(command)
             case ConnectCommand(name):
                 self._connect(name)
             case FailCommand():
-                self._refuse(command)
+                self._fail_name(command)
             case JoinedCommand(last):
                 self._end_join(last)
             case Loss():
@@ -149,9 +151,10 @@ class CoordinatorState:
                 self.execution.threshold_bytes = num_bytes
 
     def start_fast(self, entry: Entry) -> FastPath | None:
-        """Return the fast path, if it can take an operation, which it begins then."""
-        # A timeline shows what ranks agree on, a round that gave way is driven only by
-        # ordinary waits, and several operations had better travel together.
+        """Start an operation on the fast path and return it, or None if it cannot."""
+        # Not with a timeline, which records negotiations; not with deferred rounds,
+        # which only normal waits drive; and not with several operations, which are
+        # fused.
         if (
             self.fast_path is None
             or entry.operation.kind is not OpKind.ALLREDUCE
@@ -170,36 +173,35 @@ class CoordinatorState:
         return self.fast_path if is_started else None
 
     def finish_fast(self, *, is_late: bool = False) -> None:
-        """End what is on the fast path, if it can be: see ``FastPath.finish``."""
         ended = self.fast_path and self.fast_path.finish(is_late=is_late)
         if not ended:
             return
         entry, is_over = ended
         if is_over:
-            self._table.take(entry.name)
+            self._table.pop(entry.name)
             self._node.cache.use(entry.name)
         else:
             self.submitted.append(entry)
 
-    def look(self) -> None:
-        """Look after neighbours and stalls; ``progress`` is to follow."""
+    def check(self) -> None:
+        """Check for lost ranks and stalls; call ``progress`` after it."""
         self._report_losses()
         if self._stall_warning_s:
             oldest_s = next(iter(self._table.ages_s().values()), 0.0)
             if oldest_s >= self._stall_warning_s:
                 self.ask_all(STALLS)
         if self._inspector is not None:
-            self._inspector.look()
+            self._inspector.step()
 
     def _exchange(self) -> bool:
-        """Take messages in and send some; return whether there are commands."""
+        """Receive and send messages; return True if there are commands."""
         node, channel = self._node, self._channel
         for sender, message in channel.receive():
             node.receive(sender, message)
         if self.fast_path is not None:
             is_asked = self.fast_path.is_asked()
             self.finish_fast()
-            if is_asked:  # then the round before is finished by now
+            if is_asked:  # the round before is finished now
                 self.fast_path.refuse()
         if self.submitted:
             recorder = self.execution.recorder
@@ -208,7 +210,7 @@ class CoordinatorState:
             while self.submitted:
                 self._submit(self.submitted.popleft())
         if isinstance(node, RootNode) and node.inquiries and self._inspector:
-            self._inspector.look()
+            self._inspector.step()
         for to, message in node.flush():
             channel.send(to, message)
         return bool(node.commands)
@@ -230,7 +232,7 @@ class CoordinatorState:
     def _run(self, run: RunCommand) -> None:
         if self._table.failure is not None:
             return
-        entries = [self._table.take(request.name) for request in run.requests]
+        entries = [self._table.pop(request.name) for request in run.requests]
         try:
             self.execution.run(run, entries)
         except Exception as error:  # noqa: BLE001 - fails the entries
@@ -244,10 +246,10 @@ class CoordinatorState:
             self._tuning.ran([each.name for each in own], num_bytes, time.monotonic())
 
     def _connect(self, name: str) -> None:
-        """Make a communicator, if every rank still asks for it."""
+        """Make a communicator if every rank still requests it."""
         if self._table.failure is not None:
             return
-        # The root still counts a rank that has given up, and one that has joined.
+        # The root also counts ranks that gave up meanwhile, and those that joined.
         entry = self._table.entries.get(name)
         absent = _HAS_JOINED if self._table.has_joined else _HAS_GIVEN_UP
         vote = torch.tensor([absent if entry is None else _ASKS], device="cpu")
@@ -260,9 +262,9 @@ class CoordinatorState:
         if entry is None:
             return
         if vote.item() == _HAS_GIVEN_UP:
-            self.submitted.append(entry)  # and it may ask again
+            self.submitted.append(entry)  # the other rank may request it again
             return
-        self._table.take(name)
+        self._table.pop(name)
         if vote.item() == _HAS_JOINED:
             entry.fail(CollectiveError(_JOINED_WITHOUT % name))
             return
@@ -276,27 +278,28 @@ class CoordinatorState:
         except Exception as error:  # noqa: BLE001 - fails the entry
             self._fail([entry], error)
 
-    def _refuse(self, refused: FailCommand) -> None:
-        if entry := self._table.take(refused.name):
-            entry.fail(CollectiveError(refused.text))
+    def _fail_name(self, command: FailCommand) -> None:
+        if entry := self._table.pop(command.name):
+            entry.fail(CollectiveError(command.text))
 
     def _end_join(self, last: int) -> None:
         self._table.all_joined()
-        if entry := self._table.take("join.noname"):
+        if entry := self._table.pop("join.noname"):
             entry.succeed(last)
 
-    def _lose(self, lost: Loss) -> None:
-        how = "has shut down" if lost.is_orderly else "is gone"
-        text = f"{SHUT_DOWN}\nRank {self._ranks[lost.rank]} {how}: {lost.reason}."
+    def _lose(self, loss: Loss) -> None:
+        how = "has shut down" if loss.is_orderly else "is gone"
+        text = f"{SHUT_DOWN}\nRank {self._ranks[loss.rank]} {how}: {loss.reason}."
         self._table.fail(PeerLostError(text))
 
-    def _report(self, asked: ReportCommand) -> None:
-        if asked.kind == STALLS:
+    def _report(self, command: ReportCommand) -> None:
+        if command.kind == STALLS:
             answer = StallReport.of(self._table)
         else:
-            answer = self._waits.answer([SyncPoint(*point) for point in asked.points])
+            points = [SyncPoint(*point) for point in command.points]
+            answer = self._waits.answer(points)
         own = self._node.tree.rank
-        self._node.report("answer", asked.kind, asked.number, own, answer)
+        self._node.report("answer", command.kind, command.number, own, answer)
 
     def _give_way(self, command: GiveWayCommand) -> None:
         own = self._node.tree.rank
@@ -304,9 +307,9 @@ class CoordinatorState:
         self._waits.give_way(dict(command.chosen).get(own, []), ", ".join(others))
 
     def _fail(self, entries: Sequence[Entry | None], error: Exception) -> None:
-        """End all after tensors could not be moved, or an error of this rank alone."""
+        """Fail all operations after a failed collective or an error of this rank."""
         if isinstance(error, CollectiveError):
-            # First, so that a rank that waits for tensors of this one can answer, too.
+            # First, so that ranks that wait for this one in a collective fail, too.
             self._communicator.abort()
             self._await_loss()
             if self._table.failure is None:
@@ -320,7 +323,6 @@ class CoordinatorState:
             entry.fail(error)
 
     def _await_loss(self) -> None:
-        """Wait for a moment to learn who is gone."""
         deadline = time.monotonic() + _FIND_LOSS_WITHIN_S
         while self._table.failure is None and time.monotonic() < deadline:
             self._report_losses()
@@ -331,7 +333,7 @@ class CoordinatorState:
             self._channel.wait(_FIND_LOSS_WITHIN_S / 10, is_eager=True)
 
     def _leave(self, reason: str, failure: CollectiveError) -> None:
-        """Announce that this rank takes part no more; fail all of its own."""
+        """Report this rank as lost and fail all its operations."""
         self._node.lose(Loss(self._node.tree.rank, reason, is_orderly=False))
         self._exchange()
         self._table.fail(failure)
@@ -342,12 +344,12 @@ class CoordinatorState:
 
 
 class Coordinator:
-    """Carries out named operations of one process set, in an order all ranks agree on.
+    """Runs named operations of one process set in an order that all ranks agree on.
 
-    Any thread may submit; names may come in any order, differently on each rank. The
-    recorder of ``execution`` may be set at any time. ``watch`` counts, for stalls, what
-    is waited for elsewhere, such as buckets, which are never negotiated. ``wake`` has
-    the coordinator's own thread make progress.
+    Any thread may submit, and the order of names may differ between ranks. The recorder
+    of ``execution`` may be set at any time. ``watch`` makes stall reports include waits
+    that are not negotiated, such as for buckets. ``wake`` wakes the coordinator's
+    thread.
     """
 
     def __init__(
@@ -360,10 +362,12 @@ class Coordinator:
         ranks: tuple[int, ...] = (),
         waits: Waits | None = None,
     ) -> None:
-        """Begin; nobody else may use the communicator and the channel.
+        """Use a communicator and a channel, which must have no other users.
 
-        ``ranks`` are the set's, ascending; empty for all. ``waits`` are this process's.
-        Their scope may break all off, but not the communicator.
+        Args:
+            ranks: Those of the process set, ascending; empty for all.
+            waits: Of this process. Aborting their scope aborts all operations here, but
+                not the communicator.
         """
         self.rank, self.size = communicator.rank, communicator.size
         self._communicator, self._options = communicator, options
@@ -378,7 +382,7 @@ class Coordinator:
         )
         self.execution, self.duplicates = self._state.execution, self._state.duplicates
         self._lock = threading.Lock()
-        self._next_look_s = 0.0
+        self._next_check_s = 0.0
         self._is_woken = False
         self._is_closed = False
         if set_id == 0:
@@ -391,7 +395,7 @@ class Coordinator:
 
     @property
     def fast_path(self) -> FastPath | None:
-        """Where all ranks share memory."""
+        """None unless all ranks share memory."""
         return self._state.fast_path
 
     def submit(self, operation: NamedOperation) -> Work[Any]:
@@ -399,33 +403,33 @@ class Coordinator:
 
         The work's result has one entry for each tensor of the operation. ALLREDUCE,
         ADASUM, BROADCAST: the tuple of ``outputs``. ALLGATHER, REDUCESCATTER: a tuple
-        of new tensors. ALLTOALL: a tuple of pairs of a new tensor and the rows received
-        from each rank, a list. BARRIER: None. JOIN: the rank (in the set) that joined
-        last. ``is_done()`` does not wait, and is False for a while after ``submit``.
+        of new tensors. ALLTOALL: a tuple of pairs of a new tensor and the list of rows
+        received from each rank. BARRIER: None. JOIN: the last rank (in the set) to
+        join.
 
         Raises:
-            UsageError: The name is under way already. (Text of Horovod's.)
-            CollectiveError: The job is shut down, or a rank is gone. From ``wait()``
+            UsageError: The name is in use. (Horovod's text.)
+            CollectiveError: The job is shut down, or a rank is lost. From ``wait()``
                 also: the ranks' operations do not fit together.
         """
         self.waits.add_user()
         return self._submit(operation)
 
     def connect(self, name: str) -> Entry:
-        """Start to make a duplicate of the communicator.
+        """Start to duplicate the communicator.
 
-        The result is the communicator and its number. ``wait()`` fails also where a
-        rank has joined without asking for it, and by ``Waits.give_way``.
+        The result is the communicator and its number. ``wait()`` also fails if a rank
+        has joined without this call, and by ``Waits.give_way``.
         """
         return self._submit(NamedOperation(OpKind.CONNECT, name=name))
 
     def give_up(self, entry: Entry) -> None:
-        """Have a ``connect`` fail here, if it is under way."""
-        if self._table.take(entry.name) is entry:
+        """Fail a ``connect`` on this rank if it is under way."""
+        if self._table.pop(entry.name) is entry:
             entry.fail(CollectiveError(f"{entry.name} was given up by this rank."))
 
     def run(self, operation: NamedOperation) -> Any:  # noqa: ANN401 - each operation's own
-        """Do what ``submit(operation).wait()`` does; no other thread is woken."""
+        """Same as ``submit(operation).wait()``, without waking another thread."""
         self.waits.add_user()
         entry = self._enter(operation)
         state = self._state
@@ -436,20 +440,19 @@ class Coordinator:
             else:
                 state.submitted.append(entry)
         if fast_path is not None and not entry.is_over:
-            # If the round does not end, ``_finish`` sees to it.
+            # ``_finish`` completes a round that does not end here.
             fast_path.wait(min(fast_path.patience_s, self.waits.patience_s))
             with self._lock:
                 state.finish_fast(is_late=True)
         return entry.wait()
 
     def call_on_stop(self, function: Callable[[], None]) -> None:
-        """Call ``function``, in any thread, if a stall ends the job."""
         self._state.on_stop = function
 
     def close(self) -> None:
-        """Announce to the others that this rank is gone; what is under way fails.
+        """Close the channel and fail operations under way; may be repeated.
 
-        The communicator stays its maker's, but is aborted if an operation runs on it.
+        Does not close the communicator, but aborts it if an operation is running.
         """
         if self._is_closed:
             return
@@ -460,9 +463,10 @@ class Coordinator:
         else:
             self._communicator.abort()
         self._channel.close()
-        self._thread.join()
+        self._thread.join(_JOIN_WITHIN_S)
+        warn_if_alive(self._thread, _JOIN_WITHIN_S)
         if self._set_id == 0:
-            self.waits.ask_all = lambda: None  # else each would hold the other
+            self.waits.ask_all = lambda: None  # no reference cycle
 
     def _abort(self) -> None:
         self._table.fail(self._final_failure(), is_last=True)
@@ -491,31 +495,31 @@ class Coordinator:
         self._table.add(entry)
         return entry
 
-    def _finish(self, entry: Entry, look: Look | None = None) -> None:
-        """Make progress until ``entry`` is over, or ``look`` stops it."""
+    def _finish(self, entry: Entry, poll: PollCallback | None = None) -> None:
+        """Make progress until ``entry`` is over or ``poll`` stops it."""
         self._waiter.add_waiter()
         try:
-            num_left = 0 if look or self.waits.put_off else _NUM_QUICK_WAITS
+            num_left = 0 if poll or self.waits.put_off else _NUM_QUICK_WAITS
             while num_left and not self._is_over(entry):
-                # Mostly that is all: what comes below takes longer.
+                # Usually sufficient, and faster than the waits below.
                 self._await_messages(self.waits.patience_s)
                 num_left -= 1
-            if look is not None:
-                self._wait(entry, look)
+            if poll is not None:
+                self._wait(entry, poll)
             elif not entry.is_over:
-                with Waiting(self.waits, self.point(entry.name)) as own:
+                with PolledWait(self.waits, self.point(entry.name)) as own:
                     self._wait(entry, own)
         finally:
             self._waiter.remove_waiter()
         if self._state.submitted:
             self.wake()
 
-    def _wait(self, entry: Entry, look: Look) -> None:
+    def _wait(self, entry: Entry, poll: PollCallback) -> None:
         while not self._is_over(entry):
-            pause_s = look()
+            pause_s = poll()
             if pause_s is None:
                 return
-            self._await_messages(min(pause_s, _LOOK_EVERY_S))
+            self._await_messages(min(pause_s, _CHECK_EVERY_S))
 
     def _is_over(self, entry: Entry) -> bool:
         if not entry.is_over:
@@ -529,7 +533,7 @@ class Coordinator:
                 self._state.finish_fast()
                 fast_path.refuse()
         self._waiter.wait(timeout_s, is_eager=True)
-        self._look(1)
+        self._check(1)
 
     def _ask_for_waits(self) -> None:
         with self._lock:
@@ -537,7 +541,7 @@ class Coordinator:
         self._progress(0)
 
     def _progress(self, num_own: int) -> None:
-        """Do all that needs no waiting; wake others if more than ``num_own`` wait."""
+        """Make progress without waiting; wake others if more than ``num_own`` wait."""
         with self._lock:
             if self._is_closed:
                 return
@@ -545,18 +549,17 @@ class Coordinator:
         if has_changed and self._waiter.num_waiters > num_own:
             self._waiter.wake()
 
-    def _look(self, num_own: int) -> None:
+    def _check(self, num_own: int) -> None:
         now = time.monotonic()
-        if now < self._next_look_s:
+        if now < self._next_check_s:
             return
         with self._lock:
-            self._next_look_s = now + _LOOK_EVERY_S
+            self._next_check_s = now + _CHECK_EVERY_S
             if not self._is_closed:
-                self._state.look()
+                self._state.check()
         self._progress(num_own)
 
     def _gather(self) -> None:
-        """Sleep while submissions go on that nobody waits for."""
         submitted = self._state.submitted
         for _ in range(_MOST_GATHERED):
             num_before = len(submitted)
@@ -567,11 +570,11 @@ class Coordinator:
                 return
 
     def _work(self) -> None:
-        """Make progress when nobody else does: asleep until something comes."""
+        """Make progress if no other thread does; the coordinator's own thread."""
         while not self._is_closed:
-            timeout_s = _LOOK_EVERY_S
+            timeout_s = _CHECK_EVERY_S
             if not (self._table.entries or self._table.watches):
-                # Something may begin to be watched meanwhile, and that wakes nobody.
+                # A watch may begin meanwhile, which does not wake this thread.
                 timeout_s = self._options.stall_warning_s / 2 or None
             self._waiter.wait(timeout_s, is_eager=False)
             if self._is_closed:
@@ -580,4 +583,4 @@ class Coordinator:
                 self._gather()
             self._is_woken = False
             self._progress(0)
-            self._look(0)
+            self._check(0)

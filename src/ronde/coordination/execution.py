@@ -1,7 +1,7 @@
-"""Carry agreed operations out on a communicator, the same ones on all ranks.
+"""Execution of negotiated operations on a communicator, with tensor fusion.
 
-Which tensors travel together is planned purely: every rank comes to the same plan. How
-much travels together may be tuned, by measuring what runs anyway.
+Every rank computes the same plan of the tensors to fuse. The fusion threshold may be
+tuned by measuring the program's own steps.
 """
 
 import time
@@ -21,37 +21,36 @@ from ronde.errors import UsageError
 from ronde.timeline.events import Activity, Recorded, Recorder
 from ronde.tuning import Tuner, TuningOptions
 
-_MAX_ITEMS = 4096  # tensors in the plans that are kept, 1 KiB each; alike on all ranks
+_MAX_ITEMS = 4096  # tensors in cached plans, 1 KiB each; equal on all ranks
 _ALONE_BYTES = 1 << 20
-"""From this size on copying a tensor costs more than a collective of its own."""
+"""From this size on a copy of a tensor costs more than a separate collective."""
 _COPIED_BYTES = 8 << 20
-"""Broadcast together at most: their buffer stays, and is rarely used again."""
+"""The fusion limit of broadcasts, as their buffer is rarely used again."""
 _Entries = Sequence[Entry | None]
-"""This rank's, one for each request; None where it has joined."""
+"""The entry of each request on this rank; None if it has joined."""
 _NAMES = {kind: kind.name for kind in OpKind}
 _MIB = 1 << 20
 _SIZES = (64 * _MIB, 16 * _MIB, 4 * _MIB, 256 * _MIB, 1 * _MIB, 32 * _MIB, 8 * _MIB, 0)
-"""Thresholds to try, the likeliest first; 0 fuses nothing."""
+"""Thresholds to try, the most likely first; 0 fuses nothing."""
 _MOST_NAMES = 1000
-"""A step with more names is cut: names that never come again would make it endless."""
+"""A step with more names is cut, as unique names would make it endless."""
 
 
 @dataclass(frozen=True, slots=True)
 class CoordinationOptions:
-    """How a coordinator works; equal on all ranks."""
+    """Options of a coordinator, equal on all ranks."""
 
-    fusion_threshold_bytes: int = 128 << 20  # tensors are fused up to this; 0: none
-    tuning: TuningOptions | None = None  # finds a better threshold
-    # Submissions that nobody waits for yet gather so long (Horovod's cycle time).
-    gather_time_s: float = 0.001
-    cache_capacity: int = 1024  # requests remembered; 0 for none
-    is_group_alone: bool = False  # do not fuse a group with anything else
-    stall_warning_s: float = 60.0  # warn of what has waited for so long; 0 for never
-    stall_shutdown_s: float = 0.0  # end the job after so long; 0 for never
+    fusion_threshold_bytes: int = 128 << 20  # 0 fuses nothing
+    tuning: TuningOptions | None = None  # of the threshold
+    gather_time_s: float = 0.001  # Horovod's cycle time, while no thread waits
+    cache_capacity: int = 1024  # requests; 0 for none
+    is_group_alone: bool = False  # do not fuse a group with other tensors
+    stall_warning_s: float = 60.0  # age of an operation; 0 for never
+    stall_shutdown_s: float = 0.0  # end the job at this age; 0 for never
 
 
 class _Item(NamedTuple):
-    """One tensor: its request's place among those that run together, its own there."""
+    """A tensor: index of its request in the run, and its own there."""
 
     request: int
     tensor: int
@@ -63,13 +62,11 @@ _Owned = Sequence[tuple[_Item, Entry | None]]
 
 @dataclass(slots=True)
 class _Batch:
-    """Tensors that one collective takes together, as ``request`` does."""
-
     request: Request
     items: list[_Item]
     num_bytes: int = 0
-    flat: Tensor | None = None  # several, side by side
-    views: list[Tensor] = field(default_factory=list[Tensor])  # each, in its own shape
+    flat: Tensor | None = None  # the fusion buffer, of several tensors
+    views: list[Tensor] = field(default_factory=list[Tensor])  # the tensors in it
 
 
 class Execution:
@@ -84,7 +81,7 @@ class Execution:
         self._engine = communicator.engine.upper()
         self._set_id = set_id
         self._is_group_alone = options.is_group_alone
-        # One stretch for each kind, dtype and device, as large as was ever needed.
+        # Fusion buffers by kind, dtype and device; they only grow.
         self._buffers: dict[tuple[OpKind, torch.dtype, str], Tensor] = {}
         self._plans: dict[tuple[int, ...] | None, list[_Batch]] = {}
         self._num_items = 0
@@ -93,13 +90,12 @@ class Execution:
         self._last: StreamMark | None = None
 
     def run(self, run: RunCommand, entries: _Entries) -> None:
-        """Carry operations out; collective, and fails where a rank is gone."""
         if not any(request.device == "cuda" for request in run.requests):
             self._run(run, entries)
             return
         marks = [e.ready for e in entries if e is not None and e.ready is not None]
         if self._last is not None:
-            # Perhaps on another stream: it reads the same buffers to its end.
+            # The last run uses the same buffers, perhaps on another stream.
             marks.append(self._last)
         with torch.cuda.device(marks[0].device if marks else None):
             for mark in marks:
@@ -122,7 +118,7 @@ class Execution:
                         item, entry = owned[0]
                         result = self._run_one(run.requests[item.request], item, entry)
                         results[item.request].append(result)
-            except UsageError as error:  # of the engine, alike on all ranks
+            except UsageError as error:  # raised by the engine on all ranks
                 for _, entry in owned:
                     if entry is not None:
                         entry.fail(error.with_traceback(None))
@@ -157,7 +153,6 @@ class Execution:
         return plan
 
     def _pack(self, batch: _Batch, requests: Sequence[Request]) -> None:
-        """Give the tensors of a batch their places; collective."""
         request = batch.request
         dtype = request.torch_dtypes[batch.items[0].tensor]
         key = request.kind, dtype, request.device
@@ -168,9 +163,9 @@ class Execution:
             where = torch.device(request.device)
             if where.type == "cuda":
                 where = torch.device("cuda", torch.cuda.current_device())
-            if request.kind is OpKind.ALLREDUCE:  # reduced there without a copy
+            if request.kind is OpKind.ALLREDUCE:  # reduced in place
                 buffer = self._communicator.allocate(room, dtype, where)
-            else:  # rarely done twice: making such memory takes longer than it saves
+            else:  # rarely repeated: the allocation would take longer than it saves
                 buffer = torch.empty(room, dtype=dtype, device=where)
             self._buffers[key] = buffer
         batch.flat = buffer[:numel]
@@ -184,25 +179,25 @@ class Execution:
         request = batch.request
         sources: list[Tensor] = []
         outputs: list[Tensor] = []
-        places: list[Tensor] = []
+        views: list[Tensor] = []
         for (item, entry), view in zip(owned, batch.views, strict=True):
             if entry is None:
                 view.zero_()
                 continue
             sources.append(entry.operation.tensors[item.tensor])
             outputs.append(entry.operation.outputs[item.tensor])
-            places.append(view)
+            views.append(view)
         is_root = request.root == self._communicator.rank
         if is_root or request.kind is not OpKind.BROADCAST:
-            self._timed("MEMCPY_IN_FUSION_BUFFER", _copy_all, places, sources)
+            self._timed("MEMCPY_IN_FUSION_BUFFER", _copy_all, views, sources)
         name = f"{self._engine}_{_NAMES[request.kind]}"
         self._timed(name, self._call, request, flat, flat, None)
-        found = sources if is_root else places
-        self._timed("MEMCPY_OUT_FUSION_BUFFER", _copy_all, outputs, found)
+        results = sources if is_root else views
+        self._timed("MEMCPY_OUT_FUSION_BUFFER", _copy_all, outputs, results)
 
     def _run_one(self, request: Request, item: _Item, entry: Entry | None) -> Any:  # noqa: ANN401 - each operation's own
         if request.kind is OpKind.BARRIER:
-            return None  # that all have asked for it is all there is to it
+            return None  # complete, since all ranks have submitted it
         if entry is None:
             source = output = request.zeros(item.tensor)
             splits = None
@@ -220,7 +215,7 @@ class Execution:
         source: Tensor,
         splits: Sequence[int] | None,
     ) -> Any:  # noqa: ANN401 - each operation's own
-        """Carry one operation out in ``tensor``, with the values of ``source``."""
+        """Run one operation in ``tensor``, with the values of ``source``."""
         communicator = self._communicator
         before, after = request.prescale, request.postscale
         is_apart = tensor is not source
@@ -292,17 +287,17 @@ class Execution:
 def _plan_batches(
     requests: Sequence[Request], threshold_bytes: int, *, is_group_alone: bool
 ) -> list[_Batch]:
-    """Gather tensors that are reduced or broadcast in the same way, up to a size.
+    """Batch tensors that are reduced or broadcast in the same way, up to a size.
 
-    Two dtypes in turn make two batches (Horovod's look-ahead).
+    Alternating dtypes make two batches (Horovod's look-ahead).
     """
     copied_bytes = min(threshold_bytes, _COPIED_BYTES)
     limits = {OpKind.ALLREDUCE: threshold_bytes, OpKind.BROADCAST: copied_bytes}
     planned: list[_Batch] = []
     open_by_key: dict[object, _Batch] = {}
-    for place, request in enumerate(requests):
+    for index, request in enumerate(requests):
         most_bytes = limits.get(request.kind, 0)
-        group = place if is_group_alone and len(request.shapes) > 1 else -1
+        group = index if is_group_alone and len(request.shapes) > 1 else -1
         how = request.kind, request.device, *request.scaling
         for tensor, shape in enumerate(request.shapes or ((),)):
             numel = num_bytes = 0
@@ -311,7 +306,7 @@ def _plan_batches(
                 dtype = request.torch_dtypes[tensor]
                 numel = torch.Size([max(extent, 0) for extent in shape]).numel()
                 num_bytes = numel * dtype.itemsize
-            item = _Item(place, tensor, numel)
+            item = _Item(index, tensor, numel)
             if num_bytes >= min(_ALONE_BYTES, most_bytes):
                 planned.append(_Batch(request, [item]))
                 continue
@@ -328,21 +323,20 @@ def _plan_batches(
 def _own_tensors(owned: _Owned) -> Iterator[Tensor]:
     for item, entry in owned:
         if entry is not None:
-            # A slice: a barrier has no tensor.
+            # A slice, as a barrier has no tensor.
             yield from entry.operation.tensors[item.tensor : item.tensor + 1]
 
 
 def _copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
     if targets:
-        # As torch's own optimizers do.
         torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateUsage]
 
 
 class FusionTuning:
     """Tries fusion thresholds, on the root of a process set's coordinators.
 
-    A step ends when a name comes again. Its cost is its seconds a byte: steps are of
-    unequal size.
+    A step ends when a name comes again. Its cost is seconds per byte, as steps differ
+    in size.
     """
 
     def __init__(
@@ -361,7 +355,7 @@ class FusionTuning:
         self._change = change
         self._names: set[str] = set()
         self._num_bytes = 0
-        # When the step before ended: unknown for the first, which only marks the time.
+        # The end of the step before; unknown in the first step, which is not measured.
         self._begun_s: float | None = None
         self._ended_s = 0.0
 
@@ -370,7 +364,7 @@ class FusionTuning:
         return self._tuner.is_over
 
     def ran(self, names: Sequence[str], num_bytes: int, now_s: float) -> None:
-        """Note operations that were carried out together, over by ``now_s``."""
+        """Record operations that ran together and ended at ``now_s``."""
         is_full = len(self._names) >= _MOST_NAMES
         if is_full or not self._names.isdisjoint(names):
             self._end_step()

@@ -1,31 +1,29 @@
-"""Small all-reduces that all ranks of a host want at once: one hand-off, no messages.
+"""Small all-reduces of ranks that share memory, without messages.
 
 Note [Fast path]
-    A cached all-reduce of a few bytes takes two hand-offs in the ordinary way, up the
-    tree and down, and one more to reduce. Where all ranks share memory, one does: in a
-    *round* each shows its number of the request, the *tag*, and its elements, and where
-    all tags are the same every rank reduces. If not, all go the ordinary way, each with
-    what it had.
+    Normally a cached all-reduce of a few bytes takes three hand-offs between ranks: up
+    the tree, down the tree, and to reduce. If all ranks share memory, one is enough. In
+    a *round* each rank publishes its number of the request, the *tag*, and its
+    elements. If all tags are equal, every rank reduces. If not, every rank submits its
+    operation in the normal way.
 
-    Every rank takes part in every round, once, and cannot take that back: so what comes
-    of a round is the same on all ranks. The tags and bytes of a round lie apart from
-    those of the next, and nobody takes part in a round before the one before it is
-    complete: so they stay until all ranks have come to the next round but one, that is,
-    have read them.
+    Every rank enters every round exactly once, so the outcome of a round is the same on
+    all ranks. Tags and elements of odd and even rounds are stored apart, and a rank
+    enters a round only when the one before is complete. So they are not overwritten
+    before all ranks have read them.
 
-    A rank that is in an ordinary wait, or computes for long while others ask, refuses
-    the round. After a round without a result all leave some runs to the ordinary way,
-    more and more of them; all have seen the same rounds and the same runs, so they
-    come back together.
+    A rank refuses the round (tag 0) if it is in a normal wait, or if it computes for
+    long while others wait. After a round without a result all ranks skip the fast path
+    for some operations, more and more of them. They count the same rounds and
+    operations, so they use it again at the same time.
 
-    A rank takes part (a store), then looks who has (loads); the last one so sees all,
-    and wakes those who sleep. A sleeper marks that it sleeps, then looks once more,
-    then sleeps on a word that its waker changes before it wakes. Several may find that
-    they were last, and all store the same number.
+    A rank enters the round (a store), then reads the other ranks' words (loads). So the
+    last one sees that the round is complete and wakes the sleepers. A sleeper sets its
+    flag, reads the words again, then sleeps on a word that is changed before it is
+    woken. Several ranks may see that the round is complete; all store the same number.
 """
 
 import time
-from itertools import repeat
 from typing import NamedTuple
 
 import torch
@@ -60,24 +58,24 @@ _AWAKE, _ASLEEP, _ASKING = 0, 1, 2
 
 
 class _Plan(NamedTuple):
-    """How a request is reduced; ranks show theirs in views of even and odd rounds."""
+    """The reduction of a request."""
 
     kernel: ReduceKernel
     prescale: float
-    views: list[list[Tensor]]
+    views: list[list[Tensor]]  # by even or odd round, and rank
 
 
 class FastPath:
-    """One rank's part; one thread at a time, save for ``wait`` and ``is_awaited``.
+    """One rank's part; one thread at a time, except ``wait`` and ``is_awaited``.
 
     Attributes:
-        num_looks: Of ``wait``, before it sleeps.
-        first_nap_s: Of its sleep: so long until it looks for itself.
-        patience_s: After so long, whoever has not come is to refuse.
+        num_polls: Of ``wait`` before it sleeps.
+        first_nap_s: A sleeping wait polls after so long.
+        patience_s: After so long, a wait asks the other ranks to refuse the round.
     """
 
     def __init__(self, shared: SharedMemoryTransport) -> None:
-        self.num_looks, self.first_nap_s, self.patience_s = NEAR, 0.001, 0.05
+        self.num_polls, self.first_nap_s, self.patience_s = NEAR, 0.001, 0.05
         segments, own = shared.segments, shared.own
         stop = ROUNDS_AT + PAGE_BYTES
         words = [segment.view[ROUNDS_AT:stop].cast("Q") for segment in segments]
@@ -88,7 +86,7 @@ class FastPath:
         self._other_words = [each for each, _, _ in self._others]
         self._memories = [segment.tensor for segment in segments]
         self._rank, self._size = own, len(segments)
-        self._number = 0  # the last round that this rank took part in; the first is 1
+        self._number = 0  # of the last round that this rank entered; the first is 1
         self._has_waiter = False  # a thread is in ``wait``
         self._scratch = Scratch()
         self._plans: dict[int, _Plan | None] = {}
@@ -96,7 +94,7 @@ class FastPath:
         self._num_skipped = self._num_left = 0
 
     def start(self, entry: Entry, tag: int, request: Request) -> bool:
-        """Show the others an operation; return whether that was possible.
+        """Enter a round with an operation; return False if that is not possible.
 
         ``tag`` is the request's number in the cache, the same on all ranks; not 0.
         """
@@ -117,7 +115,6 @@ class FastPath:
             return False
         source, output = entry.operation.tensors[0], entry.operation.outputs[0]
         for tensor in (source, output):
-            # Its memory must be its elements, one after the other.
             if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
                 return False
         own = plan.views[self._number + 1 & 1][self._rank]
@@ -125,14 +122,14 @@ class FastPath:
         if plan.prescale != 1.0:
             scale_(own, plan.prescale)
         self._under_way = entry, plan
-        self._take_part(tag)
+        self._enter_round(tag)
         return True
 
     def finish(self, *, is_late: bool = False) -> tuple[Entry, bool] | None:
-        """End the round if all have come to it; if ``is_late``, have others answer.
+        """End the round if it is complete; ``is_late`` asks the other ranks to answer.
 
-        Returns what this rank showed, and whether it is over now, or else is to go the
-        ordinary way; None where nothing ended.
+        Returns None if no round ended, or the entry and True if it is over; if not, it
+        must be submitted in the normal way.
         """
         if self._under_way is None:
             return None
@@ -140,21 +137,21 @@ class FastPath:
         if not self._is_complete(number):
             if not is_late:
                 return None
-            own[_SLEEP_STATE] = _ASKING  # have the last one notify this rank
+            own[_SLEEP_STATE] = _ASKING  # the last rank notifies this one
             fence()
             for words, _, doorbell in self._others:
                 if words[_NUMBER] < number:
                     doorbell.notify()
             if not self._is_complete(number):
                 return None
-        own[_SLEEP_STATE] = _AWAKE  # so that nobody else may wake it any more
+        own[_SLEEP_STATE] = _AWAKE  # no other rank may wake it any more
         if self._has_waiter:
             own[_WAKE] = number
             wake_all(self._address)
         (entry, plan), self._under_way = self._under_way, None
-        place = _TAGS + (number & 1)
+        index = _TAGS + (number & 1)
         for words in self._other_words:
-            if words[place] != own[place]:
+            if words[index] != own[index]:
                 self._skip()
                 return entry, False
         self._num_skipped = 0
@@ -165,40 +162,35 @@ class FastPath:
         return any(words[_NUMBER] > self._number for words in self._other_words)
 
     def is_asked(self) -> bool:
-        """Return whether one of them wants an answer now."""
         return any(
             words[_SLEEP_STATE] == _ASKING and words[_NUMBER] > self._number
             for words in self._other_words
         )
 
     def refuse(self) -> None:
-        """Answer those who have come to a round that this rank has not.
+        """Refuse a round that other ranks have entered and this one has not.
 
-        Nobody can be ahead of a round that is not complete: the last one of this rank
-        is, but is to be finished before. Else this rank would take the answer for it,
-        and ask again for what the others have.
+        Call ``finish`` before: this rank's last round is complete then, and must not be
+        taken for the refused one.
         """
         if self._under_way is None and self.is_awaited():
-            self._take_part(_REFUSED)
+            self._enter_round(_REFUSED)
             self._skip()
 
     def ran(self) -> None:
-        """Note that something ran in the ordinary way."""
+        """Count an operation that ran in the normal way."""
         if self._num_left:
             self._num_left -= 1
 
     def wait(self, timeout_s: float) -> None:
-        """Return when the round is complete, or will not be by itself.
+        """Wait until the round is complete, must be refused, or for the timeout.
 
-        That is: it took too long, or another rank sleeps in an ordinary wait. The
-        thread that took part may wait while others call ``finish``.
+        It must be refused if another rank sleeps in a normal wait. Other threads may
+        call ``finish`` meanwhile.
         """
-        number, is_complete, pause = self._number, self._is_complete, CONTENTION.pause
-        for _ in repeat(None, CONTENTION.num_looks(self.num_looks)):
-            if is_complete(number):
-                return
-            if not pause():
-                break
+        number, is_complete = self._number, self._is_complete
+        if CONTENTION.spin(lambda: is_complete(number), self.num_polls):
+            return
         own = self._own
         try:
             self._has_waiter = True
@@ -225,8 +217,8 @@ class FastPath:
                 return
             nap_s *= 2
 
-    def _take_part(self, tag: int) -> None:
-        """Come to the next round, all bytes being there; the last must be complete."""
+    def _enter_round(self, tag: int) -> None:
+        """Enter the next round; the elements are stored and the last round complete."""
         number = self._number = self._number + 1
         own = self._own
         own[_TAGS + (number & 1)] = tag
@@ -244,7 +236,7 @@ class FastPath:
                     doorbell.notify()
 
     def _is_complete(self, number: int) -> bool:
-        """Return whether all have come to a round that this one came to; any thread."""
+        """Return True if all ranks have entered a round; any thread."""
         for words in self._other_words:
             if words[_NUMBER] < number:
                 return False
@@ -257,7 +249,7 @@ class FastPath:
         self._num_left = self._num_skipped
 
     def _plan(self, request: Request) -> _Plan | None:
-        """Return how an all-reduce is done; None where that is not done here."""
+        """Return the reduction of a request; None if the fast path cannot run it."""
         if len(request.shapes) != 1 or request.device != "cpu":
             return None
         dtype = request.torch_dtypes[0]
@@ -270,7 +262,7 @@ class FastPath:
         except UsageError:
             return None
         start = ROUNDS_AT + PAGE_BYTES
-        # They outlive the call, and what that was made in.
+        # They outlive the inference mode of this call.
         with torch.inference_mode(mode=False):
             views = [
                 [each[at : at + num_bytes].view(dtype) for each in self._memories]
@@ -286,7 +278,7 @@ def _reduce(entry: Entry, plan: _Plan, number: int) -> None:
         with writing_to((output,)):
             flat = output if output.dim() == 1 else output.view(-1)
             plan.kernel.combine(plan.views[number & 1], flat)
-    except Exception as error:  # noqa: BLE001 - of this rank alone: out of memory
+    except Exception as error:  # noqa: BLE001 - only on this rank: out of memory
         entry.fail(error)
     else:
         if not entry.is_over:

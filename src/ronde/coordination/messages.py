@@ -1,27 +1,27 @@
-"""Who talks to whom, a tree of ranks, and what travels between coordinators.
+"""The tree of coordinators and the messages between them.
 
-What every step sends is short: an epoch and bits, as ``encode_numbers`` has them. From
-a rank to its parent: the sender and all below are ready for these cached requests. From
-the root to everyone: carry these out. Any other message is a JSON list of verbs with
-their values. Upwards go events:
+The message of a repeated step is short: an epoch and bits (``encode_numbers``). From a
+rank to its parent they mean that the sender and all ranks below are ready for these
+cached requests; from the root to all ranks, that these requests run now. Any other
+message is a JSON list of verbs with their values. Upwards go events:
 
 =========  =======================================================================
-request    text, ranks: those ranks have made that request
-absent     all ranks from the sender down have joined
+request    text, ranks: these ranks have made that request
+absent     all ranks of the sender's subtree have joined
 changed    number: a cached request no longer fits
 joined     rank
-lost       rank, reason, is_orderly: the rank is gone; whether it had closed
-ask        kind: a rank wants all ranks to be asked this: see ``waits``
-answer     kind, number, rank, values: an answer to the question of that number
+lost       rank, reason, is_orderly: the rank is lost; True if it had closed
+ask        kind: a rank wants an inquiry of all ranks: see ``waits``
+answer     kind, number, rank, values: the answer to an inquiry
 =========  =======================================================================
 
-Downwards go the root's commands, passed on as they are: see ``Command``.
+Downwards go the root's commands: see ``Command``.
 
 Note [Cached requests are bits]
-    The root gives each request that may come again a number, which everyone remembers.
-    Numbers are never given twice, until a reset drops all of them and begins a new
-    epoch. Bits carry the epoch they mean, so that one that was under way during the
-    reset is recognised: its sender learns of that too, and asks anew.
+    The root numbers each request that may come again, and all ranks cache it. A number
+    is not reused until a reset drops all of them and begins a new epoch. Bits carry
+    their epoch, so that bits sent before a reset are recognised and ignored: their
+    sender also receives the reset and submits its requests again.
 """
 
 import json
@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 
 _ARITY = 16
 """Hosts that report to one host."""
-_NUMBERS = struct.Struct("<xHI")  # a zero, which no JSON begins with; epoch; first bit
+_NUMBERS = struct.Struct("<xHI")  # a zero byte, unlike JSON; epoch; first bit
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +41,15 @@ class Tree:
 
     rank: int
     size: int
-    parent: int | None  # who it reports to
-    children: tuple[int, ...]  # who reports to it, ascending
+    parent: int | None
+    children: tuple[int, ...]  # ascending
 
     @classmethod
     def of_hosts(cls, hosts: Sequence[str], arity: int = _ARITY) -> list["Tree"]:
-        """Return every rank's neighbours, in rank order, from the host of each.
+        """Return the tree of every rank, in rank order.
 
-        A host's ranks report to its first, and those to each other, ``arity`` to one.
+        The ranks of a host are children of its first rank; the first ranks form a tree
+        of ``arity``.
         """
         members: dict[str, list[int]] = {}
         for rank, host in enumerate(hosts):
@@ -70,11 +71,11 @@ class Tree:
 
 
 class Loss(NamedTuple):
-    """A rank that will not answer any more."""
+    """A rank that does not answer any more."""
 
     rank: int
-    reason: str  # as the end of a sentence: ``rank 3, process 4711, ended``
-    is_orderly: bool  # whether it had closed its channel
+    reason: str  # such as ``rank 3, process 4711, ended``
+    is_orderly: bool  # it had closed its channel
 
 
 def encode(items: Sequence[Sequence[Any]]) -> bytes:
@@ -82,7 +83,7 @@ def encode(items: Sequence[Sequence[Any]]) -> bytes:
 
 
 def encode_numbers(epoch: int, bits: int) -> bytes:
-    """Write numbers of cached requests, as the bits of a number that is not zero."""
+    """Encode numbers of cached requests, the bits of a number that is not 0."""
     first = (bits & -bits).bit_length() - 1 & ~7
     rest = bits >> first
     data = rest.to_bytes((rest.bit_length() + 7) // 8, "little")
@@ -90,7 +91,7 @@ def encode_numbers(epoch: int, bits: int) -> bytes:
 
 
 def decode_numbers(message: bytes) -> tuple[int, int] | None:
-    """Return the epoch, modulo 2**16, and the bits; None if it is another message."""
+    """Return the epoch, modulo 2**16, and the bits; None for another message."""
     if message[0]:
         return None
     epoch, first = _NUMBERS.unpack_from(message)
@@ -98,23 +99,23 @@ def decode_numbers(message: bytes) -> tuple[int, int] | None:
 
 
 def bits_of(number: int) -> list[int]:
-    places: list[int] = []
+    bits: list[int] = []
     while number:
         lowest = number & -number
-        places.append(lowest.bit_length() - 1)
+        bits.append(lowest.bit_length() - 1)
         number ^= lowest
-    return places
+    return bits
 
 
 def encode_bits(bits: int) -> str:
-    """Write which bits of a number are set as ranges: ``0-63,70``."""
+    """Encode the set bits of a number as ranges: ``0-63,70``."""
     parts: list[str] = []
     start = 0
     while bits:
         skip = (bits & -bits).bit_length() - 1
         bits >>= skip
         start += skip
-        # The run of ones at the bottom ends where adding one carries to.
+        # Adding one carries to the end of the lowest run of ones.
         run = (~bits & (bits + 1)).bit_length() - 1
         parts.append(str(start) if run == 1 else f"{start}-{start + run - 1}")
         bits >>= run
@@ -131,5 +132,5 @@ def decode_bits(text: str) -> int:
 
 
 def format_ranks(ranks: int) -> str:
-    """Name a set of ranks in a message: ``rank 3``, ``ranks 0-63,70``."""
+    """Format a set of ranks for a message: ``rank 3``, ``ranks 0-63,70``."""
     return ("rank " if ranks.bit_count() == 1 else "ranks ") + encode_bits(ranks)

@@ -1,18 +1,18 @@
-"""One rank's part in the agreement: messages in, messages and commands out.
+"""The negotiation on one rank: messages in, messages and commands out.
 
-It neither waits nor sends: it can be run for any number of ranks in one process.
+A node neither waits nor sends, so tests run any number of them in one process.
 
 Note [A tree that counts]
-    A node reports a name to its parent once the rank itself and all its children have
-    reported it, so one message stands for all ranks below. What reaches the root from
-    everywhere is agreed: its commands go down the same edges. Edges keep the order of
-    messages, so all ranks take the same commands in the same order, and a node learns
-    of the root's commands before it learns what those below answered to them.
+    A node reports a name to its parent once its rank and all its children have reported
+    it, so one message stands for all ranks below. A name that all ranks have reported
+    is agreed, and the root sends commands down the tree. Edges keep the order of
+    messages. So all ranks receive the same commands in the same order, and a node
+    receives a command before the answers of the ranks below to it.
 
-    A request is reported by its text the first time, and by its bit later
-    (Note [Cached requests are bits]). When one rank's request of a cached name has
-    changed, the root has all drop that name: whoever waits for its bit asks anew by
-    text, so that all texts meet at the root and can be compared.
+    A request is reported by its text the first time, and by its bit later (Note [Cached
+    requests are bits]). If a rank's request for a cached name has changed, the root
+    lets all ranks drop the name from the cache. Ranks that reported its bit submit the
+    request again by text, and the root compares the texts.
 """
 
 import json
@@ -34,19 +34,18 @@ from ronde.coordination.messages import (
 from ronde.coordination.requests import OpKind, RankRequests, Request, find_mismatch
 
 _Words = tuple[Any, ...]  # a verb and its values
-_EPOCHS_CAPACITIES = 16  # numbers given in an epoch, so that bits stay few
+_EPOCHS_CAPACITIES = 16  # numbers in an epoch by capacity: keeps the bits few
 
 
 class RunCommand(NamedTuple):
-    """Carry these out, in this order; they may be fused."""
+    """Run these operations in this order; they may be fused."""
 
     requests: list[Request]
-    # The same for the same requests in the same order; None where one is not cached.
-    key: tuple[int, int] | None
+    key: tuple[int, int] | None  # of this list; None if one request is not cached
 
 
 class ConnectCommand(NamedTuple):
-    """Make the communicator that all ranks, but those that have joined, ask for."""
+    """Make the communicator that all ranks that have not joined request."""
 
     name: str
 
@@ -65,7 +64,7 @@ class JoinedCommand(NamedTuple):
 
 
 class ReportCommand(NamedTuple):
-    """Answer question ``number``: see ``waits``."""
+    """Answer inquiry ``number``: see ``waits``."""
 
     kind: str
     number: int
@@ -73,10 +72,10 @@ class ReportCommand(NamedTuple):
 
 
 class GiveWayCommand(NamedTuple):
-    """Have waits give way, or fail where they cannot."""
+    """Let waits give way, or fail those that cannot."""
 
-    chosen: Sequence[tuple[int, list[int]]]  # ranks and their waits
-    where: Sequence[tuple[int, str]]  # ranks of the circle and the names they wait for
+    chosen: Sequence[tuple[int, list[int]]]  # ranks and ids of their waits
+    where: Sequence[tuple[int, str]]  # ranks of the circle and names of their waits
 
 
 class StopCommand(NamedTuple):
@@ -108,17 +107,16 @@ _COMMANDS: dict[str, type[Command]] = {
 
 
 def _words_of(command: Command) -> _Words:
-    """Return a command as it travels, beside ``run``, ``drop`` and ``reset``."""
     return type(command).__name__, *command
 
 
 class RequestCache:
-    """What all ranks remember, kept alike by the same commands."""
+    """The cached requests, equal on all ranks as they follow the same commands."""
 
     def __init__(self) -> None:
         self.epoch = 0  # counts resets: see Note [Cached requests are bits]
         self.live = 0  # the numbers in use, as bits
-        # What was not used for longest first.
+        # The least recently used first.
         self.requests: OrderedDict[int, Request] = OrderedDict()
         self.numbers: dict[str, int] = {}
 
@@ -148,19 +146,18 @@ class RequestCache:
 
 
 class PendingName(NamedTuple):
-    """One name's texts so far, with the ranks that sent each, and who reported it."""
+    """The reports of one name so far."""
 
-    ranks: dict[str, int]
-    contributors: set[int]
+    ranks: dict[str, int]  # by text of their request
+    contributors: set[int]  # those that have reported the name
 
 
 class ReadyCounter:
-    """Counts until all contributors are ready: a rank itself, and its children."""
+    """Collects reports until all contributors, the rank and its children, are ready."""
 
     def __init__(self, contributors: Sequence[int]) -> None:
-        self.is_changed = False  # since ``take_complete``
-        # All ranks from there on have joined: ready for everything.
-        self.absent: set[int] = set()
+        self.is_changed = False  # since ``pop_complete``
+        self.absent: set[int] = set()  # all of their ranks have joined: always ready
         self._have = dict.fromkeys(contributors, 0)
         self._pending = defaultdict[str, PendingName](lambda: PendingName({}, set()))
 
@@ -182,13 +179,13 @@ class ReadyCounter:
         self.absent.add(contributor)
         self.is_changed = True
 
-    def take_ready(self, live: int) -> int:
-        """Return the bits of ``live`` that all contributors have, and take them off."""
+    def pop_ready(self, live: int) -> int:
+        """Remove and return the bits of ``live`` that all contributors have."""
         ready = live
         for contributor, bits in self._have.items():
             if contributor not in self.absent:
                 ready &= bits
-        if self.is_all_absent:  # what some of them still waited for when they joined
+        if self.is_all_absent:  # operations under way when their ranks joined
             ready = 0
             for bits in self._have.values():
                 ready |= bits
@@ -196,8 +193,8 @@ class ReadyCounter:
             self.drop(ready)
         return ready
 
-    def take_complete(self) -> list[PendingName]:
-        """Return the names that all contributors have reported, and take them off."""
+    def pop_complete(self) -> list[PendingName]:
+        """Remove and return the names that all contributors have reported."""
         self.is_changed = False
         contributors = self._have.keys() - self.absent
         complete = [
@@ -214,7 +211,7 @@ class ReadyCounter:
 
 
 class Node:
-    """A rank that reports to another one; ``commands`` are to be carried out."""
+    """A rank that reports to its parent; ``commands`` are those received."""
 
     def __init__(self, tree: Tree) -> None:
         self.tree = tree
@@ -235,7 +232,7 @@ class Node:
         self._counter.add(rank, request.name, request.text, 1 << rank)
 
     def change(self, number: int, request: Request) -> None:
-        """Have this rank be ready for a request where another one is cached."""
+        """Submit a request for a name that is cached with another request."""
         self.report("changed", number)
         self.submit(request)
 
@@ -248,40 +245,39 @@ class Node:
 
     def lose(self, loss: Loss) -> None:
         if loss.rank == self.tree.parent:
-            # Nobody above can reach those below any more.
+            # The ranks above can no longer reach those below.
             self.order(loss)
         else:
             self.report("lost", *loss)
 
     def receive(self, sender: int, message: bytes) -> None:
         if sender == self.tree.parent:
-            self._obey(message)
+            self._apply(message)
         elif numbers := decode_numbers(message):
             epoch, bits = numbers
             if epoch == self.cache.epoch & 0xFFFF:
                 self._counter.hit(sender, bits & self.cache.live)
         else:
             for event in json.loads(message):
-                self._take(sender, *event)
+                self._on_event(sender, *event)
 
     def flush(self) -> list[tuple[int, bytes]]:
-        """Return what to send now: pairs of neighbour and message."""
         while self._counter.is_changed or self._events:
             self._advance()
         out, self._out = self._out, []
         return out
 
     def order(self, command: Command) -> None:
-        self._obey(encode([_words_of(command)]))
+        self._apply(encode([_words_of(command)]))
 
     def _advance(self) -> None:
-        """Pass on what this rank and all below are ready for, and what they report."""
+        """Report ready requests and events of this subtree to the parent."""
         events, self._events = self._events, []
         parent = self.tree.parent
-        ready = self._counter.take_ready(self.cache.live)
+        ready = self._counter.pop_ready(self.cache.live)
         if ready and parent is not None:
             self._out.append((parent, encode_numbers(self.cache.epoch, ready)))
-        for pending in self._counter.take_complete():
+        for pending in self._counter.pop_complete():
             for text, ranks in pending.ranks.items():
                 events.append(("request", text, encode_bits(ranks)))
         if self._counter.is_all_absent and not self._is_absence_sent:
@@ -290,7 +286,7 @@ class Node:
         if events and parent is not None:
             self._out.append((parent, encode(events)))
 
-    def _take(self, sender: int, verb: str, *values: Any) -> None:  # noqa: ANN401 - JSON's
+    def _on_event(self, sender: int, verb: str, *values: Any) -> None:  # noqa: ANN401 - JSON's
         if verb == "request":
             text, ranks = values
             name = Request.decode(text).name
@@ -300,8 +296,7 @@ class Node:
         elif verb != "ask" or (verb, *values) not in self._events:
             self._events.append((verb, *values))
 
-    def _obey(self, message: bytes) -> None:
-        """Take the root's commands in, and pass them on."""
+    def _apply(self, message: bytes) -> None:
         self._out += [(child, message) for child in self.tree.children]
         if decoded := decode_numbers(message):
             numbers, requests = bits_of(decoded[1]), self.cache.requests
@@ -319,15 +314,15 @@ class Node:
                     self.cache.add(number, request)
                 run.requests.append(request)
                 continue
-            # What comes after one command is not fused with what came before it.
+            # A command separates the operations before and after it.
             if run.requests:
                 self.commands.append(run)
                 run = RunCommand([], None)
-            self._follow(verb, values)
+            self._apply_command(verb, values)
         if run.requests:
             self.commands.append(run)
 
-    def _follow(self, verb: str, values: list[Any]) -> None:
+    def _apply_command(self, verb: str, values: list[Any]) -> None:
         cache, dropped = self.cache, list[int]()
         if verb == "drop":
             dropped = values
@@ -345,11 +340,11 @@ class Node:
             self.commands.append(command)
         for number in dropped:
             if request := self._own.pop(number, None):
-                self.submit(request)  # asked for anew, by text
+                self.submit(request)  # again, by text
 
 
 class RootNode(Node):
-    """Rank 0's node, which decides; remembers up to ``capacity`` requests."""
+    """Rank 0's node, which decides; caches up to ``capacity`` requests."""
 
     def __init__(self, tree: Tree, capacity: int) -> None:
         super().__init__(tree)
@@ -359,24 +354,23 @@ class RootNode(Node):
         self._joined: list[int] = []
 
     def _advance(self) -> None:
-        """Decide on all that every rank is ready for."""
         counter = self._counter
         events, self._events = self._events, []
-        if commands := self._look_into(events):
-            self._obey(encode(commands))
-        ready = counter.take_ready(self.cache.live)
+        if commands := self._handle(events):
+            self._apply(encode(commands))
+        ready = counter.pop_ready(self.cache.live)
         if ready:
             for number in bits_of(ready):
                 self.cache.requests.move_to_end(number)
-            self._obey(encode_numbers(self.cache.epoch, ready))
-        commands = self._judge(counter.take_complete())
+            self._apply(encode_numbers(self.cache.epoch, ready))
+        commands = self._decide(counter.pop_complete())
         if counter.is_all_absent:
             commands.append(_words_of(JoinedCommand(self._joined[-1])))
             self._joined = []
         if commands:
-            self._obey(encode(commands))
+            self._apply(encode(commands))
 
-    def _look_into(self, events: Sequence[Sequence[Any]]) -> list[_Words]:
+    def _handle(self, events: Sequence[Sequence[Any]]) -> list[_Words]:
         commands: list[_Words] = []
         changed: set[int] = set()
         for verb, *values in events:
@@ -391,17 +385,17 @@ class RootNode(Node):
         live = self.cache.live
         return commands + [("drop", n) for n in sorted(changed) if live >> n & 1]
 
-    def _judge(self, complete: list[PendingName]) -> list[_Words]:
+    def _decide(self, complete: list[PendingName]) -> list[_Words]:
         commands: list[_Words] = []
         runs: list[Request] = []
         for pending in complete:
-            asked = [
+            found = [
                 RankRequests(Request.decode(text), ranks)
                 for text, ranks in pending.ranks.items()
             ]
-            asked.sort(key=lambda each: each.ranks & -each.ranks)
-            request = asked[0].request
-            text = find_mismatch(asked, has_joined=bool(self._joined))
+            found.sort(key=lambda each: each.ranks & -each.ranks)
+            request = found[0].request
+            text = find_mismatch(found, has_joined=bool(self._joined))
             if text:
                 commands.append(_words_of(FailCommand(request.name, text)))
             elif request.kind is OpKind.CONNECT:
@@ -420,7 +414,6 @@ class RootNode(Node):
         return commands
 
     def _make_room(self, requests: list[Request]) -> list[_Words]:
-        """Return the commands after which these can be remembered."""
         if self._next_number + len(requests) > _EPOCHS_CAPACITIES * self._capacity:
             self._next_number = 0
             return [("reset",)]

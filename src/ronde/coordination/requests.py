@@ -1,9 +1,9 @@
-"""Named operations: what is asked for, what travels of it, and its result to come.
+"""Named operations, the requests that describe them to other ranks, and their results.
 
 Note [Order on an accelerator]
-    Operations are carried out by whichever thread drives the coordinator, on that
-    thread's stream. What was submitted is ready when the submitter's stream has come so
-    far; what comes of it is ready for the stream of whoever waits: events say so.
+    The thread that drives the coordinator runs an operation on its own stream. Events
+    order it after the inputs on the submitter's stream, and order the stream of a
+    waiting thread after the operation.
 """
 
 import functools
@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ronde.collectives import Look, ReduceOp, Work
+from ronde.collectives import PollCallback, ReduceOp, Work
 from ronde.coordination.messages import format_ranks
 
 
 class OpKind(IntEnum):
-    """The operations that ranks agree on, with the numbers they travel as."""
+    """The kinds of named operations, with their numbers in messages."""
 
     ALLREDUCE = 0
     ADASUM = 1
@@ -37,7 +37,7 @@ class OpKind(IntEnum):
     CONNECT = 8
 
 
-# An enum's ``name`` is looked up in Python on each access.
+# Not the slow ``name`` of an enum.
 _WORDS = {kind: kind.name.lower() for kind in OpKind} | {OpKind.ADASUM: "allreduce"}
 REDUCE_OPS = {
     0: ReduceOp.AVERAGE,
@@ -46,7 +46,7 @@ REDUCE_OPS = {
     4: ReduceOp.MAX,
     5: ReduceOp.PRODUCT,
 }
-"""By Horovod's numbers, which its messages show; Adasum is a kind of its own."""
+"""By Horovod's numbers, which its messages show. Adasum is an ``OpKind``."""
 _NUMBERS = {op: number for number, op in REDUCE_OPS.items()}
 _FREE_FIRST = (OpKind.ALLGATHER, OpKind.ALLTOALL)
 """Their tensors may differ in dimension 0 from rank to rank."""
@@ -61,12 +61,12 @@ class NamedOperation(NamedTuple):
     """One submission: a tensor, or a group of tensors that is ready as a whole."""
 
     kind: OpKind
-    tensors: tuple[Tensor, ...] = ()  # what goes in, detached; in any layout
-    name: str = ""  # as the user gave it, without the operation
-    # For ALLREDUCE, ADASUM and BROADCAST where the results go, one each, of the inputs'
-    # shapes: the inputs themselves to work in place. Else empty.
+    tensors: tuple[Tensor, ...] = ()  # inputs: detached, in any layout
+    name: str = ""  # the user's
+    # Of ALLREDUCE, ADASUM and BROADCAST: one for each input, of its shape, or the
+    # inputs themselves. Otherwise empty.
     outputs: tuple[Tensor, ...] = ()
-    is_group: bool = False  # names on the wire begin with ``grouped_``
+    is_group: bool = False  # the wire name begins with ``grouped_``
     reduce_op: ReduceOp = ReduceOp.SUM
     prescale: float = 1.0
     postscale: float = 1.0
@@ -88,14 +88,14 @@ class Request:
 
     kind: OpKind
     name: str  # on the wire
-    dtypes: tuple[str, ...]  # one for each tensor, such as ``float32``
-    shapes: tuple[Shape, ...]  # one for each tensor
+    dtypes: tuple[str, ...]  # of each tensor, such as ``float32``
+    shapes: tuple[Shape, ...]  # of each tensor
     device: str  # ``cpu`` or ``cuda``
-    number: int  # the reduction's, in Horovod's numbering
+    number: int  # Horovod's number of the reduction
     prescale: float
     postscale: float
-    root: int  # who is copied from, or -1
-    is_cached: bool  # whether to remember it: whether it has a name to come again by
+    root: int  # -1 for none
+    is_cached: bool  # it has a name by which it may come again
     text: str = field(init=False, compare=False)
     torch_dtypes: tuple[torch.dtype, ...] = field(init=False, compare=False)
     reduce_op: ReduceOp = field(init=False, compare=False)
@@ -172,7 +172,7 @@ def _device(tensors: Sequence[Tensor]) -> str:
 
 
 class StreamMark:
-    """A point on the stream that was current on a CUDA device."""
+    """A point on the current stream of a CUDA device."""
 
     __slots__ = ("_event", "device")
 
@@ -188,7 +188,7 @@ class StreamMark:
 class Entry(Work[Any]):
     """One operation under way, submitted at ``submitted_ns`` (``monotonic_ns``).
 
-    On an accelerator the inputs are there from ``ready`` on, the outputs from ``done``.
+    On an accelerator the inputs are ready at ``ready``, the outputs at ``done``.
     """
 
     __slots__ = (
@@ -206,9 +206,9 @@ class Entry(Work[Any]):
         name: str,
         operation: NamedOperation,
         wake: Callable[[], None],
-        drive: Callable[["Entry", Look | None], None],
+        drive: Callable[["Entry", PollCallback | None], None],
     ) -> None:
-        """Begin; ``wake`` has somebody make progress soon, ``drive`` makes it."""
+        """``wake``: request progress soon. ``drive``: make progress in this thread."""
         super().__init__(None, is_over=False)
         self._wake, self._drive = wake, drive
         self.name = name
@@ -223,8 +223,8 @@ class Entry(Work[Any]):
         self._wake()
         return False
 
-    def _block(self, look: Look | None) -> bool:
-        self._drive(self, look)
+    def _block(self, poll: PollCallback | None) -> bool:
+        self._drive(self, poll)
         return self.is_over
 
     def wait(self) -> Any:  # noqa: ANN401 - each operation's own
@@ -232,8 +232,8 @@ class Entry(Work[Any]):
         if self.done is not None:
             self.done.order()
             if not self.operation.outputs:
-                # New tensors, allocated on the stream of whoever carried it out: kept
-                # until this thread's stream is done with them.
+                # New tensors, allocated on another thread's stream. Their memory must
+                # not be reused before this thread's stream is done with them.
                 made: Sequence[Any] = result or ()
                 for each in made:
                     tensor = each if isinstance(each, Tensor) else each[0]
@@ -252,7 +252,7 @@ class Entry(Work[Any]):
         if not self.is_over:
             self.failure = failure
             self.is_over = True
-            # Whoever keeps this, such as a queue, keeps no communicator that is gone.
+            # So that a reference to this entry keeps no communicator alive.
             self._wake, self._drive = _do_nothing, _do_nothing
 
 
@@ -303,55 +303,55 @@ _RULES: tuple[tuple[str, str, Callable[[Request], Sequence[object]]], ...] = (
         lambda r: ["CPU" if r.device == "cpu" else "GPU"],
     ),
 )
-"""What must be equal, in Horovod's order and words."""
+"""Properties that must be equal, in Horovod's order and words."""
 
 
 class RankRequests(NamedTuple):
-    """What some ranks, a bit each, have all asked for."""
+    """A request and the ranks, a bit each, that made it."""
 
     request: Request
     ranks: int
 
 
-def find_mismatch(asked: Sequence[RankRequests], *, has_joined: bool) -> str:
-    """Return what is wrong with the requests for one name; empty where they fit.
+def find_mismatch(found: Sequence[RankRequests], *, has_joined: bool) -> str:
+    """Return an error text if the requests for one name do not fit together, or "".
 
-    ``asked`` are the differing ones, by their lowest rank. Rules and words are
-    Horovod's; then come the ranks and what they asked for.
+    ``found`` are the different requests, ordered by lowest rank. Rules and words are
+    Horovod's; the ranks and their requests follow.
     """
-    request = asked[0].request
-    problems = [_find_difference([each.request for each in asked])]
+    request = found[0].request
+    problems = [_find_difference([each.request for each in found])]
     if has_joined:
         problems.append(_ON_JOIN.get(request.kind, ""))
     if request.kind in _NEEDS_ROWS and not all(request.shapes):
-        what = request.kind.name
-        problems.append(f"Process-set rank zero tried to {what} a rank-zero tensor.")
+        kind = request.kind.name
+        problems.append(f"Process-set rank zero tried to {kind} a rank-zero tensor.")
     text = " ".join(filter(None, problems))
-    if text and len(asked) > 1:
-        text = "\n".join([text, *map(_describe, asked)])
+    if text and len(found) > 1:
+        text = "\n".join([text, *map(_describe, found)])
     return text
 
 
 def _find_difference(requests: Sequence[Request]) -> str:
-    """Return what differs from the first and counts most."""
+    """Return the most important difference from the first request, or nothing."""
     first, *others = requests
-    for (what, sent, values_of), other in product(_RULES, others):
+    for (title, sent, values_of), other in product(_RULES, others):
         for x, y in zip(values_of(first), values_of(other), strict=False):
             if x != y:
                 return (
-                    f"Mismatched {what.format(first.kind.name)}: One rank {sent} {x}, "
+                    f"Mismatched {title.format(first.kind.name)}: One rank {sent} {x}, "
                     f"but another rank {sent} {y}."
                 )
     return ""
 
 
-def _describe(asked: RankRequests) -> str:
-    request = asked.request
+def _describe(found: RankRequests) -> str:
+    request = found.request
     tensors = ", ".join(
         f"{dtype} {_show(shape)}"
         for dtype, shape in zip(request.dtypes, request.shapes, strict=True)
     )
-    return f"{format_ranks(asked.ranks)}: {request.kind.name} {request.name} {tensors}"
+    return f"{format_ranks(found.ranks)}: {request.kind.name} {request.name} {tensors}"
 
 
 def _show(shape: Shape) -> str:

@@ -1,27 +1,28 @@
-"""What this process waits for: its operations, and ranks that wait for each other.
+"""The pending operations of this process, and deadlocks between ranks.
 
 Note [Ranks that wait for each other]
-    Requests have names and may come in any order. Rounds of gradients are not
-    negotiated: ``backward()`` waits until all ranks have come to the same round. So one
-    rank may wait in a round for another that waits in a request of which the first does
-    not know, or in another optimizer's round. Horovod's ``backward()`` does not wait.
+    Requests have names, so their order may differ between ranks. Rounds of gradients
+    are not negotiated: ``backward()`` waits until all ranks are in the same round. So a
+    rank may wait in a round for another rank, which waits in a request that the first
+    has not made, or in another optimizer's round. Horovod's ``backward()`` does not
+    wait.
 
-    Whoever has waited for longer than its patience publishes what for, and has the root
-    ask everyone twice: what it waits for, and whether it has come to what the others
-    wait for. A wait counts if it was there both times, and a rank if all threads that
-    ever waited or submitted anything are in such waits: so all of it was true at one
-    time, between the questions, and slow ranks are never taken for stuck ones. Where
-    ranks wait for each other in a circle, those in ``backward()`` *give way*: it
-    returns, and its round goes on whenever the thread waits for anything else, to its
-    end at ``step()`` or ``synchronize()`` at the latest. From then on, everyone asks
-    sooner. Where orders agree nothing is published, asked or sent.
+    A wait that lasts longer than its patience is published. Then the root asks all
+    ranks twice: for their published waits, and which of all these points they have
+    reached. A wait counts if it was there both times. A rank counts if all threads that
+    ever waited or submitted an operation are in such waits. So all of it was true at
+    one time, between the two inquiries, and a slow rank is never taken for a blocked
+    one. If ranks wait for each other in a circle, those in ``backward()`` *give way*:
+    it returns, and its round continues whenever the thread waits for anything else, and
+    ends at ``step()`` or ``synchronize()``. From then on all waits have less patience.
+    If all ranks have the same order, no wait is published and no message sent.
 
-Note [Questions]
-    A rank that waits for long has the root ask all ranks, through the agreement's own
-    messages, one of two questions. ``STALLS``: what has this rank submitted, and for
-    how long does it wait? What some ranks never ask for is a stall: Horovod's warning,
-    and its shutdown. ``WAITS``: for what does it wait that can do nothing else? Then,
-    of all those points: to which has it come?
+Note [Inquiries]
+    A rank that waits for long makes the root send one of two inquiries to all ranks,
+    through the messages of the negotiation. ``STALLS``: which operations has this rank
+    submitted, and at what age? An operation that some ranks never submit is a stall:
+    Horovod's warning and shutdown. ``WAITS``: which waits block all threads of this
+    rank? Then: which of all these points has it reached?
 """
 
 import logging
@@ -61,19 +62,19 @@ _LISTEN_EVERY_S = 0.002
 _LISTEN_RARELY_S = 0.02
 STALLS, WAITS = "stalls", "waits"
 _ANSWER_WITHIN_S = {STALLS: 2.0, WAITS: 0.5}
-"""A rank that is too busy to answer does not wait for anybody."""
+"""A rank that is too busy to answer is not blocked."""
 _MOST_NAMES = 64
 _NAMES_SHOWN = 6
 
 
 class PendingTable:
-    """A process set's operations that have no result yet; any thread."""
+    """The operations of a process set that have no result yet; any thread."""
 
     def __init__(self) -> None:
-        self.failure: CollectiveError | None = None  # why nothing can be done any more
+        self.failure: CollectiveError | None = None  # of all later operations
         self.has_joined = False  # this rank
         self.entries: dict[str, Entry] = {}
-        # Name, when it began (``monotonic_ns``), number and bytes.
+        # Name, begin (``monotonic_ns``), number and bytes.
         self.watches: list[tuple[str, int, int, int]] = []
         self.ranks: tuple[int, ...] = ()  # of the process set; empty for all
         self._numbers = defaultdict[tuple[OpKind, bool], "count[int]"](count)
@@ -87,23 +88,21 @@ class PendingTable:
 
     def all_joined(self) -> None:
         self.has_joined = False
-        self._numbers.clear()  # those that joined early have submitted fewer
+        self._numbers.clear()  # ranks that joined early have submitted fewer
 
     def add(self, entry: Entry) -> None:
-        """Enter an operation, if its name is free and nothing has failed."""
         with self._lock:
             if self.failure is not None:
                 raise fresh(self.failure)
             if self.entries.setdefault(entry.name, entry) is not entry:
                 raise UsageError(_IN_FLIGHT)
 
-    def take(self, name: str) -> Entry | None:
-        """Return an operation, whose name may be used again, or None."""
+    def pop(self, name: str) -> Entry | None:
         with self._lock:
             return self.entries.pop(name, None)
 
     def fail(self, failure: CollectiveError, *, is_last: bool = False) -> None:
-        """Fail all that is under way and to come; the first, or last, reason stays."""
+        """Fail all operations, also later ones, with the first failure or this one."""
         with self._lock:
             if self.failure is None or is_last:
                 self.failure = failure
@@ -122,11 +121,11 @@ class PendingTable:
             self.watches.remove(watched)
 
     def ages_s(self) -> dict[str, float]:
-        """Return for how many seconds each name is waited for, the oldest first."""
+        """Return the age of each name in seconds, the oldest first."""
         with self._lock:
             entries = list(self.entries.values())
         now = time.monotonic_ns()
-        # Whoever waits to connect watches that; who has joined does not mind.
+        # A wait to connect is watched separately; without a wait it is no stall.
         since = {
             e.name: now if e.operation.kind is OpKind.CONNECT else e.submitted_ns
             for e in entries
@@ -136,7 +135,7 @@ class PendingTable:
         return {name: (now - at_ns) * 1e-9 for name, at_ns in oldest_first}
 
     def collectives(self, group: str) -> list[PendingCollective]:
-        """Return what is not over; in any thread, without the lock."""
+        """Return the pending operations for the rank's status; needs no lock."""
         now = time.monotonic_ns()
         found = [
             PendingCollective(
@@ -150,7 +149,7 @@ class PendingTable:
             )
             for entry in list(self.entries.values())
         ]
-        names = {each.name for each in found}  # who waits to connect watches that, too
+        names = {each.name for each in found}  # a wait to connect is watched, too
         for name, at_ns, number, num_bytes in self.watches.copy():
             if name not in names:
                 facts = number, num_bytes, (now - at_ns) * 1e-9, self.ranks
@@ -159,12 +158,12 @@ class PendingTable:
 
 
 class SyncPoint(NamedTuple):
-    """Where all ranks of a process set meet: a request, or a round of gradients."""
+    """A point that all ranks of a process set must reach: a request or a round."""
 
     set_id: int
     name: str
-    number: int = 0  # the round's; 0 for a request
-    ranks: tuple[int, ...] = ()  # the set's; empty for all
+    number: int = 0  # of the round; 0 for a request
+    ranks: tuple[int, ...] = ()  # of the set; empty for all
 
     @property
     def is_connect(self) -> bool:
@@ -172,15 +171,15 @@ class SyncPoint(NamedTuple):
 
 
 class BlockedWait(NamedTuple):
-    """A wait, as other ranks see it."""
+    """A published wait, as sent to the root."""
 
-    wait_id: int  # used once on its rank
+    wait_id: int  # unique on its rank
     point: SyncPoint
     can_give_way: bool
 
 
-class Waiting:
-    """The ``Look`` that a thread, or else this one, calls until it need not wait."""
+class PolledWait:
+    """A blocked wait of a thread; called as its ``PollCallback``."""
 
     def __init__(
         self,
@@ -194,7 +193,7 @@ class Waiting:
         self.thread = thread or threading.get_ident()
         self.can_give_way = can_give_way
         self.gives_way = False
-        self.number = 0  # once published
+        self.number = 0  # its id while published
         self._waits = waits
         self._patience_s = self._ask_at_s = self._answer_by_s = 0.0
 
@@ -210,7 +209,7 @@ class Waiting:
         self.number = 0
 
     def __call__(self) -> float | None:
-        """Ask when patience is over, and drive what was put off: see ``Look``."""
+        """Drive deferred rounds, and publish the wait when its patience is over."""
         waits = self._waits
         has_put_off = waits.drive()
         if self.gives_way:
@@ -230,7 +229,7 @@ class Waiting:
         pause_s = self._ask_at_s - now
         if has_put_off:
             pause_s = min(pause_s, _DRIVE_EVERY_S)
-        if self.number and self.can_give_way:  # an answer wakes nobody
+        if self.number and self.can_give_way:  # an answer does not wake this thread
             is_soon = now < self._answer_by_s
             pause_s = min(pause_s, _LISTEN_EVERY_S if is_soon else _LISTEN_RARELY_S)
         return pause_s
@@ -241,22 +240,21 @@ class Waits:
 
     def __init__(self, scope: AbortScope | None = None) -> None:
         self.scope = scope or AbortScope()
-        self.patience_s = _FIRST_PATIENCE_S  # after so long a wait is looked into
-        self.ask_all: Callable[[], None] = lambda: None  # has the root look into all
+        self.patience_s = _FIRST_PATIENCE_S  # of a wait before it is published
+        self.ask_all: Callable[[], None] = lambda: None  # requests an inquiry
         self._has_warned = False
         self.numbers = count(1)
-        self.published: dict[int, Waiting] = {}
+        self.published: dict[int, PolledWait] = {}
         self._users: set[int] = set()
         self._begun: dict[tuple[int, str], int] = {}
         self._tables = defaultdict[int, PendingTable](PendingTable)
-        self.table = self._tables.__getitem__  # by the set's number
-        # Rounds that gave way and are not over: what makes progress on each, without
-        # waiting, and the thread that is to call it when it waits.
+        self.table = self._tables.__getitem__  # by set id
+        # Rounds that gave way and are not over: a function that makes progress on each
+        # without waiting, and the thread whose waits call it.
         self.put_off: dict[Callable[[], None], int] = {}
         add_source(self.report)
 
     def report(self) -> Part:
-        """Return what this rank's status says of it."""
         found: list[PendingCollective] = []
         for set_id, table in list(self._tables.items()):
             found += table.collectives(f"set {set_id}" if set_id else "all")
@@ -266,26 +264,25 @@ class Waits:
         self._users.add(threading.get_ident())
 
     def begin(self, point: SyncPoint) -> None:
-        """Note that this rank has come to a round, and will see it through."""
         self._begun[point.set_id, point.name] = point.number
 
     def drive(self) -> bool:
-        """Make progress on this thread's rounds; return whether there are any."""
+        """Make progress on this thread's deferred rounds; True if any are left."""
         for progress, thread in list(self.put_off.items()):
             if thread == threading.get_ident():
                 progress()
         return bool(self.put_off)
 
     def answer(self, points: Sequence[SyncPoint]) -> Sequence[Sequence[object]]:
-        """Return all waits; or which there are still, and which points it came to.
+        """Return all published waits; or the ids of those left, and points reached.
 
-        None where some thread may still do something else.
+        No waits if some thread of this rank is not blocked.
         """
         published = list(self.published.values())
         users = frozenset(self._users)
         self._users -= users - {thread.ident for thread in threading.enumerate()}
         is_stuck = self._users <= {waiting.thread for waiting in published}
-        # Where not, one is over, and its thread about to go on.
+        # If not, a wait is over and its thread about to continue.
         has_come = all(self._has_come_to(waiting.point) for waiting in published)
         if self._tables[0].has_joined or not is_stuck or not has_come:
             published = []
@@ -295,10 +292,10 @@ class Waits:
         return [BlockedWait(w.number, w.point, w.can_give_way) for w in published]
 
     def give_way(self, wait_ids: Sequence[int], others: str) -> None:
-        """Have waits give way, and look into the next ones sooner.
+        """Let waits give way, and give later waits less patience.
 
-        One that cannot is of ranks that wait to connect, each with others: what it
-        waits for fails. ``others`` wait meanwhile: for the log.
+        A wait that cannot give way is one to connect, and fails. ``others`` describes
+        the waits of the other ranks, for the log.
         """
         self.patience_s = _LATER_PATIENCE_S
         found = [self.published.get(wait_id) for wait_id in wait_ids]
@@ -309,8 +306,8 @@ class Waits:
                     self._has_warned = True
                     _logger.warning(_GAVE_WAY, name, others)
                 waiting.gives_way = True
-            elif entry := self.table(set_id).take(name):
-                entry.fail(UnpairedError(f"{name} is not what all ranks wait for."))
+            elif entry := self.table(set_id).pop(name):
+                entry.fail(UnpairedError(f"{name}: not all ranks wait for it."))
 
     def _has_come_to(self, point: SyncPoint) -> bool:
         if point.number:
@@ -320,11 +317,11 @@ class Waits:
 
 
 BlockedWaits = Mapping[int, Sequence[BlockedWait]]
-"""What each rank waits for that can do nothing else; others are not there."""
+"""The waits of each blocked rank."""
 
 
 class StallReport(NamedTuple):
-    """What one rank waits for, and for how many seconds, the oldest first."""
+    """The pending operations of one rank and their ages, the oldest first."""
 
     has_joined: bool
     ages_s: dict[str, float]
@@ -335,10 +332,10 @@ class StallReport(NamedTuple):
 
 
 class Inspector:
-    """The root's: asks all ranks, compares, warns, ends the job or has some give way.
+    """Sends inquiries from the root, and resolves stalls and deadlocks.
 
-    It asks one question at a time. Where nobody can give way, but all ranks of a set
-    wait to connect, each with others, all of them learn that.
+    One inquiry at a time. It warns of stalls, ends the job, lets waits give way, or, if
+    all ranks of a set wait to connect with different peers, fails these waits.
     """
 
     def __init__(self, root: RootNode, warning_s: float, shutdown_s: float) -> None:
@@ -348,15 +345,15 @@ class Inspector:
         self._repeat_s = {STALLS: repeat_s, WAITS: 0.0}
         self._next_s = dict.fromkeys((STALLS, WAITS), 0.0)
         self._wanted: set[str] = set()
-        self._asked = ""  # the question under way, if one is
+        self._asked = ""  # the kind of the inquiry under way
         self._number = 0
         self._deadline_s = 0.0
         self._answers: dict[int, list[Any]] = {}  # by rank
         self._blocked: dict[int, list[BlockedWait]] = {}
         self._points: list[SyncPoint] = []
 
-    def look(self) -> None:
-        """Take answers in, and go on where all are there or it is time."""
+    def step(self) -> None:
+        """Collect answers; evaluate them once all are there or at the deadline."""
         news, self._root.inquiries = self._root.inquiries, []
         for kind, *answer in news:
             if not answer:
@@ -436,11 +433,11 @@ def describe_stall(
     warning_s: float,
     shutdown_s: float,
 ) -> tuple[str, bool]:
-    """Return what has waited for longer than ``warning_s``, and for whom.
+    """Return Horovod's stall warning, or "", and True if the job must end.
 
-    Empty where nobody waits for somebody else for long. And whether the job is to end:
-    whether something has waited for ``shutdown_s``, if that is not 0. A rank that did
-    not answer has no report.
+    A stall is a name that some rank has waited for ``warning_s`` for, and that another
+    rank has not submitted. After ``shutdown_s``, if not 0, it ends the job. A rank that
+    did not answer has no report.
     """
     missing: dict[int, list[str]] = {}
     fatal: set[int] = set()
@@ -472,14 +469,15 @@ def describe_stall(
     by_activity = defaultdict[str, int](int)
     for rank in missing:
         by_activity[_activity(reports.get(rank))] |= 1 << rank
-    lines += [f"{format_ranks(ranks)}: {what}" for what, ranks in by_activity.items()]
+    lines += [
+        f"{format_ranks(ranks)}: {activity}" for activity, ranks in by_activity.items()
+    ]
     return "\n".join(lines), bool(fatal)
 
 
 def _late_names(
     reports: Mapping[int, StallReport], warning_s: float
 ) -> dict[str, float]:
-    """Return the names that some rank has waited for, and for how long at most."""
     late: dict[str, float] = {}
     for report in reports.values():
         for name, age_s in report.ages_s.items():
@@ -504,7 +502,7 @@ def _show(names: Sequence[str]) -> str:
 def find_circles(
     waits: BlockedWaits, size: int, came: set[tuple[int, SyncPoint]]
 ) -> dict[int, list[BlockedWait]]:
-    """Return the waits of ranks that wait for themselves in the end, for such alone."""
+    """Return the blocked waits of ranks that, through others, wait for themselves."""
     missing = {
         (rank, each): {
             other
@@ -514,7 +512,7 @@ def find_circles(
         for rank, blocked in waits.items()
         for each in blocked
     }
-    # A rank may still come anywhere if it is free, or if one of its waits can end.
+    # A rank may reach any point if it is not blocked or one of its waits can end.
     stuck = set(missing)
     while True:
         held = {
@@ -537,7 +535,7 @@ def find_circles(
 
 
 def find_unpaired(circles: BlockedWaits, size: int) -> dict[int, list[int]]:
-    """Return the waits, one a rank and set, of sets whose ranks all wait to connect."""
+    """Return one wait of each rank, for sets in which all ranks wait to connect."""
     by_set = defaultdict[int, dict[int, BlockedWait]](dict)
     for rank, waits in circles.items():
         for each in waits:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 
-from ronde.collectives import Communicator, Look, Work
+from ronde.collectives import Communicator, PollCallback, Work
 from ronde.collectives.lane import FutureWork
 from ronde.collectives.torch_modes import in_mode_of_caller
 from ronde.coordination.coordinator import Coordinator
@@ -109,10 +109,10 @@ class Resumable:
         self._steps = steps
         self._work: Work[Any] | None = None
 
-    def run(self, look: Look) -> bool:
-        """Go on to the end, or until ``look`` stops it; return whether it is over."""
+    def run(self, poll: PollCallback) -> bool:
+        """Continue until over or ``poll`` stops it; return True if it is over."""
         while not self.is_over:
-            if self._work is not None and not self._work.wait_watched(look):
+            if self._work is not None and not self._work.wait_watched(poll):
                 return False
             self._go_on()
         return True

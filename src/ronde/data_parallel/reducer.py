@@ -36,7 +36,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ronde.collectives import Communicator
 from ronde.collectives.torch_modes import outside_compiler
-from ronde.coordination.waits import Waiting
+from ronde.coordination.waits import PolledWait
 from ronde.data_parallel.buckets import Gradient
 from ronde.data_parallel.group import GroupConnector, ReducerKey, Resumable
 from ronde.data_parallel.hooks import (
@@ -288,7 +288,7 @@ class Reducer:
         if not rounds.is_connected:
             self._waits = self._connector.waits
         self._waits.put_off.pop(self.progress, None)
-        rounds.waiting = Waiting(
+        rounds.waiting = PolledWait(
             self._waits, point, self._owner, can_give_way=can_give_way
         )
         with rounds.waiting as waiting:

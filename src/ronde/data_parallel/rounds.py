@@ -33,7 +33,7 @@ from torch import Tensor
 
 from ronde.collectives import Communicator, all_gather_json
 from ronde.coordination.messages import bits_of, decode_bits, encode_bits
-from ronde.coordination.waits import SyncPoint, Waiting
+from ronde.coordination.waits import PolledWait, SyncPoint
 from ronde.data_parallel.buckets import (
     ADVANCED,
     ARRIVED,
@@ -265,7 +265,7 @@ class ReductionRounds:
         self._gradients, self._options = gradients, options
         self._connector, self._communicators = connector, communicators
         self.is_connected = False
-        self.waiting: Waiting | None = None  # what ``finish`` is waited for with
+        self.waiting: PolledWait | None = None  # what ``finish`` is waited for with
         self.is_open = False
         self.last_round = 0  # that this rank added something to
         self.scaling = self._all_scaling = Scaling(1.0, 1.0, 1)

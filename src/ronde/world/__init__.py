@@ -20,7 +20,7 @@ __getattr__ = lazy_exports(
     {
         "environment": (
             "ALGORITHMS ENGINES boot_identity network_identity own_or "
-            "read_cache_directory read_cpu_engine read_engine read_malloc_tuning"
+            "read_cpu_engine read_engine read_malloc_tuning"
         ),
         "horovod_config": "HorovodConfig read_horovod_config report_ignored",
         "host_lists": "MAX_HOSTS expand expand_list split_list",

@@ -90,11 +90,6 @@ def read_drift(environ: Environ | None = None) -> str:
     return mode
 
 
-def read_cache_directory(environ: Environ | None = None) -> Path:
-    """Return the directory of data that can be measured again; it may not exist."""
-    return _user_directory("XDG_CACHE_HOME", ".cache", own_or(environ))
-
-
 def read_config_directory(environ: Environ | None = None) -> Path:
     """Return the directory of the user's own data; it may not exist."""
     return _user_directory("XDG_CONFIG_HOME", ".config", own_or(environ))

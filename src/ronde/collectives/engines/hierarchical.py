@@ -1,8 +1,8 @@
 """Collectives on two levels: within each host, and between hosts.
 
-They go piece by piece. Pieces overlap: while one travels between hosts, the host works
-on the next ones and on those that have come back. Every rank makes the same calls on
-each communicator in the same order, whatever comes first.
+Tensors are processed in pieces that overlap: while one piece crosses the network, the
+host works on the others. Every rank makes the same calls on each communicator in the
+same order.
 """
 
 from collections import deque
@@ -19,14 +19,14 @@ from ronde.collectives.engine import Engine, ReduceOp, Work
 from ronde.collectives.lane import LaneEngine
 from ronde.collectives.shapes import rows
 
-PIECE_BYTES = 2 * 1024 * 1024  # the network's full rate, yet several are under way
+PIECE_BYTES = 2 << 20  # long enough for the network's full rate
 _UNDER_WAY = 2
-_MOST_PADDED = 2  # times the bytes, so that all parts are of one length
+_MOST_PADDED = 2  # times the bytes: the most that padding to equal parts may cost
 _Steps = Generator[Work[Tensor] | None, Any, None]  # between hosts
 
 
 class HostGroups(NamedTuple):
-    """For each host, in the order of their lowest ranks, its ranks in order."""
+    """The ranks of each host, ascending; hosts in the order of their lowest ranks."""
 
     ranks: tuple[tuple[int, ...], ...]
 
@@ -42,6 +42,7 @@ class HostGroups(NamedTuple):
         return len({len(ranks) for ranks in self.ranks}) == 1
 
     def of(self, rank: int) -> tuple[int, int]:
+        """Return the index of a rank's host, and its local rank."""
         for host, ranks in enumerate(self.ranks):
             if rank in ranks:
                 return host, ranks.index(rank)
@@ -49,11 +50,10 @@ class HostGroups(NamedTuple):
 
 
 class HierarchicalEngine(LaneEngine):
-    """Does on each host what need not cross the network."""
+    """Base of the engines on two levels."""
 
-    # ``world`` has all ranks, for the calls that two levels do not help; ``local``
-    # those of this host, in order of rank; ``cross`` one of each host, in the order of
-    # hosts.
+    # ``world`` has all ranks and serves calls that gain nothing from two levels;
+    # ``local`` has the ranks of this host, ``cross`` one rank of each host.
 
     name = "hierarchical"
 
@@ -100,14 +100,13 @@ class HierarchicalEngine(LaneEngine):
 
 
 class EvenHostsEngine(HierarchicalEngine):
-    """All hosts have equally many ranks: each exchanges its share with its likes."""
+    """For hosts with equal numbers of ranks: each rank exchanges a share."""
 
-    # ``cross`` are the ranks of this rank's place on every host.
+    # ``cross`` has the ranks with this local rank on every host.
 
     _cross: Communicator
 
     def _reduce(self, vector: Tensor, op: ReduceOp) -> None:
-        """Reduce shares on the host, each over the hosts, and gather."""
         local = self._local
 
         def reduce(piece: Tensor) -> _Steps:
@@ -123,16 +122,16 @@ class EvenHostsEngine(HierarchicalEngine):
     def _reduce_parts(
         self, vector: Tensor, counts: Sequence[int], op: ReduceOp
     ) -> Tensor:
-        """Reduce on the host what goes to each place, then over hosts."""
+        """Reduce on the host the parts of each local rank, then over hosts."""
         parts = _parts(vector, counts)
         result = vector.new_empty(counts[self.rank])
 
         def reduce(window: slice) -> _Steps:
             width = window.stop - window.start
             stack = vector.new_zeros(self._local.size, self._cross.size, width)
-            for part, place in zip(parts, self._slices(stack), strict=True):
+            for part, padded in zip(parts, self._slices(stack), strict=True):
                 piece = part[window]
-                place[: piece.numel()] = piece
+                padded[: piece.numel()] = piece
             column = self._local.reduce_scatter(stack, op).wait()[0]
             reduced = yield self._cross.reduce_scatter(column, op)
             target = result[window]
@@ -142,7 +141,7 @@ class EvenHostsEngine(HierarchicalEngine):
         return result
 
     def _gather(self, out: Tensor, own: Tensor, counts: Sequence[int]) -> None:
-        """Gather over the hosts what each place has, filled up, then on the host."""
+        """Gather the padded parts of each local rank over hosts, then on the host."""
         if max(counts) * len(counts) > _MOST_PADDED * sum(counts):
             super()._gather(out, own, counts)
             return
@@ -154,37 +153,35 @@ class EvenHostsEngine(HierarchicalEngine):
             padded[0, : piece.numel()] = piece
             column = yield self._cross.all_gather(padded)
             stack = self._local.all_gather(column.unsqueeze(0)).wait()
-            for part, place in zip(parts, self._slices(stack), strict=True):
+            for part, source in zip(parts, self._slices(stack), strict=True):
                 target = part[window]
-                target.copy_(place[: target.numel()])
+                target.copy_(source[: target.numel()])
 
         _overlap(map(gather, _windows(out, counts)))
 
     def _copy(self, data: Tensor, root: int) -> None:
-        """Copy to the ranks of the root's place, then on each host."""
-        root_host, root_place = self._groups.of(root)
+        """Copy to the ranks with the root's local rank, then on each host."""
+        root_host, root_local = self._groups.of(root)
 
         def copy(piece: Tensor) -> _Steps:
-            is_like_root = self._local.rank == root_place
+            is_like_root = self._local.rank == root_local
             yield self._cross.broadcast(piece, root_host) if is_like_root else None
-            self._local.broadcast(piece, root_place).wait()
+            self._local.broadcast(piece, root_local).wait()
 
         _overlap(map(copy, _pieces(data)))
 
     def _slices(self, stack: Tensor) -> list[Tensor]:
-        """Return each rank's vector of ``stack``, which is by place and host."""
-        places = map(self._groups.of, range(self.size))
-        return [stack[place, host] for host, place in places]
+        """Return each rank's vector of ``stack``, indexed by local rank and host."""
+        positions = map(self._groups.of, range(self.size))
+        return [stack[local_rank, host] for host, local_rank in positions]
 
 
 class LeadersEngine(HierarchicalEngine):
-    """Hosts have unequal numbers of ranks: the first of each speaks for it."""
+    """For hosts with unequal numbers of ranks: the first of each is its leader."""
 
-    # ``cross`` are the first ranks of every host; None on all others.
+    # ``cross`` has the leaders; None on all other ranks.
 
     def _reduce(self, vector: Tensor, op: ReduceOp) -> None:
-        """Reduce on each host, over the leaders, and copy back."""
-
         def reduce(piece: Tensor) -> _Steps:
             self._local.all_reduce(piece, op).wait()
             yield self._cross.all_reduce(piece, op) if self._cross else None
@@ -194,12 +191,12 @@ class LeadersEngine(HierarchicalEngine):
 
     def _copy(self, data: Tensor, root: int) -> None:
         """Copy on the root's host, to the leaders, on the other hosts."""
-        root_host, root_place = self._groups.of(root)
+        root_host, root_local = self._groups.of(root)
         is_home = self._groups.of(self.rank)[0] == root_host
 
         def copy(piece: Tensor) -> _Steps:
             if is_home:
-                self._local.broadcast(piece, root_place).wait()
+                self._local.broadcast(piece, root_local).wait()
             yield self._cross.broadcast(piece, root_host) if self._cross else None
             if not is_home:
                 self._local.broadcast(piece, 0).wait()
@@ -208,7 +205,7 @@ class LeadersEngine(HierarchicalEngine):
 
 
 def _overlap(pieces: Iterable[_Steps]) -> None:
-    """Begin one piece after the other; end each when enough are under way."""
+    """Run pieces with ``_UNDER_WAY`` more begun before each one ends."""
     under_way: deque[tuple[Work[Tensor] | None, _Steps]] = deque()
     for steps in pieces:
         under_way.append((next(steps), steps))
@@ -230,7 +227,7 @@ def _pieces(vector: Tensor) -> Iterator[Tensor]:
 
 
 def _windows(vector: Tensor, sizes: Sequence[int]) -> Iterator[slice]:
-    """Cut what each rank has so that all ranks' together are a piece."""
+    """Cut the ranks' parts so that all their windows together are a piece."""
     width = max(1, PIECE_BYTES // (len(sizes) * vector.element_size()))
     for begin in range(0, max(sizes), width):
         yield slice(begin, min(begin + width, max(sizes)))

@@ -1,13 +1,13 @@
 """Collectives on MPI, through mpi4py.
 
-MPI counts in 32 bits: a count, and the place of a rank's part in a whole, must be below
-2**31. What is longer goes in several calls.
+MPI counts in 32 bits: a count and the offset of a rank's part must be below 2**31.
+Longer tensors take several calls.
 
 Note [The end of MPI]
     MPI_Finalize waits for all ranks. A rank that ends because of an error must not wait
-    for those who still wait for it: it leaves without, and whoever launched the ranks
-    ends the others. So Finalize is called at the end of a program that neither an
-    exception nor ``sys.exit(n)`` ended and none of whose collectives failed.
+    for ranks that still wait for it: it ends without Finalize, and the launcher ends
+    the others. So Finalize is called at exit unless an exception or ``sys.exit(n)``
+    ended the program or a collective failed.
 """
 
 import atexit
@@ -26,8 +26,8 @@ from torch import Tensor
 from ronde.collectives.engine import (
     Engine,
     ErrorContext,
-    Look,
     Plan,
+    PollCallback,
     ReduceOp,
     Reduction,
     Work,
@@ -45,8 +45,8 @@ except ImportError as error:
         f"mpi4py must be installed for the engine mpi, got none. {_CURE}"
     ) from error
 
-# See Note [The end of MPI]; and only who connects starts MPI. A program that has loaded
-# it before has chosen for itself.
+# See Note [The end of MPI]. MPI is initialised by the first connection, unless the
+# program did so before.
 mpi4py.rc.initialize = False
 mpi4py.rc.finalize = False
 try:
@@ -82,11 +82,11 @@ _DATATYPES = {
     torch.float64: MPI.DOUBLE,
     torch.complex64: MPI.C_FLOAT_COMPLEX,
     torch.complex128: MPI.C_DOUBLE_COMPLEX,
-}  # the dtypes that ``arithmetic.encode`` leaves to be reduced
+}  # the dtypes of the results of ``arithmetic.encode``
 
 
 class MpiLibrary:
-    """MPI in this process, initialised; raises UsageError if for one thread alone."""
+    """MPI in this process; initialises it."""
 
     def __init__(self) -> None:
         if not MPI.Is_initialized():
@@ -94,16 +94,16 @@ class MpiLibrary:
             watch_exit()
             atexit.register(self._finalize)
         self.has_failed = False
-        self.under_way: set[MpiWork] = set()  # MPI uses their tensors
+        self.under_way: set[MpiWork] = set()  # kept alive: MPI uses their tensors
         provided = MPI.Query_thread()
         if provided < MPI.THREAD_SERIALIZED:
             raise UsageError(
                 "MPI must be initialised with THREAD_SERIALIZED or THREAD_MULTIPLE, "
                 f"got thread level {provided}. Connect before the program initialises "
-                "MPI itself, or have it ask for more."
+                "MPI, or let it request one of these levels."
             )
         self.calling: AbstractContextManager[Any] = nullcontext()
-        """Keeps other threads out of MPI where it takes only one at a time."""
+        """A lock around calls if MPI allows only one thread at a time."""
         if provided < MPI.THREAD_MULTIPLE:
             self.calling = threading.RLock()
 
@@ -116,10 +116,10 @@ load = functools.cache(MpiLibrary)
 
 
 class MpiEngine(Engine):
-    """Moves tensors by a communicator of MPI's own."""
+    """Moves tensors by an MPI communicator of its own."""
 
-    # MPI moves bytes only inside of its calls: a collective under way goes on while
-    # this process waits for it, asks whether it is done, or makes another call.
+    # MPI moves bytes only inside its calls: a collective under way makes progress while
+    # this process waits for it, polls it, or makes another call.
 
     name = "mpi"
 
@@ -143,9 +143,11 @@ class MpiEngine(Engine):
             return Reduction(ReduceOp.SUM) if dtype.is_floating_point else None
         return None if dtype.is_complex and op is ReduceOp.SUM else Reduction(op)
 
-    def all_reduce(self, source: Tensor, out: Tensor, what: Reduction) -> Work[None]:
+    def all_reduce(
+        self, source: Tensor, out: Tensor, reduction: Reduction
+    ) -> Work[None]:
         def start(comm: MPI.Intracomm) -> list[MPI.Request]:
-            op = _MPI_OPS[what.op]
+            op = _MPI_OPS[reduction.op]
             return [
                 comm.Iallreduce(MPI.IN_PLACE, _elements(piece), op)
                 for piece in self._pieces(out)
@@ -154,19 +156,19 @@ class MpiEngine(Engine):
         return self._begin("all_reduce", start, (source, out))
 
     def reduce_scatter(
-        self, source: Tensor, out: Tensor, counts: Sequence[int], what: Reduction
+        self, source: Tensor, out: Tensor, counts: Sequence[int], reduction: Reduction
     ) -> Work[None]:
         def start(comm: MPI.Intracomm) -> list[MPI.Request]:
-            op = _MPI_OPS[what.op]
+            op = _MPI_OPS[reduction.op]
             if source.numel() <= self.max_count:
-                places = _elements(source), _elements(out)
-                return [comm.Ireduce_scatter(*places, counts, op)]
+                buffers = _elements(source), _elements(out)
+                return [comm.Ireduce_scatter(*buffers, counts, op)]
             requests: list[MPI.Request] = []
             for root, part in enumerate(torch.split(source, list(counts))):
                 targets = self._pieces(out) if root == self.rank else repeat(None)
                 for piece, target in zip(self._pieces(part), targets, strict=False):
-                    place = None if target is None else _elements(target)
-                    requests.append(comm.Ireduce(_elements(piece), place, op, root))
+                    buffer = None if target is None else _elements(target)
+                    requests.append(comm.Ireduce(_elements(piece), buffer, op, root))
             return requests
 
         return self._begin("reduce_scatter", start, (source, out))
@@ -198,7 +200,7 @@ class MpiEngine(Engine):
 
         def by_pairs(comm: MPI.Intracomm) -> list[MPI.Request]:
             highest = comm.Get_attr(MPI.TAG_UB)
-            tag = 32767 if highest is None else int(highest)  # no caller's
+            tag = 32767 if highest is None else int(highest)  # unused by callers
             requests = [
                 comm.Irecv(_bytes(piece), source, tag)
                 for source, part in enumerate(torch.split(received, arriving))
@@ -240,7 +242,7 @@ class MpiEngine(Engine):
         return copy
 
     def close(self) -> None:
-        """Give the communicator back, unless something failed: then MPI may hang."""
+        """Free the communicator, unless a call failed: then MPI may hang."""
         comm, self._comm = self._comm, None
         if comm is None or self._library.has_failed or MPI.Is_finalized():
             return
@@ -275,7 +277,7 @@ class MpiEngine(Engine):
 
 
 class MpiWork(Work[None]):
-    """Requests of MPI's, and the tensors that MPI reads and writes meanwhile."""
+    """MPI requests, and the tensors that MPI reads and writes until they complete."""
 
     __slots__ = ("_context", "_held", "_is_closed", "_library", "_requests")
 
@@ -310,8 +312,8 @@ class MpiWork(Work[None]):
             self._requests, self._held = [], ()
         return self.is_over
 
-    def _block(self, look: Look | None) -> bool:
-        """Drive MPI until it is done, without sleep as long as the bytes may take."""
+    def _block(self, poll: PollCallback | None) -> bool:
+        """Drive MPI until it is done; sleep only after the expected time."""
         started_s = time.monotonic()
         sleep_s = _FIRST_SLEEP_S
         num_bytes = sum(tensor.nbytes for tensor in self._held)
@@ -319,13 +321,13 @@ class MpiWork(Work[None]):
         while not self.is_done():
             waited_s = time.monotonic() - started_s
             if self._is_closed():
-                self._fail(CollectiveError("its communicator was closed meanwhile"))
+                self._fail(CollectiveError("its communicator was closed"))
             elif waited_s > self._context.timeout_s:
                 self._fail(TimeoutError("MPI request timed out"))
             elif waited_s < spin_s:
                 os.sched_yield()
             else:
-                pause_s = sleep_s if look is None else look()
+                pause_s = sleep_s if poll is None else poll()
                 if pause_s is None:
                     return False
                 time.sleep(min(pause_s, sleep_s))
@@ -352,17 +354,17 @@ def connect_some(ranks: Sequence[int], *, timeout_s: float) -> MpiEngine:
 def connect_world(
     rank: int, size: int, *, timeout_s: float, max_count: int = MAX_COUNT
 ) -> MpiEngine:
-    """Connect all ranks; one call of MPI's takes up to ``max_count`` elements."""
+    """Connect all ranks; longer tensors than ``max_count`` take several MPI calls."""
     library = load()
     world = MPI.COMM_WORLD
     if (world.rank, world.size) != (rank, size):
         raise UsageError(
-            f"MPI must know the ranks that the launcher started, but its rank is "
-            f"{world.rank} of {world.size} where the launcher's is {rank} of {size}. "
-            "Start the program with mpirun of the MPI that mpi4py loads "
+            f"rank and size must be the same in MPI and the launcher, got {world.rank} "
+            f"of {world.size} in MPI and {rank} of {size} in the launcher. Start the "
+            "program with mpirun of the MPI that mpi4py loads "
             f"({MPI.Get_library_version().partition(',')[0]})."
         )
-    # The world itself is the program's; it is never closed here.
+    # COMM_WORLD belongs to the program: never closed here.
     engine = MpiEngine(library, world, timeout_s)
     engine.max_count = max_count
     return engine.clone()

@@ -1,16 +1,16 @@
 """Collectives by schedules, over another engine's point-to-point calls.
 
 Note [Stages]
-    Chunks are cut into pieces of a cache's size, the same on both sides of a message.
-    What round r does with piece j of a chunk has stage r + j: while one piece is being
-    reduced, those after it are on their way, and those before it are a round further.
-    A piece depends only on the same piece in earlier rounds, so on lower stages.
+    Chunks are cut into pieces of about a cache's size, the same on both sides of a
+    message. Piece j of a chunk in round r has stage r + j: while one piece is reduced,
+    the pieces after it are under way and those before it are a round further. A piece
+    depends only on the same piece in earlier rounds, so on lower stages.
 
-    A rank posts in order of stages, some ahead of it (``_LOOKAHEAD``) but none before
-    the stages that it depends on are over, and waits only for what it depends on. That
-    cannot deadlock: of all ranks that wait, take one at the lowest stage h. It waits
-    for a message of a stage below h, which its peer has not posted; so the peer waits
-    at a stage below h, too.
+    A rank posts messages in order of stages, some stages ahead (``_LOOKAHEAD``), but
+    not before their dependencies are complete, and waits only for dependencies. This
+    cannot deadlock: of all waiting ranks take one at the lowest stage h. It waits for a
+    message of a stage below h that its peer has not posted, so the peer waits at a
+    stage below h.
 """
 
 from collections.abc import Iterator, Sequence
@@ -36,24 +36,22 @@ from ronde.collectives.lane import LaneEngine
 PIECE_BYTES = 512 * 1024  # long enough that posting it costs little
 _MAX_FREE = 32
 _LOOKAHEAD = 4
-_MAX_TAG = 1 << 14  # MPI promises 32,767; those of equal tag arrive in order
+_MAX_TAG = 1 << 14  # MPI guarantees 32,767; messages of equal tag arrive in order
 
 
 class ScheduledMessage(NamedTuple):
-    """One message, as one of its two ranks sees it."""
+    """A send or receive of one rank."""
 
     action: Action
     peer: int
     start: int
     stop: int
     tag: int
-    needs: tuple[int, ...]  # messages that must be complete before it is posted
+    needs: tuple[int, ...]  # indices of messages that must be complete first
 
 
 @dataclass(slots=True)
 class _Draft:
-    """A message whose place in the program is not known yet."""
-
     step: ScheduleStep
     stage: int  # see Note [Stages]
     span: tuple[int, int]
@@ -84,21 +82,21 @@ def compile_program(
         counts[way] = draft.tag + 1
     _connect(drafts)
     drafts.sort(key=lambda draft: draft.posting)
-    places = {id(draft): place for place, draft in enumerate(drafts)}
+    positions = {id(draft): index for index, draft in enumerate(drafts)}
     return tuple(
         ScheduledMessage(
             draft.step.action,
             draft.step.peer,
             *draft.span,
             draft.tag,
-            tuple(sorted(places[id(need)] for need in draft.needs)),
+            tuple(sorted(positions[id(need)] for need in draft.needs)),
         )
         for draft in drafts
     )
 
 
 def _drafts(schedule: Schedule, rank: int, piece_numel: int) -> Iterator[_Draft]:
-    """Cut long chunks into pieces; put short consecutive ones together."""
+    """Cut long chunks into pieces; join short consecutive ones."""
     chunks = schedule.chunks
     largest = max(1, chunks.largest())
     num_together = max(1, piece_numel // largest)
@@ -120,9 +118,8 @@ def _drafts(schedule: Schedule, rank: int, piece_numel: int) -> Iterator[_Draft]
 
 
 def _connect(drafts: list[_Draft]) -> None:
-    """Find what each message depends on."""
-    # A send needs what was received into its elements before; a receive needs the sends
-    # that still read them. Sums arrive beside the vector and are added in the order of
+    # A send needs the earlier receives of its elements, and a receive the sends that
+    # still read them. Summands are received into other memory and added in the order of
     # the program.
     arriving: dict[tuple[int, int], list[_Draft]] = {}
     leaving: dict[tuple[int, int], list[_Draft]] = {}
@@ -152,14 +149,14 @@ def _need(draft: _Draft, others: list[_Draft]) -> None:
 
 @lru_cache(maxsize=512)
 def _program(
-    place: tuple[int, int],
+    rank: int,
+    size: int,
     algorithm: str,
     collective: str,
     extent: tuple[int, ...],
     element_bytes: int,
 ) -> tuple[ScheduledMessage, ...]:
-    """Return a rank's program: ``extent`` is of all (and the root), or one a rank."""
-    rank, size = place
+    """Return a rank's program; ``extent``: length (and root), or one for each rank."""
     schedules = find_algorithm(algorithm)
     if collective == "all_reduce":
         schedule = schedules.all_reduce(size, extent[0])
@@ -174,7 +171,7 @@ def _program(
 
 @dataclass(slots=True)
 class _Run:
-    """One program under way; ``free`` is memory for messages that are added."""
+    """A program under way; ``free`` is memory for summands."""
 
     free: list[Tensor]
     program: Sequence[ScheduledMessage]
@@ -184,7 +181,6 @@ class _Run:
     arrivals: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
 
     def run(self, post: PostMessage, wait: WaitForMessage) -> None:
-        """Send, receive and reduce until the program is over, or a message failed."""
         for index, message in enumerate(self.program):
             for need in message.needs:
                 self._complete(need, wait)
@@ -209,7 +205,7 @@ class _Run:
         return "recv", tensor
 
     def _complete(self, index: int, wait: WaitForMessage) -> None:
-        """Wait for a message and add what it brought, unless that was done."""
+        """Wait for a message and add its elements, if not done already."""
         work = self.works.pop(index, None)
         if work is None:
             return
@@ -225,7 +221,7 @@ class _Run:
 
 
 class ScheduledEngine(LaneEngine):
-    """Follows an algorithm's schedules by messages over a clone of another engine."""
+    """Executes an algorithm's schedules by messages of another engine."""
 
     name = "scheduled"
 
@@ -240,7 +236,7 @@ class ScheduledEngine(LaneEngine):
         gathered[self.rank] = own
         sizes = (own.nbytes,) * self.size
         vector = gathered.view(-1).view(torch.uint8)
-        # So short a message goes in the fewest rounds, whatever the algorithm is.
+        # The algorithm with the fewest rounds, for so short a message.
         fewest = "halving_doubling"
         self._submit(
             call, lambda: self._run("all_gather", sizes, vector, by=fewest)
@@ -258,9 +254,8 @@ class ScheduledEngine(LaneEngine):
         op: ReduceOp = ReduceOp.SUM,
         by: str = "",
     ) -> None:
-        place, itemsize = (self.rank, self.size), vector.element_size()
-        algorithm = by or self.algorithm
-        program = _program(place, algorithm, collective, tuple(extent), itemsize)
+        how = by or self.algorithm, collective, tuple(extent), vector.element_size()
+        program = _program(self.rank, self.size, *how)
         run = _Run(self._free, program, vector, op)
         self._messages.run_messages(collective, run.run)
 

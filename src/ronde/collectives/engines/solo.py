@@ -1,4 +1,4 @@
-"""One rank: no process group, no thread, no socket."""
+"""The engine of one rank: no process group, thread or socket."""
 
 from collections.abc import Sequence
 from typing import Never
@@ -17,7 +17,7 @@ from ronde.collectives.engine import (
 
 
 class SoloEngine(Engine):
-    """Moves tensors of any device to where they are."""
+    """Copies tensors of any device."""
 
     name = "solo"
     rank = 0
@@ -35,17 +35,19 @@ class SoloEngine(Engine):
     def native(self, call: str, like: Tensor, op: ReduceOp) -> Reduction:
         return Reduction(op, scales=True)
 
-    def all_reduce(self, source: Tensor, out: Tensor, what: Reduction) -> Work[None]:
+    def all_reduce(
+        self, source: Tensor, out: Tensor, reduction: Reduction
+    ) -> Work[None]:
         self.require_open()
         _copy(source, out)
-        scale_(out, what.prescale)
-        scale_(out, what.postscale)
+        scale_(out, reduction.prescale)
+        scale_(out, reduction.postscale)
         return Work(None)
 
     def reduce_scatter(
-        self, source: Tensor, out: Tensor, counts: Sequence[int], what: Reduction
+        self, source: Tensor, out: Tensor, counts: Sequence[int], reduction: Reduction
     ) -> Work[None]:
-        return self.all_reduce(source, out, what)
+        return self.all_reduce(source, out, reduction)
 
     def gather_numbers(self, own: Tensor, call: str) -> Tensor:
         self.require_open()

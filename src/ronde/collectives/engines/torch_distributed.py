@@ -1,30 +1,28 @@
 """Collectives on torch's process groups: Gloo for the CPU, NCCL for CUDA.
 
 Note [Gloo's sockets]
-    Left alone, Gloo looks its own host's name up, which on many a host leads to the
-    loopback, where no other host reaches it. The way to rank 0 is known to work: the
-    store is there.
+    By default Gloo resolves its own host's name, which on many hosts leads to the
+    loopback, out of reach of other hosts. The address towards rank 0 is known to work,
+    since the store is there.
 
-    Gloo goes on to listen for as long as its group lives, though nobody is to come any
-    more, and keeps every connection that comes: some hundred of a stranger's use up the
-    rank's descriptors, and Gloo ends the process (``accept: Too many open files``). The
-    socket cannot be closed under Gloo's hands. But a socket filter can have the kernel
-    drop every packet to it: open connections are sockets of their own.
+    Gloo listens for as long as its group lives, though all ranks are connected, and
+    keeps every connection. Some hundred connections by a stranger exhaust the
+    descriptors of the rank, and Gloo ends the process (``accept: Too many open
+    files``). The socket cannot be closed while Gloo uses it, but a socket filter makes
+    the kernel drop every packet to it. Open connections are separate sockets.
 
-    Gloo has no call that ends its connections. What ends them is a message that times
-    out, and then Gloo waits up to 10 ms for each of them. Shut down by their
-    descriptors, they end at once: they are those to or from a port where a rank of the
-    group listens.
+    Gloo has no call that ends its connections. A message that times out ends them, but
+    Gloo waits up to 10 ms for each. Shut down through their descriptors they end at
+    once: they are the connections to or from a port where a rank of the group listens.
 
-Note [What Gloo forgets]
-    When a connection ends, Gloo lets those know who wait for a message that has not
-    begun. A message that is half received, or that waits for room to be sent, it
-    forgets, and so does a send that finds the connection shut down: who waits for it
-    waits until the group's time-out (``Pair::signalException`` in Gloo's tcp/pair.cc).
-    As every connection has ended by then, nothing comes any more that could be written
-    into a tensor. So whoever waits gives up a moment after a group was broken off, for
-    which all ranks stand still; the group and the work live until Gloo gives up as
-    well, since freeing them waits, too.
+Note [Messages that Gloo loses]
+    When a connection ends, Gloo fails the waits for messages that have not begun. It
+    loses a message that is half received or that waits for room to be sent, and a send
+    on a connection that was shut down: their waits last until the group's timeout
+    (``Pair::signalException`` in Gloo's tcp/pair.cc). By then every connection has
+    ended, so nothing can be written into a tensor any more. So waits give up a moment
+    after a group was aborted. The group and the work live until Gloo gives up, too,
+    since freeing them blocks as well.
 """
 
 import math
@@ -61,9 +59,9 @@ from ronde.collectives.engine import (
     CPU,
     Engine,
     ErrorContext,
-    Look,
     MessageSteps,
     Plan,
+    PollCallback,
     ReduceOp,
     Reduction,
     Work,
@@ -79,9 +77,9 @@ from ronde.collectives.gloo_messages import (
 )
 from ronde.collectives.lane import FutureWork
 from ronde.collectives.sockets import (
+    address_of,
+    block_connections,
     find_listening,
-    let_nobody_in,
-    place_of,
     shut_down,
 )
 from ronde.collectives.store import (
@@ -96,14 +94,14 @@ from ronde.collectives.torch_modes import in_mode_of_caller, writing_to
 from ronde.errors import UsageError
 from ronde.world.environment import select_variables
 
-_PLACE_BYTES = 64
+_ADDRESS_BYTES = 64
 _SHORT, _TILL_SHUT = timedelta(milliseconds=1), timedelta(milliseconds=100)
 _SHORTEST_PAUSE_S = 0.001
 _CONNECT_LIMIT = timedelta(seconds=10)
-_LAST_S = 0.05  # for a work whose group was broken off
-_LOOK = timedelta(milliseconds=100)
+_LAST_S = 0.05  # for a work whose group was aborted
+_CHECK_EVERY = timedelta(milliseconds=100)
 _MOST_KNOWN = 16
-_CLOSE_WITHIN_S = 5.0  # for what is under way to end, and for peers to let go
+_CLOSE_WITHIN_S = 5.0  # for works under way, and again for NCCL's shutdown
 _LAZY = "TORCH_GLOO_LAZY_INIT"
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 _making = threading.Lock()
@@ -113,7 +111,7 @@ Wait = Callable[[BackendWork], object]
 
 
 class TorchWork(Work[None]):
-    """torch's works and what is left to do after them; one thread at a time waits."""
+    """Works of torch and a function to call after them."""
 
     __slots__ = ("_after", "_context", "_groups", "_pending")
 
@@ -125,7 +123,7 @@ class TorchWork(Work[None]):
         after: Callable[[], None] | None = None,
     ) -> None:
         super().__init__(None, is_over=False)
-        self._groups = groups  # where Gloo's are waited for
+        self._groups = groups  # of works by Gloo
         self._pending = pending
         self._context = context
         self._after = after
@@ -133,10 +131,10 @@ class TorchWork(Work[None]):
     def _poll(self) -> bool:
         return all(pending.is_completed() for pending in self._pending)
 
-    def _block(self, look: Look | None) -> bool:
-        if look is not None:
-            # Only wait() orders the stream that is current then.
-            return self._watch(look)
+    def _block(self, poll: PollCallback | None) -> bool:
+        if poll is not None:
+            # Only wait() orders the current stream after the work.
+            return self._watch(poll)
         try:
             for pending in self._pending:
                 if self._groups is None:
@@ -145,7 +143,7 @@ class TorchWork(Work[None]):
                     self._groups.wait_for(pending)
         except RuntimeError as error:
             self.failure = self._context.explain(error)
-            # Its frames hold the group: see Note [What a failure holds] of scope.py.
+            # Its frames hold the group: see Note [Tracebacks hold groups] in scope.py.
             self.failure.__cause__ = error.with_traceback(None)
         else:
             if self._after is not None:
@@ -154,30 +152,31 @@ class TorchWork(Work[None]):
         self._pending, self._after = (), None
         return True
 
-    def _watch(self, look: Look) -> bool:
+    def _watch(self, poll: PollCallback) -> bool:
         for pending in self._pending:
             while not pending.is_completed():
                 if self._groups is not None and self._groups.is_given_up(pending):
                     break
-                pause_s = look()
+                pause_s = poll()
                 if pause_s is None:
                     return False
-                with suppress(RuntimeError):  # also of a failure: it is raised later
+                with suppress(RuntimeError):  # a time-out or a failure, raised later
                     pause_s = max(pause_s, _SHORTEST_PAUSE_S)
                     pending.wait(timedelta(seconds=pause_s))
         return True
 
 
 class Nccl:
-    """One process group of NCCL's; collective to make."""
+    """An NCCL process group; its constructor is collective."""
 
-    # It is connected at once. Left to the first calls, two groups whose first calls
-    # come in another order on another rank would wait for ever.
+    # It connects at once. If the first calls connected, two groups whose first calls
+    # come in different orders on two ranks would wait for ever.
 
     def __init__(
         self,
         store: Store,
-        place: tuple[int, int],
+        rank: int,
+        size: int,
         limit: timedelta,
         device: torch.device,
     ) -> None:
@@ -191,7 +190,7 @@ class Nccl:
         options = ProcessGroupNCCL.Options()
         options._timeout = limit  # noqa: SLF001  the only name
         self.device = device
-        self.group: Any = ProcessGroupNCCL(store, *place, options)
+        self.group: Any = ProcessGroupNCCL(store, rank, size, options)
         with torch.cuda.device(device):
             self.group.eager_connect_single_device(device)
         self._gathered: list[GroupedMessage] = []
@@ -199,7 +198,7 @@ class Nccl:
     def message(
         self, call: str, values: Tensor, peer: int, tag: int
     ) -> "GroupedMessage":
-        """Note a ``send`` or ``recv`` down, to be started with others."""
+        """Queue a ``send`` or ``recv``, to start in one group with others."""
         if tag:
             raise UsageError(
                 f"tag must be 0 for CUDA tensors, got {tag}: NCCL has no tags. Leave "
@@ -211,12 +210,11 @@ class Nccl:
         return message
 
     def start_messages(self) -> None:
-        """Start what was gathered, as one group."""
-        # Started one by one, two ranks that both first receive would wait for ever.
+        # Started one by one, two ranks that both receive first would wait for ever.
         messages, self._gathered = self._gathered, []
         if not messages:
             return
-        self.group._start_coalescing()  # noqa: SLF001  it has no other name
+        self.group._start_coalescing()  # noqa: SLF001  the only name
         try:
             for message in messages:
                 message.post()
@@ -226,8 +224,8 @@ class Nccl:
             message.work = work
 
     def close(self) -> None:
-        """End connections and threads: gracefully if that is soon done, or else not."""
-        # Aborted at once, NCCL would drop what another rank waits for.
+        """End connections and threads; abort if works do not end soon."""
+        # An abort at once would drop messages that another rank waits for.
         self._gathered.clear()
         done = torch.cuda.Event()
         done.record(torch.cuda.current_stream(self.device))
@@ -245,7 +243,7 @@ class Nccl:
         thread = threading.Thread(target=shut_down, daemon=True)
         try:
             thread.start()
-        except RuntimeError:  # Python itself ends, and starts no thread any more
+        except RuntimeError:  # Python is exiting and starts no more threads
             self.group.abort()
             return
         thread.join(_CLOSE_WITHIN_S)
@@ -256,7 +254,7 @@ class Nccl:
 
 
 class GroupedMessage:
-    """A send or receive that has started, or will with others."""
+    """A send or receive that starts together with others."""
 
     __slots__ = ("_nccl", "_post", "_ready", "work")
 
@@ -296,7 +294,7 @@ class Groups:
         self._size = size
         self._timeout = timedelta(seconds=timeout_s)
         self._scope = scope_of(store)
-        # A host's own name may lead nowhere; the loopback is always there.
+        # The host's own name may not resolve; the loopback always works.
         self._address = "127.0.0.1"
         if not is_one_host:
             addresses = PrefixStore("address", store)
@@ -308,15 +306,15 @@ class Groups:
         self._waiters = Waiters()
         self._nccl: Nccl | None = None
         self._backends: dict[str, Backend] = {}
-        self._places: set[bytes] = set()
-        self._stores: list[Store] = []  # as long as the groups
+        self._addresses: set[bytes] = set()  # at which the ranks listen
+        self._stores: list[Store] = []  # kept alive with the groups
         self._scope.add(self.abort)
         self._make_gloo("gloo", "cpu")
 
     def of(self, device: torch.device) -> Backend:
-        self._require_open()  # see Note [What Gloo forgets]
+        self._require_open()  # see Note [Messages that Gloo loses]
         if self._nccl is not None:
-            # Else what another rank waits for would wait for what is called now.
+            # Otherwise messages that another rank needs would wait for the next call.
             self._nccl.start_messages()
         return self._backends.get(device.type) or self.connect_nccl(device).group
 
@@ -332,13 +330,12 @@ class Groups:
                 f"device must be cpu or cuda, got {device}. Copy the tensor to the CPU."
             )
         if self._nccl is None:
-            store, place = PrefixStore("nccl", self._store), (self._rank, self._size)
-            self._nccl = Nccl(store, place, self._timeout, device)
+            store = PrefixStore("nccl", self._store)
+            self._nccl = Nccl(store, self._rank, self._size, self._timeout, device)
             self._backends["cuda"] = self._nccl.group
         return self._nccl
 
     def message(self, call: str, values: Tensor, peer: int, tag: int) -> BackendWork:
-        """Start a ``send`` or ``recv``."""
         if not values.is_cpu:
             return self.connect_nccl(values.device).message(call, values, peer, tag)
         return self._post(self.of(values.device), call, values, peer, tag)
@@ -349,8 +346,7 @@ class Groups:
         work = getattr(gloo, call)([values], peer, tag)
         return GlooMessage(work, self._waiters, partial(is_cut_off, gloo, peer))
 
-    def begun(self, work: BackendWork) -> BackendWork:
-        """Return a collective of Gloo's, known from now on until it is waited for."""
+    def track(self, work: BackendWork) -> BackendWork:
         known = self._under_way
         known.add(work)
         if len(known) > _MOST_KNOWN:
@@ -359,18 +355,18 @@ class Groups:
         return work
 
     def wait_for(self, work: BackendWork) -> None:
-        """Wait for a work on CPU tensors; see Note [What Gloo forgets]."""
+        """Wait for a work on CPU tensors; see Note [Messages that Gloo loses]."""
         while not work.is_completed():
             if self.is_given_up(work):
                 raise RuntimeError("connection closed")
-            with suppress(RuntimeError):  # also of a failure: it is raised below
-                work.wait(_LOOK)
+            with suppress(RuntimeError):  # a time-out or a failure, raised below
+                work.wait(_CHECK_EVERY)
         self._under_way.discard(work)
         work.wait()
 
     def run_messages(self, steps: MessageSteps) -> None:
-        """Call what sends and receives on the CPU, in a thread that may be left."""
-        # Handed over one by one, each message would cost two switches of threads.
+        """Run steps that send and receive CPU tensors in a thread that may be left."""
+        # In one thread: a hand-over of each message would cost two thread switches.
         gloo, awaited = self.of(CPU), deque[GlooMessage](maxlen=1)
 
         def wait(message: GlooMessage) -> None:
@@ -382,24 +378,23 @@ class Groups:
         try:
             while True:
                 with suppress(TimeoutError):
-                    outcome.result(_LOOK.total_seconds())
+                    outcome.result(_CHECK_EVERY.total_seconds())
                     return
                 if awaited and self.is_given_up(awaited[0]):
                     raise RuntimeError("connection closed")
         finally:
-            del outcome  # see Note [What a failure holds] of scope.py
+            del outcome  # see Note [Tracebacks hold groups] in scope.py
 
     def is_given_up(self, work: BackendWork) -> bool:
-        """Say whether nobody waits any longer for what is still under way."""
+        """Return True if the wait for a work should end although it is under way."""
         is_lost = isinstance(work, GlooMessage) and work.is_lost()
         return is_lost or time.monotonic() > self._given_up_s
 
     def submit(
         self, context: ErrorContext, steps: Callable[[Backend, Wait], None]
     ) -> FutureWork[None]:
-        """Call ``steps`` in a thread, once all earlier ones are over."""
-        # All ranks must start their steps in one order, the second when the first is
-        # over. So the steps have a group and a thread to themselves.
+        # All ranks must run their steps in one order, one after the other, so the steps
+        # have their own group and thread.
         self._require_open()
         if self._thread is None:
             self._make_gloo("lane", "steps")
@@ -408,16 +403,16 @@ class Groups:
 
         def run() -> None:
             with context:
-                steps(group, lambda work: self.wait_for(self.begun(work)))
+                steps(group, lambda work: self.wait_for(self.track(work)))
 
         return FutureWork(self._thread.submit(in_mode_of_caller(run)))
 
     def abort(self) -> None:
-        """Close, and make what is under way fail here and on the other ranks."""
+        """Close; calls under way fail here and on the other ranks."""
         with suppress(RuntimeError):
-            self._break_off()
+            self._disconnect()
         self._given_up_s = min(self._given_up_s, time.monotonic() + _LAST_S)
-        # Gloo takes up to 10 ms to end a group's thread; nobody waits for that.
+        # In the background: Gloo takes up to 10 ms to end a group's thread.
         self._scope.call_later(self._free)
 
     def _free(self) -> None:
@@ -426,8 +421,7 @@ class Groups:
             with suppress(RuntimeError):
                 self.wait_for(work)
         if left := [work for work in works if not work.is_completed()]:
-            keeping = threading.Thread(target=_keep, args=(groups, left), daemon=True)
-            keeping.start()
+            threading.Thread(target=_hold, args=(groups, left), daemon=True).start()
         self.close()
 
     def close(self) -> None:
@@ -436,16 +430,16 @@ class Groups:
         self._backends.pop("cuda", None)
         if nccl is not None:
             nccl.close()
-        with suppress(KeyError):  # none is left; another thread may end some of them
+        with suppress(KeyError):  # another thread may end some of them
             while True:
                 self._backends.popitem()[1].shutdown()
         self._waiters.close()
         if self._thread is not None:
             self._thread.shutdown(cancel_futures=True)
 
-    def _break_off(self) -> None:
+    def _disconnect(self) -> None:
         self._is_closed = True
-        shut_down(self._places)
+        shut_down(self._addresses)
         for name in ("steps", "cpu"):
             if name in self._backends:
                 self._end_messages(self._backends[name])
@@ -454,17 +448,17 @@ class Groups:
             nccl.abort()
 
     def _end_messages(self, gloo: Backend) -> None:
-        """Return when no connection moves anything: see Note [Gloo's sockets]."""
+        """Return once no connection moves data: see Note [Gloo's sockets]."""
         for peer in range(self._size):
             if peer == self._rank:
                 continue
             nothing = [torch.empty(1, device="cpu")]
-            limit = _TILL_SHUT if self._places else _SHORT
+            limit = _TILL_SHUT if self._addresses else _SHORT
             try:
                 gloo.recv(nothing, peer, UNUSED_TAG).wait(limit)
             except RuntimeError as error:
                 if "Timed out" in str(error):
-                    return  # with a peer that is gone it is no time-out
+                    return  # other errors mean that this peer is gone
 
     def _require_open(self) -> None:
         if self._is_closed:
@@ -473,66 +467,63 @@ class Groups:
 
     def _make_gloo(self, name: str, use: str) -> None:
         store: Store = PrefixStore(name, self._store)
-        is_lazy = _is_lazy()
+        # torch connects two ranks only when they first need it.
+        text = select_variables([_LAZY]).get(_LAZY, "0")
+        is_lazy = text.lower() in ("1", "true", "yes", "y")
         if not is_lazy:
             store = RendezvousStore(store, self._size)
             self._stores.append(store)
         gloo: Any = ProcessGroupGloo
-        # Where it is broken off a thread still waits for ranks that are gone.
+        # After an abort a thread still waits for lost ranks, for so long.
         limit = _CONNECT_LIMIT if self._scope.is_live else self._timeout
         options: Any = limit
         listening: dict[int, int] = {}
         if self._address:
             options = gloo._Options()  # noqa: SLF001  the only name in torch 2.11
             options._timeout = limit  # noqa: SLF001  likewise
-            with _making:  # another thread's sockets still wait for its ranks
+            with _making:  # another thread may open sockets at the same time
                 before = find_listening(self._address)
                 device = gloo.create_device(hostname=self._address)
                 after = find_listening(self._address)
             listening = {fd: i for fd, i in after.items() if before.get(fd) != i}
             options._devices = [device]  # noqa: SLF001  likewise
-        place = self._rank, self._size
-        group: Backend = self._scope.run(lambda: gloo(store, *place, options))
+        rank, size = self._rank, self._size
+        group: Backend = self._scope.run(lambda: gloo(store, rank, size, options))
         group._set_default_timeout(self._timeout)  # noqa: SLF001  its name in torch
         self._backends[use] = group
         if self._scope.failure is not None:
             self.abort()
-        own = b"" if is_lazy else place_of(listening)
-        # Nobody leaves before all are connected: rank 0's store may go at any time.
-        sent = torch.frombuffer(bytearray(own.ljust(_PLACE_BYTES)), dtype=torch.uint8)
-        places = sent.new_empty(self._size * _PLACE_BYTES)
-        work = group._allgather_base(places, sent)  # noqa: SLF001  its name in torch
-        self.wait_for(self.begun(work))
-        rows = places.view(self._size, _PLACE_BYTES)
-        self._places.update({row.numpy().tobytes().strip() for row in rows} - {b""})
+        own = b"" if is_lazy else address_of(listening)
+        # Waits for all ranks to connect, as rank 0 may then end and its store with it.
+        sent = torch.frombuffer(bytearray(own.ljust(_ADDRESS_BYTES)), dtype=torch.uint8)
+        gathered = sent.new_empty(size * _ADDRESS_BYTES)
+        work = group._allgather_base(gathered, sent)  # noqa: SLF001  its name in torch
+        self.wait_for(self.track(work))
+        rows = gathered.view(size, _ADDRESS_BYTES)
+        self._addresses.update({row.numpy().tobytes().strip() for row in rows} - {b""})
         if not is_lazy:
-            let_nobody_in(listening)
+            block_connections(listening)
 
 
-def _keep(_groups: Sequence[Backend], works: Sequence[BackendWork]) -> None:
+def _hold(_groups: Sequence[Backend], works: Sequence[BackendWork]) -> None:
+    """Keep groups alive until their works are over."""
     for work in works:
         with suppress(RuntimeError):
             work.wait()
 
 
-def _is_lazy() -> bool:
-    """Return whether torch connects two ranks when they first need it."""
-    text = select_variables([_LAZY]).get(_LAZY, "0")
-    return text.lower() in ("1", "true", "yes", "y")
-
-
 def _find_own_address(store: Store, rank: int, size: int, timeout: timedelta) -> str:
-    """Return the address of this host that leads to where the ranks meet; collective.
+    """Return the address of this host towards the store; collective.
 
-    Empty where the user has named an interface that does not lead there, or where no
-    route does: torch then decides. On the store's own host it is what others use: its
-    name may lead to the loopback there, and only the others know the address.
+    Empty if the user named an interface without a route there, or if there is no route:
+    torch then decides. On the store's own host it is the address that other ranks use,
+    since the host's name may resolve to the loopback there.
     """
     target = _find_target(store)
     own = source_towards(target) if target else ""
     is_near = not own or is_loopback(own)
     store.set(f"target/{rank}", "" if is_near else target)
-    # The last rank is the likeliest to be on another host.
+    # The last rank is the most likely one on another host.
     others = [r for r in reversed(range(size)) if is_near and r != rank]
     for asked in filter(None, (others[:1], others[1:])):
         texts = get_all(store, [f"target/{other}" for other in asked], timeout)
@@ -554,7 +545,7 @@ def _find_target(store: Store) -> str:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
         return ""
-    # In one order on all hosts: Gloo connects no IPv4 to IPv6.
+    # In one order on all hosts: Gloo cannot connect IPv4 to IPv6.
     addresses = sorted((str(entry[4][0]) for entry in found), key=lambda a: ":" in a)
     return next((a for a in addresses if source_towards(a)), "")
 
@@ -564,12 +555,12 @@ _TORCH_OPS = {
     ReduceOp.MIN: TorchOp.MIN,
     ReduceOp.MAX: TorchOp.MAX,
     ReduceOp.PRODUCT: TorchOp.PRODUCT,
-    ReduceOp.AVERAGE: TorchOp.AVG,  # NCCL's alone
+    ReduceOp.AVERAGE: TorchOp.AVG,  # only NCCL
 }
 
 
 class TorchDistributedEngine(Engine):
-    """Moves tensors by process groups of its own; torch's default is the program's."""
+    """Moves tensors by process groups of its own, apart from torch's default group."""
 
     name = "gloo"
     devices = frozenset({"cpu", "cuda"})
@@ -593,9 +584,8 @@ class TorchDistributedEngine(Engine):
         self._groups.of(CPU)
 
     def native(self, call: str, like: Tensor, op: ReduceOp) -> Reduction | None:
-        """Say what torch reduces."""
-        # Gloo rounds a sum of 16-bit floats once a rank: see ``rounds_often``. NCCL's
-        # average of them divides first. The rest goes by shares.
+        # Gloo rounds a sum of 16-bit floats once for each rank: see ``rounds_often``.
+        # NCCL's average of them divides first. Both are reduced by shares instead.
         dtype = like.dtype
         if call == "reduce_scatter":
             return Reduction(op, scales=True)
@@ -609,17 +599,19 @@ class TorchDistributedEngine(Engine):
             return Reduction(ReduceOp.SUM if is_average else op)
         return None
 
-    def all_reduce(self, source: Tensor, out: Tensor, what: Reduction) -> Work[None]:
+    def all_reduce(
+        self, source: Tensor, out: Tensor, reduction: Reduction
+    ) -> Work[None]:
         backend, context = self._groups.of(out.device), self._all_reduce_context
-        if not what.scales:
+        if not reduction.scales:
             try:
-                pending = backend.allreduce([out], self._options[what.op])
+                pending = backend.allreduce([out], self._options[reduction.op])
             except RuntimeError as error:
                 raise context.explain(error) from error
             return self._work((pending,), out.device, context)
 
         def steps(backend: Backend, wait: Wait) -> None:
-            _reduce_by_shares(backend, wait, source, out, what)
+            _reduce_by_shares(backend, wait, source, out, reduction)
 
         if not out.is_cuda:
             return self._groups.submit(context, steps)
@@ -629,13 +621,13 @@ class TorchDistributedEngine(Engine):
         return Work(None)
 
     def reduce_scatter(
-        self, source: Tensor, out: Tensor, counts: Sequence[int], what: Reduction
+        self, source: Tensor, out: Tensor, counts: Sequence[int], reduction: Reduction
     ) -> Work[None]:
         own = counts[self.rank]
         received = source.new_empty(self.size * own)
-        if what.prescale != 1.0:
+        if reduction.prescale != 1.0:
             source = source.clone()
-            scale_(source, what.prescale)
+            scale_(source, reduction.prescale)
         itemsize = source.element_size()
 
         def start(backend: Backend) -> BackendWork:
@@ -649,7 +641,7 @@ class TorchDistributedEngine(Engine):
         def finish() -> None:
             stack = received.view(self.size, own)
             with writing_to((out, received)):
-                out.copy_(reduce_stack(stack, what.op, what.postscale))
+                out.copy_(reduce_stack(stack, reduction.op, reduction.postscale))
 
         return self._start("reduce_scatter", source.device, start, finish)
 
@@ -662,7 +654,7 @@ class TorchDistributedEngine(Engine):
             if len(set(counts)) == 1:
                 pending = backend._allgather_base(out, own)  # noqa: SLF001  the only name
                 return self._work((pending,), out.device, context)
-            # torch gathers no uneven shares: every rank broadcasts its own into place.
+            # torch cannot gather uneven parts, so every rank broadcasts its own.
             parts: tuple[Tensor, ...] = torch.split(out, list(counts))
             parts[self.rank].copy_(own)
             pending = [
@@ -716,7 +708,8 @@ class TorchDistributedEngine(Engine):
             is_one_host=self._is_one_host,
         )
         if self._groups.cuda_device is not None:
-            # Its first call may come in another order than the original's next one.
+            # Not at its first call: ranks may order that differently than the
+            # original's.
             copy._groups.connect_nccl(self._groups.cuda_device)
         return copy
 
@@ -750,7 +743,7 @@ class TorchDistributedEngine(Engine):
         if device.type != "cpu":
             return TorchWork(None, pending, context, after)
         for each in pending:
-            self._groups.begun(each)
+            self._groups.track(each)
         return TorchWork(self._groups, pending, context, after)
 
     def _context(self, name: str) -> ErrorContext:
@@ -765,17 +758,19 @@ def _broadcast(backend: Backend, tensor: Tensor, root: int) -> BackendWork:
 
 
 def _reduce_by_shares(
-    backend: Backend, wait: Wait, source: Tensor, out: Tensor, what: Reduction
+    backend: Backend, wait: Wait, source: Tensor, out: Tensor, reduction: Reduction
 ) -> None:
-    """Have each rank reduce one share of all, rounding once, then gather the shares."""
+    """Reduce a share on each rank, rounding once, then gather the shares."""
     numel, size = source.numel(), backend.size()
     share = -(-numel // size)
     shares = torch.zeros(size * share, dtype=source.dtype, device=source.device)
     shares[:numel] = source
-    scale_(shares, what.prescale)
+    scale_(shares, reduction.prescale)
     received = torch.empty_like(shares)
     sent: Any = shares.view(torch.uint8)
     wait(backend.alltoall_base(received.view(torch.uint8), sent, [], []))
-    reduced = reduce_stack(received.view(size, share), what.op, what.postscale)
+    reduced = reduce_stack(
+        received.view(size, share), reduction.op, reduction.postscale
+    )
     wait(backend._allgather_base(sent, reduced.view(torch.uint8)))  # noqa: SLF001
     out.copy_(shares[:numel])

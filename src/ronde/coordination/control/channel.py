@@ -1,11 +1,11 @@
-"""How coordinators talk; it never shares a path with the data.
+"""The control channel of coordinators, separate from all data.
 
-* Messages go along the edges of a ``Tree``. Those from one neighbour to another arrive
-  once, whole and in order; any length.
+* Messages of any length go along the edges of a ``Tree``. From one neighbour to another
+  they arrive once, whole and in order.
 * ``send``, ``receive`` and ``find_losses`` are called by one thread at a time, ``wait``
-  by several at once, ``wake`` by any.
-* Whoever waits costs nothing: no processor time while nothing arrives. After a ``wait``
-  comes a ``receive``; until then what has arrived makes every ``wait`` return.
+  by several at once, ``wake`` by any thread.
+* A wait takes no processor time while no message comes. Call ``receive`` after it, as
+  messages that have come make every ``wait`` return.
 """
 
 import logging
@@ -30,17 +30,17 @@ from ronde.coordination.messages import Loss, Tree
 
 _logger = logging.getLogger("ronde")
 Transport = SharedMemoryTransport | GlooTransport
-"""What carries some of a rank's connections, each used by one thread at a time.
+"""Some of a rank's connections, each used by one thread at a time.
 
-Nothing arrives any more that had not when a connection's ``find_loss`` returned a loss.
+After a connection's ``find_loss`` returned a loss no further message arrives.
 """
 
 
 class ControlChannel:
-    """Carries messages between one rank and its neighbours in a tree.
+    """Sends messages between one rank and its neighbours in a tree.
 
-    All that happens on a connection rings the doorbell of ``waiter``. ``shared`` is the
-    memory of all ranks, where all of them are on one host.
+    Every event of a connection rings the doorbell of ``waiter``. ``shared`` is the
+    memory of all ranks if they are on one host.
     """
 
     def __init__(
@@ -59,15 +59,15 @@ class ControlChannel:
         self.add_waiter, self.remove_waiter = waiter.add_waiter, waiter.remove_waiter
 
     def send(self, to: int, message: bytes) -> None:
-        """Send at once, or what does not fit yet with a later ``send`` or ``receive``.
+        """Send a message, or drop it if the neighbour is lost. Never waits.
 
-        To a neighbour that is gone it is dropped.
+        A part that does not fit is sent by a later ``send`` or ``receive``.
         """
         if connection := self._connections.get(to):
             connection.send(message)
 
     def receive(self) -> list[tuple[int, bytes]]:
-        """Return what has arrived: pairs of sender and message. Never waits."""
+        """Return the messages that have come, with their senders. Never waits."""
         received: list[tuple[int, bytes]] = []
         self.waiter.read()
         for connection in self._connections.values():
@@ -75,12 +75,12 @@ class ControlChannel:
         return received
 
     def find_losses(self) -> list[Loss]:
-        """Return the neighbours that are gone, each once, all its messages received."""
+        """Return each lost neighbour once, after all its messages were received."""
         losses: list[Loss] = []
         for connection in tuple(self._connections.values()):
             loss = connection.find_loss()
             if loss is not None and connection.has_unread():
-                # It may have ended after it wrote and before it notified.
+                # It ended between writing and notifying.
                 self.waiter.doorbell.notify()
             elif loss is not None:
                 losses.append(loss)
@@ -88,9 +88,9 @@ class ControlChannel:
         return losses
 
     def close(self) -> None:
-        """Announce it to the neighbours; calls may be repeated. Every ``wait`` returns.
+        """Close the connections; every ``wait`` returns. May be repeated.
 
-        What was sent before still arrives, where that needs no waiting for receivers.
+        Messages sent before still arrive if that needs no waiting for the receivers.
         """
         transports, self._transports = self._transports, ()
         self._connections = {}
@@ -109,10 +109,13 @@ def connect_channel(
 ) -> ControlChannel:
     """Connect this rank to its neighbours in ``Tree.of_hosts(hosts)``; collective.
 
-    Shared memory carries what stays on a host, Gloo what goes between hosts, and both
-    where ranks of a host cannot share memory, which is logged as a warning. The ranks
-    meet at ``store``, empty under the keys used here; None for one rank. Where all are
-    on one host, an ``exchange`` of theirs is faster.
+    Messages within a host use shared memory, those between hosts Gloo. If the ranks of
+    a host cannot share memory, a warning is logged and they use Gloo, too.
+
+    Args:
+        store: Empty under the keys used here; None for one rank.
+        exchange: An exchange of all ranks, faster than the store's, if they are on one
+            host.
 
     Raises:
         CollectiveError: Not all ranks came in time.
@@ -120,9 +123,10 @@ def connect_channel(
     tree = Tree.of_hosts(hosts)[rank]
     if store is None or len(hosts) == 1:
         return ControlChannel(Waiter(Doorbell.private(), FAR), tree)
-    places = HostGroups.from_hosts(hosts)
-    host, place = places.of(rank)
-    ranks, leaders = places.ranks[host], [each[0] for each in places.ranks]
+    groups_by_host = HostGroups.from_hosts(hosts)
+    host, local_rank = groups_by_host.of(rank)
+    ranks = groups_by_host.ranks[host]
+    leaders = [each[0] for each in groups_by_host.ranks]
     on_host = PrefixStore(f"host{host}", store)
     transports: list[Transport] = []
     scope = scope_of(store)
@@ -131,20 +135,20 @@ def connect_channel(
         ErrorContext("connecting", rank, len(hosts), timeout_s, scope),
     ):
         undoing.callback(lambda: [each.close() for each in transports])
-        on_store = through_store(on_host, place, len(ranks), timeout_s)
+        on_store = through_store(on_host, local_rank, len(ranks), timeout_s)
         local = _share_memory(exchange or on_store, ranks, tree)
         doorbell = local.doorbell if local else Doorbell.private()
         if local is not None:
             transports.append(local)
-            if place:
+            if local_rank:
                 local.open()
             else:
-                # The store may be this process's, and go with it at any time.
+                # First: this process may serve the store that the others still need.
                 local.await_neighbours(timeout_s, scope)
         near: list[tuple[Store, Sequence[int]]] = []
         if len(ranks) > 1 and local is None:
             near.append((on_host, ranks))
-        if len(leaders) > 1 and place == 0:
+        if len(leaders) > 1 and local_rank == 0:
             near.append((PrefixStore("hosts", store), leaders))
         for common, others in near:
             groups = Groups(
@@ -160,7 +164,7 @@ def connect_channel(
             }
             transports.append(GlooTransport(groups, neighbours, doorbell))
         if local is not None:
-            if place:
+            if local_rank:
                 local.await_neighbours(timeout_s, scope)
             else:
                 local.open()
@@ -173,12 +177,11 @@ def connect_channel(
 def _share_memory(
     exchange: ExchangeBytes, ranks: Sequence[int], tree: Tree
 ) -> SharedMemoryTransport | None:
-    """Return what carries the messages of a host's ranks; None if memory cannot."""
     if len(ranks) == 1:
         return None
     try:
         return SharedMemoryTransport(exchange, ranks, tree)
     except NoSharedMemoryError as error:  # on all ranks of the host, or none
         if ranks[0] == tree.rank:
-            _logger.warning("Gloo carries the coordination messages: %s", error)
+            _logger.warning("Gloo sends the coordination messages: %s", error)
         return None

@@ -1,24 +1,22 @@
-"""What wakes a rank: a word of memory that others change, and how the rank waits.
+"""The doorbell of a rank, a word that others change to wake it, and its waiter.
 
 Note [Notifications]
-    Every ``notify`` stores a value that none before it stored: notifiers count in steps
-    as wide as there are notifiers, each from its own number. So whoever has read a
-    value and goes to sleep on it is woken by every later one, even if two come at once
-    and one hides the other. What is announced is stored before the notification, and a
-    waiter reads the value before it looks around: so nothing is missed.
+    Every ``notify`` stores a new value: the k-th of n notifiers counts k, k + n, k +
+    2n, ... So a waiter that sleeps on a value is woken by every later one, even if two
+    come at once and one overwrites the other. Notifiers store their data before they
+    notify, and a waiter reads the value before the data: so no data is missed.
 
 Note [Two halves]
-    The two halves of the word hold the same: those who wait for an answer sleep on one,
-    the background thread on the other. While anybody waits for an answer, notifications
-    need not wake the background thread: a system call less for the notifier, and here a
-    thread less that asks for the interpreter's lock.
+    Both halves of the word hold the same value. Eager waits sleep on one half, the
+    background thread on the other. While a thread waits eagerly, notifications do not
+    wake the background thread. That saves a system call in the notifier, and here a
+    thread that takes the interpreter's lock.
 """
 
 import ctypes
 import itertools
 import threading
 import time
-from itertools import repeat
 
 from ronde.collectives.engines.shared_memory.waiting import (
     CONTENTION,
@@ -29,7 +27,7 @@ from ronde.collectives.engines.shared_memory.waiting import (
 )
 
 DOORBELL_BYTES = 128
-"""The doorbell and who sleeps, each in a cache line of its own."""
+"""The doorbell and the sleepers' flags, each in its own cache line."""
 _VALUE = 0
 _ASLEEP = 8
 _BOTH_HALVES = (1 << 32) + 1
@@ -38,15 +36,15 @@ _EAGER, _BACKGROUND = 1, 2
 _BACKGROUND_AT = 4
 _FOR_EVER_S = 3600.0 * 24 * 365
 NEAR, FAR = 200, 0
-"""How often one who waits for an answer looks for it, and lets others run, before it
-sleeps. Answers of other hosts come by threads that want this very interpreter."""
+"""Polls of an eager wait before it sleeps. Answers from other hosts are received by
+threads that need the interpreter's lock, so waits for them sleep at once."""
 
 
 class Doorbell:
-    """Notifies one rank; made by each process that does.
+    """Notifies one rank; each notifying process has its own.
 
-    ``words`` is the rank's memory from the doorbell on, in words of eight bytes, zeros
-    before the first notification; ``address`` is where that is in this process.
+    ``words`` is the rank's memory from the doorbell on, in words of eight bytes,
+    initially zeros; ``address`` is its address in this process.
     """
 
     __slots__ = ("_next_value", "address", "words")
@@ -65,7 +63,7 @@ class Doorbell:
         return cls(words, ctypes.addressof(memory), index=0, num_notifiers=1)
 
     def notify(self) -> None:
-        """Announce to the rank what was stored before; any thread may."""
+        """Notify the rank of data that was stored before; any thread."""
         words = self.words
         if IS_WEAKLY_ORDERED:
             fence()
@@ -86,55 +84,58 @@ class Doorbell:
 
 
 class Waiter:
-    """How a rank waits for its own doorbell.
+    """Waits for the doorbell of this rank.
 
-    ``num_waiters`` are the threads that ``wait`` eagerly and read, again and again.
+    ``num_waiters`` is the number of threads that wait eagerly and read in a loop.
     """
 
-    def __init__(self, doorbell: Doorbell, num_looks: int) -> None:
+    def __init__(self, doorbell: Doorbell, num_polls: int) -> None:
         self.doorbell = doorbell
         self._words = doorbell.words
-        self._num_looks = num_looks
+        self._num_polls = num_polls
         self._seen = 0
         self._last_wake = 0
         self._next_wake = itertools.count(1).__next__
-        self._thread = threading.local()  # with the last wake that each returned after
+        self._thread = threading.local()  # with the last wake that each thread saw
         self._lock = threading.Lock()
         self.num_waiters = 0
         self._num_asleep = {_EAGER: 0, _BACKGROUND: 0}
         self._is_closed = False
 
     def read(self) -> None:
-        """Take note of all notifications so far; call it before looking around."""
+        """Acknowledge all notifications so far; call it before reading their data."""
         self._seen = self._words[_VALUE]
         if IS_WEAKLY_ORDERED:
             fence()
 
     def wait(self, timeout_s: float | None, *, is_eager: bool) -> None:
-        """Return after a notification that nobody has read yet, or ``wake()``.
+        """Return after a notification since the last ``read`` of any thread.
 
-        What came since the last ``read``, by any thread, and a ``wake`` since the last
-        ``wait`` of this thread count. It may also return for nothing. An eager one
-        spins and yields for a short while before it sleeps: it wants its answer.
+        Also returns after a ``wake()`` since the last ``wait`` of this thread, and may
+        return without a reason. An eager wait polls for a short while before it sleeps.
         """
         last_wake = getattr(self._thread, "number", 0)
         kind = _EAGER if is_eager else _BACKGROUND
-        if not self._is_due(kind, last_wake) and not (is_eager and self._spin()):
-            self._sleep(kind, timeout_s, last_wake)
+        if not self._is_due(kind, last_wake):
+            words, seen = self._words, self._seen
+            if not is_eager or not CONTENTION.spin(
+                lambda: words[_VALUE] != seen, self._num_polls
+            ):
+                self._sleep(kind, timeout_s, last_wake)
         self._thread.number = self._last_wake
 
     def wake(self) -> None:
         self._last_wake = self._next_wake()
         self.doorbell.notify()
-        if self._num_asleep[_BACKGROUND]:  # left out while there are waiters
+        if self._num_asleep[_BACKGROUND]:  # skipped while there are waiters
             self.doorbell.wake(_BACKGROUND)
 
     def add_waiter(self) -> None:
-        """Let waits that are not eager sleep on when notified; may be nested."""
+        """Do not wake background waits by notifications; may be nested."""
         self._count(1)
 
     def remove_waiter(self) -> None:
-        """Wake them again from now on, and now if something was not read."""
+        """Undo ``add_waiter``; wakes them if a notification was not read."""
         self._count(-1)
         if not self.num_waiters and self._words[_VALUE] != self._seen:
             self.doorbell.notify()
@@ -148,15 +149,6 @@ class Waiter:
             return True
         is_left_out = kind == _BACKGROUND and self.num_waiters
         return self._words[_VALUE] != self._seen and not is_left_out
-
-    def _spin(self) -> bool:
-        words, seen = self._words, self._seen
-        for _ in repeat(None, CONTENTION.num_looks(self._num_looks)):
-            if words[_VALUE] != seen:
-                return True
-            if not CONTENTION.pause():
-                break
-        return False
 
     def _sleep(self, kind: int, timeout_s: float | None, last_wake: int) -> None:
         deadline = time.monotonic() + (_FOR_EVER_S if timeout_s is None else timeout_s)
@@ -172,7 +164,7 @@ class Waiter:
             self._count(-1, kind)
 
     def _count(self, change: int, kind: int = 0) -> None:
-        """Count waiters, or who sleeps, and store who is to be woken."""
+        """Count waiters or sleepers, and store the kinds of sleepers to wake."""
         with self._lock:
             if kind:
                 self._num_asleep[kind] += change

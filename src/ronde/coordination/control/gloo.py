@@ -1,15 +1,15 @@
 """Connections by Gloo's messages, between hosts and where memory cannot be shared.
 
-A message is a frame of one length for all, and what does not fit into it, under a tag
-of its own. A frame begins with the length of the message, or with a sign below zero.
-Gloo does not send what nobody holds any more, and only who waits for it learns that it
-was sent. So a thread waits, for many messages at once.
+A message is sent as a frame of fixed length, which begins with the length of the
+message or a negative code, and a remainder that does not fit into the frame, under
+another tag. Gloo needs a sent tensor until it is sent, and reports that only to a wait.
+So a thread waits for the sends, many at once.
 
 Note [Close handshake]
-    Gloo moves bytes once the receiver has asked for them, and a connection that is
-    closed with bytes unread may lose what it sent. So whoever closes sends CLOSE and
-    waits a little for the neighbour's listening thread to answer CLOSE_ACK: then all
-    has arrived. A CLOSE that crosses another is its answer.
+    Gloo moves bytes when the receiver has posted a receive, and a connection closed
+    with unread bytes may lose sent ones. So a closing rank sends CLOSE and waits a
+    little until the neighbour's listening thread answers CLOSE_ACK: then all has
+    arrived. If both send CLOSE, each is the answer to the other.
 """
 
 import atexit
@@ -37,7 +37,7 @@ _FRAMES, _REMAINDERS = 0, 1  # tags: each keeps its own order
 _CLOSE, _CLOSE_ACK = -1, -2
 _FOR_EVER = timedelta(days=3650)
 _CLOSE_S = 5.0
-_ENDING_S = 2.0  # threads that Gloo lets go of end within this
+_ENDING_S = 2.0  # for threads to end after Gloo released them
 _MOST_KEPT = 32
 _MOST_KEPT_BYTES = 1 << 20
 
@@ -53,28 +53,31 @@ class GlooTransport:
         *,
         close_s: float = _CLOSE_S,
     ) -> None:
-        """Take over a process group with a Gloo group of this rank and its neighbours.
+        """Own a Gloo group of this rank and its neighbours, and ``close()`` it.
 
-        ``neighbours`` are the rank and the host of each of its numbers; what comes in
-        rings this rank's doorbell. ``close()`` waits ``close_s`` for neighbours.
+        Args:
+            groups: The Gloo group.
+            neighbours: Their ranks and hosts, by rank in the group.
+            doorbell: Of this rank, notified of each message and loss.
+            close_s: The limit of the close handshake.
         """
         self._close_s = close_s
         self.backend = groups.of(torch.device("cpu"))
         self.doorbell = doorbell
         self._groups = groups
         self._lock = threading.Lock()
-        self._kept: list[BackendWork] = []  # what is on its way
+        self._kept: list[BackendWork] = []  # sends under way
         self._num_bytes = 0
         self._batches: SimpleQueue[list[BackendWork] | None] = SimpleQueue()
         self._sent = threading.Thread(
-            target=self._let_go, name="ronde control sent", daemon=True
+            target=self._await_sends, name="ronde control sent", daemon=True
         )
         self._sent.start()
         self.connections = [
             GlooConnection(self, peer, rank, host)
             for peer, (rank, host) in neighbours.items()
         ]
-        # A thread inside of Gloo must not outlive the interpreter: C++ would abort.
+        # C++ aborts if a thread is inside Gloo when the interpreter exits.
         atexit.register(self.close)
 
     def keep(self, work: BackendWork, num_bytes: int) -> None:
@@ -92,7 +95,7 @@ class GlooTransport:
         for each in self.connections:
             each.close()
         self._join(time.monotonic() + self._close_s)
-        self._groups.abort()  # ends what a neighbour that hangs leaves waiting
+        self._groups.abort()  # ends waits for a neighbour that hangs
         deadline = time.monotonic() + _ENDING_S
         self._join(deadline)
         self._batches.put(None)
@@ -100,29 +103,27 @@ class GlooTransport:
         self._kept = []
         for each in self.connections:
             if each.thread.is_alive():
-                # A thread that never comes back from Gloo harms nobody at the end.
                 _logger.warning("the connection to %s could not be closed", each.name)
-        self.connections = []  # they refer to this, and Gloo ends with it
+        self.connections = []  # they refer to this object and its Gloo group
 
     def _join(self, deadline: float) -> None:
         for each in self.connections:
             each.thread.join(max(0.0, deadline - time.monotonic()))
 
-    def _let_go(self) -> None:
+    def _await_sends(self) -> None:
         while (batch := self._batches.get()) is not None:
             for work in batch:
-                # If that fails, the listening thread notices as well.
+                # After a failure the listening thread fails as well.
                 with suppress(RuntimeError):
                     work.wait()
 
 
 class GlooConnection:
-    """A connection, and a thread that listens to it until there is no more to hear."""
+    """A connection, with a thread that receives from it."""
 
     def __init__(
         self, transport: GlooTransport, peer: int, rank: int, host: str
     ) -> None:
-        """Listen; ``peer`` is the neighbour's number in Gloo's group."""
         self.rank = rank
         self.name = f"rank {rank}, on {host},"
         self._transport, self._peer = transport, peer
@@ -151,7 +152,6 @@ class GlooConnection:
         return self._loss
 
     def close(self) -> None:
-        """Begin the close handshake, if the neighbour is still there."""
         self._is_closing = True
         if self._loss is None:
             self._put_frame(_CLOSE)
@@ -159,12 +159,11 @@ class GlooConnection:
     def _listen(self) -> None:
         while self._loss is None:
             try:
-                # The length of a message, or a sign.
-                frame = self._take(_FRAME_BYTES, _FRAMES)
+                frame = self._receive(_FRAME_BYTES, _FRAMES)
                 length: int = _HEADER.unpack_from(frame)[0]
                 message = frame[_HEADER.size : _HEADER.size + max(length, 0)]
                 if length > _INLINE_BYTES:
-                    message += self._take(length - _INLINE_BYTES, _REMAINDERS)
+                    message += self._receive(length - _INLINE_BYTES, _REMAINDERS)
             except RuntimeError:
                 text = f"{self.name} ended or cannot be reached"
                 self._loss = Loss(self.rank, text, is_orderly=False)
@@ -184,12 +183,12 @@ class GlooConnection:
 
     def _put(self, data: bytes, tag: int) -> None:
         tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        # If that fails, the listening thread notices as well, and finds out why.
+        # After a failure the listening thread fails as well, and finds the reason.
         with suppress(RuntimeError):
             work = self._transport.backend.send([tensor], self._peer, tag)
             self._transport.keep(work, len(data))
 
-    def _take(self, num_bytes: int, tag: int) -> bytes:
+    def _receive(self, num_bytes: int, tag: int) -> bytes:
         tensor = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
         self._transport.backend.recv([tensor], self._peer, tag).wait(_FOR_EVER)
         return tensor.numpy().tobytes()

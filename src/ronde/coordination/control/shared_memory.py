@@ -1,11 +1,11 @@
 """Connections within a host, through memory that its ranks map.
 
-Every rank has a segment with its doorbell, two ring buffers to and from the rank on its
-host that it reports to, and a place for the rounds of ``fast_path``.
+Every rank has a segment with its doorbell, two ring buffers to and from its parent on
+the host, and memory for the rounds of ``fast_path``.
 
-A message is its length in eight bytes, then itself. Sender and receiver count the bytes
-that they have written and taken since the beginning. Each word has one writer: see Note
-[Memory order] in ``waiting``.
+A message is its length in eight bytes, then itself. Sender and receiver count all bytes
+that they have written and read. Each word has one writer: see Note [Memory order] in
+``waiting``.
 """
 
 import sys
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from ronde.collectives.engines.shared_memory.shared_state import (
     ExchangeBytes,
-    offered,
+    segment_files,
     share_segments,
 )
 from ronde.collectives.engines.shared_memory.waiting import (
@@ -29,28 +29,28 @@ from ronde.coordination.messages import Loss, Tree
 from ronde.errors import CollectiveError, PeerLostError
 
 PAGE_BYTES = 4096
-ROUND_BYTES = 4096  # what a rank can show in a round
+ROUND_BYTES = 4096  # the limit of an operation on the fast path
 _RING_BYTES = 1 << 16
 ROUNDS_AT = PAGE_BYTES + 2 * _RING_BYTES
 _SEGMENT_BYTES = ROUNDS_AT + PAGE_BYTES + 2 * ROUND_BYTES
 LINE = 8  # words in a cache line
 _STATE = DOORBELL_BYTES // 8
 _OPEN, _CLOSED = 1, 2
-"""Bits of the state: a rank that fails to connect is closed and was never open."""
+"""Bits of the state. A rank that fails to connect is closed, never open."""
 _UP = _STATE + LINE
 _DOWN = _UP + 3 * LINE
-_LOOK_EVERY_S = 0.25
+_CHECK_EVERY_S = 0.25
 _LENGTH_BYTES = 8
 _WRITTEN, _TAKEN, _IS_FULL = 0, LINE, 2 * LINE
 
 _Ring = tuple[memoryview, memoryview]
-"""Counts, and the ring, a power of two long. The counts are bytes written, the
-sender's; bytes taken, the receiver's; and whether the sender waits for room, its own.
+"""Counts and data, a power of two long. The counts are the sender's of bytes written,
+the receiver's of bytes read, and the sender's flag that it waits for room.
 """
 
 
 class SharedMemoryConnection:
-    """Two ring buffers, and the neighbour's doorbell; what does not fit yet is kept."""
+    """Two ring buffers and the neighbour's doorbell."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class SharedMemoryConnection:
             self.notify()
 
     def receive(self, into: list[tuple[int, bytes]]) -> None:
-        has_made_room = self._take(into)
+        has_made_room = self._read(into)
         if self._write() or has_made_room:
             self.notify()
 
@@ -83,7 +83,7 @@ class SharedMemoryConnection:
         return self._in[_WRITTEN] != self._taken
 
     def _write(self) -> bool:
-        """Write what is kept as far as it fits; return whether some was written."""
+        """Write pending bytes as far as they fit; return True if some were written."""
         kept, data, before = self._kept, self._out_data, self._written
         if not kept:
             return False
@@ -100,7 +100,7 @@ class SharedMemoryConnection:
         return self._written != before
 
     def _room(self) -> int:
-        """Where there is none, have the receiver notify when it has made some."""
+        """Return the free bytes; if 0, ask the receiver to notify this rank."""
         limit = len(self._out_data) - self._written
         room = self._out[_TAKEN] + limit
         if not room:
@@ -109,8 +109,8 @@ class SharedMemoryConnection:
             room = self._out[_TAKEN] + limit
         return room
 
-    def _take(self, into: list[tuple[int, bytes]]) -> bool:
-        """Append whole messages; return whether the sender waits for the room made."""
+    def _read(self, into: list[tuple[int, bytes]]) -> bool:
+        """Append whole messages; return True if the sender waits for the new room."""
         written = self._in[_WRITTEN]
         if written == self._taken:
             return False
@@ -134,7 +134,7 @@ class SharedMemoryConnection:
         return bool(self._in[_IS_FULL])
 
     def find_loss(self) -> Loss | None:
-        # Looked at in this order: who has closed has just ended, perhaps.
+        # In this order: a process may close and end in between.
         has_ended = not self._process.state()
         if self._words[_STATE] & _CLOSED:
             fence()
@@ -162,10 +162,10 @@ class SharedMemoryTransport:
         """
         self._context = f"connecting on rank {tree.rank} of {tree.size}"
         self.own = own = ranks.index(tree.rank)
-        with offered(exchange, own) as offers:
-            processes = [each.process for each in offers]
+        with segment_files(exchange, own) as files:
+            processes = [each.process for each in files]
             self.segments = share_segments(
-                exchange, own, offers, _SEGMENT_BYTES, is_populated=False
+                exchange, own, files, _SEGMENT_BYTES, is_populated=False
             )
         CONTENTION.expect(len(ranks))
         pages = [segment.view[:PAGE_BYTES].cast("Q") for segment in self.segments]
@@ -191,7 +191,7 @@ class SharedMemoryTransport:
         self._enter(_OPEN)
 
     def await_neighbours(self, timeout_s: float, scope: AbortScope) -> None:
-        """Wait until they have opened theirs; raise where one does not."""
+        """Wait until all have opened their connections; raise if one does not."""
         waiter = Waiter(self.doorbell, NEAR)
         deadline = time.monotonic() + timeout_s
         scope.add(waiter.wake)
@@ -206,14 +206,14 @@ class SharedMemoryTransport:
                 ranks = [each.rank for each in absent[:8]]
                 raise CollectiveError(
                     f"{self._context} must complete within timeout_s, got no answer "
-                    f"for {timeout_s:g} s from ranks {ranks}. See which rank hangs."
+                    f"for {timeout_s:g} s from ranks {ranks}. Find the rank that hangs."
                 )
-            waiter.wait(_LOOK_EVERY_S, is_eager=True)
+            waiter.wait(_CHECK_EVERY_S, is_eager=True)
             scope.check()
             waiter.read()
 
     def close(self) -> None:
-        """What is in the ring buffers stays there."""
+        # Messages in the ring buffers stay there for the neighbours.
         self._enter(_CLOSED)
 
     def _enter(self, state: int) -> None:

@@ -7,10 +7,10 @@ from torch import Tensor
 from torch.distributed import Store
 
 from ronde.collectives.engine import (
+    AllocateExchange,
+    AllocateRows,
     Engine,
     ErrorContext,
-    PlaceExchange,
-    PlaceRows,
     ReduceOp,
     Reduction,
     Work,
@@ -30,7 +30,7 @@ from ronde.collectives.engines.shared_memory.shared_state import (
     ExchangeBytes,
     SharedState,
     StagingSlots,
-    offered,
+    segment_files,
     share_segments,
     slot_bytes,
     through_store,
@@ -58,11 +58,11 @@ class SharedMemoryEngine(Engine):
     ) -> None:
         """Connect to all other ranks; collective.
 
-        A wait that nobody wakes looks for itself after ``first_nap_s``.
+        A sleeping wait polls after ``first_nap_s``.
 
         Raises:
             NoSharedMemoryError: They are on several machines, or memory is short.
-            CollectiveError: They are not all here in time.
+            CollectiveError: Not all ranks came in time.
         """
         self._scope = scope_of(store)
         with ErrorContext("connecting", rank, size, timeout_s, self._scope):
@@ -75,13 +75,13 @@ class SharedMemoryEngine(Engine):
     ) -> None:
         self.rank, self.size, self.timeout_s = rank, size, timeout_s
         staging_at = ControlBlock.size_bytes(size)
-        with offered(exchange, rank) as offers:
-            peers = Peers([each.process for each in offers])
+        with segment_files(exchange, rank) as files:
+            peers = Peers([each.process for each in files])
             room = slot_bytes(size, is_crowded=peers.is_crowded)
             channels_at = staging_at + 2 * room
             num_bytes = _in_pages(channels_at + size * CHANNEL_BYTES)
             segments = share_segments(
-                exchange, rank, offers, num_bytes, is_populated=False
+                exchange, rank, files, num_bytes, is_populated=False
             )
         blocks = [ControlBlock(segment, size) for segment in segments]
         self._progress = ProgressEngine(blocks, rank, peers, timeout_s, self._scope)
@@ -96,18 +96,20 @@ class SharedMemoryEngine(Engine):
         self._progress.require_usable()
 
     def native(self, call: str, like: Tensor, op: ReduceOp) -> Reduction:
-        # torch's kernels reduce every dtype as it is.
+        # torch's kernels reduce every dtype.
         return Reduction(op, scales=True)
 
-    def all_reduce(self, source: Tensor, out: Tensor, what: Reduction) -> Work[None]:
-        known = self._reductions.find("all_reduce", out, what)
+    def all_reduce(
+        self, source: Tensor, out: Tensor, reduction: Reduction
+    ) -> Work[None]:
+        known = self._reductions.find("all_reduce", out, reduction)
         steps = known.all_reduce(self._state, source, out, known)
         return self._progress.submit("all_reduce", steps)
 
     def reduce_scatter(
-        self, source: Tensor, out: Tensor, counts: Sequence[int], what: Reduction
+        self, source: Tensor, out: Tensor, counts: Sequence[int], reduction: Reduction
     ) -> Work[None]:
-        known = self._reductions.find("reduce_scatter", source, what)
+        known = self._reductions.find("reduce_scatter", source, reduction)
         steps = phases.reduce_scatter(self._state, source, out, counts, known)
         return self._progress.submit("reduce_scatter", steps)
 
@@ -121,9 +123,9 @@ class SharedMemoryEngine(Engine):
         self._progress.submit(layout.call, phases.refuse(self._state, layout))
 
     def gather_rows(
-        self, layout: CallLayout, data: Tensor, row_bytes: int, place: PlaceRows
+        self, layout: CallLayout, data: Tensor, row_bytes: int, allocate: AllocateRows
     ) -> Work[None]:
-        steps = phases.gather_rows(self._state, layout, data, row_bytes, place)
+        steps = phases.gather_rows(self._state, layout, data, row_bytes, allocate)
         return self._progress.submit(layout.call, steps)
 
     def exchange_rows(
@@ -132,10 +134,10 @@ class SharedMemoryEngine(Engine):
         data: Tensor,
         splits: Sequence[int],
         row_bytes: int,
-        place: PlaceExchange,
+        allocate: AllocateExchange,
     ) -> Work[None]:
         steps = phases.exchange_rows(
-            self._state, layout, data, splits, row_bytes, place
+            self._state, layout, data, splits, row_bytes, allocate
         )
         return self._progress.submit(layout.call, steps)
 
@@ -164,15 +166,14 @@ class SharedMemoryEngine(Engine):
         *,
         is_populated: bool = True,
     ) -> Tensor:
-        """Return zeros that all ranks map."""
         if device.type != "cpu" or numel == 0:
             return super().allocate(numel, dtype, device)
         num_bytes = _in_pages(numel * dtype.itemsize)
         exchange, rank = self.exchange, self.rank
         room = (self.size, num_bytes) if is_populated else ()
-        with offered(exchange, rank, *room) as offers:
+        with segment_files(exchange, rank, *room) as files:
             segments = share_segments(
-                exchange, rank, offers, num_bytes, is_populated=is_populated
+                exchange, rank, files, num_bytes, is_populated=is_populated
             )
         own = self._state.heap.add(segments, self.rank)
         with torch.inference_mode(mode=False):

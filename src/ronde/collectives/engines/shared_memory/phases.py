@@ -1,4 +1,4 @@
-"""Collectives as steps between phases; torch's kernels combine the ranks' elements."""
+"""The collectives as generators of phases; torch's kernels combine the elements."""
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
@@ -7,7 +7,13 @@ import torch
 from torch import Tensor
 
 from ronde.collectives.arithmetic import HALVES, KERNELS, reduce_stack, scale_
-from ronde.collectives.engine import PlaceExchange, PlaceRows, Plan, ReduceOp, Reduction
+from ronde.collectives.engine import (
+    AllocateExchange,
+    AllocateRows,
+    Plan,
+    ReduceOp,
+    Reduction,
+)
 from ronde.collectives.engines.shared_memory.progress import Steps
 from ronde.collectives.engines.shared_memory.shared_state import (
     Call,
@@ -26,7 +32,7 @@ from ronde.collectives.shapes import (
 )
 
 _LINE_BYTES = 64
-_DIRECT_BYTES = 4 << 10  # from here on one phase more costs less than a copy
+_DIRECT_BYTES = 4 << 10  # from here on an extra phase costs less than a copy
 _BYTE = torch.uint8
 _EXCHANGE = Call.of("all_gather or all_to_all")
 _BARRIER = Call.of("barrier")
@@ -63,7 +69,6 @@ def broadcast(state: SharedState, elements: Tensor, root: int) -> Steps[None]:
 
 
 def refuse(state: SharedState, layout: CallLayout) -> Steps[None]:
-    """Inform the others that this rank's arguments are wrong; raises on all ranks."""
     state.staging.take()
     yield from _exchange_layouts(state, layout, 0)
 
@@ -73,16 +78,16 @@ def gather_rows(
     layout: CallLayout,
     data: Tensor,
     row_bytes: int,
-    place: PlaceRows,
+    allocate: AllocateRows,
 ) -> Steps[None]:
-    """Concatenate every rank's rows; the first of them travel with the shapes."""
+    """Concatenate every rank's rows; the first ones are sent with the shapes."""
     location, slot = _locate(state, data), state.staging.take()
     if not location:
         _show(state, slot, data)
     layouts, locations = yield from _exchange_layouts(state, layout, location)
     counts = [each.num_rows * row_bytes for each in layouts]
-    parts = place(layouts).split_with_sizes(counts)
-    own = parts[state.rank]  # ``data`` may lie there already
+    parts = allocate(layouts).split_with_sizes(counts)
+    own = parts[state.rank]  # ``data`` may be this part
     if own.data_ptr() != data.data_ptr():
         own.copy_(data)
     if is_same_region(locations):
@@ -107,14 +112,13 @@ def exchange_rows(
     data: Tensor,
     splits: Sequence[int],
     row_bytes: int,
-    place: PlaceExchange,
+    allocate: AllocateExchange,
 ) -> Steps[None]:
-    """Send every rank its rows; the splits travel with the shapes."""
     location, slot = _locate(state, data), state.staging.take()
     _show(state, slot, torch.tensor(splits, device="cpu").view(_BYTE))
     layouts, locations = yield from _exchange_layouts(state, layout, location)
     plan = as_rows(torch.stack(state.staging.views(slot, torch.int64, state.size)))
-    result = place(layouts, plan)
+    result = allocate(layouts, plan)
     sizes = [[count * row_bytes for count in row] for row in plan]
     yield from _send_to_all(state, data, result, sizes, locations)
 
@@ -126,7 +130,6 @@ def _send_to_all(
     plan: Plan,
     locations: Sequence[int],
 ) -> Steps[None]:
-    """Copy ``plan[r][s]`` bytes from each rank r to each rank s."""
     own = state.rank
     parts = torch.split(result, [row[own] for row in plan])
     pieces = torch.split(data, list(plan[own]))
@@ -152,7 +155,7 @@ def _send_to_all(
 def _exchange_layouts(
     state: SharedState, layout: CallLayout, location: int
 ) -> Generator[None, None, tuple[Sequence[LayoutSummary], list[int]]]:
-    """Return all ranks' layouts, which fit together, and where their tensors are."""
+    """Return all ranks' layouts, checked to fit together, and tensor locations."""
     turn = state.announce(_EXCHANGE.signature, location, layout.summarize())
     yield
     if not state.is_agreed(turn, _EXCHANGE.signature):
@@ -171,7 +174,7 @@ def _exchange_layouts(
 def _show(
     state: SharedState, slot: int, data: Tensor, offset: int = 0, prescale: float = 1.0
 ) -> list[Tensor]:
-    """Copy what fits into this rank's slot, scaled; return all ranks' pieces."""
+    """Copy as much as fits into this rank's slot, scaled; return all ranks' pieces."""
     room = state.staging.slot_bytes // data.element_size()
     if data.numel() > room:
         data = data[:room]
@@ -191,7 +194,7 @@ def _copy_shown(
     start: int,
     room: int,
 ) -> None:
-    """Copy what the others show at ``offset`` to ``start`` of each one's part."""
+    """Copy from the others' slots at ``offset`` to their parts from ``start`` on."""
     for rank, part in enumerate(parts):
         if rank == state.rank or part.numel() <= start:
             continue
@@ -201,11 +204,11 @@ def _copy_shown(
 
 
 def _locate(state: SharedState, data: Tensor) -> int:
-    """Return where bytes are that are worth being looked at in their place."""
+    """Return the location of bytes that are long enough to be read in place, else 0."""
     return state.heap.locate(data) if data.numel() >= _DIRECT_BYTES else 0
 
 
-WHOLE_BYTES = 4 << 10  # up to here every rank reduces everything: a phase costs more
+WHOLE_BYTES = 4 << 10  # up to here every rank reduces all: a phase would cost more
 _PIECE_BYTES = 512 << 10
 _MAX_KNOWN = 1024
 _FLOATS = frozenset({torch.float32, torch.float64})
@@ -213,12 +216,12 @@ _INTEGERS = frozenset({torch.int8, torch.uint8, torch.int16, torch.int32, torch.
 
 
 class Scratch:
-    """Memory for sums of 16-bit floats, one at a time."""
+    """A buffer for the float32 sum of 16-bit floats."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.float32, device="cpu")
 
-    def take(self, numel: int) -> Tensor:
+    def get(self, numel: int) -> Tensor:
         if self._memory.numel() < numel:
             with torch.inference_mode(mode=False):
                 self._memory = torch.empty(numel, dtype=torch.float32, device="cpu")
@@ -228,9 +231,9 @@ class Scratch:
 class ReduceKernel:
     """One reduction of one dtype over a fixed number of ranks."""
 
-    # ``combine`` reduces one flat tensor a rank into ``out``, which may be one of them.
-    # It takes them in rank order, so every rank that combines the same elements gets
-    # the same bits. 16-bit floats are rounded once.
+    # ``combine`` reduces one flat tensor of each rank into ``out``, which may be one of
+    # them. It combines in rank order, so the result is bitwise equal on every rank.
+    # 16-bit floats are rounded once.
 
     def __init__(
         self,
@@ -267,7 +270,7 @@ class ReduceKernel:
         if self._size > 2:
             address = out.data_ptr()
             if any(source.data_ptr() == address for source in sources[2:]):
-                # It would be overwritten before its turn.
+                # It would be overwritten before it is read.
                 sources = [s.clone() if s.data_ptr() == address else s for s in sources]
         kernel(sources[0], sources[1], out=out)
         for source in sources[2:]:
@@ -278,7 +281,7 @@ class ReduceKernel:
             scale_(out, self._postscale)
 
     def _combine_widened(self, sources: Sequence[Tensor], out: Tensor) -> None:
-        wide = self._scratch.take(out.numel())
+        wide = self._scratch.get(out.numel())
         wide.copy_(sources[0])
         for source in sources[1:]:
             self._kernel(wide, source, out=wide)
@@ -289,7 +292,7 @@ class ReduceKernel:
         out.copy_(wide)
 
     def _combine_stacked(self, sources: Sequence[Tensor], out: Tensor) -> None:
-        # By bytes: torch stacks not every dtype.
+        # As bytes: torch cannot stack every dtype.
         stack = torch.stack([source.view(torch.uint8) for source in sources])
         out.copy_(reduce_stack(stack.view(out.dtype), self._op, self._postscale))
 
@@ -305,49 +308,50 @@ class KnownReduction:
 
 
 class KnownReductions:
-    """The reductions that were asked for before: most calls come again."""
+    """A cache of reductions, as most calls are repeated."""
 
     def __init__(self, size: int) -> None:
         self._size = size
-        # Equal reductions of one dtype are one object: see ``Reduction``.
+        # Equal reductions of a dtype are one object: see ``Reduction``.
         self._known: dict[tuple[Reduction, int], KnownReduction] = {}
         self._scratch = Scratch()
 
-    def find(self, name: str, vector: Tensor, what: Reduction) -> KnownReduction:
+    def find(self, name: str, vector: Tensor, reduction: Reduction) -> KnownReduction:
         numel, dtype = vector.numel(), vector.dtype
-        known = self._known.get((what, numel))
+        known = self._known.get((reduction, numel))
         if known is None:
+            op, postscale = reduction.op, reduction.postscale
             known = KnownReduction(
-                Call.of(name, dtype, numel, f" by {what.op}"),
-                what.prescale,
-                ReduceKernel(dtype, what.op, self._size, what.postscale, self._scratch),
+                Call.of(name, dtype, numel, f" by {op}"),
+                reduction.prescale,
+                ReduceKernel(dtype, op, self._size, postscale, self._scratch),
                 _reduce_small if vector.nbytes <= WHOLE_BYTES else _reduce_large,
             )
             if len(self._known) >= _MAX_KNOWN:
                 self._known.clear()
-            self._known[what, numel] = known
+            self._known[reduction, numel] = known
         return known
 
 
 def _reduce_small(
-    state: SharedState, source: Tensor, out: Tensor, what: KnownReduction
+    state: SharedState, source: Tensor, out: Tensor, known: KnownReduction
 ) -> Steps[None]:
-    """Show all ranks everything; each reduces all of it; for a few microseconds."""
-    staging, signature = state.staging, what.call.signature
+    """Copy all to the slot; every rank reduces everything. For short tensors."""
+    staging, signature = state.staging, known.call.signature
     views = staging.views(staging.take(), out.dtype, out.numel())
     own = views[state.rank]
     own.copy_(source)
-    if what.prescale != 1.0:
-        scale_(own, what.prescale)
+    if known.prescale != 1.0:
+        scale_(own, known.prescale)
     turn = state.announce(signature)
     yield
     if not state.is_agreed(turn, signature):
-        raise (yield from state.mismatch(what.call))
-    what.kernel.combine(views, out)
+        raise (yield from state.mismatch(known.call))
+    known.kernel.combine(views, out)
 
 
 def _reduce_large(
-    state: SharedState, source: Tensor, out: Tensor, what: KnownReduction
+    state: SharedState, source: Tensor, out: Tensor, known: KnownReduction
 ) -> Steps[None]:
     location = state.heap.locate(out) if source is out else 0
     staging = state.staging
@@ -356,45 +360,46 @@ def _reduce_large(
     is_whole = out.numel() <= step
     views: list[Tensor] = []
     if not location:
-        views = _show(state, slot, source, prescale=what.prescale)
-    locations = yield from state.synchronize(what.call, location)
-    plan = state.heap.plans.get((what.call.signature, *locations)) if location else None
+        views = _show(state, slot, source, prescale=known.prescale)
+    locations = yield from state.synchronize(known.call, location)
+    plan = (
+        state.heap.plans.get((known.call.signature, *locations)) if location else None
+    )
     if plan is None and is_same_region(locations):
-        plan = _plan(state, out, what, locations)
+        plan = _plan(state, out, known, locations)
     if plan is not None:
-        _reduce_in_place(state, what, plan)
+        _reduce_in_place(state, known, plan)
         yield
     elif any(locations):
-        # What was shown already is of use only if all ranks have shown something.
-        yield from _reduce_shown(state, source, out, what, -1)
+        # The first slot is filled on some ranks only, so all fill it again.
+        yield from _reduce_shown(state, source, out, known, -1)
     elif is_whole and state.size == 2:
-        what.kernel.combine(views, out)
+        known.kernel.combine(views, out)
     else:
-        yield from _reduce_shown(state, source, out, what, slot)
+        yield from _reduce_shown(state, source, out, known, slot)
 
 
 def _reduce_in_place(
-    state: SharedState, what: KnownReduction, plan: list[Pieces]
+    state: SharedState, known: KnownReduction, plan: list[Pieces]
 ) -> None:
-    # One's own is the nearest, and two can be combined in place of either.
+    # Two can be combined into either; the own one is nearer.
     at = state.rank if state.size == 2 else 0
     for pieces in plan:
-        if what.prescale != 1.0:
+        if known.prescale != 1.0:
             for piece in pieces:
-                scale_(piece, what.prescale)
+                scale_(piece, known.prescale)
         result = pieces[at]
-        what.kernel.combine(pieces, result)
+        known.kernel.combine(pieces, result)
         for piece in pieces:
             if piece is not result:
                 piece.copy_(result)
-    # The next time the other way round: what came last is still in the cache.
+    # The next call goes the other way: the last pieces are still in the cache.
     plan.reverse()
 
 
 def _plan(
-    state: SharedState, out: Tensor, what: KnownReduction, locations: Sequence[int]
+    state: SharedState, out: Tensor, known: KnownReduction, locations: Sequence[int]
 ) -> list[Pieces]:
-    """Cut this rank's share of all ranks' tensors into pieces that a cache holds."""
     itemsize = out.element_size()
     first, last = _share(out.numel(), itemsize, state.size, state.rank)
     columns = [
@@ -402,30 +407,30 @@ def _plan(
         for tensor in state.heap.views(locations, out)
     ]
     plan = list(zip(*columns, strict=True))
-    state.heap.keep((what.call.signature, *locations), plan)
+    state.heap.cache((known.call.signature, *locations), plan)
     return plan
 
 
 def _reduce_shown(
-    state: SharedState, source: Tensor, out: Tensor, what: KnownReduction, shown: int
+    state: SharedState, source: Tensor, out: Tensor, known: KnownReduction, shown: int
 ) -> Steps[None]:
-    """Show the others one slot after the other; ``shown``, unless -1, is the first."""
-    # Two ranks reduce both the whole of it; more reduce a share each and read the
-    # others.
-    staging, combine = state.staging, what.kernel.combine
+    """Reduce through one slot after the other; ``shown``, unless -1, is the first."""
+    # Each of two ranks reduces everything. More ranks reduce a share each and copy the
+    # others' shares.
+    staging, combine = state.staging, known.kernel.combine
     dtype, itemsize, rank = out.dtype, out.element_size(), state.rank
     step = staging.slot_bytes // itemsize
     pieces = zip(torch.split(source, step), torch.split(out, step), strict=True)
     for piece, target in pieces:
         if shown < 0:
             shown = staging.take()
-            _show(state, shown, piece, prescale=what.prescale)
+            _show(state, shown, piece, prescale=known.prescale)
             yield
         slot, shown = shown, -1
         if state.size == 2:
             views: Sequence[Tensor] = staging.views(slot, dtype, piece.numel())
-            if what.prescale == 1.0:
-                # The piece itself is nearer than what was shown of it.
+            if known.prescale == 1.0:
+                # The piece itself is nearer than its copy in the slot.
                 views = (piece, views[1]) if rank == 0 else (views[0], piece)
             combine(views, target)
             continue
@@ -449,11 +454,11 @@ def reduce_scatter(
     source: Tensor,
     out: Tensor,
     counts: Sequence[int],
-    what: KnownReduction,
+    known: KnownReduction,
 ) -> Steps[None]:
-    # Scaling where it lies would change the caller's tensor.
-    location = 0 if what.prescale != 1.0 else state.heap.locate(source)
-    locations = yield from state.synchronize(what.call, location)
+    # Scaling in place would change the caller's tensor.
+    location = 0 if known.prescale != 1.0 else state.heap.locate(source)
+    locations = yield from state.synchronize(known.call, location)
     itemsize = source.element_size()
     if is_same_region(locations):
         first = sum(counts[: state.rank])
@@ -463,10 +468,10 @@ def reduce_scatter(
             target = out[start : start + step]
             at = first + start
             pieces = [tensor[at : at + target.numel()] for tensor in tensors]
-            what.kernel.combine(pieces, target)
+            known.kernel.combine(pieces, target)
         yield
         return
-    # Show all ranks their parts, one slot after the other.
+    # Copy all ranks' parts through one slot after the other.
     parts = torch.split(source, list(counts))
     room = state.staging.slot_bytes // state.size // _LINE_BYTES * _LINE_BYTES
     step = room // itemsize
@@ -475,17 +480,17 @@ def reduce_scatter(
         for to, part in enumerate(parts):
             piece = part[start : start + step]
             if piece.numel():
-                _show(state, slot, piece, to * room, what.prescale)
+                _show(state, slot, piece, to * room, known.prescale)
         yield
         target = out[start : start + step]
         if target.numel():
             at = state.rank * room
             views = state.staging.views(slot, source.dtype, target.numel(), at)
-            what.kernel.combine(views, target)
+            known.kernel.combine(views, target)
 
 
 def _share(numel: int, itemsize: int, size: int, rank: int) -> tuple[int, int]:
-    """Return first and end of the elements that ``rank`` reduces, in whole lines."""
+    """Return begin and end of the elements that ``rank`` reduces, in cache lines."""
     line = max(1, _LINE_BYTES // itemsize)
     counts = rows(-(-numel // line), size)
     first = sum(counts[:rank]) * line

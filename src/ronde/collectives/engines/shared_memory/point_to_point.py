@@ -1,11 +1,11 @@
-"""Messages between two ranks, through slots of the sender's.
+"""Messages between two ranks, through slots in the sender's memory.
 
-A message goes in pieces. The sender writes a piece and counts it in its word for the
-receiver (``ControlBlock.sent``); the receiver reads it and counts it in its own word
-for the sender (``ControlBlock.taken``). Two pieces fit, so writing and reading overlap.
+A message is sent in pieces. The sender writes a piece and counts it in its word for the
+receiver (``ControlBlock.sent``). The receiver reads it and counts it in its own word
+for the sender (``ControlBlock.taken``). There is room for two pieces, so writing and
+reading overlap.
 """
 
-import zlib
 from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from ronde.collectives.engines.shared_memory.progress import (
+    Message,
+    MessageHeader,
     PendingWord,
     ProgressEngine,
-    Transfer,
 )
 from ronde.collectives.engines.shared_memory.shared_state import ControlBlock, Segment
 from ronde.collectives.engines.shared_memory.waiting import IS_WEAKLY_ORDERED, fence
@@ -25,20 +26,12 @@ from ronde.errors import CollectiveError
 
 PIECE_BYTES = 256 << 10
 _NUM_PIECES = 2
-_HEAD_BYTES = 64  # before each piece: the message's tag, length and kind of elements
+_HEAD_BYTES = 64  # for the header before each piece
 CHANNEL_BYTES = _NUM_PIECES * (_HEAD_BYTES + PIECE_BYTES)
 
 
-class MessageHeader(NamedTuple):
-    """What the ends of a message must agree on; ``kind`` is a number for its dtype."""
-
-    tag: int
-    num_bytes: int
-    kind: int
-
-
 class ChannelMemory(NamedTuple):
-    """Where all channels are: ``start`` bytes into the segment of each sender."""
+    """The memory of all channels, at ``start`` bytes in each sender's segment."""
 
     blocks: Sequence[ControlBlock]
     segments: Sequence[Segment]
@@ -46,7 +39,7 @@ class ChannelMemory(NamedTuple):
 
 
 class Channel:
-    """The slots of one ordered pair of ranks, as one of the two sees them."""
+    """The slots for messages from one rank to another."""
 
     def __init__(self, memory: ChannelMemory, sender: int, receiver: int) -> None:
         blocks, segments, start = memory
@@ -54,7 +47,7 @@ class Channel:
         self.sent_at = blocks[sender].sent + receiver
         self.taken_at = blocks[sender].taken + sender
         self._sent, self._taken = blocks[sender], blocks[receiver]
-        self.turn: deque[Sending] = deque()  # messages to be sent, in order
+        self.outgoing: deque[Sending] = deque()
         self._heads: list[memoryview] = []
         self._pieces: list[Tensor] = []
         segment = segments[sender]
@@ -81,30 +74,15 @@ class Channel:
         self._sent.publish(self.sent_at, number + 1)
 
     def header(self) -> MessageHeader:
-        """Return the header of the message that the next piece belongs to."""
         if IS_WEAKLY_ORDERED:
             fence()
         head = self._heads[self.num_taken() % _NUM_PIECES]
         return MessageHeader(head[0], head[1], head[2])
 
-    def take(self, data: Tensor) -> None:
+    def get(self, data: Tensor) -> None:
         number = self.num_taken()
         data.copy_(self._pieces[number % _NUM_PIECES][: data.numel()])
         self._taken.publish(self.taken_at, number + 1)
-
-
-class Message(Transfer):
-    """One end of a message; its tensor, as bytes, is in use until it is over."""
-
-    __slots__ = ("data", "header")
-
-    def __init__(
-        self, progress: ProgressEngine, name: str, tensor: Tensor, tag: int
-    ) -> None:
-        super().__init__(progress, name)
-        self.data = tensor.view(torch.uint8)
-        kind = zlib.crc32(str(tensor.dtype).encode())
-        self.header = MessageHeader(tag, self.data.numel(), kind)
 
 
 class Sending(Message):
@@ -120,12 +98,12 @@ class Sending(Message):
         self._num_done = 0
 
     def start(self) -> None:
-        self._queue.turn.append(self)
+        self._queue.outgoing.append(self)
 
     def advance(self) -> None:
-        """Write what there is room for, when it is this message's turn."""
+        """Write pieces while there is room, if this message is the first."""
         queue = self._queue
-        if self.is_over or queue.turn[0] is not self:
+        if self.is_over or queue.outgoing[0] is not self:
             return
         while queue.num_sent() - queue.num_taken() < _NUM_PIECES:
             piece = self.data[self._num_done : self._num_done + PIECE_BYTES]
@@ -133,11 +111,11 @@ class Sending(Message):
             self._num_done += piece.numel()
             if self._num_done == self.header.num_bytes:
                 self.is_over = True
-                queue.turn.popleft()
+                queue.outgoing.popleft()
                 return
 
     def find_pending(self) -> PendingWord | None:
-        """Return the receiver's word while there is no room."""
+        """Return the receiver's word if there is no room."""
         queue = self._queue
         taken = queue.num_taken()
         if queue.num_sent() - taken < _NUM_PIECES:
@@ -160,13 +138,12 @@ class Receiving(Message):
         self._queue.add(self)
 
     def accept(self, header: MessageHeader, data: Tensor) -> None:
-        """Be over: ``data`` has all bytes of a message with this header."""
         if header != self.header:
             self.fail(
                 CollectiveError(
-                    f"recv must be given as many bytes of the same dtype as were sent, "
-                    f"{header.num_bytes}, got a tensor of {self.header.num_bytes} for "
-                    f"tag {header.tag} from rank {self._queue.sender}."
+                    f"tensor of recv must have the dtype and the {header.num_bytes} "
+                    f"bytes that were sent, got {self.header.num_bytes} bytes for tag "
+                    f"{header.tag} from rank {self._queue.sender}."
                 )
             )
             return
@@ -179,7 +156,7 @@ class Receiving(Message):
         self._queue.advance()
 
     def find_pending(self) -> PendingWord | None:
-        """Return the sender's word while nothing has come."""
+        """Return the sender's word if no piece has come."""
         queue = self._queue
         sent = queue.num_sent()
         if sent != queue.num_taken():
@@ -188,9 +165,9 @@ class Receiving(Message):
 
 
 class ReceiveQueue(Channel):
-    """Messages from one rank: they come in the order sent, and are received by tag."""
+    """Messages from one rank, read in the order sent and received by tag."""
 
-    # Whoever advances it reads for all that wait, in whatever inference mode they wait.
+    # A thread that advances it reads for all waiting receives, in any inference mode.
 
     def __init__(self, memory: ChannelMemory, sender: int, receiver: int) -> None:
         super().__init__(memory, sender, receiver)
@@ -201,7 +178,7 @@ class ReceiveQueue(Channel):
         self._num_done = 0
 
     def add(self, receiving: Receiving) -> None:
-        """Hand over a message that has come already, or note who waits for it."""
+        """Complete with a message that has come already, or wait for it."""
         for index, (header, data) in enumerate(self._kept):
             if header.tag == receiving.header.tag:
                 del self._kept[index]
@@ -209,14 +186,14 @@ class ReceiveQueue(Channel):
                 return
         self._waiting.append(receiving)
 
-    def offers(self, tag: int) -> bool:
-        """Say whether a message has come that nobody waits for; reads all that came."""
+    def has_unexpected(self, tag: int) -> bool:
+        """Return True if a message has come without a matching receive."""
         self.advance(reads_all=True)
         is_awaited = any(each.header.tag == tag for each in self._waiting)
         return not is_awaited and any(header.tag == tag for header, _ in self._kept)
 
     def advance(self, *, reads_all: bool = False) -> None:
-        """Read pieces as long as somebody waits for a message and some are there."""
+        """Read pieces while there are some and a receive waits."""
         self._waiting = [each for each in self._waiting if not each.is_over]
         while (self._waiting or reads_all) and self.num_sent() != self.num_taken():
             header = self._header
@@ -225,7 +202,7 @@ class ReceiveQueue(Channel):
                 self._begin(header)
             piece = self._data[self._num_done : self._num_done + PIECE_BYTES]
             with writing_to((piece,)):
-                self.take(piece)
+                self.get(piece)
             self._num_done += piece.numel()
             if self._num_done == header.num_bytes:
                 self._header = None
@@ -240,7 +217,7 @@ class ReceiveQueue(Channel):
         return next((r for r in self._waiting if r.header.tag == header.tag), None)
 
     def _begin(self, header: MessageHeader) -> None:
-        """Choose where a message goes: at once to whoever waits, if it fits there."""
+        """Read into a waiting receive's tensor if it fits, else into new memory."""
         self._num_done = 0
         receiving = self._find(header)
         if receiving is not None and receiving.header == header:
@@ -250,7 +227,7 @@ class ReceiveQueue(Channel):
 
 
 class PointToPoint:
-    """The channels between this rank and all others, opened when they are needed."""
+    """The channels between this rank and all others, opened at first use."""
 
     def __init__(self, progress: ProgressEngine, memory: ChannelMemory) -> None:
         self._progress = progress
@@ -274,12 +251,13 @@ class PointToPoint:
         return receiving
 
     def find_sender(self, tag: int) -> int | None:
-        """Return a rank that has sent a message which nobody waits for yet."""
         with self._progress.lock:
             others = [
                 r for r in range(len(self._memory.blocks)) if r != self._progress.rank
             ]
-            return next((r for r in others if self._receive_queue(r).offers(tag)), None)
+            return next(
+                (r for r in others if self._receive_queue(r).has_unexpected(tag)), None
+            )
 
     def _receive_queue(self, source: int) -> ReceiveQueue:
         queue = self._receive_queues.get(source)

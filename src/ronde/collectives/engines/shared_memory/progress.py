@@ -1,28 +1,30 @@
-"""Carry collectives on, one after the other, by whichever thread has time.
+"""The progress of collectives and messages, by the calling threads and one of its own.
 
 Note [Phases]
-    A collective is a generator that yields wherever it can go on only when all ranks
-    have come as far: a phase is complete. Ranks count their phases in the word
-    ``PROGRESS``; phase k is complete when every rank's word is at least k. All ranks
-    run the same generators in the same order, so the numbers mean the same everywhere.
+    A collective is a generator. It yields at the end of a phase and continues once all
+    ranks have completed the phase. Ranks count their phases in the word ``PROGRESS``;
+    phase k is complete when every rank's word is at least k. All ranks run the same
+    generators in the same order, so the numbers mean the same on all ranks.
 
-Note [Who makes progress]
-    A call goes as far as it can, and so do all later calls, ``is_done()`` and
-    ``wait()``. For a rank that starts a collective and then computes: whoever waits
-    long rings the bell of those it waits for, and there the progress thread, which
-    sleeps until then, carries the share out beside the computation. Whoever it is does
-    so in the inference mode of the caller: elsewhere its tensors may not be written to.
+Note [Progress]
+    A call goes as far as it can without waiting, and so do all later calls,
+    ``is_done()`` and ``wait()``. A rank may start a collective and then compute. A rank
+    that waits long for it rings its bell. That wakes its progress thread, which
+    performs the rank's part beside the computation. Every thread does so in the
+    inference mode of the original caller, as its tensors may not be writable otherwise.
 """
 
 import threading
 import time
+import zlib
 from collections import deque
 from collections.abc import Generator, Sequence
 from typing import NamedTuple, TypeVar
 
 import torch
+from torch import Tensor
 
-from ronde.collectives.engine import ErrorContext, Look, Work, closed_error
+from ronde.collectives.engine import ErrorContext, PollCallback, Work, closed_error
 from ronde.collectives.engines.shared_memory.shared_state import (
     BELL,
     IS_CLOSED,
@@ -37,7 +39,7 @@ from ronde.collectives.engines.shared_memory.waiting import (
     sleep_while,
     wake_all,
 )
-from ronde.collectives.scope import AbortScope
+from ronde.collectives.scope import AbortScope, warn_if_alive
 from ronde.errors import CollectiveError, UsageError, fresh
 
 T = TypeVar("T")
@@ -47,18 +49,27 @@ _NUM_SPINS = 200
 _NUM_YIELDS = 100
 FIRST_NAP_S = 0.001
 _LAST_NAP_S = 0.05
-_LOOK_EVERY_S = 0.25  # between two looks at whether the other ranks still live
+_CHECK_EVERY_S = 0.25  # whether the other ranks still live
 _FOR_EVER_S = 3600.0
 _RING_EVERY_S = 0.02
+_CLOSE_WITHIN_S = 60.0  # of close(); one step of a collective may be long
 
 
 class PendingWord(NamedTuple):
-    """A word of another rank's that must reach ``wanted`` before this rank goes on."""
+    """A word of another rank that must reach ``wanted`` before this rank continues."""
 
     rank: int
-    place: int
+    word: int  # its index
     value: int
     wanted: int
+
+
+class MessageHeader(NamedTuple):
+    """The header before each piece, checked by the receiver."""
+
+    tag: int
+    num_bytes: int
+    kind: int  # of elements: a digest of the dtype
 
 
 class SharedMemoryWork(Work[None]):
@@ -72,19 +83,18 @@ class SharedMemoryWork(Work[None]):
         self.name = name
 
     def find_pending(self) -> PendingWord | None:
-        """Return a word that must change before this can go on."""
         return self._progress.find_pending()
 
     def _poll(self) -> bool:
         self._progress.poll()
         return self.is_over
 
-    def _block(self, look: Look | None) -> bool:
+    def _block(self, poll: PollCallback | None) -> bool:
         progress = self._progress
         while not self.is_over:
             with progress.lock:
                 progress.spin(self)
-            if not (self.is_over or progress.rest(self, look)):
+            if not (self.is_over or progress.sleep(self, poll)):
                 return False
         return True
 
@@ -94,14 +104,14 @@ class SharedMemoryWork(Work[None]):
 
 
 class CollectiveWork(SharedMemoryWork):
-    """A collective under way; ``steps`` is what is left to do."""
+    """A collective under way; ``steps`` are the remaining ones."""
 
     __slots__ = ("is_inference", "steps")
 
     def __init__(
         self, progress: "ProgressEngine", name: str, steps: Steps[None]
     ) -> None:
-        # As the classes above do, without the time of other calls.
+        # Not super().__init__(): this is on the path of every call.
         self.is_over, self.failure = False, None
         self._result, self._finish = None, None
         self._progress = progress
@@ -110,10 +120,18 @@ class CollectiveWork(SharedMemoryWork):
         self.is_inference = torch.is_inference_mode_enabled()
 
 
-class Transfer(SharedMemoryWork):
-    """A message under way between two ranks."""
+class Message(SharedMemoryWork):
+    """One end of a message under way; ``data`` are the bytes of its tensor."""
 
-    __slots__ = ()
+    __slots__ = ("data", "header")
+
+    def __init__(
+        self, progress: "ProgressEngine", name: str, tensor: Tensor, tag: int
+    ) -> None:
+        super().__init__(progress, name)
+        self.data = tensor.view(torch.uint8)
+        kind = zlib.crc32(str(tensor.dtype).encode())
+        self.header = MessageHeader(tag, self.data.numel(), kind)
 
     def start(self) -> None:
         raise NotImplementedError
@@ -135,11 +153,11 @@ class ProgressEngine:
     ) -> None:
         self.rank = rank
         self.lock = threading.Lock()
-        self.first_nap_s = FIRST_NAP_S  # of a wait, until it looks for itself
+        self.first_nap_s = FIRST_NAP_S  # a sleeping wait polls after so long
         self._blocks = blocks
         self._peers = peers
         self._timeout_s = timeout_s
-        self._transfers: list[Transfer] = []
+        self._messages: list[Message] = []
         self._own = blocks[rank]
         self._others = [(r, block) for r, block in enumerate(blocks) if r != rank]
         self._other_words = [block.words for _, block in self._others]
@@ -157,7 +175,6 @@ class ProgressEngine:
         scope.add(self.abort)
 
     def submit(self, name: str, steps: Steps[None]) -> CollectiveWork:
-        """Start a collective, or queue it behind those under way."""
         work = CollectiveWork(self, name, steps)
         with self.lock:
             if self._failure is not None:
@@ -169,12 +186,12 @@ class ProgressEngine:
                 self._advance()
         return work
 
-    def deliver(self, transfer: Transfer) -> None:
+    def deliver(self, message: Message) -> None:
         with self.lock:
             if self._failure is not None:
                 raise fresh(self._failure)
-            self._transfers.append(transfer)
-            transfer.start()
+            self._messages.append(message)
+            message.start()
             self._advance()
 
     def require_usable(self) -> None:
@@ -195,26 +212,27 @@ class ProgressEngine:
         return None
 
     def abort(self) -> None:
-        """Inform the others; what is under way fails, as does all to come."""
+        """Inform the others; fail all calls under way and all later ones."""
         with self.lock:
             self._own.publish(IS_CLOSED, 1)
             self._fail(self._scope.failure or closed_error())
         for block in self._blocks:
-            wake_all(block.address + 8 * PROGRESS)  # who waits in this process
+            wake_all(block.address + 8 * PROGRESS)  # waits of this process
 
     def close(self) -> None:
-        """Abort, and end the thread."""
         self.abort()
         self._is_ending = True
         if threading.current_thread() is self._thread:
             return
-        # Another rank may ring at the same time, and undo it: see ControlBlock.ring.
-        while self._thread.is_alive():
+        # A ring may be lost to one by another rank: see ControlBlock.ring.
+        end_s = time.monotonic() + _CLOSE_WITHIN_S
+        while self._thread.is_alive() and time.monotonic() < end_s:
             self._own.ring()
             self._thread.join(_RING_EVERY_S)
+        warn_if_alive(self._thread, _CLOSE_WITHIN_S)
 
     def _serve(self) -> None:
-        """Sleep until this rank's bell rings, then do what can be done; a thread."""
+        """Sleep until this rank's bell rings, then make progress; a thread."""
         block = self._own
         while not self._is_ending:
             rung = block.words[BELL]
@@ -225,10 +243,10 @@ class ProgressEngine:
     def _advance(self) -> None:
         while self._queue and self._is_phase_complete():
             self._resume()
-        if self._transfers:
-            for transfer in list(self._transfers):
-                transfer.advance()
-            self._transfers = [t for t in self._transfers if not t.is_over]
+        if self._messages:
+            for message in list(self._messages):
+                message.advance()
+            self._messages = [t for t in self._messages if not t.is_over]
 
     def _is_phase_complete(self) -> bool:
         phase = self._num_phases
@@ -240,9 +258,9 @@ class ProgressEngine:
         return True
 
     def spin(self, work: SharedMemoryWork) -> None:
-        """Carry on and look again for a short while, in no time; the lock is held."""
+        """Make progress and poll for a short while without yielding; needs the lock."""
         others = self._other_words
-        num_spins = num_left = CONTENTION.num_looks(self._num_spins)
+        num_spins = num_left = CONTENTION.num_polls(self._num_spins)
         while not work.is_over:
             phase = self._num_phases
             for words in others:
@@ -258,13 +276,13 @@ class ProgressEngine:
                 num_left = num_spins
             if num_left < 0:
                 break
-        if self._transfers:
+        if self._messages:
             self._advance()
 
     def _resume(self) -> None:
-        """Run the first collective to its next phase, or to its end and the next's."""
-        # An error that all ranks see alike ends one; any other leaves this rank out of
-        # step, so that it takes part in none any more.
+        """Run the first collective to its next phase; if it ends, the next one."""
+        # An error that all ranks raise ends only this collective. Any other error puts
+        # this rank out of step and breaks the communicator.
         queue = self._queue
         while queue:
             work = queue[0]
@@ -282,10 +300,10 @@ class ProgressEngine:
                 work.is_over = True
                 is_in_step = True
             except (CollectiveError, UsageError) as error:
-                # The frames would keep the tensors, and help nobody.
+                # Its frames would keep the tensors alive.
                 work.fail(error.with_traceback(None))
                 is_in_step = True
-            except Exception as error:  # noqa: BLE001  raised where it is waited for
+            except Exception as error:  # noqa: BLE001  raised in the waiting thread
                 work.fail(error)
             else:
                 return
@@ -299,8 +317,8 @@ class ProgressEngine:
         self._own.publish(IS_CLOSED, 1)
         self._fail(
             CollectiveError(
-                f"communicator must be in step on all ranks, but {work.name} failed on "
-                f"rank {self.rank}. Connect again."
+                f"communicator is out of step: {work.name} failed on rank {self.rank}. "
+                "Connect again."
             )
         )
 
@@ -310,36 +328,35 @@ class ProgressEngine:
             if not work.is_over:
                 work.fail(error)
         self._queue.clear()
-        for transfer in self._transfers:
-            transfer.fail(error)
-        self._transfers = []
+        for message in self._messages:
+            message.fail(error)
+        self._messages = []
 
-    def rest(self, work: SharedMemoryWork, look: Look | None) -> bool:
-        """Yield, then sleep until there may be progress; False if ``look`` ends it."""
-        for _ in range(CONTENTION.num_looks(_NUM_YIELDS)):
-            if work.is_over or work.find_pending() is None:
-                return True
-            if not CONTENTION.pause():
-                break
+    def sleep(self, work: SharedMemoryWork, poll: PollCallback | None) -> bool:
+        """Yield, then sleep until there may be progress; False if ``poll`` ends it."""
+        if CONTENTION.spin(
+            lambda: work.is_over or work.find_pending() is None, _NUM_YIELDS
+        ):
+            return True
         now = time.monotonic()
-        deadline, look_at = now + self._timeout_s, now + _LOOK_EVERY_S
+        deadline, check_at = now + self._timeout_s, now + _CHECK_EVERY_S
         nap_s, error = self.first_nap_s, None
         while not work.is_over and error is None:
             pending = work.find_pending()
             if pending is None:
                 break
-            pause_s = nap_s if look is None else look()
+            pause_s = nap_s if poll is None else poll()
             if pause_s is None:
                 return False
             self._nap(pending, min(nap_s, pause_s))
             nap_s = min(2 * nap_s, _LAST_NAP_S)
             now = time.monotonic()
-            if now >= look_at or self._blocks[pending.rank].words[IS_CLOSED]:
-                look_at = now + _LOOK_EVERY_S
+            if now >= check_at or self._blocks[pending.rank].words[IS_CLOSED]:
+                check_at = now + _CHECK_EVERY_S
                 error = self._find_error(work, is_late=now >= deadline)
         if error is not None:
             with self.lock:
-                # Another thread may have been reading the last that the rank sent.
+                # Another thread may have been reading the last message of the rank.
                 self._advance()
                 is_lost = not work.is_over and work.find_pending() is not None
                 if is_lost and self._failure is None:
@@ -347,13 +364,12 @@ class ProgressEngine:
         return True
 
     def _nap(self, pending: PendingWord, nap_s: float) -> None:
-        """Sleep until a word changes; if it does not, have its rank look."""
         block = self._blocks[pending.rank]
         block.fall_asleep(self.rank)
-        # The kernel looks at the word once more: see Note [Memory order].
-        sleep_while(block.address + 8 * pending.place, pending.value, nap_s)
+        # The kernel compares the word again: see Note [Memory order].
+        sleep_while(block.address + 8 * pending.word, pending.value, nap_s)
         block.wake_up(self.rank)
-        if block.words[pending.place] == pending.value:
+        if block.words[pending.word] == pending.value:
             block.ring()
 
     def _find_error(
@@ -363,14 +379,20 @@ class ProgressEngine:
         if pending is None:
             return None
         absent = [pending.rank]
-        if pending.place == PROGRESS:
+        if pending.word == PROGRESS:
             absent = [
                 rank
                 for rank, block in self._others
                 if block.words[PROGRESS] < pending.wanted
             ]
-        losses = [loss for rank in absent if (loss := self._find_loss(rank))]
-        # What a rank did just before it went may be all that was waited for.
+        losses = [
+            f"rank {rank} closed its communicator"
+            if self._blocks[rank].words[IS_CLOSED]
+            else self._peers.find_loss(rank, self.rank)
+            for rank in absent
+        ]
+        losses = [*filter(None, losses)]
+        # The rank's last store before it ended may complete the wait.
         if not (losses or is_late) or work.find_pending() is None:
             return None
         size = len(self._blocks)
@@ -380,8 +402,3 @@ class ProgressEngine:
         stops = filter(None, map(self._peers.describe_stop, absent))
         stop = next((f" ({each})" for each in stops), "")
         return context.late(f" from ranks {absent[:8]}{stop}")
-
-    def _find_loss(self, rank: int) -> str:
-        if self._blocks[rank].words[IS_CLOSED]:
-            return f"rank {rank} closed its communicator"
-        return self._peers.find_loss(rank, self.rank)

@@ -1,8 +1,8 @@
-"""What all ranks see of each other: control blocks, staging slots, allocated memory.
+"""Memory that all ranks map: control blocks, staging slots, allocated regions.
 
-A segment is an anonymous file (``memfd_create``): nothing can be left in ``/dev/shm``,
-whose size, 64 MiB in most containers, does not limit it either. The other ranks open it
-through ``/proc/PID/fd/N``; then its descriptor is closed, and the mappings keep it.
+A segment is an anonymous file (``memfd_create``), so no file can stay in ``/dev/shm``,
+and its size, 64 MiB in most containers, is no limit. The other ranks open the file
+through ``/proc/PID/fd/N``. Then its descriptor is closed; the mappings keep it alive.
 """
 
 import ctypes
@@ -18,7 +18,6 @@ from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from ctypes import c_int, c_size_t, c_ssize_t, c_void_p
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -40,7 +39,7 @@ from ronde.memory import available_memory
 from ronde.units import format_size
 
 ExchangeBytes = Callable[[bytes], Sequence[bytes]]
-"""Sends all ranks some bytes, at most ``MESSAGE_BYTES``, and returns everybody's."""
+"""Sends at most ``MESSAGE_BYTES`` to all ranks and returns every rank's message."""
 _RESERVE_BYTES = 64 << 20  # left to the rest of the machine
 _MAP_FAILED = c_void_p(-1).value
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
@@ -54,11 +53,11 @@ _libc.munmap.argtypes = (c_void_p, c_size_t)
 
 
 class NoSharedMemoryError(CollectiveError):
-    """The ranks of a host cannot share memory, in the same words on all of them."""
+    """The ranks of a host cannot share memory; raised on all of them, with one text."""
 
 
 class Segment:
-    """One rank's memory, as mapped into this process."""
+    """The memory of one rank, mapped into this process."""
 
     __slots__ = ("address", "mapping", "num_bytes", "tensor", "view")
 
@@ -67,12 +66,12 @@ class Segment:
         self.mapping = _map(descriptor, num_bytes, is_populated=is_populated)
         self.view = memoryview(self.mapping).cast("B")
         self.address = ctypes.addressof(self.mapping)
-        # It outlives the call, and what that was made in.
+        # It outlives the inference mode of this call.
         with torch.inference_mode(mode=False):
             self.tensor: Tensor = torch.frombuffer(self.mapping, dtype=torch.uint8)
 
     def populate(self) -> None:
-        """Map pages now; an older kernel maps them when they are touched."""
+        """Map all pages now; an older kernel does so when they are touched."""
         _libc.madvise(
             c_void_p(self.address), c_size_t(self.num_bytes), _MADV_POPULATE_WRITE
         )
@@ -81,7 +80,8 @@ class Segment:
 def _map(
     descriptor: int, num_bytes: int, *, is_populated: bool
 ) -> "ctypes.Array[ctypes.c_char]":
-    """Map a file until what is returned is gone; ``mmap.mmap`` keeps a descriptor."""
+    """Map a file for the lifetime of the returned array."""
+    # Not ``mmap.mmap``, which keeps a descriptor open.
     flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if is_populated else 0)
     access = mmap.PROT_READ | mmap.PROT_WRITE
     address: int = _mmap(None, num_bytes, access, flags, descriptor, 0)
@@ -93,8 +93,8 @@ def _map(
     return mapping
 
 
-class Offer(NamedTuple):
-    """A rank's file for a segment, and who opens it; sent to the others as JSON."""
+class SegmentFile(NamedTuple):
+    """A rank's file for a segment, sent to the others as JSON."""
 
     process: PeerProcess
     descriptor: int
@@ -102,33 +102,36 @@ class Offer(NamedTuple):
     host: str
 
     @classmethod
-    def decode(cls, text: bytes) -> "Offer":
+    def decode(cls, text: bytes) -> "SegmentFile":
         process, *file = json.loads(text)
         return cls(PeerProcess(*process), *file)
 
 
 @contextmanager
-def offered(
+def segment_files(
     exchange: ExchangeBytes, rank: int, size: int = 0, num_bytes: int = 0
-) -> Generator[list[Offer]]:
-    """Make an empty file on each rank, and return everybody's; collective.
+) -> Generator[list[SegmentFile]]:
+    """Create an empty file on each rank and yield every rank's; collective.
 
-    Where they are to be populated, ``size`` files of ``num_bytes`` must fit.
+    If ``num_bytes`` are given, ``size`` files of that length must fit into memory.
 
     Raises:
-        NoSharedMemoryError: The memory is not there.
+        NoSharedMemoryError: The memory is too small.
     """
     descriptor = -1
+
+    def create() -> bytes:
+        nonlocal descriptor
+        if num_bytes:
+            _require_room(size, num_bytes)
+        descriptor = os.memfd_create("ronde", os.MFD_CLOEXEC)
+        process, inode = PeerProcess.of(os.getpid()), os.fstat(descriptor).st_ino
+        file = SegmentFile(process, descriptor, inode, socket.gethostname()[:64])
+        return json.dumps(file).encode()
+
     try:
-        with _agreed(exchange, rank) as exchanged:
-            if num_bytes:
-                _require_room(size, num_bytes)
-            descriptor = os.memfd_create("ronde", os.MFD_CLOEXEC)
-            process, inode = PeerProcess.of(os.getpid()), os.fstat(descriptor).st_ino
-            host = socket.gethostname()[:64]
-            offer = Offer(process, descriptor, inode, host)
-            exchanged.own = json.dumps(offer).encode()
-        yield [Offer.decode(text) for text in exchanged.replies]
+        texts = _exchange_or_fail(exchange, rank, create)
+        yield [SegmentFile.decode(text) for text in texts]
     finally:
         if descriptor >= 0:
             os.close(descriptor)
@@ -137,59 +140,58 @@ def offered(
 def share_segments(
     exchange: ExchangeBytes,
     rank: int,
-    offers: Sequence[Offer],
+    files: Sequence[SegmentFile],
     num_bytes: int,
     *,
     is_populated: bool,
 ) -> list[Segment]:
-    """Make everybody's file a zeroed segment, and map it; collective.
+    """Map every rank's file as a zeroed segment; collective.
 
     Raises:
-        NoSharedMemoryError: Not every rank can open the others' files.
+        NoSharedMemoryError: Some rank cannot open another's file.
     """
     segments: list[Segment] = []
-    with _agreed(exchange, rank):
-        for each, offer in enumerate(offers):
-            # One's own first: pages belong to the node of who touches them first.
+
+    def open_all() -> bytes:
+        for each, file in enumerate(files):
+            # A page is allocated on the NUMA node that touches it first.
             is_first = is_populated and each == rank
-            segments.append(_open(each, offer, num_bytes, is_populated=is_first))
+            segments.append(_open(each, file, num_bytes, is_populated=is_first))
+        return b""
+
+    _exchange_or_fail(exchange, rank, open_all)
     for each, segment in enumerate(segments if is_populated else ()):
         if each != rank:
             segment.populate()
     return segments
 
 
-@dataclass(slots=True)
-class _Exchanged:
-    own: bytes = b""
-    replies: Sequence[bytes] = ()  # of all ranks, once all have agreed
-
-
 _PROBLEM = b"!"
 
 
-@contextmanager
-def _agreed(exchange: ExchangeBytes, rank: int) -> Generator[_Exchanged]:
-    """Refuse on every rank what fails on any; else exchange what the block gives."""
-    exchanged, problem = _Exchanged(), ""
+def _exchange_or_fail(
+    exchange: ExchangeBytes, rank: int, make: Callable[[], bytes]
+) -> Sequence[bytes]:
+    """Exchange every rank's ``make()``; if it fails on one rank, all ranks raise."""
+    message, problem = b"", ""
     try:
-        yield exchanged
+        message = make()
     except OSError as error:
         host = socket.gethostname()
         problem = f"shared memory cannot be used on rank {rank} ({host}): {error}"
     except MemoryError as error:
         problem = str(error)
-    message = exchanged.own
     if problem:
         message = (_PROBLEM + problem.encode())[:MESSAGE_BYTES]
-    exchanged.replies = exchange(message)
-    for reply in exchanged.replies:
+    replies = exchange(message)
+    for reply in replies:
         if reply.startswith(_PROBLEM):
             raise NoSharedMemoryError(reply[1:].decode(errors="replace"))
+    return replies
 
 
 def _require_room(size: int, num_bytes: int) -> None:
-    """Raise MemoryError where they do not fit: the kernel would kill their user."""
+    """Raise MemoryError if segments do not fit: the kernel would kill a rank later."""
     available = available_memory()
     needed = size * num_bytes
     if needed + _RESERVE_BYTES > available.num_bytes:
@@ -200,22 +202,23 @@ def _require_room(size: int, num_bytes: int) -> None:
         )
 
 
-def _open(rank: int, offer: Offer, num_bytes: int, *, is_populated: bool) -> Segment:
-    pid = offer.process.pid
-    path = f"/proc/{pid}/fd/{offer.descriptor}"
+def _open(
+    rank: int, file: SegmentFile, num_bytes: int, *, is_populated: bool
+) -> Segment:
+    pid = file.process.pid
+    path = f"/proc/{pid}/fd/{file.descriptor}"
     out_of_reach = OSError(
-        f"rank {rank} on {offer.host} has no process {pid} that this may look into, "
-        "since it runs on another machine, in another container or as another "
-        "user"
+        f"process {pid} of rank {rank} on {file.host} is out of reach: it runs on "
+        "another machine, in another container or as another user"
     )
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
         raise out_of_reach from error
     try:
-        if os.fstat(descriptor).st_ino != offer.inode:
+        if os.fstat(descriptor).st_ino != file.inode:
             raise out_of_reach
-        os.truncate(descriptor, num_bytes)  # whoever comes first
+        os.truncate(descriptor, num_bytes)  # every rank does so; the first one counts
         return Segment(descriptor, num_bytes, is_populated=is_populated)
     finally:
         os.close(descriptor)
@@ -224,7 +227,6 @@ def _open(rank: int, offer: Offer, num_bytes: int, *, is_populated: bool) -> Seg
 def through_store(
     store: Store, rank: int, size: int, timeout_s: float
 ) -> ExchangeBytes:
-    """Return an exchange by way of a store, for ranks that have nothing else yet."""
     limit = timedelta(seconds=timeout_s)
     turn = 0
 
@@ -236,7 +238,7 @@ def through_store(
         texts = get_all(store, keys, limit)
         messages = [bytes.fromhex(text.decode()) for text in texts]
         if turn > 1:
-            # Whoever has come to this turn has read all of the one before.
+            # All ranks have read the turn before, as they are in this one.
             store.delete_key(f"{turn - 1}/{rank}")
         return messages
 
@@ -245,18 +247,18 @@ def through_store(
 
 _LINE = 8  # words of eight bytes in a cache line
 _TEXT_BYTES = 256
-# Where a control block has: how many phases this rank has completed; what others change
-# to wake it; twice, used in turn, the call that it makes, where its tensor is, and a
-# summary of its layout in four words; a byte for each rank that sleeps until a word
-# here changes.
+# Indices of words in a control block: the number of phases that this rank has
+# completed; a word that others change to wake it; twice, used in turn, the signature of
+# its call, the location of its tensor and the summary of its layout (four words); a
+# byte for each rank that sleeps until a word here changes.
 PROGRESS, BELL, IS_CLOSED = 0, _LINE, 2 * _LINE
 _SIGNATURES, _LOCATIONS = 3 * _LINE, 3 * _LINE + 2
 _LAYOUTS, _SLEEPERS = 4 * _LINE, 5 * _LINE
 
-_SLOT_BYTES = 1 << 20  # fewer phases save more than a second-level cache does
-_CROWDED_SLOT_BYTES = 4 << 20  # a phase takes long there: few of them
-_PART_BYTES = 32 << 10  # of each slot for each rank, at least: smaller copies are slow
-_MAX_VIEWS, _MAX_PIECES = 8192, 4096  # tensors that are kept, of 0.6 KiB each
+_SLOT_BYTES = 1 << 20  # larger than a second-level cache: fewer phases save more
+_CROWDED_SLOT_BYTES = 4 << 20  # a phase takes long with more ranks than cores
+_PART_BYTES = 32 << 10  # minimum for each rank in a slot: smaller copies are slow
+_MAX_VIEWS, _MAX_PIECES = 8192, 4096  # cached tensors, of 0.6 KiB each
 _OFFSET_BITS = 44
 Pieces = tuple[Tensor, ...]  # corresponding pieces of all ranks' tensors
 
@@ -266,10 +268,10 @@ def _in_lines(num_words: int) -> int:
 
 
 class ControlBlock:
-    """The words of one rank, as this process sees them; see Note [Memory order]."""
+    """The words of one rank in shared memory; see Note [Memory order]."""
 
-    # ``sent`` and ``taken`` are the first of a word for each rank: pieces of messages
-    # written for it, and pieces of its that were read.
+    # ``sent`` and ``taken`` are indices of the first of a word for each rank: the
+    # numbers of message pieces written for it, and of its pieces that were read.
 
     __slots__ = (
         "_acquire",
@@ -307,21 +309,21 @@ class ControlBlock:
         num_words = _SLEEPERS + _in_lines(-(-size // 8)) + 2 * _in_lines(size)
         return -(-(num_words * 8 + _TEXT_BYTES) // 4096) * 4096
 
-    def publish(self, place: int, value: int) -> None:
-        """Store an own word after all stored before, and wake; one thread at a time."""
+    def publish(self, index: int, value: int) -> None:
+        """Store an own word and wake its sleepers; one thread at a time."""
         if IS_WEAKLY_ORDERED:
             fence()
         words = self.words
-        words[place] = value
-        self._release()  # fence(), in less time
+        words[index] = value
+        self._release()  # as fence(), but faster
         self._acquire()
-        for index in self._sleeper_words:
-            if words[index]:
-                wake_all(self.address + 8 * place)
+        for sleepers in self._sleeper_words:
+            if words[sleepers]:
+                wake_all(self.address + 8 * index)
                 return
 
     def fall_asleep(self, rank: int) -> None:
-        """Have ``publish`` wake ``rank``, this process; any thread may."""
+        """Let ``publish`` wake ``rank``, which is this process; any thread."""
         with self._lock:
             self._num_asleep += 1
             self.bytes[8 * _SLEEPERS + rank] = 1
@@ -333,7 +335,7 @@ class ControlBlock:
             self.bytes[8 * _SLEEPERS + rank] = self._num_asleep > 0
 
     def ring(self) -> None:
-        """Wake the rank's progress thread; of several at once one may be in vain."""
+        """Wake the rank's progress thread; one of several at once may be lost."""
         self.words[BELL] = (self.words[BELL] + 1) & 0xFFFFFFFF
         wake_all(self.address + 8 * BELL)
 
@@ -352,12 +354,12 @@ def slot_bytes(size: int, *, is_crowded: bool) -> int:
 
 
 class StagingSlots:
-    """Two slots on each rank, taken in turn.
+    """Two slots on each rank, used in turn.
 
     Note [Two slots]
-        A rank reads the others' slots between the first phase after it took a slot and
-        the next taking. It writes its own slot again only when it has taken the other
-        one and completed a phase since: by then all ranks are past their reading.
+        A rank reads the others' slots between the first phase after its ``take()`` and
+        its next ``take()``. It writes to a slot again only after it took the other one
+        and completed a phase: by then all ranks have read the slot.
     """
 
     def __init__(
@@ -374,13 +376,12 @@ class StagingSlots:
         return self._taken
 
     def reset(self) -> None:
-        """Begin anew, after a phase that all reading came before."""
+        """Start again with the first slot, in a phase after all reading."""
         self._taken = 1
 
     def views(
         self, slot: int, dtype: torch.dtype, numel: int, offset: int = 0
     ) -> list[Tensor]:
-        """Return a part of a slot of every rank, ``offset`` bytes into it."""
         key = (slot, dtype, numel, offset)
         views = self._views.get(key)
         if views is None:
@@ -388,7 +389,7 @@ class StagingSlots:
                 self._views.clear()
             first = self._start + slot * self.slot_bytes + offset
             end = first + numel * dtype.itemsize
-            # They outlive the call, and the inference mode that it was made in.
+            # They outlive the inference mode of this call.
             with torch.inference_mode(mode=False):
                 views = [tensor[first:end].view(dtype) for tensor in self._tensors]
             self._views[key] = views
@@ -396,7 +397,7 @@ class StagingSlots:
 
 
 class Region(NamedTuple):
-    """What all ranks allocated in one call; here it begins at address ``start``."""
+    """The memory of one collective allocation; ``start`` is the own address."""
 
     number: int
     start: int
@@ -405,22 +406,22 @@ class Region(NamedTuple):
 
 
 class SymmetricHeap:
-    """The regions that are in use."""
+    """The regions in use."""
 
-    # ``plans`` has for a call and the locations of all ranks' tensors the pieces of
-    # them that a reduction takes one after the other. Each rank may forget any of them.
+    # ``plans``: by call and locations of all ranks' tensors, the pieces that a
+    # reduction combines one after the other. A cache: each rank may drop any of them.
 
     def __init__(self) -> None:
         self.plans: dict[tuple[int, ...], list[Pieces]] = {}
         self._regions: list[Region] = []
         self._num_regions = 0
-        # A finalizer may run in the middle of anything: it only leaves a note.
+        # A finalizer may run at any point of a thread, so it only appends here.
         self._gone: deque[int] = deque()
 
     def add(self, segments: Sequence[Segment], rank: int) -> Tensor:
-        """Return this rank's bytes of a region, which lives as long as views of them.
+        """Return this rank's bytes of a region, which lives as long as their views.
 
-        Views of ours do not count: they look through another buffer.
+        Internal views use another buffer and do not keep it alive.
         """
         self._forget()
         self._num_regions += 1
@@ -434,7 +435,7 @@ class SymmetricHeap:
             return torch.frombuffer(buffer, dtype=torch.uint8)
 
     def locate(self, tensor: Tensor) -> int:
-        """Return a number for where a flat tensor lies; 0 outside every region."""
+        """Return the location of a flat tensor as a number; 0 outside every region."""
         if self._gone:
             self._forget()
         if self._regions:
@@ -448,7 +449,7 @@ class SymmetricHeap:
     def view(
         self, rank: int, location: int, dtype: torch.dtype, numel: int, start: int = 0
     ) -> Tensor:
-        """Return a rank's tensor, ``start`` bytes after what ``locate`` found there."""
+        """Return a rank's tensor at ``start`` bytes after a location."""
         number = location >> _OFFSET_BITS
         first = (location & ((1 << _OFFSET_BITS) - 1)) + start
         for region in self._regions:
@@ -459,14 +460,13 @@ class SymmetricHeap:
         raise LookupError(f"region must be in use, got number {number}")
 
     def views(self, locations: Sequence[int], like: Tensor) -> list[Tensor]:
-        """Return all ranks' tensors where they lie; ``like`` is one of them."""
         return [
             self.view(rank, location, like.dtype, like.numel())
             for rank, location in enumerate(locations)
         ]
 
-    def keep(self, key: tuple[int, ...], plan: list[Pieces]) -> None:
-        """Keep a plan; where they are many, forget all others."""
+    def cache(self, key: tuple[int, ...], plan: list[Pieces]) -> None:
+        """Cache a plan; drop all others if they are too many."""
         num_kept = sum(map(len, self.plans.values()))
         if (num_kept + len(plan)) * len(plan[0] if plan else ()) > _MAX_PIECES:
             self.plans.clear()
@@ -476,7 +476,7 @@ class SymmetricHeap:
         while self._gone:
             number = self._gone.popleft()
             self._regions = [each for each in self._regions if each.number != number]
-            # A plan has locations in one region, the last word of it as good as any.
+            # All locations of a plan are in one region.
             for key in [k for k in self.plans if k[-1] >> _OFFSET_BITS == number]:
                 del self.plans[key]
 
@@ -487,24 +487,27 @@ def is_same_region(locations: Sequence[int]) -> bool:
 
 
 class Call(NamedTuple):
-    """What must be equal on all ranks; the signature is the same in every process."""
+    """A call that must be equal on all ranks."""
 
     text: str
-    signature: int
+    signature: int  # a digest of the text
 
     @classmethod
     @functools.lru_cache(maxsize=1024)
     def of(
-        cls, name: str, dtype: torch.dtype | None = None, numel: int = 0, why: str = ""
+        cls,
+        name: str,
+        dtype: torch.dtype | None = None,
+        numel: int = 0,
+        details: str = "",
     ) -> "Call":
-        """Describe a call; ``why`` is what else matters: the operation, the root."""
-        text = f"{name} of {numel} elements of {dtype}{why}" if dtype else name
+        text = f"{name} of {numel} elements of {dtype}{details}" if dtype else name
         digest = hashlib.sha256(text.encode()).digest()
         return cls(text, int.from_bytes(digest[:8], "little"))
 
 
 class SharedState:
-    """The memory of all ranks, and the turn-taking in it."""
+    """The shared memory of all ranks, and the calls that they publish in it."""
 
     def __init__(
         self, rank: int, blocks: Sequence[ControlBlock], staging: StagingSlots
@@ -522,8 +525,8 @@ class SharedState:
     def announce(
         self, signature: int, location: int = 0, layout: LayoutSummary | None = None
     ) -> int:
-        """Publish, with the next phase, this rank's call and where its tensor is."""
-        # Return the turn, for the methods below: one of two, see Note [Two slots].
+        """Publish this rank's call with the next phase; return the turn."""
+        # The turn, for the methods below, is 0 or 1: see Note [Two slots].
         turn = self._turn = 1 - self._turn
         own = self._own
         own[_SIGNATURES + turn] = signature
@@ -555,7 +558,7 @@ class SharedState:
     def synchronize(
         self, call: Call, location: int = 0
     ) -> Generator[None, None, list[int]]:
-        """Complete a phase of equal calls; return where the ranks' tensors lie."""
+        """Complete a phase of equal calls; return the locations of the tensors."""
         turn = self.announce(call.signature, location)
         yield
         if not self.is_agreed(turn, call.signature):
@@ -563,13 +566,13 @@ class SharedState:
         return self.locations(turn)
 
     def mismatch(self, call: Call) -> Generator[None, None, CollectiveError]:
-        """Exchange the calls that do not fit together; return what all ranks raise."""
+        """Exchange calls that differ; return the error that all ranks raise."""
         self._blocks[self.rank].write_text(call.text)
         yield
-        # One call has taken a slot where another did not.
+        # Only some of the calls took a slot.
         self.staging.reset()
         got = by_ranks([block.read_text() for block in self._blocks])
         return CollectiveError(
             f"calls must be equal on all ranks, got {got}. Make the same calls in the "
-            "same order everywhere."
+            "same order on all ranks."
         )

@@ -1,30 +1,30 @@
 """Wait for a word of shared memory: fences, futexes, contention, and lost peers.
 
 Note [Memory order]
-    A rank writes data, then a word that says so; another sees the word, then reads the
-    data. Each word has one writer and lies in eight aligned bytes, which a memoryview
-    loads and stores by a single instruction, so no word is ever seen half.
+    A rank writes data, then a word that announces it. Another rank reads the word, then
+    the data. Each word has one writer and is eight aligned bytes, which a memoryview
+    loads and stores by a single instruction, so no word is ever read half-written.
 
-    The data must not be seen later than the word. x86 keeps the order of stores and
-    the order of loads (Intel SDM vol. 3, 8.2.2); after non-temporal stores libc and
-    torch's kernels put a fence of their own. Elsewhere ``fence()`` stands before the
-    store of a word and after the load that saw it: it frees and takes a lock, and an
-    ARMv8 release is never passed by a later acquire, nor what comes before the one by
-    what comes after the other. Kernels' worker threads are joined before they return.
+    The data must be visible before the word. x86 keeps the order of stores and the
+    order of loads (Intel SDM vol. 3, 8.2.2); libc and torch's kernels put a fence after
+    non-temporal stores. On other processors ``fence()`` stands before the store of a
+    word and after the load of it. It releases and acquires a lock: on ARMv8 no access
+    before the release is reordered with one after the acquire. Kernels join their
+    worker threads before they return.
 
-    Sleeping needs one thing more, which no processor gives for nothing: that a store
-    is seen before a later load is done. The sleeper stores its flag, then looks at the
-    word again; the writer stores the word, then looks at the flag. A fence between the
-    two, on either side, keeps one of them from missing the other; and the kernel
-    compares the word before it puts anyone to sleep.
+    Sleeping needs more: a store must be visible before a later load is done. The
+    sleeper stores its flag, then reads the word again; the writer stores the word, then
+    reads the flag. A fence between the two on both sides ensures that one of them sees
+    the other's store. The kernel compares the word again before it puts the thread to
+    sleep.
 
 Note [Yield or sleep]
-    Among ranks alone an answer comes within microseconds, and looking for it, yielding
-    in between, is quicker than to sleep. Beside programs that compute, a yield may hand
-    one of them the core for tens of milliseconds; who sleeps gets the core at once when
-    it is woken. So the number of threads that want to run is read from time to time,
-    which takes 10 us: with more than cores and ranks, waits sleep at once. That number
-    is of one moment, and other threads of the ranks count: soon it is read again.
+    If only ranks run, an answer comes within microseconds, and polling with yields is
+    faster than sleeping. If other programs compute, a yield may give one of them the
+    core for tens of milliseconds, but a sleeper gets a core at once when it is woken.
+    So the number of runnable threads is read from time to time, which takes 10 us. If
+    it is above the numbers of cores and ranks, waits sleep at once. It is only a sample
+    and includes other threads of the ranks, so it is soon read again.
 """
 
 import ctypes
@@ -36,16 +36,17 @@ import threading
 import time
 from collections.abc import Callable
 from ctypes import POINTER, c_int, c_long, c_uint32, c_void_p
+from itertools import repeat
 from typing import NamedTuple
 
-from ronde.processes import read_stat
+from ronde.processes import ProcessStat, read_process
 
 IS_WEAKLY_ORDERED = platform.machine() not in ("x86_64", "AMD64", "i686")
 _lock = threading.local()
 
 
 def fence() -> None:
-    """Order all loads and stores before it before all after it; see Note."""
+    """Order all loads and stores before it before all after it."""
     try:
         lock: threading.Lock = _lock.held
     except AttributeError:
@@ -66,7 +67,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _number = _SYSCALLS.get(platform.machine())
 
 sched_yield: Callable[[], int] = _libc.sched_yield
-"""Let others run. Unlike ``os.sched_yield`` it lets other threads have the GIL too."""
+"""Yield the core and, unlike ``os.sched_yield``, the GIL."""
 
 
 class _Timespec(ctypes.Structure):
@@ -96,43 +97,47 @@ def wake_all(address: int) -> None:
         _syscall(_number, address, _WAKE, _ALL, None)
 
 
-_LOOK_EVERY_S, _LOOK_AGAIN_S = 0.01, 0.001
+_SAMPLE_EVERY_S, _SAMPLE_AGAIN_S = 0.01, 0.001
 _LATE_S = 0.0005
-"""A yield that takes so long: another program had the core. Ranks take less in turn."""
+"""A yield that takes longer gave the core to another program: ranks take less."""
 _now = time.monotonic
 
 
 class Contention:
-    """What the waits of this process know of other programs; any thread may call."""
+    """The policy of spinning waits beside other programs; any thread may call."""
 
     def __init__(self) -> None:
         self._num_expected = os.cpu_count() or 1
-        self._is_seen = False
-        self._look_at_s = 0.0
+        self._is_high = False
+        self._sample_at_s = 0.0
 
     def expect(self, num_ranks: int) -> None:
         self._num_expected = max(self._num_expected, num_ranks)
 
-    def num_looks(self, most: int) -> int:
-        """Return how often a wait that begins now should look before it sleeps."""
+    def num_polls(self, most: int) -> int:
+        """Return ``most``, or 0 if a wait that begins now should sleep at once."""
         now = _now()
-        if now >= self._look_at_s:
-            self._is_seen = _num_runnable() > self._num_expected
-            self._look_at_s = now + (_LOOK_AGAIN_S if self._is_seen else _LOOK_EVERY_S)
-        return 0 if self._is_seen else most
+        if now >= self._sample_at_s:
+            self._is_high = _num_runnable() > self._num_expected
+            pause_s = _SAMPLE_AGAIN_S if self._is_high else _SAMPLE_EVERY_S
+            self._sample_at_s = now + pause_s
+        return 0 if self._is_high else most
 
-    def pause(self) -> bool:
-        """Let others run between two looks; say whether to look on."""
-        begun = _now()
-        sched_yield()
-        if _now() - begun < _LATE_S:
-            return True
-        self._look_at_s = 0.0
+    def spin(self, is_over: Callable[[], bool], most: int) -> bool:
+        """Poll up to ``most`` times and yield in between; return True once over."""
+        for _ in repeat(None, self.num_polls(most)):
+            if is_over():
+                return True
+            begun = _now()
+            sched_yield()
+            if _now() - begun >= _LATE_S:
+                self._sample_at_s = 0.0
+                return False
         return False
 
 
 def _num_runnable() -> int:
-    """Return how many threads of this machine run or want to; 0 where it is unknown."""
+    """Return the number of runnable threads of this machine; 0 if unknown."""
     try:
         file = os.open("/proc/loadavg", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -148,33 +153,31 @@ def _num_runnable() -> int:
 CONTENTION = Contention()  # of this process
 
 
-_ENDED, _STOPPED = "ZX", "T"
+_STOPPED = "T"
 _IS_STOPPED_AFTER = 4
-"""Looks in a row that must find a process stopped before a warning: a whole job may
-have been stopped and be just going on, one rank before the other."""
+"""Consecutive checks that must find a process stopped before a warning: after a whole
+job was stopped, its ranks continue one after the other."""
 _logger = logging.getLogger("ronde")
 
 
 class PeerProcess(NamedTuple):
-    """A process, identified also by its start time: a pid may be used again."""
+    """A process, identified by pid and start time, as a pid may be reused."""
 
     pid: int
-    started_at: int  # in clock ticks since boot
-    cores: int  # A bit for each core that it may use
+    started_at: int  # clock ticks since boot
+    cores: int  # a bit for each core that it may use
 
     @classmethod
     def of(cls, pid: int) -> "PeerProcess":
         cores = sum(1 << core for core in os.sched_getaffinity(pid))
-        return cls(pid, int(read_stat(pid)[20]), cores)
+        return cls(pid, ProcessStat.read(pid).started, cores)
 
     def state(self) -> str:
-        """Return its state as ``/proc`` has it, a letter; nothing once it ended."""
-        try:
-            _, state, *fields = read_stat(self.pid)
-        except OSError:
+        """Return its state, a letter as in ``/proc``; empty once it ended."""
+        process = read_process(self.pid)
+        if process is None or process.started != self.started_at:
             return ""
-        is_gone = int(fields[18]) != self.started_at or state in _ENDED
-        return "" if is_gone else state
+        return "" if process.is_zombie else process.state
 
 
 class Peers:
@@ -187,12 +190,13 @@ class Peers:
         for process in processes:
             cores |= process.cores
         self.is_crowded = cores.bit_count() < len(processes)
-        """Whether there are fewer cores than ranks."""
+        """True if there are fewer cores than ranks."""
 
     def find_loss(self, rank: int, own: int) -> str:
-        """Return why a rank's process will not go on; to be called now and then.
+        """Return the reason if a rank's process ended; call it periodically.
 
-        One that is stopped may go on: the first rank that runs warns of it.
+        A stopped process may continue, so it is no loss. The first rank that runs warns
+        of it.
         """
         process = self.processes[rank]
         state = process.state()
@@ -203,15 +207,15 @@ class Peers:
             return ""
         count = self._num_stopped[rank] = self._num_stopped.get(rank, 0) + 1
         if count == _IS_STOPPED_AFTER and all(map(self.describe_stop, range(own))):
-            _logger.warning("All wait for %s.", self.describe_stop(rank))
+            _logger.warning("All ranks wait for %s.", self.describe_stop(rank))
         return ""
 
     def describe_stop(self, rank: int) -> str:
-        """Return that a rank's process is stopped, and what to do; or nothing."""
+        """Return a remedy if a rank's process is stopped, else nothing."""
         process = self.processes[rank]
         if process.state() not in {*_STOPPED}:
             return ""
         return (
             f"rank {rank}, process {process.pid}, which is stopped; kill -CONT "
-            f"{process.pid} lets it go on"
+            f"{process.pid} continues it"
         )
