@@ -22,6 +22,9 @@ if hasattr(torch.optim, "Muon"):
 # They set how many hosts Horovod waits for at the start; ronde never waits for two.
 _gloo_run = ModuleType("horovod.runner.gloo_run")
 _gloo_run.__dict__["_get_min_start_hosts"] = lambda _: 1
+# And constants of Horovod's own driver, which ronde has not.
+_driver = ModuleType("horovod.runner.elastic.driver")
+_driver.__dict__.update(DISCOVER_HOSTS_FREQUENCY_SECS=1.0, ELASTIC_TIMEOUT_SECS=600)
 _SKIPPED = (
     "test_all_hosts_blacklisted",
     "test_fault_tolerance_without_scaling",
@@ -46,9 +49,10 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 def pytest_pycollect_makeitem(name: str, obj: object) -> None:
     """Let the tests of the base class stand for those that only skip."""
     if name == "ElasticTorchTests":
-        import horovod.runner
+        import horovod.runner.elastic
 
         sys.modules[_gloo_run.__name__] = horovod.runner.gloo_run = _gloo_run
+        sys.modules[_driver.__name__] = horovod.runner.elastic.driver = _driver
         for test in _SKIPPED:
             if test in vars(obj):
                 delattr(obj, test)

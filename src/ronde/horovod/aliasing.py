@@ -19,15 +19,10 @@ _MODULES = {
     "data.data_loader_base": "horovod.compatibility",
     "runner.common.util.config_parser": "cli.horovod_launch",
     "runner.common.util.env": "horovod.launcher",
-    "runner.elastic.constants": "horovod.elastic",
-    "runner.elastic.discovery": "horovod.discovery",
-    "runner.elastic.driver": "horovod.elastic",
-    "runner.elastic.rendezvous": "horovod.elastic",
-    "runner.elastic.worker": "horovod.elastic",
-    "runner.http.http_server": "horovod.elastic",
+    "runner.elastic.constants": "membership.policy",
+    "runner.elastic.worker": "torch.elastic.state",
     "runner.launch": "cli.horovod_launch",
     "runner.runner": "horovod.launcher",
-    "runner.util.network": "horovod.elastic",
     "runner.util.threads": "horovod.launcher",
 }
 """Horovod's modules, and which of ronde's have what is in them."""
