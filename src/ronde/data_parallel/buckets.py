@@ -207,7 +207,7 @@ class Gradient:
     is_reduced: bool = False
     was_used: bool = False  # whether this rank contributed to the round under way
     was_sparse: bool = False  # whether that was sparse
-    # Whether backward may write it to ``view``: see ``hooks``. Equal on all ranks.
+    # Whether backward may write it to ``view``: see ``fusion``. Equal on all ranks.
     is_fusible: bool = False
     is_scaled_in_sum: bool = False  # the factor before the sum is the bucket's to apply
     is_open: bool = False  # a round is under way that waits for its value
@@ -292,14 +292,13 @@ def _dense(grad: Tensor) -> Tensor:
 
 
 Sum = Generator[Iterable[Work[Any]], None, None]
-"""The sum of a bucket's memory over all ranks, in place: one collective, or two.
+"""The sum of a bucket's memory over all ranks, in place.
 
-It yields what its next stage waits for, on an accelerator nothing: once the first is
-started, once it is over (the control numbers are summed then), and, if there is
-another, once the second is started. The order of stages is the same on all ranks.
+It yields the works to wait for once they are started (on an accelerator none), and
+nothing once they are over.
 """
-ARRIVED, ADVANCED, OVER = 1, 2, 3
-"""The stages: the first collective is over, the second started, all is over."""
+ARRIVED, OVER = 1, 2
+"""Stages of a sum: the result has arrived; the sum is over and recorded."""
 _SPARSE = 4
 
 

@@ -43,7 +43,6 @@ from ronde.data_parallel.hooks import (
     add_hook,
     call_at_end_of_backward,
     current_backward,
-    fuse,
     is_last_hook,
     is_nested_backward,
 )
@@ -261,6 +260,8 @@ class Reducer:
                 call_at_end_of_backward(self._on_backward_end, self._failures.append)
                 self._unfuse()
                 if self._options.is_fusing:
+                    from ronde.data_parallel.fusion import fuse
+
                     self._fused = fuse(self._gradients)
             self.rounds.arrive(index, is_final=is_last_hook(gradient))
 

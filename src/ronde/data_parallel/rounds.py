@@ -35,7 +35,6 @@ from ronde.collectives import Communicator, all_gather_json
 from ronde.coordination.messages import bits_of, decode_bits, encode_bits
 from ronde.coordination.waits import SyncPoint, Waiting
 from ronde.data_parallel.buckets import (
-    ADVANCED,
     ARRIVED,
     OVER,
     BucketLimits,
@@ -52,9 +51,13 @@ from ronde.data_parallel.buckets import (
     plan_buckets,
     reduce_sparse,
 )
-from ronde.data_parallel.compression import GradientCompression, NoneCompressor, sum_by
+from ronde.data_parallel.compression import (
+    Compressor,
+    NoneCompressor,
+    require_compressor,
+    sum_compressed,
+)
 from ronde.data_parallel.group import GroupConnector, ReducerGroup, Steps, aside, run
-from ronde.data_parallel.hooks import is_fusible
 from ronde.drift import (
     NUM_FLAGS,
     Background,
@@ -79,11 +82,11 @@ class ReducerOptions:
     predivide: float = 1.0  # part of the average's divisor, applied before the sum
     passes: int = 1  # backward passes to accumulate before a reduction
     is_passes_average: bool = False  # divide by ``passes`` too
-    compressor: GradientCompression = NoneCompressor
+    compressor: type[Compressor] = NoneCompressor
     limits: BucketLimits = field(default_factory=BucketLimits)
     groups: tuple[tuple[int, ...], ...] = ()  # gradients to be reduced together
     is_sparse_densified: bool = False  # reduce sparse gradients as dense ones
-    is_fusing: bool = True  # backward may write into buckets: see ``hooks``
+    is_fusing: bool = False  # backward writes into buckets: see ``fusion``
     tuning: TuningOptions | None = None  # finds better ``limits``
     can_join: bool = True  # else each rank is needed for its share of a step
     drift: str = "off"  # what to do about ranks that differ: off, warn or error
@@ -277,8 +280,7 @@ class ReductionRounds:
         self._bucket_of: dict[int, GradientBucket] = {}
         self._sparse: list[Gradient] = []
         self._next = 0  # the first bucket that is not launched
-        self.unsent: dict[Tensor, Tensor] = {}  # errors of compression, as matrices
-        self._sum = sum_by(options.compressor, self.unsent)
+        require_compressor(options.compressor)
         self._has_joined = False
         self._num_launched = 0
         self._arrivals: list[int] | None = []
@@ -416,9 +418,6 @@ class ReductionRounds:
         """Launch and await the rest; return whether backward added meanwhile."""
         self._launch(has_all=True)
         self.is_open = False
-        for bucket in self.buckets:
-            yield from bucket.works
-            bucket.go_to(ADVANCED)
 
         def keep() -> float:
             return self.scaling.without(self.buckets[0].count(_JOINED)).keep
@@ -454,9 +453,8 @@ class ReductionRounds:
         are_reduced = [bool(flag) for flag in flags[_NUM_OWN_FLAGS:]]
         for bucket in compress(others, are_reduced):
             self._launch_zeros(bucket)
-        for stage in (ADVANCED, OVER):
-            for bucket in self.buckets:
-                bucket.go_to(stage)
+        for bucket in self.buckets:
+            bucket.go_to(OVER)
         for gradient in compress(self._sparse, are_reduced[len(others) :]):
             gather = self._communicator.all_gather
             for work in [gather(part) for part in no_entries(gradient)]:
@@ -540,11 +538,14 @@ class ReductionRounds:
         if sparse and not plans:
             plans = (BucketPlan((), 0, specs[sparse[0]].kind),)  # for the flags
         gradients, communicator = self._gradients, self._communicator
-        is_plain = self._options.compressor is NoneCompressor
         for gradient in [gradients[index] for index in self._order]:
             gradient.kind = kind_of(gradient.parameter)
-            # Whether it happens or not is no matter for the bits: the sum is the same.
-            gradient.is_fusible = is_plain and is_fusible(gradient.parameter)
+        options = self._options
+        if options.is_fusing and options.compressor is NoneCompressor:
+            from ronde.data_parallel.fusion import is_fusible
+
+            for gradient in [gradients[index] for index in self._order]:
+                gradient.is_fusible = is_fusible(gradient.parameter)
         self._sparse = [gradients[i] for i in sparse]
         num_flags = _NUM_OWN_FLAGS + len(plans) - 1 + len(sparse)
 
@@ -589,7 +590,7 @@ class ReductionRounds:
 
     def _sum_of(self, bucket: GradientBucket) -> Sum:
         self._num_launched += 1
-        total = self._sum(bucket, self._communicator)
+        total = sum_compressed(self._options.compressor, bucket, self._communicator)
         number, has_joined = self._num_launched, self._has_joined
         return _watched(total, bucket, self._group, number, has_joined=has_joined)
 

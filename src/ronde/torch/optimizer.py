@@ -18,8 +18,6 @@ from ronde.coordination.requests import OpKind
 from ronde.data_parallel import (
     Compression,
     Compressor,
-    GradientCompression,
-    PowerSGD,
     Reducer,
     ReducerOptions,
 )
@@ -108,9 +106,9 @@ class DistributedOptimizer(OptimizerProxy):
         sparse_as_dense: Reduce sparse gradients as dense ones; the results are sparse.
         process_set: The ranks.
         average_aggregated_gradients: Divide by ``backward_passes_per_step`` as well.
-        gradient_accumulation_fusion: Where nobody can see a difference, have backward
-            write a large weight's gradient where it is reduced; not a copy of it. For
-            CPU tensors.
+        gradient_accumulation_fusion: Have backward write the gradients of large linear
+            layers straight into the reduction's buffer, where the program cannot see
+            the difference. For CPU tensors; equal on all ranks.
         zero: 1 gives each rank a share of the optimizer's state and step.
         zero_elementwise: With ``zero=1``, that an optimizer which is not torch's steps
             each element by its own gradient and state alone: not so LARS and LAMB.
@@ -125,7 +123,7 @@ class DistributedOptimizer(OptimizerProxy):
         self,
         optimizer: Optimizer,
         named_parameters: Iterable[tuple[str, Tensor]] | None = None,
-        compression: GradientCompression = Compression.none,
+        compression: type[Compressor] = Compression.none,
         backward_passes_per_step: int = 1,
         op: int = Average,
         gradient_predivide_factor: float = 1.0,
@@ -135,7 +133,7 @@ class DistributedOptimizer(OptimizerProxy):
         process_set: ProcessSet = global_process_set,
         *,
         average_aggregated_gradients: bool = False,
-        gradient_accumulation_fusion: bool = True,
+        gradient_accumulation_fusion: bool = False,
         zero: int = 0,
         zero_elementwise: bool = False,
     ) -> None:
@@ -167,6 +165,7 @@ class DistributedOptimizer(OptimizerProxy):
             "sparse_as_dense": sparse_as_dense,
             "process_set": None if process_set is global_process_set else process_set,
             "average_aggregated_gradients": average_aggregated_gradients,
+            "gradient_accumulation_fusion": gradient_accumulation_fusion,
             "zero": zero,
         }
         self._groups = options.groups
@@ -413,15 +412,10 @@ def _make_reducer(
 
 def _make_delta_step(
     named: list[tuple[str, Tensor]],
-    compression: GradientCompression,
+    compression: type[Compressor],
     process_set: ProcessSet,
 ) -> DeltaStep:
     require_adasum(process_set, current_session().world.size)
-    if isinstance(compression, PowerSGD):
-        raise UsageError(
-            "compression must be none, fp16 or bf16 with op=Adasum, got "
-            f"{compression}: Adasum is not linear."
-        )
     connector = Connector(process_set, named, ", by Adasum")
     delta = DeltaStep([parameter for _, parameter in named], compression, connector)
     connector.register(delta)
