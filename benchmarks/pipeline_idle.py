@@ -13,7 +13,6 @@ import time
 import torch
 from torch import Tensor, distributed as dist, nn
 
-from ronde.parallel.pipelines import simulate
 from ronde.torch import parallel
 
 WIDTH, ROWS, NUM_BLOCKS = 768, 64, 8
@@ -50,7 +49,7 @@ def main() -> None:
     batch = torch.randn(ROWS * count, WIDTH)
     if dist.get_rank() == 0:
         print(f"{dist.get_world_size()} ranks, {count} microbatches")
-        print(f"{'':16} theory  simulated  measured  step ms", flush=True)
+        print(f"{'':16} theory  measured  step ms", flush=True)
     for name, num_chunks in (("GPipe", 1), ("1F1B", 1), ("Interleaved1F1B", 2)):
         torch.manual_seed(0)
         model = parallel.pipeline(
@@ -77,9 +76,7 @@ def main() -> None:
         step_s = statistics.median(steps)
         idle = 1 - float(busy) / dist.get_world_size() / step_s
         if dist.get_rank() == 0:
-            theory = model.plan.predict().idle_share
-            simulated = simulate(model.plan.actions()).idle_share
-            columns = f"{theory:6.3f}  {simulated:9.3f}  {idle:8.3f}"
+            columns = f"{model.plan.idle_share:6.3f}  {idle:8.3f}"
             print(f"{name:16} {columns}  {1e3 * step_s:7.1f}", flush=True)
     dist.destroy_process_group()
 

@@ -6,6 +6,7 @@ PyTorch's tests fork their ranks.
 
 import json
 import sys
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
@@ -22,9 +23,8 @@ if hasattr(torch.optim, "Muon"):
 # They set how many hosts Horovod waits for at the start; ronde never waits for two.
 _gloo_run = ModuleType("horovod.runner.gloo_run")
 _gloo_run.__dict__["_get_min_start_hosts"] = lambda _: 1
-# And constants of Horovod's own driver, which ronde has not.
-_driver = ModuleType("horovod.runner.elastic.driver")
-_driver.__dict__.update(DISCOVER_HOSTS_FREQUENCY_SECS=1.0, ELASTIC_TIMEOUT_SECS=600)
+# And constants of Horovod's own driver, which ronde does not have.
+_DRIVER = "horovod.runner.elastic.driver"
 _SKIPPED = (
     "test_all_hosts_blacklisted",
     "test_fault_tolerance_without_scaling",
@@ -52,7 +52,9 @@ def pytest_pycollect_makeitem(name: str, obj: object) -> None:
         import horovod.runner.elastic
 
         sys.modules[_gloo_run.__name__] = horovod.runner.gloo_run = _gloo_run
-        sys.modules[_driver.__name__] = horovod.runner.elastic.driver = _driver
+        driver = import_module("ronde.cli.horovod_launch")
+        driver.__dict__["ELASTIC_TIMEOUT_SECS"] = 600
+        sys.modules[_DRIVER] = horovod.runner.elastic.driver = driver
         for test in _SKIPPED:
             if test in vars(obj):
                 delattr(obj, test)

@@ -28,7 +28,7 @@ NO_TESTS = 5
 PARALLEL = ("test_torch.py", "test_common.py", "test_timeline.py")
 PARALLEL += ("test_adasum_pytorch.py",)
 SINGLE = ("test_torch_elastic.py", "test_elastic_run.py")
-# Not run: test_elastic_driver.py and test_elastic_discovery.py, of Horovod's own driver.
+# Not test_elastic_driver.py and test_elastic_discovery.py, of Horovod's own driver.
 ELASTIC = (
     *("single/test_torch_elastic.py", "single/test_elastic_run.py"),
     "integration/test_elastic_torch.py",

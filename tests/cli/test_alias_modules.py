@@ -13,7 +13,7 @@ from ronde.horovod.compatibility import (
     BaseDataLoader,
     HorovodVersionMismatchError,
 )
-from ronde.horovod.launcher import get_env_rank_and_size, in_thread, on_event
+from ronde.horovod.launcher import get_env_rank_and_size, in_thread
 
 
 class Numbers(BaseDataLoader):
@@ -87,30 +87,6 @@ def test_a_silent_thread_keeps_quiet(capfd) -> None:
 
     in_thread(fail, silent=True).join(HANG_S)
     assert capfd.readouterr().err == ""
-
-
-def test_a_function_on_an_event() -> None:
-    event, stop, done = Event(), Event(), Event()
-    thread = on_event(event, done.set, stop=stop, check_stop_interval_s=0.01)
-    event.set()
-    thread.join(HANG_S)
-    assert done.is_set()
-    again = on_event(event, done.set)
-    again.join(HANG_S)
-    assert not again.is_alive()
-
-
-def test_an_event_need_not_be_waited_for() -> None:
-    event, stop, done = Event(), Event(), Event()
-    thread = on_event(
-        event, done.set, stop=stop, check_stop_interval_s=0.01, daemon=False
-    )
-    stop.set()
-    thread.join(HANG_S)
-    assert not thread.is_alive()
-    assert not done.is_set()
-    with pytest.raises(ValueError, match="stop must be given"):
-        on_event(event, done.set, daemon=False)
 
 
 def test_the_environment_is_changed_for_a_while(monkeypatch) -> None:

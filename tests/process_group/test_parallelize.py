@@ -326,7 +326,7 @@ def staged(text: str, schedule: str, num_chunks: int) -> tuple[float, float]:
         whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
         errors.append(float((whole - expected[name]).abs().max()))
     assert len(errors) > 1
-    return max(errors), model.plan.predict().idle_share
+    return max(errors), model.plan.idle_share
 
 
 SCHEDULES = {"GPipe": (1, 1 / 5), "1F1B": (1, 1 / 5), "Interleaved1F1B": (2, 1 / 9)}

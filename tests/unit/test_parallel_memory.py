@@ -134,7 +134,7 @@ def test_numbers_out_of_range_are_refused(
 
 
 def test_units_without_parameters_are_refused() -> None:
-    with pytest.raises(UsageError, match="units must be one at least"):
+    with pytest.raises(UsageError, match="units must be at least one, each with"):
         Sharding(2, zero=3).peak([])
 
 

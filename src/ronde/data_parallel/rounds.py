@@ -230,7 +230,7 @@ def describe(name: str, parameter: Tensor) -> str:
     )
 
 
-def refuse_differences(everyone: Sequence[list[str] | None]) -> None:
+def require_equal(everyone: Sequence[list[str] | None]) -> None:
     """Raise where the ranks' lists of ``describe`` differ; None has no say."""
     lists = [(rank, theirs) for rank, theirs in enumerate(everyone) if theirs]
     one, mine = lists[0]
@@ -515,11 +515,11 @@ class ReductionRounds:
         digests, votes, sparse, arrivals, weights = zip(*everyone, strict=True)
         self.checks.note_begin(weights)
         if len(set(digests)) > 1:
-            refuse_differences(all_gather_json(communicator, mine))
+            require_equal(all_gather_json(communicator, mine))
         votes = [each for each in votes if each is not None]
         if len(set(votes)) > 1:
             own = None if self._has_joined else _with_states(mine, trained)
-            refuse_differences(all_gather_json(communicator, own))
+            require_equal(all_gather_json(communicator, own))
         new = bits_of(decode_bits(votes[0])) if votes else []
         new = [index for index in new if not gradients[index].is_planned]
         for index in new:

@@ -1,4 +1,4 @@
-"""Horovod's package under its own name: what unmodified scripts import."""
+"""Horovod's package under its own name, for unmodified scripts."""
 
 from ronde.horovod.launcher import run
 

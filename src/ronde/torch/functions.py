@@ -16,7 +16,7 @@ from ronde.drift import Background, Drift, compare
 from ronde.errors import UsageError
 from ronde.session.operations import (
     Broadcast,
-    NamedCarrier,
+    NamedTransport,
     allgather_object as allgather_object,  # noqa: PLC0414
     broadcast_object as broadcast_object,  # noqa: PLC0414
     require_whole,
@@ -57,7 +57,7 @@ def broadcast_optimizer_state(
     ``UsageError`` for LBFGS, and for state besides tensors, numbers and text.
     """
     state = OptimizerState(optimizer, model)
-    carrier = NamedCarrier("", global_process_set)
+    carrier = NamedTransport("", global_process_set)
     plain = broadcast_json(carrier, lambda: state.plain, root_rank)
     if rank() != root_rank:
         state.expect(plain)
@@ -115,7 +115,9 @@ def check_parity(
     named = [(plain_name(name), p) for name, p in model.named_parameters()]
     require_whole(parameter for _, parameter in named)
     ranks = state_of(process_set, OpKind.ALLGATHER).ranks
-    return compare(NamedCarrier(None, process_set), named, optimizer, Background(ranks))
+    return compare(
+        NamedTransport(None, process_set), named, optimizer, Background(ranks)
+    )
 
 
 def _make_gradients(optimizer: Optimizer, model: torch.nn.Module | None) -> None:

@@ -28,7 +28,7 @@ class StagedModel:
     stages: nn.Module
     """This rank's layers, named as in the model: for the optimizer and ``save``."""
     plan: Pipeline
-    """``plan.predict().idle_share`` is the part of a step in which ranks wait."""
+    """``plan.idle_share`` is the share of a step in which ranks wait."""
     layers: tuple[range, ...]
     """The layers of each stage, also of the other ranks'."""
     is_first: bool
