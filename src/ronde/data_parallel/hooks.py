@@ -1,4 +1,4 @@
-"""How backward announces gradients and its own end."""
+"""Hooks on gradients and on the end of backward."""
 
 import inspect
 import sys

@@ -32,7 +32,7 @@ __getattr__ = lazy_exports(
     {
         "checkpoint": "Checkpoints",
         "copies": "find_keepers pack unpack",
-        "position": "Dealer deal order_of",
+        "position": "StepSampler order_of shard_batch",
         "state": (
             "HostUpdateResult HostsUpdatedInterrupt ModelStateHandler StateHandler "
             "get_handler_registry notification_manager run_fn set_handler_registry"
