@@ -76,7 +76,7 @@ def plan_buckets(
     """Cut gradients into buckets along ``order``, in which backward makes them.
 
     ``order`` has indices into ``specs``. Gradients of one of ``groups`` share a bucket
-    (one for each kind) of any size; its position is that of the last of them in
+    (one for each kind) of any size, at the position of the last of them in
     ``order``. Offsets are aligned.
     """
     group_of = {index: g for g, group in enumerate(groups) for index in group}

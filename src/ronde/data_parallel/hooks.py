@@ -32,7 +32,7 @@ def add_hook(
         if alive is not None:
             alive(index)
 
-    # Torch hooks only what requires a gradient, but keeps the hook when it is frozen.
+    # Torch hooks only parameters that require a gradient; frozen ones keep the hook.
     parameter = gradient.parameter
     was_trained = parameter.requires_grad
     parameter.requires_grad_()
@@ -71,8 +71,8 @@ def call_at_end_of_backward(
     callback = method
     module = sys.modules.get("torch._dynamo.compiled_autograd")
     if getattr(module, "in_compiled_autograd_region", False):
-        # It queues callbacks and never calls them. It releases them when its backward
-        # pass is over, also when that raised.
+        # It queues callbacks without calling them, and releases them after backward,
+        # also after one that raised.
         @outside_compiler
         def call_at_release() -> None:
             try:

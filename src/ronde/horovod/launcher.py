@@ -115,7 +115,7 @@ def run(
 
 class _CallOutcome(NamedTuple):
     result: Any
-    traceback: str  # of what the call raised; empty if it returned
+    traceback: str  # of the call's exception; empty if it returned
     ended_ns: int
     size: int  # number of ranks
 
@@ -166,7 +166,7 @@ def _renamed(asked: dict[str, Any]) -> dict[str, Any]:
 
 def _words(asked: Mapping[str, Any]) -> list[str]:
     """Return the command that starts the ranks, up to their program."""
-    # The call lies in a folder of this machine.
+    # The call is in a folder of this machine.
     words = [sys.executable, "-m", "ronde", "run", "--standalone", "--horovod-alias"]
     if read_rank_info().size == 1:
         # A program that is a world of its own may well have been started as one.

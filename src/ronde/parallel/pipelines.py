@@ -74,7 +74,7 @@ def cut_evenly(costs: Sequence[float], num_stages: int) -> tuple[range, ...]:
             f"{len(costs)}. Cut the model into more layers, or take fewer stages."
         )
     sums = [0.0, *accumulate(costs)]
-    # Where the last stage begins, by how many layers are in the stages, stage by stage.
+    # For each stage: its start, by the number of layers up to its end.
     largest = [sums]
     starts: list[list[int]] = []
     for stage in range(1, num_stages):

@@ -71,7 +71,7 @@ def init(
     variables are read here.
 
     In a child of a rank, such as a worker of a DataLoader that imports the program's
-    module anew, nothing is connected: ``rank()`` and its kin are the parent's, and
+    module anew, nothing is connected: ``rank()`` and the like are the parent's, and
     collectives raise. A launcher that a rank starts has ranks of its own.
 
     Args:
@@ -203,7 +203,7 @@ def reform(reason: str = "") -> ViewBegins:
     keep those of their ranks that are left. Arguments are those of ``init``.
 
     Raises:
-        SystemExit: The job goes on without this process.
+        SystemExit: The job continues without this process.
     """
     member, session = own_member(), current_session(NotInitializedError)
     if member is None:

@@ -317,7 +317,7 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 def join(device: int = -1) -> int:
     """Participate with zeros in the others' reductions until all have joined.
 
-    For ranks whose data end earlier. Averages still divide by the number of all ranks;
+    For ranks with less data. Averages still divide by the number of all ranks;
     other collectives fail on the others. ``device`` is ignored. Returns the rank that
     joined last, equal on all ranks; with optimizers one that took the last step.
     """

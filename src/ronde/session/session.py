@@ -71,7 +71,7 @@ _Pending = tuple[Work[Any], Callable[[Any], Any]]
 
 
 class ProcessSet:
-    """Some of the ranks, once ``init()`` or ``add_process_set()`` has been given it."""
+    """A set of ranks, registered by ``init()`` or ``add_process_set()``."""
 
     process_set_id: int | None = None  # equal on all ranks; None until it is registered
     ranks: list[int]  # among all, ascending
@@ -241,7 +241,7 @@ class Session:
 
 
 global_process_set = ProcessSet([])
-"""All ranks; ``ranks`` are there after ``init()``."""
+"""All ranks; ``ranks`` is set by ``init()``."""
 global_process_set.process_set_id = 0
 sessions: list[Session] = []
 """The current one, or none."""

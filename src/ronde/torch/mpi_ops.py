@@ -418,7 +418,7 @@ def alltoall(
 
     ``splits`` has the rows for each rank, as a list or a one-dimensional int32 tensor;
     rows past their sum are left out, and without it they are split evenly. With it, the
-    result is a pair: the received rows in rank order, and how many came from each rank,
+    result is a pair: the received rows in rank order, and their number from each rank,
     int32, on the device of ``splits``.
     """
     received, counts = _run(Alltoall(process_set, name, splits=splits), (tensor,))
@@ -451,7 +451,7 @@ class _Differentiable(torch.autograd.Function):
         results = collective.run(tensors)
         ctx.collective = collective
         if isinstance(collective, Alltoall):
-            # The way back takes what came from each rank.
+            # Backward returns the rows to their ranks.
             ctx.collective = replace(collective, splits=results[1])
         ctx.num_rows = [t.shape[0] if t.dim() else 1 for t in tensors]
         return results
@@ -465,7 +465,7 @@ class _Differentiable(torch.autograd.Function):
 def _differentiate(
     collective: NamedCollective, gradients: Tensors, num_rows: list[int]
 ) -> Tensors:
-    """Turn gradients of the results into those of inputs of so many rows each."""
+    """Return the gradients of the inputs, which have ``num_rows``."""
     process_set, is_group = collective.process_set, collective.is_group
     name = collective.name and f"{collective.name}.gradient"
     state = state_of(process_set, collective.kind)

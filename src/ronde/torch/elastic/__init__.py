@@ -1,4 +1,4 @@
-"""Training that goes on when ranks fail, come and go: ``hvd.elastic``."""
+"""Training with ranks that may fail, leave and join: ``hvd.elastic``."""
 
 from ronde.lazy_exports import lazy_exports
 from ronde.torch.elastic.data import DataSource, ElasticLoader, Share
