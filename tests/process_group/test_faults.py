@@ -22,8 +22,7 @@ from torch import distributed as dist, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ronde.errors import CollectiveError, PeerLostError
-from ronde.process_group import RondeProcessGroup
-from ronde.process_group.attendance import Attendance, SideStore
+from ronde.process_group import Attendance, RondeProcessGroup, SideStore
 
 HANG = timedelta(seconds=HANG_S)
 BRIEF = timedelta(seconds=0.5)

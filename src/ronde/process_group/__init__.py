@@ -12,7 +12,8 @@ Note [Groups written in Python]
     end of backward: the engine calls ``FutureQueue.run``, before DDP's own callback.
 """
 
+from ronde.process_group.attendance import Attendance, SideStore
 from ronde.process_group.creation import GroupOptions
 from ronde.process_group.group import RondeProcessGroup
 
-__all__ = ["GroupOptions", "RondeProcessGroup"]
+__all__ = ["Attendance", "GroupOptions", "RondeProcessGroup", "SideStore"]
