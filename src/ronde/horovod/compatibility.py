@@ -49,6 +49,7 @@ class HorovodVersionMismatchError(ImportError):
 def get_version_mismatch_message(
     name: str, version: str, installed_version: str
 ) -> str:
+    """Return the message of ``HorovodVersionMismatchError``."""
     return (
         f"{name} must be the version that was built with, {installed_version}, got "
         f"{version}. Install that one, or build anew."

@@ -190,6 +190,7 @@ class ShardedStep:
 
     @property
     def rank_and_size(self) -> tuple[int, int]:
+        """The rank of this share, and the number of shares."""
         return self._rank, self._size
 
     def recut(self, rank: int, size: int) -> None:

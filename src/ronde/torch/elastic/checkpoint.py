@@ -31,9 +31,11 @@ class Checkpoints:
 
     @property
     def has_directory(self) -> bool:
+        """False if no checkpoints are written."""
         return self._directory is not None
 
     def is_due(self, step: int) -> bool:
+        """Return True if a checkpoint of this step is due."""
         return self.has_directory and step % self._every == 0
 
     def write(self, step: int, state: dict[str, Any]) -> None:

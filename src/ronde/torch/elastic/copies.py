@@ -70,6 +70,7 @@ class ShareCopies:
         return max((each.step for each in self._versions), default=NEW)
 
     def is_due(self, step: int) -> bool:
+        """Return True if a version of this step is due."""
         return step % self._every == 0
 
     def make(self, training: Training) -> None:

@@ -64,6 +64,7 @@ class Step(AbstractContextManager["Step"]):
 
     @property
     def epoch(self) -> int:
+        """The epoch, from 0 on."""
         return self.share.start.epoch
 
     @property

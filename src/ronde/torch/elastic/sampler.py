@@ -37,6 +37,7 @@ class ElasticSampler(Sampler[int]):
         self.processed_num += batch_size * self.num_replicas
 
     def state_dict(self) -> dict[str, Any]:
+        """Return ``epoch`` and ``processed_num``."""
         return {"epoch": self.epoch, "processed_num": self.processed_num}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -156,6 +156,7 @@ class ElasticShards:
             self._shards[index].keep(ShardState(*state))
 
     def close(self) -> None:
+        """Release all iterators."""
         for shard in self._shards:
             shard.release()
 

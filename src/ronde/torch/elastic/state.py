@@ -59,9 +59,11 @@ class WorkerNotificationManager:
         self._listeners: list[State] = []
 
     def register_listener(self, listener: "State") -> None:
+        """Call ``listener`` at every change from now on."""
         self._listeners.append(listener)
 
     def remove_listener(self, listener: "State") -> None:
+        """Stop calling ``listener``."""
         self._listeners.remove(listener)
 
     def handle_hosts_updated(
@@ -301,10 +303,12 @@ _registry: HandlerRegistry = [
 
 
 def get_handler_registry() -> HandlerRegistry:
+    """Return the types and their handlers."""
     return list(_registry)
 
 
 def set_handler_registry(registry: HandlerRegistry) -> None:
+    """Set the types and their handlers."""
     _registry[:] = registry
 
 

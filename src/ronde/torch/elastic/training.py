@@ -60,6 +60,7 @@ class Training:
         }
 
     def load_small_state(self, state: dict[str, Any]) -> None:
+        """Load the result of ``small_state``."""
         self.num_applied = state["step"]
         self.data.load_state_dict(state["data"])
         self.position = type(self.position)(*state["position"])
@@ -67,6 +68,7 @@ class Training:
             each.load_state_dict(state["objects"][name])
 
     def state_dict(self) -> dict[str, Any]:
+        """Return all state."""
         return {
             **self.small_state(),
             "model": self.model.state_dict(),
@@ -74,6 +76,7 @@ class Training:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load the result of ``state_dict``."""
         self.model.load_state_dict(state["model"])
         for each, saved in zip(self.optimizers, state["optimizers"], strict=True):
             each.load_state_dict(saved)

@@ -56,6 +56,7 @@ def make_equal(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Return each rank's value; collective."""
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group)
     return values

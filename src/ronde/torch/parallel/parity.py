@@ -57,6 +57,7 @@ class Parity:
 
     @property
     def is_equal(self) -> bool:
+        """True if no error is above the tolerance."""
         return self.first is None
 
     def __str__(self) -> str:

@@ -60,6 +60,7 @@ def init_mesh(
 
 
 def find_device_type() -> str:
+    """Return "cuda" if it is available, else "cpu"."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
