@@ -32,9 +32,6 @@ COMPRESSIONS = {
     "none": Compression.none,
     "fp16": Compression.fp16,
     "bf16": Compression.bf16,
-    "powersgd-4": Compression.powersgd(rank=4),
-    "powersgd-2": Compression.powersgd(rank=2),
-    "powersgd-1": Compression.powersgd(rank=1),
 }
 
 

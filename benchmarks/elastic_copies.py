@@ -39,7 +39,7 @@ def main() -> None:
         model(rows).square().mean().backward()
         optimizer.step()
         stepped_s = time.perf_counter()
-        copies.take(training)
+        copies.make(training)
         times.append((stepped_s - begun_s, time.perf_counter() - stepped_s))
     step_s, copy_s = map(statistics.median, zip(*times[NUM_COLD:], strict=True))
     if hvd.rank() == 0:

@@ -6,6 +6,7 @@ PyTorch's tests fork their ranks.
 
 import json
 import sys
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
@@ -22,6 +23,8 @@ if hasattr(torch.optim, "Muon"):
 # They set how many hosts Horovod waits for at the start; ronde never waits for two.
 _gloo_run = ModuleType("horovod.runner.gloo_run")
 _gloo_run.__dict__["_get_min_start_hosts"] = lambda _: 1
+# And constants of Horovod's own driver, which ronde does not have.
+_DRIVER = "horovod.runner.elastic.driver"
 _SKIPPED = (
     "test_all_hosts_blacklisted",
     "test_fault_tolerance_without_scaling",
@@ -46,9 +49,12 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 def pytest_pycollect_makeitem(name: str, obj: object) -> None:
     """Let the tests of the base class stand for those that only skip."""
     if name == "ElasticTorchTests":
-        import horovod.runner
+        import horovod.runner.elastic
 
         sys.modules[_gloo_run.__name__] = horovod.runner.gloo_run = _gloo_run
+        driver = import_module("ronde.cli.horovod_launch")
+        driver.__dict__["ELASTIC_TIMEOUT_SECS"] = 600
+        sys.modules[_DRIVER] = horovod.runner.elastic.driver = driver
         for test in _SKIPPED:
             if test in vars(obj):
                 delattr(obj, test)

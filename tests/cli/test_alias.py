@@ -69,7 +69,7 @@ from horovod.data.data_loader_base import AsyncDataLoaderMixin, BaseDataLoader
 from horovod.runner import run as also_run
 from horovod.runner.common.util.env import get_env_rank_and_size
 from horovod.runner.elastic.worker import HostUpdateResult, WorkerNotificationManager
-from horovod.runner.util.threads import in_thread, on_event
+from horovod.runner.util.threads import in_thread
 from horovod.torch.compression import Compression
 from horovod.torch.elastic.state import TorchState, get_handler_registry
 from horovod.torch.functions import broadcast_object

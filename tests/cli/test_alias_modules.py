@@ -12,7 +12,7 @@ from ronde.horovod.compatibility import (
     AsyncDataLoaderMixin,
     BaseDataLoader,
 )
-from ronde.horovod.launcher import get_env_rank_and_size, in_thread, on_event
+from ronde.horovod.launcher import get_env_rank_and_size, in_thread
 
 
 class Numbers(BaseDataLoader):
@@ -78,17 +78,6 @@ def test_a_function_in_a_thread() -> None:
     assert done.is_set()
     with pytest.raises(ValueError, match="args must be a tuple, got int"):
         in_thread(done.set, 1)  # pyright: ignore[reportArgumentType]
-
-
-def test_a_function_on_an_event() -> None:
-    event, stop, done = Event(), Event(), Event()
-    thread = on_event(event, done.set, stop=stop, check_stop_interval_s=0.01)
-    event.set()
-    thread.join(HANG_S)
-    assert done.is_set()
-    again = on_event(event, done.set)
-    again.join(HANG_S)
-    assert not again.is_alive()
 
 
 def test_the_environment_is_changed_for_a_while(monkeypatch) -> None:

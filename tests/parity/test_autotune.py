@@ -13,7 +13,6 @@ from torch import nn
 import ronde.torch as hvd
 from ronde.data_parallel import (
     BucketLimits,
-    Compression,
     GradientSpec,
     Reducer,
     ReducerGroup,
@@ -78,25 +77,17 @@ def train(communicator, options, num_steps, last_step=None):
     return results, plans, limits
 
 
-@pytest.mark.parametrize(
-    "compression",
-    [
-        Compression.none,
-        pytest.param(Compression.powersgd(), marks=pytest.mark.long),
-    ],
-)
-def test_all_ranks_change_at_once_and_gradients_do_not(tmp_path, compression):
+def test_all_ranks_change_at_once_and_gradients_do_not(tmp_path):
     path = tmp_path / "autotune.csv"
 
     def run(communicator):
         log = TuningLog(path) if communicator.rank == 0 else None
         tuning = replace(AMOUNT, log=log)
-        options = ReducerOptions(compressor=compression, tuning=tuning)
+        options = ReducerOptions(tuning=tuning)
         return train(communicator, options, MOST_STEPS + 5)
 
     def run_plainly(communicator):
-        options = ReducerOptions(compressor=compression)
-        return train(communicator, options, MOST_STEPS + 5)
+        return train(communicator, ReducerOptions(), MOST_STEPS + 5)
 
     results = run_ranks(2, run)
     weights, plans, limits = results[0]

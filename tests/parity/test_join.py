@@ -256,13 +256,10 @@ def test_gradients_of_a_rank_that_has_joined_stay():
     assert run_sessions(2, check) == [True, False]
 
 
-@pytest.mark.parametrize("compression", ["powersgd", "bf16"])
-def test_lossy_compression_keeps_ranks_equal(compression):
+def test_lossy_compression_keeps_ranks_equal():
     def check():
-        kind = getattr(hvd.Compression, compression)
-        kind = kind(rank=1, min_saving=1.0) if compression == "powersgd" else kind
         model = build()
-        optimizer = make(model, compression=kind)
+        optimizer = make(model, compression=hvd.Compression.bf16)
         for number in range(2 + 3 * hvd.rank()):
             optimizer.zero_grad()
             backward(model, number)

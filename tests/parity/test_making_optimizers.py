@@ -112,24 +112,6 @@ def test_made_and_used_in_another_order(size, engine):
     assert_equal(results, alone(4, range(size)) + alone(6, range(size)))
 
 
-def test_made_on_one_rank_and_never_used():
-    def work():
-        model = build(4)
-        if hvd.rank() == 1:
-            distributed(build(6))
-        optimizer = distributed(model)
-        train(model, optimizer)
-        if hvd.rank() == 0:
-            spare = copy.deepcopy((model, optimizer))
-            assert isinstance(spare[1], hvd.DistributedOptimizer)
-        hvd.barrier()
-        train(model, optimizer)
-        return weights(model)
-
-    first, *others = run_sessions(3, work)
-    assert_equal(others, first)
-
-
 def test_a_spare_copy_on_one_rank_does_not_shift_what_all_make_later():
     """Rank 0's second one is the others' first: they are alike, and none else waits."""
 
@@ -281,21 +263,6 @@ def test_a_rank_that_joined_without_the_optimizer_is_an_error_on_the_others():
     assert "connect.optimizer.0.weight" in first
     assert "before" in first
     assert "joins" in first
-
-
-def test_adasum_made_in_another_order():
-    def work():
-        order = [4, 6] if hvd.rank() == 0 else [6, 4]
-        models = {width: build(width) for width in order}
-        optimizers = {
-            width: distributed(models[width], op=hvd.Adasum) for width in order
-        }
-        for width in (4, 6):
-            train(models[width], optimizers[width])
-        return weights(models[4], models[6])
-
-    first, second = run_sessions(2, work)
-    assert_equal([first], second)
 
 
 def test_a_session_after_the_first():

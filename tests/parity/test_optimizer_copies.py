@@ -208,24 +208,6 @@ def test_horovods_class_as_a_whole():
     run_sessions(2, work)
 
 
-def test_horovods_class_on_some_of_the_ranks():
-    def work():
-        some = hvd.add_process_set([0, 2])
-        model = build()[0]
-        cls = type("SGD", (torch.optim.SGD,), dict(_DistributedOptimizer.__dict__))
-        optimizer = cls(
-            torch.optim.SGD(model.parameters(), lr=0.1).param_groups,
-            gradient_predivide_factor=2.0,
-            process_set=some,
-        )
-        model(torch.ones(1 + hvd.rank(), 4)).sum().backward()
-        optimizer.synchronize()
-        return model[1].bias.grad.tolist()
-
-    # A row adds 1.
-    assert run_sessions(3, work) == [[2.0, 2.0]] * 3
-
-
 def import_names(_):
     aliasing.install()
     from horovod.torch import _DistributedOptimizer

@@ -198,17 +198,6 @@ def test_a_test_of_horovod_that_fails_on_one_rank(upstream_tests, tmp_path):
 
 
 @pytest.mark.soak
-def test_tests_of_horovod_under_mpirun(upstream_tests, tmp_path):
-    code, rows, errors = upstream_tests(
-        *(write(tmp_path, HOROVOD), "--mpi", "--file", "test_torch.py")
-    )
-    assert (code, rows[1:]) == (
-        0,
-        ["parallel/test_torch.py 0 1 0 1", "parallel/test_torch.py 1 1 0 1"],
-    ), errors
-
-
-@pytest.mark.soak
 def test_examples_of_horovod(upstream_tests, tmp_path):
     code, rows, errors = upstream_tests(write(tmp_path, HOROVOD), "--examples")
     assert code == 0, (rows, errors)
@@ -225,21 +214,6 @@ def test_tests_of_ignite_that_pass(upstream_tests, tmp_path):
     code, rows, errors = upstream_tests(write(tmp_path, IGNITE))
     assert (code, rows[-1]) == (0, "ignite 0 2 0 0"), (rows, errors)
     assert "left out, for it needs pytorch-fid: metrics/gan/test_fid.py" in rows
-
-
-@pytest.mark.soak
-def test_a_test_of_ignite_that_fails_on_one_rank(upstream_tests, tmp_path):
-    file = "tests/ignite/distributed/test_horovod.py"
-    text = IGNITE[file].replace(
-        "return hvd.allgather_object(hvd.rank())",
-        "return hvd.allgather_object(hvd.rank()) if hvd.rank() == 0 else None",
-    )
-    checkout = write(tmp_path, IGNITE | {file: text})
-    code, rows, errors = upstream_tests(checkout, "-k", "gather")
-    assert (code, rows[-3:-1]) == (
-        1,
-        ["ignite 0 0 1 0", f"failed: {file}::test_gather"],
-    ), errors
 
 
 @pytest.mark.soak

@@ -229,8 +229,8 @@ def test_what_cannot_be_is_refused():
     starts = (
         "zero must be 0 or 1, got 2.",
         "zero must be 0 with op=Adasum, got 1",
-        "optimizer must treat every element alike with zero=1, got LBFGS.",
-        "optimizer must treat every element alike with zero=1, got LayerNorms. Give",
+        "optimizer must step every element by itself with zero=1, got LBFGS.",
+        "optimizer must step every element by itself with zero=1, got LayerNorms. Give",
         "DistributedOptimizer(LayerNorms",
         "DistributedOptimizer(Renamed",
         "an optimizer with zero=1 must not be copied or pickled",

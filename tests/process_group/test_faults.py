@@ -22,7 +22,7 @@ from torch import distributed as dist, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ronde.errors import CollectiveError, PeerLostError
-from ronde.process_group import RondeProcessGroup
+from ronde.process_group import Attendance, RondeProcessGroup, SideStore
 
 HANG = timedelta(seconds=HANG_S)
 BRIEF = timedelta(seconds=0.5)
@@ -122,7 +122,7 @@ def wait_in_brief_group(communicator, port):
         store.wait(others, HANG)
         return
     with pytest.raises(
-        CollectiveError, match=r"(rank 1 did not come)|(from ranks \[1\])"
+        CollectiveError, match=r"(rank 1 did not call it)|(from ranks \[1\])"
     ):
         group.barrier().wait()
     store.set(f"over {rank}", "")
@@ -134,6 +134,16 @@ def test_timeout_of_group_names_who_is_absent(engine):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     by = By(engine)
     run_ranks(3, wait_in_brief_group, store.port, timeout_s=HANG_S, connecting=by)
+
+
+def test_a_lost_store_does_not_delay_a_late_call():
+    """A clone of it would try to connect for as long as its timeout."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = dist.TCPStore("127.0.0.1", server.port, timeout=timedelta(minutes=30))
+    del server
+    attendance = Attendance(SideStore(store), 0, 2)
+    attendance.note(1)
+    assert attendance.find_absent(1) == []
 
 
 class Continuing(logging.Handler):

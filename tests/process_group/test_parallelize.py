@@ -216,7 +216,7 @@ def test_what_cannot_be_is_refused(found):
         "mesh must have no pp, got pp=2. Use pipeline().",
         "zero must be 2 or 3, got 1.",
         "plan must be None without tp, got one.",
-        "units must be classes of the model's modules, got Conv2d, of which Model has",
+        "units must be classes of the model's modules, got Conv2d, but Model has none",
         "parameters of a module must have one dtype, got torch.float32, torch.float64",
         "pp*dp_replicate*dp_shard*cp*tp must be the number of ranks: 1*1*3*1*1 = 3, ",
         "rows of a batch must be a multiple of dp_replicate * dp_shard: 2, got 3.",
@@ -326,7 +326,7 @@ def staged(text: str, schedule: str, num_chunks: int) -> tuple[float, float]:
         whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
         errors.append(float((whole - expected[name]).abs().max()))
     assert len(errors) > 1
-    return max(errors), model.plan.predict().idle_share
+    return max(errors), model.plan.idle_share
 
 
 SCHEDULES = {"GPipe": (1, 1 / 5), "1F1B": (1, 1 / 5), "Interleaved1F1B": (2, 1 / 9)}

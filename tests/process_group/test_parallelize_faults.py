@@ -523,11 +523,11 @@ def refusals() -> list[str]:
 
 
 def test_one_sentence_in_place_of_errors_of_torch(found):
-    plain = "model must be a plain Sequential, layers that take each other's output, "
+    plain = "model must be a plain Sequential of consecutive layers, "
     other = "path must be a checkpoint of this model, got PATH, where "
     shared = "units must not share parameters, got blocks.1.q_proj.weight, which is "
     starts = [
-        f"{shared}blocks.2.q_proj.weight, too.",
+        f"{shared}also blocks.2.q_proj.weight.",
         f"{plain}got Attentive.",
         f"{plain}got Own.",
         "rows of a batch must be a multiple of num_microbatches: 3, got 8.",

@@ -48,12 +48,6 @@ FAULTS = (
         "a gradient that no rank has becomes zeros, not None: optimizers change it",
     ),
     Fault(
-        "data_parallel/compression.py",
-        "        if was_used:\n            self.values.add_(self.error)\n",
-        "",
-        "PowerSGD never sends what its approximation missed, and converges worse",
-    ),
-    Fault(
         "launch/host.py",
         "host._replace(slots=num_each) if host.slots else host for host in hosts",
         "host._replace(slots=num_each) for host in hosts",

@@ -17,18 +17,18 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 import ronde.torch as hvd
 from ronde.errors import UsageError
 from ronde.torch.elastic import (
-    Dealer,
     ElasticLoader,
     ElasticShards,
     LearningRateScale,
     Position,
-    deal,
+    StepSampler,
     order_of,
+    shard_batch,
 )
 
 
 @st.composite
-def dealers(draw):
+def samplers(draw):
     num_samples = draw(st.integers(1, 60))
     policy = draw(st.sampled_from(["global", "per-rank"]))
     drop_last = draw(st.booleans())
@@ -37,7 +37,7 @@ def dealers(draw):
     largest = largest if drop_last else 70
     if drop_last and num_samples < 5:
         drop_last = False
-    return Dealer(
+    return StepSampler(
         num_samples,
         draw(st.integers(1, largest)),
         draw(st.booleans()),
@@ -48,7 +48,7 @@ def dealers(draw):
     )
 
 
-def run_schedule(dealer, rng, num_epochs):
+def run_schedule(sampler, rng, num_epochs):
     """Train with random members, of which some are lost before or after a step."""
     entries, position, step = [], Position(), 0
     view, new, members = 0, count(), []
@@ -56,11 +56,11 @@ def run_schedule(dealer, rng, num_epochs):
         if not members or rng.random() < 0.2:  # others, after whole steps
             members, view = change_members(members, new, rng), view + 1
         size = len(members)
-        dealt = [dealer.deal(position, rank, size) for rank in range(size)]
-        (place,) = {(d.start.epoch, d.batch_size) for d in dealt}
+        shards = [sampler.shard(position, rank, size) for rank in range(size)]
+        (place,) = {(d.start.epoch, d.batch_size) for d in shards}
         before = [
             ledger.Entry(member, view, 0, step, *place, each.ids, is_applied=False)
-            for member, each in zip(members, dealt, strict=True)
+            for member, each in zip(members, shards, strict=True)
         ]
         entries += before
         if rng.random() < 0.1:  # undone, on all of them
@@ -69,7 +69,7 @@ def run_schedule(dealer, rng, num_epochs):
         # Some of those that have applied it are lost before they write so.
         witnesses = rng.sample(before, rng.randint(1, size))
         entries += [entry._replace(is_applied=True) for entry in witnesses]
-        (position,) = {d.position for d in dealt}
+        (position,) = {d.position for d in shards}
         step += 1
     return entries
 
@@ -79,21 +79,21 @@ def change_members(members, new, rng):
     return kept + [next(new) for _ in range(rng.randint(not kept, 5 - len(kept)))]
 
 
-@given(dealers(), st.integers(0, 1 << 60), st.integers(1, 3))
-def test_each_sample_counts_once_in_any_schedule(dealer, seed, num_epochs):
-    entries = run_schedule(dealer, random.Random(seed), num_epochs)
-    batch = dealer.batch_size if dealer.policy == "global" else None
-    arguments = (dealer.num_samples, num_epochs)
+@given(samplers(), st.integers(0, 1 << 60), st.integers(1, 3))
+def test_each_sample_counts_once_in_any_schedule(sampler, seed, num_epochs):
+    entries = run_schedule(sampler, random.Random(seed), num_epochs)
+    batch = sampler.batch_size if sampler.policy == "global" else None
+    arguments = (sampler.num_samples, num_epochs)
     problems = ledger.problems_of(
-        entries, *arguments, batch_size=batch, drop_last=dealer.drop_last
+        entries, *arguments, batch_size=batch, drop_last=sampler.drop_last
     )
     assert problems == []
 
 
-@given(dealers(), st.integers(0, 1 << 60))
-def test_the_ledger_shows_what_was_lost_or_doubled(dealer, seed):
+@given(samplers(), st.integers(0, 1 << 60))
+def test_the_ledger_shows_what_was_lost_or_doubled(sampler, seed):
     rng = random.Random(seed)
-    entries = run_schedule(dealer, rng, 1)
+    entries = run_schedule(sampler, rng, 1)
     witness = rng.choice([entry for entry in entries if entry.is_applied])
     step = [e for e in entries if (e.view, e.step) == (witness.view, witness.step)]
     victim = rng.choice([entry for entry in step if entry.ids])
@@ -102,7 +102,7 @@ def test_the_ledger_shows_what_was_lost_or_doubled(dealer, seed):
     ids = {
         "a sample lost": victim.ids[1:],
         "a sample doubled": (*victim.ids, victim.ids[0]),
-        "another sample": (*victim.ids[1:], dealer.num_samples),
+        "another sample": (*victim.ids[1:], sampler.num_samples),
     }
     broken = {
         **{how: rest + [e._replace(ids=new) for e in own] for how, new in ids.items()},
@@ -110,11 +110,11 @@ def test_the_ledger_shows_what_was_lost_or_doubled(dealer, seed):
         "in two epochs": [*rest, *(e._replace(epoch=2) for e in own)],
         "a step ahead": [e._replace(step=e.step + (e in step)) for e in entries],
     }
-    if not dealer.drop_last:
+    if not sampler.drop_last:
         broken["a step lost"] = [entry for entry in entries if entry not in step]
     for how, changed in broken.items():
         problems = ledger.problems_of(
-            changed, dealer.num_samples, 1, drop_last=dealer.drop_last
+            changed, sampler.num_samples, 1, drop_last=sampler.drop_last
         )
         assert problems, how
 
@@ -131,7 +131,7 @@ def test_ledgers_of_killed_ranks_are_read(tmp_path):
 
 @given(st.integers(0, 300), st.integers(1, 40), st.integers(1, 20))
 def test_shares_are_even(num_samples, size, micro_batch):
-    parts = [deal(num_samples, rank, size, micro_batch) for rank in range(size)]
+    parts = [shard_batch(num_samples, rank, size, micro_batch) for rank in range(size)]
     assert [part.start for part in parts] + [num_samples] == [
         0,
         *(part.stop for part in parts),
@@ -165,20 +165,22 @@ def test_seeds_differ():
 
 def test_weights_are_one_where_shares_are_equal_and_sum_to_the_ranks_otherwise():
     position = Position(0, 0)
-    equal = [Dealer(100, 12).deal(position, rank, 3) for rank in range(3)]
+    equal = [StepSampler(100, 12).shard(position, rank, 3) for rank in range(3)]
     assert [each.weights for each in equal] == [(1.0,)] * 3
     for size, micro_batch in [(3, None), (4, 3), (5, 7), (14, None)]:
-        dealer = Dealer(100, 13, micro_batch=micro_batch)
-        dealt = [dealer.deal(position, rank, size) for rank in range(size)]
-        total = sum(weight for each in dealt for weight in each.weights)
+        sampler = StepSampler(100, 13, micro_batch=micro_batch)
+        shards = [sampler.shard(position, rank, size) for rank in range(size)]
+        total = sum(weight for each in shards for weight in each.weights)
         assert total == pytest.approx(size, rel=1e-15 * 13 * size)
 
 
 def test_a_rank_without_samples_gets_one_that_does_not_count():
-    dealt = [Dealer(5, 4, shuffle=False).deal(Position(0, 4), r, 3) for r in range(3)]
-    assert [each.ids for each in dealt] == [(), (), (4,)]
-    assert [each.micro_batches for each in dealt] == [((4,),)] * 3
-    assert [each.weights for each in dealt] == [(0.0,), (0.0,), (3.0,)]
+    shards = [
+        StepSampler(5, 4, shuffle=False).shard(Position(0, 4), r, 3) for r in range(3)
+    ]
+    assert [each.ids for each in shards] == [(), (), (4,)]
+    assert [each.micro_batches for each in shards] == [((4,),)] * 3
+    assert [each.weights for each in shards] == [(0.0,), (0.0,), (3.0,)]
 
 
 class Numbers(Dataset):
@@ -221,7 +223,7 @@ def test_a_loader_goes_where_it_is_sent(num_workers, micro_batch, dataset):
         num_workers=num_workers,
         **options,
     )
-    dealer = Dealer(100, 11, micro_batch=micro_batch)
+    sampler = StepSampler(100, 11, micro_batch=micro_batch)
     rng = random.Random(1)
     position, workers = Position(), set()
     others = set(active_children())
@@ -230,20 +232,20 @@ def test_a_loader_goes_where_it_is_sent(num_workers, micro_batch, dataset):
         rank = rng.randrange(size)
         loader.seek(position, rank, size)
         for _ in range(rng.randint(0, 4)):
-            dealt = dealer.deal(position, rank, size)
-            if dealt.start.epoch == 2:
+            shards = sampler.shard(position, rank, size)
+            if shards.start.epoch == 2:
                 with pytest.raises(StopIteration):
                     next(loader)
                 position = Position(rng.randint(0, 1), rng.randrange(100))
                 break
             share = next(loader)
-            assert (share.start, share.position) == (position, dealt.position)
+            assert (share.start, share.position) == (position, shards.position)
             assert share.batch_size == min(11, 100 - position.samples)
-            assert (share.ids, share.weights) == (dealt.ids, dealt.weights)
+            assert (share.ids, share.weights) == (shards.ids, shards.weights)
             if rng.random() < 0.8:  # else the step is left, and its batches dropped
                 got = ids_of(share)
-                assert got == [i for part in dealt.micro_batches for i in part]
-            position = dealt.position
+                assert got == [i for part in shards.micro_batches for i in part]
+            position = shards.position
             workers |= set(active_children()) - others
     assert len(workers) == num_workers
     loader.close()
@@ -350,9 +352,9 @@ class Stream(IterableDataset):
 @pytest.mark.parametrize("data", [Stream(), DataLoader([1, 2]), iter([1]), 3])
 def test_data_without_a_position_is_refused_with_the_reason(data):
     model = torch.nn.Linear(1, 1)
-    with pytest.raises(UsageError, match="whose position other ranks could not go on"):
+    with pytest.raises(UsageError, match="other ranks could not continue at"):
         hvd.elastic.Loop(model, torch.optim.SGD(model.parameters()), data)
-    with pytest.raises(UsageError, match="whose position other ranks could not go on"):
+    with pytest.raises(UsageError, match="other ranks could not continue at"):
         ElasticLoader(data, 1)
 
 

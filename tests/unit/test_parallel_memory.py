@@ -129,6 +129,11 @@ def test_numbers_out_of_range_are_refused(
         Sharding(num_ranks, zero)
 
 
+def test_units_without_parameters_are_refused() -> None:
+    with pytest.raises(UsageError, match="units must be at least one, each with"):
+        Sharding(2, zero=3).peak([])
+
+
 def test_bytes_of_a_step() -> None:
     sizes = StepSizes(weights_bytes=1200, activations_bytes=10, num_layers=3)
     layout = Layout(pp=3, dp_replicate=2, dp_shard=4, tp=2)

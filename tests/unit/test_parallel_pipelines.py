@@ -1,4 +1,4 @@
-"""Schedules of pipelines: theory and simulation agree, and have the known figures."""
+"""Schedules of pipelines have the known idle time; stages are cut evenly."""
 
 from itertools import combinations, pairwise
 
@@ -6,61 +6,24 @@ import pytest
 from hypothesis import given, strategies as st
 
 from ronde.errors import UsageError
-from ronde.parallel import Pipeline, PipelineAction, ScheduleName, cut_evenly, simulate
+from ronde.parallel import Pipeline, ScheduleName, cut_evenly
 
 GPIPE, ONE_F_ONE_B, INTERLEAVED = ScheduleName
 
 
 # Simulated once with torch's own lists of actions, but for 1F1B.
 @pytest.mark.parametrize(
-    ("num_ranks", "num_microbatches", "idle", "interleaved_idle", "held"),
-    [
-        (2, 4, 0.200, 0.111, (4, 2, 2.5)),
-        (4, 8, 0.273, 0.158, (8, 4, 5.5)),
-        (4, 16, 0.158, 0.086, (16, 4, 5.5)),
-        (8, 32, 0.179, 0.099, (32, 8, 11.5)),
-    ],
+    ("num_ranks", "num_microbatches", "idle", "interleaved_idle"),
+    [(2, 4, 0.200, 0.111), (4, 8, 0.273, 0.158), (8, 32, 0.179, 0.099)],
 )
 def test_known_figures(
-    num_ranks: int,
-    num_microbatches: int,
-    idle: float,
-    interleaved_idle: float,
-    held: tuple[float, ...],
+    num_ranks: int, num_microbatches: int, idle: float, interleaved_idle: float
 ) -> None:
     shares = (idle, idle, interleaved_idle)
-    for name, share, num_held in zip(ScheduleName, shares, held, strict=True):
+    for name, share in zip(ScheduleName, shares, strict=True):
         num_chunks = 2 if name is INTERLEAVED else 1
-        run = Pipeline(name, num_ranks, num_microbatches, num_chunks).predict()
-        assert round(run.idle_share, 3) == share
-        assert run.num_held == num_held
-
-
-@given(
-    st.sampled_from(ScheduleName),
-    st.integers(1, 8),
-    st.integers(1, 6),
-    st.integers(1, 4),
-)
-def test_simulation_agrees_with_theory(
-    name: ScheduleName, num_ranks: int, num_rounds: int, num_chunks: int
-) -> None:
-    sizes = (num_rounds,)
-    if name is INTERLEAVED:
-        sizes = (num_ranks * num_rounds, num_chunks)
-    pipeline = Pipeline(name, num_ranks, *sizes)
-    run, theory = simulate(pipeline.actions()), pipeline.predict()
-    assert abs(run.idle_share - theory.idle_share) < 1e-9
-    assert run.num_held == theory.num_held
-    done = [each for own in pipeline.actions() for each in own]
-    num_stages = num_ranks * pipeline.num_chunks
-    assert len(done) == len(set(done)) == 2 * num_stages * pipeline.num_microbatches
-
-
-def test_an_order_that_cannot_be_is_refused() -> None:
-    backward = PipelineAction(is_forward=False, stage=0, microbatch=0)
-    with pytest.raises(UsageError, match="rank 0 waits forever"):
-        simulate([[backward, backward._replace(is_forward=True)]])
+        plan = Pipeline(name, num_ranks, num_microbatches, num_chunks)
+        assert round(plan.idle_share, 3) == share
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,11 @@ from collections.abc import MutableMapping
 
 from ronde.cli.horovodrun import read_horovod_options
 from ronde.cli.run import make_run_parser
-from ronde.horovod import elastic
 from ronde.horovod.launcher import run_job
 
 __all__ = ["_run_elastic", "parse_args", "set_env_from_args"]
+
+DISCOVER_HOSTS_FREQUENCY_SECS = 1.0
 
 
 def parse_args() -> argparse.Namespace:
@@ -37,5 +38,5 @@ def _run_elastic(args: argparse.Namespace) -> None:
     """
     words = [sys.executable, "-m", "ronde", "run"]
     if args.host_discovery_script is not None and args.discover_every is None:
-        words += ["--discover-every", f"{elastic.DISCOVER_HOSTS_FREQUENCY_SECS}"]
+        words += ["--discover-every", f"{DISCOVER_HOSTS_FREQUENCY_SECS}"]
     run_job([*words, *args.words])

@@ -5,12 +5,7 @@ from ronde.data_parallel.buckets import (
     GradientSpec,
     plan_buckets,
 )
-from ronde.data_parallel.compression import (
-    Compression,
-    Compressor,
-    GradientCompression,
-    PowerSGD,
-)
+from ronde.data_parallel.compression import Compression, Compressor
 from ronde.data_parallel.group import (
     GroupConnector,
     JoinParticipant,
@@ -26,11 +21,9 @@ __all__ = [
     "BucketLimits",
     "Compression",
     "Compressor",
-    "GradientCompression",
     "GradientSpec",
     "GroupConnector",
     "JoinParticipant",
-    "PowerSGD",
     "Reducer",
     "ReducerGroup",
     "ReducerKey",

@@ -1,7 +1,4 @@
-"""Which gradients travel together, and how a bucket of them becomes a sum over ranks.
-
-What travels together is a pure plan, so that a predictor can price it.
-"""
+"""Buckets of gradients: the pure plan, and the sum of a bucket over ranks."""
 
 import time
 from collections import Counter, defaultdict
@@ -14,22 +11,22 @@ import torch
 from torch import Tensor
 
 from ronde.collectives import Communicator, Work
-from ronde.data_parallel.group import ReducerGroup, Steps, aside, result_of
+from ronde.data_parallel.group import ReducerGroup, Steps, result_of, run_blocking
 from ronde.drift import NUM_FLAGS
 from ronde.errors import UsageError
 from ronde.tuning import Tuner, TuningOptions
 
 ALIGNMENT_BYTES = 64
-"""Every gradient starts on a cache line, which vector loads and copies want."""
+"""Gradients start on cache lines, for vector loads and copies."""
 _MIB = 1 << 20
 _SIZES = (25, 100, 8, 50, 4, 12, 1)
-"""In MiB: a bucket's sizes to try, the likeliest first."""
+"""Bucket sizes to try, in MiB, the likeliest first."""
 _FIRST_SIZES = (1, 0, 4)
-"""Those of the first bucket; 0 stands for that of the others."""
+"""Sizes of the first bucket to try; 0 stands for that of the others."""
 
 
 class GradientSpec(NamedTuple):
-    """What a plan must know of one gradient."""
+    """One gradient, for a plan."""
 
     numel: int
     itemsize: int  # bytes an element
@@ -43,7 +40,7 @@ class GradientSpec(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """The place of one gradient in its bucket, in elements."""
+    """The slice of one gradient in its bucket, in elements."""
 
     index: int
     offset: int
@@ -62,8 +59,8 @@ class BucketPlan(NamedTuple):
 class BucketLimits:
     """The sizes in bytes at which a bucket is full; its last gradient may exceed them.
 
-    The first bucket is full early, so that communication starts soon after backward
-    does; the others are few, since each collective costs a latency.
+    The first bucket is small, so that communication starts early in backward; the
+    others are large, since each collective costs a latency.
     """
 
     first_bytes: int = 1 << 20
@@ -78,9 +75,9 @@ def plan_buckets(
 ) -> tuple[BucketPlan, ...]:
     """Cut gradients into buckets along ``order``, in which backward makes them.
 
-    It has indices into ``specs``; each is in one slot. Gradients of one of ``groups``
-    share a bucket (one for each kind), however large, which stands where the last of
-    them stands in ``order``. Offsets are aligned.
+    ``order`` has indices into ``specs``. Gradients of one of ``groups`` share a bucket
+    (one for each kind) of any size, at the position of the last of them in
+    ``order``. Offsets are aligned.
     """
     group_of = {index: g for g, group in enumerate(groups) for index in group}
     sizes = Counter((group_of[i], specs[i].kind) for i in order if i in group_of)
@@ -120,7 +117,7 @@ def candidate_limits(
     default: BucketLimits,
     groups: Sequence[Sequence[int]] = (),
 ) -> list[BucketLimits]:
-    """Return ``default`` and what leads to other buckets than it, each plan once."""
+    """Return ``default`` and the limits to try that lead to different plans."""
     found = {plan_buckets(specs, order, default, groups): default}
     for first, other in product(_FIRST_SIZES, _SIZES):
         limits = BucketLimits((first or other) * _MIB, other * _MIB)
@@ -149,7 +146,7 @@ class BucketTuning:
         self._last_s = time.perf_counter()
 
     def round_done(self) -> Steps[BucketLimits | None]:
-        """Note the end of a round; at times collective. Return new limits, or None."""
+        """Note the end of a round; return new limits, or None. Sometimes collective."""
         if self.is_over:
             return None
         now_s = time.perf_counter()
@@ -186,7 +183,7 @@ class Scaling:
 
     @property
     def keep(self) -> float:
-        """The factor for a result to enter a further round and come out unchanged."""
+        """The factor with which a result enters another round and stays the same."""
         return 1.0 / (self.size * self.before * self.after)
 
 
@@ -196,26 +193,26 @@ class Gradient:
 
     name: str  # in messages
     parameter: Tensor
-    # Its part of its bucket, strided like the parameter. Never handed out: a program
-    # may give ``parameter.grad`` other memory.
+    # Its part of its bucket, strided like the parameter. Not returned itself: a program
+    # may set ``data`` of ``parameter.grad``.
     view: Tensor | None = None
-    kind: Hashable = None  # of the parameter that it was planned for: see ``kind_of``
+    kind: Hashable = None  # of the parameter when it was planned: see ``kind_of``
     sparse_result: Tensor | None = None  # of the last round, where it was sparse
-    sparse_dims: int = 0  # where it travels sparse, the number of its sparse dimensions
+    sparse_dims: int = 0  # the number of sparse dimensions, if it is sent sparse
     num_passes: int = 0  # backward passes since the last reduction
-    # Whether nothing was added to the result of the last round.
+    # True if nothing was added to the result of the last round.
     is_reduced: bool = False
-    was_used: bool = False  # whether this rank contributed to the round under way
-    was_sparse: bool = False  # whether that was sparse
-    # Whether backward may write it to ``view``: see ``hooks``. Equal on all ranks.
+    was_used: bool = False  # this rank has added to the round under way
+    was_sparse: bool = False  # that was sparse
+    # Backward may write it to ``view``: see ``fusion``. Equal on all ranks.
     is_fusible: bool = False
-    is_scaled_in_sum: bool = False  # the factor before the sum is the bucket's to apply
+    is_scaled_in_sum: bool = False  # the bucket's sum scales it, not ``copy_in``
     is_open: bool = False  # a round is under way that waits for its value
-    is_written: bool = False  # backward wrote it to ``view`` and is to hand it over
-    hook_id: int = -1  # of our hook that backward calls once it has added
+    is_written: bool = False  # backward wrote it to ``view``, but has not set ``grad``
+    hook_id: int = -1  # of our hook after accumulation
     num_hooks: int = 0  # ours, on the parameter
     num_fused: int = 0  # values that backward wrote to ``view`` until now
-    # Those of all reducers of the parameter, itself included.
+    # The gradients of this parameter in all reducers, this one included.
     siblings: "list[Gradient]" = field(default_factory=list["Gradient"])
 
     @property
@@ -223,13 +220,13 @@ class Gradient:
         return self.kind is not None
 
     def is_result(self, grad: Tensor) -> bool:
-        """Return whether ``grad`` is what the last round handed out."""
+        """Return True if ``grad`` is the result of the last round."""
         if grad.is_sparse:
             return grad is self.sparse_result
         return self.view is not None and grad.is_set_to(self.view)
 
     def is_result_of_sibling(self, grad: Tensor) -> bool:
-        """Return whether another reducer handed ``grad`` out and nothing was added."""
+        """Return True if ``grad`` is an unchanged result of another reducer."""
         return len(self.siblings) > 1 and any(
             other is not self and other.is_reduced and other.is_result(grad)
             for other in self.siblings
@@ -265,23 +262,22 @@ class Gradient:
         self.parameter.grad = result
 
     def forget_plan(self) -> None:
-        """Go back to before it was planned; ``parameter.grad`` stays."""
+        """Undo the plan; ``parameter.grad`` stays."""
         self.view = self.sparse_result = self.kind = None
         self.is_reduced = self.is_scaled_in_sum = self.is_open = False
 
     def reset(self) -> None:
-        """Go back to before the first round; ``parameter.grad`` stays."""
         self.forget_plan()
         self.sparse_dims = self.num_passes = 0
 
 
 def kind_of(parameter: Tensor) -> Hashable:
-    """Return all that a plan depends on; a program may change it between steps."""
+    """Return the properties that a plan depends on; they may change between steps."""
     return parameter.dtype, parameter.device, parameter.shape, parameter.stride()
 
 
 def _num_uses(memory: Tensor) -> int:
-    """Return how many tensors lie in the same memory."""
+    """Return the number of tensors in the same memory."""
     storage = memory.untyped_storage()
     return torch._C._storage_Use_Count(storage._cdata)  # pyright: ignore[reportPrivateUsage]  # noqa: SLF001
 
@@ -292,35 +288,33 @@ def _dense(grad: Tensor) -> Tensor:
 
 
 Sum = Generator[Iterable[Work[Any]], None, None]
-"""The sum of a bucket's memory over all ranks, in place: one collective, or two.
+"""The sum of a bucket's memory over all ranks, in place.
 
-It yields what its next stage waits for, on an accelerator nothing: once the first is
-started, once it is over (the control numbers are summed then), and, if there is
-another, once the second is started. The order of stages is the same on all ranks.
+It yields the works to wait for once they are started (on an accelerator none), and
+nothing once they are over.
 """
-ARRIVED, ADVANCED, OVER = 1, 2, 3
-"""The stages: the first collective is over, the second started, all is over."""
+ARRIVED, OVER = 1, 2
+"""Stages of a sum: the result has arrived; the sum is over and recorded."""
 _SPARSE = 4
 
 
 class GradientBucket:
     """Gradients that are reduced together.
 
-    ``memory`` is flat: ``values``, the gradients and padding, then ``control``, which
-    is summed as it is. That has one number for each gradient, set to one by every rank
-    that has it: a zero after the sum shows that no rank had it, so that it can stay
-    None, as in one process. ``_SPARSE`` ones a rank show that some rank's was sparse;
-    then the result becomes sparse again, on all. In the bucket that is started first
-    ``flags`` follow, ones from ranks that train and zeros from those that only
-    participate, but for ``odd_flags``, and ``drift`` at the end: see Note [Control
+    ``memory`` is flat: ``values``, which are the gradients and padding, then
+    ``control``, one number for each gradient. Every rank that has the gradient sets it
+    to one: if the sum is zero, no rank had it, and it stays None, as in one process. A
+    rank whose gradient is sparse sets ``_SPARSE`` * ranks; then the result is sparse on
+    all. The first bucket ends with ``flags``, ones from ranks that train and zeros from
+    those that have joined, but for ``odd_flags``, and ``drift``: see Note [Control
     flags] in ``rounds``.
 
-    ``prescale`` multiplies the values in their sum, where backward writes gradients to
-    their places, which nothing should touch again; None where they are scaled when they
-    get there. ``is_launched``: nothing is left to be started in this round.
+    ``prescale`` multiplies the values in their sum, if backward writes gradients into
+    the bucket; None if they are scaled when they are copied in. ``is_launched`` if its
+    sum is started, or not needed in this round.
 
-    Results are handed out where they lie. A program may keep one beyond the step, as a
-    tensor or a view of one: then the next round uses other memory, of this rank alone.
+    Results are views of the bucket. A program may keep one beyond the step; then the
+    next round uses other memory, of this rank alone.
     """
 
     def __init__(
@@ -333,8 +327,8 @@ class GradientBucket:
         """Make the zeroed buffer of ``plan``; collective."""
         self.slots = plan.slots
         self.gradients = [gradients[slot.index] for slot in plan.slots]
-        # Strided as autograd itself would make them, which is what optimizers are fast
-        # on (channels_last weights, for one).
+        # Strided as autograd would make them, such as channels_last: optimizers are
+        # fast on equal strides.
         likes = [torch.empty_like(g.parameter, device="meta") for g in self.gradients]
         self._layouts = [(like.shape, like.stride()) for like in likes]
         dtype, device = cast("tuple[torch.dtype, torch.device]", plan.kind)
@@ -348,14 +342,14 @@ class GradientBucket:
         self._is_scaled = any(gradient.is_fusible for gradient in self.gradients)
         self.prescale: float | None = None
         self.odd_flags: Sequence[int] = ()
-        self.num_pending = 0  # gradients to wait for before it is full
+        self.num_pending = 0  # gradients that are missing
         self.is_launched = False
-        self.works: Iterable[Work[Any]] = ()  # what the next stage of the sum waits for
+        self.works: Iterable[Work[Any]] = ()  # the next stage of the sum waits for them
         self._sum: Sum | None = None
         self._stage = 0
 
     def _use(self, memory: Tensor, num_uses: int) -> None:
-        """Reduce in ``memory``, which ``num_uses`` tensors use so far."""
+        """Reduce in ``memory``, in use by ``num_uses`` tensors so far."""
         self.memory, self.control = memory, memory[self._num_values :]
         self.values, self.all_flags = memory[: self._num_values], memory[self._end :]
         self.flags, self.drift = memory[self._end : self._drift], memory[self._drift :]
@@ -367,7 +361,7 @@ class GradientBucket:
         self._num_own_uses = num_uses + 6 + len(self._views)
 
     def adopt(self) -> None:
-        """Have the gradients lie here; what lies elsewhere and is in use moves."""
+        """Make this the bucket of its gradients; move their values here."""
         for gradient, view in zip(self.gradients, self._views, strict=True):
             if not gradient.is_planned:
                 continue
@@ -377,22 +371,21 @@ class GradientBucket:
             if old is None or grad is None or grad.is_sparse:
                 continue
             if grad.is_set_to(old):
-                grad.data = view.copy_(old)  # also for those who keep it
+                grad.data = view.copy_(old)  # for all that refer to it
 
     def open(self) -> None:
-        """Get ready for a round: count the gradients to wait for."""
+        """Prepare a round."""
         self._choose_memory()
         self.num_pending = 0
         for gradient in self.gradients:
             gradient.was_used = gradient.was_sparse = gradient.is_written = False
             gradient.is_open = gradient.parameter.requires_grad
             self.num_pending += gradient.parameter.requires_grad
-        # Nothing trainable: a frozen part of the model costs nothing, on any rank. But
-        # a round begins with the flags.
+        # A frozen part of the model is not reduced; but the first bucket has the flags.
         self.is_launched = self.num_pending == 0 and self.flags.numel() == 0
 
     def _choose_memory(self) -> None:
-        """Leave what a program has kept of earlier rounds as it is."""
+        """Use other memory if the program has kept a result of an earlier round."""
         is_shared = self.memory is self._shared
         num_others = _num_uses(self.memory) - self._num_own_uses
         if num_others or not is_shared:
@@ -409,7 +402,7 @@ class GradientBucket:
         self.adopt()
 
     def fill(self, scaling: Scaling) -> None:
-        """Copy in whatever is there, for the sum that is started now."""
+        """Copy in all gradients that are there, before the sum."""
         self.is_launched = True
         self._ones.fill_(1)
         for slot, gradient in enumerate(self.gradients):
@@ -436,7 +429,6 @@ class GradientBucket:
         self.memory.zero_()
 
     def start(self, total: Sum, scaling: Scaling, *, odd: int = 0) -> None:
-        """Start the sum of what it was filled with."""
         for flag in self.odd_flags:
             self.flags[flag] = odd
         self.prescale = scaling.before if self._is_scaled else None
@@ -444,7 +436,7 @@ class GradientBucket:
         self.works = next(total)
 
     def go_to(self, stage: int) -> None:
-        """Wait for the sum under way, if there is one, as far as that stage."""
+        """Wait for a stage of the sum under way, if there is one."""
         while self._sum is not None and self._stage < stage:
             self._stage += 1
             self.works = next(self._sum, ())
@@ -452,34 +444,33 @@ class GradientBucket:
             self._sum = None
 
     def drop(self) -> None:
-        """Leave the sum under way as it is."""
         self._sum, self.works = None, ()
 
     def count(self, flag: int) -> int:
         return round(float(self.flags[flag].real))
 
     def finish(self, scaling: Scaling, keep: Callable[[], float]) -> bool:
-        """Hand the results to the parameters; return whether backward added to one.
+        """Assign the results to ``grad``; return True if backward added to one.
 
-        ``keep`` returns the factor for a result to enter the next round.
+        ``keep`` returns the factor for a result that enters the next round.
         """
         if self._sum is None:
             return False
         self.go_to(OVER)
         if scaling.after != 1.0:
             self.values.mul_(scaling.after)
-        # The look costs an accelerator a synchronisation, hence only where it is
-        # needed: where this rank did not have all gradients.
+        # Reading costs an accelerator a synchronisation, hence only if this rank did
+        # not have all gradients.
         used: list[float] | None = None
         if not all(gradient.was_used for gradient in self.gradients):
             used = cast("list[float]", self.control.real.tolist())
-        # Half way, so that no rounding of the wire's matters.
+        # Half way, so that rounding by compression does not matter.
         sparse_from = _SPARSE // 2 * scaling.size
         is_late = False
         for slot, gradient in enumerate(self.gradients):
             view, late = self._views[slot], gradient.parameter.grad
             if gradient.view is not view:
-                continue  # the parameter has changed: it is planned anew
+                continue  # the parameter has changed and is planned anew
             if late is not None and gradient.is_result_of_sibling(late):
                 continue
             if late is not None:
@@ -489,7 +480,7 @@ class GradientBucket:
             if late is not None or used is None or used[slot]:
                 is_sparse = gradient.was_sparse
                 is_sparse |= used is not None and used[slot] > sparse_from
-                # ``data`` is a tensor of its own, no view, to whoever gets it.
+                # ``data`` is not a view for autograd.
                 gradient.assign_grad(view.to_sparse(1) if is_sparse else view.data)
         return is_late
 
@@ -497,10 +488,10 @@ class GradientBucket:
 def reduce_sparse(
     gradients: Sequence[Gradient], scaling: Scaling, group: ReducerGroup
 ) -> Steps[None]:
-    """Gather the rows that are not zero of those that are trained; collective.
+    """Gather the entries of sparse gradients; collective.
 
-    A result holds the entries of all ranks in rank order, added up nowhere yet: equal
-    on all ranks, and so is what an optimizer makes of it. What no rank has stays None.
+    A result has the entries of all ranks in rank order, not coalesced, equal on all
+    ranks. A gradient that no rank has stays None.
     """
     trained = [g for g in gradients if g.parameter.requires_grad]
     if not trained:
@@ -512,7 +503,7 @@ def reduce_sparse(
         works = [[all_gather(part) for part in each] for each in own]
         return [[work.wait() for work in each] for each in works]
 
-    gathered = yield from aside(group.waits, gather)
+    gathered = yield from run_blocking(group.waits, gather)
     for gradient, (positions, entries) in zip(trained, gathered, strict=True):
         if not gradient.is_planned:
             continue
@@ -530,7 +521,7 @@ def reduce_sparse(
 
 
 def _own(gradient: Gradient, scaling: Scaling) -> tuple[Tensor, Tensor]:
-    """Return where this rank has entries, (entries, sparse dims), and those, scaled."""
+    """Return this rank's indices, (entries, sparse dims), and its scaled entries."""
     grad = gradient.parameter.grad
     if grad is None or not gradient.is_planned:
         return no_entries(gradient)

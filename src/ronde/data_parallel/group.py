@@ -1,7 +1,7 @@
-"""What connects a reducer to other ranks, waits that can be left, and joined ranks.
+"""The process group of a reducer: connecting, interruptible waits, joined ranks.
 
-Work that waits for other ranks again and again is a generator that yields every work
-before it waits for it. Whoever merely exhausts it blocks where it must.
+Code with several waits for other ranks is a generator, which yields each work before it
+waits for it. To exhaust the generator is to block at each wait.
 """
 
 import threading
@@ -26,7 +26,7 @@ Steps = Generator[Work[Any], None, T]
 
 
 class ReducerKey(NamedTuple):
-    """Names what reduces over ranks on its own; equal on all ranks that have it."""
+    """The name of a reducer, equal on all of its ranks."""
 
     set_id: int
     number: int  # among those of the set
@@ -34,12 +34,12 @@ class ReducerKey(NamedTuple):
 
 
 class GroupConnector(Protocol):
-    """Connects a reducer with its like on the other ranks, when it is first used.
+    """Connects a reducer with the equal ones of the other ranks, at its first use.
 
-    It fails where there is no session, a rank is gone, or the ranks' models differ.
-    ``waits`` are this process's. ``start`` begins to connect and returns where the
-    ranks meet. ``connect`` is collective; the stall inspector counts it if it is
-    watched. ``give_up`` fails one that is under way.
+    ``waits`` are this process's. ``start`` begins to connect and returns the sync point
+    of the ranks. ``connect`` is collective, and seen by the stall inspector if
+    ``is_watched``; it raises if there is no session, a rank is gone, or the ranks'
+    models differ. ``give_up`` fails a call of ``connect`` under way.
     """
 
     @property
@@ -53,10 +53,10 @@ class GroupConnector(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ReducerGroup:
-    """The ranks of a reducer: the ``GroupConnector`` of one that is connected."""
+    """The ranks of a connected reducer; also a ``GroupConnector``."""
 
-    communicator: Communicator  # nobody else may use it
-    coordinator: Coordinator | None = None  # sees what is waited for
+    communicator: Communicator  # of this reducer alone
+    coordinator: Coordinator | None = None  # watches its waits
     set_id: int = 0
     number: int = 0
     waits: Waits = field(default_factory=Waits)  # this process's
@@ -83,7 +83,7 @@ class ReducerGroup:
 
 
 def run(steps: Steps[T]) -> T:
-    """Go through to the end, blocking."""
+    """Exhaust a generator, blocking at each wait; return its result."""
     while True:
         try:
             next(steps)
@@ -96,11 +96,11 @@ def result_of(work: Work[T]) -> Steps[T]:
     return work.wait()
 
 
-class Resumable:
-    """Steps that may be left at any of their waits.
+class RoundCoroutine:
+    """A generator of works that can be interrupted at each wait.
 
-    ``failures`` has what ended them. Whoever raises it takes it out: its traceback
-    holds this, and a communicator with all its memory, until Python looks for cycles.
+    ``failures`` has its exception. Remove it before raising it: its traceback refers to
+    this object, and so keeps a communicator and its memory alive.
     """
 
     def __init__(self, steps: Steps[None]) -> None:
@@ -110,40 +110,39 @@ class Resumable:
         self._work: Work[Any] | None = None
 
     def run(self, poll: PollCallback) -> bool:
-        """Continue until over or ``poll`` stops it; return True if it is over."""
+        """Run to the end, or until ``poll`` stops a wait; return True at the end."""
         while not self.is_over:
             if self._work is not None and not self._work.wait_watched(poll):
                 return False
-            self._go_on()
+            self._resume()
         return True
 
     def progress(self) -> None:
-        """Go on as far as that needs no waiting."""
+        """Run as far as possible without waiting."""
         while not self.is_over and (self._work is None or self._work.is_done()):
-            self._go_on()
+            self._resume()
 
     def close(self) -> None:
         self.is_over = True
         self._steps.close()
 
-    def _go_on(self) -> None:
+    def _resume(self) -> None:
         try:
             self._work = next(self._steps)
         except StopIteration:
             self.is_over = True
-        except Exception as error:  # noqa: BLE001  raised by whoever owns the steps
+        except Exception as error:  # noqa: BLE001  raised by the owner
             self.is_over = True
             self.failures.append(error)
 
 
-def aside(waits: Waits, function: Callable[[], T]) -> Steps[T]:
-    """Call what may block, in a thread where this rank has something else to do.
+def run_blocking(waits: Waits, function: Callable[[], T]) -> Steps[T]:
+    """Call a function that may block; in a background thread if rounds are put off.
 
-    Note [What may block]
-        Allocating, and gathering of uneven sizes, block until all ranks do so. All come
-        to it: at once, or where they have put the round off, whenever they wait for
-        anything. But two ranks that block in two rounds that they had put off would
-        keep each other waiting.
+    Note [Blocking calls]
+        Allocating memory, and gathering uneven sizes, block until all ranks do so. All
+        ranks get there, at once or, if they have put the round off, at their next wait.
+        But two ranks that block in two rounds that were put off would deadlock.
     """
     if not waits.put_off:
         return function()
@@ -156,17 +155,17 @@ def aside(waits: Waits, function: Callable[[], T]) -> Steps[T]:
             outcome.set_exception(error)
 
     target = in_mode_of_caller(call)
-    threading.Thread(target=target, name="ronde-aside", daemon=True).start()
+    threading.Thread(target=target, name="ronde-blocking", daemon=True).start()
     return (yield from result_of(FutureWork(outcome)))
 
 
 class JoinParticipant(Protocol):
-    """Something that reduces over ranks on its own, outside any coordinator.
+    """An object that reduces over ranks without a coordinator.
 
-    ``last_round`` is the number of the last reduction that this rank added something
-    to. ``start_connecting`` returns at once. ``participate_with_zeros`` adds nothing,
-    until all ranks do so, or a reduction fails. ``unbind`` leaves the other ranks; if
-    abruptly, what is under way fails everywhere.
+    ``last_round`` is the number of the last reduction that this rank contributed to.
+    ``start_connecting`` returns at once. ``participate_with_zeros`` adds zeros until
+    all ranks do so, or a reduction fails. ``unbind`` disconnects; if abruptly, calls
+    under way fail on all ranks.
     """
 
     @property
@@ -181,15 +180,14 @@ class JoinParticipant(Protocol):
 def participate_until_all_joined(
     participants: Iterable[JoinParticipant], coordinator: Coordinator
 ) -> int:
-    """Take part with zeros until all ranks have joined; collective.
+    """Participate with zeros until all ranks have joined; collective.
 
-    Each participant has a thread: they need each other in no order. One that another
-    rank has given up, such as an old optimizer that only this rank keeps, waits in vain
-    until it is given up here, too.
+    Each participant has a thread, as ranks may use them in any order. Those that not
+    all ranks have, such as an old optimizer that only this rank keeps, are disconnected
+    at the end.
 
-    Returns the rank that went on longest: of those that took part in the last step the
-    one that joined last, if it is one of them. Raises ``CollectiveError`` where a
-    reduction failed or a rank is gone.
+    Returns a rank of the last step; if possible the one that joined last. Raises
+    ``CollectiveError`` if a reduction failed or a rank is gone.
     """
     threads: dict[JoinParticipant, threading.Thread] = {}
     errors: list[tuple[ReducerKey, CollectiveError]] = []
@@ -202,7 +200,7 @@ def participate_until_all_joined(
             errors.append((participant.key, error))
 
     for each in participants:
-        # Before this rank joins: where it asks for nothing, it has nothing to give.
+        # Before this rank joins, so that it is counted as a participant.
         each.start_connecting()
         threads[each] = threading.Thread(
             target=participate, args=(each,), name="ronde-join", daemon=True
@@ -218,13 +216,13 @@ def participate_until_all_joined(
         counts = Counter(ReducerKey(*row[1:4]) for row in everyone)
         living.update(key for key, number in counts.items() if number == key.size)
     finally:
-        # First those that wait in vain.
+        # First those that not all ranks have.
         for each in sorted(threads, key=lambda participant: participant.key in living):
             if each.key not in living:
                 each.unbind(is_abrupt=True)
             threads[each].join()
     failures = [error for key, error in errors if key in living]
-    errors.clear()  # it is in the tracebacks of those in it
+    errors.clear()  # the tracebacks refer to it
     if failures:
         raise failures.pop(0)
     num_rounds = [0] * coordinator.size

@@ -1,24 +1,23 @@
 """Reduce gradients over all ranks while backward still runs.
 
 Note [One round]
-    A *round* reduces every bucket once, in plan order, on every rank: that fixed order
-    is what makes negotiation needless. A round opens with the first gradient that is
-    ready and is finished at the end of the same backward pass, so that after
-    ``backward()`` all gradients are what one process would have. What no rank used
-    stays None. A rank without any gradient adds zeros. The plan is made at the end of
-    the first backward: then one knows in which order gradients come, and which are
-    sparse.
+    A *round* reduces every bucket once, in plan order, on every rank; due to the fixed
+    order no negotiation is needed. A round opens with the first gradient that is ready
+    and is finished at the end of the same backward pass, so that after ``backward()``
+    all gradients are those of one process. Unused ones stay None. A rank without any
+    gradient adds zeros. The plan is made at the end of the first backward, when the
+    order of gradients, and the sparse ones, are known.
 
-    Where ranks would wait for each other in a circle, a round *gives way*: see Note
-    [Ranks that wait for each other]. ``backward()`` returns then, and what is left of
-    the round is done whenever its thread waits for something else, and at the latest by
-    ``synchronize()`` or the next ``backward()``.
+    If ranks would wait for each other in a circle, a round *gives way*: see Note
+    [Ranks that wait for each other]. Then ``backward()`` returns, and the rest of the
+    round is done during other waits of its thread, at the latest in ``synchronize()``
+    or the next ``backward()``.
 
-    ``synchronize()`` runs a round when none has run since the last step, or when
-    something was added after it. Adding to a finished gradient is right: a result,
-    scaled by ``Scaling.keep``, enters the next round once a rank and comes out as it
-    was. Adding while the bucket is under way goes to a fresh ``.grad``, since the
-    bucket's gradients are detached meanwhile, and one more round follows.
+    ``synchronize()`` runs a round if none has run since the last step, or if gradients
+    were added after it. Adding to a reduced gradient is allowed: the result, scaled by
+    ``Scaling.keep``, enters the next round on each rank and comes out unchanged. Adding
+    while the bucket is under way goes to a new ``.grad``, since the bucket's gradients
+    are detached meanwhile, and one more round follows.
 
     Under reentrant checkpointing the end of an inner backward finishes the round only
     if all gradients are there; else the outer end does, or ``synchronize()``.
@@ -38,12 +37,11 @@ from ronde.collectives import Communicator
 from ronde.collectives.torch_modes import outside_compiler
 from ronde.coordination.waits import PolledWait
 from ronde.data_parallel.buckets import Gradient
-from ronde.data_parallel.group import GroupConnector, ReducerKey, Resumable
+from ronde.data_parallel.group import GroupConnector, ReducerKey, RoundCoroutine
 from ronde.data_parallel.hooks import (
     add_hook,
     call_at_end_of_backward,
     current_backward,
-    fuse,
     is_last_hook,
     is_nested_backward,
 )
@@ -64,8 +62,8 @@ class Reducer:
     """Reduces the gradients of some parameters over all ranks.
 
     Collective to use, not to create: ranks connect in their first round. Every rank has
-    the same parameters in the same order. Only those that require a gradient take part;
-    one that begins to later joins with the next round.
+    the same parameters in the same order. Only those that require a gradient are
+    reduced; one that begins to require it is added in the next round.
     """
 
     def __init__(
@@ -81,10 +79,10 @@ class Reducer:
         self._has_run = False  # since the last step
         self._num_prepared = 0
         self._owner = threading.get_ident()
-        self._under_way: Resumable | None = None  # the round that gave way
-        self._failures: list[BaseException] = []  # a backward pass's; to be raised
+        self._under_way: RoundCoroutine | None = None  # the round that gave way
+        self._failures: list[BaseException] = []  # of a backward pass; raised later
         self._has_given_way = False
-        self._waits = connector.waits  # those of the session that it is connected in
+        self._waits = connector.waits  # of the session
         self._lock = threading.Lock()
         self._hooks: list[RemovableHandle] = []
         self._fused: list[RemovableHandle] = []
@@ -93,11 +91,11 @@ class Reducer:
         self.add(named_parameters)
         ends = self._hooks, self._communicators, self._gradients
         self.close = weakref.finalize(self, _release, *ends)
-        """Take the hooks off the parameters and close the communicator."""
+        """Remove the hooks from the parameters and close the communicator."""
         self.close.atexit = False
 
     def add(self, named_parameters: Sequence[tuple[str, Tensor]]) -> None:
-        """Take more parameters in, from the next round on; collective."""
+        """Add parameters from the next round on; collective."""
         for name, parameter in named_parameters:
             siblings = _siblings.setdefault(id(parameter), [])
             gradient = Gradient(name, parameter, siblings=siblings)
@@ -112,17 +110,17 @@ class Reducer:
 
     @property
     def num_fused(self) -> int:
-        """Gradients that backward wrote straight into buckets until now."""
+        """The number of gradients that backward wrote into buckets until now."""
         return sum(gradient.num_fused for gradient in self._gradients)
 
     @property
     def last_round(self) -> int:
-        """Number of the last round that this rank added something to."""
+        """The number of the last round that this rank contributed to."""
         return self.rounds.last_round
 
     @property
     def communicator(self) -> Communicator:
-        """What gradients are reduced by, from the first ``synchronize()`` on."""
+        """The communicator of its rounds, after the first ``synchronize()``."""
         return self._communicators[-1]
 
     def set_passes(self, passes: int) -> None:
@@ -133,7 +131,7 @@ class Reducer:
 
     @torch.no_grad()
     def synchronize(self) -> None:
-        """Reduce what is not reduced yet; collective."""
+        """Reduce all gradients that are not reduced yet; collective."""
         with self._lock:
             self._raise_failure()
             self._owner = threading.get_ident()
@@ -144,7 +142,7 @@ class Reducer:
 
     @torch.no_grad()
     def progress(self) -> None:
-        """Go on with the round that gave way, as far as that needs no waiting."""
+        """Continue the round that gave way, as far as possible without waiting."""
         if not self._lock.acquire(blocking=False):
             return
         try:
@@ -156,11 +154,11 @@ class Reducer:
             self._lock.release()
 
     def forget(self) -> None:
-        """Note that the gradients are given up: the next step needs a new round."""
+        """Drop the gradients: the next step needs a new round."""
         self._has_run = False
 
     def refuse_put_off(self) -> None:
-        """Refuse to go on without the gradients of the round that gave way."""
+        """Raise if a round that gave way is not finished."""
         if self._under_way is not None:
             raise AssertionError(_NOT_OVER)
 
@@ -173,7 +171,7 @@ class Reducer:
             self.rounds.checks.drift.step_done(optimizer)
 
     def start_connecting(self) -> None:
-        """Begin to connect with the other ranks, if they have not; returns at once."""
+        """Begin to connect with the other ranks, if necessary; returns at once."""
         if not self._options.can_join:
             raise UsageError(
                 "join() must not be called with zero=1, got a call: this rank's share "
@@ -183,7 +181,7 @@ class Reducer:
 
     @torch.no_grad()
     def participate_with_zeros(self) -> None:
-        """Take part in the others' rounds, adding nothing, until all ranks do so."""
+        """Participate with zeros in the others' rounds, until all ranks do so."""
         with self._lock:
             self._raise_failure()
             if self._under_way is not None:
@@ -192,7 +190,7 @@ class Reducer:
             self._has_run = False
 
     def unbind(self, *, is_abrupt: bool = False) -> None:
-        """Leave the other ranks, if abruptly with failures; the next use connects."""
+        """Disconnect, if abruptly with failures; the next use connects."""
         self._connector.give_up()
         for communicator in self._communicators:
             (communicator.abort if is_abrupt else communicator.close)()
@@ -217,7 +215,7 @@ class Reducer:
         )
 
     def _prepare_additions(self) -> None:
-        """Have backward first finish what gave way, and scale results it adds to."""
+        """Make backward finish a round that gave way, and scale results it adds to."""
         if self.rounds.scaling.keep == 1.0 and not self._has_given_way:
             return
         for index in range(self._num_prepared, len(self._gradients)):
@@ -254,13 +252,15 @@ class Reducer:
             gradient.is_reduced = False
             if gradient.num_passes < self._options.passes:
                 return
-            # By number, since a backward that raises never calls back.
+            # By number, since a backward that raises calls no callback.
             backward = current_backward()
             if backward != self._armed_backward:
                 self._armed_backward = backward
                 call_at_end_of_backward(self._on_backward_end, self._failures.append)
                 self._unfuse()
                 if self._options.is_fusing:
+                    from ronde.data_parallel.fusion import fuse
+
                     self._fused = fuse(self._gradients)
             self.rounds.arrive(index, is_final=is_last_hook(gradient))
 
@@ -283,7 +283,7 @@ class Reducer:
 
     def _finish(self, *, can_give_way: bool = False) -> None:
         rounds = self.rounds
-        under_way = self._under_way or Resumable(rounds.finish())
+        under_way = self._under_way or RoundCoroutine(rounds.finish())
         point = rounds.start()
         if not rounds.is_connected:
             self._waits = self._connector.waits
@@ -303,7 +303,7 @@ class Reducer:
         if under_way.failures:
             raise under_way.failures.pop()
         self._has_run = True
-        self._prepare_additions()  # from the first round on that somebody misses
+        self._prepare_additions()  # from the first round with a joined rank on
 
 
 def _release(

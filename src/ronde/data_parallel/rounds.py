@@ -2,21 +2,20 @@
 
 Note [Control flags]
     A rank that has joined (Horovod's ``join``) participates with zeros in the rounds of
-    the others, each of which begins with the same bucket, whatever is trained. That one
-    ends with flags, ones on every rank that is still training and zeros on those that
-    only participate. Their sums show:
+    the others. Every round begins with the same bucket. It ends with flags, ones from
+    ranks that still train and zeros from those that have joined. Their sums show:
 
-        0     whether anybody is left; if not, nobody runs the rest of the round
-        1     whether no parameter is new; if one is, all plan anew after the round
-        2     how many have joined: here they put the one, and the others zero
-        3-5   at which step they are: see ``StepCheck``
-        6...  which other buckets, then which sparse gradients, are reduced at all: what
-              is frozen is left out
-        last  whether weights differ, 32 flags, zeros in most rounds: see Note [How
+        0     the number of ranks that train; if zero, the round ends
+        1     zero if a parameter is new; then all plan anew after the round
+        2     the number of joined ranks; here they set one, and the others zero
+        3-5   the steps of the ranks: see ``StepCheck``
+        6...  the other buckets, then the sparse gradients, that are reduced; frozen
+              ones are left out
+        last  32 flags for weights that differ, zeros in most rounds: see Note [How
               drift is found] in ``ronde.drift``
 
-    Ranks that train look at the third where it costs nothing; it matters for gradients
-    that are added to after their reduction: see ``Scaling``.
+    Ranks that train read flag 2 where that needs no synchronisation. It matters for
+    gradients that are added to after their reduction: see ``Scaling``.
 """
 
 import hashlib
@@ -35,7 +34,6 @@ from ronde.collectives import Communicator, all_gather_json
 from ronde.coordination.messages import bits_of, decode_bits, encode_bits
 from ronde.coordination.waits import PolledWait, SyncPoint
 from ronde.data_parallel.buckets import (
-    ADVANCED,
     ARRIVED,
     OVER,
     BucketLimits,
@@ -52,9 +50,19 @@ from ronde.data_parallel.buckets import (
     plan_buckets,
     reduce_sparse,
 )
-from ronde.data_parallel.compression import GradientCompression, NoneCompressor, sum_by
-from ronde.data_parallel.group import GroupConnector, ReducerGroup, Steps, aside, run
-from ronde.data_parallel.hooks import is_fusible
+from ronde.data_parallel.compression import (
+    Compressor,
+    NoneCompressor,
+    require_compressor,
+    sum_compressed,
+)
+from ronde.data_parallel.group import (
+    GroupConnector,
+    ReducerGroup,
+    Steps,
+    run,
+    run_blocking,
+)
 from ronde.drift import (
     NUM_FLAGS,
     Background,
@@ -66,27 +74,27 @@ from ronde.errors import CollectiveError
 from ronde.timeline.events import Recorded
 from ronde.tuning import TuningOptions
 
-_SETTLED, _JOINED, _STEPS = 1, 2, 3
+_IS_PLANNED, _JOINED, _STEPS = 1, 2, 3
 _NUM_STEP_FLAGS = 3
 _NUM_OWN_FLAGS = _STEPS + _NUM_STEP_FLAGS
 
 
 @dataclass(frozen=True, slots=True)
 class ReducerOptions:
-    """How gradients are reduced."""
+    """Options of a reducer."""
 
     is_average: bool = True  # over ranks, else the sum
     predivide: float = 1.0  # part of the average's divisor, applied before the sum
     passes: int = 1  # backward passes to accumulate before a reduction
     is_passes_average: bool = False  # divide by ``passes`` too
-    compressor: GradientCompression = NoneCompressor
+    compressor: type[Compressor] = NoneCompressor
     limits: BucketLimits = field(default_factory=BucketLimits)
-    groups: tuple[tuple[int, ...], ...] = ()  # gradients to be reduced together
+    groups: tuple[tuple[int, ...], ...] = ()  # gradients to reduce together
     is_sparse_densified: bool = False  # reduce sparse gradients as dense ones
-    is_fusing: bool = True  # backward may write into buckets: see ``hooks``
+    is_fusing: bool = False  # backward writes into buckets: see ``fusion``
     tuning: TuningOptions | None = None  # finds better ``limits``
-    can_join: bool = True  # else each rank is needed for its share of a step
-    drift: str = "off"  # what to do about ranks that differ: off, warn or error
+    can_join: bool = True  # False with zero=1: each rank steps a share
+    drift: str = "off"  # off, warn or error if weights differ between ranks
 
     def scaling(self, size: int) -> Scaling:
         passes = self.passes if self.is_passes_average else 1
@@ -98,13 +106,13 @@ class ReducerOptions:
 
 
 class FlagReader:
-    """Reads sums of flags, of an accelerator those before the last: not to wait."""
+    """Reads sums of flags; on an accelerator one round late, not to wait."""
 
     def __init__(self) -> None:
         self._last: tuple[Tensor, int, torch.Event] | None = None
 
     def read(self, flags: Tensor, step: int) -> tuple[list[float], int] | None:
-        """Return flags and the ``step`` that they came with; None if there are none."""
+        """Return flags and their ``step``; None if there are none yet."""
         if not flags.is_cpu:
             here = torch.empty_like(flags, device="cpu", pin_memory=True)
             here.copy_(flags, non_blocking=True)
@@ -121,12 +129,12 @@ class FlagReader:
 class StepCheck:
     """Finds ranks that ran backward unequally often between two optimizer steps.
 
-    Each rank that trains sets one of three flags, that of its steps modulo three. More
-    than one sum that is not zero: a round has added up gradients of different steps.
+    Each rank that trains sets one of three flags, by its steps modulo three. If more
+    than one sum is not zero, a round has added up gradients of different steps.
     """
 
     def __init__(self) -> None:
-        self.num_steps = 0  # that this rank took since all ranks began to count
+        self.num_steps = 0  # of this rank, since all ranks began to count
 
     @property
     def flag(self) -> int:
@@ -134,11 +142,11 @@ class StepCheck:
 
     @staticmethod
     def check(sums: Sequence[float], flag: int) -> None:
-        """Raise on all ranks, where a round's flags show that their steps differ."""
+        """Raise on all ranks if a round's flags show different steps."""
         counts = list(map(round, sums))
         if counts.count(0) == _NUM_STEP_FLAGS - 1:
             return
-        # Behind in steps is who ran more backward passes before this one.
+        # Ranks that ran more backward passes are behind in steps.
         behind = next(i for i in range(_NUM_STEP_FLAGS) if counts[i] and counts[i - 2])
         this = "including this one" if flag == behind else "not on this one"
         raise CollectiveError(
@@ -150,39 +158,37 @@ class StepCheck:
 
 
 class RoundChecks:
-    """Writes and reads those flags, from one round to the next."""
+    """Writes and reads the flags of steps and drift."""
 
     def __init__(self, drift: str) -> None:
-        """Begin; ``drift`` is the mode of a ``DriftCheck``."""
         self.steps, self.drift = StepCheck(), DriftCheck(drift)
         self._is_drift_sought = drift != "off"
         self._did_begin_equal: bool | None = None
         self._reader = FlagReader()
-        self._has_sums = True  # of drift, in the first bucket's memory
+        self._has_sums = True  # the first bucket's memory has sums of drift
 
     def restart(self) -> None:
-        """Begin again on all ranks, that took unequally many steps."""
+        """Reset on all ranks, which have taken different numbers of steps."""
         self.steps, self._reader = StepCheck(), FlagReader()
         self.drift.restart()
 
     def sum_at_begin(self, parameters: Iterable[Tensor]) -> int | None:
-        """Return the checksum of all weights, the first time."""
+        """Return the checksum of all weights; None after the first time."""
         if self._did_begin_equal is not None or not self._is_drift_sought:
             return None
         return sum(map(sum_of_words, parameters))
 
     def note_begin(self, sums: Sequence[int | None]) -> None:
-        """Note the checksums of all ranks."""
         if self._did_begin_equal is None:
             self._did_begin_equal = len(set(sums)) == 1
 
     @property
     def odd(self) -> list[int]:
-        """Flags that are zero here."""
+        """Flags that this rank sets to zero."""
         return [_STEPS + i for i in range(_NUM_STEP_FLAGS) if i != self.steps.flag]
 
     def write(self, bucket: GradientBucket) -> None:
-        """Write the flags of what the last step's look has found."""
+        """Write the flags of the last drift check."""
         looked = self.drift.pop_flags() if self.drift.sums else None
         if looked is not None:
             bucket.drift.copy_(looked)
@@ -198,7 +204,7 @@ class RoundChecks:
         *,
         has_joined: bool,
     ) -> Steps[None]:
-        """Raise where steps differ; report weights that do. Collective if any do.
+        """Raise if steps differ; report weights that differ, which is collective.
 
         ``ranks`` are the group's among all, or empty for all.
         """
@@ -216,28 +222,28 @@ class RoundChecks:
                 ranks, not has_joined, self._did_begin_equal, is_reducing=True
             )
             report = partial(self.drift.report, group.communicator, named, known)
-            yield from aside(group.waits, report)
+            yield from run_blocking(group.waits, report)
 
 
 def describe(name: str, parameter: Tensor) -> str:
-    """Describe what must be the same on all ranks."""
+    """Describe the properties that must be equal on all ranks."""
     return (
         f"{name} {tuple(parameter.shape)} strides {parameter.stride()} "
         f"{parameter.dtype} on {parameter.device.type}"
     )
 
 
-def refuse_differences(everyone: Sequence[list[str] | None]) -> None:
-    """Raise where the ranks' lists of ``describe`` differ; None has no say."""
+def require_equal(everyone: Sequence[list[str] | None]) -> None:
+    """Raise if the ranks' lists of ``describe`` differ; None matches any."""
     lists = [(rank, theirs) for rank, theirs in enumerate(everyone) if theirs]
     one, mine = lists[0]
     for another, theirs in lists[1:]:
         values = [("num_parameters", len(mine), len(theirs))]
         values += [("parameters", *each) for each in zip(mine, theirs, strict=False)]
-        for what, here, there in values:
+        for name, here, there in values:
             if here != there:
                 raise CollectiveError(
-                    f"{what} must be the same on all ranks, got {here} on rank {one} "
+                    f"{name} must be the same on all ranks, got {here} on rank {one} "
                     f"and {there} on rank {another}. Build the same model everywhere."
                 )
 
@@ -245,11 +251,11 @@ def refuse_differences(everyone: Sequence[list[str] | None]) -> None:
 class ReductionRounds:
     """Runs rounds, one after the other; not thread-safe.
 
-    All ranks launch the buckets in one order, then what is sparse: a bucket that is
-    full waits for those before it, since the ranks' collectives must meet.
+    All ranks launch the buckets in one order, then sparse gradients: a full bucket
+    waits for those before it, since collectives are matched by their order.
     """
 
-    # From when it is connected on:
+    # Set once it is connected:
     _group: ReducerGroup
     _communicator: Communicator
     _point: SyncPoint
@@ -261,24 +267,23 @@ class ReductionRounds:
         connector: GroupConnector,
         communicators: list[Communicator],
     ) -> None:
-        """Begin; ``gradients`` may grow; ``communicators``: what is to be closed."""
+        """``gradients`` may grow; new communicators are added to ``communicators``."""
         self._gradients, self._options = gradients, options
         self._connector, self._communicators = connector, communicators
         self.is_connected = False
-        self.waiting: PolledWait | None = None  # what ``finish`` is waited for with
+        self.waiting: PolledWait | None = None  # the wait for ``finish``
         self.is_open = False
-        self.last_round = 0  # that this rank added something to
+        self.last_round = 0  # the last one that this rank contributed to
         self.scaling = self._all_scaling = Scaling(1.0, 1.0, 1)
         self.checks = RoundChecks(options.drift)
         self.buckets: list[GradientBucket] = []
-        self._num_rounds = 0  # that any rank added something to, equally on all ranks
-        self._order: list[int] = []  # planned gradients as they are reduced
+        self._num_rounds = 0  # with contributions of any rank; equal on all ranks
+        self._order: list[int] = []  # of the planned gradients
         self._limits = options.limits
         self._bucket_of: dict[int, GradientBucket] = {}
         self._sparse: list[Gradient] = []
         self._next = 0  # the first bucket that is not launched
-        self.unsent: dict[Tensor, Tensor] = {}  # errors of compression, as matrices
-        self._sum = sum_by(options.compressor, self.unsent)
+        require_compressor(options.compressor)
         self._has_joined = False
         self._num_launched = 0
         self._arrivals: list[int] | None = []
@@ -286,7 +291,7 @@ class ReductionRounds:
         self._tuning: BucketTuning | None = None
 
     def start(self) -> SyncPoint:
-        """Begin to connect, if that was not done; return where the ranks meet."""
+        """Begin to connect, if necessary; return the sync point of the ranks."""
         return self._point if self.is_connected else self._connector.start()
 
     def set_options(self, options: ReducerOptions) -> None:
@@ -306,13 +311,13 @@ class ReductionRounds:
 
     @property
     def tuned_limits(self) -> BucketLimits | None:
-        """The bucket sizes that tuning ended with."""
+        """The bucket sizes at the end of tuning."""
         is_over = self._tuning is not None and self._tuning.is_over
         return self._limits if is_over else None
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing is missing from this round any more."""
+        """True if all gradients of this round are there."""
         return (
             self._next == len(self.buckets)
             and not self._has_new_parameters
@@ -320,7 +325,7 @@ class ReductionRounds:
         )
 
     def arrive(self, index: int, *, is_final: bool = True) -> None:
-        """Take a gradient from backward, at its end if not final; may open a round."""
+        """Handle a gradient of backward; if it is not final, at the end of backward."""
         if not self.is_open:
             self._open()
         gradient = self._gradients[index]
@@ -330,32 +335,31 @@ class ReductionRounds:
         bucket = self._bucket_of.get(index)
         if bucket is None or bucket.is_launched or not is_final:
             return  # sparse, new, late, or later
-        gradient.copy_in(self.scaling)  # now, while it is in the cache
+        gradient.copy_in(self.scaling)  # while it is in the cache
         if is_first:
             bucket.num_pending -= 1
             if bucket.num_pending == 0:
                 self._launch(has_all=False)
 
     def finish(self) -> Steps[None]:
-        """Finish the round that is open, or run one, and those that must follow it."""
+        """Finish the open round, or run one, and further rounds if necessary."""
         yield from self._connect()
         is_late = True
         while is_late:
             if not self.is_open:
                 self._open()
-            # This rank has come to the round, and will see it through.
             self._point = self._point._replace(number=self._num_rounds + 1)
             self._group.waits.begin(self._point)
             if self.waiting is not None:
                 self.waiting.move_to(self._point)
             is_late = yield from self._complete()
-            if self.buckets and self.buckets[0].flags.is_cpu:  # else not, not to wait
+            if self.buckets and self.buckets[0].flags.is_cpu:  # else it would wait
                 num_joined = self.buckets[0].count(_JOINED)
                 self.scaling = self._all_scaling.without(num_joined)
             yield from self._tune()
             self.last_round = self._num_rounds
             if self._has_new_parameters:
-                is_late |= yield from self._admit()
+                is_late |= yield from self._plan_new()
 
     def participate_with_zeros(self) -> None:
         run(self._connect(is_watched=False))
@@ -364,16 +368,16 @@ class ReductionRounds:
         for gradient in self._gradients:
             grad = gradient.parameter.grad
             if grad is not None and gradient.is_result(grad):
-                # The others' results will go where it lies.
+                # The others' results will overwrite the bucket.
                 gradient.assign_grad(grad.clone())
         self._has_joined = True
-        is_anyone_left, is_settled = True, bool(self.buckets)
+        is_anyone_left, is_planned = True, bool(self.buckets)
         while is_anyone_left:
-            if not is_settled:
-                run(self._admit())
+            if not is_planned:
+                run(self._plan_new())
             if not self.buckets:
-                break  # all had joined before anything was to be reduced
-            is_anyone_left, is_settled = self._add_zeros()
+                break  # all ranks joined before the first round
+            is_anyone_left, is_planned = self._add_zeros()
             if is_anyone_left:
                 run(self._tune())
         self.checks.restart()
@@ -398,10 +402,10 @@ class ReductionRounds:
             frozen = [bucket.is_launched for bucket in self.buckets[1:]]
             frozen += [not g.parameter.requires_grad for g in self._sparse]
             odd = [_JOINED, *compress(count(_NUM_OWN_FLAGS), frozen), *self.checks.odd]
-            self.buckets[0].odd_flags = odd + [_SETTLED] * self._has_new_parameters
+            self.buckets[0].odd_flags = odd + [_IS_PLANNED] * self._has_new_parameters
 
     def _launch(self, *, has_all: bool) -> None:
-        """Start the buckets that wait for nothing before them, or all if it has all."""
+        """Start the full buckets up to the first that is not, or all if ``has_all``."""
         for bucket in self.buckets[self._next :]:
             if bucket.num_pending and not has_all:
                 return
@@ -413,12 +417,9 @@ class ReductionRounds:
                 bucket.start(self._sum_of(bucket), self.scaling)
 
     def _complete(self) -> Steps[bool]:
-        """Launch and await the rest; return whether backward added meanwhile."""
+        """Launch and await the rest; return True if backward added meanwhile."""
         self._launch(has_all=True)
         self.is_open = False
-        for bucket in self.buckets:
-            yield from bucket.works
-            bucket.go_to(ADVANCED)
 
         def keep() -> float:
             return self.scaling.without(self.buckets[0].count(_JOINED)).keep
@@ -440,42 +441,41 @@ class ReductionRounds:
         return check(bucket, group, gradients, ranks, has_joined=has_joined)
 
     def _add_zeros(self) -> tuple[bool, bool]:
-        """Return whether anybody still trains, and whether no parameter is new."""
+        """Participate in a round; return flags 0 and 1: see Note [Control flags]."""
         self._open_buckets()
         first, *others = self.buckets
         first.odd_flags = (_JOINED,)
         self._launch_zeros(first)
         first.go_to(ARRIVED)
         flags = cast("list[float]", first.flags.real.tolist())
-        is_anyone_left, is_settled = map(bool, flags[:2])
+        is_anyone_left, is_planned = map(bool, flags[:2])
         if not is_anyone_left:
             first.drop()
-            return False, is_settled
+            return False, is_planned
         are_reduced = [bool(flag) for flag in flags[_NUM_OWN_FLAGS:]]
         for bucket in compress(others, are_reduced):
             self._launch_zeros(bucket)
-        for stage in (ADVANCED, OVER):
-            for bucket in self.buckets:
-                bucket.go_to(stage)
+        for bucket in self.buckets:
+            bucket.go_to(OVER)
         for gradient in compress(self._sparse, are_reduced[len(others) :]):
             gather = self._communicator.all_gather
             for work in [gather(part) for part in no_entries(gradient)]:
                 work.wait()
         self._num_rounds += 1
         run(self._check())
-        return True, is_settled
+        return True, is_planned
 
     def _launch_zeros(self, bucket: GradientBucket) -> None:
         bucket.fill_with_zeros()
         bucket.start(self._sum_of(bucket), self._all_scaling, odd=1)
 
-    def _admit(self) -> Steps[bool]:
-        """Plan for new gradients; return whether a round must follow; collective.
+    def _plan_new(self) -> Steps[bool]:
+        """Plan for new gradients; return True if a round must follow; collective.
 
-        If others are planned already, reduces the new ones by themselves: what is
-        reduced once in this round must not be again.
+        If others are planned already, the new ones are reduced by themselves: a
+        gradient must not be reduced twice in a round.
         """
-        agreed, arrivals = yield from aside(self._group.waits, self._agree)
+        agreed, arrivals = yield from run_blocking(self._group.waits, self._agree)
         new = agreed[::-1]  # backward makes gradients roughly in reverse
         if self._arrivals is not None and new:
             self._arrivals = None
@@ -495,11 +495,11 @@ class ReductionRounds:
         return is_late
 
     def _agree(self) -> tuple[list[int], list[int]]:
-        """Return which gradients are to be planned now, and rank 0's arrivals.
+        """Return the indices of new gradients, and rank 0's arrivals.
 
         A rank that did not use an embedding learns here that its gradient is sparse.
-        What one that has joined trains does not count. Fails on every rank where
-        parameters differ, or what one rank trains is frozen on another.
+        Parameters of joined ranks are ignored. Raises on every rank if parameters
+        differ, or one is trained on some ranks and frozen on others.
         """
         gradients, communicator = self._gradients, self._communicator
         mine = [describe(g.name, g.parameter) for g in gradients]
@@ -517,11 +517,11 @@ class ReductionRounds:
         digests, votes, sparse, arrivals, weights = zip(*everyone, strict=True)
         self.checks.note_begin(weights)
         if len(set(digests)) > 1:
-            refuse_differences(all_gather_json(communicator, mine))
+            require_equal(all_gather_json(communicator, mine))
         votes = [each for each in votes if each is not None]
         if len(set(votes)) > 1:
             own = None if self._has_joined else _with_states(mine, trained)
-            refuse_differences(all_gather_json(communicator, own))
+            require_equal(all_gather_json(communicator, own))
         new = bits_of(decode_bits(votes[0])) if votes else []
         new = [index for index in new if not gradients[index].is_planned]
         for index in new:
@@ -532,7 +532,7 @@ class ReductionRounds:
         return new, arrivals[0] or []
 
     def _arrange(self, order: Sequence[int]) -> Steps[None]:
-        """Plan anew along ``order``, then the planned ones left out; collective."""
+        """Plan anew along ``order``, then the other planned ones; collective."""
         self._order = [*order, *sorted(set(self._order) - set(order), reverse=True)]
         specs, dense = self._specs_and_dense()
         plans = plan_buckets(specs, dense, self._limits, self._options.groups)
@@ -540,21 +540,24 @@ class ReductionRounds:
         if sparse and not plans:
             plans = (BucketPlan((), 0, specs[sparse[0]].kind),)  # for the flags
         gradients, communicator = self._gradients, self._communicator
-        is_plain = self._options.compressor is NoneCompressor
         for gradient in [gradients[index] for index in self._order]:
             gradient.kind = kind_of(gradient.parameter)
-            # Whether it happens or not is no matter for the bits: the sum is the same.
-            gradient.is_fusible = is_plain and is_fusible(gradient.parameter)
+        options = self._options
+        if options.is_fusing and options.compressor is NoneCompressor:
+            from ronde.data_parallel.fusion import is_fusible
+
+            for gradient in [gradients[index] for index in self._order]:
+                gradient.is_fusible = is_fusible(gradient.parameter)
         self._sparse = [gradients[i] for i in sparse]
         num_flags = _NUM_OWN_FLAGS + len(plans) - 1 + len(sparse)
 
         def allocate() -> list[GradientBucket]:
             return [
-                GradientBucket(plan, gradients, communicator, 0 if place else num_flags)
-                for place, plan in enumerate(plans)
+                GradientBucket(plan, gradients, communicator, 0 if index else num_flags)
+                for index, plan in enumerate(plans)
             ]
 
-        self.buckets = yield from aside(self._group.waits, allocate)
+        self.buckets = yield from run_blocking(self._group.waits, allocate)
         self._bucket_of.clear()
         for bucket in self.buckets:
             bucket.adopt()
@@ -569,7 +572,7 @@ class ReductionRounds:
         return specs, [i for i in self._order if not self._gradients[i].sparse_dims]
 
     def _tune(self) -> Steps[None]:
-        """Try other bucket sizes, if that is asked for; at times collective."""
+        """Try other bucket sizes, if tuning is on; sometimes collective."""
         options = self._options
         if options.tuning is None or not self.buckets:
             return
@@ -589,7 +592,7 @@ class ReductionRounds:
 
     def _sum_of(self, bucket: GradientBucket) -> Sum:
         self._num_launched += 1
-        total = self._sum(bucket, self._communicator)
+        total = sum_compressed(self._options.compressor, bucket, self._communicator)
         number, has_joined = self._num_launched, self._has_joined
         return _watched(total, bucket, self._group, number, has_joined=has_joined)
 
@@ -605,7 +608,7 @@ def _sparse_dims(gradients: Sequence[Gradient]) -> list[tuple[int, int]]:
 
 def _with_states(described: Sequence[str], trained: Sequence[bool]) -> list[str]:
     states = ["trained" if is_on else "frozen" for is_on in trained]
-    return [f"{each}, {how}" for each, how in zip(described, states, strict=True)]
+    return [f"{d}, {state}" for d, state in zip(described, states, strict=True)]
 
 
 def _watched(
@@ -616,7 +619,7 @@ def _watched(
     *,
     has_joined: bool,
 ) -> Sum:
-    """Sum a bucket, for timelines and the stall inspector to see where they are."""
+    """Sum a bucket, seen by timelines and the stall inspector."""
     coordinator = group.coordinator
     if coordinator is None:
         yield from total
@@ -625,7 +628,7 @@ def _watched(
     if bucket.gradients:
         name = f"{name}.{bucket.gradients[0].name}"
     begun_ns = time.monotonic_ns()
-    # One that has joined may wait for as long as the others like.
+    # A joined rank may wait without limit.
     num_bytes = bucket.memory.nbytes
     with nullcontext() if has_joined else coordinator.watch(name, number, num_bytes):
         yield from total

@@ -1,8 +1,8 @@
-"""Horovod's package under its own name: what unmodified scripts import."""
+"""Horovod's package under its own name, for unmodified scripts."""
 
 from ronde.horovod.launcher import run
 
 __version__ = "0.28.1"
-"""The Horovod whose interface this is, for scripts that compare it."""
+"""The version of Horovod with this interface, for scripts that compare it."""
 
 __all__ = ["run"]

@@ -1,4 +1,4 @@
-"""Lets ``import horovod.X`` give ronde's module: the same object, not a copy."""
+"""Makes ``import horovod.X`` return ronde's module: the same object, not a copy."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -19,27 +19,22 @@ _MODULES = {
     "data.data_loader_base": "horovod.compatibility",
     "runner.common.util.config_parser": "cli.horovod_launch",
     "runner.common.util.env": "horovod.launcher",
-    "runner.elastic.constants": "horovod.elastic",
-    "runner.elastic.discovery": "horovod.discovery",
-    "runner.elastic.driver": "horovod.elastic",
-    "runner.elastic.rendezvous": "horovod.elastic",
-    "runner.elastic.worker": "horovod.elastic",
-    "runner.http.http_server": "horovod.elastic",
+    "runner.elastic.constants": "membership.policy",
+    "runner.elastic.worker": "torch.elastic.state",
     "runner.launch": "cli.horovod_launch",
     "runner.runner": "horovod.launcher",
-    "runner.util.network": "horovod.elastic",
     "runner.util.threads": "horovod.launcher",
 }
-"""Horovod's modules, and which of ronde's have what is in them."""
+"""Horovod's modules, and the module of ronde that replaces each."""
 _PACKAGES = {name.rpartition(".")[0] for name in _MODULES} | {"runner.common"}
 _RUN = "run"
-"""A function; until 0.19 the package that is ``horovod.runner`` now."""
+"""A function; until Horovod 0.19 the package that is ``horovod.runner`` now."""
 _TO_COME = ("tensorflow", "keras")
 _NOT_HERE = ("mxnet", "ray", "spark")
 
 
 def install() -> None:
-    """Make ``horovod``, which calls this, and all below it ronde's from now on."""
+    """Replace ``horovod``, which calls this, and its modules by ronde's."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
     sys.modules["horovod"] = import_module("ronde.horovod")
@@ -53,14 +48,14 @@ class _Finder(MetaPathFinder):
         target: ModuleType | None = None,
     ) -> ModuleSpec | None:
         del path, target
-        # ``from horovod import torch`` asks for a part of the module that it was given.
+        # ``from horovod import torch`` looks for a submodule of ``ronde.horovod``.
         package, _, name = fullname.removeprefix("ronde.").partition(".")
         if package != "horovod" or not name:
             return None
         if name in _TO_COME + _NOT_HERE:
-            how = "comes in a later version" if name in _TO_COME else "is no part"
+            status = "comes in a later version" if name in _TO_COME else "is no part"
             raise ModuleNotFoundError(
-                f"horovod.{name} {how} of ronde: this version has horovod.torch.",
+                f"horovod.{name} {status} of ronde: this version has horovod.torch.",
                 name=f"horovod.{name}",
             )
         if name.startswith(f"{_RUN}."):
@@ -70,7 +65,7 @@ class _Finder(MetaPathFinder):
 
 
 def _loader(name: str) -> tuple[Loader | None, bool]:
-    """Return what loads one of Horovod's modules, and whether it is a package."""
+    """Return the loader of one of Horovod's modules, and True if it is a package."""
     if name == _RUN:
         return _Loader(_find_run), True
     if name in _MODULES:
@@ -95,8 +90,8 @@ class _Loader(Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        # Nothing is to be executed; but importlib has put the alias's spec in place of
-        # the module's own, without which it could neither be reloaded nor pickled.
+        # The module is loaded already; but importlib has replaced its spec by the
+        # alias's. Without its own it could neither be reloaded nor pickled.
         module.__spec__ = self._spec or module.__spec__
 
 
@@ -108,7 +103,7 @@ def _find_run() -> ModuleType:
 
 
 def _find_package(name: str) -> ModuleType:
-    """Make a package of Horovod's that has nothing but modules, and ``run``."""
+    """Make a package of Horovod's that has only modules, and ``run``."""
     module = sys.modules.setdefault(f"horovod.{name}", ModuleType(f"horovod.{name}"))
     if name == "runner":
         module.__dict__["run"] = import_module("ronde.horovod").run

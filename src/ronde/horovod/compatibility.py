@@ -1,4 +1,4 @@
-"""What Horovod's ``common`` and ``data`` modules have, whatever the framework."""
+"""Names of Horovod's ``common`` and ``data`` modules."""
 
 import logging
 import os
@@ -31,13 +31,13 @@ __all__ = [
 ]
 
 _logger = logging.getLogger("ronde")
-_LOOK_INTERVAL_S = 0.1
+_POLL_INTERVAL_S = 0.1
 _cache = cache
 """Under the name that Horovod's own tests import."""
 
 
 class HorovodVersionMismatchError(ImportError):
-    """A framework is not the one that Horovod was built with: never so with ronde."""
+    """The framework differs from the one Horovod was built with; never in ronde."""
 
     def __init__(self, name: str, version: str, installed_version: str) -> None:
         super().__init__(get_version_mismatch_message(name, version, installed_version))
@@ -49,7 +49,7 @@ class HorovodVersionMismatchError(ImportError):
 def get_version_mismatch_message(
     name: str, version: str, installed_version: str
 ) -> str:
-    """Return the message for a framework's version that was not built with."""
+    """Return the message of ``HorovodVersionMismatchError``."""
     return (
         f"{name} must be the version that was built with, {installed_version}, got "
         f"{version}. Install that one, or build anew."
@@ -57,7 +57,7 @@ def get_version_mismatch_message(
 
 
 def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
-    """Return whether a front end exists: ``torch``, ``tensorflow`` or ``mxnet``."""
+    """Return True for ``torch``, the only framework with a front end."""
     del verbose
     return ext_base_name == "torch"
 
@@ -80,9 +80,9 @@ ccl_built = _with_verbose(session.ccl_built)
 
 @contextmanager
 def env(**kwargs: str | None) -> Generator[None]:
-    """Set this process's variables for a while; None leaves one as it is."""
+    """Set this process's variables in a block; None leaves one as it is."""
     values = {name: value for name, value in kwargs.items() if value is not None}
-    environ = os.environ  # noqa: TID251  to change it is what this is asked for
+    environ = os.environ  # noqa: TID251  Horovod's function
     before = {name: environ[name] for name in values if name in environ}
     environ.update(values)
     try:
@@ -94,7 +94,7 @@ def env(**kwargs: str | None) -> Generator[None]:
 
 
 def is_version_greater_equal_than(ver: str, target: str) -> bool:
-    """Return whether ``ver`` is at least ``target``, a ``major.minor.patch``."""
+    """Return True if ``ver`` is at least ``target``, a ``major.minor.patch``."""
     from packaging.version import Version
 
     if target.count(".") != 2:
@@ -105,7 +105,7 @@ def is_version_greater_equal_than(ver: str, target: str) -> bool:
 
 
 class BaseDataLoader:
-    """Gives batches, which a subclass defines by ``_iterate`` and ``__len__``."""
+    """Yields batches, which a subclass defines by ``_iterate`` and ``__len__``."""
 
     def __len__(self) -> int:
         raise NotImplementedError
@@ -122,10 +122,10 @@ class BaseDataLoader:
 
 
 class AsyncDataLoaderMixin(BaseDataLoader):
-    """Has a thread read ahead; stands before a ``BaseDataLoader`` among the bases.
+    """Prefetches in a thread; a mixin to put before a ``BaseDataLoader``.
 
-    It goes on from epoch to epoch until ``close_async_loader``; there is no thread with
-    ``async_loader_queue_size`` 0. ``debug_data_loader`` logs each batch.
+    The thread goes on from epoch to epoch until ``close_async_loader``. With
+    ``async_loader_queue_size`` 0 there is none. ``debug_data_loader`` logs each batch.
     """
 
     def __init__(
@@ -144,11 +144,11 @@ class AsyncDataLoaderMixin(BaseDataLoader):
         self.started = False
 
     def close_async_loader(self) -> None:
-        """End the thread; what it has read ahead is dropped."""
+        """End the thread, and drop the batches that it has prefetched."""
         self.finished_event.set()
         while self.thread.is_alive() or not self.queue.empty():
             with suppress(Empty):
-                self.queue.get(timeout=_LOOK_INTERVAL_S)
+                self.queue.get(timeout=_POLL_INTERVAL_S)
 
     def __iter__(self) -> Iterator[Any]:
         if self.async_loader_queue_size <= 0:
@@ -157,7 +157,7 @@ class AsyncDataLoaderMixin(BaseDataLoader):
         if not self.started:
             self.started = True
             self.thread.start()
-        while (batch := self._take()) is not None:
+        while (batch := self._next_batch()) is not None:
             yield self._process_batch(batch)
 
     def _async_worker(self) -> None:
@@ -173,12 +173,12 @@ class AsyncDataLoaderMixin(BaseDataLoader):
         except Exception as error:  # noqa: BLE001  a thread's outermost line
             self.queue.put(error)
 
-    def _take(self) -> Any:  # noqa: ANN401  a batch
-        """Return the next batch, None at the end of an epoch or of all."""
+    def _next_batch(self) -> Any:  # noqa: ANN401  the user's own
+        """Return the next batch, None at the end of an epoch or after closing."""
         while not self.finished_event.is_set():
-            is_alive = self.thread.is_alive()  # before: its last words are not missed
+            is_alive = self.thread.is_alive()  # before, not to miss its last batch
             try:
-                item = self.queue.get(timeout=_LOOK_INTERVAL_S)
+                item = self.queue.get(timeout=_POLL_INTERVAL_S)
             except Empty:
                 if not is_alive:
                     return None

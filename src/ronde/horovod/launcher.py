@@ -1,4 +1,4 @@
-"""What Horovod's ``runner`` modules have: ``run``, and small tools."""
+"""Horovod's ``horovod.run``, and small functions of its ``runner`` modules."""
 
 import pickle
 import subprocess
@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from threading import Event, Thread
-from typing import Any, NamedTuple, TextIO
+from threading import Thread
+from typing import Any, NamedTuple, TextIO, cast
 
 import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
 
@@ -34,13 +34,13 @@ _OLD_NAMES = {
     "max_np": "max_num_proc",
     "network_interface": "network_interfaces",
 }
-_OPTIONS = {
+_OPTION_NAMES = {
     "slots": "--slots-per-host",
     "cooldown_range": "--blacklist-cooldown-range",
     "use_gloo": "--gloo",
     "use_mpi": "--mpi",
 }
-"""Options that are not called as their argument."""
+"""Options that are not named as their argument."""
 _NO_OPTIONS = ("func", "args", "kwargs", "executable")
 
 
@@ -73,22 +73,22 @@ def run(
     min_np: int | None = None,
     max_np: int | None = None,
 ) -> list[Any]:
-    """Start ranks here, call a function on each, and return what the calls return.
+    """Start ranks here, call a function on each, and return the results by rank.
 
-    What the ranks print is shown while they run. ``func``, its arguments and its result
-    are anything that cloudpickle takes. The arguments from ``num_proc`` on are
-    horovodrun's options, and ``np``, ``min_np``, ``max_np`` and ``network_interface``
-    their old names. All hosts must be this machine. Not used are ``ssh_port``,
+    The ranks' output is shown while they run. ``func``, its arguments and its result
+    can be anything that cloudpickle supports. The arguments from ``num_proc`` on are
+    horovodrun's options; ``np``, ``min_np``, ``max_np`` and ``network_interface`` are
+    old names. All hosts must be this machine. Not used are ``ssh_port``,
     ``ssh_identity_file``, ``disable_cache`` and ``mpi_args``.
 
     Args:
-        min_num_proc: So many ranks suffice where there are fewer slots than
-            ``num_proc``, and the results of the first so many are returned.
-        slots: Of a host that the discovery script names without.
+        min_num_proc: The number of ranks that suffices if there are fewer slots than
+            ``num_proc``; also the number of results that are returned.
+        slots: Those of a host for which the discovery script prints none.
         executable: Python for the ranks; None for this one.
 
     Raises:
-        UsageError: The arguments ask for what cannot be; nothing was started.
+        UsageError: The arguments are invalid; nothing was started.
         RuntimeError: A rank failed.
     """
     asked = _renamed(dict(locals()))
@@ -100,7 +100,7 @@ def run(
     call = partial(func, *args, **dict(kwargs or {}))
     with tempfile.TemporaryDirectory(prefix="ronde-run-") as name:
         folder = Path(name)
-        # What is defined in a module is pickled as a name: ranks must find the module.
+        # Functions of a module are pickled by name: ranks must find the module.
         (folder / "path").write_bytes(pickle.dumps(sys.path))
         (folder / "call").write_bytes(cloudpickle.dumps(call))
         words = [*_words(asked), "--", executable or sys.executable]
@@ -115,13 +115,13 @@ def run(
 
 class _CallOutcome(NamedTuple):
     result: Any
-    traceback: str  # of what the call raised; empty if it returned
+    traceback: str  # of the call's exception; empty if it returned
     ended_ns: int
     size: int  # number of ranks
 
 
 def run_rank(folder: Path) -> None:
-    """Make the call that ``run`` left in a folder; what lies there is unpickled."""
+    """Make the call that ``run`` wrote to a folder; its files are unpickled."""
     rank_info = read_rank_info()
     path: list[str] = pickle.loads((folder / "path").read_bytes())  # noqa: S301  ours
     sys.path.extend(entry for entry in path if entry not in sys.path)
@@ -166,13 +166,13 @@ def _renamed(asked: dict[str, Any]) -> dict[str, Any]:
 
 def _words(asked: Mapping[str, Any]) -> list[str]:
     """Return the command that starts the ranks, up to their program."""
-    # The call lies in a folder of this machine.
+    # The call is in a folder of this machine.
     words = [sys.executable, "-m", "ronde", "run", "--standalone", "--horovod-alias"]
     if read_rank_info().size == 1:
         # A program that is a world of its own may well have been started as one.
         words.append("--nested")
     for name, value in asked.items():
-        option = _OPTIONS.get(name) or f"--{name.replace('_', '-')}"
+        option = _OPTION_NAMES.get(name) or f"--{name.replace('_', '-')}"
         if value is None or value is False or name in _NO_OPTIONS:
             continue
         if value is True:
@@ -187,10 +187,10 @@ def _words(asked: Mapping[str, Any]) -> list[str]:
 
 
 def run_job(words: Sequence[str]) -> None:
-    """Run a command that starts ranks, showing what it prints.
+    """Run a command that starts ranks, and show its output.
 
     Raises:
-        UsageError: It refused what it was asked for.
+        UsageError: The command line was invalid.
         RuntimeError: It failed; with its last lines.
     """
     code, errors = _show_job(words)
@@ -203,7 +203,7 @@ def run_job(words: Sequence[str]) -> None:
 
 
 def _show_job(words: Sequence[str]) -> tuple[int, Iterable[str]]:
-    """Run a command, showing what it prints; return its code and its last errors."""
+    """Run a command and show its output; return its exit code and last errors."""
     errors: deque[str] = deque(maxlen=_TAIL_LINES)
     # In a notebook ``sys.stdout`` and ``sys.stderr`` are not the process's own.
     devnull, pipe = subprocess.DEVNULL, subprocess.PIPE
@@ -263,8 +263,12 @@ def in_thread(
     daemon: bool = True,
     silent: bool = False,
 ) -> Thread:
-    """Call a function in a thread of its own; ``silent`` hides what it raises."""
-    _require_tuple(args)
+    """Call a function in a thread of its own; ``silent`` hides its exceptions."""
+    if not isinstance(cast("object", args), tuple):
+        raise ValueError(  # noqa: TRY004  Horovod's type
+            f"args must be a tuple, got {type(args).__name__}. "
+            "Type (arg,) for a single one."
+        )
 
     def call() -> None:
         with suppress(Exception) if silent else nullcontext():
@@ -273,38 +277,3 @@ def in_thread(
     thread = Thread(target=call, name=name, daemon=daemon)
     thread.start()
     return thread
-
-
-def on_event(
-    event: Event,
-    func: Callable[..., object],
-    args: tuple[Any, ...] = (),
-    stop: Event | None = None,
-    check_stop_interval_s: float = 1.0,
-    daemon: bool = True,
-    silent: bool = False,
-) -> Thread:
-    """Call a function, in a thread of its own, once an event is set, until ``stop``."""
-    _require_tuple(args)
-    if stop is None and not daemon:
-        raise ValueError(
-            "stop must be given for a thread that is no daemon, got None. Give one."
-        )
-
-    def wait_and_call() -> None:
-        interval_s = None if stop is None else check_stop_interval_s
-        while not event.wait(interval_s):
-            if stop is not None and stop.is_set():
-                return
-        if stop is None or not stop.is_set():
-            func(*args)
-
-    return in_thread(wait_and_call, daemon=daemon, silent=silent)
-
-
-def _require_tuple(args: object) -> None:
-    if not isinstance(args, tuple):
-        raise ValueError(  # noqa: TRY004  Horovod's type
-            f"args must be a tuple, got {type(args).__name__}. "
-            "Type (arg,) for a single one."
-        )

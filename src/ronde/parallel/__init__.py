@@ -1,4 +1,4 @@
-"""Layouts of sharded training, and what each costs in memory, bytes and idle time."""
+"""Layouts of sharded training and their costs: memory, bytes sent and idle time."""
 
 from ronde.lazy_exports import lazy_exports
 
@@ -7,7 +7,7 @@ __getattr__ = lazy_exports(
     {
         "layout": "AXES Layout",
         "memory": "OptimizerName Precision RankMemory Sharding",
-        "pipelines": "Pipeline PipelineAction ScheduleName cut_evenly simulate",
+        "pipelines": "Pipeline ScheduleName cut_evenly",
         "traffic": "StepSizes step_traffic",
     },
 )

@@ -1,6 +1,6 @@
-"""How the ranks of a job are divided: in the words and the order of torchtitan.
+"""The division of a job's ranks into axes, with torchtitan's names and order.
 
-Rank order is row-major: tp is innermost, so that its ranks have numbers in a row and
+Ranks are in row-major order: tp is innermost, so that its ranks are consecutive and
 ``ronde run`` puts them on one host; pp is outermost.
 """
 
@@ -14,15 +14,15 @@ from ronde.errors import UsageError
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Outermost first: the order of the dimensions of a mesh."""
 
-_FORM = "Write it as pp=2,dp_shard=4,tp=8; -1 is what is left."
+_FORM = "Write it as pp=2,dp_shard=4,tp=8; -1 stands for the ranks left."
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The sizes of the axes; -1, in one place at most, is what is left of the ranks.
+    """The sizes of the axes; -1, for one axis at most, stands for the ranks left.
 
     Raises:
-        UsageError: A size is none, or more than one is -1.
+        UsageError: A size is invalid, or more than one is -1.
     """
 
     pp: int = 1  # Pipeline stages.
@@ -61,7 +61,6 @@ class Layout:
         return cls(**sizes)
 
     def __str__(self) -> str:
-        """Return what ``parse`` reads."""
         parts = [f"{axis}={size}" for axis, size in self.sizes.items() if size != 1]
         return ",".join(parts) or "dp_shard=1"
 
@@ -83,7 +82,7 @@ class Layout:
         return math.prod(astuple(self))
 
     def resolve(self, world_size: int) -> "Layout":
-        """Return the layout of that many ranks, without -1.
+        """Return the layout for this number of ranks, without -1.
 
         Raises:
             UsageError: The sizes do not fit the number of ranks.
@@ -128,7 +127,6 @@ class Layout:
         )
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Return where a rank is along each axis."""
         if not 0 <= rank < self.num_ranks:
             raise UsageError(f"rank must be in 0..{self.num_ranks - 1}, got {rank}.")
         found: dict[str, int] = {}

@@ -1,7 +1,8 @@
-"""Bytes of weights, gradients and optimizer state that a rank holds, by ZeRO's stages.
+"""Bytes of weights, gradients and optimizer state on a rank, by ZeRO's stages.
 
-A rank's parameters are those of its share by pp and tp; units are what FSDP2 gathers
-and reduces as one, in the order of the forward. Activations are not counted.
+Parameters are those that pp and tp leave to a rank. A unit is a group of parameters
+that FSDP2 gathers and reduces together; units are in the order of the forward.
+Activations are not counted.
 
 Source: Rajbhandari et al. 2020 (arXiv:1910.02054) for the model states; for the peaks,
 FSDP2 of torch 2.13 as its FSDPMemTracker sees it.
@@ -21,14 +22,14 @@ _NUM_LARGEST = 3
 
 
 class Precision(StrEnum):
-    """What weights and gradients are computed in."""
+    """The dtype of weights and gradients."""
 
     FP32 = "fp32"
     BF16 = "bf16"  # With an fp32 master of the weights.
 
 
 class OptimizerName(StrEnum):
-    """What keeps state; all of it is fp32."""
+    """Optimizers with a memory estimate. All state is fp32."""
 
     ADAM = "Adam"
     SGD_MOMENTUM = "SGD momentum"
@@ -51,7 +52,7 @@ class MemoryTerm(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """What a rank holds at its peak."""
+    """The peak memory of a rank."""
 
     terms: tuple[MemoryTerm, ...]
 
@@ -67,7 +68,7 @@ class RankMemory:
         return "\n".join(lines) + "\n"
 
     def shortage(self, limit_bytes: int) -> str:
-        """Return why it does not fit into a limit, as a sentence; empty if it does."""
+        """Return a sentence if it exceeds a limit; empty if it does not."""
         if self.total_bytes <= limit_bytes:
             return ""
         largest = sorted(self.terms, key=lambda term: -term.size_bytes)[:_NUM_LARGEST]
@@ -80,13 +81,13 @@ class RankMemory:
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """How model states are held and divided.
+    """The precision and the sharding of model states.
 
     Raises:
         UsageError: A number is out of its range.
     """
 
-    num_ranks: int  # That divide them: dp_shard.
+    num_ranks: int  # Of dp_shard.
     zero: int  # 0 divides nothing; 1 optimizer state; 2 gradients, too; 3 all.
     precision: Precision = Precision.FP32
     optimizer: OptimizerName = OptimizerName.ADAM
@@ -114,14 +115,16 @@ class Sharding:
         )
 
     def peak(self, units: Sequence[int]) -> RankMemory:
-        """Return the peak of a step over units of so many parameters each.
+        """Return the peak of a step; ``units`` are their numbers of parameters.
 
         zero 0 has DDP's buckets (without ``gradient_as_bucket_view``). With zero 2 and
-        3 FSDP2 keeps fp32 shards of weights and gradients beside the unit that it has
-        gathered, and messages on their way, in ``precision``.
+        3 FSDP2 keeps fp32 shards of weights and gradients, the gathered unit and the
+        buffers of collectives under way, in ``precision``.
         """
         if not units or min(units) < 1:
-            raise UsageError("units must be one at least, with parameters each.")
+            raise UsageError(
+                f"units must be at least one, each with parameters, got {list(units)}."
+            )
         states = self.model_states(sum(units))
         if self.zero == 0:
             buckets = MemoryTerm("DDP buckets", self._item_bytes * sum(units))
@@ -133,39 +136,39 @@ class Sharding:
             ("weights", _FP32_BYTES * sharded),
             (self.optimizer, _STATE_BYTES[self.optimizer] * sharded),
         )
-        moments = [self._backward(units, place) for place in range(len(units))]
+        moments = [self._backward(units, unit) for unit in range(len(units))]
         if self.zero == 2:
-            moments += [self._forward(units, place) for place in range(len(units))]
+            moments += [self._forward(units, unit) for unit in range(len(units))]
         peaks = (_memory(*fixed, *moment) for moment in moments)
         return max(peaks, key=lambda memory: memory.total_bytes)
 
     def _share(self, num_params: int) -> int:
         return -(-num_params // self.num_ranks)
 
-    def _forward(self, units: Sequence[int], place: int) -> list[tuple[str, int]]:
-        """Return what is added when a unit was gathered that stays for the backward."""
-        before = units[place - 1] if place else 0
-        gathered = list(accumulate(units))[place]
+    def _forward(self, units: Sequence[int], unit: int) -> list[tuple[str, int]]:
+        """Return the extra memory once ``unit`` is gathered, with zero 2."""
+        before = units[unit - 1] if unit else 0
+        gathered = list(accumulate(units))[unit]
         return [
             ("gathered weights", self._item_bytes * gathered),
-            ("all_gather", self._item_bytes * (units[place] + before)),
+            ("all_gather", self._item_bytes * (units[unit] + before)),
         ]
 
-    def _backward(self, units: Sequence[int], place: int) -> list[tuple[str, int]]:
-        """Return what is added when a unit has its gradients, and those after theirs.
+    def _backward(self, units: Sequence[int], unit: int) -> list[tuple[str, int]]:
+        """Return the extra memory once the gradients of ``unit`` are computed.
 
-        The gradients of the unit after it are on their way, and with zero 3 the weights
-        of the one before it.
+        Those of the next unit are being reduced, and with zero 3 the weights of the
+        unit before it are being gathered.
         """
-        done = units[place + 1 :]
-        before = units[place - 1] if place else 0
+        done = units[unit + 1 :]
+        before = units[unit - 1] if unit else 0
         is_resharded = self.zero > 2
-        gathered = units[place] if is_resharded else sum(units[: place + 1])
+        gathered = units[unit] if is_resharded else sum(units[: unit + 1])
         return [
             ("gradients", _FP32_BYTES * sum(map(self._share, done))),
             ("gathered weights", self._item_bytes * gathered),
             ("all_gather", self._item_bytes * before if is_resharded else 0),
-            ("unit's gradients", self._item_bytes * units[place]),
+            ("unit's gradients", self._item_bytes * units[unit]),
             ("reduce_scatter", self._item_bytes * (done[0] if done else 0)),
         ]
 

@@ -8,9 +8,9 @@ _REDUCES_PER_LAYER = 4  # Two in the forward, two in the backward.
 
 
 class StepSizes(NamedTuple):
-    """What one rank computes in a step."""
+    """Sizes of one rank's part of a step."""
 
-    weights_bytes: float  # Of all weights of its share by pp and tp.
+    weights_bytes: float  # Of the weights that pp and tp leave to it.
     activations_bytes: float  # batch * sequence * hidden, of all its microbatches.
     num_layers: int
 
@@ -20,8 +20,8 @@ def step_traffic(layout: Layout, sizes: StepSizes, zero: int) -> dict[str, float
 
     Gradients are reduced, and weights gathered once, or twice with zero 3: within
     dp_shard first, then the shards over dp_replicate. A stage in the middle of a
-    pipeline sends activations on and their gradients back. cp has no entry: what it
-    sends depends on the attention.
+    pipeline sends activations on and their gradients back. cp has no entry: its
+    traffic depends on the attention.
 
     Source: Rajbhandari et al. 2020 (arXiv:1910.02054); Shoeybi et al. 2019
     (arXiv:1909.08053) for tp.
@@ -38,5 +38,4 @@ def step_traffic(layout: Layout, sizes: StepSizes, zero: int) -> dict[str, float
 
 
 def _others(size: int) -> float:
-    """Return the share of the data that is not a rank's own."""
     return (size - 1) / size

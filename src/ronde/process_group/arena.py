@@ -1,8 +1,7 @@
-"""Buffers in memory that all ranks of a machine map: collectives take them in place.
+"""An allocator in memory that all ranks of a machine map, for collectives in place.
 
-All ranks make the arena once, together. Parts of it each rank takes and gives back by
-itself, so that none waits for another. A part is free when nothing of torch's refers to
-its storage, also no view of it.
+All ranks make the arena together. Then each rank allocates and frees by itself, so that
+no rank waits for another. A part is freed with the last tensor or view of it.
 """
 
 import weakref
@@ -16,18 +15,18 @@ _LINE_BYTES = 64
 
 
 class Arena:
-    """One stretch of memory, and which parts of it are free."""
+    """A block of memory and its free parts."""
 
     def __init__(self, whole: Tensor) -> None:
         self._bytes = whole.numpy()
         self._free = [(0, len(self._bytes))]  # start and end, in order, none touching
-        # A finalizer may run in the middle of anything: it only leaves a note.
+        # Freed by finalizers, which may run at any time.
         self._gone: deque[tuple[int, int]] = deque()
 
-    def take(self, numel: int, dtype: torch.dtype) -> Tensor | None:
-        """Return a vector of undefined elements; None where there is no room."""
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor | None:
+        """Return an uninitialized vector; None if there is no room."""
         while self._gone:
-            self._give_back(*self._gone.popleft())
+            self._free_part(*self._gone.popleft())
         num_bytes = -(-numel * dtype.itemsize // _LINE_BYTES) * _LINE_BYTES
         for index, (start, end) in enumerate(self._free):
             stop = start + num_bytes
@@ -40,7 +39,7 @@ class Arena:
                 return torch.from_numpy(part).view(dtype)
         return None
 
-    def _give_back(self, start: int, end: int) -> None:
+    def _free_part(self, start: int, end: int) -> None:
         insort(self._free, (start, end))
         joined: list[tuple[int, int]] = []
         for first, last in self._free:

@@ -1,8 +1,9 @@
-"""Which ranks have made a call that others wait for, by the store of their group."""
+"""Records of the ranks in the calls that they wait for, in the store of their group."""
 
+from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
-from functools import cached_property
+from threading import Lock, Thread
 
 from torch.distributed import Store
 
@@ -12,46 +13,69 @@ _STORE_TIMEOUT = timedelta(seconds=5)
 
 
 class SideStore:
-    """The store of a group by a connection of its own, made once it is needed.
+    """A connection of its own to the store of a group, made at its first use.
 
-    Nothing waits there for other ranks, and it may be gone with a rank: then its calls
-    raise a ``RuntimeError``.
+    The store may be gone with a rank: then calls raise a ``RuntimeError``.
     """
 
     def __init__(self, store: Store) -> None:
         self._store = store
+        self._lock = Lock()
+        self._clone: Future[Store] | None = None
 
-    @cached_property
+    @property
     def connection(self) -> Store:
-        own = clone_of(self._store)
-        own.set_timeout(_STORE_TIMEOUT)
-        return own
+        with self._lock:
+            if self._clone is None:
+                self._clone = Future()
+                # In a thread: a TCPStore tries for up to 30 minutes to connect.
+                target = self._connect
+                Thread(target=target, args=(self._clone,), daemon=True).start()
+        try:
+            return self._clone.result(_STORE_TIMEOUT.total_seconds())
+        except TimeoutError:
+            raise RuntimeError("the store of the group does not answer") from None
+
+    def _connect(self, clone: Future[Store]) -> None:
+        try:
+            own = clone_of(self._store)
+            own.set_timeout(_STORE_TIMEOUT)
+        except Exception as error:  # noqa: BLE001  raised by ``connection``
+            clone.set_exception(error)
+        else:
+            clone.set_result(own)
 
 
 class Attendance:
-    """Where each rank notes in which collective it waits, once that takes long.
+    """Records of long waits, by which the absent ranks of a late call are found.
 
-    No engine but shared memory knows which ranks are late.
+    Only the shared-memory engine itself knows which ranks are late.
     """
 
     def __init__(self, store: SideStore, rank: int, size: int) -> None:
         self._store, self._rank, self._size = store, rank, size
-        # Calls that this rank has waited in for long, by name and number: since when.
+        self._newest = 0
+        # The start times of this rank's long waits, by name and number of the call.
         self.waiting: dict[tuple[str, int], float] = {}
 
     def note(self, number: int) -> None:
-        """Note that this rank waits in the collective of that number."""
+        """Record, in the background, that this rank waits in a collective."""
+        self._newest = number
+        Thread(target=self._write, daemon=True).start()
+
+    def _write(self) -> None:
         with suppress(RuntimeError):
-            self._store.connection.set(f"waits/{self._rank}", str(number))
+            self._store.connection.set(f"waits/{self._rank}", str(self._newest))
 
     def find_absent(self, number: int) -> list[int]:
-        """Return the ranks that have not noted it; none if nobody can tell."""
+        """Return the other ranks without a record; none if the store is gone."""
         absent: list[int] = []
         with suppress(RuntimeError):
             store = self._store.connection
             for rank in range(self._size):
                 key = f"waits/{rank}"
-                is_there = store.check([key]) and int(store.get(key)) >= number
-                if not is_there:
+                if rank == self._rank:
+                    continue
+                if not (store.check([key]) and int(store.get(key)) >= number):
                     absent.append(rank)
-        return absent if len(absent) < self._size else []
+        return absent

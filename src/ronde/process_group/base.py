@@ -1,4 +1,4 @@
-"""What a group is to torch, and how each of its calls begins."""
+"""The base of a group: torch's interface, and the start of a call."""
 
 import os
 import time
@@ -18,7 +18,7 @@ from ronde.process_group.attendance import Attendance, SideStore
 from ronde.process_group.drift import GroupDrift
 from ronde.process_group.works import (
     BackendError,
-    Drain,
+    FutureQueue,
     GroupWork,
     Late,
     as_backend_error,
@@ -26,16 +26,16 @@ from ronde.process_group.works import (
 from ronde.status.reporter import Part, add_source
 from ronde.status.values import UNKNOWN, PendingCollective
 
-Options = Any  # those of torch's calls have no common type
+Options = Any  # torch's options have no common type
 Works = Sequence[Work[Any]]
-_MESSAGES = ("send", "recv")  # of two ranks alone
+_MESSAGES = ("send", "recv")  # of two ranks
 _torch: Any = torch
 _is_profiling: Callable[[], bool] = _torch.autograd._profiler_enabled  # noqa: SLF001  its only name
 _ProcessGroup: Any = dist.ProcessGroup  # its stub has other names for parameters
 
 
 class GroupBase(_ProcessGroup):
-    """What torch asks of a group besides calls, and how a call is started."""
+    """The properties that torch reads, and the start of each call."""
 
     supports_splitting = supports_coalescing = supports_time_estimate = False
 
@@ -46,26 +46,26 @@ class GroupBase(_ProcessGroup):
         timeout: timedelta,
         drift: str = "off",
     ) -> None:
-        """Take over a communicator; the group's store is for a monitored barrier.
+        """The group closes ``communicator``; ``store`` is for errors and drift.
 
-        ``drift`` is the mode of a ``DriftCheck``.
+        ``drift`` is off, warn or error.
         """
         super().__init__(communicator.rank, communicator.size)
         self._communicator, self._store = communicator, store
         self._rank, self._size = communicator.rank, communicator.size
         side = SideStore(store)
         self.drift = GroupDrift(side, self._rank, self._size, drift)
-        self._name = self._desc = ""  # torch gives them afterwards
+        self._name = self._desc = ""  # torch sets them later
         self._timeout_s = timeout.total_seconds()
         self._process = os.getpid()
-        self._drain = Drain()
+        self._futures = FutureQueue()
         self._coalesced: list[GroupWork] | None = None
         self._sequence = self._num_monitored = 0
         self._arena: Arena | None = None
         self._attendance = Attendance(side, self._rank, self._size)
         add_source(self.report)
 
-    # What it is called
+    # Properties
 
     @property
     def group_name(self) -> str:
@@ -77,7 +77,7 @@ class GroupBase(_ProcessGroup):
 
     @property
     def engine(self) -> str:
-        """The name of what carries its calls out, as ``GroupOptions`` has it."""
+        """The name of its engine, as in ``GroupOptions``."""
         return self._communicator.engine
 
     @property
@@ -149,7 +149,7 @@ class GroupBase(_ProcessGroup):
         limit_s = limit_s if limit_s > 0 else self._timeout_s
         number = None if name in _MESSAGES else self.drift.count_call()
         late = Late(self._attendance, self.abort, name, number)
-        work = GroupWork(self._drain, works, finish, limit_s, late)
+        work = GroupWork(self._futures, works, finish, limit_s, late)
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work
@@ -158,11 +158,11 @@ class GroupBase(_ProcessGroup):
         self,
         name: str,
         start: Callable[[Any, Any], Work[Any]],
-        put: Callable[[Tensor, Any], None],
+        store: Callable[[Tensor, Any], None],
         pairs: tuple[Sequence[Any], Sequence[Any]],
         opts: Options,
     ) -> GroupWork:
-        """Start a call for each output and input; ``put`` takes result and output."""
+        """Start a call for each output and input; ``store`` copies a result."""
         outputs, inputs = pairs
 
         def start_all() -> Works:
@@ -170,7 +170,7 @@ class GroupBase(_ProcessGroup):
 
         def finish(results: list[Any]) -> list[Tensor]:
             for result, output in zip(results, outputs, strict=True):
-                put(result, output)
+                store(result, output)
             return list(outputs)
 
         return self._start(name, start_all, finish, opts)
@@ -184,7 +184,7 @@ class GroupBase(_ProcessGroup):
             )
 
     def report(self) -> Part:
-        """Return what this rank's status says of it: waits of a second and more."""
+        """Return its part of the rank's status: waits of more than a second."""
         group = self._desc or self._name or "group"
         try:
             ranks = tuple(dist.get_process_group_ranks(self))

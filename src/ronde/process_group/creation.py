@@ -1,4 +1,4 @@
-"""How torch makes a group, and how it learns of the backend."""
+"""The constructors of groups, called by torch."""
 
 import ctypes
 import os
@@ -21,28 +21,28 @@ from ronde.world.environment import own_or, read_algorithm, read_drift, read_eng
 
 @dataclass(frozen=True, slots=True)
 class GroupOptions:
-    """What ``pg_options`` may ask for; empty takes the environment's."""
+    """The type of ``pg_options``; empty values take the environment's."""
 
     engine: str = ""
     algorithm: str = ""
 
 
 def make(given: Any, options: object) -> RondeProcessGroup:  # noqa: ANN401  torch's, without a type
-    """Make a group of the members; torch calls this on each of them."""
+    """Make a group; torch calls this on each member."""
     if options is not None and not isinstance(options, GroupOptions):
         raise UsageError(
             "pg_options must be a ronde.process_group.GroupOptions, got "
             f"{type(options).__name__}. Leave it out, or give one, such as "
             "GroupOptions(engine='gloo')."
         )
-    place = given.group_rank, given.group_size
-    return _make(given.store, *place, given.timeout, options or GroupOptions())
+    rank, size = given.group_rank, given.group_size
+    return _make(given.store, rank, size, given.timeout, options or GroupOptions())
 
 
 def make_for_gloo(
     store: Store, rank: int, size: int, timeout: timedelta
 ) -> RondeProcessGroup:
-    """Make one in the place of Gloo's."""
+    """Make a group that replaces Gloo's."""
     group = _make(store, rank, size, timeout, GroupOptions())
     group.is_for_gloo = True
     group.options = SimpleNamespace()  # torch writes into it
@@ -53,8 +53,7 @@ def _make(
     store: Store, rank: int, size: int, timeout: timedelta, options: GroupOptions
 ) -> RondeProcessGroup:
     try:
-        # A store may outlive its groups, and one that is made again must not find the
-        # keys of the one before.
+        # A store may outlive its groups: a new group must not find the old one's keys.
         number = store.add(f"ronde/{rank}", 1)
         environ = own_or(None)
         store = PrefixStore(f"ronde{number}", store)
@@ -70,14 +69,13 @@ def _make(
     except CollectiveError as error:
         raise as_backend_error(error) from error
     group = RondeProcessGroup(communicator, store, timeout, read_drift(environ))
-    weakref.finalize(group, _close, communicator, os.getpid())  # also at the end
+    weakref.finalize(group, _close, communicator, os.getpid())  # also at exit
     return group
 
 
 def _close(communicator: Communicator, process: int) -> None:
-    """Close it in the process that made it; a fork's end ends no group."""
     if os.getpid() == process:
         communicator.close()
     else:
-        # Kept for ever: Gloo would wait for its threads, which a fork does not have.
+        # Never freed: Gloo would wait for its threads, which a fork does not have.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(communicator))

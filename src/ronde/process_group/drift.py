@@ -1,11 +1,11 @@
-"""Finds drift in models that torch's DistributedDataParallel trains over a group.
+"""Finds differing weights of models in torch's DistributedDataParallel.
 
-Note [By the store, not by collectives]
-    A collective of ours among the program's would hang where the program's calls are
-    not the same on all ranks for a while, which groups survive. So each rank writes its
-    checksums to the store of the group, and a look later rank 0 reads those of all; in
-    the mode error all ranks read. Two looks are compared if the ranks had made equally
-    many collectives at both. What is missing is not waited for.
+Note [Drift checks over the store]
+    An extra collective would hang if the program's calls differ between ranks for a
+    while, which is allowed in a group. So each rank writes checksums to the store of
+    the group, and one check later rank 0 reads those of all ranks (in the mode error
+    all ranks read). Snapshots are compared if the ranks had made equally many
+    collectives. No rank waits for missing ones.
 """
 
 import json
@@ -23,26 +23,26 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from ronde.drift import Background, Values, judge, report, sums_of_parts
 from ronde.process_group.attendance import SideStore
 
-_PERIOD = 64  # collectives between looks; more with more ranks, as rank 0 reads them
-_NUM_PARAMETERS = 32  # looked at each time
+_PERIOD = 64  # collectives between checks; with more ranks more, as rank 0 reads all
+_NUM_PARAMETERS = 32  # in one check
 _drifts: "list[weakref.ref[GroupDrift]]" = []
 
 
-class _Look(NamedTuple):
-    """What an optimizer's parameters were after a step."""
+class _Snapshot(NamedTuple):
+    """Checksums of an optimizer's parameters after a step."""
 
     num_calls: int  # collectives before it
-    number: int  # among looks after as many
+    number: int  # among snapshots after as many collectives
     weights: dict[str, str]
     state: dict[str, Any]
     options: dict[str, Any]
 
 
 class GroupDrift:
-    """Looks at the models that are trained over one group."""
+    """Checks the models that are trained over one group."""
 
     def __init__(self, store: SideStore, rank: int, size: int, mode: str) -> None:
-        """Begin; ``mode`` is off, warn or error."""
+        """``mode`` is off, warn or error."""
         self._store, self._rank, self._size, self._mode = store, rank, size, mode
         self._is_over = True  # until there is a model
         self._period = max(_PERIOD, size)
@@ -50,20 +50,20 @@ class GroupDrift:
         self._ranks: tuple[int, ...] = ()
         self._models: dict[int, weakref.ref[DistributedDataParallel]] = {}
         self._named: dict[int, tuple[str, Tensor]] = {}  # by the parameter's id
-        self._phases: dict[int, int] = {}  # of the last look, by the optimizer's id
-        self._looks: list[_Look] = []  # of this phase
-        self._last_looks: list[_Look] = []
+        self._phases: dict[int, int] = {}  # of the last check, by the optimizer's id
+        self._snapshots: list[_Snapshot] = []  # of this phase
+        self._last_snapshots: list[_Snapshot] = []
         if mode != "off":
             _watch_models()
 
     def add(self, model: DistributedDataParallel) -> None:
-        """Look at a model from now on."""
+        """Check a model from now on."""
         if model in [ref() for ref in self._models.values()]:
             return
         self._ranks = tuple(
             dist.get_process_group_ranks(cast("Any", model).process_group)
         )
-        self._is_over, self._looks, self._last_looks = False, [], []
+        self._is_over, self._snapshots, self._last_snapshots = False, [], []
         self._models[self._num_models] = weakref.ref(model, self._forget)
         self._num_models += 1
         self._forget(None)
@@ -75,13 +75,13 @@ class GroupDrift:
         self._named = {}
 
     def count_call(self) -> int:
-        """Note that a collective of the group has begun; return its number."""
+        """Count a collective of the group; return its number."""
         self._num_calls += 1
         return self._num_calls
 
     @torch.no_grad()
     def step_done(self, optimizer: Optimizer) -> None:
-        """Note that an optimizer has stepped; look at its parameters now and then."""
+        """Count an optimizer's step; check its parameters once in a phase."""
         self._num_steps += 1
         phase = self._num_calls // self._period
         if self._phases.get(id(optimizer), 0) == phase or self._is_over:
@@ -91,10 +91,9 @@ class GroupDrift:
         groups = [group["params"] for group in optimizer.param_groups]
         own = [named[id(p)] for group in groups for p in group if id(p) in named]
         if own:
-            self._look(optimizer, own, phase)
+            self._check(optimizer, own, phase)
 
     def _parameters(self) -> dict[int, tuple[str, Tensor]]:
-        """Return names and parameters of the models by the parameters' ids."""
         if not self._named:
             for number, ref in self._models.items():
                 model = ref()
@@ -108,17 +107,23 @@ class GroupDrift:
                         self._named[id(parameter)] = f"{name}{of}", parameter
         return self._named
 
-    def _look(
+    def _check(
         self, optimizer: Optimizer, own: list[tuple[str, Tensor]], phase: int
     ) -> None:
         if phase != self._phase:
-            self._last_looks, self._looks, self._phase = self._looks, [], phase
+            self._last_snapshots, self._snapshots, self._phase = (
+                self._snapshots,
+                [],
+                phase,
+            )
         first = phase * _NUM_PARAMETERS
         chosen = [own[i % len(own)] for i in range(first, first + _NUM_PARAMETERS)]
-        number = sum(look.num_calls == self._num_calls for look in self._looks)
+        number = sum(each.num_calls == self._num_calls for each in self._snapshots)
         weights, state = sums_of_parts(dict(chosen), optimizer, first // len(own))
         options = Values.of([], optimizer).options
-        self._looks.append(_Look(self._num_calls, number, weights, state, options))
+        self._snapshots.append(
+            _Snapshot(self._num_calls, number, weights, state, options)
+        )
         try:
             found = self._exchange(phase)
         except RuntimeError:  # the store's
@@ -133,32 +138,32 @@ class GroupDrift:
                 return
 
     def _exchange(self, phase: int) -> list[dict[int, Values]]:
-        """Write this phase's looks; return by rank what was seen in the one before."""
+        """Write this phase's snapshots; return those of the last one, by rank."""
         store = self._store.connection
-        store.set(f"drift/{self._rank}/{phase % 2}", json.dumps(self._looks))
+        store.set(f"drift/{self._rank}/{phase % 2}", json.dumps(self._snapshots))
         last = [f"drift/{rank}/{(phase - 1) % 2}" for rank in range(self._size)]
         is_reader = self._rank == 0 or self._mode == "error"
-        if not (is_reader and self._last_looks and store.check(last)):
+        if not (is_reader and self._last_snapshots and store.check(last)):
             return []
-        of_ranks = list(map(_read_looks, cast("Any", store).multi_get(last)))
+        of_ranks = list(map(_read_snapshots, cast("Any", store).multi_get(last)))
         return [
             {
-                rank: looks[place]
-                for rank, looks in zip(self._ranks, of_ranks, strict=True)
-                if place in looks
+                rank: snapshots[key]
+                for rank, snapshots in zip(self._ranks, of_ranks, strict=True)
+                if key in snapshots
             }
-            for place in [look[:2] for look in self._last_looks]
+            for key in [snapshot[:2] for snapshot in self._last_snapshots]
         ]
 
 
-def _read_looks(text: bytes) -> dict[tuple[int, int], Values]:
-    looks = [_Look(*look) for look in json.loads(text)]
-    return {look[:2]: Values(*look[2:], {}) for look in looks}
+def _read_snapshots(text: bytes) -> dict[tuple[int, int], Values]:
+    snapshots = [_Snapshot(*snapshot) for snapshot in json.loads(text)]
+    return {each[:2]: Values(*each[2:], {}) for each in snapshots}
 
 
 @cache
 def _watch_models() -> None:
-    """Notice from now on what is wrapped in DistributedDataParallel; once a process."""
+    """Register models wrapped in DistributedDataParallel from now on."""
     register_module_module_registration_hook(_on_module)
 
 

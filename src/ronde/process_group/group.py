@@ -1,4 +1,4 @@
-"""The process group: torch's calls, each by calls of a communicator."""
+"""The process group: torch's calls, made of calls of a communicator."""
 
 import time
 from collections.abc import Sequence
@@ -15,18 +15,18 @@ from ronde.errors import CollectiveError
 from ronde.memory import available_memory
 from ronde.process_group.arena import Arena
 from ronde.process_group.base import Options, Works
-from ronde.process_group.copies import Copies
+from ronde.process_group.data_movement import DataMovement
 from ronde.process_group.monitored_barrier import MonitoredBarrier
 from ronde.process_group.reductions import Reductions
 from ronde.process_group.tensor_lists import only
 from ronde.process_group.works import GroupWork, Late
 
 _PROBE_EVERY_S = 0.0005
-_ARENA_PART = 4  # of what is available
+_ARENA_PART = 4  # of the available memory
 _ARENA_BITS = 20  # whole MiB
 
 
-class RondeProcessGroup(Reductions, Copies):
+class RondeProcessGroup(Reductions, DataMovement):
     """All of torch's collectives and messages; C++ and Python call it."""
 
     # Memory
@@ -39,7 +39,7 @@ class RondeProcessGroup(Reductions, Copies):
     ) -> Tensor:
         """Return a vector in memory that all ranks map; collective the first time.
 
-        Where that is full, in memory of this rank's own.
+        If that memory is full, in this rank's own.
         """
         if self._arena is None:
             own = available_memory().num_bytes // (_ARENA_PART * self._size)
@@ -49,7 +49,7 @@ class RondeProcessGroup(Reductions, Copies):
                 num_bytes, torch.uint8, is_populated=False
             )
             self._arena = Arena(whole)
-        found = self._arena.take(numel, dtype)
+        found = self._arena.allocate(numel, dtype)
         if found is None:
             found = torch.empty(numel, dtype=dtype, device=device)
         return found
@@ -75,7 +75,7 @@ class RondeProcessGroup(Reductions, Copies):
         return work
 
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> GroupWork:
-        """Receive from whoever sends; nothing is received before ``wait()``."""
+        """Receive from any rank; nothing is received before ``wait()``."""
         self._require_own_process()
         tensor = only(tensors, "tensors").data
 
@@ -85,7 +85,7 @@ class RondeProcessGroup(Reductions, Copies):
                 if time.monotonic() > until_s:
                     raise CollectiveError(
                         "recv must complete within its timeout of "
-                        f"{self._timeout_s:g} s, but no rank has sent anything."
+                        f"{self._timeout_s:g} s, but no rank has sent a message."
                     )
                 time.sleep(_PROBE_EVERY_S)
             self._communicator.recv(tensor, source, tag).wait()
@@ -93,7 +93,7 @@ class RondeProcessGroup(Reductions, Copies):
             return list(tensors)
 
         late = Late(self._attendance, self.abort, "recv")
-        work = GroupWork(self._drain, None, finish, self._timeout_s, late)
+        work = GroupWork(self._futures, None, finish, self._timeout_s, late)
         return work
 
     # All together
@@ -109,9 +109,9 @@ class RondeProcessGroup(Reductions, Copies):
         timeout: timedelta | None = None,
         wait_all_ranks: bool = False,  # noqa: FBT001, FBT002  torch's
     ) -> None:
-        """Wait for all; rank 0 says who does not come, all or the first of them.
+        """Wait for all ranks; rank 0's error names the absent ones, or the first.
 
-        The words are those of Gloo. The group goes on afterwards.
+        Messages are those of Gloo. The group can be used afterwards.
         """
         self._num_monitored += 1
         limit = timedelta(seconds=self._timeout_s) if timeout is None else timeout
@@ -131,4 +131,4 @@ class RondeProcessGroup(Reductions, Copies):
 
         own = [each for work in works for each in work.works or ()]
         late = Late(self._attendance, self.abort, "coalesced")
-        return GroupWork(self._drain, own, finish, self._timeout_s, late)
+        return GroupWork(self._futures, own, finish, self._timeout_s, late)

@@ -1,4 +1,4 @@
-"""A barrier that says who did not come, without the connections of the ranks."""
+"""A barrier with an error that names the absent ranks, over the group's store."""
 
 import time
 from datetime import timedelta
@@ -10,21 +10,21 @@ from ronde.errors import CollectiveError
 from ronde.process_group.works import BackendError
 
 _PASSED = "passed"
-_SLACK = timedelta(seconds=5)  # for rank 0's verdict
-_VERDICT = "verdict"
+_SLACK = timedelta(seconds=5)  # for rank 0's result
+_RESULT = "result"
 
 
 class MonitoredBarrier:
-    """One such barrier, at a store that is empty under the keys used here."""
+    """One barrier, with a store of its own."""
 
     def __init__(self, store: Store, rank: int, size: int, limit: timedelta) -> None:
         self._store, self._rank, self._size, self._limit = store, rank, size, limit
 
     def run(self, *, is_complete: bool) -> None:
-        """Wait for all ranks; where ``is_complete`` rank 0 names all who are absent."""
+        """Wait for all ranks; rank 0's error names one absent rank, or all of them."""
         if self._rank != 0:
             self._store.set(str(self._rank), _PASSED)
-            self._await_verdict()
+            self._await_result()
             return
         limit_ms = round(self._limit.total_seconds() * 1e3)
         failed = "failed to pass monitoredBarrier"
@@ -35,7 +35,7 @@ class MonitoredBarrier:
             word = "Rank" if len(absent) == 1 else "Ranks"
             ranks = f"{word} {', '.join(map(str, absent))}"
             problem = f"{ranks} {failed} in {limit_ms} ms."
-        self._store.set(_VERDICT, problem or _PASSED)
+        self._store.set(_RESULT, problem or _PASSED)
         if problem:
             raise BackendError(f"{problem} See which of them hangs, or has ended.")
 
@@ -46,12 +46,12 @@ class MonitoredBarrier:
             left_s = max(until_s - time.monotonic(), 0.001)
             if absent and not is_complete:
                 break
-            if not self._comes(str(rank), timedelta(seconds=left_s)):
+            if not self._is_set(str(rank), timedelta(seconds=left_s)):
                 absent.append(rank)
         return absent
 
-    def _comes(self, key: str, limit: timedelta) -> bool:
-        """Return whether a key is set in time."""
+    def _is_set(self, key: str, limit: timedelta) -> bool:
+        """Wait for a key; return True if it is set in time."""
         context = ErrorContext(
             "monitored_barrier", self._rank, self._size, limit.total_seconds()
         )
@@ -64,11 +64,11 @@ class MonitoredBarrier:
             return self._store.check([key])
         return True
 
-    def _await_verdict(self) -> None:
-        is_there = self._comes(_VERDICT, self._limit + _SLACK)
-        verdict = self._store.get(_VERDICT).decode() if is_there else "rank 0 is late."
-        if verdict != _PASSED:
+    def _await_result(self) -> None:
+        is_there = self._is_set(_RESULT, self._limit + _SLACK)
+        result = self._store.get(_RESULT).decode() if is_there else "rank 0 is late."
+        if result != _PASSED:
             raise BackendError(
                 f"Rank {self._rank} successfully reached monitoredBarrier, but "
-                f"received errors while waiting for send/recv from rank 0: {verdict}"
+                f"received errors while waiting for send/recv from rank 0: {result}"
             )

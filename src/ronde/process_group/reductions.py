@@ -11,12 +11,12 @@ from ronde.errors import UsageError
 from ronde.process_group.base import GroupBase, Options, Works
 from ronde.process_group.tensor_lists import (
     as_real,
+    copy_apart,
+    copy_if_needed,
     flattened,
     joined,
+    memory_of,
     only,
-    place_of,
-    put,
-    put_apart,
     require_count,
     require_dtype,
     require_ratio,
@@ -43,7 +43,7 @@ _NAMES = {kind: str(name) for name, kind in _kinds.__members__.items()}
 
 
 class Reductions(GroupBase):
-    """All of torch's."""
+    """All of torch's reductions."""
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Options = None) -> GroupWork:
         if isinstance(tensors, Tensor):
@@ -73,7 +73,7 @@ class Reductions(GroupBase):
             return [self._communicator.all_reduce(joint[0], op, prescale=factor)]
 
         def finish(_: list[Any]) -> list[Tensor]:
-            put_apart(joint[0], [as_real(tensor, op) for tensor in tensors])
+            copy_apart(joint[0], [as_real(tensor, op) for tensor in tensors])
             return list(tensors)
 
         return self._start("all_reduce", start, finish, opts)
@@ -108,9 +108,9 @@ class Reductions(GroupBase):
             return [gather(own.indices().t().contiguous()), gather(own.values())]
 
         def finish(results: list[Any]) -> list[Tensor]:
-            places, values = results
+            indices, values = results
             total = torch.sparse_coo_tensor(
-                places.t(), values, tensor.shape, device=tensor.device
+                indices.t(), values, tensor.shape, device=tensor.device
             )
             with torch.no_grad():
                 tensor.copy_(total.coalesce())
@@ -122,8 +122,8 @@ class Reductions(GroupBase):
         tensor, root = only(tensors, "tensors"), opts.rootRank
         name = _name_of(opts)
         if name in _BITWISE:
-            taken = tensor if self._rank == root else tensor.data.clone()
-            return self._reduce_bits(taken, name, opts)
+            target = tensor if self._rank == root else tensor.data.clone()
+            return self._reduce_bits(target, name, opts)
         op, factor = _read_op(name, opts, [tensor])
 
         def start() -> Works:
@@ -134,7 +134,7 @@ class Reductions(GroupBase):
 
         def finish(results: list[Any]) -> list[Tensor]:
             if self._rank == root:
-                put_apart(results[0], [as_real(tensor, op)])
+                copy_apart(results[0], [as_real(tensor, op)])
             return [tensor]
 
         return self._start("reduce", start, finish, opts)
@@ -155,10 +155,10 @@ class Reductions(GroupBase):
             scatter = self._communicator.reduce_scatter
             return scatter(joined(parts), op, prescale=factor, splits=splits)
 
-        def place(result: Tensor, output: Tensor) -> None:
-            put_apart(result, [as_real(output, op)])
+        def store(result: Tensor, output: Tensor) -> None:
+            copy_apart(result, [as_real(output, op)])
 
-        return self._start_each("reduce_scatter", start, place, (outputs, inputs), opts)
+        return self._start_each("reduce_scatter", start, store, (outputs, inputs), opts)
 
     def reduce_scatter_single(
         self, output: Tensor, tensor: Tensor, opts: Options = None
@@ -173,14 +173,14 @@ class Reductions(GroupBase):
         def start(output: Tensor, tensor: Tensor) -> Work[Any]:
             require_dtype([output], tensor, "output")
             require_ratio(tensor, output, self._size, "input", "output")
-            data, out = flattened(as_real(tensor, op)), place_of(as_real(output, op))
+            data, out = flattened(as_real(tensor, op)), memory_of(as_real(output, op))
             scatter = self._communicator.reduce_scatter
             return scatter(data, op, prescale=factor, out=out)
 
-        def place(result: Tensor, output: Tensor) -> None:
-            put(result, as_real(output, op))
+        def store(result: Tensor, output: Tensor) -> None:
+            copy_if_needed(result, as_real(output, op))
 
-        return self._start_each("reduce_scatter", start, place, (outputs, inputs), opts)
+        return self._start_each("reduce_scatter", start, store, (outputs, inputs), opts)
 
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
@@ -189,9 +189,9 @@ class Reductions(GroupBase):
 def _read_op(
     name: str, opts: Options, tensors: Sequence[Tensor]
 ) -> tuple[ReduceOp, float]:
-    """Return the reduction and what multiplies inputs."""
+    """Return the reduction and the factor of the inputs."""
     if name == "SUM" and any(tensor.dtype is torch.bool for tensor in tensors):
-        name = "MAX"  # whether any is true, as in torch's own groups
+        name = "MAX"  # any, as in torch's own groups
     if name not in _OPS:
         raise UsageError(f"op must be one of {', '.join(_OPS)} here, got {name}.")
     factor = float(opts.reduceOp.factor) if name == "PREMUL_SUM" else 1.0

@@ -1,4 +1,4 @@
-"""Lists of tensors as one vector of all their elements, and back."""
+"""Lists of tensors to one vector of all elements, and back."""
 
 from collections.abc import Sequence
 
@@ -10,26 +10,25 @@ from ronde.errors import UsageError
 
 
 def flattened(tensor: Tensor) -> Tensor:
-    """Return a tensor's elements as a vector, in memory of its own if need be."""
+    """Return a tensor's elements as a vector, copied if necessary."""
     return tensor.data.reshape(-1)
 
 
 def joined(tensors: Sequence[Tensor]) -> Tensor:
-    """Return all elements of some tensors of one dtype, as one vector."""
+    """Return the elements of tensors of one dtype, as one vector."""
     if len(tensors) == 1:
         return flattened(tensors[0])
     return torch.cat([flattened(tensor) for tensor in tensors])
 
 
-def put_apart(joint: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Copy a vector's elements to where ``joined`` would take them from."""
+def copy_apart(joint: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Copy a vector's elements into tensors, the inverse of ``joined``."""
     parts = joint.split_with_sizes([tensor.numel() for tensor in tensors])
     for part, tensor in zip(parts, tensors, strict=True):
         tensor.data.copy_(part.view(tensor.shape))
 
 
 def only(tensors: Sequence[Tensor], name: str) -> Tensor:
-    """Return the one tensor of a list."""
     if len(tensors) != 1:
         raise UsageError(f"{name} must be one tensor in a list, got {len(tensors)}.")
     return tensors[0]
@@ -47,7 +46,7 @@ def require_dtype(tensors: Sequence[Tensor], like: Tensor, name: str) -> None:
         if tensor.dtype is not like.dtype:
             raise UsageError(
                 f"{name} must be of {like.dtype}, as the others are, got "
-                f"{tensor.dtype}. tensor.to({like.dtype}) makes it so."
+                f"{tensor.dtype}. Use tensor.to({like.dtype})."
             )
 
 
@@ -64,7 +63,7 @@ def require_ratio(
 def require_rows(
     tensor: Tensor, splits: Sequence[int], size: int, name: str
 ) -> Sequence[int]:
-    """Return the rows for each rank: ``splits``, or if that is empty equally many."""
+    """Return the rows for each rank: ``splits``, or if empty equal numbers."""
     num_rows = tensor.shape[0] if tensor.ndim else 1
     if not splits and num_rows % size == 0:
         return [num_rows // size] * size
@@ -78,7 +77,6 @@ def require_rows(
 
 
 def require_lengths(sent: Sequence[int], lengths: Sequence[int]) -> None:
-    """Refuse outputs that are not as long as what the ranks sent."""
     for rank, (numel, length) in enumerate(zip(sent, lengths, strict=True)):
         if numel != length:
             raise UsageError(
@@ -88,7 +86,7 @@ def require_lengths(sent: Sequence[int], lengths: Sequence[int]) -> None:
 
 
 def as_real(tensor: Tensor, op: ReduceOp) -> Tensor:
-    """Return complex numbers as pairs of real ones; whatever reduces, as it is."""
+    """Return the data, complex numbers as pairs of real ones."""
     detached = tensor.data
     if not detached.is_complex():
         return detached
@@ -97,14 +95,14 @@ def as_real(tensor: Tensor, op: ReduceOp) -> Tensor:
     return torch.view_as_real(detached)
 
 
-def place_of(tensor: Tensor) -> Tensor | None:
-    """Return a tensor's memory as a vector; None if it is not one."""
+def memory_of(tensor: Tensor) -> Tensor | None:
+    """Return a tensor's memory as a vector; None if it is not contiguous."""
     detached = tensor.data
     return detached.view(-1) if detached.is_contiguous() else None
 
 
-def put(result: Tensor, target: Tensor) -> None:
-    """Copy a vector to where ``place_of`` had no place for it."""
+def copy_if_needed(result: Tensor, target: Tensor) -> None:
+    """Copy a result into a target that is not contiguous: see ``memory_of``."""
     if not target.is_contiguous():
         target.data.copy_(result.view(target.shape))
 
@@ -114,11 +112,11 @@ def received(
     outputs: list[Tensor],
     lengths: Sequence[int] = (),
 ) -> list[Tensor]:
-    """Put what ``all_to_all`` received in ``outputs``.
+    """Copy the result of ``all_to_all`` into ``outputs``.
 
-    ``lengths`` are the elements from each rank, where that is not an output a rank.
+    ``lengths`` are the elements from each rank, if not one output per rank.
     """
     joint, sent = results[0]
     require_lengths(sent, lengths or [output.numel() for output in outputs])
-    put_apart(joint, outputs)
+    copy_apart(joint, outputs)
     return outputs

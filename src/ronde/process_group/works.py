@@ -1,4 +1,4 @@
-"""Works and futures of the backend: see Note [How torch takes a group in Python]."""
+"""Works and futures of the backend: see Note [Groups written in Python]."""
 
 import time
 from collections import deque
@@ -15,28 +15,28 @@ from ronde.collectives import Work
 from ronde.errors import CollectiveError, PeerLostError, fresh
 from ronde.process_group.attendance import Attendance
 
-_LOOK_EVERY_S, _NOTE_AFTER_S = 0.05, 1.0
+_POLL_EVERY_S, _NOTE_AFTER_S = 0.05, 1.0
 _torch: Any = torch
 _current_node: Callable[[], object] = _torch._C._current_autograd_node  # noqa: SLF001  its only name
 _current_backward: Callable[[], int] = _torch._C._current_graph_task_id  # noqa: SLF001  likewise
 
 
 class BackendError(CollectiveError, dist.DistBackendError):
-    """A call of the backend failed; torch's own scripts catch it, too."""
+    """A call of the backend failed; also an error of torch's."""
 
 
 class BackendPeerLostError(PeerLostError, BackendError):
-    """It failed because another rank is gone."""
+    """A call failed because another rank is gone."""
 
 
 def as_backend_error(error: CollectiveError) -> CollectiveError:
-    """Return the same for those who expect torch's errors."""
+    """Return the error as one of torch's."""
     kind = BackendPeerLostError if isinstance(error, PeerLostError) else BackendError
     return kind(*error.args)
 
 
 class Late(NamedTuple):
-    """What to do when a call is late; only a collective has a number."""
+    """Handles a late call; only collectives have a number."""
 
     attendance: Attendance
     abort: Callable[[], None]
@@ -44,7 +44,7 @@ class Late(NamedTuple):
     number: int | None = None
 
     def note(self, begun_s: float) -> None:
-        """Note that this rank waits in it, and since when."""
+        """Record that this rank waits in it since ``begun_s``."""
         self.attendance.waiting[self.name, self.number or 0] = begun_s
         if self.number is not None:
             self.attendance.note(self.number)
@@ -56,39 +56,39 @@ class Late(NamedTuple):
         """Abort the group, and raise an error that names the absent ranks."""
         absent = [] if self.number is None else self.attendance.find_absent(self.number)
         self.abort()
-        who = "there was no answer"
+        reason = "there was no answer"
         if absent:
             ranks = ", ".join(map(str, absent))
-            who = f"rank{'s' * (len(absent) > 1)} {ranks} did not come to it in time"
+            reason = f"rank{'s' * (len(absent) > 1)} {ranks} did not call it in time"
         raise CollectiveError(
-            f"the call must complete within its timeout of {limit_s:g} s, but {who}. "
-            "See which rank hangs or makes other calls."
+            f"the call must complete within its timeout of {limit_s:g} s, but "
+            f"{reason}. See which rank hangs or makes other calls."
         )
 
 
-class Drain:
-    """Completes a group's works in order, when backward ends or at once."""
+class FutureQueue:
+    """Completes the futures of works in order, at the end of backward or at once."""
 
     def __init__(self) -> None:
         self._queue: deque[GroupWork] = deque()
-        self._backward = -1  # which one ends with a call of ``run``
+        self._backward = -1  # the one that calls ``run`` at its end
         self._is_running = False
 
     def add(self, work: "GroupWork") -> None:
-        """Have a work's future completed."""
-        # Without a node, backward itself is over and calls what was left to its end.
+        """Complete a work's future, or queue it during backward."""
+        # Without a node, backward is over and calls its callbacks.
         if _current_node() is None or self._is_running:
             work.resolve()
             return
         if self._backward != _current_backward():
-            self.run()  # what one left that has failed: it calls nothing in the end
+            self.run()  # those of a failed backward, which calls no callbacks
             variable: Any = Variable
             variable._execution_engine.queue_callback(self.run)  # noqa: SLF001
             self._backward = _current_backward()
         self._queue.append(work)
 
     def run(self) -> None:
-        """Complete all; a failure is in the future of what failed."""
+        """Complete all; failures are in the futures."""
         self._is_running = True
         self._backward = -1
         try:
@@ -99,24 +99,24 @@ class Drain:
 
 
 class GroupWork(dist.Work):
-    """One call of the backend, or several, under way."""
+    """One or more calls of the backend under way."""
 
     def __init__(
         self,
-        drain: Drain,
+        futures: FutureQueue,
         works: Sequence[Work[Any]] | None,
         finish: Callable[[list[Any]], list[Tensor]],
         limit_s: float,
         late: Late,
     ) -> None:
-        """``finish`` gets the works' results; its own is the future's.
+        """``finish`` turns the works' results into the future's.
 
-        Without ``works`` it does all. ``late`` sees to it when they are not over
-        ``limit_s`` after a wait began.
+        Without ``works`` it makes the call itself. ``late`` handles a wait of more than
+        ``limit_s``.
         """
         super().__init__()
-        self.source = -1  # whose message this was
-        self.works, self._drain, self._finish = works, drain, finish
+        self.source = -1  # the sender of a message
+        self.works, self._futures, self._finish = works, futures, finish
         self._limit_s, self._late = limit_s, late
         self._is_over = False
         self._tensors: list[Tensor] = []
@@ -125,11 +125,11 @@ class GroupWork(dist.Work):
         self._base: Any = None
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Wait for ``timeout``, if it is given, else for that of the call.
+        """Wait for ``timeout``, if given, else for that of the call.
 
         Raises:
-            BackendError: The call is not over. After a ``timeout`` it goes on; after
-                its own the group is aborted.
+            BackendError: The call is not over. After ``timeout`` it continues; after
+                its own timeout the group is aborted.
         """
         limit_s = timeout.total_seconds()
         if 0 < limit_s < self._limit_s and not self._await(limit_s):
@@ -143,23 +143,23 @@ class GroupWork(dist.Work):
     def get_future(self) -> Any:  # noqa: ANN401  torch's stubs give it no type
         if self._future is None:
             if torch.cuda.is_initialized():
-                # That orders streams, and waits for nothing else.
+                # On GPUs this only orders streams.
                 with suppress(Exception):
                     self._complete()
             devices: Any = [t.device for t in self._tensors if t.is_cuda]
             self._base = torch.futures.Future(devices=devices or None)
-            self._future = self._base.then(self._taken)
-            self._drain.add(self)
+            self._future = self._base.then(self._tensors_or_raise)
+            self._futures.add(self)
         return self._future
 
     def resolve(self) -> None:
-        """Complete the future, which raises what failed."""
+        """Complete the future, which raises the failure."""
         with suppress(Exception):
             self._complete()
         self._base.set_result(None)
 
-    def _taken(self, _: object) -> list[Tensor]:
-        # C++ would crash on a future that was given an exception.
+    def _tensors_or_raise(self, _: object) -> list[Tensor]:
+        # C++ would crash if the exception were set on the future.
         if self._failure is not None:
             raise fresh(self._failure)
         return self._tensors
@@ -173,7 +173,7 @@ class GroupWork(dist.Work):
                 self._tensors = self._finish(results)
             except CollectiveError as error:
                 self._failure = as_backend_error(error)
-                # Its frames hold this work, and so the group.
+                # Its frames refer to this work, and so to the group.
                 self._failure.__cause__ = error.with_traceback(None)
             except Exception as error:  # noqa: BLE001  raised by every wait
                 self._failure = error
@@ -183,34 +183,34 @@ class GroupWork(dist.Work):
             raise fresh(self._failure)
 
     def _await(self, limit_s: float) -> bool:
-        """Wait until the works are over; return whether they are in time."""
+        """Wait for the works; return False on timeout."""
         begun_s = time.monotonic()
         note_s = min(_NOTE_AFTER_S, limit_s / 2)
         is_noted = False
 
-        def look() -> float | None:
+        def poll() -> float | None:
             nonlocal is_noted
             past_s = time.monotonic() - begun_s
             if past_s > note_s and not is_noted:
                 self._late.note(begun_s)
                 is_noted = True
-            return min(limit_s - past_s, _LOOK_EVERY_S) if past_s < limit_s else None
+            return min(limit_s - past_s, _POLL_EVERY_S) if past_s < limit_s else None
 
         works = self.works or ()
         try:
-            return all(work.is_done() or work.wait_watched(look) for work in works)
+            return all(work.is_done() or work.wait_watched(poll) for work in works)
         finally:
             if is_noted:
                 self._late.note_end()
 
     def is_completed(self) -> bool:
-        """Return whether it is over; whoever asks may read the result without a wait.
+        """Return True if it is over; then the result is complete.
 
-        What receives from any rank is over in ``wait()`` alone.
+        A receive from any rank is over only after ``wait()``.
         """
         works = self.works
         if works is not None and all(work.is_done() for work in works):
-            with suppress(Exception):  # it is kept, for ``exception()``
+            with suppress(Exception):  # see ``exception()``
                 self._complete()
         return self._is_over
 

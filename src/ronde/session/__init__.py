@@ -1,7 +1,7 @@
 """One rank of a job between ``init()`` and ``shutdown()``, for every front end.
 
-A front end turns its own arrays into torch tensors and back. It keeps no state: process
-sets, names, handles and objects are here.
+Process sets, names, handles and objects are here; a front end only turns its own arrays
+into torch tensors and back.
 """
 
 from ronde.lazy_exports import lazy_exports

@@ -1,14 +1,14 @@
 """Connect an optimizer with the same one of the other ranks.
 
 Note [Connecting at first use]
-    When an optimizer is first used, it asks the coordinator for a communicator, by a
-    name: a digest of its parameters' names, shapes and dtypes, and its number among
-    those made here that are alike. The request is like any named one: in any order,
-    watched for stalls. All ranks connect where all have asked.
+    When an optimizer is first used, it requests a communicator from the coordinator.
+    The name of the request is a digest of its parameters' names, shapes and dtypes, and
+    its number among the equal ones of this rank. Like any named request it may come in
+    any order and is watched for stalls. The ranks connect once all have requested it.
 
-    Two cases leave all ranks of a set waiting to connect, each with others. Their
-    models differ: then all raise that. Or one rank has made one more that is like the
-    others, such as a copy to keep: then what they wait with is connected.
+    In two cases all ranks of a set wait to connect, under different names. If their
+    models differ, all raise an error that shows how. If one rank has made one more
+    equal optimizer, such as a copy to keep, the ones they wait with are connected.
 """
 
 import hashlib
@@ -25,16 +25,16 @@ from ronde.coordination.requests import Entry, OpKind
 from ronde.coordination.waits import SyncPoint, Waits
 from ronde.data_parallel import JoinParticipant, ReducerGroup, ReducerKey
 from ronde.data_parallel.group import Steps
-from ronde.data_parallel.rounds import describe, refuse_differences
+from ronde.data_parallel.rounds import describe, require_equal
 from ronde.errors import UnpairedError
 from ronde.session.operations import Allgather
 from ronde.session.session import ProcessSet, ProcessSetState, state_of
 
 
 class Connector:
-    """Connects one optimizer with its like, when it is first used in a session.
+    """The ``GroupConnector`` of one optimizer.
 
-    It keeps its name over sessions (Horovod's elastic training) to meet its like again.
+    It keeps its name over sessions, for Horovod's elastic training.
     """
 
     key: ReducerKey  # its name, equal on all ranks
@@ -43,19 +43,19 @@ class Connector:
         self,
         process_set: ProcessSet,
         named_parameters: Sequence[tuple[str, Tensor]],
-        how: str = "",
+        suffix: str = "",
     ) -> None:
         self._process_set = process_set
-        self._parameters = [describe(*each) + how for each in named_parameters]
+        self._parameters = [describe(*each) + suffix for each in named_parameters]
         first = named_parameters[0][0] if named_parameters else "none"
-        digest = _digest("\n".join([how, *self._parameters]))
+        digest = _digest("\n".join([suffix, *self._parameters]))
         self._label = f"optimizer.{first}.{digest}"
         self._number: int | None = None
         self._name = ""
         self._coordinator: weakref.ref[Coordinator] | None = None
         self._entry: Entry | None = None
         self._participant: weakref.ref[JoinParticipant] | None = None
-        # This thread may still use it where another one already waits.
+        # This thread may still use it while another one already waits.
         self._state().coordinator.waits.add_user()
 
     @property
@@ -63,18 +63,16 @@ class Connector:
         return self._state().coordinator.waits
 
     def register(self, participant: JoinParticipant) -> None:
-        """Have ``join()`` keep up with it, and ``shutdown()`` disconnect it."""
+        """Have ``join()`` participate in it, and ``shutdown()`` disconnect it."""
         self._participant = weakref.ref(participant)
         self._state().participants.add(participant)
 
     def start(self) -> SyncPoint:
-        """Begin to connect, if need be; return where the ranks meet."""
-        return self._state().coordinator.point(self._ask().name)
+        return self._state().coordinator.point(self._request().name)
 
     def connect(self, *, is_watched: bool = True) -> Steps[ReducerGroup]:
-        """Connect; collective: see ``data_parallel.Connector``."""
         while True:
-            coordinator, entry = self._state().coordinator, self._ask()
+            coordinator, entry = self._state().coordinator, self._request()
             with coordinator.watch(entry.name) if is_watched else nullcontext():
                 yield entry
                 try:
@@ -95,7 +93,7 @@ class Connector:
             coordinator.give_up(self._entry)
         self._entry = None
 
-    def _ask(self) -> Entry:
+    def _request(self) -> Entry:
         coordinator = self._state().coordinator
         if self._entry is None:
             self._entry = coordinator.connect(self._name)
@@ -120,7 +118,7 @@ class Connector:
         self.key = ReducerKey(set_id, int(_digest(self._name), 16), len(state.ranks))
 
     def _compare(self) -> Steps[None]:
-        """Find out why the ranks wait for different names, and agree on one."""
+        """Compare the models of ranks that wait for different names; agree on one."""
         line = json.dumps([self._name, self._parameters]) + "\n"
         sent = torch.frombuffer(bytearray(line.encode()), dtype=torch.uint8)
         work = Allgather(self._process_set, "optimizer.parameters").start((sent,))
@@ -128,7 +126,7 @@ class Connector:
         (gathered,) = work.wait()
         lines = bytes(gathered.tolist()).decode().splitlines()
         names, parameters = zip(*map(json.loads, lines), strict=True)
-        refuse_differences(parameters)
+        require_equal(parameters)
         self._set_name(self._state(), _digest(" ".join(names)))
 
 

@@ -1,4 +1,4 @@
-"""The beginning and the end of a session, and of its timelines."""
+"""Begin and end a session and its timelines."""
 
 import atexit
 import hashlib
@@ -52,7 +52,7 @@ from ronde.world.horovod_config import (
 
 _logger = logging.getLogger("ronde")
 _DYNAMIC_SETS = "dynamic"
-_MOST_REASON = 200  # letters
+_MAX_REASON = 200  # characters
 _requested: set[str] = set()
 """Horovod remembers ``init(process_sets="dynamic")`` over a shutdown; so do we."""
 
@@ -64,25 +64,25 @@ def init(
     *,
     engine: str = "",
 ) -> None:
-    """Join the other ranks; collective. Does nothing when that is done already.
+    """Connect with the other ranks; collective. Does nothing if they are connected.
 
     The world is read from the environment of the launcher, such as ``ronde run``,
     torchrun, mpirun or srun; without one it is a world of one. ``HOROVOD_*``
     variables are read here.
 
     In a child of a rank, such as a worker of a DataLoader that imports the program's
-    module anew, nothing is connected: ``rank()`` and its kin are the parent's, and
+    module anew, nothing is connected: ``rank()`` and the like are the parent's, and
     collectives raise. A launcher that a rank starts has ranks of its own.
 
     Args:
         comm: None, the list of all ranks, or an mpi4py communicator of all ranks.
         process_sets: Sets to register; or ``"dynamic"``, to allow ``add_process_set()``
             later. Equal on all ranks, as is ``engine``.
-        engine: What moves tensors; empty takes the environment's.
+        engine: The engine that moves tensors; empty takes the environment's.
 
     Raises:
-        UsageError: The engine is not there, two process sets have the same ranks, or
-            (WorldError) the environment contradicts itself.
+        UsageError: The engine is not available, two process sets have the same ranks,
+            or (WorldError) the environment contradicts itself.
         CollectiveError: The other ranks could not be reached.
     """
     sets = _static_sets(process_sets)
@@ -94,7 +94,7 @@ def init(
 
 @outside_compiler
 def shutdown() -> None:
-    """Leave; pending handles are forgotten. ``init()`` may be called again."""
+    """End the session; pending handles are dropped. ``init()`` may be called again."""
     atexit.unregister(_leave)
     if not sessions:
         return
@@ -103,7 +103,7 @@ def shutdown() -> None:
     try:
         session.close()
     finally:
-        # Not earlier: other ranks may learn from it that it is time to end theirs.
+        # Last: other ranks may end theirs when they see this one end.
         session.recordings.close()
 
 
@@ -112,9 +112,9 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
     """Begin a timeline of all ranks; every rank should call this.
 
     Rank 0 writes its own operations to ``file_path`` while they happen, in Horovod's
-    form, and at the end those of all ranks, on one clock, packed with gzip for ``.gz``.
-    ``mark_cycles`` marks when submissions are sent off. A timeline that runs already is
-    ended first.
+    format, and at the end those of all ranks, on one clock, compressed for ``.gz``.
+    ``mark_cycles`` marks the times when submissions are sent. A timeline that runs
+    already is ended first.
 
     Raises:
         UsageError: ``HOROVOD_TIMELINE`` was not set before ``init()``.
@@ -147,7 +147,7 @@ def _set_recorders(session: Session) -> None:
 
 
 def _leave(pid: int) -> None:
-    if os.getpid() == pid:  # and not that of a process that the program has forked
+    if os.getpid() == pid:  # not in a forked child
         send_exit_notice()
         shutdown()
 
@@ -161,7 +161,7 @@ def _start(
     if is_child_of_rank(_identity(info)):
         parents.append(info.world or World.from_hosts(info.rank, [""] * info.size))
         return
-    # A launcher that a rank of an elastic job has started knows nothing of views.
+    # Ranks of a launcher that a rank of an elastic job has started have no view.
     member = own_member() if info.launcher is Launcher.RONDE else None
     if member is not None and member.view.view == NO_VIEW and read_is_joining():
         _connect_alone(engine, sets)
@@ -174,23 +174,20 @@ def _start(
 
 
 def _identity(info: RankInfo) -> str:
-    """Return a digest of the values that only this rank has from its launcher."""
+    """Return a digest of the launcher's values that only this rank has."""
     facts = (info.launcher, info.rank, info.size, info.job_id, info.store, info.meeting)
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
 
 def _mark_rank() -> None:
-    """Have children of this rank know that they are none."""
-    info = read_rank_info()  # as this process was started, and not of a view
+    """Set variables by which children of this rank know that they are children."""
+    info = read_rank_info()  # as this process was started, not of a view
     if info.launcher is not Launcher.NONE:
         mark_rank(_identity(info))
 
 
 def _connect_alone(engine: str, sets: list[ProcessSet]) -> None:
-    """Begin a session of this rank alone, until it trains with the others.
-
-    They go on while it prepares.
-    """
+    """Begin a session of this rank alone; the others train while it prepares."""
     info = read_rank_info()
     alone = World(0, 1, 0, 1, 0, 1)
     _connect(None, engine, info._replace(**alone._asdict()), expected=info.world)
@@ -202,16 +199,17 @@ def _connect_alone(engine: str, sets: list[ProcessSet]) -> None:
 def reform(reason: str = "") -> ViewBegins:
     """Leave the view of an elastic job and connect in the next one.
 
-    ``reason`` is why this rank cannot go on, in half a sentence, where the view is not
-    over. Process sets keep those of their ranks that are left. Arguments are those of
-    ``init``.
+    ``reason`` is the failure of this rank if the view is not over yet. Process sets
+    keep those of their ranks that are left. Arguments are those of ``init``.
 
     Raises:
-        SystemExit: The job goes on without this process.
+        SystemExit: The job continues without this process.
     """
     member, session = own_member(), current_session(NotInitializedError)
     if member is None:
-        raise UsageError("the job must be elastic: start it by ronde run --min-ranks.")
+        raise UsageError(
+            "the job must be elastic. Start it with ronde run --min-ranks."
+        )
     sets = SetTable(session.process_sets, session.view)
     return _enter_view(member, session.engine, sets, reason)
 
@@ -226,14 +224,14 @@ class _Entry(NamedTuple):
 
 
 def _enter_view(member: Member, engine: str, sets: SetTable, reason: str) -> ViewBegins:
-    """Settle until a view begins in which the ranks connect."""
+    """Report to the launcher until a view begins in which the ranks connect."""
     while True:
         try:
             if member.is_over or reason:
                 _break_off(member, reason)
             view, begins = member.settle(member.step, "" if member.is_over else reason)
         finally:
-            # By now nothing is under way on any rank.
+            # Nothing is under way on any rank now.
             _break_off(member, reason or "this rank leaves it")
         entry = _Entry(_scope_of(member), view, begins, sets)
         info = read_rank_info()
@@ -250,14 +248,13 @@ def _enter_view(member: Member, engine: str, sets: SetTable, reason: str) -> Vie
 
 
 def _scope_of(member: Member) -> AbortScope:
-    """Return a scope that is aborted when the member's view is over."""
     scope, view = AbortScope(is_live=True), member.view.view
     member.call_on_end(lambda reason: scope.abort(membership_error(view, reason)))
     return scope
 
 
 def _break_off(member: Member, reason: str) -> None:
-    """End the session without waiting for anybody."""
+    """End the session without waiting for other ranks."""
     if sessions:
         failure = membership_error(member.view.view, member.reason or reason)
         sessions[0].recordings.break_off()
@@ -266,8 +263,8 @@ def _break_off(member: Member, reason: str) -> None:
 
 
 def shorten(error: Exception) -> str:
-    """Return the first sentence of an error, without its full stop."""
-    return str(error).partition("\n")[0][:_MOST_REASON].removesuffix(".")
+    """Return the first line of an error, shortened, without its full stop."""
+    return str(error).partition("\n")[0][:_MAX_REASON].removesuffix(".")
 
 
 def _connect(
@@ -328,18 +325,16 @@ def _connect(
 
 
 def _begin(session: Session) -> None:
-    """Make a session that is connected the current one."""
     _tune_malloc(session.world.local_size)
     global_process_set.ranks = list(session.sets[0])
     sessions.append(session)
     _mark_rank()
     atexit.register(_leave, os.getpid())
-    if session.expected is None:  # else it is a rank alone, until it trains with others
+    if session.expected is None:  # else this rank is still alone
         _begin_recordings(session)
 
 
 def _begin_recordings(session: Session) -> None:
-    """Begin the timelines that the launcher and the environment ask for."""
     config, recordings = session.config, session.recordings
     recordings.open()
     if config.timeline not in ("", DYNAMIC):
@@ -356,7 +351,7 @@ def _report(config: HorovodConfig, rank_info: RankInfo) -> None:
         report_ignored(config)
     if rank_info.rank == 0 and rank_info.stray:
         _logger.warning(
-            "Ignored %s: no launcher sets so little. This is rank 0 of %s. Unset "
+            "Ignored %s: no launcher sets only that. This is rank 0 of %s. Unset "
             "it, or start the program with ronde run.",
             ", ".join(rank_info.stray),
             rank_info.size,
@@ -365,7 +360,7 @@ def _report(config: HorovodConfig, rank_info: RankInfo) -> None:
 
 @cache
 def _tune_malloc(local_size: int) -> None:
-    """Have a rank without an accelerator keep the memory of its steps."""
+    """Keep freed memory for the next step, on ranks without an accelerator."""
     if read_malloc_tuning() and not torch.accelerator.is_available():
         thresholds = malloc_thresholds(local_size)
         if thresholds is not None:
@@ -374,7 +369,7 @@ def _tune_malloc(local_size: int) -> None:
 
 @contextmanager
 def _pinned(cores: Sequence[int], local_rank: int) -> Generator[None]:
-    """Keep the threads that are started here on ``HOROVOD_THREAD_AFFINITY``'s core."""
+    """Bind threads that are started here to ``HOROVOD_THREAD_AFFINITY``'s core."""
     before = os.sched_getaffinity(0)
     try:
         if cores:

@@ -1,7 +1,7 @@
 """Named collectives, handles and objects for every front end.
 
-A front end hands over dense torch tensors, on CPU or CUDA, and gets torch tensors back.
-Others than ``ronde.torch`` share memory with their own arrays by DLPack.
+Their arguments and results are dense torch tensors, on CPU or CUDA. Front ends other
+than ``ronde.torch`` share memory with their own arrays by DLPack.
 """
 
 import sys
@@ -56,7 +56,6 @@ _REDUCIBLE: dict[int, Collection[torch.dtype]] = {
 
 
 def choose_op(op: int | None, average: bool | None) -> int:
-    """Return the reduction that ``op``, or its deprecated form ``average``, means."""
     if average is None:
         op = Average if op is None else op
         if op not in _REDUCIBLE:
@@ -88,7 +87,7 @@ def require_adasum(process_set: ProcessSet, size: int) -> None:
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Return whether this rank has only a part of it: FSDP2, tensor parallel."""
+    """Return True if this rank has only a part of it: FSDP2, tensor parallel."""
     # A program with DTensors has imported them, which takes a while.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
@@ -103,10 +102,10 @@ def require_whole(tensors: Iterable[Tensor]) -> None:
             )
 
 
-# Not frozen: one is made for each call, and that would take three times as long.
+# Not frozen: one is made for each call; frozen ones take three times as long to make.
 @dataclass(slots=True)
 class NamedCollective:
-    """A collective on tensors of one process set; it gives as many results.
+    """A collective on tensors of one process set, with one result for each.
 
     ``run`` waits for the results; ``start`` and ``start_handle`` do not. With
     ``in_place`` an all-reduce or a broadcast writes its results into the tensors.
@@ -156,7 +155,6 @@ class NamedCollective:
         return results
 
     def _complete(self, state: ProcessSetState, operation: Operation) -> Operation:
-        """Check the operation and add the parts that only this kind has."""
         del state
         return operation
 
@@ -240,7 +238,7 @@ class Reducescatter(NamedCollective):
 
 @dataclass(slots=True)
 class Alltoall(NamedCollective):
-    """The rows received from all ranks, and how many from each, int32."""
+    """The rows received from all ranks, and the number from each, int32."""
 
     kind = OpKind.ALLTOALL
     splits: Splits | None = None
@@ -291,7 +289,7 @@ def _require_rows(splits: Sequence[int] | None, num_rows: int, size: int) -> Non
 
 @outside_compiler
 def poll(handle: int) -> bool:
-    """Return whether ``synchronize(handle)`` would return at once, once before it."""
+    """Return True if ``synchronize(handle)`` would return at once."""
     handles = current_session().handles
     if handle not in handles:
         raise UsageError(f"Handle {handle} was not created or has been cleared.")
@@ -310,16 +308,16 @@ def synchronize(handle: int) -> Any:  # noqa: ANN401  each operation's own resul
 
 @outside_compiler
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Return when every rank of the set has called this; one at a time for each set."""
+    """Wait until every rank of the set has called this; one at a time for each set."""
     coordinator = state_of(process_set, OpKind.BARRIER).coordinator
     coordinator.run(Operation(OpKind.BARRIER))
 
 
 @outside_compiler
 def join(device: int = -1) -> int:
-    """Take part with zeros in the others' reductions until all have joined.
+    """Participate with zeros in the others' reductions until all have joined.
 
-    For ranks whose data end earlier. Averages still divide by the number of all ranks;
+    For ranks with less data. Averages still divide by the number of all ranks;
     other collectives fail on the others. ``device`` is ignored. Returns the rank that
     joined last, equal on all ranks; with optimizers one that took the last step.
     """
@@ -338,10 +336,11 @@ def broadcast_object(
 ) -> Any:  # noqa: ANN401  anything
     """Return ``root_rank``'s object on every rank of the set; collective.
 
-    The object is anything cloudpickle takes, ignored on the other ranks; the root is
-    one among all ranks. ``name`` matches the ranks' calls; without one, their order.
+    The object can be anything that cloudpickle supports; those of other ranks are
+    ignored. ``root_rank`` counts among all ranks. Calls are matched by ``name``, or
+    without one by their order.
     """
-    return broadcast_object_by(NamedCarrier(name, process_set), obj, root_rank)
+    return broadcast_object_by(NamedTransport(name, process_set), obj, root_rank)
 
 
 @outside_compiler
@@ -351,18 +350,18 @@ def allgather_object(
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
     """Return every rank's object, by rank; collective: see ``broadcast_object``."""
-    return all_gather_object(NamedCarrier(name, process_set), obj)
+    return all_gather_object(NamedTransport(name, process_set), obj)
 
 
-class NamedCarrier:
-    """Carries the bytes of one object by named collectives, ranks among all."""
+class NamedTransport:
+    """Sends the bytes of one object by named collectives; ranks count among all."""
 
     def __init__(self, name: str | None, process_set: ProcessSet) -> None:
         state = state_of(process_set, OpKind.BROADCAST)
         self.rank = state.ranks[state.rank]
         self.size = len(state.ranks)
         self._process_set = process_set
-        # First the length, then the bytes; of a gathering both in one.
+        # A broadcast sends the length, then the bytes; a gathering both in one.
         named = [f"{name}.sz", f"{name}.t"]
         self._names = iter(named) if name else repeat(name)
 

@@ -1,4 +1,4 @@
-"""Register process sets, remove them, and carry them over views of an elastic job."""
+"""Register process sets, remove them, and keep them over views of an elastic job."""
 
 from collections.abc import Sequence
 
@@ -35,7 +35,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
 @outside_compiler
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Take a process set back; collective over all ranks. Pending operations fail.
+    """Remove a process set; collective over all ranks. Pending operations fail.
 
     Returns False at once for the set of all ranks and for one that is not registered.
     """
@@ -78,7 +78,7 @@ def register(
     set_id = _agree(f"add.{word}", next(session.set_ids))
     if session.world.rank in ranks:
         session.connect(set_id, ranks)
-    # A rank that went on and ended would take the store along, where others still meet.
+    # The store must stay until all are connected; it ends with the rank that has it.
     _agree(f"added.{word}", set_id)
     session.sets[set_id] = ranks
     session.process_sets.append(process_set)
@@ -99,10 +99,9 @@ def register_all(session: Session, sets: list[ProcessSet]) -> None:
 
 
 class SetTable:
-    """Process sets by the numbers of their members, which outlive a view."""
+    """Process sets by the worker ids of their members, which outlive a view."""
 
     def __init__(self, sets: Sequence[ProcessSet], view: View | None = None) -> None:
-        """Take sets of a view, or those that a new process is to register."""
         self._sets = list(sets)
         self._numbers: list[list[int]] | None = None
         if view is not None:
@@ -132,10 +131,10 @@ class SetTable:
                 session.process_sets.append(each)
 
 
-def _agree(what: str, number: int) -> int:
-    """Wait until every rank wants the same, and take rank 0's number."""
+def _agree(change: str, number: int) -> int:
+    """Wait until every rank wants the same change; return rank 0's number."""
     wanted = torch.tensor([number], device="cpu")
-    collective = Broadcast(global_process_set, f"process_set.{what}")
+    collective = Broadcast(global_process_set, f"process_set.{change}")
     return int(collective.run((wanted,))[0].item())
 
 

@@ -1,4 +1,4 @@
-"""The timelines of a session: the launcher's, and the one that the program asks for."""
+"""The timelines of a session: the launcher's, and the program's own."""
 
 import logging
 import os
@@ -28,9 +28,9 @@ from ronde.world.environment import select_variables
 _DIRECTORY = "RONDE_TIMELINE"
 _LIMIT = "RONDE_TIMELINE_LIMIT"
 _WRITABLE = "writable"
-_ANSWER = timedelta(minutes=5)  # within which rank 0 has tried to write
+_ANSWER = timedelta(minutes=5)  # how long rank 0 may take to open the file
 
-# Every rank of a job counts alike, over sessions: the number names a recording.
+# Equal on all ranks, over sessions: the number names a recording.
 _launched = count()
 _requested = count()
 
@@ -39,13 +39,13 @@ _logger = logging.getLogger("ronde")
 
 @dataclass(slots=True)
 class Recordings:
-    """The timelines of one rank between ``init()`` and ``shutdown()``."""
+    """The timelines of one rank in one session."""
 
     rank: int
     size: int
     host: str
     store: Callable[[str], Store | None]  # that all ranks share under a name
-    view: int = NO_VIEW  # of an elastic job: its recordings are numbered by it
+    view: int = NO_VIEW  # of an elastic job; part of the number of a recording
     _launcher: RankRecording | None = None
     _own: RankRecording | None = None
     _path: Path = field(default_factory=Path)
@@ -69,7 +69,7 @@ class Recordings:
             recording.recorder.cycle(at_ns)
 
     def open(self) -> None:
-        """Begin the timeline of ``ronde run --timeline``, if that was given."""
+        """Begin the timeline of ``ronde run --timeline``, if there is one."""
         variables = select_variables([_DIRECTORY, _LIMIT])
         if variables.get(_LIMIT):
             self._limit_bytes = parse_size_bytes(variables[_LIMIT])
@@ -80,10 +80,13 @@ class Recordings:
         try:
             self._launcher = RankRecording(header, shared, folder, limit_bytes=limit)
         except OSError as error:
-            _logger.warning("timeline must be written, but that fails: %s", error)
+            _logger.warning(
+                "The timeline cannot be written: %s. The job goes on without one.",
+                error,
+            )
 
     def start(self, path: Path, *, has_cycles: bool, on_all: bool = False) -> None:
-        """Begin a timeline that rank 0 writes to ``path``; none of these runs.
+        """Begin the program's own timeline, which rank 0 writes to ``path``.
 
         With ``on_all`` every rank must call this, and a path that cannot be written is
         a warning, as in Horovod.
@@ -100,7 +103,7 @@ class Recordings:
         )
 
     def _is_writable(self, path: Path, shared: SharedStore | None) -> bool:
-        """Return whether rank 0 can write its file, without which no rank records."""
+        """Return True, on all ranks, if rank 0 can write its file."""
         is_writable = True
         if self.rank == 0:
             try:
@@ -129,7 +132,7 @@ class Recordings:
     def break_off(self) -> None:
         """End both without the other ranks, some of which may be gone.
 
-        What rank 0 wrote to the program's own timeline while it ran is what stays.
+        The program's own timeline keeps only rank 0's operations.
         """
         own, self._own = self._own, None
         launcher, self._launcher = self._launcher, None
@@ -146,14 +149,13 @@ class Recordings:
             launcher.close()
 
     def mark(self, name: str) -> None:
-        """Record that something happened now."""
         now = time.monotonic_ns()
         self.operation(Recorded(0, 0, name, "VIEW", now, now, now, now, "", (), 1))
 
     def _begin(
         self, kind: str, numbers: "count[int]"
     ) -> tuple[PartHeader, SharedStore | None]:
-        if self.view != NO_VIEW:  # ranks that join have counted less than others
+        if self.view != NO_VIEW:  # ranks that join have had fewer recordings
             numbers = self._numbers = self._numbers or count(self.view << 16)
         number = next(numbers)
         header = part_header(self.rank, self.size, self.host, number)

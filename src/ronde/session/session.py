@@ -1,7 +1,6 @@
 """The session of this process: all state between ``init()`` and ``shutdown()``.
 
-The current session is a deliberate global: Horovod's API is module level. No front end
-keeps any state of a session beside it.
+The current session is a deliberate global: Horovod's API is module level.
 """
 
 import os
@@ -72,7 +71,7 @@ _Pending = tuple[Work[Any], Callable[[Any], Any]]
 
 
 class ProcessSet:
-    """Some of the ranks, once ``init()`` or ``add_process_set()`` has been given it."""
+    """A set of ranks, registered by ``init()`` or ``add_process_set()``."""
 
     process_set_id: int | None = None  # equal on all ranks; None until it is registered
     ranks: list[int]  # among all, ascending
@@ -103,7 +102,7 @@ class ProcessSet:
         return ranks.index(own)
 
     def included(self) -> bool:
-        """Return whether this rank is part of it."""
+        """Return True if this rank is part of it."""
         return current_world().rank in self.ranks
 
     def __str__(self) -> str:
@@ -115,27 +114,27 @@ class ProcessSet:
 
 @dataclass(frozen=True, slots=True)
 class ProcessSetState:
-    """The part of one process set that a rank which belongs to it holds."""
+    """A process set on one of its ranks."""
 
     ranks: tuple[int, ...]  # among all, ascending
     rank: int  # this one's index in them
     communicator: Communicator  # its calls are the coordinator's alone
     coordinator: Coordinator
-    # What reduces over the set outside of the coordinator.
+    # They reduce over the set outside of the coordinator.
     participants: WeakSet[JoinParticipant] = field(
         default_factory=WeakSet[JoinParticipant]
     )
     _taken: set[tuple[str, int]] = field(default_factory=set[tuple[str, int]])
 
     def claim_number(self, label: str, number: int | None = None) -> int:
-        """Return a number that is new for this set and label: ``number`` if it is."""
+        """Return an unused number for this label, ``number`` if it is unused."""
         if number is None or (label, number) in self._taken:
             number = next(i for i in count() if (label, i) not in self._taken)
         self._taken.add((label, number))
         return number
 
     def close(self) -> None:
-        """Notify the others, fail pending operations and give everything back."""
+        """Notify the others, fail pending operations and release everything."""
         self.coordinator.close()
         for participant in list(self.participants):
             participant.unbind()
@@ -159,7 +158,7 @@ class Session:
     sets: dict[int, tuple[int, ...]]  # the ranks of every set
     states: dict[int, ProcessSetState]  # those sets that this rank belongs to
     tuning: TuningOptions | None = None  # None leaves bucket sizes as they are
-    # Works by their handles, with what makes the result of theirs.
+    # Works by their handles, each with the function that makes the result.
     handles: dict[int, _Pending] = field(default_factory=dict[int, _Pending])
     handle_numbers: "count[int]" = field(default_factory=count)
     waits: Waits = field(default_factory=Waits)
@@ -168,8 +167,8 @@ class Session:
     process_sets: list[ProcessSet] = field(default_factory=list[ProcessSet])
     engine: str = ""  # as ``init`` was given it
     view: View | None = None  # of an elastic job
-    begins: ViewBegins | None = None  # what this rank was told of it
-    # what is reported of a rank that is yet to join the others of an elastic job
+    begins: ViewBegins | None = None  # the message that began it
+    # The world to report before this rank has joined the others of an elastic job.
     expected: World | None = None
 
     def connect(
@@ -210,12 +209,12 @@ class Session:
 
     @property
     def is_of_views(self) -> bool:
-        """Report whether this rank is, or waits to be, in a view of an elastic job."""
+        """True if this rank is, or waits to be, in a view of an elastic job."""
         return self.view is not None or self.expected is not None
 
     @property
     def source(self) -> int:
-        """The rank whose state counts when all begin."""
+        """The rank with the state that the others copy when a view begins."""
         if self.view is None or self.begins is None:
             return 0
         return self.view.rank_of(self.begins.source)
@@ -227,10 +226,7 @@ class Session:
                 communicator.abort()
 
     def abort(self, failure: CollectiveError) -> None:
-        """Have all calls fail, those under way and those to come.
-
-        ``close`` waits for no other rank then.
-        """
+        """Fail all calls, present and future; then ``close`` waits for no rank."""
         self.connections.scope.abort(failure)
         self.connections.scope.wait()
 
@@ -245,22 +241,21 @@ class Session:
 
 
 global_process_set = ProcessSet([])
-"""All ranks; ``ranks`` are there after ``init()``."""
+"""All ranks; ``ranks`` is set by ``init()``."""
 global_process_set.process_set_id = 0
 sessions: list[Session] = []
 """The current one, or none."""
 parents: list[World] = []
 """The world of the rank that this process is a child of, or none."""
-_kept: list[Session] = []  # what would end with a session is the parent's
+_kept: list[Session] = []  # the parent's, kept alive in a child: see below
 
 
 def is_initialized() -> bool:
-    """Return whether ``init()`` was called, and ``shutdown()`` not since."""
+    """Return True between ``init()`` and ``shutdown()``."""
     return bool(sessions or parents)
 
 
 def current_session(error: type[RondeError] = CollectiveError) -> Session:
-    """Return the current session, or raise ``error``."""
     if not sessions:
         raise error(IN_CHILD if parents else _NOT_INITIALIZED)
     return sessions[0]
@@ -278,7 +273,7 @@ def current_world() -> World:
 
 
 def state_of(process_set: ProcessSet, kind: OpKind) -> ProcessSetState:
-    """Return this rank's part in a process set; ``kind`` is of the operation."""
+    """Return this rank's state of a process set; errors name the operation ``kind``."""
     session = current_session()
     set_id = process_set.process_set_id
     state = session.states.get(set_id) if set_id is not None else None
@@ -307,7 +302,7 @@ def _registered(process_set: ProcessSet) -> tuple[int, ...]:
 
 
 def _ranks_of(comm: Any) -> list[int]:  # noqa: ANN401  mpi4py's
-    # Whoever has a communicator has loaded mpi4py; loading it here would start MPI.
+    # A program with a communicator has loaded mpi4py; loading it here would start MPI.
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is None or not isinstance(comm, mpi.Comm):
         raise UsageError(f"{_RULE} Comm object, got {comm!r}. Give the ranks.")
@@ -316,7 +311,7 @@ def _ranks_of(comm: Any) -> list[int]:  # noqa: ANN401  mpi4py's
 
 
 def _leave_to_parent() -> None:
-    """Leave a rank's session to it, in a child that was just forked."""
+    """In a forked child, leave the session to the parent without closing it."""
     if sessions and current_world().size > 1:
         parents.append(current_world())
         _kept.append(sessions.pop())
@@ -326,7 +321,7 @@ os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def rank() -> int:
-    """Return this process's number among all, from 0 on."""
+    """Return this process's rank among all."""
     return current_world().rank
 
 
@@ -336,7 +331,7 @@ def size() -> int:
 
 
 def local_rank() -> int:
-    """Return this process's number among those of its host."""
+    """Return this process's rank among those of its host."""
     return current_world().local_rank
 
 
@@ -356,14 +351,14 @@ def cross_size() -> int:
 
 
 def is_homogeneous() -> bool:
-    """Return whether every host has the same number of ranks."""
+    """Return True if every host has the same number of ranks."""
     world = current_world()
     return world.local_size * world.cross_size == world.size
 
 
 @cache
 def mpi_built() -> bool:
-    """Return whether mpi4py is installed and loads an MPI; takes 0.1 s, once."""
+    """Return True if mpi4py is installed and loads an MPI; takes 0.1 s, once."""
     if "mpi4py.MPI" in sys.modules:
         return True
     if find_spec("mpi4py") is None:
@@ -374,7 +369,7 @@ def mpi_built() -> bool:
 
 
 def mpi_enabled() -> bool:
-    """Return whether MPI started this job or moves its tensors; False before init."""
+    """Return True if MPI started this job or moves its tensors; False before init."""
     if not is_initialized():
         return False
     session = current_session()
@@ -383,7 +378,7 @@ def mpi_enabled() -> bool:
 
 
 def mpi_threads_supported() -> bool:
-    """Return whether several threads may call MPI; ``UsageError`` in a job without."""
+    """Return True if several threads may call MPI; ``UsageError`` in a job without."""
     if not mpi_enabled():
         raise UsageError(
             "Horovod MPI is not enabled; Please make sure it's installed and enabled."
@@ -394,7 +389,7 @@ def mpi_threads_supported() -> bool:
 
 
 def gloo_built() -> bool:
-    """Return whether torch has Gloo."""
+    """Return True if torch has Gloo."""
     return distributed.is_available() and distributed.is_gloo_available()
 
 
@@ -418,10 +413,10 @@ ccl_built = ddl_built
 
 
 def cuda_built() -> bool:
-    """Return whether torch was built for CUDA."""
+    """Return True if torch was built for CUDA."""
     return torch.version.cuda is not None
 
 
 def rocm_built() -> bool:
-    """Return whether torch was built for ROCm."""
+    """Return True if torch was built for ROCm."""
     return torch.version.hip is not None

@@ -1,7 +1,7 @@
-"""Each rank steps alone, and the ways that they went are combined by Adasum.
+"""Optimizer steps of single ranks, with deltas combined by Adasum.
 
-A step's *delta* is where it led from: Adasum of the deltas, and not of the gradients,
-takes each rank's own momentum and scaling into account.
+A step's *delta* is the change of the parameters. Adasum of the deltas, not of the
+gradients, takes each rank's own momentum and scaling into account.
 
 Source: Maleki et al., "Scaling Distributed Training with Adaptive Summation", 2021,
 section 4.
@@ -23,10 +23,10 @@ Kind = tuple[torch.dtype, torch.device]
 
 
 class DeltaStep:
-    """Steps of an optimizer whose deltas are combined over all ranks.
+    """Optimizer steps combined over all ranks.
 
-    Every step begins with the number of ranks that take it, for those that have joined
-    and only keep up. ``last_round`` is the number of the last step of this rank.
+    Every step begins with a sum of the ranks that take it, for those that have joined.
+    ``last_round`` is the number of this rank's last step.
     """
 
     def __init__(
@@ -50,10 +50,10 @@ class DeltaStep:
         self._parameters += [p for p in parameters if p.is_floating_point()]
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:  # noqa: ANN401 - the optimizer's
-        """Step here, and go where the ranks' steps lead together; collective."""
+        """Step, and combine the deltas of all ranks; collective."""
         starts = [parameter.detach().clone() for parameter in self._parameters]
         result = optimizer.step(closure) if closure else optimizer.step()
-        self._go_together(starts)
+        self._combine_steps(starts)
         return result
 
     def start_connecting(self) -> None:
@@ -62,7 +62,7 @@ class DeltaStep:
 
     @torch.no_grad()
     def participate_with_zeros(self) -> None:
-        """Take part in the others' steps without one of its own, to the last."""
+        """Add zeros to the others' steps until there are none."""
         communicator = self._connected(is_watched=False)
         while communicator.all_reduce(torch.zeros(1, device="cpu")).wait().item():
             self._num_steps += 1
@@ -71,7 +71,7 @@ class DeltaStep:
                 self._combine(communicator, nothing)
 
     def unbind(self, *, is_abrupt: bool = False) -> None:
-        """Leave the other ranks; if abruptly, what is under way fails there, too."""
+        """Disconnect; if abruptly, the other ranks' calls under way fail."""
         self._connector.give_up()
         communicator, self._communicator = self._communicator, None
         if communicator is None:
@@ -82,7 +82,7 @@ class DeltaStep:
             communicator.close()
 
     @torch.no_grad()
-    def _go_together(self, starts: Sequence[Tensor]) -> None:
+    def _combine_steps(self, starts: Sequence[Tensor]) -> None:
         communicator = self._connected()
         communicator.all_reduce(torch.ones(1, device="cpu")).wait()
         self._num_steps += 1

@@ -16,14 +16,14 @@ from ronde.drift import Background, Drift, compare
 from ronde.errors import UsageError
 from ronde.session.operations import (
     Broadcast,
-    NamedCarrier,
+    NamedTransport,
     allgather_object as allgather_object,  # noqa: PLC0414
     broadcast_object as broadcast_object,  # noqa: PLC0414
     require_whole,
 )
 from ronde.session.session import ProcessSet, global_process_set, rank, state_of
 from ronde.torch.optimizer import DistributedOptimizer, plain_name
-from ronde.torch.state_trees import rebuild, take_apart
+from ronde.torch.state_trees import rebuild_tree, split_tree
 
 
 @outside_compiler
@@ -33,7 +33,7 @@ def broadcast_parameters(
     """Copy ``root_rank``'s parameters into every rank's, in place; collective.
 
     ``params`` is a ``state_dict()``, or tensors, which are matched by their order, or
-    ``(name, tensor)`` pairs as of ``named_parameters()``; what is no tensor is skipped.
+    ``(name, tensor)`` pairs as of ``named_parameters()``; other values are skipped.
     """
     named = _named_tensors(params)
     require_whole(tensor for _, tensor in named)
@@ -57,7 +57,7 @@ def broadcast_optimizer_state(
     ``UsageError`` for LBFGS, and for state besides tensors, numbers and text.
     """
     state = OptimizerState(optimizer, model)
-    carrier = NamedCarrier("", global_process_set)
+    carrier = NamedTransport("", global_process_set)
     plain = broadcast_json(carrier, lambda: state.plain, root_rank)
     if rank() != root_rank:
         state.expect(plain)
@@ -66,7 +66,7 @@ def broadcast_optimizer_state(
 
 
 class OptimizerState:
-    """An optimizer's state, as what JSON can carry and the tensors beside that."""
+    """An optimizer's state, as JSON and a list of tensors."""
 
     def __init__(
         self, optimizer: Optimizer, model: torch.nn.Module | None = None
@@ -83,19 +83,21 @@ class OptimizerState:
 
     @cached_property
     def plain(self) -> Any:  # noqa: ANN401  JSON's
-        """The state; UsageError where it is more than tensors, numbers and text."""
-        return take_apart(self._optimizer.state_dict(), self.tensors)
+        """The state; UsageError if it has more than tensors, numbers and text."""
+        return split_tree(self._optimizer.state_dict(), self.tensors)
 
     def expect(self, plain: Any) -> None:  # noqa: ANN401  JSON's
-        """Have ``tensors`` be what another rank's are to be received in."""
-        # Where they are alike but for what tensors hold, these are filled in place.
+        """Prepare ``tensors`` to receive another rank's.
+
+        They are this optimizer's own, filled in place, if the rest is equal.
+        """
         is_sharded = DistributedOptimizer.share_of(self._optimizer) is not None
         if plain != self.plain or is_sharded:
             self.tensors = []
-            self._received = rebuild(plain, self.tensors)
+            self._received = rebuild_tree(plain, self.tensors)
 
     def load(self) -> None:
-        """Give the optimizer what was received."""
+        """Load the received state into the optimizer."""
         if self._received is not None:
             self._optimizer.load_state_dict(self._received)
 
@@ -106,7 +108,7 @@ def check_parity(
     optimizer: Optimizer | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Drift:
-    """Return what differs between the ranks, bit for bit; collective.
+    """Return the differences between ranks, bit for bit; collective.
 
     Compares the model's parameters, and the optimizer's state and options. Buffers are
     left out: each rank has its own, such as the statistics of ``BatchNorm``. With
@@ -115,7 +117,9 @@ def check_parity(
     named = [(plain_name(name), p) for name, p in model.named_parameters()]
     require_whole(parameter for _, parameter in named)
     ranks = state_of(process_set, OpKind.ALLGATHER).ranks
-    return compare(NamedCarrier(None, process_set), named, optimizer, Background(ranks))
+    return compare(
+        NamedTransport(None, process_set), named, optimizer, Background(ranks)
+    )
 
 
 def _make_gradients(optimizer: Optimizer, model: torch.nn.Module | None) -> None:

@@ -1,4 +1,4 @@
-"""Horovod's collectives of tensors, and all else that its scripts import from here.
+"""Horovod's collectives of tensors, and the other names of its ``torch.mpi_ops``.
 
 Ranks are matched by ``name``; without one, by the order of calls. Unless a
 function's text differs:
@@ -9,7 +9,7 @@ function's text differs:
   deprecated form. Averages divide by the size of the process set; those of integers
   truncate toward zero. Any dtype can be gathered, broadcast and exchanged.
 * ``prescale_factor`` multiplies the input, ``postscale_factor`` the result.
-* ``process_set`` is the ranks that take part; all of them must call.
+* ``process_set`` is the ranks of the collective; all of them must call.
 * A group is ready when all its tensors are, on all ranks.
 * ``UsageError`` (a ValueError) is raised at the call, on this rank only: the dtype has
   no such reduction, the set does not exist or lacks this rank, the name is under way.
@@ -23,7 +23,6 @@ return a handle for ``poll`` and ``synchronize``.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from types import FunctionType
 from typing import Any, cast
 
 import torch
@@ -111,6 +110,7 @@ Name = str | None
 _ALL = global_process_set
 
 
+@outside_compiler
 def allreduce(
     tensor: Tensor,
     average: bool | None = None,
@@ -127,6 +127,7 @@ def allreduce(
     return _run_compressed(collective, compression, (tensor,))[0]
 
 
+@outside_compiler
 def allreduce_(
     tensor: Tensor,
     average: bool | None = None,
@@ -142,6 +143,7 @@ def allreduce_(
     return tensor
 
 
+@outside_compiler
 def allreduce_async(
     tensor: Tensor,
     average: bool | None = None,
@@ -156,6 +158,7 @@ def allreduce_async(
     return Allreduce(process_set, name, False, *factors).start_handle((tensor,))
 
 
+@outside_compiler
 def allreduce_async_(
     tensor: Tensor,
     average: bool | None = None,
@@ -171,6 +174,7 @@ def allreduce_async_(
     return collective.start_handle((tensor,), in_place=True)
 
 
+@outside_compiler
 def grouped_allreduce(
     tensors: Sequence[Tensor],
     average: bool | None = None,
@@ -187,6 +191,7 @@ def grouped_allreduce(
     return _run_compressed(collective, compression, tensors)
 
 
+@outside_compiler
 def grouped_allreduce_(
     tensors: Sequence[Tensor],
     average: bool | None = None,
@@ -205,6 +210,7 @@ def grouped_allreduce_(
     return given
 
 
+@outside_compiler
 def grouped_allreduce_async(
     tensors: Sequence[Tensor],
     average: bool | None = None,
@@ -219,6 +225,7 @@ def grouped_allreduce_async(
     return Allreduce(process_set, name, True, *factors).start_handle(tensors)
 
 
+@outside_compiler
 def grouped_allreduce_async_(
     tensors: Sequence[Tensor],
     average: bool | None = None,
@@ -234,6 +241,7 @@ def grouped_allreduce_async_(
     return collective.start_handle(tensors, in_place=True)
 
 
+@outside_compiler
 def sparse_allreduce_async(
     tensor: Tensor, name: str | None, op: int, process_set: ProcessSet = _ALL
 ) -> Callable[[], Tensor]:
@@ -268,6 +276,7 @@ def sparse_allreduce_async(
     return wait
 
 
+@outside_compiler
 def allgather(
     tensor: Tensor, name: Name = None, process_set: ProcessSet = _ALL
 ) -> Tensor:
@@ -275,6 +284,7 @@ def allgather(
     return _run(Allgather(process_set, name), (tensor,))[0]
 
 
+@outside_compiler
 def allgather_async(
     tensor: Tensor, name: Name = None, process_set: ProcessSet = _ALL
 ) -> int:
@@ -282,6 +292,7 @@ def allgather_async(
     return Allgather(process_set, name).start_handle((tensor,))
 
 
+@outside_compiler
 def grouped_allgather(
     tensors: Sequence[Tensor], name: Name = None, process_set: ProcessSet = _ALL
 ) -> tuple[Tensor, ...]:
@@ -291,6 +302,7 @@ def grouped_allgather(
     return _run(Allgather(process_set, name, is_group=True), tensors)
 
 
+@outside_compiler
 def grouped_allgather_async(
     tensors: Sequence[Tensor], name: Name = None, process_set: ProcessSet = _ALL
 ) -> int:
@@ -298,6 +310,7 @@ def grouped_allgather_async(
     return Allgather(process_set, name, is_group=True).start_handle(tensors)
 
 
+@outside_compiler
 def broadcast(
     tensor: Tensor, root_rank: int, name: Name = None, process_set: ProcessSet = _ALL
 ) -> Tensor:
@@ -305,6 +318,7 @@ def broadcast(
     return _run(Broadcast(process_set, name, root_rank=root_rank), (tensor,))[0]
 
 
+@outside_compiler
 def broadcast_(
     tensor: Tensor, root_rank: int, name: Name = None, process_set: ProcessSet = _ALL
 ) -> Tensor:
@@ -313,6 +327,7 @@ def broadcast_(
     return tensor
 
 
+@outside_compiler
 def broadcast_async(
     tensor: Tensor, root_rank: int, name: Name = None, process_set: ProcessSet = _ALL
 ) -> int:
@@ -320,6 +335,7 @@ def broadcast_async(
     return Broadcast(process_set, name, root_rank=root_rank).start_handle((tensor,))
 
 
+@outside_compiler
 def broadcast_async_(
     tensor: Tensor, root_rank: int, name: Name = None, process_set: ProcessSet = _ALL
 ) -> int:
@@ -328,6 +344,7 @@ def broadcast_async_(
     return collective.start_handle((tensor,), in_place=True)
 
 
+@outside_compiler
 def reducescatter(
     tensor: Tensor,
     name: Name = None,
@@ -346,6 +363,7 @@ def reducescatter(
     return _run_compressed(collective, compression, (tensor,))[0]
 
 
+@outside_compiler
 def reducescatter_async(
     tensor: Tensor,
     name: Name = None,
@@ -359,6 +377,7 @@ def reducescatter_async(
     return Reducescatter(process_set, name, False, *factors).start_handle((tensor,))
 
 
+@outside_compiler
 def grouped_reducescatter(
     tensors: Sequence[Tensor],
     name: Name = None,
@@ -374,6 +393,7 @@ def grouped_reducescatter(
     return _run_compressed(collective, compression, tensors)
 
 
+@outside_compiler
 def grouped_reducescatter_async(
     tensors: Sequence[Tensor],
     name: Name = None,
@@ -387,6 +407,7 @@ def grouped_reducescatter_async(
     return Reducescatter(process_set, name, True, *factors).start_handle(tensors)
 
 
+@outside_compiler
 def alltoall(
     tensor: Tensor,
     splits: Splits | None = None,
@@ -397,13 +418,14 @@ def alltoall(
 
     ``splits`` has the rows for each rank, as a list or a one-dimensional int32 tensor;
     rows past their sum are left out, and without it they are split evenly. With it, the
-    result is a pair: the received rows in rank order, and how many came from each rank,
+    result is a pair: the received rows in rank order, and their number from each rank,
     int32, on the device of ``splits``.
     """
     received, counts = _run(Alltoall(process_set, name, splits=splits), (tensor,))
     return received if splits is None else (received, counts)
 
 
+@outside_compiler
 def alltoall_async(
     tensor: Tensor,
     splits: Splits | None = None,
@@ -429,7 +451,7 @@ class _Differentiable(torch.autograd.Function):
         results = collective.run(tensors)
         ctx.collective = collective
         if isinstance(collective, Alltoall):
-            # The way back takes what came from each rank.
+            # Backward returns the rows to their ranks.
             ctx.collective = replace(collective, splits=results[1])
         ctx.num_rows = [t.shape[0] if t.dim() else 1 for t in tensors]
         return results
@@ -443,7 +465,7 @@ class _Differentiable(torch.autograd.Function):
 def _differentiate(
     collective: NamedCollective, gradients: Tensors, num_rows: list[int]
 ) -> Tensors:
-    """Turn gradients of the results into those of inputs of so many rows each."""
+    """Return the gradients of the inputs, which have ``num_rows``."""
     process_set, is_group = collective.process_set, collective.is_group
     name = collective.name and f"{collective.name}.gradient"
     state = state_of(process_set, collective.kind)
@@ -490,10 +512,3 @@ def _run_compressed(
         compression.decompress(result, context)
         for result, (_, context) in zip(results, compressed, strict=True)
     ]
-
-
-for _name in __all__:
-    _function = globals()[_name]
-    # torch.compile leaves what talks to other ranks as it is.
-    if isinstance(_function, FunctionType) and _function.__module__ == __name__:
-        globals()[_name] = outside_compiler(_function)

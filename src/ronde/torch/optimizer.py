@@ -1,4 +1,4 @@
-"""An optimizer whose gradients are reduced over all ranks, and Horovod's own class."""
+"""The optimizer that reduces gradients over all ranks, and Horovod's own class."""
 
 import copy
 import gc
@@ -18,8 +18,6 @@ from ronde.coordination.requests import OpKind
 from ronde.data_parallel import (
     Compression,
     Compressor,
-    GradientCompression,
-    PowerSGD,
     Reducer,
     ReducerOptions,
 )
@@ -50,7 +48,7 @@ _SYNCHRONIZED_TWICE = (
 
 
 class OptimizerProxy(Optimizer if TYPE_CHECKING else object):
-    """Is the wrapped optimizer, to read, set and delete, but for its own members."""
+    """Forwards all attributes but its own to the wrapped optimizer."""
 
     wrapped: Optimizer
 
@@ -80,18 +78,18 @@ class OptimizerProxy(Optimizer if TYPE_CHECKING else object):
 
 
 class DistributedOptimizer(OptimizerProxy):
-    """Stand in for an optimizer, and reduce its gradients over all ranks.
+    """Wrap an optimizer, and reduce its gradients over all ranks.
 
     Gradients are reduced while ``backward()`` runs and are complete when it returns,
     so clipping, ``GradScaler``, inspecting and several passes before a step work
-    unchanged. Everything but the members below is the wrapped optimizer's own, hooks
-    and ``isinstance`` included. With ``op=Adasum`` gradients stay each rank's own: each
-    steps alone, and the ways that they went are combined.
+    unchanged. All other attributes are the wrapped optimizer's own, hooks and
+    ``isinstance`` included. With ``op=Adasum`` each rank steps alone on its own
+    gradients, and the changes of the parameters are combined.
 
     Not collective to create: ranks connect at the first use. Every rank of the process
-    set has an optimizer over parameters of equal names and shapes in equal order; of
-    several that are alike, those meet that each rank made first. On other ranks it is
-    the plain optimizer.
+    set has an optimizer over parameters of equal names and shapes in equal order; equal
+    optimizers are matched in the order in which each rank made them. On ranks outside
+    the process set it is the plain optimizer.
 
     Args:
         optimizer: Any ``torch.optim.Optimizer``.
@@ -108,16 +106,16 @@ class DistributedOptimizer(OptimizerProxy):
         sparse_as_dense: Reduce sparse gradients as dense ones; the results are sparse.
         process_set: The ranks.
         average_aggregated_gradients: Divide by ``backward_passes_per_step`` as well.
-        gradient_accumulation_fusion: Where nobody can see a difference, have backward
-            write a large weight's gradient where it is reduced; not a copy of it. For
-            CPU tensors.
+        gradient_accumulation_fusion: Have backward write the gradients of large linear
+            layers straight into the reduction's buffer, where the program cannot see
+            the difference. For CPU tensors; equal on all ranks.
         zero: 1 gives each rank a share of the optimizer's state and step.
-        zero_elementwise: With ``zero=1``, that an optimizer which is not torch's steps
-            each element by its own gradient and state alone: not so LARS and LAMB.
+        zero_elementwise: With ``zero=1`` and an optimizer that is not torch's: it steps
+            each element by its own gradient and state alone, unlike LARS and LAMB.
 
     Raises:
         UsageError: A value is out of range, or names and parameters do not fit.
-        NotImplementedError: Adasum on some of the ranks, or not on 2, 4, 8 ... ranks.
+        NotImplementedError: Adasum on a process set, or not on 2, 4, 8 ... ranks.
         CollectiveError: ``init()`` was not called.
     """
 
@@ -125,7 +123,7 @@ class DistributedOptimizer(OptimizerProxy):
         self,
         optimizer: Optimizer,
         named_parameters: Iterable[tuple[str, Tensor]] | None = None,
-        compression: GradientCompression = Compression.none,
+        compression: type[Compressor] = Compression.none,
         backward_passes_per_step: int = 1,
         op: int = Average,
         gradient_predivide_factor: float = 1.0,
@@ -135,14 +133,14 @@ class DistributedOptimizer(OptimizerProxy):
         process_set: ProcessSet = global_process_set,
         *,
         average_aggregated_gradients: bool = False,
-        gradient_accumulation_fusion: bool = True,
+        gradient_accumulation_fusion: bool = False,
         zero: int = 0,
         zero_elementwise: bool = False,
     ) -> None:
         _check(op, backward_passes_per_step, gradient_predivide_factor)
         _check_zero(zero, op)
         if zero:
-            require_elementwise(optimizer, is_said=zero_elementwise)
+            require_elementwise(optimizer, is_declared=zero_elementwise)
         named = _name_parameters(optimizer, named_parameters)
         options = ReducerOptions(
             is_average=op == Average,
@@ -158,7 +156,7 @@ class DistributedOptimizer(OptimizerProxy):
             drift=read_drift(),
         )
         self.wrapped = optimizer
-        # What a copy is made with, besides names and groups.
+        # The arguments of a copy, besides names and groups.
         self._settings = {
             "compression": compression,
             "backward_passes_per_step": backward_passes_per_step,
@@ -167,6 +165,7 @@ class DistributedOptimizer(OptimizerProxy):
             "sparse_as_dense": sparse_as_dense,
             "process_set": None if process_set is global_process_set else process_set,
             "average_aggregated_gradients": average_aggregated_gradients,
+            "gradient_accumulation_fusion": gradient_accumulation_fusion,
             "zero": zero,
         }
         self._groups = options.groups
@@ -186,7 +185,6 @@ class DistributedOptimizer(OptimizerProxy):
         options: ReducerOptions,
         process_set: ProcessSet,
     ) -> None:
-        """Make what reduces gradients or deltas, and what steps a share."""
         ranks = state_of(process_set, OpKind.ALLREDUCE).communicator
         if ranks.size > 1:
             _refuse_sharded(named)
@@ -248,24 +246,24 @@ class DistributedOptimizer(OptimizerProxy):
         return result
 
     def report(self) -> Part:
-        """Return what this rank's status says of it."""
+        """Return its part of this rank's status."""
         return Part(step=self._num_steps)
 
     @outside_compiler
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients: a method of this class, or compilers do not find it."""
+        """Reset the gradients."""
         if self._reducer is not None:
             self._reducer.refuse_put_off()
-            if self._is_synchronized:  # and yet not stepped: GradScaler met an inf
+            if self._is_synchronized:  # but not stepped: GradScaler found an inf
                 self._reducer.forget()
                 self._is_synchronized = False
         self.wrapped.zero_grad(set_to_none=set_to_none)
 
     @outside_compiler
     def synchronize(self) -> None:
-        """Make sure that all gradients are reduced; collective.
+        """Reduce all gradients that are not reduced yet; collective.
 
-        Needed only where no ``backward()`` ran on this rank but one did on others.
+        Needed only if no ``backward()`` ran on this rank but one did on others.
         """
         if self._reducer is not None:
             self._reducer.synchronize()
@@ -273,7 +271,7 @@ class DistributedOptimizer(OptimizerProxy):
 
     @contextmanager
     def skip_synchronize(self) -> Generator[None]:
-        """Let ``step()`` take the gradients as they are, after ``synchronize()``."""
+        """Let ``step()`` use the gradients as they are, after ``synchronize()``."""
         if self._delta is not None:
             raise AssertionError(
                 "Skipping synchronization is not supported when using Adasum optimizer."
@@ -318,8 +316,8 @@ class DistributedOptimizer(OptimizerProxy):
     def state_dict(self) -> dict[str, Any]:
         """Return the wrapped optimizer's.
 
-        With ``zero=1`` that is on the rank, and of the step, that
-        ``consolidate_state_dict()`` was called for.
+        With ``zero=1`` only on the ``root`` of ``consolidate_state_dict()``, and before
+        the next step.
         """
         return (self._sharded or self.wrapped).state_dict()
 
@@ -329,29 +327,28 @@ class DistributedOptimizer(OptimizerProxy):
 
     @staticmethod
     def share_of(optimizer: Optimizer) -> ShardedStep | None:
-        """Return what steps this rank's share; None where it has the whole state."""
+        """Return the ``ShardedStep`` of an optimizer with ``zero=1``, else None."""
         is_own = isinstance(optimizer, DistributedOptimizer)
         return optimizer._sharded if is_own else None  # noqa: SLF001  its own
 
     def consolidate_state_dict(self, root: int = 0) -> None:
         """Have ``root``'s ``state_dict()`` return the state of all; collective.
 
-        With ``zero=0`` it does so anyway. ``root`` is one of the process set's ranks.
+        Not needed with ``zero=0``. ``root`` is one of the process set's ranks.
         """
         if self._sharded is not None and self._reducer is not None:
             self._sharded.consolidate(self._reducer, root)
 
     def __copy__(self) -> "DistributedOptimizer":
-        """Return one that shares parameters, state and reductions with this."""
         own = object.__new__(DistributedOptimizer)
         own.__dict__.update(self.__dict__)
         own.wrapped = copy.copy(self.wrapped)
         return own
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:  # noqa: ANN401  object's
-        """Pickle, and copy deeply, the wrapped optimizer and the settings.
+        """Pickle or deep-copy the wrapped optimizer and the settings.
 
-        Without a session the wrapped optimizer comes back.
+        Without a session only the wrapped optimizer is restored.
         """
         if self._sharded is not None:
             raise UsageError(
@@ -363,13 +360,13 @@ class DistributedOptimizer(OptimizerProxy):
 
     @property
     def _handles(self) -> dict[Tensor, Any]:
-        """Horovod's table of reductions under way: none is after ``backward()``."""
+        """Horovod's table of reductions under way; always empty."""
         return {}
 
     def _allreduce_grad_async(self, p: Tensor) -> tuple[int, None]:
         """Start to reduce one gradient by its name, as Horovod's hook does.
 
-        Programs look for the method to know that the optimizer is distributed.
+        Programs test for this method to see if an optimizer is distributed.
         """
         if p.grad is None:
             p.grad = zeros_like(p)
@@ -400,8 +397,8 @@ def _make_reducer(
 ) -> Reducer | None:
     session = current_session()
     size = state_of(process_set, OpKind.ALLREDUCE).communicator.size
-    # One rank has nothing to reduce; only an average over passes is left to be done.
-    # But it may become one of several.
+    # A single rank has nothing to reduce, except for an average over passes; but in
+    # an elastic job others may join it.
     is_elastic = session.config.is_elastic or session.is_of_views
     if size == 1 and not (options.is_passes_average or is_elastic):
         return None
@@ -413,15 +410,10 @@ def _make_reducer(
 
 def _make_delta_step(
     named: list[tuple[str, Tensor]],
-    compression: GradientCompression,
+    compression: type[Compressor],
     process_set: ProcessSet,
 ) -> DeltaStep:
     require_adasum(process_set, current_session().world.size)
-    if isinstance(compression, PowerSGD):
-        raise UsageError(
-            "compression must be none, fp16 or bf16 with op=Adasum, got "
-            f"{compression}: Adasum is not linear."
-        )
     connector = Connector(process_set, named, ", by Adasum")
     delta = DeltaStep([parameter for _, parameter in named], compression, connector)
     connector.register(delta)
@@ -455,9 +447,9 @@ def _check_passes(passes: int) -> None:
 class _DistributedOptimizer(Optimizer):
     """Reduces each gradient by its name from a hook, and waits for all in ``step()``.
 
-    For programs that override Horovod's hook, or mix its methods into a class made from
-    the wrapped optimizer's, whose ``param_groups`` it takes. Gradients are complete
-    after ``synchronize()`` or ``step()``, not before::
+    For programs that override Horovod's hook, or mix these methods into a class made
+    from the wrapped optimizer's. Gradients are complete after ``synchronize()`` or
+    ``step()``, not before::
 
         cls = type(name, (type(optimizer),), dict(_DistributedOptimizer.__dict__))
         cls(optimizer.param_groups, model.named_parameters())
@@ -475,7 +467,7 @@ class _DistributedOptimizer(Optimizer):
         sparse_as_dense: bool = False,
         process_set: ProcessSet = global_process_set,
     ) -> None:
-        # Of the class that this is mixed into, which knows its own defaults.
+        # The class that this is mixed into sets its own defaults.
         super(self.__class__, self).__init__(params)  # pyright: ignore[reportCallIssue]
         self._compression = compression
         self.backward_passes_per_step = backward_passes_per_step
@@ -483,7 +475,7 @@ class _DistributedOptimizer(Optimizer):
         self._predivide = gradient_predivide_factor
         self._sparse_as_dense = sparse_as_dense
         self.process_set = process_set
-        del groups  # each gradient has a handle of its own here
+        del groups  # each gradient is reduced alone
         named = _name_parameters(self, named_parameters)
         self._parameter_names = {parameter: name for name, parameter in named}
         self._handles: dict[Tensor, tuple[int | None, Any]] = {}
@@ -515,7 +507,7 @@ class _DistributedOptimizer(Optimizer):
         return hook
 
     def _allreduce_grad_async(self, p: Tensor) -> tuple[int, Any]:
-        """Start to reduce a gradient; return the handle, and what decompresses it."""
+        """Start to reduce a gradient; return its handle and compression context."""
         if p.grad is None:
             p.grad = zeros_like(p)
         if self._sparse_as_dense and p.grad.is_sparse:
@@ -532,7 +524,7 @@ class _DistributedOptimizer(Optimizer):
         return handle, context
 
     def synchronize(self) -> None:
-        """Wait until all gradients are reduced; those not there count as zeros."""
+        """Wait until all gradients are reduced; missing ones count as zeros."""
         for parameter in self._parameter_names if self._is_shared else ():
             # An overridden hook may have put it off.
             handle, _ = self._handles.get(parameter, (None, None))
@@ -549,7 +541,7 @@ class _DistributedOptimizer(Optimizer):
 
     @contextmanager
     def skip_synchronize(self) -> Generator[None]:
-        """Let ``step()`` take the gradients as they are, after ``synchronize()``."""
+        """Let ``step()`` use the gradients as they are, after ``synchronize()``."""
         self._should_synchronize = False
         try:
             yield
@@ -567,7 +559,7 @@ def _default_name(group: int, index: int) -> str:
 
 
 def plain_name(name: str) -> str:
-    """Leave out what ``torch.compile`` adds: some ranks may have compiled the model."""
+    """Remove the prefix of ``torch.compile``, which some ranks may not use."""
     return name.replace("_orig_mod.", "")
 
 
@@ -614,9 +606,9 @@ def group_indices(
     groups: int | Sequence[Sequence[Tensor]] | None,
     num_groups: int = 0,
 ) -> tuple[tuple[int, ...], ...]:
-    """Turn Horovod's ``groups`` into indices of parameters that require a gradient.
+    """Return indices of trained parameters for Horovod's ``groups``.
 
-    It is a number of near-equal consecutive groups, or the members of each.
+    That is a number of consecutive groups of similar size, or the members of each.
     """
     if num_groups:
         warnings.warn(
@@ -647,7 +639,6 @@ def group_indices(
 
 
 def _refuse_sharded(named: Iterable[tuple[str, Tensor]]) -> None:
-    """Refuse parameters of which each rank has another part."""
     for name, parameter in named:
         if is_sharded(parameter) or getattr(parameter, "_fsdp_flattened", False):
             raise UsageError(
@@ -660,8 +651,8 @@ def _refuse_sharded(named: Iterable[tuple[str, Tensor]]) -> None:
 def _refuse_averaged(parameters: Iterable[Tensor]) -> None:
     """Refuse parameters of a model that torch's DistributedDataParallel averages.
 
-    It hands out gradients of its own, and both would write to ``grad``. It leaves no
-    mark on parameters, hence the search, in programs that use torch.distributed.
+    Both would write to ``grad``. DistributedDataParallel leaves no mark on parameters,
+    hence the search.
     """
     if not (distributed.is_available() and distributed.is_initialized()):
         return

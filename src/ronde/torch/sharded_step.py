@@ -1,14 +1,14 @@
-"""ZeRO's first stage: each rank has the optimizer's state of its share, and steps that.
+"""ZeRO's first stage: each rank stores and steps its share of the optimizer's state.
 
 Note [Shares]
-    Parameters of a dtype and device lie one after the other, as their memory has them,
-    and the row is cut into equal shares: anywhere, also within a parameter. So the
-    shares are equal whatever the shapes. A *part* is what a rank has of one parameter,
-    a 1-D view; while the optimizer steps, its groups hold this rank's parts in the
-    place of the parameters. Then all gather what the others have stepped.
+    The elements of all parameters of a dtype and device form a *row*, which is cut into
+    equal shares, also within a parameter. So shares are equal for all shapes. A *part*
+    is a rank's share of one parameter, a 1-D view. While the optimizer steps, its
+    groups hold this rank's parts instead of the parameters. Then all ranks gather the
+    parts.
 
-    This is right for optimizers that treat every element alike, whatever the others of
-    its layer are: not for those with norms of layers, such as LARS and LAMB.
+    This is right for optimizers that step each element by itself, not for those with
+    norms of layers, such as LARS and LAMB.
 
 Source: Rajbhandari et al. 2020 (arXiv:1910.02054), section 5.1.
 """
@@ -26,7 +26,7 @@ from ronde.collectives import Communicator
 from ronde.collectives.objects import broadcast_json
 from ronde.data_parallel import Reducer
 from ronde.errors import UsageError
-from ronde.torch.state_trees import rebuild, take_apart
+from ronde.torch.state_trees import rebuild_tree, split_tree
 
 _ALIGNMENT = 16  # elements
 _STAGING_BYTES = 4 << 20  # of one rank's share
@@ -48,14 +48,14 @@ _SPARSE = (
 
 
 class _Part(NamedTuple):
-    parameter: int  # its number
+    parameter: int  # its index
     start: int  # of the part, in elements of the parameter's memory
     stop: int
     offset: int  # in the rank's share
 
 
 class SharePiece(NamedTuple):
-    """A part with its values, as it is kept and dealt when ranks change."""
+    """A part with its values, for copies and new shares after a change of ranks."""
 
     parameter: int
     start: int
@@ -71,27 +71,27 @@ class _Row:
     share_numel: int
     parts: list[list[_Part]]  # by rank
     staging: Tensor | None = None
-    addresses: list[int] = field(default_factory=list[int])  # that copies are made for
+    addresses: list[int] = field(default_factory=list[int])  # of the chunks' copies
     chunks: "list[_Chunk]" = field(default_factory=list["_Chunk"])
 
 
 class _Chunk(NamedTuple):
-    """What is gathered at a time, as tensors to copy from and to copy to."""
+    """The elements of one all-gather, with the tensors to copy to and from."""
 
     gathered: Tensor
-    own: Tensor  # this rank's of it
+    own: Tensor  # this rank's
     sent: tuple[list[Tensor], list[Tensor]]
     received: tuple[list[Tensor], list[Tensor]]
 
 
-def require_elementwise(optimizer: Optimizer, *, is_said: bool) -> None:
-    """Refuse optimizers that are not known, nor said, to be element by element."""
-    # A class of the user's that leaves torch's step as it is counts as one of torch's.
+def require_elementwise(optimizer: Optimizer, *, is_declared: bool) -> None:
+    """Refuse optimizers that may not step element by element."""
+    # A subclass that does not override torch's step counts as torch's.
     step = _own_step(type(optimizer))
     known = any(step is _own_step(each) for each in _ELEMENTWISE)
     if isinstance(optimizer, _NOT_ELEMENTWISE):
         cure = "Leave zero out."
-    elif known or is_said:
+    elif known or is_declared:
         return
     else:
         cure = (
@@ -99,21 +99,21 @@ def require_elementwise(optimizer: Optimizer, *, is_said: bool) -> None:
             "gradient and state alone; else leave zero out."
         )
     raise UsageError(
-        "optimizer must treat every element alike with zero=1, got "
+        "optimizer must step every element by itself with zero=1, got "
         f"{type(optimizer).__name__}. {cure}"
     )
 
 
 def _own_step(kind: Any) -> object:  # noqa: ANN401  a class
-    """Return a class's ``step`` below what torch wraps it in."""
+    """Return a class's ``step`` without torch's wrappers."""
     return inspect.unwrap(kind.step)
 
 
 class ShardedStep:
-    """Steps an optimizer's share of this rank; all ranks step theirs.
+    """Steps this rank's share of an optimizer.
 
-    Every rank has the same parameters, equal in value, in the same order, and the same
-    of them require a gradient.
+    All ranks have the same parameters, equal in value, in the same order; the same
+    ones require a gradient.
     """
 
     def __init__(self, optimizer: Optimizer, rank: int, size: int) -> None:
@@ -122,14 +122,14 @@ class ShardedStep:
         self._group_of: list[int] = []
         self._rows: list[_Row] = []
         self._parts: dict[_Part, Tensor] = {}
-        self._cut: set[int] = set()  # parameters that are in a row
+        self._cut: set[int] = set()  # indices of parameters that are in a row
         self._whole: dict[str, Any] | None = None  # the whole state, if it is here
         self._communicator: Communicator | None = None
         self.on_stepped: Callable[[], None] | None = None  # called after each step
         self.add_groups()
 
     def add_groups(self) -> None:
-        """Take in the parameters of groups that the optimizer has got."""
+        """Add the parameters of the optimizer's new groups."""
         first = self._group_of[-1] + 1 if self._group_of else 0
         for number, group in enumerate(self._optimizer.param_groups[first:], first):
             self._parameters += group["params"]
@@ -142,9 +142,9 @@ class ShardedStep:
         *,
         is_closure: bool,
     ) -> Any:  # noqa: ANN401  the optimizer's
-        """Step; collective. ``make_gradients`` has ``reducer`` reduce them.
+        """Step; collective. ``make_gradients`` computes and reduces the gradients.
 
-        Where that is a closure, the optimizer calls it, and has its loss.
+        If it is a closure, the optimizer calls it and uses its loss.
         """
         groups = self._optimizer.param_groups
         whole = [group["params"] for group in groups]
@@ -173,28 +173,28 @@ class ShardedStep:
 
     @property
     def parameters(self) -> list[Tensor]:
-        """Those that are cut into shares."""
+        """The parameters that are cut into shares."""
         self._cut_new()
         return [self._parameters[index] for index in sorted(self._cut)]
 
     @property
     def options(self) -> list[dict[str, Any]]:
-        """The groups' own, such as learning rates."""
+        """The options of the groups, such as learning rates."""
         groups = self._optimizer.param_groups
         return [{k: v for k, v in each.items() if k != "params"} for each in groups]
 
     @options.setter
     def options(self, options: list[dict[str, Any]]) -> None:
-        for group, its in zip(self._optimizer.param_groups, options, strict=True):
-            group.update(its)
+        for group, new in zip(self._optimizer.param_groups, options, strict=True):
+            group.update(new)
 
     @property
-    def place(self) -> tuple[int, int]:
-        """The rank whose share it is, and of how many."""
+    def rank_and_size(self) -> tuple[int, int]:
+        """The rank of this share, and the number of shares."""
         return self._rank, self._size
 
     def recut(self, rank: int, size: int) -> None:
-        """Cut for other ranks, and forget all state; ``put`` brings it back."""
+        """Cut new shares and drop all state; ``put`` restores it."""
         self._rank, self._size = rank, size
         self._rows, self._parts, self._cut = [], {}, set()
         self._whole = self._communicator = None
@@ -202,7 +202,7 @@ class ShardedStep:
         self._cut_new()
 
     def pieces(self) -> list[SharePiece]:
-        """Return this rank's share: views of it."""
+        """Return this rank's share, as views."""
         self._cut_new()
         pieces: list[SharePiece] = []
         for part in (part for group in self._own_groups() for part in group):
@@ -211,13 +211,12 @@ class ShardedStep:
             state = (
                 {} if tensor is None else dict(self._optimizer.state.get(tensor, {}))
             )
-            place = part.parameter, part.start, part.stop
-            pieces.append(SharePiece(*place, values, state))
+            pieces.append(SharePiece(*part[:3], values, state))
         return pieces
 
     @torch.no_grad()
     def put(self, pieces: Sequence[SharePiece]) -> None:
-        """Take what somebody's share was: the values, and of the state this rank's."""
+        """Load pieces of an old share: all values, this rank's part of the state."""
         own: dict[int, list[_Part]] = {}
         for part in (part for row in self._rows for part in row.parts[self._rank]):
             own.setdefault(part.parameter, []).append(part)
@@ -230,7 +229,7 @@ class ShardedStep:
                     _put_state(self._optimizer.state[tensor], part, piece)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the plain optimizer's, as it was loaded or consolidated here."""
+        """Return the plain optimizer's, as loaded or consolidated on this rank."""
         if self._whole is None:
             # A rank's share may be empty, and have no state.
             if self._optimizer.state or self._communicator is not None:
@@ -239,7 +238,7 @@ class ShardedStep:
         return self._whole
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take this rank's share of a plain optimizer's state."""
+        """Load this rank's share of a plain optimizer's state."""
         self._cut_new()
         given = cast("dict[int, dict[str, Any]]", state_dict["state"])
         groups = self._optimizer.param_groups
@@ -269,7 +268,7 @@ class ShardedStep:
             _set_parameters(groups, self._own_parts())
             self._optimizer.load_state_dict({"state": state, "param_groups": options})
         finally:
-            # The optimizer has made itself new groups.
+            # The optimizer has made new groups.
             _set_parameters(self._optimizer.param_groups, whole)
         self._whole = state_dict
 
@@ -278,7 +277,7 @@ class ShardedStep:
         if not 0 <= root < self._size:
             raise UsageError(f"root must be in 0..{self._size - 1}, got {root}.")
         if self._communicator is None:
-            return  # no step was done, and all have what they loaded
+            return  # no step was done: all ranks have the loaded state
         communicator = reducer.communicator
         whole: dict[int, dict[str, Any]] = {}
         own = [
@@ -288,13 +287,13 @@ class ShardedStep:
         ]
         for owner in range(self._size):
             tensors: list[Tensor] = []
-            plain = broadcast_json(communicator, lambda: take_apart(own, []), owner)
+            plain = broadcast_json(communicator, lambda: split_tree(own, []), owner)
             if owner == self._rank:
-                take_apart(own, tensors)
+                split_tree(own, tensors)
                 tensors = [tensor.cpu() for tensor in tensors]
                 found = own
             else:
-                found = rebuild(plain, tensors, "cpu")
+                found = rebuild_tree(plain, tensors, "cpu")
             for tensor in tensors:
                 communicator.broadcast(tensor, owner).wait()
             if self._rank == root:
@@ -326,7 +325,6 @@ class ShardedStep:
         return {"state": dict(sorted(state.items())), "param_groups": groups}
 
     def _own_groups(self) -> list[list[_Part]]:
-        """Return this rank's parts, by the optimizer's groups."""
         groups: list[list[_Part]] = [[] for _ in self._optimizer.param_groups]
         for row in self._rows:
             for part in row.parts[self._rank]:
@@ -335,7 +333,7 @@ class ShardedStep:
 
     @torch.no_grad()
     def _own_parts(self) -> list[list[Tensor]]:
-        """Return this rank's parts with their gradients, by the optimizer's groups."""
+        """Return this rank's parts with their gradients, for each group."""
         self._cut_new()
         groups: list[list[Tensor]] = []
         for group in self._own_groups():
@@ -355,13 +353,13 @@ class ShardedStep:
     def _tensor_of(self, part: _Part) -> Tensor:
         value = _flat(self._parameters[part.parameter])[part.start : part.stop]
         if part in self._parts:
-            self._parts[part].data = value  # its memory may be another's now
+            self._parts[part].data = value  # the parameter may have moved
         else:
             self._parts[part] = torch.nn.Parameter(value)
         return self._parts[part]
 
     def _cut_new(self) -> None:
-        """Cut the parameters that require a gradient and are in no row yet."""
+        """Cut parameters that require a gradient and are in no row yet."""
         kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         for index, parameter in enumerate(self._parameters):
             if parameter.requires_grad and index not in self._cut:
@@ -377,7 +375,7 @@ class ShardedStep:
 
     @torch.no_grad()
     def _gather(self, communicator: Communicator) -> None:
-        """Give every rank the parts that the others have stepped."""
+        """Exchange the parts that the ranks have stepped."""
         if communicator is not self._communicator:
             self._communicator = communicator
             for row in self._rows:
@@ -390,7 +388,7 @@ class ShardedStep:
                 _copy(*chunk.received)
 
     def _prepare(self, row: _Row, communicator: Communicator) -> None:
-        """Find what to copy, unless that is known."""
+        """Make the chunks of a row, unless its parameters are where they were."""
         first = self._parameters[next(p.parameter for own in row.parts for p in own)]
         width = min(row.share_numel, _STAGING_BYTES // first.element_size())
         indices = dict.fromkeys(part.parameter for own in row.parts for part in own)
@@ -410,7 +408,7 @@ class ShardedStep:
         gathered = staging[: (stop - start) * self._size]
         by_rank = cast("tuple[Tensor, ...]", gathered.split(stop - start))
         chunk = _Chunk(gathered, by_rank[self._rank], ([], []), ([], []))
-        for rank, (parts, place) in enumerate(zip(row.parts, by_rank, strict=True)):
+        for rank, (parts, share) in enumerate(zip(row.parts, by_rank, strict=True)):
             for part in parts:
                 low = max(start, part.offset)
                 high = min(stop, part.offset + part.stop - part.start)
@@ -419,7 +417,7 @@ class ShardedStep:
                 flat = _flat(self._parameters[part.parameter])
                 first = part.start + low - part.offset
                 value = flat[first : first + high - low]
-                staged = place[low - start : high - start]
+                staged = share[low - start : high - start]
                 if rank == self._rank:
                     chunk.sent[0].append(staged)
                     chunk.sent[1].append(value)
@@ -434,20 +432,20 @@ def _cut(
 ) -> list[list[_Part]]:
     """Cut a row of parameters into shares; return each rank's parts."""
     parts: list[list[_Part]] = [[] for _ in range(size)]
-    place = 0
+    position = 0
     for index, length in zip(members, lengths, strict=True):
         start = 0
         while start < length:
-            rank, offset = divmod(place, share)
+            rank, offset = divmod(position, share)
             stop = min(length, start + share - offset)
             parts[rank].append(_Part(index, start, stop, offset))
-            place += stop - start
+            position += stop - start
             start = stop
     return parts
 
 
 def _flat(tensor: Tensor, like: Tensor | None = None) -> Tensor:
-    """Return the elements in the order of ``like``'s memory, or of its own: a view."""
+    """Return the elements as a vector, in the memory order of ``like`` or its own."""
     strides = (tensor if like is None else like).stride()
     order = sorted(range(tensor.ndim), key=lambda dim: -strides[dim])
     ordered = tensor.detach().permute(order)
@@ -455,14 +453,14 @@ def _flat(tensor: Tensor, like: Tensor | None = None) -> Tensor:
 
 
 def _cut_out(key: str, value: object, parameter: Tensor, part: _Part) -> object:
-    """Return what a rank has of one parameter's state."""
+    """Return a rank's part of one value of a parameter's state."""
     if key == _STEP or not isinstance(value, Tensor) or value.shape != parameter.shape:
         return value
     return _flat(value, like=parameter)[part.start : part.stop].clone()
 
 
 def _put_state(state: dict[str, Any], part: _Part, piece: SharePiece) -> None:
-    """Take over what a piece of a parameter has of this rank's part of it."""
+    """Copy the state of ``piece`` where it overlaps with ``part``."""
     start, stop = max(piece.start, part.start), min(piece.stop, part.stop)
     for key, value in piece.state.items():
         if not _is_cut(key, value, piece.stop - piece.start):

@@ -1,4 +1,4 @@
-"""State dicts as what JSON can carry, and the tensors beside that."""
+"""State dicts as JSON and a list of tensors."""
 
 from typing import Any, cast
 
@@ -9,10 +9,10 @@ from torch import Tensor
 from ronde.errors import UsageError
 
 
-def take_apart(value: Any, tensors: list[Tensor]) -> Any:  # noqa: ANN401 - a tree
-    """Return a tree as JSON has it; take its tensors out, in order.
+def split_tree(value: Any, tensors: list[Tensor]) -> Any:  # noqa: ANN401 - a tree
+    """Return a tree as JSON values; append its tensors to ``tensors``.
 
-    No pickle: it would be read before the program has sent an object of its own.
+    Not by pickle, which runs code when it is read.
     """
     match value:
         case Tensor():
@@ -21,11 +21,11 @@ def take_apart(value: Any, tensors: list[Tensor]) -> Any:  # noqa: ANN401 - a tr
             return {"tensor": [shape, dtype, value.device.type]}
         case dict():
             items = cast("dict[Any, Any]", value).items()
-            return {"dict": [[take_apart(each, tensors) for each in i] for i in items]}
+            return {"dict": [[split_tree(each, tensors) for each in i] for i in items]}
         case list() | tuple():
             children = cast("list[Any] | tuple[Any, ...]", value)
             name = "list" if isinstance(value, list) else "tuple"
-            return {name: [take_apart(child, tensors) for child in children]}
+            return {name: [split_tree(child, tensors) for child in children]}
         case np.generic():  # before float, which np.float64 is
             scalar = cast("Any", value)
             return {"numpy": [str(scalar.dtype), scalar.item()]}
@@ -39,10 +39,10 @@ def take_apart(value: Any, tensors: list[Tensor]) -> Any:  # noqa: ANN401 - a tr
             )
 
 
-def rebuild(plain: Any, tensors: list[Tensor], device: str | None = None) -> Any:  # noqa: ANN401 - a tree
-    """Return the tree again, with new tensors in the places of those taken out.
+def rebuild_tree(plain: Any, tensors: list[Tensor], device: str | None = None) -> Any:  # noqa: ANN401 - a tree
+    """Return the tree with new, empty tensors, which are appended to ``tensors``.
 
-    They are where the others were, or on ``device``.
+    They are on the devices of the old ones, or on ``device``.
     """
     if not isinstance(plain, dict):
         return plain
@@ -57,7 +57,8 @@ def rebuild(plain: Any, tensors: list[Tensor], device: str | None = None) -> Any
         dtype, item = content
         return np.dtype(dtype).type(item)
     if kind == "dict":
-        pairs = ([rebuild(each, tensors, device) for each in pair] for pair in content)
-        return dict(pairs)
-    children = [rebuild(child, tensors, device) for child in content]
+        return dict(
+            [rebuild_tree(each, tensors, device) for each in pair] for pair in content
+        )
+    children = [rebuild_tree(child, tensors, device) for child in content]
     return tuple(children) if kind == "tuple" else children

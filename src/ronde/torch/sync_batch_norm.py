@@ -57,7 +57,7 @@ class SyncBatchNorm(_BatchNorm):
             )
 
     def track(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
-        """Take statistics over all ranks, shape (C,), into the running ones."""
+        """Update the running statistics by those of all ranks, of shape (C,)."""
         if not self.training or self.running_mean is None or self.running_var is None:
             return
         if self.num_batches_tracked is not None:
@@ -98,8 +98,8 @@ class _Normalize(torch.autograd.Function):
 
         With y = (x - mean) * s * w + b, s the inverse deviation, n the elements of a
         channel on all ranks: dx = w s (dy - (sum dy + (x - mean) s^2 sum dy (x - mean))
-        / n), both sums over all ranks. Those of weight and bias stay this rank's, for
-        whatever reduces gradients.
+        / n), both sums over all ranks. Those of weight and bias are not summed over
+        ranks: the optimizer does that.
         """
         inputs, weight, mean, inverse_std, count = ctx.saved_tensors
         dims = [0, *range(2, inputs.dim())]
@@ -125,7 +125,7 @@ class _Normalize(torch.autograd.Function):
 def _moments(inputs: Tensor, process_set: ProcessSet) -> tuple[Tensor, Tensor, Tensor]:
     """Return mean and variance of each channel over all ranks, and their number.
 
-    What travels is count, sum and sum of squares in float64, derived from each rank's
+    The ranks add up count, sum and sum of squares in float64, derived from each rank's
     own mean and variance: no digits are lost even if the mean is large.
     """
     count = inputs.numel() // inputs.shape[1]

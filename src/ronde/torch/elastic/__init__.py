@@ -1,4 +1,4 @@
-"""Training that goes on when ranks fail, come and go: ``hvd.elastic``."""
+"""Training with ranks that may fail, leave and join: ``hvd.elastic``."""
 
 from ronde.lazy_exports import lazy_exports
 from ronde.torch.elastic.data import DataSource, ElasticLoader, Share
@@ -32,7 +32,7 @@ __getattr__ = lazy_exports(
     {
         "checkpoint": "Checkpoints",
         "copies": "find_keepers pack unpack",
-        "position": "Dealer deal order_of",
+        "position": "StepSampler order_of shard_batch",
         "state": (
             "HostUpdateResult HostsUpdatedInterrupt ModelStateHandler StateHandler "
             "get_handler_registry notification_manager run_fn set_handler_registry"

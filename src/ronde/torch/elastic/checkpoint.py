@@ -1,4 +1,4 @@
-"""Checkpoints of an elastic training, for a start where nobody is left."""
+"""Checkpoints of an elastic training, for a start after all ranks were lost."""
 
 import logging
 import os
@@ -19,7 +19,7 @@ class Checkpoints:
     """Files ``step-N.pt`` in a directory; the newest is complete at any time."""
 
     def __init__(self, directory: str, every: int) -> None:
-        """Write to ``directory``, empty for none, every so many steps."""
+        """Write to ``directory``, empty for none, after every ``every`` steps."""
         if every < 1:
             raise UsageError(
                 f"checkpoint_every must be at least 1, got {every}. Give 1000."
@@ -31,25 +31,24 @@ class Checkpoints:
 
     @property
     def has_directory(self) -> bool:
-        """Whether anything is written at all."""
+        """False if no checkpoints are written."""
         return self._directory is not None
 
     def is_due(self, step: int) -> bool:
-        """Return whether to write after this step."""
+        """Return True if a checkpoint of this step is due."""
         return self.has_directory and step % self._every == 0
 
     def write(self, step: int, state: dict[str, Any]) -> None:
-        """Write a file and forget old ones; a crash leaves the last one whole.
+        """Write a file and delete old ones; a crash leaves the last one complete.
 
-        Where it cannot be written, such as to a full disk, a warning is logged and the
-        last ones stay.
+        If it cannot be written, as on a full disk, a warning is logged.
         """
         if self._directory is None:
             return
         path = self._directory / f"step-{step}.pt"
         draft = path.with_suffix(f".{os.getpid()}.draft")
         try:
-            for left in self._directory.glob("step-*.draft"):  # its writer was killed
+            for left in self._directory.glob("step-*.draft"):  # of a killed writer
                 left.unlink(missing_ok=True)
             with draft.open("wb") as file:
                 torch.save(state, file)
@@ -57,7 +56,7 @@ class Checkpoints:
                 os.fsync(file.fileno())
             draft.replace(path)
         except (OSError, RuntimeError) as error:
-            # torch closes its archive in vain after a failed write, and raises that.
+            # After a failed write torch raises the failure to close the archive.
             reason = error if isinstance(error, OSError) else error.__context__
             draft.unlink(missing_ok=True)
             if not isinstance(reason, OSError):
@@ -76,7 +75,7 @@ class Checkpoints:
             old.unlink(missing_ok=True)
 
     def read_newest(self) -> dict[str, Any] | None:
-        """Return what was written last; None if there is nothing."""
+        """Return the newest state, None if there is none."""
         for _, path in reversed(self._found()):
             return torch.load(path, map_location="cpu", weights_only=True)
         return None

@@ -1,12 +1,12 @@
-"""Copies of what an optimizer with ``zero=1`` has of each rank, on another host.
+"""Copies of each rank's share of an optimizer with ``zero=1``, on another host.
 
 Note [Versions]
-    Every so many steps each rank packs its share, and sends it to a rank on another
-    host that keeps it beside its own: a *version*. The last two are kept: while some
-    ranks have the newest, others may have but the one before. When a rank was lost, all
-    go back to the newest version of which every share is still somewhere, be it whose
-    or a copy, and deal it again; the steps since then are done again. Before a planned
-    change there is a version of its step.
+    Every ``copy_every`` steps each rank packs its share and sends a copy to a rank on
+    another host. All shares of one step are a *version*. Each rank keeps the last two,
+    as some ranks may have the newest while others only have the one before. When a rank
+    is lost, all go back to the newest version with every share left, be it the original
+    or the copy, divide it anew, and repeat the steps since then. Before a planned
+    change of ranks there is a version of the last step.
 """
 
 import json
@@ -29,33 +29,33 @@ from ronde.torch.functions import (
 )
 from ronde.torch.mpi_ops import alltoall, broadcast_
 from ronde.torch.sharded_step import ShardedStep, SharePiece
-from ronde.torch.state_trees import rebuild, take_apart
+from ronde.torch.state_trees import rebuild_tree, split_tree
 
 _KEPT = 2
 _ALIGNMENT = 8  # bytes
 
 
 class Version(NamedTuple):
-    """What a rank has of one step."""
+    """The shares of one step that a rank keeps."""
 
     step: int
     view: int  # in which it was made
     size: int  # ranks of that view
-    shares: dict[int, Tensor]  # packed, by their ranks
+    shares: dict[int, Tensor]  # packed, by rank
     buffers: dict[str, Tensor]
     rest: tuple[dict[str, Any], list[Any]]  # the optimizers' options last
 
 
-class Found(NamedTuple):
-    """A version that is whole, and who has what of it."""
+class CompleteVersion(NamedTuple):
+    """A version with every share, and the ranks that have them."""
 
     step: int
     view: int
-    places: list[tuple[int, int]]  # of each share: a rank of now, and its packed size
+    sources: list[tuple[int, int]]  # of each share: a rank now, and the packed size
 
 
 class ShareCopies:
-    """The copies that this rank has."""
+    """The versions on this rank."""
 
     def __init__(self, shares: Sequence[ShardedStep], every: int) -> None:
         if every < 1:
@@ -66,17 +66,17 @@ class ShareCopies:
 
     @property
     def newest(self) -> int:
-        """The step of the newest version here."""
+        """The step of the newest version on this rank."""
         return max((each.step for each in self._versions), default=NEW)
 
     def is_due(self, step: int) -> bool:
-        """Say whether to take a version of this step."""
+        """Return True if a version of this step is due."""
         return step % self._every == 0
 
-    def take(self, training: Training) -> None:
-        """Make a version of what is there now; collective."""
+    def make(self, training: Training) -> None:
+        """Make a version of the present step; collective."""
         view = current_session().view
-        hosts = [place.host for place in view.members] if view else [""]
+        hosts = [worker.host for worker in view.members] if view else [""]
         own = pack([each.pieces() for each in self.shares])
         shares = {rank(): own}
         if size() > 1:
@@ -93,8 +93,8 @@ class ShareCopies:
         made = Version(training.num_applied, number, size(), shares, buffers, kept)
         self._versions = [*self._versions[1 - _KEPT :], made]
 
-    def find(self) -> Found | None:
-        """Return the newest version of which every share is left; collective."""
+    def find(self) -> CompleteVersion | None:
+        """Return the newest version with every share left; collective."""
         own = [
             (v.step, v.view, v.size, {r: s.numel() for r, s in v.shares.items()})
             for v in self._versions
@@ -105,24 +105,26 @@ class ShareCopies:
                 known = holders.setdefault((step, view, num_ranks), {})
                 for owner, numel in shares.items():
                     known.setdefault(owner, (holder, numel))
-        whole = [key for key, known in holders.items() if len(known) == key[2]]
-        if not whole:
+        complete = [key for key, known in holders.items() if len(known) == key[2]]
+        if not complete:
             return None
-        step, view, num_ranks = newest = max(whole)
-        return Found(step, view, [holders[newest][r] for r in range(num_ranks)])
+        step, view, num_ranks = newest = max(complete)
+        return CompleteVersion(
+            step, view, [holders[newest][r] for r in range(num_ranks)]
+        )
 
     def begin(self, *, is_new: bool) -> None:
-        """Cut for the ranks of now; what a new training has loaded stays."""
+        """Cut shares for the present ranks; a new training keeps its loaded state."""
         for each in self.shares:
-            if not is_new or each.place != (rank(), size()):
+            if not is_new or each.rank_and_size != (rank(), size()):
                 each.recut(rank(), size())
 
     @torch.no_grad()
-    def bring_back(self, found: Found, training: Training) -> None:
-        """Have each rank take its new share, and all else; collective."""
+    def restore(self, found: CompleteVersion, training: Training) -> None:
+        """Restore a version, with a new share for each rank; collective."""
         self.begin(is_new=False)
-        version, holder = self._version(found), found.places[0][0]
-        # Kept until all have another: those that all have not are of no use any more.
+        version, holder = self._version(found), found.sources[0][0]
+        # Kept until the next one is complete; the others are of no use any more.
         self._versions = [] if version is None else [version]
         for name, buffer in training.model.named_buffers():
             if version is not None:
@@ -131,7 +133,7 @@ class ShareCopies:
         named = training.model.state_dict(keep_vars=True).items()
         others = {name: t.data for name, t in named if id(t) not in shared}
         broadcast_parameters(others, holder)
-        for owner, (sender, numel) in enumerate(found.places):
+        for owner, (sender, numel) in enumerate(found.sources):
             if rank() == sender and version is not None:
                 packed = version.shares[owner]
             else:
@@ -141,29 +143,29 @@ class ShareCopies:
                 each.put([SharePiece(*piece) for piece in pieces])
         kept = broadcast_object(version and version.rest, holder)
         small, options = deepcopy(kept)
-        for each, its in zip(self.shares, options, strict=True):
-            each.options = its
+        for each, own in zip(self.shares, options, strict=True):
+            each.options = own
         training.load_small_state(small)
 
-    def _version(self, found: Found) -> Version | None:
+    def _version(self, found: CompleteVersion) -> Version | None:
         same = [v for v in self._versions if (v.step, v.view) == found[:2]]
         return same[0] if same else None
 
 
 def find_keepers(hosts: Sequence[str]) -> list[int]:
-    """Return who keeps each rank's copy: another host's, where there is room for it."""
+    """Return the rank that keeps each rank's copy, on another host if possible."""
     order = sorted(range(len(hosts)), key=lambda r: hosts.index(hosts[r]))
     shift = max(Counter(hosts).values()) % len(hosts) or 1
     keepers = [0] * len(hosts)
-    for place, each in enumerate(order):
-        keepers[each] = order[(place + shift) % len(hosts)]
+    for index, each in enumerate(order):
+        keepers[each] = order[(index + shift) % len(hosts)]
     return keepers
 
 
 def pack(value: Any) -> Tensor:
     """Return a tree of tensors and plain values as int64."""
     tensors: list[Tensor] = []
-    text = json.dumps(take_apart(value, tensors)).encode()
+    text = json.dumps(split_tree(value, tensors)).encode()
     header = len(text).to_bytes(_ALIGNMENT, "little") + text
     parts = [torch.frombuffer(bytearray(header), dtype=torch.uint8)]
     parts += [each.detach().cpu().reshape(-1).view(torch.uint8) for each in tensors]
@@ -171,18 +173,18 @@ def pack(value: Any) -> Tensor:
 
 
 def unpack(packed: Tensor) -> Any:
-    """Return what was packed."""
+    """Return the packed tree."""
     packed = packed.view(torch.uint8)
     num_bytes = int.from_bytes(packed[:_ALIGNMENT].numpy().tobytes(), "little")
-    place = _ALIGNMENT + num_bytes
-    text = packed[_ALIGNMENT:place].numpy().tobytes()
+    offset = _ALIGNMENT + num_bytes
+    text = packed[_ALIGNMENT:offset].numpy().tobytes()
     tensors: list[Tensor] = []
-    value = rebuild(json.loads(text), tensors)
+    value = rebuild_tree(json.loads(text), tensors)
     for tensor in tensors:
-        place += -place % _ALIGNMENT
-        source = packed[place : place + tensor.nbytes]
+        offset += -offset % _ALIGNMENT
+        source = packed[offset : offset + tensor.nbytes]
         tensor.copy_(source.view(tensor.dtype).view(tensor.shape))
-        place += tensor.nbytes
+        offset += tensor.nbytes
     return value
 
 

@@ -1,10 +1,10 @@
-"""The data of an elastic job: each sample once an epoch, whoever comes and goes.
+"""The data of an elastic job: each sample once an epoch, while ranks come and go.
 
-Note [What a change of ranks does to the loader]
-    Workers of the ``DataLoader`` live on: they are sent ids, and know nothing of ranks.
-    What they have prefetched was dealt for other ranks and is thrown away. Requests are
-    numbered, and only the number that is expected is handed out, so nothing is lost or
-    doubled. Workers see that a request is of old, and answer it without loading it.
+Note [The loader after a change of ranks]
+    Workers of the ``DataLoader`` live on: they receive sample ids, independent of
+    ranks. Batches that they prefetched for the old ranks are dropped. Requests are
+    numbered, and only the expected number is returned, so no batch is lost or repeated.
+    Workers answer outdated requests without loading them.
 """
 
 import ctypes
@@ -21,18 +21,20 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ronde.errors import UsageError
 from ronde.session.session import rank, size
-from ronde.torch.elastic.position import Dealer, Dealt, Position, derive_seed
+from ronde.torch.elastic.position import Position, StepSampler, StepShard, derive_seed
 
 
 class Share:
-    """What this rank does in one step.
+    """The data of this rank in one step.
 
     ``batch_size`` is of all ranks together, ``ids`` are this rank's part of it.
-    ``seed`` follows from step and rank: for dropout, in a step that is done again too.
+    ``seed`` depends on step and rank alone: for dropout, also in a repeated step.
     """
 
-    def __init__(self, dealt: Dealt, seed: int, micro_batches: Iterator[Any]) -> None:
-        self.start, self.position, self.batch_size, self.ids, _, self.weights = dealt
+    def __init__(
+        self, shard: StepShard, seed: int, micro_batches: Iterator[Any]
+    ) -> None:
+        self.start, self.position, self.batch_size, self.ids, _, self.weights = shard
         self.seed = seed
         self.micro_batches = micro_batches
         if len(self.weights) == 1:
@@ -41,7 +43,7 @@ class Share:
 
     @property
     def inputs(self) -> Any:
-        """The collated samples, where this rank has one micro-batch."""
+        """The collated samples, if this rank has one micro-batch."""
         if len(self.weights) != 1:
             raise UsageError(
                 "a share must be one micro-batch to have inputs, got "
@@ -52,10 +54,10 @@ class Share:
 
 @runtime_checkable
 class DataSource(Protocol):
-    """Data whose position an elastic job keeps."""
+    """Data with a position, for an elastic job."""
 
     epochs: int | None  # None: without end
-    position: Position  # after the share that was handed out last
+    position: Position  # after the share that was returned last
 
     def seek(self, position: Position, rank: int, size: int) -> None:
         """Go to ``position``, as one of ``size`` ranks."""
@@ -64,11 +66,11 @@ class DataSource(Protocol):
     def __next__(self) -> Share: ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what ``load_state_dict`` goes on from, at ``position``."""
+        """Return a state to continue from, at ``position``."""
         ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go to where another source was; ``seek`` says for which ranks."""
+        """Continue where another source was; ``seek`` follows, for the ranks."""
         ...
 
     def close(self) -> None:
@@ -82,7 +84,7 @@ class ElasticLoader:
     All ranks give equal arguments. With the policy "global" ``batch_size`` is of all
     ranks together, and does not change with their number; with "per-rank" it is of
     each. The last batch of an epoch is short, or with ``drop_last`` left out. A rank's
-    share comes in micro-batches of ``micro_batch`` samples, without it in one; where
+    share comes in micro-batches of ``micro_batch`` samples, by default in one. If
     shares or micro-batches are unequal, gradients need ``GradientWeights``. Statistics
     of batch norm are those of each micro-batch.
 
@@ -110,26 +112,26 @@ class ElasticLoader:
         collate_fn: Callable[[list[Any]], Any] | None = None,
         **options: Any,
     ) -> None:
-        refuse_unplaced(dataset)
+        require_position(dataset)
         foreign = {"sampler", "batch_sampler", "in_order"} & set(options)
         if foreign:
             raise UsageError(
                 f"keywords must be DataLoader's but for the order, got "
-                f"{', '.join(sorted(foreign))}: the position decides about that."
+                f"{', '.join(sorted(foreign))}. Leave them out: the position sets it."
             )
         self.dataset = dataset
         self.epochs = epochs
         self.position = Position()
         self._seed = seed
-        self._dealer = Dealer(
+        self._sampler = StepSampler(
             len(dataset), batch_size, shuffle, seed, drop_last, micro_batch, policy
         )
-        self._place: tuple[int, int] | None = None
+        self._rank_and_size: tuple[int, int] | None = None
         self._ahead = Position()  # of the next step to be requested
         self._unsent: deque[_Request] = deque()  # the rest of a step's
         self._num_sent = 0
-        self._num_arrived = 0  # of those, whatever became of them
-        self._expected = 0  # the number of the next that is wanted
+        self._num_arrived = 0  # of those, dropped ones included
+        self._expected = 0  # the number of the next one to return
         self._oldest = 0  # the first number since the last seek
         self._turn = RawValue(ctypes.c_long, 0)  # shared with workers: counts seeks
         seed_of_samples = seed if seed_samples else None
@@ -145,12 +147,12 @@ class ElasticLoader:
         self._batches: Iterator[Any] | None = None
 
     def seek(self, position: Position, rank: int, size: int) -> None:
-        """Go to ``position``, as one of ``size`` ranks; what is prefetched is dropped.
+        """Go to ``position``, as one of ``size`` ranks; drop prefetched batches.
 
         Workers live on.
         """
-        self._dealer.full_batch(size)
-        self._place = rank, size
+        self._sampler.full_batch(size)
+        self._rank_and_size = rank, size
         self.position = self._ahead = Position(*position)
         self._unsent.clear()
         self._turn.value += 1
@@ -161,54 +163,52 @@ class ElasticLoader:
 
     def __next__(self) -> Share:
         """Return this rank's share of the next step."""
-        own_rank, own_size = self._here()
-        dealt = self._dealer.deal(self.position, own_rank, own_size)
-        if self._is_over(dealt):
+        own_rank, own_size = self._ranks()
+        shard = self._sampler.shard(self.position, own_rank, own_size)
+        if self._is_over(shard):
             raise StopIteration
-        numbers = range(self._expected, self._expected + len(dealt.weights))
+        numbers = range(self._expected, self._expected + len(shard.weights))
         self._expected = numbers.stop
-        seed = derive_seed(self._seed, *dealt.start, own_rank)
-        share = Share(dealt, seed, map(self._fetch, numbers))
-        self.position = dealt.position
+        seed = derive_seed(self._seed, *shard.start, own_rank)
+        share = Share(shard, seed, map(self._fetch, numbers))
+        self.position = shard.position
         return share
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position after the share that was handed out last."""
         return self.position._asdict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go to the position of another loader."""
         self.position = Position(**state_dict)
-        if self._place is not None:
-            self.seek(self.position, *self._place)
+        if self._rank_and_size is not None:
+            self.seek(self.position, *self._rank_and_size)
 
     def close(self) -> None:
         """End the workers; the next use starts others."""
-        # Else they live until the last traceback that refers to the iterator is gone.
+        # Tracebacks may refer to the iterator, and would keep them alive.
         getattr(self._batches, "_shutdown_workers", lambda: None)()
         self._batches = None
-        if self._place is not None:
-            self.seek(self.position, *self._place)
+        if self._rank_and_size is not None:
+            self.seek(self.position, *self._rank_and_size)
 
-    def _here(self) -> tuple[int, int]:
-        place = self._place or (rank(), size())
-        if self._place is None:
-            self.seek(self.position, *place)
-        return place
+    def _ranks(self) -> tuple[int, int]:
+        own = self._rank_and_size or (rank(), size())
+        if self._rank_and_size is None:
+            self.seek(self.position, *own)
+        return own
 
-    def _is_over(self, dealt: Dealt) -> bool:
-        return self.epochs is not None and dealt.start.epoch >= self.epochs
+    def _is_over(self, shard: StepShard) -> bool:
+        return self.epochs is not None and shard.start.epoch >= self.epochs
 
     def _next_request(self) -> "_Request":
-        """Number the next micro-batch; an empty one past the end: seek may go back."""
+        """Number the next micro-batch; past the end an empty one: seek may go back."""
         if not self._unsent:
-            dealt = self._dealer.deal(self._ahead, *self._here())
-            parts = dealt.micro_batches
-            if self._is_over(dealt):
+            shard = self._sampler.shard(self._ahead, *self._ranks())
+            parts = shard.micro_batches
+            if self._is_over(shard):
                 parts = ((),)
             else:
-                self._ahead = dealt.position
-            turn, epoch = self._turn.value, dealt.start.epoch
+                self._ahead = shard.position
+            turn, epoch = self._turn.value, shard.start.epoch
             self._unsent += (_Request(0, turn, epoch, ids) for ids in parts)
         request = self._unsent.popleft()._replace(number=self._num_sent)
         self._num_sent += 1
@@ -217,8 +217,8 @@ class ElasticLoader:
     def _fetch(self, expected: int) -> Any:
         if expected < max(self._num_arrived, self._oldest):
             raise UsageError(
-                "micro_batches must be used before the next step or seek, got there "
-                "already. Take all of them inside their step."
+                "micro_batches must be used before the next step or seek, got one of "
+                "an earlier step. Use all of them inside their step."
             )
         if self._batches is None:
             self._batches = iter(self._loader)
@@ -229,12 +229,12 @@ class ElasticLoader:
                 if number == expected:
                     return batch
         except BaseException:
-            self.seek(self.position, *self._here())  # the next try begins anew
+            self.seek(self.position, *self._ranks())  # the next try begins anew
             raise
 
 
 class _Request(NamedTuple):
-    """A micro-batch that a worker is to load."""
+    """A micro-batch to load."""
 
     number: int
     turn: int  # of ``ElasticLoader.seek``
@@ -243,7 +243,7 @@ class _Request(NamedTuple):
 
 
 class _Requests:
-    """Requests without end, as a batch sampler."""
+    """An endless batch sampler."""
 
     def __init__(self, draw: Callable[[], _Request]) -> None:
         self._draw = draw
@@ -254,7 +254,7 @@ class _Requests:
 
 
 class _Loading:
-    """What a worker does: load and collate what it is asked for, unless that is old."""
+    """A data set for workers: loads and collates requests that are not outdated."""
 
     def __init__(
         self,
@@ -294,8 +294,8 @@ def _seed_all(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
 
 
-def refuse_unplaced(data: object) -> None:
-    """Refuse data that an elastic job could not take up where others left it."""
+def require_position(data: object) -> None:
+    """Refuse data from which other ranks could not continue."""
     kind = type(data)
     if issubclass(kind, DataLoader):
         cure = "Give ElasticLoader the data set of the DataLoader."
@@ -310,6 +310,6 @@ def refuse_unplaced(data: object) -> None:
         return
     raise UsageError(
         "data of an elastic job must have ids from 0 to len() - 1, got "
-        f"{kind.__name__}, whose position other ranks could not go on from. "
+        f"{kind.__name__}: other ranks could not continue at its position. "
         f"{cure}"
     )

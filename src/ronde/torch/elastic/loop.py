@@ -1,18 +1,18 @@
-"""The loop of an elastic training: a step that fails is undone and done again.
+"""The loop of an elastic training: a failed step is undone and repeated.
 
-Note [What a step leaves behind]
-    Until ``optimizer.step()`` has returned, a step has changed gradients, the model's
-    buffers (running statistics) and generators of random numbers, which are put back;
-    parameters it has not touched. In the moment it returns, count and position move.
-    So nothing is copied per step but buffers. Only where a step has several optimizers
-    one may have stepped when another fails: then all is copied before.
+Note [Undoing a step]
+    Until ``optimizer.step()`` returns, a step has changed gradients, the model's
+    buffers (running statistics) and random number generators, but no parameters. These
+    are restored. When it returns, step count and position advance. So only buffers are
+    copied before each step. With several optimizers one may have stepped when another
+    fails: then all state is copied before.
 
-    Of two survivors one may have applied the step that failed for the other: then its
-    parameters hold the gradients of all, also of who was lost, and the other takes
-    them over. Nobody does that step again.
+    Of two survivors one may have applied a step that failed for the other. Its
+    parameters contain the gradients of all ranks, lost ones included; the other copies
+    them, and the step is not repeated.
 
-    An optimizer with ``zero=1`` communicates while it steps, and each rank has but a
-    share of its state. So there all go back to copies: see Note [Versions].
+    An optimizer with ``zero=1`` communicates while it steps, and each rank has only a
+    share of its state. So all ranks go back to copies: see Note [Versions].
 """
 
 import logging
@@ -32,7 +32,12 @@ from ronde.session.lifetime import reform, shorten
 from ronde.session.session import current_session, rank, size
 from ronde.torch.elastic.checkpoint import Checkpoints
 from ronde.torch.elastic.copies import ShareCopies
-from ronde.torch.elastic.data import DataSource, ElasticLoader, Share, refuse_unplaced
+from ronde.torch.elastic.data import (
+    DataSource,
+    ElasticLoader,
+    Share,
+    require_position,
+)
 from ronde.torch.elastic.training import Training, require_same
 from ronde.torch.elastic.weights import GradientWeights
 from ronde.torch.functions import broadcast_object
@@ -42,14 +47,14 @@ from ronde.torch.optimizer import DistributedOptimizer
 _logger = logging.getLogger("ronde")
 _SAVE = "elastic.save"
 _NO_COPY = (
-    "each rank's share of the optimizer's state must be left on some rank, got none of "
-    "ranks that were lost together with those that kept their copies, and there is no "
-    "checkpoint. Give Loop one, with a small checkpoint_every."
+    "each share of the optimizer's state must be left on some rank, but one was lost "
+    "together with its copy, and there is no checkpoint. Give Loop a checkpoint, with "
+    "a small checkpoint_every."
 )
 
 
 class Step(AbstractContextManager["Step"]):
-    """One step; everything from its forward pass to ``optimizer.step()`` is in it."""
+    """One step, from its forward pass to ``optimizer.step()``."""
 
     def __init__(self, loop: "Loop", share: Share, number: int) -> None:
         self.number = number  # from 0 on, over all epochs
@@ -59,12 +64,12 @@ class Step(AbstractContextManager["Step"]):
 
     @property
     def epoch(self) -> int:
-        """The number of times that the data was gone through before."""
+        """The epoch, from 0 on."""
         return self.share.start.epoch
 
     @property
     def ids(self) -> Sequence[int]:
-        """The samples of this rank."""
+        """The ids of this rank's samples."""
         return self.share.ids
 
     @property
@@ -74,7 +79,7 @@ class Step(AbstractContextManager["Step"]):
 
     @property
     def micro_batches(self) -> Iterator[Any]:
-        """The collated samples of this rank, one micro-batch after the other."""
+        """The collated samples of this rank, by micro-batches."""
         return self._loop.weights.micro_batches(self.share)
 
     def __enter__(self) -> Self:
@@ -91,7 +96,7 @@ class Step(AbstractContextManager["Step"]):
 
 
 class Loop:
-    """Yield the steps of a training that goes on when ranks are lost, leave and join.
+    """Iterate over the steps of a training; ranks may be lost, leave and join.
 
     ::
 
@@ -100,29 +105,29 @@ class Loop:
                 loss_of(model(step.inputs)).backward()
                 optimizer.step()
 
-    In a ``with`` block that fails since a rank was lost, gradients, buffers and random
-    numbers are put back, and the step is done again by the ranks that are left. What
-    follows ``optimizer.step()`` in it is not. New ranks get the state of the others.
-    Outside of an elastic job it only iterates, and gives all ranks the state of rank 0.
+    If a ``with`` block fails because a rank was lost, gradients, buffers and random
+    numbers are restored, and the remaining ranks repeat the step. Code in the block
+    after ``optimizer.step()`` is not repeated. New ranks get the state of the others.
+    Outside of an elastic job all ranks start with the state of rank 0.
 
     Args:
-        model: Equal on all ranks; what it is wrapped in afterwards does not matter.
-        optimizer: A ``DistributedOptimizer``, or several; all or none with ``zero=1``,
-            of which each rank keeps the share of another one, on another host.
+        model: Equal on all ranks; it may be wrapped afterwards.
+        optimizer: A ``DistributedOptimizer``, or several; all or none with ``zero=1``.
+            Then each rank keeps a copy of the share of a rank on another host.
         data: An ``ElasticLoader`` or ``ElasticShards``, or a map-style data set.
-        batch: Of a data set: samples a step, of all ranks together.
-        epochs: Of a data set: how often to go through it.
-        objects: What else has ``state_dict()`` and ``load_state_dict()``, such as
+        batch: For a data set: samples per step, of all ranks together.
+        epochs: For a data set: the number of epochs.
+        objects: Other objects with ``state_dict()`` and ``load_state_dict()``, such as
             learning-rate schedulers and gradient scalers, by name. Equal on all ranks.
         on_change: Called when the ranks have changed, and at the start.
         copy_every: With ``zero=1``, steps from one copy to the next. When a rank is
-            lost, as many may have to be done again.
-        checkpoint: A directory; the state is written there every ``checkpoint_every``
-            steps by rank 0 and read at a start where nobody has a newer one.
+            lost, up to this number of steps is repeated.
+        checkpoint: A directory. Rank 0 writes the state there every
+            ``checkpoint_every`` steps; it is read if no rank has a state at the start.
 
     Raises:
-        UsageError: An argument does not fit, or this rank's model or version of torch
-            is not that of the others, or a share and its copy were lost together, and
+        UsageError: An argument is invalid, or this rank's model or version of torch
+            differs from the others', or a share and its copy were lost together, and
             there is no checkpoint.
     """
 
@@ -159,53 +164,53 @@ class Loop:
         self.weights = GradientWeights(model.parameters(), *self._optimizers)
         self._copies = _make_copies(self._optimizers, copy_every)
         for each in self._optimizers:
-            _call_after_steps(each, self._take_step)
+            _call_after_steps(each, self._on_step)
 
     @property
     def num_applied(self) -> int:
-        """How many steps are applied, by all ranks that ever were."""
+        """The number of applied steps, over all views."""
         return self._training.num_applied
 
     def __iter__(self) -> Iterator[Step]:
         if self._member is None:
-            self._settle_in(None)
+            self._start_view(None)
         else:
-            self._go_on_from_start()
+            self._start_first_view()
         while True:
             if (step := self._next()) is not None:
                 yield step
                 if self._step is step:
                     raise UsageError(
-                        "a step must be done in its block, got none. Type: with step:"
+                        "a step must run in its block, got none. Write: with step: ..."
                     )
             elif self._finish():
                 return
 
-    def _go_on_from_start(self) -> None:
+    def _start_first_view(self) -> None:
         try:
             begins = current_session().begins
             if begins is not None:  # this process was in the view from its beginning
-                self._settle_in(begins)
+                self._start_view(begins)
                 return
         except CollectiveError as error:
             self._recover(error)
         else:
-            self._go_on()
+            self._change_view()
 
     # Steps
 
     def _next(self) -> Step | None:
-        """Return the next step, None after the last; settle where that is due."""
+        """Return the next step, None after the last; change the view if needed."""
         while True:
             try:
                 is_over = ""
                 if self._member is not None:
                     self._member.allow(self._training.num_applied + 1)
                     is_over = self._member.should_settle(self._training.num_applied)
-                # Not before: what follows the step may change objects, too.
-                self._keep(is_over)
+                # Not right after the step: code that follows it may change objects.
+                self._store_state(is_over)
                 if is_over:
-                    self._go_on()
+                    self._change_view()
                     continue
                 share = next(self._data)
             except StopIteration:
@@ -217,7 +222,7 @@ class Loop:
                 return self._step
 
     def begin_step(self, step: Step) -> None:
-        """Prepare the step, and what it takes to undo it."""
+        """Reset gradients, and copy the state that is needed to undo the step."""
         self._num_stepped = 0
         for each in self._optimizers:
             each.zero_grad()
@@ -225,15 +230,13 @@ class Loop:
         if self._member is None:
             return
         self._generators = _read_generators()
-        tensors = self._undone()
-        if tensors:
-            self._save(tensors)
+        self._save(self._undone_tensors())
 
     def end_step(self, step: Step, error: BaseException | None) -> bool:
-        """Count the step, or undo it and go on in the next view."""
+        """Count the step, or undo it and enter the next view."""
         self._step = None
         if error is None:
-            if not step.is_applied:  # such as one that a gradient scaler has skipped
+            if not step.is_applied:  # a gradient scaler may skip it
                 self._apply(step)
             return False
         if self._member is None or not isinstance(error, CollectiveError):
@@ -243,7 +246,7 @@ class Loop:
         self._recover(error)
         return True
 
-    def _take_step(self, *_: object) -> None:
+    def _on_step(self, *_: object) -> None:
         self._num_stepped += 1
         if self._step is not None and self._num_stepped == len(self._optimizers):
             self._apply(self._step)
@@ -255,8 +258,8 @@ class Loop:
         if self._member is not None:
             self._member.step = self._training.num_applied
 
-    def _keep(self, is_over: str) -> None:
-        """Keep copies, and write a checkpoint, of the applied steps where it is due."""
+    def _store_state(self, is_over: str) -> None:
+        """Make copies, and write a checkpoint, if they are due."""
         training, copies, member = self._training, self._copies, self._member
         step = training.num_applied
         is_due = step != self._written and self._checkpoints.is_due(step)
@@ -266,8 +269,8 @@ class Loop:
         else:
             is_wanted = is_over or copies.is_due(step)
             if member is not None and is_wanted and copies.newest != step:
-                copies.take(training)
-                # Only rank 0 is asked, and all give it their shares.
+                copies.make(training)
+                # Only rank 0 gets the request, but all must send it their shares.
                 asked, member.is_save_asked = member.is_save_asked, False
                 own = torch.tensor([int(asked)])
                 is_asked = bool(allreduce(own, name=_SAVE, op=Max))
@@ -280,7 +283,7 @@ class Loop:
                 self._checkpoints.write(step, training.state_dict())
 
     def _undo(self) -> None:
-        _copy_from(self._saved, self._undone())
+        _copy_from(self._saved, self._undone_tensors())
         _write_generators(self._generators)
         self._data.seek(self._training.position, rank(), size())
 
@@ -293,8 +296,8 @@ class Loop:
                 else:
                     kept.copy_(tensor)
 
-    def _undone(self) -> dict[str, Tensor]:
-        """Return what is put back when a step fails."""
+    def _undone_tensors(self) -> dict[str, Tensor]:
+        """Return the tensors to restore when a step fails."""
         if len(self._optimizers) > 1 and self._copies is None:
             return self._training.tensors()
         return dict(self._training.model.named_buffers())
@@ -303,28 +306,28 @@ class Loop:
 
     def _recover(self, error: CollectiveError) -> None:
         _logger.info("Step %d fails: %s", self._training.num_applied, error)
-        self._go_on(shorten(error))
+        self._change_view(shorten(error))
 
-    def _go_on(self, reason: str = "") -> None:
-        """Leave the view; return as a rank of a later one, with the newest state."""
+    def _change_view(self, reason: str = "") -> None:
+        """Leave the view and enter a later one, with the newest state."""
         while True:
             if self._copies is not None and self._member is not None:
                 self._member.applied = self._training.num_applied
                 self._member.step = self._copies.newest
             try:
-                self._settle_in(reform(reason))
+                self._start_view(reform(reason))
             except CollectiveError as error:
                 _logger.info("The next view fails, too: %s", error)
                 reason = shorten(error)
             else:
                 return
 
-    def _settle_in(self, begins: ViewBegins | None) -> None:
-        """Take over the state that counts, and this rank's part of the data."""
+    def _start_view(self, begins: ViewBegins | None) -> None:
+        """Get the newest state and this rank's part of the data."""
         root = current_session().source
         newest = NEW if begins is None else begins.step
         if self._copies is not None:
-            self._deal(self._copies, root, newest)
+            self._restore_shares(self._copies, root, newest)
         elif begins is None or not begins.is_equal:
             if newest == NEW:
                 self._load_checkpoint(root)
@@ -340,17 +343,17 @@ class Loop:
         found = self._checkpoints.read_newest() if rank() == root else None
         if found is not None:
             self._training.load_state_dict(found)
-            _logger.warning("Goes on from step %d, of a checkpoint.", found["step"])
+            _logger.warning("Continuing from the checkpoint of step %d.", found["step"])
         return found is not None
 
-    def _deal(self, copies: ShareCopies, root: int, newest: int) -> None:
-        """Have each rank take its share of the newest version that is left."""
+    def _restore_shares(self, copies: ShareCopies, root: int, newest: int) -> None:
+        """Restore the newest version that is left, with a share for each rank."""
         training, member = self._training, self._member
         found = copies.find()
         if found is not None:
             own = training.describe()
             require_same(own, broadcast_object(own, root))
-            copies.bring_back(found, training)
+            copies.restore(found, training)
         else:
             copies.begin(is_new=newest == NEW)
             if member is not None:
@@ -360,10 +363,10 @@ class Loop:
                 raise UsageError(_NO_COPY)
             training.broadcast(root, NEW, member)
         if member is not None:
-            copies.take(training)
+            copies.make(training)
 
     def _finish(self) -> bool:
-        """Return whether all have applied the last step; else go on."""
+        """Return True once all ranks have applied the last step."""
         if self._member is None:
             return True
         try:
@@ -376,7 +379,7 @@ class Loop:
 
 def _as_source(data: Any, batch: int | None, epochs: int | None) -> DataSource:
     if not isinstance(data, DataSource):
-        refuse_unplaced(data)
+        require_position(data)
         if batch is None or epochs is None:
             raise UsageError(
                 "batch and epochs must be given with a data set, got "
@@ -395,7 +398,7 @@ def _call_after_steps(optimizer: Optimizer, function: Callable[..., None]) -> No
     share = DistributedOptimizer.share_of(optimizer)
     if share is None:
         optimizer.register_step_post_hook(function)
-    else:  # its hooks are called before the ranks have each other's shares
+    else:  # its hooks are called before the ranks have exchanged their shares
         share.on_stepped = function
 
 

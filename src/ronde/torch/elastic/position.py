@@ -1,11 +1,11 @@
-"""Which samples a step takes, and which of them each rank: pure functions.
+"""The samples of each step, and their division among ranks: pure functions.
 
 Note [One cursor]
-    The position of a whole job is two numbers, equal on all ranks: the epoch, and how
-    many of its samples were in steps that were applied. The order of an epoch follows
-    from the seed, a step takes the next samples of it, and which rank takes which of
-    them follows from the number of ranks. So ranks may come and go between two steps,
-    and a step may be undone and done again by others: each sample still counts once.
+    The position of a whole job is two numbers, equal on all ranks: the epoch, and the
+    number of its samples in applied steps. The order of an epoch follows from the seed,
+    a step takes the next samples of it, and their division follows from the number of
+    ranks. So ranks may come and go between two steps, and a step may be undone and
+    repeated by other ranks: each sample still counts once.
 """
 
 from dataclasses import dataclass, field
@@ -22,44 +22,44 @@ POLICIES = ("global", "per-rank")
 
 
 class Position(NamedTuple):
-    """Where a job is in its data; equal on all ranks."""
+    """The position of a job in its data; equal on all ranks."""
 
     epoch: int = 0
     samples: int = 0  # of the epoch, in steps that were applied
 
 
-class Dealt(NamedTuple):
-    """What one rank does in one step."""
+class StepShard(NamedTuple):
+    """The samples of one rank in one step."""
 
     start: Position  # before the step
     position: Position  # after it
     batch_size: int  # of all ranks together
-    ids: tuple[int, ...]  # this rank's samples; may be none
-    micro_batches: tuple[tuple[int, ...], ...]  # one at least
+    ids: tuple[int, ...]  # this rank's samples; may be empty
+    micro_batches: tuple[tuple[int, ...], ...]  # at least one
     weights: tuple[float, ...]  # of each micro-batch: see ``GradientWeights``
 
 
 def derive_seed(*numbers: int) -> int:
-    """Return a seed of 63 bits that follows from ``numbers`` alone.
+    """Return a seed of 63 bits that depends on ``numbers`` alone.
 
-    Such as (seed, epoch, id of the sample): equal on whichever rank, in any attempt.
+    These may be (seed, epoch, sample id): equal on any rank and in any attempt.
     """
     text = ",".join(map(str, numbers)).encode()
     return int.from_bytes(blake2b(text, digest_size=8).digest(), "little") >> 1
 
 
 def order_of(num_samples: int, seed: int, epoch: int) -> Ids:
-    """Return the ids of all samples, shuffled; 4 bytes each, from 2^31 samples on 8."""
+    """Return the shuffled ids of all samples, as int32 below 2^31 samples."""
     ids = np.arange(num_samples, dtype=np.int32 if num_samples < 1 << 31 else np.int64)
     np.random.Generator(np.random.PCG64(derive_seed(seed, epoch))).shuffle(ids)
     return ids
 
 
-def deal(num_samples: int, rank: int, size: int, micro_batch: int = 1) -> slice:
-    """Return this rank's part of a batch: whole micro-batches, and a short last one.
+def shard_batch(num_samples: int, rank: int, size: int, micro_batch: int = 1) -> slice:
+    """Return this rank's part of a batch, in micro-batches; the last may be short.
 
-    Ranks differ by one micro-batch at most, in number and in samples: the last rank,
-    which has the short one, never has fewer than another.
+    Ranks differ by at most one micro-batch. The last rank, with the short one, never
+    has fewer than another.
     """
     num_micro_batches = -(-num_samples // micro_batch)
     first, end = (num_micro_batches * each // size for each in (rank, rank + 1))
@@ -67,15 +67,15 @@ def deal(num_samples: int, rank: int, size: int, micro_batch: int = 1) -> slice:
 
 
 @dataclass(slots=True)
-class Dealer:
-    """Deals the samples of a data set; equal arguments on all ranks."""
+class StepSampler:
+    """Divides the samples of a data set; equal arguments on all ranks."""
 
     num_samples: int
     batch_size: int  # of all ranks, or with "per-rank" of each
     shuffle: bool = True
     seed: int = 0
     drop_last: bool = False
-    micro_batch: int | None = None  # None: each rank's share in one
+    micro_batch: int | None = None  # None: one micro-batch a rank
     policy: str = "global"
     _orders: dict[int, Ids] = field(default_factory=dict[int, Ids])
 
@@ -90,7 +90,7 @@ class Dealer:
             )
 
     def full_batch(self, size: int) -> int:
-        """Return the samples of a step of ``size`` ranks that is not the last."""
+        """Return the number of samples of a full step of ``size`` ranks."""
         batch = self.batch_size * (size if self.policy == "per-rank" else 1)
         if self.drop_last and batch > self.num_samples:
             raise UsageError(
@@ -100,29 +100,29 @@ class Dealer:
             )
         return batch
 
-    def deal(self, position: Position, rank: int, size: int) -> Dealt:
-        """Deal the step that begins at ``position`` to one rank of ``size``.
+    def shard(self, position: Position, rank: int, size: int) -> StepShard:
+        """Return a rank's samples of the step that begins at ``position``.
 
-        A rank that gets no sample trains on the first one of the batch, with weight 0.
+        A rank without samples trains on the first one of the batch, with weight 0.
         """
         full = self.full_batch(size)
-        start = self._settle(position, full)
+        start = self._first_step(position, full)
         batch_size = min(full, self.num_samples - start.samples)
         end = start.samples + batch_size
-        share = deal(batch_size, rank, size, self.micro_batch or 1)
+        share = shard_batch(batch_size, rank, size, self.micro_batch or 1)
         low, high = start.samples + share.start, start.samples + share.stop
         ids = self._ids(start.epoch, low, high)
-        position = self._settle(Position(start.epoch, end), full)
+        position = self._first_step(Position(start.epoch, end), full)
         if not ids:
             filler = self._ids(start.epoch, start.samples, start.samples + 1)
-            return Dealt(start, position, batch_size, (), (filler,), (0.0,))
+            return StepShard(start, position, batch_size, (), (filler,), (0.0,))
         step = self.micro_batch or len(ids)
         parts = tuple(ids[i : i + step] for i in range(0, len(ids), step))
         weights = tuple(len(part) * size / batch_size for part in parts)
-        return Dealt(start, position, batch_size, ids, parts, weights)
+        return StepShard(start, position, batch_size, ids, parts, weights)
 
-    def _settle(self, position: Position, full: int) -> Position:
-        """Go on to the next epoch, if this one has no step left."""
+    def _first_step(self, position: Position, full: int) -> Position:
+        """Return the next epoch's beginning if this one has no step left."""
         needed = full if self.drop_last else 1
         is_over = self.num_samples - position.samples < needed
         return Position(position.epoch + 1) if is_over else position
@@ -131,7 +131,7 @@ class Dealer:
         if not self.shuffle:
             return tuple(range(low, high))
         if epoch not in self._orders:
-            # Two are in use where the next epoch is prefetched.
+            # Two are in use while the next epoch is prefetched.
             for old in sorted(self._orders)[:-1]:
                 del self._orders[old]
             self._orders[epoch] = order_of(self.num_samples, self.seed, epoch)

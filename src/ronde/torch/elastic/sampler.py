@@ -1,4 +1,4 @@
-"""Divides a dataset among ranks that may change in the middle of an epoch."""
+"""A sampler for ranks that may change in the middle of an epoch."""
 
 import math
 import random
@@ -12,11 +12,11 @@ from ronde.session.session import rank, size
 
 
 class ElasticSampler(Sampler[int]):
-    """Gives each rank its share of what the epoch has left.
+    """Divides the remaining samples of an epoch among the ranks.
 
     Make it part of a ``TorchState``; call ``record_batch`` after each batch and
-    ``set_epoch`` at the *end* of each epoch. All ranks must be given equal arguments,
-    and the length of ``dataset`` must not change.
+    ``set_epoch`` at the *end* of each epoch. Arguments must be equal on all ranks, and
+    the length of ``dataset`` must not change.
     """
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
@@ -26,7 +26,7 @@ class ElasticSampler(Sampler[int]):
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch, of which nothing is processed."""
+        """Begin an epoch."""
         self.epoch = epoch
         self.processed_num = 0
         self.reset()
@@ -41,17 +41,17 @@ class ElasticSampler(Sampler[int]):
         return {"epoch": self.epoch, "processed_num": self.processed_num}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go to where another sampler was, and divide the rest among today's ranks."""
+        """Continue where another sampler was; divide the rest among the ranks."""
         self.epoch = state_dict["epoch"]
         self.processed_num = state_dict["processed_num"]
         self.reset()
 
     def reset(self) -> None:
-        """Divide what is left of the epoch among today's ranks."""
+        """Divide the remaining samples among the present ranks."""
         self.divide(size(), rank())
 
     def divide(self, num_replicas: int, rank: int) -> None:
-        """Become one of ``num_replicas`` that share what is left of the epoch."""
+        """Divide the remaining samples among ``num_replicas``."""
         self.num_replicas = num_replicas
         self.rank = rank
         order = list(range(len(self.dataset)))
@@ -62,7 +62,7 @@ class ElasticSampler(Sampler[int]):
         self.total_size = self.num_samples * self.num_replicas
 
     def __iter__(self) -> Iterator[int]:
-        # One round of repeats may not do: 1 sample is left for 3 ranks.
+        # Samples may repeat more than once: 1 may be left for 3 ranks.
         filled = islice(cycle(self.remaining_indices), self.total_size)
         return islice(filled, self.rank, None, self.num_replicas)
 

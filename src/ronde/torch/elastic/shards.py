@@ -9,27 +9,27 @@ from torch import Tensor
 from ronde.errors import UsageError
 from ronde.session.session import rank, size
 from ronde.torch.elastic.data import Share
-from ronde.torch.elastic.position import Dealt, Position, derive_seed
+from ronde.torch.elastic.position import Position, StepShard, derive_seed
 from ronde.torch.mpi_ops import Sum, allreduce
 
 
 @runtime_checkable
 class Stateful(Protocol):
-    """An iterable of batches that goes on from a state; each epoch iterates anew."""
+    """An iterable of batches with a state; each epoch iterates anew."""
 
     def __iter__(self) -> Iterator[Any]: ...
 
     def state_dict(self) -> Any:
-        """Return what lies behind the batch that was yielded last."""
+        """Return the state after the batch that was yielded last."""
         ...
 
     def load_state_dict(self, state_dict: Any) -> Any:
-        """Have the next iterator go on from a state."""
+        """Make the next iterator continue from a state."""
         ...
 
 
 class ShardState(NamedTuple):
-    """Where a shard was: before batch ``number`` of ``epoch``."""
+    """The state of a shard before batch ``number`` of ``epoch``."""
 
     epoch: int
     number: int
@@ -57,15 +57,15 @@ def first_length(batch: Any) -> int:
 
 
 class ElasticShards:
-    """Train on shards whole, each on one rank at a time, which may change.
+    """Train on shards, each read by one rank at a time, which may change.
 
-    A step takes a batch of every shard that has one left: each rank those of its own
-    shards, as micro-batches, of which it may have none. So the batch of all ranks does
-    not change with their number. Taking a step is collective: ranks add up samples.
+    A step takes a batch of every shard that has one left. Each rank has those of its
+    own shards as micro-batches; it may have none. So the batch of all ranks does not
+    depend on their number. ``next()`` is collective: the ranks add up their samples.
 
-    ``position.samples`` counts the epoch's steps here. A lost rank's shards go on from
-    their last state that another rank knows, of ``load_state_dict`` and
-    ``merge_states``, and draw again, unused, what lies between.
+    ``position.samples`` counts the epoch's steps here. The shards of a lost rank
+    continue from the last state that another rank has, by ``load_state_dict`` or
+    ``merge_states``; the batches in between are read again and dropped.
 
     Raises:
         UsageError: A shard has no state, or there are more ranks than shards.
@@ -84,8 +84,8 @@ class ElasticShards:
             if not isinstance(shard, Stateful):
                 raise UsageError(
                     "a shard must have state_dict() and load_state_dict(), got "
-                    f"{type(shard).__name__} as number {index}: without them no other "
-                    "rank could go on from where one was lost."
+                    f"{type(shard).__name__} as number {index}: without them another "
+                    "rank could not continue after one was lost."
                 )
         self.epochs = epochs
         self.position = Position()
@@ -93,16 +93,16 @@ class ElasticShards:
         self._seed = seed
         self._num_samples = num_samples
         self._add_up = add_up
-        self._place: tuple[int, int] | None = None
+        self._rank_and_size: tuple[int, int] | None = None
 
     def seek(self, position: Position, rank: int, size: int) -> None:
-        """Go to ``position``, as one of ``size`` ranks; shards may change hands."""
+        """Go to ``position``, as one of ``size`` ranks; shards may change ranks."""
         if size > len(self._shards):
             raise UsageError(
                 f"size must be at most the number of shards, {len(self._shards)}, got "
                 f"{size}. Lower --max-ranks or make more shards."
             )
-        self.position, self._place = Position(*position), (rank, size)
+        self.position, self._rank_and_size = Position(*position), (rank, size)
         for index, shard in enumerate(self._shards):
             if index % size != rank:
                 shard.save(self.position)
@@ -113,8 +113,8 @@ class ElasticShards:
 
     def __next__(self) -> Share:
         """Return this rank's batches of the next step; collective."""
-        own_rank, own_size = self._place or (rank(), size())
-        if self._place is None:
+        own_rank, own_size = self._rank_and_size or (rank(), size())
+        if self._rank_and_size is None:
             self.seek(self.position, own_rank, own_size)
         for start in (self.position, Position(self.position.epoch + 1)):
             if self.epochs is not None and start.epoch >= self.epochs:
@@ -126,15 +126,15 @@ class ElasticShards:
             if total:
                 self.position = Position(start.epoch, start.samples + 1)
                 weights = tuple(count * own_size / total for count in counts)
-                dealt = Dealt(start, self.position, total, (), (), weights)
+                shard = StepShard(start, self.position, total, (), (), weights)
                 seed = derive_seed(self._seed, *start, own_rank)
-                return Share(dealt, seed, iter(batches))
+                return Share(shard, seed, iter(batches))
         raise UsageError("shards must have batches, got none in a whole epoch.")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position, this rank's shards and what it knows of the others.
+        """Return the position and all shards' states that this rank has.
 
-        After a step that was undone, first ``seek``.
+        Call ``seek`` first if a step was undone.
         """
         for shard in self._shards:
             shard.save(self.position)
@@ -142,40 +142,39 @@ class ElasticShards:
         return {"position": tuple(self.position), "shards": states}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go to where another source was."""
         self.position = Position(*state_dict["position"])
         for index, state in state_dict["shards"].items():
             self._shards[index].load(ShardState(*state))
 
     def merge_states(self, state_dict: dict[str, Any]) -> None:
-        """Keep another rank's states of shards, where they are newer than those here.
+        """Keep another rank's states of shards if they are newer.
 
-        Exchange them now and then, with ``allgather_object``, so that little is to be
-        drawn again when a rank is lost.
+        Exchange them now and then, with ``allgather_object``, so that few batches are
+        read again when a rank is lost.
         """
         for index, state in state_dict["shards"].items():
             self._shards[index].keep(ShardState(*state))
 
     def close(self) -> None:
-        """Let go of all iterators."""
+        """Release all iterators."""
         for shard in self._shards:
             shard.release()
 
 
 class _Shard:
-    """One shard, and how far it is; each batch is drawn by its number."""
+    """One shard and its position; batches are drawn by number."""
 
     def __init__(self, source: Stateful) -> None:
         self._source = source
         self.saved: ShardState | None = None
-        self._is_held = False  # this rank draws from it
+        self._is_held = False  # True if this rank reads it
         self._batches: Iterator[Any] | None = None
-        self._next = (0, 0)  # epoch and number of the batch to be drawn next
+        self._next = (0, 0)  # epoch and number of the next batch
         self._last: tuple[tuple[int, int], Any] | None = None
         self._end = (-1, 0)  # the newest epoch that is over, and its batches
 
     def draw(self, epoch: int, number: int) -> list[Any]:
-        """Return the batch of this number, or none where the epoch has fewer."""
+        """Return the batch of this number; empty if the epoch has fewer."""
         wanted = (epoch, number)
         is_drawn = self._last is not None and self._last[0] == wanted
         is_known = is_drawn or self._is_past_end(wanted)
@@ -187,7 +186,7 @@ class _Shard:
         return [batch for at, batch in [self._last or ((), ())] if at == wanted]
 
     def save(self, position: Position) -> None:
-        """Take the state, where it is not that after a step that was undone."""
+        """Save the state, unless it is that after an undone step."""
         if self._is_held and self._next <= position:
             self.saved = ShardState(*self._next, self._source.state_dict())
 
@@ -200,7 +199,6 @@ class _Shard:
             self.saved = state
 
     def release(self) -> None:
-        """Let go of the iterator: another rank has the shard, or its state changes."""
         self._is_held = False
         self._batches = self._last = None
 

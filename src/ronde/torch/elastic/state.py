@@ -36,7 +36,7 @@ _logger = logging.getLogger("ronde")
 
 
 class HostUpdateResult(IntFlag):
-    """What has changed; the numbers are Horovod's."""
+    """A change of hosts; the numbers are Horovod's."""
 
     no_update = 0
     removed = 1
@@ -45,7 +45,7 @@ class HostUpdateResult(IntFlag):
 
 
 class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818  Horovod's name
-    """The hosts have changed; ``skip_sync`` if all that are left have the state."""
+    """The hosts have changed; ``skip_sync`` if all remaining ranks have the state."""
 
     def __init__(self, skip_sync: bool) -> None:
         super().__init__(skip_sync)
@@ -53,7 +53,7 @@ class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818  Horovod's name
 
 
 class WorkerNotificationManager:
-    """Passes changes of hosts on to all listeners; any thread may use it."""
+    """Notifies all listeners of changes of hosts; thread-safe."""
 
     def __init__(self) -> None:
         self._listeners: list[State] = []
@@ -63,32 +63,32 @@ class WorkerNotificationManager:
         self._listeners.append(listener)
 
     def remove_listener(self, listener: "State") -> None:
-        """Call ``listener`` no more."""
+        """Stop calling ``listener``."""
         self._listeners.remove(listener)
 
     def handle_hosts_updated(
         self, timestamp: float, update_res: HostUpdateResult
     ) -> None:
-        """Pass a change at ``timestamp``, in seconds since the epoch, on to all."""
+        """Notify all listeners; ``timestamp`` is in seconds since the epoch."""
         for listener in list(self._listeners):
             listener.on_hosts_updated(timestamp, update_res)
 
 
 notification_manager = WorkerNotificationManager()
-"""The one of this process, which Horovod's users know by this name."""
+"""Horovod's name for the one of this process."""
 
 
 class State(ABC):
-    """What training goes on from after a failure or a change of hosts.
+    """The state of a training, restored after a failure or a change of hosts.
 
     ``bcast_object`` returns rank 0's object on every rank, or that of ``root_rank``;
-    ``get_rank`` the rank.
+    ``get_rank`` returns the rank.
 
     Note [Positions]
-        In an elastic job of ronde's all ranks count their checks for new hosts, of
-        which every commit has one. The count is what the controller compares: who has
-        counted most has the newest state, and a change of hosts comes after the same
-        check on all ranks.
+        In an elastic job of ronde's all ranks count their checks for new hosts; every
+        commit has one. The controller compares the counts: the rank with the largest
+        one has the newest state, and a change of hosts comes after the same check on
+        all ranks.
     """
 
     def __init__(
@@ -101,22 +101,22 @@ class State(ABC):
         self._reset_callbacks: list[Callable[[], None]] = []
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], None]]) -> None:
-        """Have functions called after ranks were added or removed."""
+        """Call functions after ranks were added or removed."""
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
-        """Adapt to the new ranks: forget old changes, ``reset``, call the callbacks."""
+        """Drop old changes, ``reset``, and call the callbacks."""
         self._host_messages = SimpleQueue()
         self.reset()
         for callback in self._reset_callbacks:
             callback()
 
     def on_hosts_updated(self, timestamp: float, update_res: HostUpdateResult) -> None:
-        """Take note of a change of hosts; from any thread."""
+        """Store a change of hosts for the next check; thread-safe."""
         self._host_messages.put((timestamp, update_res))
 
     def commit(self) -> None:
-        """Save, which copies everything, and check for new hosts; collective."""
+        """Save, and check for new hosts; collective."""
         self.save()
         member = own_member()
         if member is not None:
@@ -136,7 +136,7 @@ class State(ABC):
         last, is_changed = self._last_updated_timestamp, False
         while not self._host_messages.empty():
             timestamp, update = self._host_messages.get()
-            # Each change comes once, so one of the same second is another one.
+            # Each change comes once: one of the same second is a different one.
             if timestamp >= last:
                 last, is_changed = timestamp, True
                 changes |= update
@@ -147,7 +147,7 @@ class State(ABC):
 
     @abstractmethod
     def save(self) -> None:
-        """Take a copy for ``restore``."""
+        """Copy the state for ``restore``."""
 
     @abstractmethod
     def restore(self) -> None:
@@ -155,19 +155,19 @@ class State(ABC):
 
     @abstractmethod
     def sync(self) -> None:
-        """Take over and save rank 0's state, or that of ``source()``; collective."""
+        """Get and save the state of rank 0, or of ``source()``; collective."""
 
     def reset(self) -> None:  # noqa: B027  most have nothing to adapt
         """Adapt to the new ranks, before ``sync``; not collective."""
 
 
 def source() -> int:
-    """Return the rank whose state counts: who has committed the most."""
+    """Return the rank with the newest commit."""
     return current_session().source
 
 
 class ObjectState(State):
-    """State whose attributes, the keywords, can be pickled."""
+    """A state of picklable attributes, given as keywords."""
 
     def __init__(
         self,
@@ -211,20 +211,20 @@ class StateHandler:
         raise NotImplementedError
 
     def sync(self) -> None:
-        """Take over the state of ``source()``, and save nothing."""
+        """Get the state of ``source()``, without saving it."""
         raise NotImplementedError
 
     def reset(self) -> None:
         """Adapt to new ranks; not collective."""
 
     def set_value(self, value: Any) -> None:
-        """Handle another value from now on, and save it."""
+        """Replace the value, and save it."""
         self.value = value
         self.save()
 
 
 class StateDictHandler(StateHandler):
-    """Handles what has ``state_dict()`` and ``load_state_dict()``."""
+    """Handles objects with ``state_dict()`` and ``load_state_dict()``."""
 
     def __init__(self, value: Any) -> None:
         super().__init__(value)
@@ -235,7 +235,7 @@ class StateDictHandler(StateHandler):
         self._saved = _copy_into(self._saved, self.value.state_dict())
 
     def restore(self) -> None:
-        # A copy again: optimizers keep what they load, and go on to change it.
+        # A copy: optimizers keep the loaded tensors, and change them.
         self.value.load_state_dict(deepcopy(self._saved))
 
     def sync(self) -> None:
@@ -245,7 +245,7 @@ class StateDictHandler(StateHandler):
 
 @torch.no_grad()
 def _copy_into(kept: Any, value: Any) -> Any:
-    """Return a copy of ``value``, made of the tensors of ``kept`` where they fit."""
+    """Return a copy of ``value``, in the tensors of ``kept`` if they fit."""
     if type(value) in (dict, OrderedDict):
         old = cast("dict[Any, Any]", kept) if isinstance(kept, dict) else {}
         copied = copy(value)
@@ -275,7 +275,7 @@ class OptimizerStateHandler(StateDictHandler):
         if DistributedOptimizer.share_of(value) is not None:
             raise UsageError(
                 "zero must be 0 for the optimizer of a TorchState, got 1: a rank has "
-                "but its share of the state. Use hvd.elastic.Loop, which keeps copies."
+                "only its share of the state. Use hvd.elastic.Loop, which keeps copies."
             )
         super().__init__(value)
 
@@ -287,13 +287,12 @@ class SamplerStateHandler(StateDictHandler):
     """Handles an ``ElasticSampler``."""
 
     def reset(self) -> None:
-        # Where ranks were only removed, nothing is synchronised: those left would go
-        # on with their old shares.
+        # If ranks were only removed, ``sync`` is not called.
         self.value.reset()
 
 
 HandlerRegistry = list[tuple[type, type[StateHandler]]]
-"""Types, and what handles their instances; the first that fits counts."""
+"""Types and the handlers of their instances; the first match counts."""
 
 _registry: HandlerRegistry = [
     (nn.Module, ModelStateHandler),
@@ -304,20 +303,20 @@ _registry: HandlerRegistry = [
 
 
 def get_handler_registry() -> HandlerRegistry:
-    """Return what handles which type."""
+    """Return the types and their handlers."""
     return list(_registry)
 
 
 def set_handler_registry(registry: HandlerRegistry) -> None:
-    """Set what handles which type, from now on."""
+    """Set the types and their handlers."""
     _registry[:] = registry
 
 
 class TorchState(ObjectState):
     """The state of a training: ``model``, ``optimizer`` and keywords, as attributes.
 
-    Keywords are further modules, optimizers, learning-rate schedulers and samplers;
-    anything else is pickled.
+    Keywords may be modules, optimizers, learning-rate schedulers and samplers; other
+    values are pickled.
     """
 
     def __init__(
@@ -351,7 +350,7 @@ class TorchState(ObjectState):
         for handler in self._handlers.values():
             handler.sync()
         super().sync()
-        # Not earlier: who fails before goes back to all of what it had.
+        # Last: a rank that fails before restores all of its old state.
         for handler in self._handlers.values():
             handler.save()
 
@@ -375,10 +374,10 @@ R = TypeVar("R")
 def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
     """Decorate a training function, so that it survives failures and new hosts.
 
-    The function takes the state first, which is rank 0's on all ranks. When a
-    collective fails (``HorovodInternalError``), the state goes back to its last commit;
-    when hosts have changed, it stays. In both cases the ranks connect anew and the
-    function is called again, after fast failures with a pause that doubles, up to 10 s.
+    Its first argument is the state, which is rank 0's on all ranks. When a collective
+    fails (``HorovodInternalError``), the state goes back to its last commit; when hosts
+    have changed, it stays. In both cases the ranks connect anew and the function is
+    called again. After quick failures it first pauses: 0.1 s, doubled up to 10 s.
 
     Raises:
         CollectiveError: There were more resets than ``HOROVOD_RESET_LIMIT`` allows.
@@ -415,7 +414,7 @@ def _until_done(train: Callable[[], R], state: State, reset: Callable[[], object
     if member is not None:
         member.on_change = _notify
     limit = None if member else read_horovod_config().reset_limit
-    # One that joins others has prepared alone until now.
+    # A rank that joins others has been alone until now.
     is_connected = member is None or current_session().view is not None
     is_synchronized = False
     number, pause = 0, _Pause()
@@ -435,7 +434,7 @@ def _until_done(train: Callable[[], R], state: State, reset: Callable[[], object
             return _finish(member, train())
         except CollectiveError as error:
             _count(number, limit, error)
-            # Else a mistake of the program's own, made again each time, is never seen.
+            # Logged, as the program's own fault may come again each time.
             _logger.warning("Training goes back to its last commit: %s", error)
             state.restore()
             is_synchronized = False
@@ -444,7 +443,7 @@ def _until_done(train: Callable[[], R], state: State, reset: Callable[[], object
                 member.step = step = member.saved_step
                 is_new = isinstance(error, MembershipError) or step > pause.step
                 pause.step = step
-            pause.take(is_new=is_new)
+            pause.sleep(is_new=is_new)
         except HostsUpdatedInterrupt as interrupt:
             _count(number, limit, interrupt)
             is_synchronized = interrupt.skip_sync
@@ -452,20 +451,20 @@ def _until_done(train: Callable[[], R], state: State, reset: Callable[[], object
 
 
 def _notify() -> None:
-    # Listeners hear that there is a change; which one is not known here.
+    # The kind of change is unknown here.
     notification_manager.handle_hosts_updated(time.time(), HostUpdateResult.mixed)
 
 
 class _Pause:
-    """Grows where failures come fast; the first try comes at once."""
+    """A pause that grows with quick failures; the first is 0."""
 
     def __init__(self) -> None:
         self.began_s = 0.0
         self.next_s = 0.0
         self.step = NEW  # of the last failure
 
-    def take(self, *, is_new: bool) -> None:
-        """Sleep; ``is_new``: something was done since the last failure."""
+    def sleep(self, *, is_new: bool) -> None:
+        """Sleep; ``is_new`` if there was progress since the last failure."""
         if is_new:
             self.next_s = 0.0
         time.sleep(self.next_s)

@@ -1,4 +1,4 @@
-"""All that a training has come to, and how ranks that have less of it take it over."""
+"""The state of a training, and its broadcast to ranks that are behind."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
@@ -17,12 +17,12 @@ from ronde.torch.functions import OptimizerState, broadcast_object, broadcast_pa
 
 
 class Training:
-    """The model, the optimizers and all else, after ``num_applied`` steps.
+    """The model, the optimizers and all other state, after ``num_applied`` steps.
 
     Attributes:
-        objects: What else has ``state_dict()`` and ``load_state_dict()``, by name.
-        num_applied: How many steps are applied, by all ranks that ever were.
-        position: Of the applied steps, in the data.
+        objects: Other objects with ``state_dict()`` and ``load_state_dict()``, by name.
+        num_applied: The number of applied steps, over all views.
+        position: The position in the data after the applied steps.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Training:
         self.position = data.position
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return all that a step may change: parameters, buffers, optimizers' state."""
+        """Return all tensors that a step may change."""
         tensors = self.model.state_dict()
         for index, each in enumerate(self.optimizers):
             states = enumerate(each.state.values())
@@ -51,7 +51,7 @@ class Training:
         return tensors
 
     def small_state(self) -> dict[str, Any]:
-        """Return all but the model's and the optimizers' state."""
+        """Return all state but the model's and the optimizers'."""
         return {
             "step": self.num_applied,
             "position": tuple(self.position),
@@ -60,7 +60,7 @@ class Training:
         }
 
     def load_small_state(self, state: dict[str, Any]) -> None:
-        """Take over what ``small_state`` has returned."""
+        """Load the result of ``small_state``."""
         self.num_applied = state["step"]
         self.data.load_state_dict(state["data"])
         self.position = type(self.position)(*state["position"])
@@ -68,7 +68,7 @@ class Training:
             each.load_state_dict(state["objects"][name])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all of it, as checkpoints have it."""
+        """Return all state."""
         return {
             **self.small_state(),
             "model": self.model.state_dict(),
@@ -76,14 +76,14 @@ class Training:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what ``state_dict`` has returned."""
+        """Load the result of ``state_dict``."""
         self.model.load_state_dict(state["model"])
         for each, saved in zip(self.optimizers, state["optimizers"], strict=True):
             each.load_state_dict(saved)
         self.load_small_state(state)
 
     def describe(self) -> list[str]:
-        """Return what must be the same on all ranks."""
+        """Return a description that must be equal on all ranks."""
         tensors = self.model.state_dict().items()
         return [
             f"torch {torch.__version__}",
@@ -92,24 +92,24 @@ class Training:
         ]
 
     def broadcast(self, root: int, newest: int, member: Member | None) -> None:
-        """Have all ranks take over the root's; collective.
+        """Give all ranks the root's state; collective.
 
         Args:
-            root: A rank that has the newest state.
-            newest: Its step.
-            member: This process, in an elastic job; its ``step`` says what it has.
+            root: A rank with the newest state.
+            newest: The step of that state.
+            member: This process in an elastic job, with the step of its own state.
         """
         own = self.describe()
         optimizers = [OptimizerState(each, self.model) for each in self.optimizers]
         sent = None
         if rank() == root:
             sent = own, [each.plain for each in optimizers], self.small_state()
-        # All at once: each exchange takes milliseconds.
+        # In one object: each exchange takes milliseconds.
         theirs, plain, small = broadcast_object(sent, root)
         require_same(own, theirs)
         kept = None
-        # Half of another's state is none, unless it is the same. Those that are a step
-        # behind keep theirs: the only rank that is not may be lost meanwhile.
+        # A broadcast that fails half way leaves no valid state, unless the states were
+        # equal. So a rank that is a step behind keeps a copy of its own state.
         if member is not None and member.step != newest:
             kept = None if member.step == NEW else deepcopy(self.state_dict())
             member.step = NEW

@@ -1,4 +1,4 @@
-"""How gradients and learning rates follow the number of ranks."""
+"""Gradients and learning rates for a changing number of ranks."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, cast
@@ -12,12 +12,12 @@ from ronde.torch.optimizer import DistributedOptimizer
 
 
 class GradientWeights:
-    """Make the average over ranks the average over samples, however they are dealt.
+    """Make the average over ranks the average over samples, for unequal shares.
 
     A loss is a mean over a micro-batch, and ``DistributedOptimizer`` averages over
     ranks. So each gradient is multiplied by ``micro_batch * size / batch``, and
-    reduced with the last micro-batch of this rank: ranks may have unequally many. Where
-    that factor is 1 parameters have no hooks, and nothing is done.
+    reduced after this rank's last micro-batch: their number may differ between ranks.
+    If the factor is 1, parameters have no hooks.
 
     Args:
         parameters: Of the model.
@@ -30,7 +30,7 @@ class GradientWeights:
         self._parameters = [
             p for p in parameters if p.is_floating_point() or p.is_complex()
         ]
-        # The user's own number of passes for each micro-batch.
+        # The program's own number of passes for each micro-batch.
         self._optimizers = [
             (each, each.backward_passes_per_step)
             for each in optimizers
@@ -40,7 +40,7 @@ class GradientWeights:
         self._hooks: list[RemovableHandle] = []
 
     def begin(self, share: Share) -> None:
-        """Prepare the step; before its first ``backward()``."""
+        """Prepare a step, before its first ``backward()``."""
         for optimizer, passes in self._optimizers:
             wanted = passes * max(1, len(share.weights))
             if optimizer.backward_passes_per_step != wanted:
@@ -54,7 +54,7 @@ class GradientWeights:
             yield inputs
 
     def close(self) -> None:
-        """Leave gradients alone again."""
+        """Remove the hooks."""
         self._set(1.0)
         for optimizer, passes in self._optimizers:
             optimizer.set_backward_passes_per_step(passes)
@@ -69,8 +69,8 @@ class GradientWeights:
             self._hooks = [self._add_hook(p) for p in self._parameters]
 
     def _add_hook(self, parameter: Tensor) -> RemovableHandle:
-        # Torch hooks only what requires a gradient, but keeps the hook when it is
-        # frozen: so one that is trained later is weighted too.
+        # Frozen parameters too, which may be trained later: torch hooks only those that
+        # require a gradient, but keeps the hook.
         was_trained = parameter.requires_grad
         parameter.requires_grad_()
         hook = cast("Any", parameter).register_hook(self._weigh)
@@ -78,12 +78,12 @@ class GradientWeights:
         return cast("RemovableHandle", hook)
 
     def _weigh(self, gradient: Tensor) -> Tensor:
-        # A sample that does not count may have any loss, also none that is finite.
+        # A filler sample may have an infinite loss.
         return gradient * self._weight if self._weight else zeros_like(gradient)
 
 
 class Ramp(NamedTuple):
-    """A factor on its way from one value to another; a pure function of the step."""
+    """A factor that changes linearly with the step."""
 
     begin: float = 1.0
     end: float = 1.0
@@ -91,7 +91,7 @@ class Ramp(NamedTuple):
     num_steps: int = 0
 
     def at(self, step: int) -> float:
-        """Return the factor in step number ``step``, from 0 on."""
+        """Return the factor in step ``step``, from 0 on."""
         done = step + 1 - self.first_step
         if done >= self.num_steps:
             return self.end
@@ -102,10 +102,9 @@ class LearningRateScale:
     """Scale learning rates with the number of ranks, for the policy "per-rank".
 
     The linear rule: ``size / base_size`` times the rate that was chosen for
-    ``base_size`` ranks. After a change of size the factor gets there in ``ramp_steps``
-    equal steps, as it does from 1 at the start. The rates of ``param_groups`` are
-    scaled during ``optimizer.step()`` alone: schedulers and ``state_dict()`` never see
-    it.
+    ``base_size`` ranks. After a change of size the factor reaches it in ``ramp_steps``
+    equal steps; it starts from 1. The rates of ``param_groups`` are scaled only during
+    ``optimizer.step()``: schedulers and ``state_dict()`` see the unscaled ones.
 
     Source: https://arxiv.org/abs/1706.02677, sections 2.1 and 2.2.
     """
@@ -117,7 +116,7 @@ class LearningRateScale:
         self._optimizer = optimizer
         self._base_size = base_size
         self._ramp_steps = ramp_steps
-        self._step = -1  # the newest that ``begin`` was called for
+        self._step = -1  # the newest step of ``begin``
         self._before = self._ramp = Ramp()  # of the step before it, and of it
         self._rates: list[float | Tensor] = []
         self._hooks = [
@@ -126,10 +125,9 @@ class LearningRateScale:
         ]
 
     def begin(self, step: int, size: int) -> None:
-        """Find the factor of step number ``step``, from 0 on, with ``size`` ranks.
+        """Compute the factor of step ``step``, from 0 on, with ``size`` ranks.
 
-        Depends on the steps that were applied alone: one that is done again, with as
-        many ranks or others, has the factor that it would have had at once.
+        It depends only on applied steps: a repeated step has the same factor.
         """
         self._after_step()  # of a step that has failed
         if step > self._step:
@@ -141,18 +139,18 @@ class LearningRateScale:
         self.factor = self._ramp.at(step)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what another rank needs to go on as this one would."""
+        """Return the state of the factor."""
         ramps = {"before": tuple(self._before), "ramp": tuple(self._ramp)}
         return {"step": self._step, **ramps}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on as another rank would."""
+        """Load the state of the factor."""
         self._step = state_dict["step"]
         self._before = Ramp(*state_dict["before"])
         self._ramp = Ramp(*state_dict["ramp"])
 
     def close(self) -> None:
-        """Leave learning rates alone again."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
 

@@ -1,4 +1,4 @@
-"""Sharded training by torch's own parts, from one line that says how many ways."""
+"""Sharded training with torch's own parts, from one line that gives the layout."""
 
 from ronde.parallel.layout import Layout
 from ronde.torch.parallel.checkpoints import load, save

@@ -1,8 +1,8 @@
-"""Checkpoints that load under another layout: torch's own, whole or not there at all.
+"""Checkpoints that can be loaded under another layout, in torch's format.
 
-Note [Whole or not there]
-    Ranks write into ``NAME.partial``; once all have, rank 0 gives it its name. A
-    checkpoint of the name is moved to ``NAME.previous`` first, and removed last.
+Note [Atomic checkpoints]
+    Ranks write into ``NAME.partial``; then rank 0 renames it. An old checkpoint of that
+    name is moved to ``NAME.previous`` before, and removed at the end.
 """
 
 import json
@@ -29,7 +29,7 @@ from ronde.parallel.layout import Layout
 from ronde.torch.parallel.equal_weights import gather_objects
 
 _NOTES = "ronde.json"
-# Else the list of all parameters is one entry, of which a pipeline's ranks have parts.
+# Flat, as each rank of a pipeline has only some of the parameters.
 _BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
@@ -41,18 +41,18 @@ def save(
     layout: Layout | None = None,
     notes: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write weights and optimizer state into a folder that all ranks see; collective.
+    """Write weights and optimizer state into a folder on a shared disk; collective.
 
-    The format is that of ``torch.distributed.checkpoint``, under the plain names of
-    parameters. A failure leaves what was there.
+    The format is that of ``torch.distributed.checkpoint``, with the plain names of
+    parameters. If it fails, an old checkpoint stays.
 
     Args:
-        path: The folder; one that is there is replaced.
+        path: The folder; an old one is replaced.
         model: Sharded or not, as ``optimizer``'s parameters; of a pipeline its
             ``stages``.
         optimizer: A plain one of torch.
-        layout: What to note of how it was written.
-        notes: What else to keep, as JSON has it: the step, the place in the data.
+        layout: Stored as a note.
+        notes: Other JSON values to store: the step, the position in the data.
     """
     target = Path(path)
     partial = target.with_name(f"{target.name}.partial")
@@ -78,16 +78,15 @@ def save(
 def load(
     path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer
 ) -> dict[str, Any]:
-    """Read what ``save`` wrote, under any layout, in place; collective.
+    """Load a checkpoint of ``save`` in place, under any layout; collective.
 
-    It runs code of whoever wrote the folder, as torch's checkpoints are pickles: read
-    your own only.
+    torch's checkpoints are pickles, which can run code: load only your own.
 
     Returns:
         The notes.
 
     Raises:
-        UsageError: There is no such checkpoint, or it is that of another model.
+        UsageError: There is no such checkpoint, or it is of another model.
     """
     target = Path(path)
     if not (target / _NOTES).is_file():
@@ -98,7 +97,7 @@ def load(
             f"path must be a folder that save() wrote, got {str(target)!r}, which has "
             f"no {_NOTES}.{cure}"
         )
-    # Ranks of a pipeline have other parameters each.
+    # Each rank of a pipeline has different parameters.
     for difference in gather_objects(_difference(target, model)):
         if difference:
             raise UsageError(
@@ -106,7 +105,7 @@ def load(
                 f"{difference}."
             )
     state = _state_of(model, optimizer)
-    checkpoint.load(state, checkpoint_id=target)  # into what is in it
+    checkpoint.load(state, checkpoint_id=target)  # in place
     set_state_dict(
         model,
         optimizer,
@@ -118,7 +117,7 @@ def load(
 
 
 def _difference(path: Path, model: nn.Module) -> str:
-    """Return what a checkpoint has not as the model has it; empty if nothing."""
+    """Return the first difference between checkpoint and model; empty if none."""
     stored = checkpoint.FileSystemReader(path).read_metadata().state_dict_metadata
     for name, value in get_model_state_dict(model).items():
         entry = stored.get(f"model.{name}")

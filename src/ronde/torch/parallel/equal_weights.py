@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class _State(NamedTuple):
-    """A parameter or buffer, as ranks compare it."""
+    """A parameter or buffer, for comparison between ranks."""
 
     form: str
     checksum: int | None  # None on the meta device.
@@ -26,11 +26,11 @@ class _State(NamedTuple):
 def make_equal(model: nn.Module, mesh: DeviceMesh) -> None:
     """Give all ranks the first one's weights and buffers, as DDP does; collective.
 
-    Those whose checksums differ are sent. Tensors on the meta device, and subclasses
-    such as ``DTensor``, are left alone.
+    Sends those with different checksums. Skips tensors on the meta device, and
+    subclasses such as ``DTensor``.
 
     Raises:
-        UsageError: Ranks have other parameters or buffers than the first.
+        UsageError: Parameters or buffers differ in name, shape or dtype.
     """
     groups = [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1]
     groups = [group for group in groups if dist.get_backend(group) != "fake"]

@@ -1,7 +1,7 @@
-"""What a rank of a layout would hold at its peak, found without ranks and memory.
+"""The peak memory of a rank of a layout, found without ranks and memory.
 
-A step is run in this process alone, over tensors without data and a process group that
-sends nothing, while torch's memory trackers count.
+A step runs in this process alone, on tensors without data and with a process group that
+sends nothing, under torch's memory trackers.
 """
 
 import os
@@ -56,30 +56,30 @@ def estimate(
 ) -> RankMemory:
     """Return the peak memory of rank 0 in a training step, in bytes by kind.
 
-    ``RankMemory.shortage(limit_bytes)`` is a sentence if that is more than a device
-    has. On CPU "process" is this process's memory now, with the interpreter and torch,
-    and "allocator" a share of the tensors that glibc keeps when they are freed. On GPUs
-    what CUDA, the allocator and the communication library add is not in it.
+    ``RankMemory.shortage(limit_bytes)`` returns a sentence if a device has less memory.
+    On CPU "process" is this process's present memory, with the interpreter and torch,
+    and "allocator" a share of the freed tensors, which glibc keeps. On GPUs the memory
+    of CUDA, the allocator and the communication library is not included.
 
     Args:
-        build: Makes the model; nothing of it is allocated.
+        build: Makes the model; its memory is not allocated.
         layout: Without -1, pp and cp.
         batch: The tensors of one rank; their values do not matter.
         loss_of: ``loss_of(model, *batch)``.
         make_optimizer: Of parameters; None takes AdamW. With ``foreach=False``, as the
-            temporaries of the others are not seen right.
-        device_type: "cuda" or "cpu"; None takes what is there.
+            temporaries of the others are miscounted.
+        device_type: "cuda" or "cpu"; None takes "cuda" if it is available.
         **options: As for ``parallelize``.
 
     Raises:
-        UsageError: This process is in a process group; or as ``parallelize``.
+        UsageError: This process has a process group; or as ``parallelize``.
     """
     if dist.is_initialized():
         raise UsageError(
             "estimate() must be called in a process without a process group, got one "
             "with. Call it before init_process_group(), or in a program of its own."
         )
-    # It registers backend "fake" when it is imported.
+    # The import registers backend "fake".
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     def adamw(parameters: Any) -> torch.optim.Optimizer:  # noqa: ANN401  Optimizer's
@@ -90,7 +90,7 @@ def estimate(
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
     try:
         mesh = init_mesh(layout, "cpu", allow_tp_over_hosts=True)
-        # Meshes are tensors with values, which there are none of in the mode.
+        # Outside the mode, which has no values, as meshes are tensors with values.
         with torch.device("meta"):
             model = parallelize(build(), mesh, **options)
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
@@ -109,7 +109,7 @@ def estimate(
             peak = tracker.get_tracker_snapshot("peak")
     finally:
         dist.destroy_process_group()
-    # Its kinds are words, and the total is one more.
+    # The snapshot also has a total, under a plain string.
     counted = peak.get(torch.device("cpu"), {})
     terms = [
         MemoryTerm(_NAMES[str(kind.value)], size)

@@ -1,4 +1,4 @@
-"""Whether a sharded model trains as one process does; if not, what differs first."""
+"""A comparison of sharded training with training in one process."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -26,25 +26,25 @@ _KINDS = ("loss", "gradient", "weight")
 
 
 class Mismatch(NamedTuple):
-    """A value that is not what one process has."""
+    """A value that differs from that of one process."""
 
     step: int
-    what: str  # loss, gradient or weight
+    kind: str  # loss, gradient or weight
     name: str  # of the parameter
-    placements: str  # how it is sharded
+    placements: str
     error: float  # as in Parity
 
     def __str__(self) -> str:
         where = f" of {self.name} ({self.placements})" if self.name else ""
-        return f"step {self.step}: {self.what}{where} is off by {self.error:.2g}"
+        return f"step {self.step}: {self.kind}{where} is off by {self.error:.2g}"
 
 
 @dataclass(frozen=True, slots=True)
 class Parity:
-    """How near ranks came to one process.
+    """The differences between sharded training and one process.
 
     Errors are relative to the largest value of the gradient or weight, or to a 16th of
-    that of all, as some gradients are zero but for rounding.
+    that of all, as some gradients are only rounding errors.
     """
 
     layout: Layout
@@ -57,7 +57,7 @@ class Parity:
 
     @property
     def is_equal(self) -> bool:
-        """Whether no error is above the tolerance."""
+        """True if no error is above the tolerance."""
         return self.first is None
 
     def __str__(self) -> str:
@@ -86,22 +86,22 @@ def check_parity(
     Every rank needs memory for the whole model. Dropout is turned off.
 
     Args:
-        build: Makes the model; its random numbers are those of one seed.
+        build: Makes the model; called with the same seed on all ranks.
         layout: Without cp.
-        batches: What all ranks train on together, a step each: tensors whose rows are
-            dealt out over dp. Rank 0's are taken. With pp the inputs and the targets,
-            or one tensor that is both.
+        batches: The global batch of each step: tensors whose rows are divided over dp.
+            Those of rank 0 are used. With pp the inputs and the targets, or one tensor
+            for both.
         loss_of: ``loss_of(model, *batch)``, a mean over the batch's rows. With pp it
             uses the inputs for ``model(inputs)`` alone.
-        make_optimizer: Of parameters; None takes plain SGD. What divides by small
-            gradients, as Adam does, makes noise large.
-        dtype: What both compute in; half of its digits must be equal, or of those of
-            the least exact dtype that the model itself takes.
+        make_optimizer: Of parameters; None takes plain SGD. Adam and others that divide
+            by small gradients amplify rounding errors.
+        dtype: Of the model and batches. Half of its digits must be equal, or half of
+            those of the least exact dtype that the model computes in.
         **options: As for ``parallelize``; with pp as for ``pipeline``, whose
             ``num_microbatches`` is the number of stages if it is not given.
 
     Raises:
-        UsageError: A batch's rows cannot be dealt out evenly, or as ``parallelize`` and
+        UsageError: A batch's rows cannot be divided evenly, or as ``parallelize`` and
             ``pipeline``.
     """
     mesh = init_mesh(layout)
@@ -139,7 +139,7 @@ def _sgd(parameters: Any) -> torch.optim.Optimizer:  # noqa: ANN401  Optimizer's
 
 
 class _Side:
-    """A model that is trained."""
+    """A training of one model."""
 
     def __init__(
         self,
@@ -166,7 +166,7 @@ class _Side:
 
 
 class _StagedSide(_Side):
-    """A pipeline; only the last stage's ranks have a loss."""
+    """A training of a pipeline; only the last stage's ranks have a loss."""
 
     def __init__(
         self,
@@ -197,7 +197,7 @@ class _StagedSide(_Side):
 
 
 class _Precision(TorchDispatchMode):
-    """Finds the least exact dtype that is computed in."""
+    """Records the least exact dtype of all results."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -220,7 +220,7 @@ class _Precision(TorchDispatchMode):
 
 
 class _Errors:
-    """The worst error of each kind, and the first that is too large."""
+    """The largest error of each kind, and the first above the tolerance."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.precision = _Precision(dtype)
@@ -234,7 +234,7 @@ class _Errors:
     def add(
         self,
         step: int,
-        what: str,
+        kind: str,
         values: Mapping[str, Tensor | None],
         expected: Mapping[str, Tensor | None],
     ) -> None:
@@ -242,18 +242,18 @@ class _Errors:
         least = _LEAST_SCALE * max(sizes.values(), default=0.0)
         for name, value in values.items():
             error = _error(_whole(value), expected[name], max(sizes[name], least))
-            self._worst[what] = max(self._worst[what], error)
+            self._worst[kind] = max(self._worst[kind], error)
             if self._first is None and not error <= self._tolerance:
-                how = str(value.placements) if isinstance(value, DTensor) else "whole"
-                self._first = Mismatch(step, what, name, how, error)
+                form = str(value.placements) if isinstance(value, DTensor) else "whole"
+                self._first = Mismatch(step, kind, name, form, error)
 
     def of_all_ranks(self, layout: Layout, num_steps: int) -> Parity:
-        """Put together what the ranks of a pipeline found; collective."""
+        """Combine the errors of all ranks; collective."""
         own = (self._worst, self._first, self._tolerance)
         worst, firsts, tolerances = zip(*gather_objects(own), strict=True)
         loss, gradient, weight = (max(each[kind] for each in worst) for kind in _KINDS)
         found: list[Mismatch] = [each for each in firsts if each is not None]
-        found.sort(key=lambda each: (each.step, _KINDS.index(each.what)))
+        found.sort(key=lambda each: (each.step, _KINDS.index(each.kind)))
         first = found[0] if found else None
         tolerance = max(tolerances)
         return Parity(layout, num_steps, loss, gradient, weight, tolerance, first)
@@ -266,7 +266,7 @@ def _size(tensor: Tensor | None) -> float:
 
 @torch.no_grad()
 def _error(value: Tensor | None, expected: Tensor | None, scale: float) -> float:
-    """Return how far two tensors are apart; None is zeros, as of an unused layer."""
+    """Return the relative error; None counts as zeros, as for an unused layer."""
     if value is None or expected is None:
         error = max(_size(value), _size(expected))
     elif value.shape != expected.shape:
@@ -298,8 +298,8 @@ def _cast(tensor: Tensor, dtype: torch.dtype, device: str) -> Tensor:
 
 def _own_rows(batch: Batch, layout: Layout) -> list[Tensor]:
     num_parts = layout.dp_replicate * layout.dp_shard
-    place = layout.coordinates(dist.get_rank())
-    part = place["dp_replicate"] * layout.dp_shard + place["dp_shard"]
+    own = layout.coordinates(dist.get_rank())
+    part = own["dp_replicate"] * layout.dp_shard + own["dp_shard"]
     rows: list[Tensor] = []
     for tensor in batch:
         if tensor.shape[0] % num_parts:

@@ -23,14 +23,14 @@ _BATCH_NORM = nn.modules.batchnorm._BatchNorm  # noqa: SLF001  # pyright: ignore
 
 @dataclass(frozen=True, slots=True)
 class StagedModel:
-    """The stages of this rank, and the schedule that trains them with the others'."""
+    """The stages of this rank, and the schedule of all ranks."""
 
     stages: nn.Module
     """This rank's layers, named as in the model: for the optimizer and ``save``."""
     plan: Pipeline
-    """``plan.predict().idle_share`` is the part of a step in which ranks wait."""
+    """``plan.idle_share`` is the share of a step in which ranks wait."""
     layers: tuple[range, ...]
-    """The layers of each stage, also of the other ranks'."""
+    """The layers of each stage, on all ranks."""
     is_first: bool
     is_last: bool
     _schedule: Any
@@ -39,17 +39,17 @@ class StagedModel:
     def step(self, inputs: Tensor, targets: Tensor) -> Tensor | None:
         """Compute the gradients of a batch; collective along pp.
 
-        They are those of the mean over microbatches, and added to what is there.
+        They are those of the mean over microbatches, and are accumulated.
 
         Args:
-            inputs: Of the whole batch; the first stage's rank reads it.
-            targets: Of the whole batch; the last stage's rank reads it.
+            inputs: Of the whole batch; used by the first stage's rank.
+            targets: Of the whole batch; used by the last stage's rank.
 
         Returns:
             The mean loss on the last stage's rank, None elsewhere.
 
         Raises:
-            UsageError: The batch's rows are no multiple of the microbatches.
+            UsageError: The batch's rows are not a multiple of the microbatches.
         """
         read = [*([inputs] * self.is_first), *([targets] * self.is_last)]
         for tensor in read:
@@ -59,7 +59,7 @@ class StagedModel:
                     f"{self.plan.num_microbatches}, got {len(tensor)}."
                 )
         self._ties.make_equal()
-        # torch's schedule divides what is there by the number of microbatches, too.
+        # torch's schedule would divide older gradients by the number of microbatches.
         parameters = list(cast("Any", self.stages).parameters())
         kept = [(p, p.grad) for p in parameters if p.grad is not None]
         for parameter, _ in kept:
@@ -93,23 +93,23 @@ def pipeline(
 ) -> StagedModel:
     """Cut a model into stages along pp, and shard each over dp and tp. Collective.
 
-    A weight of several stages, such as that of an embedding and of the output head, is
-    a parameter of each; ``step`` adds their gradients, so that they stay equal.
+    A weight of several stages, as of an embedding tied to the output head, is a
+    parameter of each; ``step`` adds their gradients, so that they stay equal.
 
     Args:
-        model: Layers that take each other's output, on the mesh's device.
+        model: Consecutive layers, on the mesh's device.
         mesh: With pp of more than one rank.
         loss_fn: ``loss_fn(outputs, targets)``, a mean over a microbatch.
-        num_microbatches: Parts of a batch, equal ones.
+        num_microbatches: The number of equal parts of a batch.
         schedule: "GPipe", "1F1B" or "Interleaved1F1B".
-        num_chunks: Stages of each rank, with "Interleaved1F1B".
+        num_chunks: The number of stages per rank, with "Interleaved1F1B".
         costs: The time of each layer, in any unit; None takes its number of parameters.
         **options: As for ``parallelize``, which shards with ``zero=2`` here, so that
             weights are gathered once for all microbatches.
 
     Raises:
-        UsageError: There are fewer layers than stages, the schedule cannot be, or the
-            stages shard a weight that they share in different ways.
+        UsageError: There are fewer layers than stages, the schedule is invalid, or the
+            stages shard a tied weight in different ways.
     """
     axes = mesh.mesh_dim_names or ()
     num_ranks = mesh["pp"].size() if "pp" in axes else 1
@@ -138,7 +138,9 @@ def pipeline(
         for layer in cuts[index]:
             stage.add_module(layer_names[layer], layers[layer])
         if chunk and ties:
-            stage = deepcopy(stage)  # it may share weights with this rank's others
+            stage = deepcopy(
+                stage
+            )  # it may share weights with other stages of this rank
         for name in map(layer_names.__getitem__, cuts[index]):
             own.add_module(name, stage.get_submodule(name))
         parallelize(stage, inner, **sharding)
@@ -162,11 +164,10 @@ def pipeline(
 
 
 def _require_pipeline(model: nn.Module, num_ranks: int, schedule: str) -> None:
-    """Refuse models and options of which no pipeline can be made."""
     if cast("Any", type(model)).forward not in [each.forward for each in _LISTS]:
         raise UsageError(
-            "model must be a plain Sequential, layers that take each other's output, "
-            f"got {type(model).__name__}. Give pipeline() its layers as one."
+            "model must be a plain Sequential of consecutive layers, got "
+            f"{type(model).__name__}. Give pipeline() a Sequential of its layers."
         )
     if num_ranks < 2:
         raise UsageError(
@@ -178,13 +179,13 @@ def _require_pipeline(model: nn.Module, num_ranks: int, schedule: str) -> None:
 
 
 def _warn_of_batch_norm(model: nn.Module, num_microbatches: int) -> None:
-    """Have one rank report layers that compute another thing in a pipeline."""
+    """Warn, on one rank, of layers that compute different results in a pipeline."""
     below: list[tuple[str, nn.Module]] = list(cast("Any", model).named_modules())
     names = [name for name, module in below if isinstance(module, _BATCH_NORM)]
     if names and num_microbatches > 1 and dist.get_rank() == 0:
         warnings.warn(
             f"BatchNorm takes the statistics of a microbatch in a pipeline, of a batch "
-            f"in one process: results differ, first in {names[0]}. GroupNorm and "
-            "LayerNorm do not depend on it.",
+            f"in one process: results differ, first in {names[0]}. Use GroupNorm or "
+            "LayerNorm, which do not.",
             stacklevel=3,
         )

@@ -1,4 +1,4 @@
-"""Meshes and sharded models out of a layout; all that comes of it is torch's own."""
+"""Meshes and sharded models from a layout; the results are torch's own objects."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -28,17 +28,17 @@ def init_mesh(
 ) -> DeviceMesh:
     """Return the mesh of a layout; collective.
 
-    Its axes are those of the layout with more than one rank, and ``dp_shard``. Where no
-    process group was made yet, backend "ronde" is.
+    Its axes are those of the layout with more than one rank, and ``dp_shard``. Makes a
+    process group with backend "ronde" if there is none.
 
     Args:
-        layout: -1 stands for what is left of the ranks.
-        device_type: "cuda" or "cpu"; None takes what is there.
-        allow_tp_over_hosts: Let tp's groups lie on more than one host, whose network
-            they would wait for four times a layer.
+        layout: -1 stands for the ranks left.
+        device_type: "cuda" or "cpu"; None takes "cuda" if it is available.
+        allow_tp_over_hosts: Allow tp's groups to span hosts, which costs four messages
+            over the network per layer.
 
     Raises:
-        UsageError: The layout does not fit the ranks, or a host's.
+        UsageError: The layout does not fit the ranks, or those of a host.
     """
     if not dist.is_initialized():
         dist.init_process_group("ronde")
@@ -48,8 +48,8 @@ def init_mesh(
     if is_known and ranks.local_size % layout.tp and not allow_tp_over_hosts:
         raise UsageError(
             f"tp must divide the ranks of a host: {ranks.local_size}, got "
-            f"tp={layout.tp}: a group would lie on more than one host. Take another "
-            "tp, or allow_tp_over_hosts=True."
+            f"tp={layout.tp}: a group would span hosts. Take another tp, or "
+            "allow_tp_over_hosts=True."
         )
     sizes = {a: n for a, n in layout.sizes.items() if n > 1 or a == "dp_shard"}
     return init_device_mesh(
@@ -60,7 +60,7 @@ def init_mesh(
 
 
 def find_device_type() -> str:
-    """Return that of the devices of this machine."""
+    """Return "cuda" if it is available, else "cpu"."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -76,23 +76,22 @@ def parallelize(
     """Shard a model in place, over tp and then over dp; return it. Collective.
 
     All ranks get the weights and buffers of the mesh's first, as with DDP. With tp one
-    block of each kind is tried whole and divided, on a tiny input. The optimizer is
-    made afterwards, from ``model.parameters()``: a plain one of torch.
+    block of each kind is tested whole and divided, on a tiny input. Make the optimizer
+    afterwards, from ``model.parameters()``: a plain one of torch.
 
     Args:
         model: On the mesh's device.
-        mesh: Of ``init_mesh``, or any with its names.
+        mesh: Of ``init_mesh``, or one with the same names.
         zero: 3 gathers weights for each pass and drops them after it; 2 keeps them from
             the forward to the backward.
-        units: The classes of modules whose weights are gathered together; None takes
-            ``find_units``.
-        plan: For tp, as ``parallelize_module`` takes it; None takes
+        units: The classes of modules to gather as a whole; None takes ``find_units``.
+        plan: For tp, a plan of ``parallelize_module``; None takes
             ``tensor_parallel_plan``.
-        precision: What weights and gradients are gathered and reduced in.
+        precision: The dtypes of gathered weights and reduced gradients.
 
     Raises:
-        UsageError: An axis cannot be had this way, the model has no plan for one, a
-            block that tp divides gives other results, or ranks have other models.
+        UsageError: An axis is not supported, the model has no plan for one, a block
+            divided over tp gives different results, or models differ between ranks.
     """
     names = mesh.mesh_dim_names or ()
     if zero not in (2, 3):
@@ -135,9 +134,9 @@ def find_units(
 ) -> list[nn.Module]:
     """Return the modules to gather one by one, inner ones first.
 
-    Without classes these are the blocks that repeat: the members of each ``ModuleList``
-    or ``Sequential`` that has at least two of one class with parameters in it, unless
-    they lie in a block themselves or share parameters with anything outside them.
+    Without classes these are repeated blocks: the members of each ``ModuleList`` or
+    ``Sequential`` that has at least two of one class with parameters, unless they are
+    inside another block or share parameters with modules outside.
 
     Raises:
         UsageError: The model has no module of these classes, or they share parameters.
@@ -151,23 +150,23 @@ def find_units(
     if not found:
         names = ", ".join(each.__name__ for each in classes)
         raise UsageError(
-            f"units must be classes of the model's modules, got {names}, of which "
-            f"{type(model).__name__} has none."
+            f"units must be classes of the model's modules, got {names}, but "
+            f"{type(model).__name__} has none of them."
         )
     units = [module for module in reversed(found) if module is not model]
     for owners in _shared(model, units):
         first, second, *_ = owners.values()
         raise UsageError(
-            f"units must not share parameters, got {first}, which is {second}, too. "
-            "Take classes of modules that hold both."
+            f"units must not share parameters, got {first}, which is also {second}. "
+            "Take classes of modules that contain both."
         )
     return units
 
 
 def _shared(model: nn.Module, units: Sequence[nn.Module]) -> list[dict[nn.Module, str]]:
-    """Return the parameters of several units: their names in each, and outside them.
+    """Return the names of each shared parameter, by unit, or the model itself.
 
-    FSDP2 gathers a parameter with one unit alone.
+    FSDP2 gathers a parameter with one unit only.
     """
     plain: Any = model
     modules: dict[str, nn.Module] = dict(plain.named_modules(remove_duplicate=False))
@@ -194,9 +193,9 @@ def _find_repeated(module: nn.Module, units: list[nn.Module]) -> None:
 
 
 def _by_dtype(units: Sequence[nn.Module]) -> list[list[nn.Module]]:
-    """Return units in order, modules with parameters of another dtype before theirs.
+    """Return units in order, with modules of another dtype before their unit.
 
-    FSDP2 gathers one dtype at once, and finds out at the first forward only.
+    FSDP2 gathers one dtype at a time, and raises only in the first forward.
     """
     seen: set[nn.Parameter] = set()
     groups: list[list[nn.Module]] = []
@@ -216,7 +215,7 @@ def _by_dtype(units: Sequence[nn.Module]) -> list[list[nn.Module]]:
                     "their own."
                 )
             for parameter in trained:
-                # What the unit itself owns is of its dtype; else it is the most.
+                # A unit has the dtype of its direct parameters, else the most frequent.
                 numels[parameter.dtype] += parameter.numel() << 64 * (module is unit)
             for dtype in dtypes:
                 owners.setdefault(dtype, []).append(module)
@@ -227,7 +226,7 @@ def _by_dtype(units: Sequence[nn.Module]) -> list[list[nn.Module]]:
 
 
 def _use_group_memory(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Have FSDP2's buffers lie where other ranks read them, if the group has such."""
+    """Allocate FSDP2's buffers in the group's shared memory, if it has any."""
     group = mesh.get_group(mesh.ndim - 1)
     device = torch.device(mesh.device_type)
     backend = group._get_backend(device)  # noqa: SLF001  as FSDP2 itself asks

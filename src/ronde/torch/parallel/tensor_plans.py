@@ -1,4 +1,4 @@
-"""Tensor-parallel plans for blocks whose layers have the usual names."""
+"""Tensor-parallel plans for blocks with the usual names of layers."""
 
 from collections.abc import Iterable
 from typing import NamedTuple, cast
@@ -14,11 +14,11 @@ from ronde.errors import UsageError
 
 
 class _Pair(NamedTuple):
-    """Children of one module: what columns make, the row takes."""
+    """Children of one module; the row's input is computed from the columns' output."""
 
     columns: tuple[str, ...]
     row: str
-    optional: tuple[str, ...] = ()  # more columns, of gated blocks
+    optional: tuple[str, ...] = ()  # further columns, of gated blocks
 
 
 _PAIRS = (
@@ -39,8 +39,8 @@ def tensor_parallel_plan(model: nn.Module, tp: int) -> dict[str, ParallelStyle]:
 
     Within one module the first layers (``q_proj``, ``up_proj``, ``w1``, ``fc1`` ...)
     are cut by columns and the last (``o_proj``, ``down_proj``, ``w2``, ``fc2`` ...) by
-    rows, as in Megatron (arXiv:1909.08053). Attention must find its number of heads in
-    what its projections make, ``view(*shape, -1, head_dim)``; ``parallelize`` tries it.
+    rows, as in Megatron (arXiv:1909.08053). Attention must derive its number of heads
+    from its projections, ``view(*shape, -1, head_dim)``; ``parallelize`` tests it.
 
     Raises:
         UsageError: No module has such layers, or ``tp`` does not divide one.
@@ -72,9 +72,9 @@ def tensor_parallel_plan(model: nn.Module, tp: int) -> dict[str, ParallelStyle]:
     return plan
 
 
-def _require_divisible(layer: str, what: str, features: int, tp: int) -> None:
+def _require_divisible(layer: str, size: str, features: int, tp: int) -> None:
     if features % tp:
         raise UsageError(
-            f"{what} of {layer} must be a multiple of tp: {tp}, got {features}. Take "
+            f"{size} of {layer} must be a multiple of tp: {tp}, got {features}. Take "
             "another tp, or another size of the layer."
         )

@@ -1,4 +1,4 @@
-"""Weights that several stages of a pipeline share: equal copies, and one gradient."""
+"""Weights shared by several stages of a pipeline: equal copies, and one gradient."""
 
 from collections.abc import Sequence
 
@@ -29,7 +29,7 @@ def find_ties(model: nn.Module, stages: Sequence[Sequence[str]]) -> list[Tie]:
 
 
 class TiedWeights:
-    """The copies of such weights in a rank's stages; stage s is on rank s mod pp.
+    """The copies of tied weights in a rank's stages; stage s is on rank s mod pp.
 
     Raises:
         UsageError: Stages shard a weight in different ways.
@@ -45,7 +45,7 @@ class TiedWeights:
             self.make_equal()
 
     def make_equal(self) -> None:
-        """Give copies the first one's values, once they have some; collective."""
+        """Give copies the first one's values, unless they are on meta; collective."""
         unequal, self._unequal = self._unequal, []
         for tie in unequal:
             copies = [_local(copy.detach()) for copy in self._copies(tie).values()]
@@ -72,20 +72,19 @@ class TiedWeights:
                     gradient.copy_(total)
 
     def _copies(self, tie: Tie) -> dict[str, nn.Parameter]:
-        """Return this rank's, by name."""
         rank, size = self._group.rank(), self._group.size()
         own = [name for stage, name in tie.items() if stage % size == rank]
         return {name: self._stages.get_parameter(name) for name in own}
 
     def _exchange(self, tie: Tie, own: Tensor) -> list[Tensor]:
-        """Return the tensors of all ranks that have the weight, in equal order."""
+        """Return the tensors of all ranks that have the weight, in one order."""
         size, me = self._group.size(), self._group.rank()
         tensors = {stage % size: torch.empty_like(own) for stage in tie}
         tensors[me] = own.contiguous()
         operations = [
-            dist.P2POp(op, tensors[which], group=self._group, group_peer=rank)
+            dist.P2POp(op, tensors[owner], group=self._group, group_peer=rank)
             for rank in tensors
-            for op, which in ((dist.isend, me), (dist.irecv, rank))
+            for op, owner in ((dist.isend, me), (dist.irecv, rank))
             if rank != me and own.numel()
         ]
         if operations:
@@ -100,7 +99,7 @@ class TiedWeights:
             for name, copy in self._copies(tie).items()
         }
         of_ranks = gather_objects(own, self._group)
-        found = {name: how for each in of_ranks for name, how in each.items()}
+        found = {name: form for each in of_ranks for name, form in each.items()}
         for tie in self._ties:
             if len({found[name] for name in tie.values()}) > 1:
                 copies = ", ".join(

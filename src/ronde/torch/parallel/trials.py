@@ -1,7 +1,7 @@
-"""Blocks tried whole and divided over tp, on random weights and a tiny input.
+"""Tests of blocks, whole and divided over tp, with random weights and a tiny input.
 
-Attention that has its number of heads in the code runs when divided, and computes
-another thing; a norm between the projections gets a part of its gradient.
+They find attention with a fixed number of heads, which gives wrong results when
+divided, and norms between the projections, which get only a part of their gradient.
 """
 
 import inspect
@@ -27,8 +27,8 @@ from torch.utils import _pytree as pytree
 from ronde.errors import UsageError
 from ronde.torch.parallel.equal_weights import gather_objects
 
-_ALLOWED = 2.0**-5  # Of the largest value: TF32 is within it, faults are not.
-_LEAST_SCALE = 2.0**-3  # Of the largest gradient: some are zero but for rounding.
+_ALLOWED = 2.0**-5  # Of the largest value: above errors of TF32, below those of faults.
+_LEAST_SCALE = 2.0**-3  # Of the largest gradient: some are only rounding errors.
 _OUTPUT = "output"
 _ROTARY = "position_embeddings"  # of transformers: cosines and sines for each head
 _OPEN = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -38,15 +38,17 @@ _PLAIN = {
 }
 
 
-class _Way(NamedTuple):
-    """How a block is called."""
+class _CallForm(NamedTuple):
+    """A way to call a block."""
 
     is_training: bool
     has_batch: bool  # Its input has three dimensions; else two.
     repeats_input: bool  # For the other arguments; else they are None.
 
 
-_WAYS = [_Way(*each) for each in product((True, False), (True, False), (False, True))]
+_CALL_FORMS = [
+    _CallForm(*each) for each in product((True, False), (True, False), (False, True))
+]
 
 
 def require_same_results(
@@ -54,16 +56,16 @@ def require_same_results(
 ) -> None:
     """Refuse a plan that changes the output or gradients of a block; collective.
 
-    A block is a module with layers cut by columns and by rows. One of each kind is
-    tried, in a copy; blocks that cannot run on one tensor are not.
+    A block is a module with layers cut by columns and by rows. A copy of one of each
+    kind is tested, if it runs on one input tensor.
 
     Args:
         model: Not yet divided.
         mesh: Of tp alone.
-        plan: As ``parallelize_module`` takes it.
+        plan: A plan of ``parallelize_module``.
 
     Raises:
-        UsageError: A block gives other results when it is divided.
+        UsageError: A block gives different results when it is divided.
     """
     if dist.get_backend(mesh.get_group()) == "fake":
         return
@@ -84,7 +86,7 @@ def require_same_results(
 
 
 def turn_dropout_off(model: nn.Module) -> None:
-    """Zero the rates of torch's own modules, for good."""
+    """Set the dropout rates of torch's own modules to zero."""
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
             module.p = 0.0
@@ -95,7 +97,7 @@ def turn_dropout_off(model: nn.Module) -> None:
 def _blocks(
     model: nn.Module, tp: int, plan: Mapping[str, ParallelStyle]
 ) -> Iterator[tuple[str, dict[str, ParallelStyle]]]:
-    """Yield blocks by name, inner ones first, and the plan of the layers in each."""
+    """Yield blocks by name, inner ones first, with the plan of their layers."""
     modules: dict[str, nn.Module] = dict(cast("Any", model).named_modules())
     planned = {
         name: style
@@ -124,7 +126,7 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def _is_plain(layer: nn.Module, style: Any, tp: int) -> bool:  # noqa: ANN401  any style
-    """Whether the layer takes and gives what an undivided one would, around its cut."""
+    """Return True for a linear layer with an even cut and the usual layouts."""
     if type(style) not in _PLAIN or not isinstance(layer, nn.Linear):
         return False
     layouts = (*style.input_layouts, *style.output_layouts)
@@ -134,7 +136,7 @@ def _is_plain(layer: nn.Module, style: Any, tp: int) -> bool:  # noqa: ANN401  a
 
 
 def _kind(block: nn.Module) -> object:
-    """Return equal values for blocks that compute alike."""
+    """Return a key that is equal for blocks of the same computation."""
     shapes = [(n, p.shape) for n, p in _parameters(block)]
     settings = [
         (name, value)
@@ -152,34 +154,34 @@ def _parameters(block: nn.Module) -> Iterable[tuple[str, nn.Parameter]]:
 def _fault(
     block: nn.Module, mesh: DeviceMesh, plan: Mapping[str, ParallelStyle]
 ) -> str:
-    """Return what differs when the block is divided; empty if nothing is known to."""
+    """Return the first difference of the divided block; empty if none is found."""
     group, device = mesh.get_group(), torch.device(mesh.device_type)
     devices = [torch.cuda.current_device()] if device.type == "cuda" else []
     column = next(n for n, style in plan.items() if isinstance(style, ColwiseParallel))
     width = cast("nn.Linear", block.get_submodule(column)).in_features
-    # tp divides the length, as it may what a wrong view() makes of it.
+    # The length is a multiple of tp, so that a wrong view() does not raise.
     shape = (3, 2 * mesh.size(), width)
     with torch.random.fork_rng(devices), warnings.catch_warnings(), torch.enable_grad():
         warnings.simplefilter("ignore")
         copy = _copy(block, device)
         way, wanted = (None, {}) if copy is None else _run_whole(copy, shape)
         if set(gather_objects(way, group)) != {way} or copy is None or way is None:
-            return ""  # on all ranks alike
+            return ""  # on all ranks
         parallelize_module(copy, mesh, dict(plan), src_data_rank=None)
         try:
             fault = _difference(_run(copy, way, shape), wanted)
         except Exception as error:  # noqa: BLE001  the model's own
-            # The input may not be what another argument stands for.
+            # The input may not fit the other arguments.
             fault = "" if way.repeats_input else f"{type(error).__name__}: {error}"
         faults: list[str] = gather_objects(fault, group)
         return next(filter(None, faults), "")
 
 
 def _copy(block: nn.Module, device: torch.device) -> nn.Module | None:
-    """Return a copy on a device, with random weights and no dropout."""
+    """Return a copy on a device, with random weights and no dropout, or None."""
     is_meta = any(parameter.is_meta for parameter in block.parameters())
     if any(buffer.is_meta for buffer in block.buffers()):
-        return None  # whose values nobody knows
+        return None  # they have no values
     try:
         copy = deepcopy(block)
         if is_meta:
@@ -189,7 +191,7 @@ def _copy(block: nn.Module, device: torch.device) -> nn.Module | None:
             copy.float()
         generator = torch.Generator(device).manual_seed(0)
         for weight in copy.parameters():
-            # Weights that start as zeros would hide what comes before them.
+            # Weights that start as zeros would hide differences before them.
             scale = weight.shape[-1] ** -0.5 if weight.ndim > 1 else 1.0
             with torch.no_grad():
                 weight.normal_(0.0, scale, generator=generator)
@@ -201,9 +203,9 @@ def _copy(block: nn.Module, device: torch.device) -> nn.Module | None:
 
 def _run_whole(
     block: nn.Module, shape: tuple[int, ...]
-) -> tuple[_Way | None, dict[str, Tensor]]:
-    """Return the first way in which it runs and gives the same twice, and what."""
-    for way in _WAYS:
+) -> tuple[_CallForm | None, dict[str, Tensor]]:
+    """Return the first call form with a deterministic result, and the result."""
+    for way in _CALL_FORMS:
         try:
             torch.manual_seed(0)
             wanted = _run(block, way, shape)
@@ -217,7 +219,7 @@ def _run_whole(
     return None, {}
 
 
-def _run(block: nn.Module, way: _Way, shape: tuple[int, ...]) -> dict[str, Tensor]:
+def _run(block: nn.Module, way: _CallForm, shape: tuple[int, ...]) -> dict[str, Tensor]:
     """Return the first output and the gradients, by name."""
     block.train(way.is_training)
     block.zero_grad()
@@ -255,9 +257,9 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def _difference(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> str:
-    """Return the first result that is not as wanted, and how far off; empty if none."""
+    """Return the first wrong result and its error, as a text; empty if none."""
     if found[_OUTPUT].shape != wanted[_OUTPUT].shape:
-        return ""  # a part, which another block takes
+        return ""  # a part: the input of another block
     sizes = {name: float(tensor.abs().max()) for name, tensor in wanted.items()}
     largest = max((size for name, size in sizes.items() if name != _OUTPUT), default=0)
     for name, tensor in wanted.items():

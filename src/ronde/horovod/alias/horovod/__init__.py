@@ -1,9 +1,8 @@
-"""Stands in for Horovod where it is not installed.
+"""Replaces Horovod if that is not installed.
 
 The directory above this one is on the path: ``ronde run`` puts it first on the ranks'
-``PYTHONPATH``, ``ronde alias --install`` into a .pth file. Where a Horovod is installed
-for the Python that imports this, it is the one that is imported, unless
-``RONDE_HOROVOD_ALIAS`` is 1.
+``PYTHONPATH``, ``ronde alias --install`` into a .pth file. If Horovod is installed for
+the Python that imports this, it is imported, unless ``RONDE_HOROVOD_ALIAS`` is 1.
 """
 
 import os
@@ -12,25 +11,25 @@ from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import module_from_spec
 from pathlib import Path
 
-_PLACE = ("ronde", "horovod", "alias")
+_TAIL = ("ronde", "horovod", "alias")
 
 
 def _find_installed() -> ModuleSpec | None:
-    # Another ronde's stand-in, of a launcher around this one, is none either.
-    others = [entry for entry in sys.path if Path(entry).parts[-3:] != _PLACE]
+    # Another ronde's replacement, of a launcher around this one, is no Horovod either.
+    others = [entry for entry in sys.path if Path(entry).parts[-3:] != _TAIL]
     spec = PathFinder.find_spec("horovod", others)
-    # A mere directory of that name, a namespace without a loader, is no Horovod.
+    # A directory of that name, a namespace without a loader, is no Horovod.
     return spec if spec is not None and spec.loader is not None else None
 
 
-def _give_way(spec: ModuleSpec) -> None:
+def _use_installed(spec: ModuleSpec) -> None:
     module = module_from_spec(spec)
     sys.modules["horovod"] = module
     if spec.loader is not None:
         spec.loader.exec_module(module)
 
 
-def _stand_in() -> None:
+def _use_ronde() -> None:
     try:
         from ronde.horovod.aliasing import install
     except ModuleNotFoundError as error:
@@ -45,9 +44,9 @@ def _stand_in() -> None:
     install()
 
 
-# Nothing of ronde can be asked for it here: this Python may have none.
+# Read here, as this Python may have no ronde to read it.
 _is_forced = os.environ.get("RONDE_HOROVOD_ALIAS") == "1"  # noqa: TID251
 if _is_forced or (_installed := _find_installed()) is None:
-    _stand_in()
+    _use_ronde()
 else:
-    _give_way(_installed)
+    _use_installed(_installed)

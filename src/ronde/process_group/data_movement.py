@@ -1,4 +1,4 @@
-"""Calls that copy."""
+"""Calls that move data."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,12 +8,12 @@ from torch import Tensor
 from ronde.collectives import Work
 from ronde.process_group.base import GroupBase, Options, Works
 from ronde.process_group.tensor_lists import (
+    copy_apart,
+    copy_if_needed,
     flattened,
     joined,
+    memory_of,
     only,
-    place_of,
-    put,
-    put_apart,
     received,
     require_count,
     require_dtype,
@@ -24,7 +24,7 @@ from ronde.process_group.tensor_lists import (
 from ronde.process_group.works import GroupWork
 
 
-class Copies(GroupBase):
+class DataMovement(GroupBase):
     """All of torch's collectives that do not compute."""
 
     def broadcast(self, tensors: Sequence[Tensor], opts: Options = None) -> GroupWork:
@@ -44,9 +44,9 @@ class Copies(GroupBase):
         counts: list[list[int]] = [[] for _ in inputs]
 
         def start() -> Works:
-            for places, tensor in zip(outputs, inputs, strict=True):
-                require_count(places, self._size, "tensor_list")
-                require_dtype(places, tensor, "tensor_list")
+            for targets, tensor in zip(outputs, inputs, strict=True):
+                require_count(targets, self._size, "tensor_list")
+                require_dtype(targets, tensor, "tensor_list")
             gather = self._communicator.all_gather
             return [
                 gather(flattened(tensor), counts=sent)
@@ -54,10 +54,10 @@ class Copies(GroupBase):
             ]
 
         def finish(results: list[Any]) -> list[Tensor]:
-            for result, sent, places in zip(results, counts, outputs, strict=True):
-                require_lengths(sent, [place.numel() for place in places])
-                put_apart(result, places)
-            return [place for places in outputs for place in places]
+            for result, sent, targets in zip(results, counts, outputs, strict=True):
+                require_lengths(sent, [target.numel() for target in targets])
+                copy_apart(result, targets)
+            return [target for targets in outputs for target in targets]
 
         return self._start("all_gather", start, finish, opts)
 
@@ -81,10 +81,12 @@ class Copies(GroupBase):
         def start(output: Tensor, tensor: Tensor) -> Work[Any]:
             require_dtype([output], tensor, "output")
             require_ratio(output, tensor, self._size, "output", "input")
-            out = place_of(output)
+            out = memory_of(output)
             return self._communicator.all_gather(flattened(tensor), out=out)
 
-        return self._start_each("all_gather", start, put, (outputs, inputs), opts)
+        return self._start_each(
+            "all_gather", start, copy_if_needed, (outputs, inputs), opts
+        )
 
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -96,19 +98,19 @@ class Copies(GroupBase):
         opts: Options = None,
     ) -> GroupWork:
         tensor, root = only(inputs, "tensor"), opts.rootRank
-        places = list(outputs[0]) if self._rank == root else []
+        targets = list(outputs[0]) if self._rank == root else []
 
         def start() -> Works:
             if self._rank == root:
-                require_count(places, self._size, "gather_list")
-                require_dtype(places, tensor, "gather_list")
+                require_count(targets, self._size, "gather_list")
+                require_dtype(targets, tensor, "gather_list")
             data = flattened(tensor)
             splits = [data.numel() if r == root else 0 for r in range(self._size)]
             return [self._communicator.all_to_all(data, splits)]
 
-        lengths = [place.numel() for place in places] or [0] * self._size
+        lengths = [target.numel() for target in targets] or [0] * self._size
         return self._start(
-            "gather", start, lambda r: received(r, places, lengths), opts
+            "gather", start, lambda r: received(r, targets, lengths), opts
         )
 
     def scatter(
@@ -144,8 +146,8 @@ class Copies(GroupBase):
             splits = [each.numel() for each in inputs]
             return [self._communicator.all_to_all(joined(inputs), splits)]
 
-        places = list(outputs)
-        return self._start("all_to_all", start, lambda r: received(r, places), opts)
+        targets = list(outputs)
+        return self._start("all_to_all", start, lambda r: received(r, targets), opts)
 
     def all_to_all_single(
         self,
