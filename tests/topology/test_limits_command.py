@@ -90,11 +90,11 @@ def test_what_is_unknown_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--nodes", "0"), "--nodes: must be a whole number from 1 to 1048576"),
-        (("--ranks-per-node", "9" * 5000), "--ranks-per-node: must be a whole number"),
-        (("--link-rate", "nan"), "--link-rate: must be a number above 0, got 'nan'"),
-        (("--measured", "-1"), "--measured: must be a number above 0"),
-        (("--measured", "inf"), "--measured: must be a number above 0"),
+        (("--nodes", "0"), "--nodes must be a whole number from 1 to 1048576"),
+        (("--ranks-per-node", "9" * 5000), "--ranks-per-node must be a whole number"),
+        (("--link-rate", "nan"), "--link-rate must be a number above 0, got 'nan'"),
+        (("--measured", "-1"), "--measured must be a number above 0"),
+        (("--measured", "inf"), "--measured must be a number above 0"),
         (("--collective", "allreduce"), "--collective must be all_reduce, all_gather"),
         (("--threshold", "80"), "--threshold must come with --measured"),
         (
