@@ -161,7 +161,7 @@ def _nearest(word: str, known: Sequence[str], cutoff: float) -> str:
 def require_alone(options: argparse.Namespace, *names: str) -> None:
     given = [name for name in names if getattr(options, attribute_of(name))]
     if len(given) > 1:
-        raise UsageError(f"{given[0]} must stand alone, got {given[1]} too. Drop one.")
+        raise UsageError(f"{given[0]} cannot be combined with {given[1]}. Drop one.")
 
 
 def attribute_of(name: str) -> str:

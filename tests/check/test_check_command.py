@@ -141,7 +141,7 @@ def test_no_host_can_be_asked(tmp_path):
         (["--path", ""], "must not be empty"),
         (["--save", "/proc"], "--save must be a file that can be written"),
         (["--write-hostfile", "/none/good"], "--write-hostfile must be a file"),
-        (["-H", "a", "--hostfile", "b"], "must stand alone"),
+        (["-H", "a", "--hostfile", "b"], "cannot be combined with"),
         (["--hostfile", "/none/hosts"], "--hostfile must be a file"),
         (["node1"], "unexpected word 'node1'. Type: ronde check --help"),
     ],

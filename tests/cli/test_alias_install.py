@@ -117,9 +117,9 @@ def test_it_is_refused_beside_horovod_itself(environment) -> None:
     code, out, err = environment.ronde("alias", "--install")
     assert (code, out) == (64, "")
     assert err == (
-        "ronde: the alias must be alone in its environment, got the package "
-        f"{environment.packages}/horovod too. Type: pip uninstall horovod, or give one "
-        "job ronde's: ronde run --horovod-alias\n"
+        "ronde: the alias cannot be installed beside the package "
+        f"{environment.packages}/horovod. Type: pip uninstall horovod, or use the "
+        "alias for one job: ronde run --horovod-alias\n"
     )
     code, out, err = environment.ronde("alias", "--remove")
     assert (code, err) == (0, "")

@@ -139,10 +139,10 @@ ALONE = "must come with --min-ranks, --max-ranks or --host-discovery, got it alo
     [
         ("--min-ranks 0", "--min-ranks must be a whole number of at least 1, got '0'"),
         ("--max-ranks x", "--max-ranks must be a whole number of at least 1, got 'x'"),
-        ("--min-ranks 2 --min-np 2", "--min-ranks must stand alone, got --min-np too"),
+        ("--min-ranks 2 --min-np 2", "--min-ranks cannot be combined with --min-np"),
         (
             "--nnodes 1:2 -ppn 1 --max-np 2",
-            "--max-np must stand alone, got --nodes 1:2",
+            "--max-np cannot be combined with --nodes 1:2",
         ),
         (
             "--min-ranks 4 --max-ranks 2",
@@ -178,17 +178,17 @@ ALONE = "must come with --min-ranks, --max-ranks or --host-discovery, got it alo
         ("--min-np 1 --failure-domain rack", "--failure-domain must be slot or host"),
         (
             "--min-np 1 --cooldown 30s",
-            "--cooldown must be two times above 0, the shorter",
+            "--cooldown must be two durations above 0, the shorter",
         ),
         (
             "--min-np 1 --cooldown 2s,1s",
             "the shorter first, got '2s 1s'. Type: --coold",
         ),
-        ("--min-np 1 --cooldown 0,1s", "--cooldown must be two times above 0"),
+        ("--min-np 1 --cooldown 0,1s", "--cooldown must be two durations above 0"),
         ("--min-np 1 --cooldown 1s,x", "--cooldown: duration must be seconds or"),
         (
             "--min-np 1 --cooldown 1,2 --blacklist-cooldown-range 1 2",
-            "--cooldown must stand alone, got --blacklist-cooldown-range too",
+            "--cooldown cannot be combined with --blacklist-cooldown-range",
         ),
         ("--min-np 1 --elastic-timeout 0", "--elastic-timeout must be longer than 0"),
         ("--min-np 1 --reform-timeout x", "--reform-timeout: duration must be seconds"),
@@ -200,7 +200,7 @@ ALONE = "must come with --min-ranks, --max-ranks or --host-discovery, got it alo
         ("--min-np 1 --notice file:", "file:PATH, got 'file:'"),
         (
             "-H a --host-discovery hosts",
-            "--hosts must stand alone, got --host-discovery",
+            "--hosts cannot be combined with --host-discovery",
         ),
         ("--host-discovery false", "--host-discovery must print hosts and end with 0"),
         ("--host-discovery true", "--host-discovery true must hold a line"),
@@ -212,7 +212,7 @@ ALONE = "must come with --min-ranks, --max-ranks or --host-discovery, got it alo
         ("--host-discovery bad", "line 1, column 1: a host must be a name"),
         (
             "--listen 0 --host-discovery x",
-            "--host-discovery must stand without --listen",
+            "--host-discovery cannot be combined with --listen",
         ),
     ],
 )

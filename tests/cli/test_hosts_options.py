@@ -81,8 +81,8 @@ def test_a_script_may_say_all_slots() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     {
-        "-H a --hostfile b": "--hosts must stand alone, got --hostfile too. Drop one.",
-        "-H a --host-discovery-script b": "--hosts must stand alone",
+        "-H a --hostfile b": "--hosts cannot be combined with --hostfile. Drop one.",
+        "-H a --host-discovery-script b": "--hosts cannot be combined with",
         "-H a:1,b:2 --slots 4": "--slots must be for hosts without slots of "
         "their own, got 4, but all have some, as a with 1. Drop one of the two.",
         "--slots 0": "--slots must be a whole number from 1 to 65536, got '0'",

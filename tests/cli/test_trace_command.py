@@ -148,7 +148,7 @@ def test_help(ronde_here):
         (["show", "t", "--tensors", "-1"], b"whole number of at least 0"),
         (["merge", "out"], b"PART must be given"),
         (["merge", "out", "no"], b"part must be a file that can be read, got 'no'"),
-        (["merge", "out", "."], b"there are no parts in"),
+        (["merge", "out", "."], b"no parts of a timeline"),
     ],
 )
 def test_bad_words_are_refused(ronde_here, tmp_path, words, why):

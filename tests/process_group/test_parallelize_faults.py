@@ -156,7 +156,7 @@ def normalised() -> list[str]:
 def test_batch_norm_in_a_pipeline_is_reported_once(found):
     first, *others = found["batch norm-auto-2"]
     [message] = first
-    assert message.startswith("BatchNorm takes the statistics of a microbatch in a ")
+    assert message.startswith("BatchNorm computes its statistics per microbatch in a ")
     assert "first in 1." in message
     assert others == [[]]
 

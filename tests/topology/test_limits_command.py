@@ -99,7 +99,7 @@ def test_what_is_unknown_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
         (("--threshold", "80"), "--threshold must come with --measured"),
         (
             ("--measured", "1", "--collective", "gather", "--collective", "reduce"),
-            "--measured must be of one collective, got 2",
+            "--measured must have results of one collective, got 2",
         ),
         (("--measured", "1"), "--measured must have a bound to compare with, got none"),
     ],

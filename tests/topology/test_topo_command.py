@@ -107,7 +107,7 @@ def test_a_saved_tree_is_read_like_the_machine(tmp_path):
         ),
         (["diff", GRAPH, B200], "got a graph of NCCL's search"),
         (["--root", "nccl_topo"], "a directory that holds sys, got nccl_topo"),
-        ([PERLMUTTER, "--matrix", "--json"], "--json must stand alone, got --matrix"),
+        ([PERLMUTTER, "--matrix", "--json"], "--json cannot be combined with --matrix"),
         (["--bogus"], "unknown option --bogus. Type: ronde topo --help"),
         (["diff", PERLMUTTER], "must be given"),
     ],

@@ -59,5 +59,5 @@ def test_cuts_are_the_evenest_that_there_are(
 
 
 def test_fewer_layers_than_stages_are_refused() -> None:
-    with pytest.raises(UsageError, match=r"^layers must be at least as many as stages"):
+    with pytest.raises(UsageError, match=r"^each stage needs a layer, got"):
         cut_evenly([1.0, 1.0], 3)

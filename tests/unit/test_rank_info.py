@@ -256,7 +256,7 @@ CONTRADICTIONS = {
     ),
     "local id past the node": (
         SLURM | {"SLURM_LOCALID": "3"},
-        r"SLURM_LOCALID must be below the tasks of node 2",
+        r"SLURM_LOCALID must be below the number of tasks on node 2",
     ),
     "no run-length form": (
         SLURM | {"SLURM_TASKS_PER_NODE": "4(x2"},

@@ -200,7 +200,7 @@ def test_what_is_no_timeline_is_refused(tmp_path, content, why):
 def test_a_file_that_is_not_there_is_refused(tmp_path):
     with pytest.raises(UsageError, match="must be a file that can be read"):
         read_trace(tmp_path / "no.json")
-    with pytest.raises(UsageError, match="there are no parts in"):
+    with pytest.raises(UsageError, match="no parts of a timeline"):
         read_trace(tmp_path)
     write_trace(tmp_path / "t.json", late_job(), limit_bytes=LIMIT)
     with pytest.raises(UsageError, match="cannot be merged again"):

@@ -154,8 +154,9 @@ def cuda_device(index: int, local_rank: int, cure: str) -> torch.device:
         )
     if index >= num_devices:
         raise UsageError(
-            f"ranks of a host must be at most its CUDA devices, {num_devices}, got "
-            f"local rank {local_rank} for device {index}. Give --device cpu, or {cure}."
+            f"each rank of a host needs a CUDA device, got local rank {local_rank} "
+            f"(device {index}) with {num_devices} devices. Give --device cpu, or "
+            f"{cure}."
         )
     return torch.device("cuda", index)
 

@@ -149,9 +149,7 @@ def from_record(record: Record) -> Run:
     try:
         return from_plain(Run, values, "a run")
     except ValueError as error:
-        raise UsageError(
-            f"values of a {KIND} record must be those of a run: {error}"
-        ) from error
+        raise UsageError(f"invalid values in a {KIND} record: {error}") from error
 
 
 def _numbers(value: object) -> object:

@@ -58,7 +58,7 @@ class Elapsed(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """Clock of a device."""
+    """Measures elapsed time on a device."""
 
     synchronize: Operation  # waits for all work of the device
     barrier: Operation  # waits for all ranks

@@ -54,7 +54,7 @@ class Finding(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """A problem as a judge yields it; its check completes it to a ``Finding``."""
+    """A problem found in the facts; its check turns it into a ``Finding``."""
 
     message: str
     severity: Severity | None = None  # default: the check's

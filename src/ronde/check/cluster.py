@@ -1,4 +1,4 @@
-"""Checks of hosts as a whole: reachable, clocks right, as large and fast as others."""
+"""Checks of whole hosts: reachability, clocks, size and speed."""
 
 import time
 from collections.abc import Mapping
@@ -49,10 +49,10 @@ def probe_hung(fleet: Fleet) -> Problems:
     """No probe of the host hangs or crashes.
 
     reads: the end of each probe, a process of its own
-    threshold: it ends within 5 to 60 s, by probe (a GPU: gpu-lost); a crash is a
-        warning, but a failure at the import of torch
+    threshold: it ends within 5 to 60 s, depending on the probe (for a GPU see
+        gpu-lost); a crash is a warning, at the import of torch an error
     source: ronde's own: several times the duration of a probe on a slow host
-    fix: Find the process that hangs: ps -eo pid,stat,wchan:32,cmd; mostly a restart
+    fix: Find the process that hangs: ps -eo pid,stat,wchan:32,cmd; usually a reboot
         helps
     why: A rank that makes the same call hangs as well, and all others wait for it.
     """

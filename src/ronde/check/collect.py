@@ -129,8 +129,8 @@ def choose_addresses(
 ) -> dict[str, str]:
     """Choose the address of each host to which most other hosts have a route.
 
-    A host that has the same address itself, as of a container bridge, does not count:
-    its route leads to itself. ``own`` has the best address of a host first.
+    A host that has the same address itself, such as that of a container bridge, is not
+    counted: its route leads to itself. ``own`` has each host's addresses, best first.
     """
 
     def count_routes(address: str) -> int:

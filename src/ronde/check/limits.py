@@ -146,7 +146,7 @@ def locked_memory(fleet: Fleet) -> Problems:
         2.30.7's manual, Troubleshooting NCCL errors; 90 %: ronde's own
     fix: docker run --ulimit memlock=-1; on the host LimitMEMLOCK=infinity for sshd or
         slurmd, and memlock unlimited in /etc/security/limits.conf
-    why: RDMA pins its buffers: ibv_reg_mr fails, and NCCL stops or takes sockets.
+    why: RDMA pins its buffers. If it may not, NCCL aborts or falls back to sockets.
     """
     limits = {host: _limit(value) for host, value in fleet.known(_LOCKED).items()}
     few = having_less(limits, _show_locked, _ALIKE_SHARE)

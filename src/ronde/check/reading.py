@@ -150,15 +150,15 @@ _Error = tuple[str, str, str]  # message, severity and fix
 
 @each_host(FAIL, _ERRORS)
 def logged_errors(values: Values, _: Fleet) -> Problems:
-    """A saved file is complete and has no error of a GPU, adapter, link or host.
+    """A saved file is complete and reports no hardware or host error.
 
     reads: for ronde check read: nvidia-smi -q, a saved kernel log, ibstat
     threshold: no uncorrectable or pending error, no GPU or adapter that was lost, no
-        link lost three times or for good; settings, corrected errors, and GPUs or
+        link lost three times or permanently; settings, corrected errors, and GPUs or
         ports unlike the others are warnings or notes
     source: nvidia-smi's manual; NVIDIA's Dynamic Page Retirement guide (60 pages);
         Linux' drivers/pci/pcie/aer.c, mlx5/core/health.c and events.c, mm/oom_kill.c
-    fix: look at the line and those around it
+    fix: read the reported line in its context
     needs: a file
     why: The same fault will end the next job.
     """
@@ -167,9 +167,9 @@ def logged_errors(values: Values, _: Fleet) -> Problems:
 
 
 def read_saved_facts(saved: Saved) -> tuple[HostFacts, str]:
-    """Return the facts of a file as a host of its name, and its kind in words.
+    """Return the facts of a saved file, under its name as a host, and its kind.
 
-    Raises ``UsageError`` for other files.
+    Raises ``UsageError`` for a file of an unknown kind.
     """
     (other, cure), probe = recognise_other(saved), find_probe(saved)
     is_log = other == KERNEL_LOG

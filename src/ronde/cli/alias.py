@@ -70,8 +70,8 @@ def run(words: Sequence[str]) -> int:
 def _install(path_file: Path, command: Path) -> str:
     if horovod := _installed_horovod():
         raise UsageError(
-            f"the alias must be alone in its environment, got {horovod} too. Type: pip "
-            "uninstall horovod, or give one job ronde's: ronde run --horovod-alias"
+            f"the alias cannot be installed beside {horovod}. Type: pip uninstall "
+            "horovod, or use the alias for one job: ronde run --horovod-alias"
         )
     if os.path.lexists(command) and not _is_ours(command):
         raise UsageError(

@@ -128,7 +128,7 @@ def _start(words: Sequence[str], options: Options) -> int:
 
 def _refuse_mpi() -> NoReturn:
     raise UsageError(
-        "ranks of the engine mpi must be started by mpirun or srun, got ronde bench. "
+        "ranks of the engine mpi must be started by mpirun or srun, not ronde bench. "
         "Type: mpirun -n 2 ronde bench ..."
     )
 

@@ -308,9 +308,7 @@ def _choose(options: argparse.Namespace, checks: Sequence[Check]) -> tuple[Check
         if {check.id, check.family} & only and not {check.id, check.family} & skipped
     )
     if not chosen:
-        raise UsageError(
-            "--skip must leave a check to be made, got all of them. Drop a name."
-        )
+        raise UsageError("--skip leaves no check to run. Drop a name.")
     return chosen
 
 

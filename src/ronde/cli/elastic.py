@@ -107,7 +107,7 @@ def _limit(
     limits += [nodes] if nodes else []
     if len(limits) > 1:
         raise UsageError(
-            f"{limits[0][0]} must stand alone, got {limits[1][0]} too. Drop one."
+            f"{limits[0][0]} cannot be combined with {limits[1][0]}. Drop one."
         )
     return limits[0] if limits else None
 
@@ -170,9 +170,7 @@ def _read_cooldown(text: str | None, horovods: list[str] | None) -> tuple[float,
     if horovods is not None:
         option = "--blacklist-cooldown-range"
         if text is not None:
-            raise UsageError(
-                f"--cooldown must stand alone, got {option} too. Drop one."
-            )
+            raise UsageError(f"--cooldown cannot be combined with {option}. Drop one.")
     elif text is None:
         return _USUAL.cooldown_s
     words = horovods or (text or "").split(",")
@@ -181,7 +179,7 @@ def _read_cooldown(text: str | None, horovods: list[str] | None) -> tuple[float,
         if 0 < low_s <= high_s:
             return low_s, high_s
     raise UsageError(
-        f"{option} must be two times above 0, the shorter first, got "
+        f"{option} must be two durations above 0, the shorter first, got "
         f"{' '.join(words)!r}. Type: --cooldown 30s,1h"
     )
 

@@ -162,7 +162,7 @@ def read_horovod_options(
     controllers = [name for name in _CONTROLLERS if name in given]
     if len(controllers) > 1:
         one, other = controllers[:2]
-        raise UsageError(f"--{one} must stand alone, got --{other} too. Drop one.")
+        raise UsageError(f"--{one} cannot be combined with --{other}. Drop one.")
     port = 0
     if text := given.get("ssh-port"):
         port = read_number("--ssh-port", text, "Correct it.", least=1, most=65535)

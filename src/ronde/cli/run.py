@@ -220,7 +220,7 @@ def read_request(
     horovod = _read_horovod(options, environ)
     hosts = find_run_hosts(options, environ, horovod.ssh_port)
     if horovod.output_dir and options.log_dir:
-        raise UsageError("--output-filename must stand alone, got --log-dir too.")
+        raise UsageError("--output-filename cannot be combined with --log-dir.")
     num_ranks, num_each = options.num_proc, options.nproc_per_node
     elastic = None
     makes_elastic = ("--min-ranks", "--max-ranks", "--nodes", *DISCOVERIES)
@@ -333,7 +333,7 @@ def _require_valid(options: argparse.Namespace, known: Mapping[str, str]) -> Non
         environment.require_algorithm(options.algorithm, "--algorithm")
     if environment.read_engine(known) == "mpi":
         raise UsageError(
-            "ranks of the engine mpi must be started by mpirun or srun, got ronde run. "
+            "ranks of the engine mpi must be started by mpirun or srun, not ronde run. "
             "Type: RONDE_ENGINE=mpi mpirun -n 4 python train.py, or --engine auto"
         )
     environment.read_algorithm(known)
@@ -363,7 +363,7 @@ def require_listen_or_agent(
     """Refuse options that only work with, or without, ``--listen`` and ``--agent``."""
     how = "--listen" if options.listen else "--agent" if options.agent else ""
     if options.listen and options.agent:
-        raise UsageError("--agent must stand without --listen, got both. Drop one.")
+        raise UsageError("--agent and --listen cannot be used together. Drop one.")
     for option, name in given.items():
         if not how and option in _OF_JOINING:
             raise UsageError(
@@ -372,13 +372,13 @@ def require_listen_or_agent(
             )
         if how and option in _OF_OTHER_HOSTS:
             raise UsageError(
-                f"{name} must stand without {how}, got both: "
+                f"{name} cannot be combined with {how}: "
                 f"{_OF_OTHER_HOSTS[option]}. Drop one."
             )
         if options.agent and option not in _OF_A_NODE:
             raise UsageError(
-                f"{name} must be given to the head alone, got it with --agent. Drop it "
-                "here, and give it to ronde run --listen."
+                f"{name} cannot be combined with --agent. Give it to ronde run "
+                "--listen, on the head."
             )
 
 
@@ -581,8 +581,8 @@ def _run_node(start: _Start) -> int:
     options = start.options
     if options.program:
         raise UsageError(
-            f"program must be given to the head alone, got {options.program[0]!r} with "
-            "--agent. Drop it."
+            f"program cannot be combined with --agent, got {options.program[0]!r}. "
+            "Give it to ronde run --listen, on the head."
         )
     host, port = tls.parse_endpoint(options.agent, "--agent")
     if not host or not port:

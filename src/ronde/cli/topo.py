@@ -473,8 +473,8 @@ def _collectives(options: argparse.Namespace, known: Sequence[str]) -> Sequence[
         return names or known
     if len(names) > 1:
         raise UsageError(
-            f"--measured must be of one collective, got {len(names)}. Give one "
-            "--collective."
+            f"--measured must have results of one collective, got {len(names)}. Choose "
+            "one with --collective."
         )
     return names or [_MEASURED]
 

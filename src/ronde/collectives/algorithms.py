@@ -271,7 +271,7 @@ class _BinaryTree(NamedTuple):
             yield _height(node), Action.SEND, self._mirror(parent, -1)
 
     def from_root(self, member: int) -> Iterator[tuple[int, Action, int]]:
-        """Yield the broadcast steps of ``member``, likewise."""
+        """Yield the steps of ``member`` in a broadcast from the root."""
         node = self._mirror(member, 1)
         parent = above = self._parent(node)
         level = 0

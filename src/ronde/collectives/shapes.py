@@ -118,7 +118,7 @@ def _refused_elsewhere(call: str, refused: Sequence[int]) -> CollectiveError:
 
 
 def by_ranks(texts: Sequence[str]) -> str:
-    """Join a text of every rank, equal ones once with all their ranks."""
+    """Join the ranks' texts; a text of several ranks appears once, with all of them."""
     groups: dict[str, list[int]] = {}
     for rank, text in enumerate(texts):
         groups.setdefault(text, []).append(rank)

@@ -111,7 +111,7 @@ def _words_of(command: Command) -> _Words:
 
 
 class RequestCache:
-    """The cached requests, equal on all ranks as they follow the same commands."""
+    """A cache of requests, equal on all ranks because all apply the same commands."""
 
     def __init__(self) -> None:
         self.epoch = 0  # counts resets: see Note [Cached requests are bits]

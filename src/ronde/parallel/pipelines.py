@@ -70,8 +70,8 @@ def cut_evenly(costs: Sequence[float], num_stages: int) -> tuple[range, ...]:
     """
     if len(costs) < num_stages:
         raise UsageError(
-            f"layers must be at least as many as stages: {num_stages}, got "
-            f"{len(costs)}. Cut the model into more layers, or take fewer stages."
+            f"each stage needs a layer, got {len(costs)} layers for {num_stages} "
+            "stages. Cut the model into more layers, or take fewer stages."
         )
     sums = [0.0, *accumulate(costs)]
     # For each stage: its start, by the number of layers up to its end.

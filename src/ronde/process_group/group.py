@@ -84,8 +84,8 @@ class RondeProcessGroup(Reductions, DataMovement):
             while (source := self._communicator.find_sender(tensor, tag)) is None:
                 if time.monotonic() > until_s:
                     raise CollectiveError(
-                        "recv must complete within its timeout of "
-                        f"{self._timeout_s:g} s, but no rank has sent a message."
+                        f"recv timed out after {self._timeout_s:g} s: no rank has "
+                        "sent a message."
                     )
                 time.sleep(_PROBE_EVERY_S)
             self._communicator.recv(tensor, source, tag).wait()

@@ -111,10 +111,11 @@ def shutdown() -> None:
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
     """Begin a timeline of all ranks; every rank should call this.
 
-    Rank 0 writes its own operations to ``file_path`` while they happen, in Horovod's
-    format, and at the end those of all ranks, on one clock, compressed for ``.gz``.
-    ``mark_cycles`` marks the times when submissions are sent. A timeline that runs
-    already is ended first.
+    Rank 0 writes its own operations to ``file_path`` as they happen, in Horovod's
+    format. At the end it writes those of all ranks, on one clock; a name that ends in
+    ``.gz`` compresses them.
+    ``mark_cycles`` marks the times when submissions are sent. A running timeline is
+    stopped first.
 
     Raises:
         UsageError: ``HOROVOD_TIMELINE`` was not set before ``init()``.

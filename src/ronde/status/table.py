@@ -33,7 +33,7 @@ class WorkerInfo(NamedTuple):
 
     @property
     def collective(self) -> PendingCollective | None:
-        """The oldest collective that it is in; None also if that is unknown."""
+        """The oldest pending collective of the rank; None if none is known."""
         if self.status is None or self.state != "running":
             return None
         return next(iter(self.status.collectives), None)

@@ -18,7 +18,7 @@ def parse_list(text: str) -> int:
         low, _, high = part.partition("-")
         first, last = int(low), int(high or low)
         if not 0 <= first <= last <= MAX_CPU:
-            raise ValueError(f"{part!r} is no run of CPUs")
+            raise ValueError(f"{part!r} is not a CPU or a range of CPUs")
         bits |= (1 << (last + 1)) - (1 << first)
     return bits
 

@@ -263,7 +263,9 @@ def require_tree(switches: Sequence[NetworkSwitch], origin: str) -> None:
     """Raise ``UsageError`` if switches are listed twice, in a circle, or too deep."""
     below = {switch.name: switch.switches for switch in switches}
     if len(below) != len(switches):
-        raise UsageError(f"{origin} must name each switch once. Remove the others.")
+        raise UsageError(
+            f"{origin} names a switch more than once. Remove the duplicates."
+        )
     depths: dict[str, int] = {}
     try:
         for name in TopologicalSorter(below).static_order():

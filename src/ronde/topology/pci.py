@@ -31,9 +31,9 @@ _BY_WORD = {word: sm for sm, words in _CAPABILITIES.items() for word in words.sp
 
 
 def read_path(link: str) -> str:
-    """Return the path on the bus of the device that a link of sysfs points to.
+    """Return the bus path of the device that a sysfs link points to.
 
-    Such as ``pci0000:80/0000:80:02.2/0000:82:00.0``; empty below no PCI device.
+    Such as ``pci0000:80/0000:80:02.2/0000:82:00.0``; empty for other devices.
     """
     parts = read_link(link).partition("/devices/")[2].split("/")
     ends = [n for n, part in enumerate(parts, 1) if is_address(part)]

@@ -71,7 +71,7 @@ class DeltaStep:
                 self._combine(communicator, nothing)
 
     def unbind(self, *, is_abrupt: bool = False) -> None:
-        """Disconnect; if abruptly, the other ranks' calls under way fail."""
+        """Disconnect; with ``abruptly``, calls in progress on other ranks fail."""
         self._connector.give_up()
         communicator, self._communicator = self._communicator, None
         if communicator is None:

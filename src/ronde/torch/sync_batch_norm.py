@@ -57,7 +57,7 @@ class SyncBatchNorm(_BatchNorm):
             )
 
     def track(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
-        """Update the running statistics by those of all ranks, of shape (C,)."""
+        """Update the running statistics with those of all ranks, each of shape (C,)."""
         if not self.training or self.running_mean is None or self.running_var is None:
             return
         if self.num_batches_tracked is not None:

@@ -235,8 +235,8 @@ def read_part_files(paths: Sequence[Path]) -> list[Track]:
     tracks = read_parts(blobs.values(), "the parts")
     if not tracks:
         raise UsageError(
-            f"there are no parts in {', '.join(map(str, paths))}: files that end in "
-            f"{SUFFIX}."
+            f"no parts of a timeline (files that end in {SUFFIX}) in "
+            f"{', '.join(map(str, paths))}."
         )
     return tracks
 

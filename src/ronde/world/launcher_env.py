@@ -370,8 +370,9 @@ def _numbers_among(
         return {}
     if node >= len(tasks) or local_rank >= tasks[node]:
         raise WorldError(
-            f"{names['local_rank']} must be below the tasks of node {node} in {shown}, "
-            f"got {local_rank}. Start the program with srun, which sets all three."
+            f"{names['local_rank']} must be below the number of tasks on node "
+            f"{node} in {shown}, got {local_rank}. Start the program with srun, "
+            "which sets all three."
         )
     is_peer = [count > local_rank for count in tasks]
     return {

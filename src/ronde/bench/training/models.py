@@ -121,7 +121,7 @@ def _mnist_cnn(num_classes: int) -> nn.Module:
 
 
 def _mlp(num_classes: int) -> nn.Module:
-    """Build three wide layers: 15.8 M parameters, little compute for them."""
+    """Build three wide layers: 15.8 M parameters, little compute per parameter."""
     return nn.Sequential(
         nn.Linear(784, 4096), nn.ReLU(),
         nn.Linear(4096, 3072), nn.ReLU(), nn.Linear(3072, num_classes),

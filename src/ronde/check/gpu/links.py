@@ -199,10 +199,10 @@ def gpu_fabric(fabric: Value) -> Problems:
     """GPUs behind NVSwitches are registered with the fabric.
 
     reads: NVML's fabric state, status and health
-    threshold: completed without an error, and healthy
+    threshold: the registration completed without an error, and the GPU is healthy
     source: NVIDIA's nvml.h 13 (go-nvml 2f9e261): fabric state, health mask, summary;
         NVIDIA's Fabric Manager guide 2.3
-    fix: stop all programs on the GPUs; give the Fabric Manager the driver's version,
+    fix: stop all programs on the GPUs; install the driver's Fabric Manager version,
         then: sudo systemctl restart nvidia-fabricmanager; on GB200: look at the switch
         trays
     needs: NVIDIA GPUs behind NVSwitches

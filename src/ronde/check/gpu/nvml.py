@@ -59,7 +59,7 @@ _MAX_LINKS = 36
 
 
 class NvmlDriver:
-    """Answers for this host by ``pynvml``; raises ``RefusedError`` if there is none."""
+    """This host's driver, through ``pynvml``; raises ``RefusedError`` without one."""
 
     def __init__(self, nvml: Any) -> None:  # noqa: ANN401  a module without types
         self.nvml = nvml
@@ -343,7 +343,7 @@ def _store_gpus(reader: FactReader, gpus: Sequence[GpuReport]) -> None:
 
 
 def fold_gpus(host: str, problems: Iterable[Problem | None]) -> Problems:
-    """Yield the problems of a host's GPUs, of which sound ones have None."""
+    """Yield the problem of each GPU of a host; None for a healthy GPU."""
     alike: dict[Problem, list[int]] = defaultdict(list)
     for number, problem in enumerate(problems):
         if problem is not None:

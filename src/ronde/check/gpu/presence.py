@@ -1,4 +1,4 @@
-"""Checks of GPUs: they answer, are equal on all hosts, fit torch, and are free."""
+"""Checks of GPUs: they respond, equal other hosts', suit torch and are idle."""
 
 import errno
 import os

@@ -72,7 +72,7 @@ Rates = Mapping[str, Mapping[str, float]]
 
 
 class PairRates(NamedTuple):
-    """The measurement of a pair of hosts."""
+    """The bandwidths measured between two hosts."""
 
     rates: tuple[float, float] = (0.0, 0.0)  # GB/s that each of the two receives
     failure: str = ""  # the reason if there are no rates

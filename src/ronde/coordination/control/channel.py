@@ -88,9 +88,9 @@ class ControlChannel:
         return losses
 
     def close(self) -> None:
-        """Close the connections; every ``wait`` returns. May be repeated.
+        """Close the connections; every ``wait`` returns. May be called repeatedly.
 
-        Messages sent before still arrive if that needs no waiting for the receivers.
+        Messages already sent are delivered, unless a receiver would have to be awaited.
         """
         transports, self._transports = self._transports, ()
         self._connections = {}

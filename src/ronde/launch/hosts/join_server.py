@@ -119,9 +119,9 @@ class _JoinServer:
             if config.clock() >= ends_at:
                 here = ", ".join(host.name for host, _ in self.nodes()) or "none"
                 raise HostError(
-                    f"nodes that join must be {config.num_nodes}, got "
-                    f"{len(self._joined)} within {config.timeout_s:g} s: {here}. Start "
-                    f"on each: {command} {where}, or wait longer: --join-timeout"
+                    f"only {len(self._joined)} of {config.num_nodes} nodes joined "
+                    f"within {config.timeout_s:g} s: {here}. Start on each: {command} "
+                    f"{where}, or wait longer: --join-timeout"
                 )
             self._serve(signal_fd, ends_at)
 

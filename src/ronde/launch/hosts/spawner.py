@@ -36,7 +36,7 @@ class Spawner(ABC):
 
     @abstractmethod
     def command(self, host: Host, words: Sequence[str]) -> list[str]:
-        """Return the command that runs ``words`` there; others can read them."""
+        """Return the command that runs ``words`` on a host; other users can see it."""
 
     @abstractmethod
     def explain(self, host: Host, exit_code: int, errors: str) -> Failure:

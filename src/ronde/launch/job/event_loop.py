@@ -162,7 +162,7 @@ class Handler:
             raise InterruptedStartError(number)
 
     def on_broken_output(self, number: int) -> None:
-        """Handle the end of standard output's reader, as a signal."""
+        """Treat a closed standard output (a broken pipe) like a signal."""
 
 
 class EventLoop:

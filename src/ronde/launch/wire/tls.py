@@ -90,8 +90,8 @@ def choose_address(host: str) -> str:
         if found:
             return found[0]
         raise UsageError(
-            f"--listen must be an address of this machine, got {host!r}, which has "
-            "no known address. Type: --listen ADDRESS:PORT"
+            f"--listen must be an address of this machine, got {host!r}, a name "
+            "without an address. Type: --listen ADDRESS:PORT"
         )
     own = read_interfaces()
     named = [each.address for each in own if each.address in found]
@@ -146,7 +146,7 @@ class NodeInfo(NamedTuple):
 def decode_node_info(raw: bytes) -> NodeInfo:
     node_info = decode_message(raw, (NodeInfo,))
     if not _NAME.fullmatch(node_info.host):
-        raise LaunchError(f"host must be a host's name, got {node_info.host!r}.")
+        raise LaunchError(f"host must be a valid host name, got {node_info.host!r}.")
     if node_info.slots == 0 or node_info.slots < SLOTS_CORES:
         raise LaunchError(f"slots must be at least 1, got {node_info.slots}.")
     return node_info

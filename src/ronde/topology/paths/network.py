@@ -317,7 +317,7 @@ class PathNetwork:
 
 
 class Paths(NamedTuple):
-    """The paths of a host."""
+    """The paths from a host's GPUs to its network ports."""
 
     network: PathNetwork
     table: dict[tuple[str, str], Path]  # By the names of source and target.

@@ -206,7 +206,7 @@ def inventory_of_machine(
 
 
 class Scope(StrEnum):
-    """The unit of alignment."""
+    """The unit whose cores and GPUs are aligned: a rank or the whole host."""
 
     RANK = "rank"  # Each rank by itself.
     JOB = "job"  # All ranks of the host together.
@@ -275,8 +275,8 @@ def place(inventory: Inventory, request: AlignmentRequest) -> tuple[RankPlacemen
         )
     if policy is not Policy.NONE and num_nodes > _MAX_NODES:
         raise UsageError(
-            f"memory nodes with cores must be at most {_MAX_NODES}, got {num_nodes}: "
-            "every set of them is tried. Take policy none."
+            f"memory nodes with cores must be at most {_MAX_NODES}, got {num_nodes}, "
+            "because every set of them is tried. Use policy none."
         )
     groups = [ranks] if request.scope is Scope.JOB else [[rank] for rank in ranks]
     return tuple(each for group in groups for each in placer.place(group))

@@ -27,8 +27,8 @@ from ronde.torch.elastic.position import Position, StepSampler, StepShard, deriv
 class Share:
     """The data of this rank in one step.
 
-    ``batch_size`` is of all ranks together, ``ids`` are this rank's part of it.
-    ``seed`` depends on step and rank alone: for dropout, also in a repeated step.
+    ``batch_size`` counts the samples of all ranks; ``ids`` are this rank's samples.
+    ``seed`` depends only on step and rank, so a repeated step has the same dropout.
     """
 
     def __init__(

@@ -184,8 +184,8 @@ def _warn_of_batch_norm(model: nn.Module, num_microbatches: int) -> None:
     names = [name for name, module in below if isinstance(module, _BATCH_NORM)]
     if names and num_microbatches > 1 and dist.get_rank() == 0:
         warnings.warn(
-            f"BatchNorm takes the statistics of a microbatch in a pipeline, of a batch "
-            f"in one process: results differ, first in {names[0]}. Use GroupNorm or "
-            "LayerNorm, which do not.",
+            f"BatchNorm computes its statistics per microbatch in a pipeline, not per "
+            f"batch as in one process, so results differ (first layer: {names[0]}). "
+            "Use GroupNorm or LayerNorm, whose results do not depend on the batch.",
             stacklevel=3,
         )

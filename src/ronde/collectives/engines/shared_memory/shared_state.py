@@ -196,9 +196,9 @@ def _require_room(size: int, num_bytes: int) -> None:
     needed = size * num_bytes
     if needed + _RESERVE_BYTES > available.num_bytes:
         raise MemoryError(
-            f"shared memory must fit: {size} ranks * {format_size(num_bytes)} = "
-            f"{format_size(needed)}, got {format_size(available.num_bytes)} available "
-            f"({available.source}). {available.remedy}"
+            f"not enough shared memory: {size} ranks * {format_size(num_bytes)} = "
+            f"{format_size(needed)} needed, {format_size(available.num_bytes)} "
+            f"available ({available.source}). {available.remedy}"
         )
 
 
