@@ -135,7 +135,7 @@ def test_a_distribution_alone_is_horovod_too(environment) -> None:
         (environment.packages / "horovod" / file).unlink()
     code, _, err = environment.ronde("alias", "--install")
     assert code == 64
-    assert "got the distribution horovod 0.28.1 too" in err
+    assert "beside the distribution horovod 0.28.1." in err
 
 
 def test_another_horovodrun_is_neither_replaced_nor_removed(environment) -> None:
