@@ -233,7 +233,7 @@ def test_tasks_of_a_step_meet_beside_whoever_has_their_port(cluster):
 def test_a_step_whose_hosts_have_no_address_says_so(cluster):
     first = in_step("78", nodes="moon[1-3]")[:1]
     (said,) = results(start_ranks(cluster, first, PLACES[:1]))
-    assert "a host of the step, by its name, got none." in said["error"]
+    assert "found no route to moon2, a host of the Slurm step." in said["error"]
     assert "Set MASTER_ADDR and MASTER_PORT on all ranks." in said["error"]
 
 
