@@ -133,7 +133,7 @@ def test_no_host_can_be_asked(tmp_path):
         (["--only", "hots"], r"--only must be .* got 'hots'. Type: host"),
         (["--only", "zzzzzz"], r"Type: ronde check list"),
         (["--skip", "host-anwsers"], r"got 'host-anwsers'. Type: host-answers"),
-        (["--only", "host-answers", "--skip", "host-answers"], "--skip leaves no check"),
+        (["--only", "host-answers", "--skip", "host-answers"], "--skip leaves no"),
         (["--burn", "soon"], "--burn: duration must be"),
         (["--burn", "100d"], "--burn must be at most a day"),
         (["--bandwidth", "pigeon"], "--bandwidth must be auto, tcp, gloo or nccl, got"),

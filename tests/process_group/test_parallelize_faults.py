@@ -157,7 +157,7 @@ def test_batch_norm_in_a_pipeline_is_reported_once(found):
     first, *others = found["batch norm-auto-2"]
     [message] = first
     assert message.startswith("BatchNorm computes its statistics per microbatch in a ")
-    assert "(first layer: 1." in message
+    assert "(first layer: 1)" in message
     assert others == [[]]
 
 
