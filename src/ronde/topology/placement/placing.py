@@ -206,7 +206,7 @@ def inventory_of_machine(
 
 
 class Scope(StrEnum):
-    """The unit whose cores and GPUs are aligned: a rank or the whole host."""
+    """The unit of aligned cores and GPUs: a rank or the whole host."""
 
     RANK = "rank"  # Each rank by itself.
     JOB = "job"  # All ranks of the host together.
