@@ -69,7 +69,7 @@ def raise_open_files_limit(wanted: int) -> None:
 
 
 def explain_shortage(error: OSError) -> str:
-    """Return the limit that caused an error, with its remedy; empty if none did."""
+    """Return the limit that caused an error, with a remedy; else an empty text."""
     match error.errno:
         case errno.EMFILE:
             limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -29,7 +29,7 @@ class DiscoverySpec(NamedTuple):
 
 
 class ElasticOptions(NamedTuple):
-    """Options of an elastic job."""
+    """Sizes, time limits and host sources of an elastic job."""
 
     min_ranks: int  # with fewer the job waits, for ``elastic_timeout_s``
     max_ranks: int  # or ``NO_LIMIT``
@@ -47,6 +47,6 @@ class ElasticOptions(NamedTuple):
 
     @property
     def num_processes(self) -> int | None:
-        """Ranks and spares at most; None for any number."""
+        """The largest number of ranks and spares; None for no limit."""
         is_open = self.max_ranks == NO_LIMIT
         return None if is_open else self.max_ranks + self.spares

@@ -16,9 +16,9 @@ from ronde.errors import UsageError
 from ronde.topology.machine import RankResources
 from ronde.units import list_first
 
-SLOTS_OPEN = -1  # one a GPU; without GPUs one a core of a single host, else 1
-SLOTS_GPUS = -2  # one a GPU, of which the host must have one
-SLOTS_CORES = -3  # one a core
+SLOTS_OPEN = -1  # one per GPU; without GPUs one per core of a single host, else 1
+SLOTS_GPUS = -2  # one per GPU; the host must have one
+SLOTS_CORES = -3  # one per core
 MAX_SLOTS = 1 << 16
 LOOK_UP_S = 6.0  # for all names; the resolver repeats a lost question after 5 s
 _MAX_LOOKING_UP = 64
@@ -57,7 +57,7 @@ def _own_name() -> str:
 
 
 class LookUp:
-    """Looks up names in parallel, in threads."""
+    """Look-ups of host names, in parallel threads."""
 
     def __init__(self, names: Sequence[str]) -> None:
         # an empty answer for an unknown name; none without a name server
@@ -102,7 +102,7 @@ def resolve(name: str) -> tuple[str, ...]:
 
 
 class HostShare(NamedTuple):
-    """The ranks of one host."""
+    """The ranks that one host runs, and their resources."""
 
     host: Host
     ranks: range  # at least one, consecutive

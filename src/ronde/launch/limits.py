@@ -27,4 +27,4 @@ class Timeouts(NamedTuple):
 
 USUAL = Timeouts()
 ELASTIC = Timeouts(ping_s=0.5, lease_s=5.0, probes_silent=False, end_s=0.2)
-"""Of an elastic job, which goes on without a host that was wrongly given up."""
+"""Limits of an elastic job, which goes on after a host was given up wrongly."""

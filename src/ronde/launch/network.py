@@ -95,8 +95,8 @@ def locate(
 ) -> tuple[str, ...]:
     """Return this host's own address towards each of some numeric addresses.
 
-    It is empty without a route, for this host's own, or if ``port`` is not 0 and does
-    not answer (a refusal is an answer) within the deadline.
+    An address is empty without a route, towards this host itself, or if ``port`` is
+    not 0 and does not answer (a refusal is an answer) within the deadline.
     """
     pairs = [(address, source_towards(address)) for address in addresses]
     pairs = [(a, "" if a == own or is_loopback(own) else own) for a, own in pairs]

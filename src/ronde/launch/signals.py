@@ -55,7 +55,7 @@ def signal_pipe() -> tuple[int, int]:
 
 
 def notice_signals(numbers: Iterable[int]) -> dict[int, Any]:
-    """Catch signals, so that they reach the pipe; return the handlers before."""
+    """Route signals to the pipe; return the previous handlers."""
     return {
         number: signal.signal(number, lambda _number, _frame: None)
         for number in numbers
@@ -104,7 +104,7 @@ def suspend_self() -> None:
 def wait_for(
     readable: Sequence[int], writable: Sequence[int], timeout_s: float
 ) -> list[int]:
-    """Return the ready descriptors; an infinite timeout is none.
+    """Return the ready descriptors; with an infinite timeout wait for one.
 
     It polls, since epoll refuses plain files.
     """
@@ -119,7 +119,7 @@ def wait_for(
 def serve_ready(watched: Watched, timeout_s: float) -> None:
     """Wait until descriptors are ready, and call their functions.
 
-    One descriptor may be there twice, for reading and for writing.
+    A descriptor may appear twice, for reading and for writing.
     """
     poll, masks, waiting = select.poll(), dict[int, int](), list(watched)
     for fd, events, _ in waiting:

@@ -50,7 +50,7 @@ _CROWDED_WORDS = (
     "|Exceeded MaxStartups|Not allowed at this time"
     "|Connection (closed|reset) by .* port"
 )
-# Patterns of ssh's errors, with reason and cure; ``{ssh}`` and so on are commands.
+# Patterns of ssh's errors, with reason and remedy; ``{ssh}`` and so on are commands.
 _ERRORS = (
     (
         "HOST IDENTIFICATION HAS CHANGED",

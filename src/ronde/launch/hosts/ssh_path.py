@@ -39,7 +39,7 @@ def explain_silence(host: Host, client: Sequence[str]) -> Failure | None:
 
 
 def ask_settings(client: Sequence[str], name: str) -> tuple[str, str]:
-    """Return ssh's settings for a host, a line each, and its log about them.
+    """Return ssh's settings for a host, one per line, and ssh's log about them.
 
     The configuration may run commands. Those that hang are killed.
 

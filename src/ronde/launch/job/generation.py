@@ -35,7 +35,7 @@ _STATUS_AFTER_S = 0.5  # a shorter job does not import the status
 
 
 class JobView(Protocol):
-    """The reactions of a job to the ends of its workers and the loss of hosts."""
+    """Callbacks for ended workers, lost hosts and other events of a job."""
 
     can_lose_hosts: bool  # the job may go on without one
 
@@ -219,7 +219,7 @@ class Generation(Handler):
         self._ask_for_stacks(workers)
 
     def stop(self, number: int) -> None:
-        """End all workers, with this signal first."""
+        """End all workers; send them this signal first."""
         self.is_stopping = True
         self._send(messages.StopWorkers(number))
         self._answer_by_s = time.monotonic() + self.grace_s + _SWEEP_S

@@ -67,11 +67,11 @@ def attempt_dir(directory: str, attempt: Attempt) -> str:
 
 
 class OutputSink(Protocol):
-    """Shows a job, in the output process.
+    """Interface to show a job; called in the output process.
 
-    That polls the ``pending_fds``, calls ``write_to`` for ready ones, and reads no more
-    output while ``backlog_bytes`` is large. ``write_to`` raises BrokenPipeError with
-    the number of the error when standard output cannot be written any more.
+    The process polls the ``pending_fds``, calls ``write_to`` for ready ones, and reads
+    no more output while ``backlog_bytes`` is large. ``write_to`` raises BrokenPipeError
+    with the number of the error when standard output cannot be written any more.
     """
 
     @property
@@ -106,7 +106,7 @@ MakeSinks = Callable[[], tuple[OutputSink, Sequence["JobFile"]]]
 
 
 class JobFile:
-    """Base of the files of a job, which are written before the job is shown.
+    """Base class of a job's files; output is written to them before it is shown.
 
     ``begin`` may raise UsageError; later errors are notices.
     """
@@ -156,7 +156,7 @@ class NoOutput:
 
 
 class OutputProcess(MessageWriter):
-    """The controller's end, with non-blocking writes.
+    """The controller's handle of the output process, with non-blocking writes.
 
     The process is a fork of this one, which must have one thread and no other children
     yet. It dies with this process.
@@ -244,7 +244,7 @@ class OutputProcess(MessageWriter):
         self._is_closing = True
         self.flush()
         if not self.has_ended:
-            # It must notice this end even if it was stopped.
+            # The process must notice this end even if it was stopped.
             os.kill(self._pid, signal.SIGCONT)
 
     def kill(self) -> None:
@@ -294,7 +294,7 @@ def _run_output(
 
 
 class _Writer:
-    """The loop of the process; all of it may block."""
+    """The loop of the output process; any step may block."""
 
     def __init__(
         self, sink: OutputSink, files: Sequence[JobFile], replies_fd: int

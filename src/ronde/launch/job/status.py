@@ -1,7 +1,7 @@
 """The table of a job's statuses, served on a unix socket.
 
 A reader gets the newest version of the table as a line of JSON, at most once a second:
-see ``ronde.launch.status``. One that does not read misses versions, and is dropped
+see ``ronde.launch.status``. A reader that stalls misses versions, and is dropped
 after some seconds. No write blocks.
 """
 

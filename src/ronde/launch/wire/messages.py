@@ -64,7 +64,7 @@ class Start(NamedTuple):
 
 
 class StartWorkers(NamedTuple):
-    """To the agent of an elastic job: start these as well."""
+    """To the agent of an elastic job: start more workers."""
 
     workers: tuple[WorkerSpec, ...]
 
@@ -103,9 +103,9 @@ class Forward(NamedTuple):
 
 
 class StopWorkers(NamedTuple):
-    """To the agent: signal the ranks, and sweep after the grace.
+    """To the agent: signal the ranks, and kill the rest after the grace period.
 
-    SIGKILL has no grace; unsent output is dropped.
+    With SIGKILL there is no grace period, and unsent output is dropped.
     """
 
     signal: int
@@ -142,7 +142,7 @@ class Hello(NamedTuple):
 
 
 class Located(NamedTuple):
-    """From the agent: its own address towards each, empty without a route."""
+    """From the agent, on ``Locate``: its own addresses, empty without a route."""
 
     sources: tuple[str, ...]
 
@@ -180,7 +180,7 @@ class Started(NamedTuple):
 
 
 class HostEnding(NamedTuple):
-    """From the agent: its host (Slurm, Kubernetes) ends the job by this signal."""
+    """From the agent: its host (Slurm, Kubernetes) ends the job with this signal."""
 
     signal: int
 
@@ -246,7 +246,7 @@ class WorkerStopped(NamedTuple):
 
 
 class WorkerEnding(NamedTuple):
-    """From the agent of an elastic job: a worker dies; Exited follows."""
+    """From the agent of an elastic job: a worker is dying; ``Exited`` follows."""
 
     worker: int
     status: int  # as ``subprocess`` has it, not 0

@@ -75,7 +75,7 @@ class ElasticView:
         self._hosts.start = start
         self._hosts.plan_workers(self._membership.rules.max_ranks)
         nodes = self._generation.nodes
-        # Before all known hosts, which are connected to then.
+        # Report these before the known hosts, to which connections are then made.
         for node in nodes:
             node.watch(is_watched=True)
             self._on_ready(node)
@@ -108,7 +108,7 @@ class ElasticView:
                 self._stopped_s[message.worker] = due_s
             case messages.WorkerEnding():
                 node.require_own(message.worker)
-                if message.worker in self._membership.ranks:  # others are not awaited
+                if message.worker in self._membership.ranks:  # no rank waits for others
                     how = describe_end(message.status, message.evidence)
                     lost = events.WorkerLost(message.worker, message.status, how)
                     self._apply(lost._replace(has_ended=False))
@@ -233,7 +233,7 @@ class ElasticView:
         survived |= {n for n, worker in generation.workers.items() if worker.exited}
         survived |= before.ranks.keys() - membership.ranks.keys()
         survived |= {n for lost in generation.lost for n in lost.ranks}
-        # Waiting requests there are of the view before.
+        # Requests that wait there belong to the previous view.
         self._loop.store.clear()
 
     def _carry_out(self, order: events.Order) -> None:
@@ -292,7 +292,7 @@ class ElasticView:
         return next(n for n in nodes if n.name == name and not n.is_over)
 
     def finish(self, result: JobResult) -> JobResult:
-        """Add the views to the result; raise HostError if hosts were too few."""
+        """Add the views to the result; raise HostError if there were too few hosts."""
         self._discovery.close()
         if line := self._log.summary():
             self._loop.output.notice(line)
@@ -311,7 +311,7 @@ def describe_end(status: int, evidence: str) -> str:
 
 
 class HostNotices:
-    """Hosts that will end soon, until their ranks can leave.
+    """Hosts that will end soon, held until their ranks can leave.
 
     Notices within a second count together, as at Slurm's time limit. If all hosts of
     the view will end, no rank leaves until there is another host, and ``save`` is
