@@ -17,7 +17,7 @@ _VERBS = ("run", "ps", "bench", "trace", "check", "topo", "plan", "alias", "horo
 def main(argv: Sequence[str] | None = None, timeouts: Timeouts = USUAL) -> int:
     """Run one command and return its exit code.
 
-    Without ``argv`` it is this process's own command, and the process ends with it.
+    Without ``argv`` run this process's own command, and then end the process.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     _open_standard_fds()

@@ -481,7 +481,7 @@ def run(words: Sequence[str], agent: _Agent, signal_fd: int, timeouts: Timeouts)
 
 
 def _recorded(options: argparse.Namespace) -> AbstractContextManager[dict[str, str]]:
-    """Yield the variables that make ranks record; at the end write one trace."""
+    """Yield variables that make ranks record traces; merge the traces at the end."""
     if options.timeline:
         from ronde.timeline.recording import recorded_job
 

@@ -69,10 +69,10 @@ example:
   ronde topo node1.json --matrix      like nvidia-smi topo -m, from any source
 """
 _EXIT_FOUND = 1
-"""Found something worse than a note, a difference, or too little bandwidth."""
+"""Exit code of a finding worse than a note, a difference, or too little bandwidth."""
 
 _VERSION = 1
-"""Of every JSON form here; changes when a field changes its meaning or goes."""
+"""Version of all JSON here; changes when a field changes its meaning or goes."""
 
 _MEASURED = "all_reduce"
 _MOST = 1 << 20
