@@ -58,7 +58,7 @@ _GATHER_S = 5.0  # new workers wait for others that start, to join together
 
 
 class Rules(NamedTuple):
-    """The user's options."""
+    """The options of an elastic job that the policy depends on."""
 
     min_ranks: int
     max_ranks: int
@@ -72,7 +72,7 @@ class Rules(NamedTuple):
 
 
 class ViewPhase(Enum):
-    """The phase of the current view."""
+    """Progress of the current view, from its forming to its last step."""
 
     FORMING = auto()  # there is none, or members have not yet left the last one
     RUNNING = auto()
@@ -256,7 +256,7 @@ class _Roster:
 
     @property
     def reason(self) -> str:
-        """Why the view began or ended, or will end."""
+        """The reason that the view began or ended, or will end."""
         first, *others = self._reasons
         if len(others) > 1:
             return f"{first}, and {len(others)} more were lost"
@@ -264,7 +264,7 @@ class _Roster:
 
     @property
     def _is_early(self) -> bool:
-        """True as long as no worker has called ``init()``."""
+        """True until a worker has called ``init()``."""
         return not self.ranks and not self._num[_State.WAITING]
 
     def _stop_early(self, reason: str) -> None:
@@ -429,7 +429,7 @@ class _Roster:
 
 
 class Membership(_Roster):
-    """The state of an elastic job's membership."""
+    """The policy as a state machine: it receives events and returns orders."""
 
     def apply(self, event: events.Event, now_s: float) -> list[events.Order]:
         """Handle an event; return the resulting orders."""
@@ -443,9 +443,9 @@ class Membership(_Roster):
         return self._orders
 
     def _awaits_more(self, event: events.Event) -> bool:
-        """Return True if nothing follows from an event before further ones.
+        """Return True if an event needs no action until further events arrive.
 
-        It keeps the cost of a change linear in the number of ranks.
+        This keeps the cost of a change linear in the number of ranks.
         """
         num_active = self._num[_State.ACTIVE]
         message = event.message if isinstance(event, events.WorkerReport) else None
@@ -654,7 +654,7 @@ class Membership(_Roster):
             staying = present
         newest = max((workers[n].step for n in present), default=NEW)
         if newest != NEW and all(workers[n].step < newest for n in staying):
-            # It alone has the state: it must stay until others have it.
+            # Only this worker has the state: it must stay until others have it.
             source = next(n for n in present if workers[n].step == newest)
             staying = [n for n in present if n in {source, *staying}]
         return staying, joining[: max(0, self.rules.max_ranks - len(staying))]

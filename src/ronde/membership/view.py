@@ -34,7 +34,7 @@ _SHORT = 256  # characters
 
 
 class Worker(NamedTuple):
-    """A process of a job."""
+    """A process of a job, and the slot of a host that it runs in."""
 
     id: int  # unique in the job
     host: str
