@@ -1,4 +1,4 @@
-"""Variables other than the ranks' (engines, directories), and this host's identity."""
+"""Environment variables besides rank and size, and identities of this host."""
 
 import os
 import socket
@@ -138,9 +138,9 @@ class AgentChannel(NamedTuple):
     """A rank's end of the socket to its agent.
 
     Note [One channel a rank]
-        ``RONDE_CHANNEL`` has its descriptor, its inode, the worker id, and ``elastic``
-        or ``plain``. Each line begins with its kind: ``exit``, ``status`` or
-        ``member``; the agent ignores all others. Several processes may write to it,
+        ``RONDE_CHANNEL`` holds its descriptor, its inode, the worker id, and
+        ``elastic`` or ``plain``. Each line begins with its kind: ``exit``, ``status``
+        or ``member``; the agent ignores all others. Several processes may write to it,
         because the kernel accepts a line of less than 16 KiB whole or not at all.
 
         Stacks do not use it: a signal requests them, and they go to a file in memory

@@ -16,7 +16,7 @@ _codes: list[object] = []
 
 
 def is_failing() -> bool:
-    """Return, at exit, True if an exception or ``sys.exit`` with a failure ends it."""
+    """Return True if an exception or a failing ``sys.exit`` caused the running exit."""
     return hasattr(sys, "last_value") or any(
         code is not None and code != 0 for code in _codes
     )

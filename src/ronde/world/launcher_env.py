@@ -20,7 +20,7 @@ _COUNTS = {
     "cross_rank": "cross_size",
     "node_rank": "num_nodes",
 }
-"""Each index, and its exclusive limit."""
+"""The exclusive upper limit of each index, by name."""
 Numbers = dict[str, int]  # the known indices and counts of a rank, by name
 
 
@@ -85,7 +85,7 @@ class Meeting(NamedTuple):
 
 
 class RankInfo(NamedTuple):
-    """This process as its environment describes it; the first six are as in ``World``.
+    """Rank, size and other facts of this process; the first six are as in ``World``.
 
     If the launcher does not name the node, ``cross_rank`` and ``cross_size`` are None
     on all ranks until the ranks have exchanged their hosts.
@@ -125,7 +125,7 @@ class LauncherReading(NamedTuple):
 
     @property
     def is_stray(self) -> bool:
-        """True if the variables imply no ranks, as ``LOCAL_RANK=0`` alone."""
+        """True if the variables imply no ranks, such as ``LOCAL_RANK=0`` alone."""
         alone = dict.fromkeys(_COUNTS, 0) | dict.fromkeys(_COUNTS.values(), 1)
         is_of_one = self.numbers.items() <= alone.items()
         is_plain = self.launcher is Launcher.PLAIN
@@ -133,7 +133,7 @@ class LauncherReading(NamedTuple):
 
     @property
     def is_above_slurm(self) -> bool:
-        """True if ``srun`` has started this launcher, not the ranks."""
+        """True if any ``srun`` has started this launcher and not the ranks."""
         by_hand = (Launcher.SLURM, Launcher.PLAIN)
         return not self.missing and self.launcher not in by_hand
 
@@ -357,7 +357,7 @@ def parse_tasks_per_node(text: str, name: str = "tasks per node") -> list[int]:
 def _numbers_among(
     numbers: Numbers, tasks: list[int], shown: str, names: Mapping[str, str]
 ) -> Numbers:
-    """Return the numbers that follow from the tasks of every node."""
+    """Return the numbers that follow from the number of tasks on each node."""
     if numbers.get("size", sum(tasks)) != sum(tasks):
         raise WorldError(
             f"{names['size']} must be the sum of the tasks of all nodes: {shown} is "
