@@ -42,11 +42,11 @@ class RankLines(NamedTuple):
 
 
 class LineAssembler:
-    """Split one stream into lines.
+    """Splits one stream into lines.
 
     A line ends at its newline, at the end of the stream, at ``HELD_BYTES``, or after
-    ``HELD_S`` unfinished; the rest of one cut by the latter two is marked as its
-    continuation. A carriage return discards the part of a line before it.
+    ``HELD_S`` unfinished. The rest of a line that was cut by these two limits is marked
+    as a continuation. A carriage return discards the part of a line before it.
     """
 
     def __init__(self) -> None:
@@ -103,7 +103,7 @@ class LineAssembler:
 
     @property
     def _is_overwriting(self) -> bool:
-        """True for a progress bar, which ``_forget_overwritten`` has marked."""
+        """True for a progress bar, as marked by ``_forget_overwritten``."""
         return self._held.startswith(b"\r")
 
     def _lines(self, raw: bytes) -> RankLines:
@@ -124,7 +124,7 @@ class LineAssembler:
         return line
 
     def _forget_overwritten(self) -> None:
-        """Keep the newest part behind a carriage return, its mark."""
+        """Keep the newest part, after a carriage return that marks a progress bar."""
         newest = newest_part(bytes(self._held))
         is_ended = self._held.endswith(b"\r")
         self._held[:] = b"\r" + newest + (b"\r" if is_ended and newest else b"")
@@ -173,7 +173,7 @@ def parse_tag(text: str) -> Tag:
 
 
 class Tagger:
-    """Put tags before lines."""
+    """Puts tags before lines."""
 
     def __init__(self, tag: Tag) -> None:
         self._tag = tag
@@ -221,7 +221,7 @@ class FdWriter:
             self._mode, self.is_broken = 0, True
 
     def _open(self) -> None:
-        """Open a pipe again, if allowed, to have it non-blocking for us alone."""
+        """Reopen a pipe, if allowed: non-blocking mode is then this process's alone."""
         # Then a write takes sixteen times as much, and wakes the reader less often. Not
         # before the first write: the process that writes may be a fork of this one.
         self._write_fd = self.fd
@@ -246,7 +246,7 @@ class FdWriter:
         self._waiting.clear()
 
     def write(self) -> None:
-        """Write as long as the descriptor is ready; at the call it must be."""
+        """Write while the descriptor is ready; it must be ready at the call."""
         if self._write_fd < 0:
             self._open()
         for _ in range(_MAX_PIECES):

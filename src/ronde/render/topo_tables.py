@@ -99,7 +99,7 @@ def tabulate_plan(plan: HostPlan) -> str:
     is_judged = plan.policy != "none" and any(rank.cpus for rank in plan.ranks)
     rows = [_PLAN_HEAD, *(_plan_row(rank, is_judged=is_judged) for rank in plan.ranks)]
     addresses = [rank.gpu_bus_ids for rank in plan.ranks]
-    # There is room for one a rank.
+    # There is only room for one address per rank.
     if max(map(len, addresses)) > 1 or not any(map(any, addresses)):
         rows = [(*row[:_BUS], *row[_BUS + 1 :]) for row in rows]
     text += align(rows)
@@ -284,7 +284,7 @@ def _draw_differences(differences: Sequence[Difference]) -> str:
     by_fact = grouped((each.fact, each) for each in differences)
 
     def order(fact: str) -> tuple[bool, float]:
-        """Order by loss, the greatest first; names come last."""
+        """Return a sort key: the greatest loss first, names last."""
         rates = [
             each.now_gb_per_s / each.was_gb_per_s
             for each in by_fact[fact]
