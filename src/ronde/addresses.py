@@ -41,7 +41,7 @@ _Node._fields_ = [
 def read_interfaces() -> tuple[InterfaceAddress, ...]:
     """Return the addresses at which other hosts may reach this one, IPv4 first.
 
-    Without loopback, link-local addresses, and interfaces without a carrier.
+    Leaves out loopback, link-local addresses, and interfaces without a carrier.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     libc.freeifaddrs.argtypes = [_Link]
@@ -89,7 +89,8 @@ def choose_address(
 ) -> int | None:
     """Return the index of a host's best address that all others reach, or None.
 
-    An address without a router between is best, then IPv4, then the fastest interface.
+    An address that others reach without a router is best, then IPv4, then the fastest
+    interface.
 
     Args:
         candidates: The addresses of the host.

@@ -92,7 +92,7 @@ class CommandParser(argparse.ArgumentParser):
 
     @property
     def options(self) -> Mapping[str, argparse.Action]:
-        """All names of options, with those that the help does not show."""
+        """All options by name, including those that the help does not show."""
         return self._option_string_actions
 
     def alias(self, option: str, *names: str) -> None:
@@ -139,7 +139,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def _argparse_type(read: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Return a type with which argparse keeps the messages of ``UsageError``."""
+    """Return an argparse type that keeps the messages of ``UsageError``."""
     if isinstance(read, type):
         return read
 
@@ -169,7 +169,7 @@ def attribute_of(name: str) -> str:
 
 
 def whole_number(least: int = 0, most: int | None = None) -> Callable[[str], int]:
-    """Return a type of options: a whole number within limits."""
+    """Return an option type: a whole number within limits."""
 
     def read(text: str) -> int:
         if re.fullmatch("[0-9]{1,9}", text):
@@ -183,7 +183,7 @@ def whole_number(least: int = 0, most: int | None = None) -> Callable[[str], int
 
 
 def one_of(*words: str) -> Callable[[str], str]:
-    """Return a type of options: one of some words."""
+    """Return an option type: one of some words."""
 
     def read(text: str) -> str:
         if text not in words:

@@ -82,7 +82,7 @@ class MembershipError(CollectiveError):
 
 
 class UnpairedError(CollectiveError):
-    """All ranks of a set wait to connect, and no two of them to each other."""
+    """All ranks of a set wait to connect, but no two of them to each other."""
 
 
 def fresh(error: E) -> E:

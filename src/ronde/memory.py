@@ -127,7 +127,7 @@ class MallocThresholds(NamedTuple):
         }
 
     def apply(self) -> None:
-        """Apply them to this process, unless its malloc is another library's."""
+        """Set the thresholds in this process, if its malloc is glibc's."""
         import ctypes  # imported here: the launcher does not need it
 
         libc = ctypes.CDLL(None)
@@ -139,7 +139,7 @@ class MallocThresholds(NamedTuple):
 
 
 def malloc_thresholds(num_ranks: int, root: Path = _ROOT) -> MallocThresholds | None:
-    """Return each rank's thresholds; None if glibc's own are as high."""
+    """Return each rank's thresholds; None to keep the defaults of malloc."""
     try:
         version = (os.confstr("CS_GNU_LIBC_VERSION") or "").removeprefix("glibc ")
     except (OSError, ValueError):  # another C library

@@ -3,7 +3,7 @@
 Note [The choice of a setting]
     A *sample* is the median cost of some steps with one setting, without the first step
     after a change. After a warm-up every candidate gets a sample; then the better half
-    another one, and so on, until one is left or the samples are used up.
+    gets another one, and so on, until one is left or the samples are used up.
 
     The winner may have been lucky. So it is compared with the default in pairs of
     samples, in alternating order, and must be cheaper by ``min_gain`` in all pairs but
