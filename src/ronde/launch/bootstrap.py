@@ -1,4 +1,4 @@
-"""The start of an agent on this machine, and limits on files and processes.
+"""Start an agent on this machine; handle limits on files and processes.
 
 It has few imports, so that it can run first.
 """

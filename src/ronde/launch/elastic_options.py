@@ -10,7 +10,7 @@ NO_LIMIT = 1 << 20
 
 
 class FailureDomain(StrEnum):
-    """The part of a host that fails with one of its ranks."""
+    """The slots that are lost with one rank: its own, or all of its host."""
 
     SLOT = "slot"
     HOST = "host"

@@ -1,4 +1,4 @@
-"""Hosts as the user names them, and their ranks."""
+"""The hosts that the user names, and the ranks of each."""
 
 import os
 import socket
@@ -86,7 +86,7 @@ class LookUp:
 
 
 def resolve(name: str) -> tuple[str, ...]:
-    """Return a name's addresses, none for an unknown name.
+    """Return the addresses of a name; none if it is unknown.
 
     Raises OSError if no name server answers.
     """

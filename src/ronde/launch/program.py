@@ -1,4 +1,4 @@
-"""Checks of an agent before it starts ranks: /proc, directory and program."""
+"""Check /proc, the directory and the program before an agent starts ranks."""
 
 import errno
 import os

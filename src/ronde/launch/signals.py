@@ -1,4 +1,4 @@
-"""Signals of the user as bytes in a pipe, and waiting for descriptors."""
+"""The user's signals as bytes in a pipe; waiting for file descriptors."""
 
 import os
 import select
@@ -106,7 +106,7 @@ def wait_for(
 ) -> list[int]:
     """Return the ready descriptors; with an infinite timeout wait for one.
 
-    It polls, since epoll refuses plain files.
+    ``poll`` is used because epoll refuses plain files.
     """
     poll = select.poll()
     for fd in readable:

@@ -1,4 +1,4 @@
-"""The agent: runs the ranks of one host for its controller.
+"""The agent, which runs the ranks of one host for a controller.
 
 It runs under ``python -I -S`` with the standard library alone. One thread runs its
 loop; the threads of ``RankChannels`` only wait. It exchanges frames over its standard

@@ -1,4 +1,4 @@
-"""The kernel's evidence of a rank's end, and the stacks of running ranks.
+"""Read the kernel's evidence of a rank's end, and the stacks of running ranks.
 
 Note [Stacks]: an agent gives each rank the path of a file in memory. A module on the
 rank's ``PYTHONPATH`` (``startup/sitecustomize.py``) makes ``faulthandler`` write all
@@ -57,7 +57,7 @@ _STATES = {
 
 
 class KernelDiagnostics:
-    """The kernel's counters and log since the start of a job."""
+    """Reads the kernel's log and its count of OOM kills since the start of a job."""
 
     def __init__(self) -> None:
         names = ("memory.events", "memory.oom_control")
@@ -70,7 +70,7 @@ class KernelDiagnostics:
         self._kernel_fd = _open_kernel_log()
 
     def explain(self, status: int, wait_status: int, pid: int, cwd: str) -> str:
-        """Return half a sentence with the kernel's evidence of an end, else ""."""
+        """Return half a sentence: the kernel's evidence of an end, or no text."""
         if status in _PLAIN_ENDS:
             return ""
         kernel_line = self._kernel_line(pid)
@@ -127,7 +127,7 @@ def _explain_core(pid: int, cwd: str) -> str:
 
 
 def core_file(pattern: str, pid: int) -> str:
-    """Return the path of a core file, with stars for unknown parts."""
+    """Return the path of a core file, with ``*`` for unknown parts."""
     known = {"%": "%", "p": str(pid)}
     return re.sub(r"%(.)", lambda found: known.get(found[1], "*"), pattern)
 

@@ -67,7 +67,7 @@ _LIMIT_BEFORE = resource.getrlimit(resource.RLIMIT_NOFILE)
 
 @contextmanager
 def inherited_binding(cpus: Sequence[int]) -> Generator[str]:
-    """Bind this process, and the children that it starts in the ``with`` block.
+    """Bind this process, and the children started in the ``with`` block.
 
     Yields an empty text, or the reason that some CPUs cannot be used.
     """
@@ -108,8 +108,8 @@ class WorkerProcess:
         self.process = subprocess.Popen(
             command,
             env=env,
-            # The agent's is the launcher's or empty. A terminal does not stop a rank
-            # that reads from it: it is of another session.
+            # The agent's standard input is the launcher's or empty. Reading from a
+            # terminal does not stop a rank, which is in another session.
             stdin=subprocess.DEVNULL if rank else None,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -145,7 +145,7 @@ def _signal_group(group: int, number: int) -> None:
 
 
 class JobPhase(Enum):
-    """The state of a job on one host."""
+    """The progress of a job on one host, from its preparation to its end."""
 
     PREPARING = auto()
     RUNNING = auto()
@@ -349,7 +349,7 @@ class LocalJob:
         """Signal each process once, but a fork only after its parent has ended.
 
         A last step or checkpoint may need forks such as DataLoader's workers. A rank
-        that ends by itself is spared too, so that it shows its own exit code.
+        that is ending by itself is spared too, so that it shows its own exit code.
         """
         leaving = {rank.pid for rank in self._running if rank.began_s}
         below = {p.pid: p for p in descendants(os.getpid()) if not p.is_zombie}

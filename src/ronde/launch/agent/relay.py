@@ -110,9 +110,9 @@ class OutputPipe:
         os.set_blocking(file.fileno(), False)
 
     def read(self) -> bool:
-        """Pass on some output; return False if there is none now."""
+        """Send some output to the controller; return False if there is none now."""
         try:
-            # It may have been drained to its end since the poll.
+            # The pipe may have been drained and closed since the poll.
             is_open = not self.file.closed
             data = os.read(self.file.fileno(), _PIPE_BYTES) if is_open else b""
         except BlockingIOError:
@@ -162,7 +162,7 @@ class PolledSocket:
         return True
 
     def receive_lines(self) -> tuple[list[bytes], list[int]] | None:
-        """Return complete lines and received descriptors; None for nothing now.
+        """Return complete lines and received descriptors; None if nothing has come.
 
         Reading ends when the peer closes the socket or sends a line that is too long.
         """

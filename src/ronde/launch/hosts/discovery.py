@@ -1,4 +1,4 @@
-"""Hosts from a command or a host file: once, and while a job runs.
+"""Find hosts by a command or a host file, once or while a job runs.
 
 Note [Which answers count]
     New hosts and slots are used at once. Missing ones are given up after the second
@@ -160,7 +160,7 @@ def _complete(host: Host, spec: DiscoverySpec, ports: Mapping[str, int]) -> Host
 
 
 class _Command:
-    """A command that prints hosts; it runs again some time after its end."""
+    """A command that prints hosts, repeated some time after each end."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Programs on the hosts of a Slurm allocation, by one ``srun`` per host.
+"""Start programs on the hosts of a Slurm allocation, by one ``srun`` per host.
 
 Slurm passes on bytes unchanged and at once in both directions, and the end of input
 too. It does not notice an ``srun`` that was killed by SIGKILL: the program must then

@@ -43,7 +43,7 @@ class Spawner(ABC):
         """Return the reason that the command ended before the hello."""
 
     def explain_silence(self, host: Host) -> Failure | None:  # noqa: ARG002
-        """Return the reason that a connected host does not answer, if found."""
+        """Return a reason for the silence of a connected host, if one is found."""
         return None
 
     def connects_by_name(self, name: str) -> bool:  # noqa: ARG002

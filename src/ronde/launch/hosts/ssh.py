@@ -1,4 +1,4 @@
-"""Programs on other hosts by the system's ssh and the user's configuration."""
+"""Start programs by the system's ssh, with the user's configuration."""
 
 import re
 import shlex

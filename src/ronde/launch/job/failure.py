@@ -139,7 +139,7 @@ def _end(lines: Sequence[str], head: int) -> int:
 class RankEnd(NamedTuple):
     """Exit status, time and last output of a rank that ended."""
 
-    rank: int  # in an elastic job that of the last view
+    rank: int  # in an elastic job its rank in the last view
     host: str
     pid: int
     status: int  # exit code, or minus the signal
@@ -193,14 +193,14 @@ class LostHost(NamedTuple):
 
 
 class ViewRecord(NamedTuple):
-    """One view of an elastic job, and its cost."""
+    """The start of one view of an elastic job, and the time and steps it cost."""
 
     view: int
-    began_at_s: float  # end of the view before, since the start of the ranks
-    took_s: float  # from then until all members ran
+    began_at_s: float  # end of the previous view, since the start of the ranks
+    took_s: float  # from that until all members ran
     size: int
-    step: int  # the first one; -1 for the beginning
-    steps_lost: int  # applied before, and done again
+    step: int  # its first step; -1 for the beginning of training
+    steps_lost: int  # steps applied before, and repeated
     reason: str
 
 

@@ -69,7 +69,7 @@ class RunningWorker:
 
 
 class Generation(Handler):
-    """The workers of one start of a job, by id; in a plain job that is the rank."""
+    """The workers of one start of a job, by worker id, in plain jobs the rank."""
 
     def __init__(
         self,
@@ -310,7 +310,7 @@ class Generation(Handler):
     # The user
 
     def on_signal(self, number: int) -> None:
-        """Pass a signal on, or end the job; a second one kills it."""
+        """Forward a signal, or end the job; a second ending signal kills it."""
         if number in FORWARDED:
             self._send(messages.Forward(number))
         elif number == ASKING:

@@ -42,7 +42,7 @@ _IGNORED = (
 
 
 class Attempt(NamedTuple):
-    """One start of a job."""
+    """One start of a job: its number, and the host of each worker."""
 
     job_id: str
     epoch: int  # 0 for the first start, one more for each restart
@@ -93,7 +93,7 @@ class OutputSink(Protocol):
     def finished(self, result: JobResult) -> None: ...
 
     def tick(self, now_s: float) -> float:
-        """Show due lines; return the time of the next call, perhaps infinity."""
+        """Show lines that are due; return the time of the next call, or infinity."""
         ...
 
     def write_to(self, fd: int) -> None: ...
@@ -240,7 +240,7 @@ class OutputProcess(MessageWriter):
         return unread_signal
 
     def close(self) -> None:
-        """Send the rest; ``has_ended`` once everything is written."""
+        """Send the rest; ``has_ended`` becomes true once everything is written."""
         self._is_closing = True
         self.flush()
         if not self.has_ended:

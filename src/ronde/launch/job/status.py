@@ -85,7 +85,7 @@ class StatusService:
             yield reader.sock.fileno(), events, lambda of=reader: self._serve(of)
 
     def advance(self) -> None:
-        """Send the newest table to idle readers; drop those that stall."""
+        """Send the newest table to idle readers; drop stalled readers."""
         now_s = time.monotonic()
         for reader in [each for each in self._readers if now_s >= self._due_of(each)]:
             if reader.unsent:

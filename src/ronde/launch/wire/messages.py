@@ -31,7 +31,7 @@ _JSON = 1  # the kind of a frame whose body is a message as JSON
 
 
 class WorkerSpec(NamedTuple):
-    """A worker's own variables and CPUs."""
+    """A worker's number, and the variables and CPUs of this worker alone."""
 
     worker: int
     env: dict[str, str]  # these win over the job's
@@ -84,7 +84,7 @@ class SendToWorkers(NamedTuple):
 
 
 class Locate(NamedTuple):
-    """To the agent: report your own address towards each of these addresses."""
+    """To the agent: report the local address on the route to each address."""
 
     addresses: tuple[str, ...]
     port: int  # if not 0, it must also answer there
@@ -97,7 +97,7 @@ class StartProgram(NamedTuple):
 
 
 class Forward(NamedTuple):
-    """To the agent: only pass a signal on to the ranks."""
+    """To the agent: pass a signal on to the ranks, and do nothing else."""
 
     signal: int
 
@@ -142,7 +142,7 @@ class Hello(NamedTuple):
 
 
 class Located(NamedTuple):
-    """From the agent, on ``Locate``: its own addresses, empty without a route."""
+    """From the agent, on ``Locate``: its local addresses; empty without a route."""
 
     sources: tuple[str, ...]
 
@@ -192,7 +192,7 @@ class HostLeaving(NamedTuple):
 
 
 class Exited(NamedTuple):
-    """From the agent: a worker has ended. Times are on its monotonic clock."""
+    """From the agent: a worker has ended. Times are on the agent's monotonic clock."""
 
     worker: int
     status: int  # exit code, or minus the signal
@@ -370,7 +370,7 @@ class MessageDecoder(Generic[T]):
         self._splitter = Splitter(MAX_FRAME_BYTES)
 
     def feed(self, data: bytes) -> list[T]:
-        """Return the messages that are complete now.
+        """Add received bytes; return the messages that are complete now.
 
         Raises LaunchError for anything else; then the stream cannot be used further.
         """

@@ -1,4 +1,4 @@
-"""The view of an elastic job: applies the policy of ``ronde.membership``."""
+"""Change the view of an elastic job by the policy in ``ronde.membership``."""
 
 import secrets
 import signal
@@ -313,9 +313,9 @@ def describe_end(status: int, evidence: str) -> str:
 class HostNotices:
     """Hosts that will end soon, held until their ranks can leave.
 
-    Notices within a second count together, as at Slurm's time limit. If all hosts of
-    the view will end, no rank leaves until there is another host, and ``save`` is
-    called repeatedly.
+    Notices within a second are handled together, such as at Slurm's time limit. If all
+    hosts of the view will end, no rank leaves until there is another host, and ``save``
+    is called repeatedly.
     """
 
     def __init__(
@@ -406,7 +406,7 @@ class ViewLog:
         return f"{times} of membership, {ranks}: {took} at a standstill, {lost} lost"
 
     def enter(self, worker: int, step: int) -> str:
-        """Record that a member runs; return a line for the user once all do."""
+        """Record that a member runs; return a line for the user once all members do."""
         self._running[worker] = step
         if len(self._running) < len(self._view.members):
             return ""
