@@ -1,4 +1,4 @@
-"""One rank of ``ronde bench``: measures with the others; rank 0 reports."""
+"""Run one rank of ``ronde bench``: measure with the other ranks; rank 0 reports."""
 
 import os
 import resource

@@ -325,7 +325,7 @@ def _unwritable(option: str, got: str) -> UsageError:
 
 
 def make_preflight(directory: str, env: dict[str, str]) -> Preflight:
-    """Return the checks of ``ronde run --preflight``: all that need no option.
+    """Return the preflight of ``ronde run``: all checks but ``torch-installed``.
 
     Torch is not imported: ranks that need it will import it in a moment.
     """
