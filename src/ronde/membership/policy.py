@@ -5,15 +5,15 @@ and the result is a list of orders, with the messages to the workers. The launch
 the simulator of the tests execute them.
 
 Note [The members of the next view]
-    Survivors stay members, unless their host must be left and ``min_ranks`` others
-    remain. A survivor that alone has the newest state stays until another has it. New
-    workers fill up to ``max_ranks``. Further ones are spares: they wait, unconnected,
-    and replace the next member that is lost. New workers on a blacklisted host wait
-    too. After a loss the survivors form a view at once if there are ``min_ranks``; only
-    then are replacements started.
+    Survivors stay members, unless they must leave their host and ``min_ranks`` others
+    remain. If only one survivor has the newest state, it stays until another has it.
+    New workers fill up to ``max_ranks``. Further ones are spares: they wait,
+    unconnected, and replace the next member that is lost. New workers on a blacklisted
+    host wait too. After a loss the survivors form a view at once if there are
+    ``min_ranks``; only then are replacements started.
 
-    A worker that exits with 0 may have finished, so its view continues. If it had not,
-    the others lose their peer and settle without a request.
+    A worker that exits with 0 may have finished, so its view continues. If not, the
+    others lose their peer and settle without a request.
 """
 
 from collections import Counter
@@ -190,7 +190,7 @@ class _Roster:
             self._review(name)
 
     def _review(self, name: str) -> None:
-        """Find the slots of a host that must be left, and kill new workers there."""
+        """Find the slots that workers of a host must leave; kill new workers there."""
         for worker in self._workers_on(name):
             reason = self._why_left(self._workers[worker])
             (self._unwanted.add if reason else self._unwanted.discard)(worker)
@@ -209,7 +209,7 @@ class _Roster:
         return [n for n in self._hosts[host].used.values() if n in self._workers]
 
     def _why_left(self, record: _WorkerRecord) -> str:
-        """Return why a worker's slot must be left, or an empty text."""
+        """Return the reason to leave a worker's slot, or an empty text."""
         name = record.worker.host
         host = self._hosts[name]
         if not host.is_known:
@@ -312,7 +312,7 @@ class _Roster:
         return name_worker(worker, self.ranks.get(worker), host)
 
     def _count_failures(self, numbers: list[int]) -> list[int]:
-        """Blacklist hosts where workers have failed; return others to kill there."""
+        """Blacklist hosts of failed workers; return other workers to kill there."""
         others: list[int] = []
         names = Counter(self._workers[worker].worker.host for worker in numbers)
         # A job on one host would lose all ranks.
@@ -641,7 +641,7 @@ class Membership(_Roster):
         return not is_late and self._is_starting
 
     def _choose(self) -> tuple[list[int], list[int]]:
-        """Return the staying and the joining workers of the next view."""
+        """Return the workers that stay in the next view, and those that join it."""
         workers, present = self._workers, self._present
         joining = [
             worker

@@ -8,9 +8,9 @@ Note [From one view to the next]
     A change begins with ``ViewEnded`` (a member was lost: abort) or with ``AskStep``
     and ``StopAfter`` (a planned change: all stop after the same step). Each member then
     ends all operations of the old view and sends ``Settled``, as does a new worker.
-    When all living workers have, the members of the next view receive ``ViewBegins``.
-    Only this message has the key for the rendezvous of the view, so a process that was
-    left out, stopped or disconnected cannot reach the members.
+    When all living workers have sent it, the members of the next view receive
+    ``ViewBegins``. Only this message has the key for the rendezvous of the view, so a
+    process that was left out, stopped or disconnected cannot reach the members.
 
     Data-parallel ranks are never more than one step apart. A member that has answered
     ``AskStep`` begins no step beyond the next until it receives ``StopAfter``. So all
@@ -44,7 +44,7 @@ class Worker(NamedTuple):
 class Settled(NamedTuple):
     """From a rank: all operations of earlier views have ended here.
 
-    Without a request it means that this rank cannot continue in its view.
+    Sent without a request, it means that this rank cannot continue in its view.
     """
 
     view: int  # the last that it was a member of; NO_VIEW for a new worker
@@ -210,7 +210,7 @@ class View(NamedTuple):
 
     @property
     def ranks(self) -> dict[int, int]:
-        """The rank of each member by its id, in the order of the ranks."""
+        """The ranks of the members by worker id, in the order of the ranks."""
         return {worker.id: rank for rank, worker in enumerate(self.members)}
 
     def rank_of(self, worker: int) -> int:
