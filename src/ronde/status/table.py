@@ -20,7 +20,7 @@ class JobInfo(NamedTuple):
 
 
 class WorkerInfo(NamedTuple):
-    """One worker of a job."""
+    """The row of one worker in the table."""
 
     worker: int  # its id, which never changes
     rank: int | None  # None outside the view of an elastic job
@@ -33,7 +33,7 @@ class WorkerInfo(NamedTuple):
 
     @property
     def collective(self) -> PendingCollective | None:
-        """The oldest pending collective of the rank; None if none is known."""
+        """The oldest pending collective of this worker; None if none is known."""
         if self.status is None or self.state != "running":
             return None
         return next(iter(self.status.collectives), None)
