@@ -58,7 +58,7 @@ def read_horovod_config(environ: Mapping[str, str] | None = None) -> HorovodConf
     values: dict[str, Any] = {}
     for name, (attribute, read) in _READERS.items():
         if name in given:
-            # Any of several variables turns hierarchical reductions on.
+            # One of several variables is enough for hierarchical reductions.
             values[attribute] = values.get(attribute) or read(name, given[name])
     remarks = _remarks(given)
     if values.pop("", False):

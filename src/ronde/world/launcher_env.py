@@ -25,7 +25,7 @@ Numbers = dict[str, int]  # the known indices and counts of a rank, by name
 
 
 class Launcher(StrEnum):
-    """A launcher of ranks."""
+    """The program that started this process as a rank."""
 
     RONDE = "ronde"
     TORCHRUN = "torchrun"
@@ -41,7 +41,7 @@ _OF_MPI = (Launcher.OPEN_MPI, Launcher.PMI)
 
 
 class World(NamedTuple):
-    """The indices and counts of one rank."""
+    """Rank and size of one process: in the job, on its host, and across hosts."""
 
     rank: int
     size: int
@@ -57,7 +57,7 @@ class World(NamedTuple):
 
     @classmethod
     def of_slots(cls, slots: Sequence[tuple[str, int]]) -> "list[World]":
-        """Return each rank's world from its host and slot; local ranks go by slot."""
+        """Return each rank's world, from its host and slot; slots order local ranks."""
         by_host: dict[str, list[int]] = {}
         for host, slot in slots:
             by_host.setdefault(host, []).append(slot)
