@@ -13,10 +13,10 @@ Note [Mutual authentication]
     A proof is HMAC-SHA256 of the role, the greeting, the client's nonce, its claim and,
     with TLS, the server's certificate. So it can be neither replayed nor reflected, and
     a man in the middle has another certificate. The client proves first: a false server
-    gets one proof to try keys on, so a key has at least 128 bits. On a connection to
-    the store every later frame ends with a MAC of its direction, number and body. It
-    cannot be changed, repeated, dropped or reordered unnoticed. Nothing is encrypted:
-    keys and values are addresses, not secrets. Joining nodes use TLS.
+    can try keys on one proof only, so a key has at least 128 bits. On a connection to
+    the store every later frame ends with a MAC of its direction, number and body. So no
+    frame can be changed, repeated, dropped or reordered unnoticed. Nothing is
+    encrypted: keys and values are addresses, not secrets. Joining nodes use TLS.
 """
 
 import hmac

@@ -21,7 +21,7 @@ C = TypeVar("C", bound=Hashable)
 
 
 class Op(IntEnum):
-    """Operations; the comments are the fields of the request -> of the answer."""
+    """Kinds of requests; comments show the fields of request -> answer."""
 
     SET = 1  # key, value, key, value, ... -> none
     GET = 2  # keys -> their values, once all keys exist

@@ -126,7 +126,7 @@ class StoreServer:
         self._update(client)
 
     def _update(self, client: _Client) -> None:
-        """Send queued data, and drop the client if it is gone or one too many."""
+        """Send queued data; drop the client if it is gone or exceeds the limit."""
         if client not in self._clients:
             return
         unsent = client.session.unsent
