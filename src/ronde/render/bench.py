@@ -1,7 +1,7 @@
 """Benchmark output in nccl-tests' form (table, JSON version 3), and comparisons.
 
-ronde's additions are where parsers of that form do not look: in comments, ``%limit`` as
-the last cell of a row, and in JSON under the key ``ronde``.
+ronde's additions are in parts that parsers of that form ignore: in comments, ``%limit``
+as the last cell of a row, and in JSON under the key ``ronde``.
 """
 
 import json
@@ -234,7 +234,7 @@ VERSION = 3
 
 
 class JsonReport:
-    """JSON of one result; it is valid after every end, also after Ctrl-C."""
+    """Writes one result as JSON; valid after ``end``, also after Ctrl-C."""
 
     def __init__(self, file: TextIO) -> None:
         self._file = file

@@ -1,4 +1,4 @@
-"""The output of ``ronde check``: hosts, findings, changes, JSON, and its checks."""
+"""The output of ``ronde check``: hosts, findings, changes, JSON, list of checks."""
 
 import json
 import re

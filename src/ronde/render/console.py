@@ -35,7 +35,7 @@ MAX_OWN_CODE = 7  # the command's own exit codes: the rank has printed the reaso
 
 
 class RankLines(NamedTuple):
-    """One or more consecutive lines."""
+    """One or more consecutive lines of a rank's output."""
 
     text: bytes  # UTF-8 without the last newline; undecodable bytes are escaped
     is_continuation: bool = False  # the beginning of the first was shown before
@@ -180,7 +180,7 @@ class Tagger:
         self._names: list[bytes] = []
 
     def begin(self, hosts: Sequence[str]) -> None:
-        """Make the tag of each rank: ``[3]``, ``[node2:3]`` or nothing."""
+        """Build the tag of each rank: ``[3]``, ``[node2:3]`` or nothing."""
         style = self._tag.style
         if style is TagStyle.AUTO:
             style = TagStyle.HOST if len(set(hosts)) > 1 else TagStyle.RANK
@@ -394,7 +394,7 @@ class Console:
         self._report(summarize(result, self._attempt, self._log_dir))
 
     def tick(self, now_s: float) -> float:
-        """Show unfinished lines that are due; return the time of the next."""
+        """Show unfinished lines that are due; return the next due time."""
         due: list[float] = []
         for key in sorted(self._holding):
             assembler = self._assemblers[key]

@@ -1,4 +1,4 @@
-"""Sentences, lists, ranks and tables within the columns of a terminal."""
+"""Format sentences, lists, ranks and tables for the width of a terminal."""
 
 import textwrap
 from collections import Counter

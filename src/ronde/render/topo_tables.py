@@ -44,7 +44,7 @@ _NOTHING = "no GPU and no network adapter\n"
 
 
 def tabulate_classes(table: ClassTable) -> str:
-    """Return a table like that of ``nvidia-smi topo -m``, with a legend."""
+    """Return a table in the form of ``nvidia-smi topo -m``, with a legend."""
     # The legend explains the words that occur.
     if not table.names:
         return _NOTHING

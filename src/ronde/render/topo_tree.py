@@ -1,4 +1,4 @@
-"""A topology as a tree of text: NUMA nodes, bridges, GPUs and adapters at them."""
+"""Draw a topology as a tree of NUMA nodes, bridges, GPUs and adapters."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
