@@ -94,7 +94,8 @@ def choose_address(
 
     Args:
         candidates: The addresses of the host.
-        sources: For every other host, its own address towards each candidate; empty
+        sources: For every other host, its local address on the route to each candidate;
+        empty
             without a route.
         mbit_per_s: Speeds of interfaces.
     """
@@ -125,7 +126,7 @@ def family_of(address: str) -> socket.AddressFamily:
 
 
 def source_towards(address: str) -> str:
-    """Return this host's address towards a numeric one; empty without a route."""
+    """Return the local address on the route to an address; empty without a route."""
     family = family_of(address)
     try:
         socket.inet_pton(family, address)  # resolving a name could block

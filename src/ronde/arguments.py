@@ -1,4 +1,4 @@
-"""Command lines with options that the lines of the help text declare."""
+"""Parse command lines, with options declared by the lines of the help text."""
 
 import argparse
 import re
@@ -26,7 +26,7 @@ class CommandParser(argparse.ArgumentParser):
         positionals: The ``nargs`` of each.
 
     Raises:
-        UsageError: The only error of a command line.
+        UsageError: The command line is invalid.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class CommandParser(argparse.ArgumentParser):
             self.add_argument(name, nargs=nargs, metavar=name.rstrip("s").upper())
 
     def declare(self, text: str) -> None:
-        """Add the options of further lines, which the help need not show."""
+        """Add options from further lines in the form of the help."""
         for match in filter(None, map(_OPTION.fullmatch, text.splitlines())):
             names, value = match[1].split(", "), match[2] or ""
             read = self._types.get(names[0]) or self._types.get(value, str)
@@ -135,7 +135,7 @@ class CommandParser(argparse.ArgumentParser):
         raise UsageError(f"unknown option {name}.{meant} Type: {self.prog} --help")
 
     def _refuse_foreign(self, word: str) -> None:
-        """Refuse a well-known option of another launcher; name the one to type here."""
+        """Refuse a well-known option of another launcher; name ronde's option."""
 
 
 def _argparse_type(read: Callable[[str], Any]) -> Callable[[str], Any]:

@@ -7,8 +7,8 @@ Note [Drift detection]
     some ranks have a bit, all ranks see at once that they differ. A rank without
     checksums sends zeros.
 
-    Eight parameters after every eighth step take much less time than one after each:
-    code that runs once a step is no longer in the processor's caches.
+    Eight parameters after every eighth step take much less time than one after each
+    step: code that runs once a step is no longer in the processor's caches.
 
     Only after such a difference the ranks compare everything, and report. Values that
     are equal again by then are not reported: a program may make ranks differ for a
@@ -118,7 +118,7 @@ class Drift:
 
 @dataclass(frozen=True, slots=True)
 class Background:
-    """Facts about the ranks besides their values."""
+    """Facts about the ranks that help to explain differences."""
 
     ranks: tuple[int, ...] = ()  # the carrier's ranks among all; empty if they are all
     is_compared: bool = True  # if False, this rank only receives the result
@@ -127,7 +127,7 @@ class Background:
 
 
 class Values(NamedTuple):
-    """The compared values of one rank, by name, as JSON's types."""
+    """The compared values of one rank, by name, as values of JSON."""
 
     weights: dict[str, str]  # shape, dtype and checksum
     state: dict[str, Any]  # the same, and numbers
@@ -158,7 +158,7 @@ def compare(
     optimizer: Optimizer | None = None,
     known: Background = Background(),
 ) -> Drift:
-    """Compare weights, and their optimizer's state and options; collective."""
+    """Compare weights, optimizer state and options between ranks. Collective."""
     own = dict(named)
     if known.is_reducing and optimizer is not None:
         own |= dict(_unnamed(optimizer, own.values()))
@@ -373,7 +373,7 @@ def _masks(device: torch.device) -> tuple[Tensor, Tensor]:
 def sums_of_parts(
     parameters: Mapping[str, Tensor], optimizer: Optimizer, turn: int
 ) -> tuple[dict[str, str], dict[str, Any]]:
-    """Return checksums of a part of each parameter and of its state, by name.
+    """Return checksums of parts of parameters and of parts of their state, by name.
 
     The state also has the number of steps, unless it is on an accelerator.
     """
@@ -469,7 +469,7 @@ class DriftCheck:
         return (total.mul_(_FACTOR) >> shifts).bitwise_and_(1).bitwise_xor_(complements)
 
     def restart(self) -> None:
-        """Restart at the first parameter, on all ranks, after some had joined."""
+        """Restart at the first parameter. Call it on all ranks after some joined."""
         self._num_sampled = self._num_since_restart = 0
         self.sums.clear()
 

@@ -182,7 +182,7 @@ def children() -> frozenset[int]:
 
 
 def has_children() -> bool:
-    """Return True if this process has a child, ended or not; no child is reaped."""
+    """Return True if this process has a child, running or ended; reap none."""
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
@@ -225,8 +225,8 @@ def sweep(
 ) -> Swept:
     """Kill every descendant of this process, and reap those that become its children.
 
-    First all are stopped, until no new one appears, so that none can escape by a fork;
-    then all are killed. If this process adopts orphans and no process is stuck, only
+    First all are stopped, until no new one appears, so that none can escape by a fork.
+    Then all are killed. If this process adopts orphans and no process is stuck, only
     the spared descendants are left.
     """
     me = os.getpid()

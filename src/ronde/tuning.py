@@ -42,7 +42,7 @@ class TuningLog:
     def add(
         self, tuned: str, phase: str, setting: Mapping[str, int], cost: float | None
     ) -> None:
-        """Append a row; ``best`` is the phase of a choice."""
+        """Append a row; the tuner's choice has the phase ``best``."""
         score = f"{1.0 / cost:.6g}" if cost else ""
         row = {"tuned": tuned, "phase": phase, "score": score, **setting}
         with self._path.open("a", newline="") as file:
@@ -51,7 +51,7 @@ class TuningLog:
 
 @dataclass(frozen=True, slots=True)
 class TuningOptions:
-    """The extent of a search; equal on all ranks, except the log."""
+    """The size of a search. All ranks must have the same, except the log."""
 
     warmup_samples: int = 3  # of the default, discarded
     steps_per_sample: int = 10
@@ -75,7 +75,7 @@ class TuningOptions:
 
 
 class Sample(NamedTuple, Generic[S]):
-    """The cost of a setting."""
+    """A measured cost of a setting."""
 
     phase: str  # ``warmup``, ``search`` or ``final``
     setting: S
@@ -83,7 +83,7 @@ class Sample(NamedTuple, Generic[S]):
 
 
 class Tuner(Generic[S]):
-    """The choice of the next step's setting: see Note [The choice of a setting].
+    """Chooses the setting of the next step: see Note [The choice of a setting].
 
     The first candidate is the default. Once ``is_over``, ``setting`` is the choice.
     ``name`` and ``columns`` are the tuner and its settings in the log.
