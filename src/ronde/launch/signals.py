@@ -22,7 +22,7 @@ _OF_TERMINAL = frozenset({signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, SUSPENDI
 _ENDED = select.POLLERR | select.POLLHUP | select.POLLNVAL
 
 Watched = Iterable[tuple[int, int, Callable[[], object]]]
-"""Descriptors, their events for ``select.poll``, and the function to call then."""
+"""Descriptors, their events for ``select.poll``, and functions to call on these."""
 
 
 class InterruptedStartError(Exception):

@@ -368,7 +368,7 @@ def launch(
     """Run a job on all its hosts.
 
     When it returns or raises, no process of the job runs on this host; other hosts end
-    theirs within their agents' lease.
+    their processes within their agents' lease.
     """
     output = OutputProcess(make_sinks)
     progress = StartProgress(output.notice, is_verbose=spec.is_verbose)

@@ -34,7 +34,7 @@ class WorkerSpec(NamedTuple):
     """A worker's number, and the variables and CPUs of this worker alone."""
 
     worker: int
-    env: dict[str, str]  # these win over the job's
+    env: dict[str, str]  # these override the job's
     cpus: tuple[int, ...] = ()  # empty for all of the agent's
 
 

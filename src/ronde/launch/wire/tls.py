@@ -217,7 +217,7 @@ def make_node_context() -> ssl.SSLContext:
 def authenticate_node(
     sock: ssl.SSLSocket, token: SharedKey, certificate: bytes
 ) -> Steps[NodeInfo]:
-    """Authenticate a node to the head, then the head to the node."""
+    """Run the head's side of the authentication; the node proves itself first."""
     yield from _go_on(sock.do_handshake)
     session = ServerSession(token, MAGIC, certificate)
     # Shorter than one TLS record: sent whole or not at all.
@@ -233,7 +233,7 @@ def authenticate_node(
 def authenticate_head(
     sock: ssl.SSLSocket, token: SharedKey, node_info: NodeInfo
 ) -> Steps[None]:
-    """Authenticate a node to the head, then the head to the node."""
+    """Run the node's side of the authentication; the node proves itself first."""
     yield from _go_on(sock.do_handshake)
     certificate = sock.getpeercert(binary_form=True) or b""
     greeting = yield from _receive_all(sock, GREETING_BYTES)
