@@ -356,7 +356,7 @@ class _Roster:
         return is_connecting or self._num[_State.STARTING] > 0
 
     def _count_waiting(self) -> None:
-        """Start the clock of ``formation_s``, except during the first start."""
+        """Start the timeout ``formation_s``, except during the first start."""
         now_s = self._now_s
         self._first_s = min(self._first_s, now_s)
         is_first = not self.ranks and now_s < self._first_s + _START_S
@@ -693,7 +693,7 @@ class Membership(_Roster):
         self.phase = ViewPhase.RUNNING
 
     def _start_view(self, view: View, newest: int) -> None:
-        """Send the next view: whole to new members, as a difference to the others."""
+        """Send the next view: complete to new members, a difference to the others."""
         before, self.view = self.view, view
         former, self.ranks = self.ranks, view.ranks
         steps = [self._workers[worker.id].step for worker in view.members]

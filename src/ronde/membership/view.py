@@ -90,7 +90,7 @@ class ViewEnded(NamedTuple):
 
 
 class AskStep(NamedTuple):
-    """To a rank: a request for its number of applied steps, for a planned change."""
+    """To a rank: report the number of applied steps, for a planned change."""
 
     view: int
 
@@ -110,7 +110,7 @@ class Save(NamedTuple):
 
 
 class ViewBegins(NamedTuple):
-    """To a rank: the next view, whole or as a difference to the last one."""
+    """To a rank: the next view, complete or as a difference from the last one."""
 
     view: int
     key: str  # the secret of this view
@@ -195,7 +195,7 @@ class View(NamedTuple):
     members: tuple[Worker, ...]
 
     def next(self, begins: ViewBegins) -> "View":
-        """Return the view that begins, which may be a difference to this one."""
+        """Return the next view; ``begins`` may be a difference from this view."""
         if begins.base == NO_VIEW:
             return View(begins.view, begins.new)
         gone = set(begins.gone)
