@@ -11,7 +11,7 @@ from ronde.world.environment import own_or
 
 PREFIX = "HOROVOD_"
 DYNAMIC = "DYNAMIC"
-"""The value of ``HOROVOD_TIMELINE`` with which programs start timelines."""
+"""The value of ``HOROVOD_TIMELINE`` that lets programs start timelines."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from ronde.errors import WorldError
 from ronde.world.environment import own_or, read_algorithm, read_engine
 
 _PSEUDO_STEPS = range(4294967290, 4294967293)
-"""Interactive, batch and extern: shells that Slurm counts as steps; no ``srun``."""
+"""Numbers of Slurm's steps interactive, batch and extern, not started by ``srun``."""
 _MAX_NODES = 1 << 20
 _MEETING = ("MASTER_ADDR", "MASTER_PORT")
 _COUNTS = {
@@ -273,7 +273,7 @@ _SLURM = {
     "num_nodes": ("SLURM_STEP_NUM_NODES", "SLURM_NNODES"),
     "tasks": ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"),
 }
-"""The step's variable, and the job's."""
+"""Each fact of Slurm: the variable of the step, then that of the job."""
 RANK_VARIABLES = frozenset(
     {"SLURM_STEP_ID", RONDE.job_id, TORCHRUN.job_id}.union(
         *(each.names.values() for each in (PLAIN, HOROVOD, OPEN_MPI, PMI))
