@@ -35,7 +35,7 @@ class Op(IntEnum):
 
 
 class Status(IntEnum):
-    """The kind of a reply."""
+    """Kinds of replies; comments show their fields."""
 
     DONE = 0  # with the fields of the answer
     REFUSED = 1  # with one field, the reason as a sentence

@@ -38,7 +38,7 @@ class _Client:
 class StoreServer:
     """A store behind a listening socket.
 
-    Pending clients, which are not authenticated yet, do not count as clients.
+    Clients that are not authenticated yet do not count towards ``max_clients``.
 
     Args:
         accept: Returns the session of a connection, or None to refuse it.
