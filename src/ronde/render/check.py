@@ -18,7 +18,7 @@ from ronde.units import grouped
 
 FORM = "ronde-check"
 SCHEMA = 1
-"""Raise it when a field is removed or changes its meaning."""
+"""Version of the JSON; raise it when a field is removed or changes its meaning."""
 _FINE, _UNREAD, _NOTHING = "ok", "?", "-"
 _MARKS = {Severity.FAIL: "x", Severity.WARN: "!", Severity.INFORM: _FINE}
 _GAP = "  "
