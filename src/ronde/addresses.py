@@ -94,9 +94,8 @@ def choose_address(
 
     Args:
         candidates: The addresses of the host.
-        sources: For every other host, its local address on the route to each candidate;
-        empty
-            without a route.
+        sources: For every other host, its local address on the route to each
+            candidate; empty without a route.
         mbit_per_s: Speeds of interfaces.
     """
     reached = [i for i in range(len(candidates)) if all(each[i] for each in sources)]

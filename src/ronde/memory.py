@@ -57,7 +57,7 @@ _FILES = (
 
 
 def available_memory(root: Path = _ROOT) -> AvailableMemory:
-    """Return the smallest limit of the machine and control groups below ``root``."""
+    """Return the least memory that the machine or a control group leaves."""
     of_machine = AvailableMemory(
         _fields(root / "proc/meminfo").get("MemAvailable:", 0) * 1024,
         "MemAvailable of this machine",
