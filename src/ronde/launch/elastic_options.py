@@ -22,8 +22,8 @@ class DiscoverySpec(NamedTuple):
     option: str  # as typed, for messages
     source: str  # a shell command that prints hosts, or the path of a host file
     is_file: bool
-    slots: int = SLOTS_OPEN  # of a host without a number
-    num_each: int | None = None  # ranks of each host; None for one a slot
+    slots: int = SLOTS_OPEN  # slots of a host without a number
+    num_each: int | None = None  # ranks of each host; None for one per slot
     ssh_port: int = 0  # of other hosts without one
     is_local: bool = False  # hosts must be this machine
 
@@ -31,7 +31,7 @@ class DiscoverySpec(NamedTuple):
 class ElasticOptions(NamedTuple):
     """Sizes, time limits and host sources of an elastic job."""
 
-    min_ranks: int  # with fewer the job waits, for ``elastic_timeout_s``
+    min_ranks: int  # with fewer ranks the job waits for ``elastic_timeout_s``
     max_ranks: int  # or ``NO_LIMIT``
     spares: int = 0  # further processes, ready to replace a lost one
     discovery: DiscoverySpec | None = None  # None where the hosts are fixed

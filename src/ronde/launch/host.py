@@ -20,7 +20,7 @@ SLOTS_OPEN = -1  # one per GPU; without GPUs one per core of a single host, else
 SLOTS_GPUS = -2  # one per GPU; the host must have one
 SLOTS_CORES = -3  # one per core
 MAX_SLOTS = 1 << 16
-LOOK_UP_S = 6.0  # for all names; the resolver repeats a lost question after 5 s
+LOOK_UP_S = 6.0  # for all names; the resolver repeats a lost query after 5 s
 _MAX_LOOKING_UP = 64
 LOOK_S = 0.05  # between two checks of a look-up
 

@@ -402,7 +402,7 @@ class LocalJob:
     def _note_death(self, number: int) -> None:
         rank = next((rank for rank in self._running if rank.rank == number), None)
         wait_status = ending_status(rank.pid) if rank else 0
-        # With 0 it may have finished; below another program it is reaped.
+        # With 0 it may have finished, or its wrapper still runs: wait for its reaping.
         if rank is None or not wait_status or self._stopped_s:
             return
         status = os.waitstatus_to_exitcode(wait_status)

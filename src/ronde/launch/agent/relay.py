@@ -85,7 +85,7 @@ class OutputSender(messages.MessageWriter):
         super().flush()
         while self._outputs and self._credit_bytes > 0 and not self.is_writing:
             output = self._outputs.popleft()
-            # Messages can overtake only output that is not handed over.
+            # Messages can only overtake output that is still queued here.
             now = output.data[: self._credit_bytes]
             if later := output.data[self._credit_bytes :]:
                 self._outputs.appendleft(output._replace(data=later))

@@ -33,7 +33,7 @@ _READ_BYTES = 256 << 10
 _PIPE_BYTES = 256 << 10
 _LAST_WORDS_BYTES = 4096
 _RELAYED_BYTES = 32 << 10
-# Unread output of an agent: little on a network, so that messages are not late.
+# Limit on an agent's unread output: low on networks, so that messages are not late.
 _CREDIT_HERE_BYTES = 2 << 20
 _CREDIT_BYTES = 128 << 10
 _NEVER = float("inf")

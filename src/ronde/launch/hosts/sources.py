@@ -301,7 +301,7 @@ def _tasks(environ: Mapping[str, str], num_hosts: int, hosts: str) -> list[int]:
             raise UsageError(f"{error} {_CURE}") from None
         if len(tasks) == num_hosts:
             return tasks
-        # In a step on some hosts the counts are the step's.
+        # In a step on a part of the hosts, the counts are the step's.
         if "SLURM_STEP_ID" not in environ:
             raise UsageError(
                 f"{name} must have a count for each of the {num_hosts} hosts in "

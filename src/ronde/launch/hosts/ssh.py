@@ -133,7 +133,7 @@ class SshSpawner(Spawner):
         ssh = shell_command(self.name, host)
         for pattern, reason, cure in _ERRORS:
             if re.search(pattern, errors):
-                # As known_hosts has it.
+                # In the form of known_hosts.
                 has_port = host.port not in {0, 22}
                 known = f"[{host.name}]:{host.port}" if has_port else host.name
                 advice = cure.format(

@@ -376,8 +376,8 @@ class ViewLog:
     def __init__(self, started_at_s: float) -> None:
         self.records: list[ViewRecord] = []
         self._started_at_s = started_at_s
-        self._change_s = started_at_s  # begin of the current change
-        self._began_s = started_at_s  # begin of the change to the current view
+        self._change_s = started_at_s  # beginning of the current change
+        self._began_s = started_at_s  # beginning of the change to the current view
         self._view, self._reason = view.View(view.NO_VIEW, ()), ""
         self._size_before = 0  # of the previous view
         self._running: dict[int, int] = {}  # steps of members that run
