@@ -77,7 +77,7 @@ def find_run_hosts(
             f"--nodes must be at most {len(usable)}, the hosts that are known, got "
             f"{least}. Name all with -H, or have nodes join: --listen and --agent."
         )
-    # In a range, the other hosts may replace lost ones.
+    # With a range, further hosts may replace lost ones.
     return hosts if least < most else tuple(usable[:least])
 
 
