@@ -58,7 +58,7 @@ class Member:
         self.step = NEW
         self.saved_step = NEW  # the step that a failure returns to, if it is older
         self.applied = NEW  # the number of applied steps before such a return
-        self.view = View(NO_VIEW, ())  # the last that this process was a member of
+        self.view = View(NO_VIEW, ())  # the last view that this process was in
         self.reason = ""  # of the view's end; empty while it lasts
         self.is_save_asked = False
         self._sock = sock

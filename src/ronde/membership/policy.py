@@ -64,7 +64,7 @@ class Rules(NamedTuple):
     max_ranks: int
     spares: int = 0
     is_host_domain: bool = False  # a failed rank makes its whole host fail
-    awaits_joining: bool = False  # members pause when new workers start, as Horovod's
+    awaits_joining: bool = False  # members pause when new workers start, as in Horovod
     cooldown_s: tuple[float, float] = (30.0, 3600.0)  # first and longest, doubling
     formation_s: float = 600.0  # limit on waiting for ``min_ranks``
     settle_s: float = 30.0  # limit for a member to leave a view that has ended

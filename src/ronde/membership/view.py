@@ -47,7 +47,7 @@ class Settled(NamedTuple):
     Sent without a request, it means that this rank cannot continue in its view.
     """
 
-    view: int  # the last that it was a member of; NO_VIEW for a new worker
+    view: int  # the last view that it was in; NO_VIEW for a new worker
     step: int  # the number of steps in its state; NEW without a state
     applied: int  # the number it had applied, if its state is an older copy
     reason: str  # why it cannot continue, for a sentence; empty after a request
@@ -114,7 +114,7 @@ class ViewBegins(NamedTuple):
 
     view: int
     key: str  # the secret of this view
-    base: int  # the view it differs from; NO_VIEW if it is whole
+    base: int  # the view it differs from; NO_VIEW if it is complete
     gone: tuple[int, ...]  # members of ``base`` that are not in it
     new: tuple[Worker, ...]  # its other members, in the order of their ranks
     source: int  # a member that has applied the most steps, and broadcasts its state
