@@ -71,9 +71,8 @@ class JobStatus(NamedTuple):
     def find_awaited(self) -> dict[int, tuple[int, ...]]:
         """Return the ranks that each worker's oldest collective waits for, by worker.
 
-        These are ranks of the collective's group that have ended, or have reported
-        since its beginning and are not in it. A rank that reports nothing is not among
-        them.
+        These ranks of its group have ended, or have reported since it began and are not
+        in it. Ranks that report nothing are left out.
         """
         by_rank = {row.rank: row for row in self.workers if row.rank is not None}
         waiting: dict[tuple[object, ...], list[WorkerInfo]] = {}
