@@ -160,7 +160,7 @@ def tabulate_traffic(plan: MeshPlan, sent_bytes: Mapping[str, float]) -> str:
 
 def _link_of(axis: AxisPlan) -> str:
     share = f"1/{axis.num_sharing} of " if axis.num_sharing > 1 else ""
-    # The rate after the name is that of all groups.
+    # Leave out the rate after the name: it is that of all groups together.
     return share + axis.link.partition(", ")[0] or "unknown"
 
 
