@@ -89,8 +89,7 @@ def choose_address(
 ) -> int | None:
     """Return the index of a host's best address that all others reach, or None.
 
-    An address that others reach without a router is best, then IPv4, then the fastest
-    interface.
+    An address reached without a router is best, then IPv4, then the fastest interface.
 
     Args:
         candidates: The addresses of the host.

@@ -10,7 +10,7 @@ Note [Drift detection]
     Eight parameters after every eighth step take much less time than one after each
     step: code that runs once a step is no longer in the processor's caches.
 
-    Only after such a difference the ranks compare everything, and report. Values that
+    After such a difference the ranks compare everything and report. Values that
     are equal again by then are not reported: a program may make ranks differ for a
     while.
 
@@ -120,7 +120,7 @@ class Drift:
 class Background:
     """Facts about the ranks that help to explain differences."""
 
-    ranks: tuple[int, ...] = ()  # the carrier's ranks among all; empty if they are all
+    ranks: tuple[int, ...] = ()  # the carrier's ranks in the job; empty for all
     is_compared: bool = True  # if False, this rank only receives the result
     did_begin_equal: bool | None = None  # None if unknown
     is_reducing: bool = False  # only named parameters are reduced

@@ -53,7 +53,7 @@ class TuningLog:
 class TuningOptions:
     """The size of a search. All ranks must have the same, except the log."""
 
-    warmup_samples: int = 3  # of the default, discarded
+    warmup_samples: int = 3  # samples of the default, discarded
     steps_per_sample: int = 10
     max_samples: int = 20  # of the search, without warm-up and final comparison
     num_pairs: int = 6  # of samples in the final comparison
