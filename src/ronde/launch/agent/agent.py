@@ -56,8 +56,8 @@ def run_reaped(
 ) -> NoReturn:
     """Run ``work`` in a forked child; kill all remaining descendants when it ends.
 
-    Cleanup works even if one of both processes is killed: both adopt orphans, and the
-    child gets SIGTERM at the end of this process. Neither stays stopped. The caller
+    Cleanup works even if one of the two processes is killed: both adopt orphans, and
+    the child gets SIGTERM at the end of this process. Neither stays stopped. The caller
     must have one thread; ``disconnect`` closes this process's connection to the
     controller. Both processes exit here: the child with the result of ``work``, this
     one with the child's exit code, 128 plus its signal, or EXIT_NO_FORK.

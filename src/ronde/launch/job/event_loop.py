@@ -88,7 +88,7 @@ class StoreService:
     """The store of one generation, reached through the agents.
 
     Every frame has the ``epoch`` of its generation, so that ranks of another generation
-    get no answer. No generation has -1.
+    get no answer. The default -1 matches no generation.
     """
 
     def __init__(self, epoch: int = -1) -> None:
