@@ -41,7 +41,7 @@ _Node._fields_ = [
 def read_interfaces() -> tuple[InterfaceAddress, ...]:
     """Return the addresses at which other hosts may reach this one, IPv4 first.
 
-    Without loopback, link-local addresses, and interfaces without a carrier.
+    Leaves out loopback, link-local addresses, and interfaces without a carrier.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     libc.freeifaddrs.argtypes = [_Link]
@@ -89,12 +89,12 @@ def choose_address(
 ) -> int | None:
     """Return the index of a host's best address that all others reach, or None.
 
-    An address without a router between is best, then IPv4, then the fastest interface.
+    An address reached without a router is best, then IPv4, then the fastest interface.
 
     Args:
         candidates: The addresses of the host.
-        sources: For every other host, its own address towards each candidate; empty
-            without a route.
+        sources: For every other host, its local address on the route to each
+            candidate; empty without a route.
         mbit_per_s: Speeds of interfaces.
     """
     reached = [i for i in range(len(candidates)) if all(each[i] for each in sources)]
@@ -124,7 +124,7 @@ def family_of(address: str) -> socket.AddressFamily:
 
 
 def source_towards(address: str) -> str:
-    """Return this host's address towards a numeric one; empty without a route."""
+    """Return the local address on the route to an address; empty without a route."""
     family = family_of(address)
     try:
         socket.inet_pton(family, address)  # resolving a name could block

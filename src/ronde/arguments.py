@@ -1,4 +1,4 @@
-"""Command lines with options that the lines of the help text declare."""
+"""Parse command lines, with options declared by the lines of the help text."""
 
 import argparse
 import re
@@ -26,7 +26,7 @@ class CommandParser(argparse.ArgumentParser):
         positionals: The ``nargs`` of each.
 
     Raises:
-        UsageError: The only error of a command line.
+        UsageError: The command line is invalid.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class CommandParser(argparse.ArgumentParser):
             self.add_argument(name, nargs=nargs, metavar=name.rstrip("s").upper())
 
     def declare(self, text: str) -> None:
-        """Add the options of further lines, which the help need not show."""
+        """Add options from further lines in the form of the help."""
         for match in filter(None, map(_OPTION.fullmatch, text.splitlines())):
             names, value = match[1].split(", "), match[2] or ""
             read = self._types.get(names[0]) or self._types.get(value, str)
@@ -92,7 +92,7 @@ class CommandParser(argparse.ArgumentParser):
 
     @property
     def options(self) -> Mapping[str, argparse.Action]:
-        """All names of options, with those that the help does not show."""
+        """All options by name, including those that the help does not show."""
         return self._option_string_actions
 
     def alias(self, option: str, *names: str) -> None:
@@ -135,11 +135,11 @@ class CommandParser(argparse.ArgumentParser):
         raise UsageError(f"unknown option {name}.{meant} Type: {self.prog} --help")
 
     def _refuse_foreign(self, word: str) -> None:
-        """Refuse a well-known option of another launcher; name the one to type here."""
+        """Refuse a well-known option of another launcher; name ronde's option."""
 
 
 def _argparse_type(read: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Return a type with which argparse keeps the messages of ``UsageError``."""
+    """Return an argparse type that keeps the messages of ``UsageError``."""
     if isinstance(read, type):
         return read
 
@@ -169,7 +169,7 @@ def attribute_of(name: str) -> str:
 
 
 def whole_number(least: int = 0, most: int | None = None) -> Callable[[str], int]:
-    """Return a type of options: a whole number within limits."""
+    """Return an option type: a whole number within limits."""
 
     def read(text: str) -> int:
         if re.fullmatch("[0-9]{1,9}", text):
@@ -183,7 +183,7 @@ def whole_number(least: int = 0, most: int | None = None) -> Callable[[str], int
 
 
 def one_of(*words: str) -> Callable[[str], str]:
-    """Return a type of options: one of some words."""
+    """Return an option type: one of some words."""
 
     def read(text: str) -> str:
         if text not in words:

@@ -1,17 +1,18 @@
 """Detection of ranks with different weights or optimizer states.
 
 Note [Drift detection]
-    After an optimizer step every rank computes checksums of some parameters and of one
-    tensor of the state of each; the next time of others. Bits of them, and the
-    complements of the bits, travel with a collective that runs anyway. If only some
-    ranks have a bit, all ranks see at once that they differ. A rank without checksums
-    sends zeros.
+    After an optimizer step every rank computes checksums of some parameters, and of one
+    state tensor of each. The next sample has others. Some bits of the checksums, and
+    the complements of these bits, travel with a collective that runs anyway. If only
+    some ranks have a bit, all ranks see at once that they differ. A rank without
+    checksums sends zeros.
 
-    Eight parameters after every eighth step take much less time than one after each:
-    code that runs once a step is no longer in the processor's caches.
+    Eight parameters after every eighth step take much less time than one after each
+    step: code that runs once a step is no longer in the processor's caches.
 
-    Only then the ranks compare everything, and report the differences. Values that are
-    equal again by then are not reported: a program may make ranks differ for a while.
+    After such a difference the ranks compare everything and report. Values that
+    are equal again by then are not reported: a program may make ranks differ for a
+    while.
 
     A checksum is a sum of integers, which is exact in any order.
 """
@@ -117,16 +118,16 @@ class Drift:
 
 @dataclass(frozen=True, slots=True)
 class Background:
-    """Facts about the ranks besides their values."""
+    """Facts about the ranks that help to explain differences."""
 
-    ranks: tuple[int, ...] = ()  # the carrier's ranks among all; empty if they are all
+    ranks: tuple[int, ...] = ()  # the carrier's ranks in the job; empty for all
     is_compared: bool = True  # if False, this rank only receives the result
     did_begin_equal: bool | None = None  # None if unknown
     is_reducing: bool = False  # only named parameters are reduced
 
 
 class Values(NamedTuple):
-    """The compared values of one rank, by name, as JSON's types."""
+    """The compared values of one rank, by name, as values of JSON."""
 
     weights: dict[str, str]  # shape, dtype and checksum
     state: dict[str, Any]  # the same, and numbers
@@ -157,7 +158,7 @@ def compare(
     optimizer: Optimizer | None = None,
     known: Background = Background(),
 ) -> Drift:
-    """Compare weights, and their optimizer's state and options; collective."""
+    """Compare weights, optimizer state and options between ranks. Collective."""
     own = dict(named)
     if known.is_reducing and optimizer is not None:
         own |= dict(_unnamed(optimizer, own.values()))
@@ -175,7 +176,7 @@ def compare(
 def judge(everyone: Mapping[int, Values], known: Background) -> Drift:
     """Return the differences between the values of ranks, and their cause.
 
-    Weights and state that only some ranks have are sharded, and left out.
+    Weights and state that only some ranks have count as sharded, and are left out.
     """
     found: list[RankDifference] = []
     num_compared = num_weights = 0
@@ -208,7 +209,7 @@ def _state_of(optimizer: Optimizer | None, parameter: Tensor) -> Mapping[str, An
 
 
 def _plain(value: Any) -> Any:  # noqa: ANN401  an optimizer's
-    """Return a value of JSON's types, for a tensor its checksum."""
+    """Convert a value to JSON's types, a tensor to its checksum."""
     if isinstance(value, Tensor):
         return _describe(value) if value.dim() else _plain(value.item())
     if isinstance(value, tuple | list):
@@ -335,7 +336,7 @@ def sum_of_words(tensor: Tensor) -> int:
         size = _part_bytes(words) // words.itemsize
         for number, start in enumerate(range(0, words.numel(), size)):
             part = words[start : start + size].to(torch.int64)
-            part = part ^ (part >> _HALF_BITS)  # of whole numbers the low bits are zero
+            part = part ^ (part >> _HALF_BITS)  # the low bits of whole numbers are zero
             weights = _weights(size, part.device)[: part.numel()]
             total += (2 * number + 1) * int(part.mul_(weights).sum())
     return total % (1 << 64)
@@ -353,7 +354,7 @@ def _part_bytes(tensor: Tensor) -> int:
 
 
 def _checksum(tensor: Tensor, turn: int) -> Tensor:
-    """Return the sum of a part of a tensor; the turns go through all parts."""
+    """Return the sum of one part of a tensor; the next ``turn`` takes the next part."""
     words = read_words(tensor)
     part = _part_bytes(words) // words.itemsize
     num_parts = -(-words.numel() // part)
@@ -372,7 +373,7 @@ def _masks(device: torch.device) -> tuple[Tensor, Tensor]:
 def sums_of_parts(
     parameters: Mapping[str, Tensor], optimizer: Optimizer, turn: int
 ) -> tuple[dict[str, str], dict[str, Any]]:
-    """Return checksums of a part of each parameter and of its state, by name.
+    """Return checksums of parts of parameters and of parts of their state, by name.
 
     The state also has the number of steps, unless it is on an accelerator.
     """
@@ -401,7 +402,7 @@ def _read_all(sums: Sequence[Tensor]) -> list[int]:
 def _tensor_of_state(
     optimizer: Optimizer, parameter: Tensor, turn: int
 ) -> list[tuple[str, Tensor, int]]:
-    """Return the state's tensor of a turn, if any, with its name and part."""
+    """Return the state tensor for a turn, if any, with its name and part number."""
     state = [
         (key, value)
         for key, value in _state_of(optimizer, parameter).items()
@@ -414,7 +415,7 @@ def _tensor_of_state(
 
 
 class DriftCheck:
-    """Periodic checksums of parameters and their state, some after each step.
+    """Periodic checksums of samples of the parameters and their state.
 
     ``mode`` is off, warn or error.
     """
@@ -456,7 +457,7 @@ class DriftCheck:
                     self.sums.append(_checksum(tensor, part))
 
     def pop_flags(self) -> Tensor | None:
-        """Return ``NUM_FLAGS`` zeros and ones of all checksums since the last call."""
+        """Return the checksums since the last call as ``NUM_FLAGS`` zeros and ones."""
         if not self.sums:
             return None
         total = self.sums[0]
@@ -468,14 +469,14 @@ class DriftCheck:
         return (total.mul_(_FACTOR) >> shifts).bitwise_and_(1).bitwise_xor_(complements)
 
     def restart(self) -> None:
-        """Restart at the first parameter, on all ranks, after some had joined."""
+        """Restart at the first parameter. Call it on all ranks after some joined."""
         self._num_sampled = self._num_since_restart = 0
         self.sums.clear()
 
     def report(self, carrier: TensorGroup, named: Named, known: Background) -> None:
         """Warn of differing weights, or raise, and stop checking. Collective.
 
-        State may differ on purpose, as for error feedback: if it differs alone, only
+        State may differ on purpose, such as error feedback. If only state differs, only
         weights are checked from then on.
 
         Raises:

@@ -34,7 +34,7 @@ class LaunchError(RondeError, RuntimeError):
 
 
 class Failure(NamedTuple):
-    """The reason why a host is unusable."""
+    """The reason that a host is unusable, with a remedy."""
 
     reason: str  # ``key refused``
     cure: str  # a remedy: ``ssh-copy-id node2``
@@ -42,7 +42,7 @@ class Failure(NamedTuple):
 
 
 class HostFailure(NamedTuple):
-    """An unusable host."""
+    """An unusable host and the reason."""
 
     host: str
     failure: Failure
@@ -82,7 +82,7 @@ class MembershipError(CollectiveError):
 
 
 class UnpairedError(CollectiveError):
-    """All ranks of a set wait to connect, and no two of them to each other."""
+    """All ranks of a set wait to connect, but no two of them to each other."""
 
 
 def fresh(error: E) -> E:

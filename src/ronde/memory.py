@@ -1,11 +1,11 @@
-"""Available memory, thresholds of malloc, and garbage collection of torch's modules.
+"""Find available memory; tune malloc and garbage collection for torch.
 
 Note [Malloc tuning]
     By default glibc returns a tensor of 32 MiB and more to the kernel when it is freed,
-    and also free memory at the end of its heap. The next training step allocates it
-    again, and the kernel clears every page, which can take as long as the step. With
-    higher thresholds the process keeps the memory. They are fractions of the memory of
-    the machine or control group, divided by its ranks.
+    and also returns free memory at the end of its heap. The next training step
+    allocates it again, and the kernel clears every page, which can take as long as the
+    step. With higher thresholds the process keeps the memory. They are fractions of the
+    memory of the machine or control group, divided by its ranks.
 
 Note [Frozen modules]
     torch's modules are 180,000 objects, which live until the process ends. Each full
@@ -57,7 +57,7 @@ _FILES = (
 
 
 def available_memory(root: Path = _ROOT) -> AvailableMemory:
-    """Return the smallest limit of the machine and control groups below ``root``."""
+    """Return the least memory that the machine or a control group leaves."""
     of_machine = AvailableMemory(
         _fields(root / "proc/meminfo").get("MemAvailable:", 0) * 1024,
         "MemAvailable of this machine",
@@ -127,7 +127,7 @@ class MallocThresholds(NamedTuple):
         }
 
     def apply(self) -> None:
-        """Apply them to this process, unless its malloc is another library's."""
+        """Set the thresholds in this process, if its malloc is glibc's."""
         import ctypes  # imported here: the launcher does not need it
 
         libc = ctypes.CDLL(None)
@@ -139,7 +139,7 @@ class MallocThresholds(NamedTuple):
 
 
 def malloc_thresholds(num_ranks: int, root: Path = _ROOT) -> MallocThresholds | None:
-    """Return each rank's thresholds; None if glibc's own are as high."""
+    """Return each rank's thresholds; None to keep the defaults of malloc."""
     try:
         version = (os.confstr("CS_GNU_LIBC_VERSION") or "").removeprefix("glibc ")
     except (OSError, ValueError):  # another C library

@@ -16,7 +16,7 @@ class PlainValueError(ValueError):
 
 
 def to_plain(value: object) -> object:
-    """Return a value with every record in it as a JSON object."""
+    """Convert a value to JSON's types: every record in it to an object."""
     if _is_record(type(value)):
         return {n: to_plain(getattr(value, n)) for n in type(value).__annotations__}
     if isinstance(value, tuple):
@@ -70,7 +70,7 @@ def _checked(value: object, wanted: Any, where: str) -> object:  # noqa: ANN401
 
 
 def _member(value: Any, wanted: Any, where: str) -> object:  # noqa: ANN401
-    """Return the member of an enumeration with a value; refuse any other."""
+    """Return the enumeration member that has this value; refuse other values."""
     name = wanted.__name__ if isinstance(wanted, type) else str(wanted)
     if isinstance(wanted, type) and issubclass(wanted, Enum):
         with suppress(ValueError):
@@ -80,7 +80,7 @@ def _member(value: Any, wanted: Any, where: str) -> object:  # noqa: ANN401
 
 
 def _chosen(value: object, union: UnionType) -> Any:  # noqa: ANN401
-    """Return the member of a union that fits a value; records differ in fields."""
+    """Return the type in a union that fits a value; the fields identify a record."""
     own, fields = type(value), None
     if isinstance(value, dict):
         fields = cast("dict[object, object]", value).keys()

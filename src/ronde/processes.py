@@ -41,7 +41,7 @@ def adopt_orphans() -> None:
 
 @contextmanager
 def adopting_orphans() -> Generator[None]:
-    """Do so in a ``with`` block."""
+    """Adopt orphans in a ``with`` block."""
     was_reaper = ctypes.c_int()
     _prctl(_PR_GET_CHILD_SUBREAPER, ctypes.addressof(was_reaper))
     adopt_orphans()
@@ -52,7 +52,7 @@ def adopting_orphans() -> Generator[None]:
 
 
 def die_with_parent(parent_pid: int, death_signal: int) -> bool:
-    """Get a signal when the parent ends; return False if it has already ended."""
+    """Request a signal for the parent's end; return False if it has already ended."""
     _prctl(_PR_SET_PDEATHSIG, death_signal)
     return os.getppid() == parent_pid
 
@@ -127,7 +127,7 @@ def read_text(path: str) -> str:
 
 
 def is_fork(process: ProcessStat, parent: ProcessStat) -> bool:
-    """Return True if both run one program in one group, as a child without exec."""
+    """Return True if both run the same program in one group, as after a fork."""
     try:
         programs = {
             Path(f"/proc/{each.pid}/exe").readlink() for each in (process, parent)
@@ -182,7 +182,7 @@ def children() -> frozenset[int]:
 
 
 def has_children() -> bool:
-    """Return True if this process has a child, ended or not; no child is reaped."""
+    """Return True if this process has a child, running or ended; reap none."""
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
@@ -213,7 +213,7 @@ def _is_same(process: ProcessStat) -> bool:
 
 
 class Swept(NamedTuple):
-    """The result of a sweep."""
+    """Processes that a sweep killed, and those that it could not kill."""
 
     num_killed: int  # processes that were still running
     stuck: tuple[str, ...]  # processes that had not died at the deadline, with states
@@ -225,8 +225,8 @@ def sweep(
 ) -> Swept:
     """Kill every descendant of this process, and reap those that become its children.
 
-    First all are stopped, until no new one appears, so that none can escape by a fork;
-    then all are killed. If this process adopts orphans and no process is stuck, only
+    First all are stopped, until no new one appears, so that none can escape by a fork.
+    Then all are killed. If this process adopts orphans and no process is stuck, only
     the spared descendants are left.
     """
     me = os.getpid()
@@ -279,7 +279,7 @@ def waits_in(process: ProcessStat) -> str:
 
 
 def require_empty(job_marker: str, deadline_s: float) -> None:
-    """Wait until no process of a job is left on this host; else ``LaunchError``."""
+    """Wait until a job has no process on this host, or raise ``LaunchError``."""
     ends_at = time.monotonic() + deadline_s
     mark = b"RONDE_COOKIE=" + os.fsencode(job_marker)
     while left := [pid for pid in _pids() if mark in _environment(pid)]:

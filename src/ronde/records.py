@@ -55,7 +55,7 @@ def _now() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One measurement."""
+    """One measurement, with the machine and the time."""
 
     kind: str  # such as ``training``
     values: dict[str, Any]  # JSON's types only; names have their units
@@ -113,7 +113,7 @@ def append_record(path: Path, record: Record, *, is_private: bool = False) -> No
 
 
 def read_records(path: Path, kind: str | None = None) -> list[Record]:
-    """Read a file's records, of one kind or all, in order."""
+    """Read the records of a file in order, all or those of one ``kind``."""
     records: list[Record] = []
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):

@@ -3,7 +3,7 @@
 Note [The choice of a setting]
     A *sample* is the median cost of some steps with one setting, without the first step
     after a change. After a warm-up every candidate gets a sample; then the better half
-    another one, and so on, until one is left or the samples are used up.
+    gets another one, and so on, until one is left or the samples are used up.
 
     The winner may have been lucky. So it is compared with the default in pairs of
     samples, in alternating order, and must be cheaper by ``min_gain`` in all pairs but
@@ -42,7 +42,7 @@ class TuningLog:
     def add(
         self, tuned: str, phase: str, setting: Mapping[str, int], cost: float | None
     ) -> None:
-        """Append a row; ``best`` is the phase of a choice."""
+        """Append a row; the tuner's choice has the phase ``best``."""
         score = f"{1.0 / cost:.6g}" if cost else ""
         row = {"tuned": tuned, "phase": phase, "score": score, **setting}
         with self._path.open("a", newline="") as file:
@@ -51,9 +51,9 @@ class TuningLog:
 
 @dataclass(frozen=True, slots=True)
 class TuningOptions:
-    """The extent of a search; equal on all ranks, except the log."""
+    """The size of a search. All ranks must have the same, except the log."""
 
-    warmup_samples: int = 3  # of the default, discarded
+    warmup_samples: int = 3  # samples of the default, discarded
     steps_per_sample: int = 10
     max_samples: int = 20  # of the search, without warm-up and final comparison
     num_pairs: int = 6  # of samples in the final comparison
@@ -75,7 +75,7 @@ class TuningOptions:
 
 
 class Sample(NamedTuple, Generic[S]):
-    """The cost of a setting."""
+    """A measured cost of a setting."""
 
     phase: str  # ``warmup``, ``search`` or ``final``
     setting: S
@@ -83,7 +83,7 @@ class Sample(NamedTuple, Generic[S]):
 
 
 class Tuner(Generic[S]):
-    """The choice of the next step's setting: see Note [The choice of a setting].
+    """Chooses the setting of the next step: see Note [The choice of a setting].
 
     The first candidate is the default. Once ``is_over``, ``setting`` is the choice.
     ``name`` and ``columns`` are the tuner and its settings in the log.

@@ -1,4 +1,4 @@
-"""Sizes, durations and counts, between text and numbers.
+"""Convert sizes, durations and counts between text and numbers.
 
 Binary units are powers of 1024 (``KiB``, and ``K`` alone as nccl-tests has it), decimal
 ones powers of 1000 (``kB``, ``GB/s``). Case does not matter.
@@ -85,7 +85,7 @@ def parse_duration_s(text: str, option: str = "") -> float:
 
 
 def parse_positive_s(text: str) -> float:
-    """Read a duration above 0; the type of an option."""
+    """Read a duration above 0, as the value of an option."""
     if duration_s := parse_duration_s(text):
         return duration_s
     raise UsageError(f"must be longer than 0, got {text!r}")
@@ -99,7 +99,7 @@ def _exact(text: str) -> "Fraction":
 
 
 def format_duration(duration_s: float) -> str:
-    """Write a duration for a reader: ``250us``, ``1.25s``, ``1m30s``, ``2h5m``."""
+    """Write a duration in readable form: ``250us``, ``1.25s``, ``1m30s``, ``2h5m``."""
     if not 0 <= duration_s < math.inf:
         raise UsageError(f"duration_s must be finite and at least 0, got {duration_s}.")
     if duration_s < 59.95:

@@ -1,4 +1,4 @@
-"""argv to one library call to an exit code."""
+"""The commands: each turns its arguments into a library call and an exit code."""
 
 from ronde.cli.entry import main
 from ronde.lazy_exports import lazy_exports

@@ -113,7 +113,7 @@ def _state(path_file: Path) -> str:
 
 
 def _installed_horovod() -> str:
-    """Return the installed Horovod, a package or a distribution; or an empty text."""
+    """Return a description of the installed Horovod, or an empty text."""
     if package := find_horovod(sys.path):
         return f"the package {package}"
     try:

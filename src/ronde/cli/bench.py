@@ -50,7 +50,7 @@ def run(words: Sequence[str]) -> int:
         if isinstance(error, OSError) and is_unwritten(error):
             return give_up_output(error)
         traceback.print_exc()
-        # torch has no class of its own for all of CUDA's errors.
+        # torch has no exception class for all errors of CUDA.
         return Exit.CUDA if "CUDA" in str(error) else Exit.INTERNAL
 
 

@@ -1,4 +1,4 @@
-"""One rank of ``ronde bench``: measures with the others; rank 0 reports."""
+"""Run one rank of ``ronde bench``: measure with the other ranks; rank 0 reports."""
 
 import os
 import resource
@@ -234,7 +234,7 @@ class Reporter:
         os._exit(Exit.TIMEOUT)
 
     def _wipe(self, *, is_last: bool = False) -> None:
-        """Clear the line of progress; the launcher's console needs only the last."""
+        """Clear the progress line; when not on a terminal, only if ``is_last``."""
         if self._has_progress and sys.stderr.isatty():
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
         elif self._has_progress and is_last:
@@ -254,7 +254,7 @@ def _run(
 
 
 def _open_new(path: str) -> TextIO:
-    """Open a file that is not there yet: ``path``, else ``path.0``, ``path.1``, ..."""
+    """Create a file: ``path``, or the first free one of ``path.0``, ``path.1``, ..."""
     name, number = path, 0
     while True:
         try:

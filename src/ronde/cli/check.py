@@ -1,4 +1,4 @@
-"""``ronde check``: collect facts of hosts, judge them, show the findings."""
+"""``ronde check``: collect facts of hosts, check them, and show the findings."""
 
 import argparse
 import os
@@ -135,7 +135,7 @@ example:
 
 
 class CheckRequest(NamedTuple):
-    """The parsed command line."""
+    """The parsed command line of ``ronde check``."""
 
     options: argparse.Namespace
     hosts: tuple[Host, ...]  # at least one
@@ -186,7 +186,7 @@ def run(words: Sequence[str], timeouts: Timeouts = USUAL) -> int:
 
 
 def _read(words: Sequence[str]) -> int:
-    """Judge files, each as a host."""
+    """Check files of facts, each as one host."""
     parser = CommandParser("ronde check read", _READ_HELP, positionals={"files": "+"})
     options = parser.read(words)
     if options is None:
@@ -300,7 +300,7 @@ def _choose(options: argparse.Namespace, checks: Sequence[Check]) -> tuple[Check
 
     only = read_names("--only", options.only)
     skipped = read_names("--skip", options.skip)
-    # A host that does not answer fails every choice of checks.
+    # A host that does not answer fails, no matter the choice of checks.
     only |= {HOST_ANSWERS} if only else {*Family}
     chosen = tuple(
         check
@@ -325,7 +325,7 @@ def _unwritable(option: str, got: str) -> UsageError:
 
 
 def make_preflight(directory: str, env: dict[str, str]) -> Preflight:
-    """Return the checks of ``ronde run --preflight``: all that need no option.
+    """Return the preflight of ``ronde run``: all checks but ``torch-installed``.
 
     Torch is not imported: ranks that need it will import it in a moment.
     """
@@ -365,7 +365,7 @@ def judge_request(request: CheckRequest, collected: Collected) -> _Checked:
     fleet = Fleet(collected.hosts, {**request.settings, ABSENT: absent})
     judgement = judge(fleet, request.checks)
     names = [host.name for host in request.hosts]
-    # With --only it may be that none of the chosen facts was read.
+    # With --only, perhaps none of the chosen facts was read.
     is_part = bool(getattr(request.options, "only", ()))
     families = {e.family for e in request.checks if is_part and e.id != HOST_ANSWERS}
     verdict = decide(names, judgement, len(collected.hosts), families)

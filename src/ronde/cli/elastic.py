@@ -1,4 +1,4 @@
-"""Options of elastic jobs, as ronde, horovodrun and torchrun spell them."""
+"""Read the options of elastic jobs in the spelling of ronde, horovodrun or torchrun."""
 
 import argparse
 from collections.abc import Mapping

@@ -17,7 +17,7 @@ _VERBS = ("run", "ps", "bench", "trace", "check", "topo", "plan", "alias", "horo
 def main(argv: Sequence[str] | None = None, timeouts: Timeouts = USUAL) -> int:
     """Run one command and return its exit code.
 
-    Without ``argv`` it is this process's own command, and the process ends with it.
+    Without ``argv`` run this process's own command, and then end the process.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     _open_standard_fds()
@@ -102,7 +102,7 @@ def _run(words: list[str], timeouts: Timeouts) -> int:
     from ronde.launch.bootstrap import start_local_agent
     from ronde.launch.signals import caught_signals
 
-    # First of all: the agent's start and the imports here take about equally long. A
+    # Start the agent first: this and the imports here take about equally long. A
     # signal that arrives meanwhile waits in its pipe, so the agent is never left alone:
     # leaving the block closes the agent's input, which ends it, and waits.
     with caught_signals() as signal_fd, start_local_agent(has_input=True) as agent:

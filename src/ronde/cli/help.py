@@ -1,7 +1,7 @@
 """The help of ``ronde`` and ``ronde run``, and the options that commands share.
 
-The lines of options also declare them: see ``ronde.arguments``. Nothing is imported
-here, to show help at once.
+The lines of options also declare them: see ``ronde.arguments``. This module imports
+nothing, so that help appears at once.
 """
 
 HELP = """\

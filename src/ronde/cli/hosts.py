@@ -27,7 +27,7 @@ ELASTIC_OPTIONS = (
     *("--spares", "--discover-every", "--failure-domain", "--cooldown"),
     *("--reform-timeout", "--notice"),
 )
-"""Options of elastic jobs alone."""
+"""Options that only elastic jobs have."""
 _SOURCES = ("--hosts", "--hostfile", *DISCOVERIES)
 HOST_DEFAULTS = {"launcher": "auto", "python": sys.executable}
 HOST_TYPES = {
@@ -50,7 +50,7 @@ class HorovodOptions(NamedTuple):
 def find_run_hosts(
     options: argparse.Namespace, environ: Mapping[str, str], ssh_port: int
 ) -> tuple[Host, ...]:
-    """Return the hosts that ``--standalone`` and ``--nodes`` leave."""
+    """Return the hosts of a command, limited by ``--standalone`` and ``--nodes``."""
     hosts = find_hosts(options, {} if options.standalone else environ)
     if ssh_port:
         # With a port, this machine would count as another one.
@@ -77,12 +77,12 @@ def find_run_hosts(
             f"--nodes must be at most {len(usable)}, the hosts that are known, got "
             f"{least}. Name all with -H, or have nodes join: --listen and --agent."
         )
-    # In a range, the other hosts may replace lost ones.
+    # With a range, further hosts may replace lost ones.
     return hosts if least < most else tuple(usable[:least])
 
 
 def read_nodes(text: str) -> tuple[int, int]:
-    """Return the fewest and the most hosts: of ``3`` or, as in torchrun, ``2:4``."""
+    """Read a number of hosts, ``3``, or a range as in torchrun, ``2:4``."""
     few, is_range, many = text.partition(":")
     cure = "Type: ronde run -H a,b --nodes 2 ..."
     least = read_number("--nodes", few if is_range else text, cure, least=1)

@@ -1,4 +1,4 @@
-"""Well-known options of other launchers, and ronde's options in their place.
+"""Well-known options of other launchers, and the options of ronde that replace them.
 
 Source: ``torchrun --help`` (2.13), mpirun(1) of Open MPI 5, ``mpiexec --help`` of
 MPICH 5, srun(1), and ``deepspeed --help``, ``accelerate launch --help`` of 2026.

@@ -1,4 +1,4 @@
-"""``ronde plan``: estimates of a training's memory and traffic."""
+"""``ronde plan``: estimates of memory and traffic in training."""
 
 import argparse
 import inspect

@@ -1,8 +1,7 @@
-"""``ronde run``: command line -> job -> exit code.
+"""``ronde run``: read the command line, run the job, return its exit code.
 
-Also ``--listen`` and ``--agent``, for nodes that join. Every run loads this module:
-functions import the modules of elastic jobs, of Horovod's options, of joining and of
-binding, which few jobs need.
+It also handles ``--listen`` and ``--agent``, for nodes that join. Every run loads this
+module, so modules that few jobs need are imported in functions.
 """
 
 import argparse
@@ -161,7 +160,7 @@ class RunParser(CommandParser):
 
 
 def make_run_parser(words: Sequence[str] | None = None) -> RunParser:
-    """Return a parser of all options, or, for given words, of those it may need."""
+    """Return a parser of all options, or only of those that ``words`` may need."""
     parser = RunParser("ronde run", RUN_HELP, types=_TYPES)
     parser.declare(_HIDDEN)
     for option, names in _OTHER_NAMES.items():
@@ -177,7 +176,7 @@ def make_run_parser(words: Sequence[str] | None = None) -> RunParser:
 
 
 def _are_own(words: Sequence[str], names: Container[str]) -> bool:
-    """Return False if an option may be horovodrun's."""
+    """Return False if one of the options may be horovodrun's."""
     # The program's options count as well: its beginning is not known yet.
     before = (w.replace("_", "-") for w in takewhile("--".__ne__, words))
     options = [w.partition("=")[0] for w in before if w.startswith("-")]
@@ -193,7 +192,7 @@ class _Start(NamedTuple):
 
 
 class RunRequest(NamedTuple):
-    """A job as the command line describes it."""
+    """The job that a command line describes."""
 
     options: argparse.Namespace
     horovod: HorovodOptions
@@ -304,7 +303,7 @@ def _rank_env(
     horovod: HorovodOptions,
     environ: Mapping[str, str],
 ) -> dict[str, str]:
-    """Return the variables for all ranks; refuse meaningless ones."""
+    """Return the variables for all ranks; refuse those without a meaning."""
     env = environments.select_forwarded(environ) | dict(horovod.env)
     env |= environments.read_assignments(options.env, environ)
     if options.engine:
@@ -481,7 +480,7 @@ def run(words: Sequence[str], agent: _Agent, signal_fd: int, timeouts: Timeouts)
 
 
 def _recorded(options: argparse.Namespace) -> AbstractContextManager[dict[str, str]]:
-    """Yield the variables that make ranks record; at the end write one trace."""
+    """Yield variables that make ranks record traces; merge the traces at the end."""
     if options.timeline:
         from ronde.timeline.recording import recorded_job
 

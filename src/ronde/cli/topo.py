@@ -69,10 +69,10 @@ example:
   ronde topo node1.json --matrix      like nvidia-smi topo -m, from any source
 """
 _EXIT_FOUND = 1
-"""Found something worse than a note, a difference, or too little bandwidth."""
+"""Exit code of a finding worse than a note, a difference, or too little bandwidth."""
 
 _VERSION = 1
-"""Of every JSON form here; changes when a field changes its meaning or goes."""
+"""Version of all JSON here; changes when a field changes its meaning or goes."""
 
 _MEASURED = "all_reduce"
 _MOST = 1 << 20
@@ -229,7 +229,7 @@ def _load(sources: Sequence[Saved], root: str | None) -> Topology:
 
 
 def load_hosts(options: argparse.Namespace) -> tuple[HostTopology, ...]:
-    """Return the hosts of ``sources`` and ``root``; without both, this machine."""
+    """Return the hosts of ``sources`` and ``root``; if both are unset, this machine."""
     hosts = _load(_read_sources(options), options.root).hosts
     if not hosts:
         raise UsageError(
@@ -364,7 +364,7 @@ def _exit_code(findings: Sequence[Diagnostic]) -> int:
 
 
 def print_json(form: str, content: Mapping[str, Any]) -> None:
-    """Print one object, headed by its form and version."""
+    """Print a JSON object that begins with the name of its form and its version."""
     print(json.dumps({"form": form, "version": _VERSION, **content}, indent=1))
 
 

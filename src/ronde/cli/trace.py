@@ -1,4 +1,4 @@
-"""``ronde trace``: shows a timeline as text, or merges parts into one."""
+"""``ronde trace``: show a timeline as text, or merge its parts into one."""
 
 import argparse
 import sys

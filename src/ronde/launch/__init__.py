@@ -1,8 +1,8 @@
-"""Start a program once for every slot and see it through to its end.
+"""Start a program once for every slot, and supervise it to its end.
 
-A *controller* (``ronde run``) speaks frames over the standard input and output of one
-*agent* a node; the agent owns that node's ranks, and its parent, the *reaper*, sweeps
-what an agent that died left behind.
+A *controller* (``ronde run``) exchanges frames with one *agent* per node, over the
+agent's standard input and output. The agent owns that node's ranks. Its parent, the
+*reaper*, kills the processes that a dead agent left behind.
 
 Nothing is imported here: an agent starts with the standard library and a few modules.
 """

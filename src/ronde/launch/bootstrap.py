@@ -1,4 +1,4 @@
-"""The start of an agent on this machine, and limits on files and processes.
+"""Start an agent on this machine; handle limits on files and processes.
 
 It has few imports, so that it can run first.
 """
@@ -69,7 +69,7 @@ def raise_open_files_limit(wanted: int) -> None:
 
 
 def explain_shortage(error: OSError) -> str:
-    """Return the limit that caused an error, with its remedy; empty if none did."""
+    """Return the limit that caused an error, with a remedy; else an empty text."""
     match error.errno:
         case errno.EMFILE:
             limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)

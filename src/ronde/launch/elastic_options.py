@@ -10,7 +10,7 @@ NO_LIMIT = 1 << 20
 
 
 class FailureDomain(StrEnum):
-    """The part of a host that fails with one of its ranks."""
+    """The slots that are lost with one rank: its own, or all of its host."""
 
     SLOT = "slot"
     HOST = "host"
@@ -22,16 +22,16 @@ class DiscoverySpec(NamedTuple):
     option: str  # as typed, for messages
     source: str  # a shell command that prints hosts, or the path of a host file
     is_file: bool
-    slots: int = SLOTS_OPEN  # of a host without a number
-    num_each: int | None = None  # ranks of each host; None for one a slot
+    slots: int = SLOTS_OPEN  # slots of a host without a number
+    num_each: int | None = None  # ranks of each host; None for one per slot
     ssh_port: int = 0  # of other hosts without one
     is_local: bool = False  # hosts must be this machine
 
 
 class ElasticOptions(NamedTuple):
-    """Options of an elastic job."""
+    """Sizes, time limits and host sources of an elastic job."""
 
-    min_ranks: int  # with fewer the job waits, for ``elastic_timeout_s``
+    min_ranks: int  # with fewer ranks the job waits for ``elastic_timeout_s``
     max_ranks: int  # or ``NO_LIMIT``
     spares: int = 0  # further processes, ready to replace a lost one
     discovery: DiscoverySpec | None = None  # None where the hosts are fixed
@@ -47,6 +47,6 @@ class ElasticOptions(NamedTuple):
 
     @property
     def num_processes(self) -> int | None:
-        """Ranks and spares at most; None for any number."""
+        """The largest number of ranks and spares; None for no limit."""
         is_open = self.max_ranks == NO_LIMIT
         return None if is_open else self.max_ranks + self.spares

@@ -43,7 +43,7 @@ _SECRET_VALUE = re.compile(
     r"|\b(bearer|basic)\s+[a-z0-9]|-----BEGIN [A-Z ]*PRIVATE KEY",
     re.IGNORECASE,
 )
-# Of other launchers' processes: passed on, every rank would get one and the same rank.
+# Set by other launchers: if passed on, all ranks would get the same rank.
 _RANK_PREFIXES = (
     *("TORCHELASTIC_", "TORCH_ELASTIC_", "PET_", "OMPI_", "PMIX_", "PRTE_"),
     *("PMI_", "HYDI_", "MPI_LOCAL", "MV2_COMM_WORLD_"),
@@ -61,7 +61,7 @@ _RANK_NAMES = frozenset(
         *("SLURM_TASKS_PER_NODE", "SLURM_TASK_PID", "SLURM_GTIDS"),
     }
 )
-# Of the login on a host. A key agent's socket stays: it works where it is.
+# Set by the login on a host. A key agent's socket stays: it works there.
 _LOGIN_PREFIXES = ("SUDO_",)
 _LOGIN_NAMES = frozenset(
     {
@@ -78,7 +78,7 @@ def own_environment() -> dict[str, str]:
 
 
 class JobFacts(NamedTuple):
-    """Facts of a job for all its ranks."""
+    """Values for the environment of all ranks of a job."""
 
     job_id: str
     epoch: int  # generation of the world
@@ -87,7 +87,7 @@ class JobFacts(NamedTuple):
 
 
 class NodeFacts(NamedTuple):
-    """Facts of a node for all its ranks."""
+    """Values for the environment of all ranks on a node."""
 
     host: str
     node_rank: int
@@ -97,8 +97,8 @@ class NodeFacts(NamedTuple):
 def default_environment(
     num_threads: int, *, is_elastic: bool = False
 ) -> dict[str, str]:
-    # After an error NCCL's watchdog ends the process, by 1; by 2 it aborts the
-    # communicator alone. Source: ``ErrorHandlingMode`` in torch's ProcessGroupNCCL.hpp.
+    # After an error NCCL's watchdog ends the process with 1; with 2 it only aborts the
+    # communicator. Source: ``ErrorHandlingMode`` in torch's ProcessGroupNCCL.hpp.
     handling = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2" if is_elastic else "1"}
     if is_elastic:
         handling["TORCH_NCCL_RETHROW_CUDA_ERRORS"] = "0"
@@ -183,7 +183,7 @@ def select_forwarded(environ: Mapping[str, str]) -> dict[str, str]:
 def read_assignments(
     words: Sequence[str], environ: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the variables of the words after ``-x``; a later word wins.
+    """Return the variables that ``-x`` options set; later options win.
 
     ``NAME=VALUE`` sets one and ``NAME`` passes one on. A pattern such as ``WANDB_*``
     passes on all matches except probable secrets and variables of this host or of

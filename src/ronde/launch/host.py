@@ -1,4 +1,4 @@
-"""Hosts as the user names them, and their ranks."""
+"""The hosts that the user names, and the ranks of each."""
 
 import os
 import socket
@@ -16,11 +16,11 @@ from ronde.errors import UsageError
 from ronde.topology.machine import RankResources
 from ronde.units import list_first
 
-SLOTS_OPEN = -1  # one a GPU; without GPUs one a core of a single host, else 1
-SLOTS_GPUS = -2  # one a GPU, of which the host must have one
-SLOTS_CORES = -3  # one a core
+SLOTS_OPEN = -1  # one per GPU; without GPUs one per core of a single host, else 1
+SLOTS_GPUS = -2  # one per GPU; the host must have one
+SLOTS_CORES = -3  # one per core
 MAX_SLOTS = 1 << 16
-LOOK_UP_S = 6.0  # for all names; the resolver repeats a lost question after 5 s
+LOOK_UP_S = 6.0  # for all names; the resolver repeats a lost query after 5 s
 _MAX_LOOKING_UP = 64
 LOOK_S = 0.05  # between two checks of a look-up
 
@@ -57,7 +57,7 @@ def _own_name() -> str:
 
 
 class LookUp:
-    """Looks up names in parallel, in threads."""
+    """Look-ups of host names, in parallel threads."""
 
     def __init__(self, names: Sequence[str]) -> None:
         # an empty answer for an unknown name; none without a name server
@@ -86,7 +86,7 @@ class LookUp:
 
 
 def resolve(name: str) -> tuple[str, ...]:
-    """Return a name's addresses, none for an unknown name.
+    """Return the addresses of a name; none if it is unknown.
 
     Raises OSError if no name server answers.
     """
@@ -102,7 +102,7 @@ def resolve(name: str) -> tuple[str, ...]:
 
 
 class HostShare(NamedTuple):
-    """The ranks of one host."""
+    """The ranks that one host runs, and their resources."""
 
     host: Host
     ranks: range  # at least one, consecutive

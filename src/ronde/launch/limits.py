@@ -20,11 +20,11 @@ class Timeouts(NamedTuple):
     # answer, it is lost. If it does, the lease counts twice: after an outage TCP may
     # wait as long again before it sends again
     lease_s: float = 8.0
-    probes_silent: bool = True  # if not, a silent host is lost at once
+    probes_silent: bool = True  # if False, a silent host is lost at once
     end_s: float = 1.0  # for ssh to end after its last output
     return_s: float = 30.0  # for a lost host to return before a restart
 
 
 USUAL = Timeouts()
 ELASTIC = Timeouts(ping_s=0.5, lease_s=5.0, probes_silent=False, end_s=0.2)
-"""Of an elastic job, which goes on without a host that was wrongly given up."""
+"""Limits of an elastic job, which goes on after a host was given up wrongly."""

@@ -93,10 +93,10 @@ def _bind(address: str, port: int, *, is_shared: bool = False) -> socket.socket 
 def locate(
     addresses: Sequence[str], port: int, deadline_s: float = DEADLINE_S
 ) -> tuple[str, ...]:
-    """Return this host's own address towards each of some numeric addresses.
+    """Return this host's local address on the route to each numeric address.
 
-    It is empty without a route, for this host's own, or if ``port`` is not 0 and does
-    not answer (a refusal is an answer) within the deadline.
+    An address is empty without a route, towards this host itself, or if ``port`` is
+    not 0 and does not answer (a refusal is an answer) within the deadline.
     """
     pairs = [(address, source_towards(address)) for address in addresses]
     pairs = [(a, "" if a == own or is_loopback(own) else own) for a, own in pairs]

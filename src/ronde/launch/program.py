@@ -1,4 +1,4 @@
-"""Checks of an agent before it starts ranks: /proc, directory and program."""
+"""Check /proc, the directory and the program before an agent starts ranks."""
 
 import errno
 import os
@@ -112,7 +112,7 @@ def _find_command(program: str, search_path: str) -> str:
 
 
 def find_executable(program: str, *directories: str) -> str | None:
-    """Do the same as ``shutil.which``, without its import of 3 ms."""
+    """Find a program like ``shutil.which``, without its import, which takes 3 ms."""
     paths = (Path(directory or ".") / program for directory in directories)
     # In this order: ``is_file`` raises in an unreadable directory.
     return next((str(p) for p in paths if os.access(p, os.X_OK) and p.is_file()), None)

@@ -1,4 +1,4 @@
-"""Signals of the user as bytes in a pipe, and waiting for descriptors."""
+"""The user's signals as bytes in a pipe; waiting for file descriptors."""
 
 import os
 import select
@@ -22,7 +22,7 @@ _OF_TERMINAL = frozenset({signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, SUSPENDI
 _ENDED = select.POLLERR | select.POLLHUP | select.POLLNVAL
 
 Watched = Iterable[tuple[int, int, Callable[[], object]]]
-"""Descriptors, their events for ``select.poll``, and the function to call then."""
+"""Descriptors, their events for ``select.poll``, and functions to call on these."""
 
 
 class InterruptedStartError(Exception):
@@ -55,7 +55,7 @@ def signal_pipe() -> tuple[int, int]:
 
 
 def notice_signals(numbers: Iterable[int]) -> dict[int, Any]:
-    """Catch signals, so that they reach the pipe; return the handlers before."""
+    """Route signals to the pipe; return the previous handlers."""
     return {
         number: signal.signal(number, lambda _number, _frame: None)
         for number in numbers
@@ -104,9 +104,9 @@ def suspend_self() -> None:
 def wait_for(
     readable: Sequence[int], writable: Sequence[int], timeout_s: float
 ) -> list[int]:
-    """Return the ready descriptors; an infinite timeout is none.
+    """Return the ready descriptors; with an infinite timeout wait for one.
 
-    It polls, since epoll refuses plain files.
+    ``poll`` is used because epoll refuses plain files.
     """
     poll = select.poll()
     for fd in readable:
@@ -119,7 +119,7 @@ def wait_for(
 def serve_ready(watched: Watched, timeout_s: float) -> None:
     """Wait until descriptors are ready, and call their functions.
 
-    One descriptor may be there twice, for reading and for writing.
+    A descriptor may appear twice, for reading and for writing.
     """
     poll, masks, waiting = select.poll(), dict[int, int](), list(watched)
     for fd, events, _ in waiting:

@@ -33,7 +33,7 @@ def find_sockets() -> list[Path]:
 def list_jobs() -> list[JobStatus]:
     """Return the newest table of each of this user's jobs on this host.
 
-    A job that ends meanwhile is left out, and so is one that does not answer.
+    Jobs that end meanwhile or do not answer are left out.
     """
     found: list[JobStatus] = []
     for path in find_sockets():

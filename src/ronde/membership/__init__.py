@@ -1,4 +1,4 @@
-"""Numbered views of a job's workers, and the policy that decides on them."""
+"""Numbered views of a job's workers, and the policy that chooses their members."""
 
 from ronde.lazy_exports import lazy_exports
 

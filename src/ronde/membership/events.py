@@ -20,14 +20,14 @@ class HostReady(NamedTuple):
 
 
 class HostGone(NamedTuple):
-    """A host did not get ready, or was lost with its workers."""
+    """A host did not become ready, or was lost with its workers."""
 
     host: str
     reason: str  # such as ``node1 was lost: no message from it for 5 s``
 
 
 class HostLeaves(NamedTuple):
-    """A host must be left at the next step boundary."""
+    """The workers of a host must leave it at the next step boundary."""
 
     host: str
     reason: str
@@ -41,7 +41,7 @@ class WorkerReport(NamedTuple):
 
 
 class WorkerLost(NamedTuple):
-    """A worker has ended, or is about to."""
+    """A worker has ended or is about to end."""
 
     worker: int
     exit_code: int  # as in ``subprocess``

@@ -1,4 +1,4 @@
-"""This process as a member of an elastic job: its messages with the controller."""
+"""Exchange membership messages of this process with the controller."""
 
 import functools
 import logging
@@ -46,7 +46,7 @@ _logger = logging.getLogger("ronde")
 
 
 class Member:
-    """A worker's end of its channel, with a listening thread.
+    """A worker's end of its membership channel, with a listening thread.
 
     The training loop sets ``step``, the number of applied steps. The listening thread
     calls ``on_change`` before a planned change, and sets ``is_save_asked``, which the
@@ -58,7 +58,7 @@ class Member:
         self.step = NEW
         self.saved_step = NEW  # the step that a failure returns to, if it is older
         self.applied = NEW  # the number of applied steps before such a return
-        self.view = View(NO_VIEW, ())  # the last that this process was a member of
+        self.view = View(NO_VIEW, ())  # the last view that this process was in
         self.reason = ""  # of the view's end; empty while it lasts
         self.is_save_asked = False
         self._sock = sock
@@ -122,7 +122,7 @@ class Member:
     def done(self, step: int) -> None:
         """Report that the last step is applied; wait for all other ranks.
 
-        Raises ``MembershipError`` if the view ends before.
+        Raises ``MembershipError`` if the view ends first.
         """
         self.step = step
         self.require_view()

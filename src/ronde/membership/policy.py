@@ -5,15 +5,15 @@ and the result is a list of orders, with the messages to the workers. The launch
 the simulator of the tests execute them.
 
 Note [The members of the next view]
-    Survivors stay members, unless their host must be left and ``min_ranks`` others
-    remain. A survivor that alone has the newest state stays until another has it. New
-    workers fill up to ``max_ranks``. Further ones are spares: they wait, unconnected,
-    and replace the next member that is lost. New workers on a blacklisted host wait
-    too. After a loss the survivors form a view at once if there are ``min_ranks``; only
-    then are replacements started.
+    Survivors stay members, unless they must leave their host and ``min_ranks`` others
+    remain. If only one survivor has the newest state, it stays until another has it.
+    New workers fill up to ``max_ranks``. Further ones are spares: they wait,
+    unconnected, and replace the next member that is lost. New workers on a blacklisted
+    host wait too. After a loss the survivors form a view at once if there are
+    ``min_ranks``; only then are replacements started.
 
-    A worker that exits with 0 may have finished, so its view continues. If it had not,
-    the others lose their peer and settle without a request.
+    A worker that exits with 0 may have finished, so its view continues. If not, the
+    others lose their peer and settle without a request.
 """
 
 from collections import Counter
@@ -58,13 +58,13 @@ _GATHER_S = 5.0  # new workers wait for others that start, to join together
 
 
 class Rules(NamedTuple):
-    """The user's options."""
+    """The options of an elastic job that the policy depends on."""
 
     min_ranks: int
     max_ranks: int
     spares: int = 0
     is_host_domain: bool = False  # a failed rank makes its whole host fail
-    awaits_joining: bool = False  # members pause when new workers start, as Horovod's
+    awaits_joining: bool = False  # members pause when new workers start, as in Horovod
     cooldown_s: tuple[float, float] = (30.0, 3600.0)  # first and longest, doubling
     formation_s: float = 600.0  # limit on waiting for ``min_ranks``
     settle_s: float = 30.0  # limit for a member to leave a view that has ended
@@ -72,7 +72,7 @@ class Rules(NamedTuple):
 
 
 class ViewPhase(Enum):
-    """The phase of the current view."""
+    """Progress of the current view, from its forming to its last step."""
 
     FORMING = auto()  # there is none, or members have not yet left the last one
     RUNNING = auto()
@@ -190,7 +190,7 @@ class _Roster:
             self._review(name)
 
     def _review(self, name: str) -> None:
-        """Find the slots of a host that must be left, and kill new workers there."""
+        """Find the slots that workers of a host must leave; kill new workers there."""
         for worker in self._workers_on(name):
             reason = self._why_left(self._workers[worker])
             (self._unwanted.add if reason else self._unwanted.discard)(worker)
@@ -209,7 +209,7 @@ class _Roster:
         return [n for n in self._hosts[host].used.values() if n in self._workers]
 
     def _why_left(self, record: _WorkerRecord) -> str:
-        """Return why a worker's slot must be left, or an empty text."""
+        """Return the reason to leave a worker's slot, or an empty text."""
         name = record.worker.host
         host = self._hosts[name]
         if not host.is_known:
@@ -256,7 +256,7 @@ class _Roster:
 
     @property
     def reason(self) -> str:
-        """Why the view began or ended, or will end."""
+        """The reason that the view began or ended, or will end."""
         first, *others = self._reasons
         if len(others) > 1:
             return f"{first}, and {len(others)} more were lost"
@@ -264,7 +264,7 @@ class _Roster:
 
     @property
     def _is_early(self) -> bool:
-        """True as long as no worker has called ``init()``."""
+        """True until a worker has called ``init()``."""
         return not self.ranks and not self._num[_State.WAITING]
 
     def _stop_early(self, reason: str) -> None:
@@ -312,7 +312,7 @@ class _Roster:
         return name_worker(worker, self.ranks.get(worker), host)
 
     def _count_failures(self, numbers: list[int]) -> list[int]:
-        """Blacklist hosts where workers have failed; return others to kill there."""
+        """Blacklist hosts of failed workers; return other workers to kill there."""
         others: list[int] = []
         names = Counter(self._workers[worker].worker.host for worker in numbers)
         # A job on one host would lose all ranks.
@@ -356,7 +356,7 @@ class _Roster:
         return is_connecting or self._num[_State.STARTING] > 0
 
     def _count_waiting(self) -> None:
-        """Start the clock of ``formation_s``, except during the first start."""
+        """Start the timeout ``formation_s``, except during the first start."""
         now_s = self._now_s
         self._first_s = min(self._first_s, now_s)
         is_first = not self.ranks and now_s < self._first_s + _START_S
@@ -429,7 +429,7 @@ class _Roster:
 
 
 class Membership(_Roster):
-    """The state of an elastic job's membership."""
+    """The policy as a state machine: it receives events and returns orders."""
 
     def apply(self, event: events.Event, now_s: float) -> list[events.Order]:
         """Handle an event; return the resulting orders."""
@@ -443,9 +443,9 @@ class Membership(_Roster):
         return self._orders
 
     def _awaits_more(self, event: events.Event) -> bool:
-        """Return True if nothing follows from an event before further ones.
+        """Return True if an event needs no action until further events arrive.
 
-        It keeps the cost of a change linear in the number of ranks.
+        This keeps the cost of a change linear in the number of ranks.
         """
         num_active = self._num[_State.ACTIVE]
         message = event.message if isinstance(event, events.WorkerReport) else None
@@ -641,7 +641,7 @@ class Membership(_Roster):
         return not is_late and self._is_starting
 
     def _choose(self) -> tuple[list[int], list[int]]:
-        """Return the staying and the joining workers of the next view."""
+        """Return the workers that stay in the next view, and those that join it."""
         workers, present = self._workers, self._present
         joining = [
             worker
@@ -654,7 +654,7 @@ class Membership(_Roster):
             staying = present
         newest = max((workers[n].step for n in present), default=NEW)
         if newest != NEW and all(workers[n].step < newest for n in staying):
-            # It alone has the state: it must stay until others have it.
+            # Only this worker has the state: it must stay until others have it.
             source = next(n for n in present if workers[n].step == newest)
             staying = [n for n in present if n in {source, *staying}]
         return staying, joining[: max(0, self.rules.max_ranks - len(staying))]
@@ -693,7 +693,7 @@ class Membership(_Roster):
         self.phase = ViewPhase.RUNNING
 
     def _start_view(self, view: View, newest: int) -> None:
-        """Send the next view: whole to new members, as a difference to the others."""
+        """Send the next view: complete to new members, a difference to the others."""
         before, self.view = self.view, view
         former, self.ranks = self.ranks, view.ranks
         steps = [self._workers[worker.id].step for worker in view.members]

@@ -1,8 +1,8 @@
 """A mutex that reports its owner's death before the kernel frees the owner's memory.
 
-A killed process closes its sockets, and becomes a zombie, only after that: 20 to 80 ms
-later for a rank that has torch loaded. The kernel releases a *robust* mutex of POSIX in
-shared memory before.
+A killed process closes its sockets and becomes a zombie only after its memory is freed:
+20 to 80 ms later for a rank that has torch loaded. Before that the kernel releases a
+*robust* mutex of POSIX in shared memory.
 """
 
 import ctypes

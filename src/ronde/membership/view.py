@@ -8,9 +8,9 @@ Note [From one view to the next]
     A change begins with ``ViewEnded`` (a member was lost: abort) or with ``AskStep``
     and ``StopAfter`` (a planned change: all stop after the same step). Each member then
     ends all operations of the old view and sends ``Settled``, as does a new worker.
-    When all living workers have, the members of the next view receive ``ViewBegins``.
-    Only this message has the key for the rendezvous of the view, so a process that was
-    left out, stopped or disconnected cannot reach the members.
+    When all living workers have sent it, the members of the next view receive
+    ``ViewBegins``. Only this message has the key for the rendezvous of the view, so a
+    process that was left out, stopped or disconnected cannot reach the members.
 
     Data-parallel ranks are never more than one step apart. A member that has answered
     ``AskStep`` begins no step beyond the next until it receives ``StopAfter``. So all
@@ -34,7 +34,7 @@ _SHORT = 256  # characters
 
 
 class Worker(NamedTuple):
-    """A process of a job."""
+    """A process of a job, and the slot of a host that it runs in."""
 
     id: int  # unique in the job
     host: str
@@ -44,10 +44,10 @@ class Worker(NamedTuple):
 class Settled(NamedTuple):
     """From a rank: all operations of earlier views have ended here.
 
-    Without a request it means that this rank cannot continue in its view.
+    Sent without a request, it means that this rank cannot continue in its view.
     """
 
-    view: int  # the last that it was a member of; NO_VIEW for a new worker
+    view: int  # the last view that it was in; NO_VIEW for a new worker
     step: int  # the number of steps in its state; NEW without a state
     applied: int  # the number it had applied, if its state is an older copy
     reason: str  # why it cannot continue, for a sentence; empty after a request
@@ -90,7 +90,7 @@ class ViewEnded(NamedTuple):
 
 
 class AskStep(NamedTuple):
-    """To a rank: a request for its number of applied steps, for a planned change."""
+    """To a rank: report the number of applied steps, for a planned change."""
 
     view: int
 
@@ -110,11 +110,11 @@ class Save(NamedTuple):
 
 
 class ViewBegins(NamedTuple):
-    """To a rank: the next view, whole or as a difference to the last one."""
+    """To a rank: the next view, complete or as a difference from the last one."""
 
     view: int
     key: str  # the secret of this view
-    base: int  # the view it differs from; NO_VIEW if it is whole
+    base: int  # the view it differs from; NO_VIEW if it is complete
     gone: tuple[int, ...]  # members of ``base`` that are not in it
     new: tuple[Worker, ...]  # its other members, in the order of their ranks
     source: int  # a member that has applied the most steps, and broadcasts its state
@@ -195,7 +195,7 @@ class View(NamedTuple):
     members: tuple[Worker, ...]
 
     def next(self, begins: ViewBegins) -> "View":
-        """Return the view that begins, which may be a difference to this one."""
+        """Return the next view; ``begins`` may be a difference from this view."""
         if begins.base == NO_VIEW:
             return View(begins.view, begins.new)
         gone = set(begins.gone)
@@ -210,7 +210,7 @@ class View(NamedTuple):
 
     @property
     def ranks(self) -> dict[int, int]:
-        """The rank of each member by its id, in the order of the ranks."""
+        """The ranks of the members by worker id, in the order of the ranks."""
         return {worker.id: rank for rank, worker in enumerate(self.members)}
 
     def rank_of(self, worker: int) -> int:

@@ -1,4 +1,4 @@
-"""Values to text."""
+"""Results, plans and jobs as text."""
 
 from ronde.lazy_exports import lazy_exports
 

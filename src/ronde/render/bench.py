@@ -1,7 +1,7 @@
-"""Output of a benchmark in nccl-tests' form: table and JSON, version 3; comparisons.
+"""Benchmark output in nccl-tests' form (table, JSON version 3), and comparisons.
 
-ronde's additions are where parsers of that form do not look: in comments, ``%limit`` as
-the last cell of a row, and in JSON under the key ``ronde``.
+ronde's additions are in parts that parsers of that form ignore: in comments, ``%limit``
+as the last cell of a row, and in JSON under the key ``ronde``.
 """
 
 import json
@@ -118,7 +118,7 @@ def row_line(measured: results.Measured, heading: results.Heading) -> str:
 
 
 def limit_percent(measured: results.Measured, heading: results.Heading) -> float:
-    """Return the better half's busbw in percent of the bound, 0 without one."""
+    """Return the better of both busbw values in percent of the bound, 0 without one."""
     if heading.limit is None:
         return 0.0
     halves = (measured.out_of_place, measured.in_place)
@@ -180,7 +180,7 @@ def bar(num_done: int, num_all: int) -> str:
 def progress_text(
     totals: results.Totals, num_rows: int, elapsed_s: float, cycle: int
 ) -> str:
-    """Return the line of progress; ``num_rows`` is 0 for a soak, which has no end."""
+    """Return the progress line; ``num_rows`` is 0 for a soak, which has no end."""
     done = totals.num_rows
     text = f"{bar(done, num_rows)} rows" if num_rows else f"soak: cycle {cycle + 1}"
     text += "" if num_rows else f", {done} rows"
@@ -234,7 +234,7 @@ VERSION = 3
 
 
 class JsonReport:
-    """JSON of one result; it is valid after every end, also after Ctrl-C."""
+    """Writes one result as JSON; valid after ``end``, also after Ctrl-C."""
 
     def __init__(self, file: TextIO) -> None:
         self._file = file

@@ -107,7 +107,7 @@ def _run_cells(name: str, run: Run) -> list[str]:
 
 
 def _several(words: Iterable[str]) -> str:
-    """Return the word that all are, or the number of different ones."""
+    """Return the common word, or the number of different words."""
     different = list(dict.fromkeys(words)) or [_NONE]
     return different[0] if len(different) == 1 else f"{len(different)} kinds"
 
@@ -143,7 +143,7 @@ def draw_training(outcome: TrainingOutcome) -> str:
 
 
 def draw_models(models: list[ModelFacts]) -> str:
-    """Return one line per model: parameters, batch, multiply-adds of a sample."""
+    """Return one line per model: parameters, batch, multiply-adds per sample."""
     lines = [f"{'name':12}{'parameters':>13}{'batch':>7}  forward"]
     lines += [
         f"{m.name:12}{m.num_parameters:13,}{m.batch:7}  {_macs(m)} for {_sample(m)}"

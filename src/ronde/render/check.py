@@ -1,4 +1,4 @@
-"""The output of ``ronde check``: hosts, findings, changes, JSON, and its checks."""
+"""The output of ``ronde check``: hosts, findings, changes, JSON, list of checks."""
 
 import json
 import re
@@ -18,7 +18,7 @@ from ronde.units import grouped
 
 FORM = "ronde-check"
 SCHEMA = 1
-"""Raise it when a field is removed or changes its meaning."""
+"""Version of the JSON; raise it when a field is removed or changes its meaning."""
 _FINE, _UNREAD, _NOTHING = "ok", "?", "-"
 _MARKS = {Severity.FAIL: "x", Severity.WARN: "!", Severity.INFORM: _FINE}
 _GAP = "  "
@@ -42,7 +42,7 @@ def tabulate_hosts(
     checks: Sequence[Check],
     width: int = WIDTH,
 ) -> str:
-    """Draw a table of hosts and families with marks; equal hosts share a line."""
+    """Draw a table of marks, by host and family of checks; equal hosts share a line."""
     families = [f for f in Family if any(check.family is f for check in checks)]
     marks = _marks(hosts, judgement, {check.id: check.family for check in checks})
     rows: dict[tuple[str, ...], list[str]] = {}
@@ -65,11 +65,11 @@ def tabulate_hosts(
 def _marks(
     hosts: Sequence[str], judgement: Judgement, families: Mapping[str, Family]
 ) -> dict[tuple[str, Family], str]:
-    """Return the worst mark of each cell that has one."""
+    """Return the worst mark of each host and family that were checked."""
     marks = dict.fromkeys(judgement.made, _FINE)
     for unread in judgement.unread:
         family = families.get(unread.check)
-        # A cell of which nothing was read has no mark.
+        # Without any facts there is no mark.
         if family and (unread.host, family) in marks:
             marks[unread.host, family] = _UNREAD
     # The worst is the first, so write it last.
@@ -121,7 +121,7 @@ def _draw_causes(same: Sequence[Finding], width: int) -> str:
 
 
 def draw_unread(unread: Sequence[Unread], width: int = WIDTH) -> str:
-    """Draw the reasons for which checks could not be made, each once."""
+    """Draw the reasons that checks could not run; each appears once."""
     hosts = grouped(((each.reason, each.check), each.host) for each in unread)
     groups = grouped(
         ((reason, fold_hosts(names, _MAX_NAMES)), check)
@@ -181,7 +181,7 @@ def _draw_ready(verdict: Readiness) -> str:
 
 
 def draw_changes(changes: Changes, since: str, width: int = WIDTH) -> str:
-    """Draw changes, equal ones of several hosts together."""
+    """Draw changes; equal changes of several hosts appear together."""
     same: dict[str, list[str]] = {}
     for word, findings in (("new", changes.new), ("gone", changes.gone)):
         for each in findings:

@@ -35,18 +35,18 @@ MAX_OWN_CODE = 7  # the command's own exit codes: the rank has printed the reaso
 
 
 class RankLines(NamedTuple):
-    """One or more consecutive lines."""
+    """One or more consecutive lines of a rank's output."""
 
     text: bytes  # UTF-8 without the last newline; undecodable bytes are escaped
     is_continuation: bool = False  # the beginning of the first was shown before
 
 
 class LineAssembler:
-    """Split one stream into lines.
+    """Splits one stream into lines.
 
     A line ends at its newline, at the end of the stream, at ``HELD_BYTES``, or after
-    ``HELD_S`` unfinished; the rest of one cut by the latter two is marked as its
-    continuation. A carriage return discards the part of a line before it.
+    ``HELD_S`` unfinished. The rest of a line that was cut by these two limits is marked
+    as a continuation. A carriage return discards the part of a line before it.
     """
 
     def __init__(self) -> None:
@@ -103,7 +103,7 @@ class LineAssembler:
 
     @property
     def _is_overwriting(self) -> bool:
-        """True for a progress bar, which ``_forget_overwritten`` has marked."""
+        """True for a progress bar, as marked by ``_forget_overwritten``."""
         return self._held.startswith(b"\r")
 
     def _lines(self, raw: bytes) -> RankLines:
@@ -124,7 +124,7 @@ class LineAssembler:
         return line
 
     def _forget_overwritten(self) -> None:
-        """Keep the newest part behind a carriage return, its mark."""
+        """Keep the newest part, after a carriage return that marks a progress bar."""
         newest = newest_part(bytes(self._held))
         is_ended = self._held.endswith(b"\r")
         self._held[:] = b"\r" + newest + (b"\r" if is_ended and newest else b"")
@@ -173,14 +173,14 @@ def parse_tag(text: str) -> Tag:
 
 
 class Tagger:
-    """Put tags before lines."""
+    """Puts tags before lines."""
 
     def __init__(self, tag: Tag) -> None:
         self._tag = tag
         self._names: list[bytes] = []
 
     def begin(self, hosts: Sequence[str]) -> None:
-        """Make the tag of each rank: ``[3]``, ``[node2:3]`` or nothing."""
+        """Build the tag of each rank: ``[3]``, ``[node2:3]`` or nothing."""
         style = self._tag.style
         if style is TagStyle.AUTO:
             style = TagStyle.HOST if len(set(hosts)) > 1 else TagStyle.RANK
@@ -221,7 +221,7 @@ class FdWriter:
             self._mode, self.is_broken = 0, True
 
     def _open(self) -> None:
-        """Open a pipe again, if allowed, to have it non-blocking for us alone."""
+        """Reopen a pipe, if allowed: non-blocking mode is then this process's alone."""
         # Then a write takes sixteen times as much, and wakes the reader less often. Not
         # before the first write: the process that writes may be a fork of this one.
         self._write_fd = self.fd
@@ -246,7 +246,7 @@ class FdWriter:
         self._waiting.clear()
 
     def write(self) -> None:
-        """Write as long as the descriptor is ready; at the call it must be."""
+        """Write while the descriptor is ready; it must be ready at the call."""
         if self._write_fd < 0:
             self._open()
         for _ in range(_MAX_PIECES):
@@ -394,7 +394,7 @@ class Console:
         self._report(summarize(result, self._attempt, self._log_dir))
 
     def tick(self, now_s: float) -> float:
-        """Show unfinished lines that are due; return the time of the next."""
+        """Show unfinished lines that are due; return the next due time."""
         due: list[float] = []
         for key in sorted(self._holding):
             assembler = self._assemblers[key]

@@ -12,8 +12,8 @@ _MAX_DIGITS = 9
 def fold_hosts(names: Iterable[str], most: int = 1 << 16) -> str:
     """Return names in their order as ``-H`` reads them: ``node[1-2,4-64], login``.
 
-    Names that differ in one number alone share brackets. Of more than ``most`` only
-    the number is shown.
+    Names that differ in one number alone share brackets. Beyond ``most`` ranges only
+    the number of hosts is shown.
     """
     parts = [_NUMBERS.split(name) for name in dict.fromkeys(names)]
     varying = _varying_numbers(parts)
@@ -42,7 +42,7 @@ def fold_hosts(names: Iterable[str], most: int = 1 << 16) -> str:
 
 
 def _varying_numbers(parts: list[list[str]]) -> dict[tuple[str, ...], int]:
-    """Return the index of the last number that varies, by the parts between; or 0."""
+    """Return the last varying number's index, or 0, by the text between numbers."""
     alike: dict[tuple[str, ...], list[list[str]]] = {}
     for part in parts:
         alike.setdefault(tuple(part[::2]), []).append(part)
@@ -56,7 +56,7 @@ def _varying_numbers(parts: list[list[str]]) -> dict[tuple[str, ...], int]:
 
 
 def _runs(numbers: Iterable[str]) -> Iterator[tuple[str, int]]:
-    """Yield ``1``, ``04-64``, each with the count of its numbers."""
+    """Yield ranges such as ``04-64``, and the count of numbers in each."""
     ordered = sorted(numbers, key=lambda text: (int(text), len(text)))
     first, count = ordered[0], 1
     for text in [*ordered[1:], ""]:

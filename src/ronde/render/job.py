@@ -81,7 +81,7 @@ def _span(numbers: range) -> str:
 
 
 def _environments(plan: JobPlan) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the variables that are equal on all ranks, and a line for each other."""
+    """Return variables that are equal on all ranks, and a line for each other one."""
     ranks = [job.env | rank.env for job in plan.jobs(0) for rank in job.workers]
     shared: dict[str, str] = {}
     own: dict[str, str] = {}
@@ -128,7 +128,7 @@ def tabulate_failures(
 
 
 def draw_stacks(taken: Sequence[Stacks], hosts: Sequence[str]) -> str:
-    """Return the stacks of ranks in a frame; equal stacks once, with their ranks."""
+    """Return the stacks of ranks in a frame; ranks with equal stacks share one."""
     ranks = sorted(taken)
     groups = grouped((_stack(p), (n, p)) for n, processes in ranks for p in processes)
     body: list[str] = []

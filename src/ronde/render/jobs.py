@@ -25,7 +25,7 @@ Awaited = Mapping[int, Sequence[int]]
 
 
 def draw_jobs(jobs: Sequence[JobStatus], *, is_complete: bool = False) -> str:
-    """Return jobs with their ranks; of many ranks only hosts and outliers."""
+    """Return jobs with their ranks; many ranks are shown as hosts and outliers."""
     if not jobs:
         return "No job of yours runs on this host.\n"
     return "\n".join(_draw_job(job, is_complete=is_complete) for job in jobs)
@@ -106,7 +106,7 @@ def _step_of(worker: WorkerInfo) -> int:
 def _draw_hosts(
     workers: Sequence[WorkerInfo], outliers: Sequence[WorkerInfo], awaited: Awaited
 ) -> str:
-    """Return a line for each host; of too many, the hosts of outliers first."""
+    """Return a line for each host; if there are too many, those of outliers first."""
     by_host = grouped((each.host, each) for each in workers)
     hosts, left = list(by_host), len(by_host) - _MOST_HOSTS
     if left > 0:

@@ -1,4 +1,4 @@
-"""Sentences, lists, ranks and tables within the columns of a terminal."""
+"""Format sentences, lists, ranks and tables for the width of a terminal."""
 
 import textwrap
 from collections import Counter
@@ -47,7 +47,7 @@ def align(
 ) -> str:
     """Return a table; the first row has the headings.
 
-    Rows with fewer cells widen no column, nor do characters of a cell beyond ``most``.
+    Column widths ignore rows with fewer cells, and characters beyond ``most``.
 
     Args:
         right: Headings of the columns that are aligned to the right.

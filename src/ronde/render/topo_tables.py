@@ -44,7 +44,7 @@ _NOTHING = "no GPU and no network adapter\n"
 
 
 def tabulate_classes(table: ClassTable) -> str:
-    """Return a table like that of ``nvidia-smi topo -m``, with a legend."""
+    """Return a table in the form of ``nvidia-smi topo -m``, with a legend."""
     # The legend explains the words that occur.
     if not table.names:
         return _NOTHING
@@ -99,7 +99,7 @@ def tabulate_plan(plan: HostPlan) -> str:
     is_judged = plan.policy != "none" and any(rank.cpus for rank in plan.ranks)
     rows = [_PLAN_HEAD, *(_plan_row(rank, is_judged=is_judged) for rank in plan.ranks)]
     addresses = [rank.gpu_bus_ids for rank in plan.ranks]
-    # There is room for one a rank.
+    # There is only room for one address per rank.
     if max(map(len, addresses)) > 1 or not any(map(any, addresses)):
         rows = [(*row[:_BUS], *row[_BUS + 1 :]) for row in rows]
     text += align(rows)
@@ -160,7 +160,7 @@ def tabulate_traffic(plan: MeshPlan, sent_bytes: Mapping[str, float]) -> str:
 
 def _link_of(axis: AxisPlan) -> str:
     share = f"1/{axis.num_sharing} of " if axis.num_sharing > 1 else ""
-    # The rate after the name is that of all groups.
+    # Leave out the rate after the name: it is that of all groups together.
     return share + axis.link.partition(", ")[0] or "unknown"
 
 
@@ -284,7 +284,7 @@ def _draw_differences(differences: Sequence[Difference]) -> str:
     by_fact = grouped((each.fact, each) for each in differences)
 
     def order(fact: str) -> tuple[bool, float]:
-        """Order by loss, the greatest first; names come last."""
+        """Return a sort key: the greatest loss first, names last."""
         rates = [
             each.now_gb_per_s / each.was_gb_per_s
             for each in by_fact[fact]

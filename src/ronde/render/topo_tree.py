@@ -1,4 +1,4 @@
-"""A topology as a tree of text: NUMA nodes, bridges, GPUs and adapters at them."""
+"""Draw a topology as a tree of NUMA nodes, bridges, GPUs and adapters."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -48,7 +48,7 @@ class _ElementTree:
         self._ports = grouped((port.bus_id, port) for port in host.ports)
 
     def at(self, nodes: set[int], *, is_known: bool) -> list[_Element]:
-        """Return the elements at some NUMA nodes, or at none of them."""
+        """Return elements at these NUMA nodes, or if not ``is_known``, all others."""
         tops = [d for d in self._children.get("", []) if (d.node in nodes) is is_known]
         found = [element for top in tops for element in self._below(top, 0)]
         found += [
@@ -86,7 +86,7 @@ class _ElementTree:
         if len(below) != 1:
             switch = _Element(f"PCI switch {device.bus_id}", [words], below)
             return [switch] if below else []
-        # Noted where the bridge is narrower.
+        # Show the bridge if it is slower than the devices behind it.
         if max(map(speeds.pci_gb_per_s, children)) > speeds.pci_gb_per_s(device):
             details = [*below[0].details, f"behind {device.bus_id}", words]
             below = [below[0]._replace(details=details)]
@@ -133,7 +133,7 @@ def _pci_words(device: PciDevice) -> str:
 
 
 def draw_tree(topology: Topology) -> str:
-    """Return a topology as text; hosts that look alike are drawn once."""
+    """Return a topology as text; hosts with equal text are drawn once."""
     # Bandwidths are of one direction in GB/s, as NCCL counts.
     names = grouped(
         (_draw_host(host), host.name or f"host {number}")

@@ -3,7 +3,7 @@
 Note [The cost of a status]
     Once a second a thread samples existing tables, and writes a line of some hundred
     bytes if something has changed or five seconds have passed. It never blocks: a line
-    that cannot be written now is dropped. Collectives do not know of it. Without a
+    that cannot be written now is dropped. It adds no work to collectives. Without a
     channel, or with ``RONDE_STATUS=0``, there is no thread.
 """
 
@@ -29,7 +29,7 @@ _NOTHING: Mapping[str, float] = MappingProxyType({})
 
 
 class Part(NamedTuple):
-    """The contribution of one source to a status."""
+    """The fields of a status that one source fills in."""
 
     collectives: Sequence[PendingCollective] = ()
     step: int = UNKNOWN  # the number of steps that an optimizer has applied
@@ -38,7 +38,7 @@ class Part(NamedTuple):
 
 
 class StatusReporter:
-    """A thread that samples sources: bound methods, held by weak references."""
+    """A thread that samples its sources, bound methods held by weak references."""
 
     def __init__(self) -> None:
         self.pid = os.getpid()  # a forked child has no thread and reports nothing

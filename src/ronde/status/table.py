@@ -9,7 +9,7 @@ _SILENCE_S = 2.5
 
 
 class JobInfo(NamedTuple):
-    """The constants of a job, and its restarts."""
+    """Constant facts of a job, and its number of restarts."""
 
     job_id: str
     command: tuple[str, ...]
@@ -20,7 +20,7 @@ class JobInfo(NamedTuple):
 
 
 class WorkerInfo(NamedTuple):
-    """One worker of a job."""
+    """The row of one worker in the table."""
 
     worker: int  # its id, which never changes
     rank: int | None  # None outside the view of an elastic job
@@ -33,14 +33,14 @@ class WorkerInfo(NamedTuple):
 
     @property
     def collective(self) -> PendingCollective | None:
-        """The oldest pending collective of the rank; None if none is known."""
+        """The oldest pending collective of this worker; None if none is known."""
         if self.status is None or self.state != "running":
             return None
         return next(iter(self.status.collectives), None)
 
     @property
     def collective_age_s(self) -> float:
-        """The least time that it has been in that; 0 outside of one."""
+        """The minimum time since the rank entered ``collective``; 0 outside of one."""
         if self.collective is None:
             return 0.0
         # A rank reports a change within two seconds: silence means no change.
@@ -48,9 +48,9 @@ class WorkerInfo(NamedTuple):
         return self.collective.age_s + (self.status_age_s if is_still_in else 0.0)
 
     def is_absent(self, key: object, begun_s: float) -> bool:
-        """Return True if it is known not to be in a collective.
+        """Return True if this worker is known not to be in the collective ``key``.
 
-        Other ranks have been in it for ``begun_s``.
+        Other ranks have been in the collective for ``begun_s``.
         """
         if self.status is None or self.state != "running":
             return self.state in ("ended", "lost")
@@ -71,8 +71,8 @@ class JobStatus(NamedTuple):
     def find_awaited(self) -> dict[int, tuple[int, ...]]:
         """Return the ranks that each worker's oldest collective waits for, by worker.
 
-        These are the ranks of its group that have ended, or that have reported since it
-        began and are not in it. A rank that reports nothing is not among them.
+        These ranks of its group have ended, or have reported since it began and are not
+        in it. Ranks that report nothing are left out.
         """
         by_rank = {row.rank: row for row in self.workers if row.rank is not None}
         waiting: dict[tuple[object, ...], list[WorkerInfo]] = {}

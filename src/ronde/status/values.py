@@ -7,7 +7,7 @@ from ronde.plain_values import PlainValueError, from_plain, to_plain
 
 UNKNOWN = -1
 MAX_BYTES = 8 << 10
-"""The limit of a line: the kernel accepts that much whole or not at all."""
+"""The longest line; the kernel accepts it whole or not at all."""
 
 
 class PendingCollective(NamedTuple):

@@ -13,10 +13,10 @@ Note [Mutual authentication]
     A proof is HMAC-SHA256 of the role, the greeting, the client's nonce, its claim and,
     with TLS, the server's certificate. So it can be neither replayed nor reflected, and
     a man in the middle has another certificate. The client proves first: a false server
-    gets one proof to try keys on, so a key has at least 128 bits. On a connection to
-    the store every later frame ends with a MAC of its direction, number and body. It
-    cannot be changed, repeated, dropped or reordered unnoticed. Nothing is encrypted:
-    keys and values are addresses, not secrets. Joining nodes use TLS.
+    can try keys on one proof only, so a key has at least 128 bits. On a connection to
+    the store every later frame ends with a MAC of its direction, number and body. So no
+    frame can be changed, repeated, dropped or reordered unnoticed. Nothing is
+    encrypted: keys and values are addresses, not secrets. Joining nodes use TLS.
 """
 
 import hmac
@@ -42,7 +42,7 @@ _MAX_HELLO_BYTES = 8 << 10
 
 
 class HandshakeData(NamedTuple):
-    """The values that identify one connection."""
+    """The values that a proof covers, unique to one connection."""
 
     greeting: bytes  # the server's, with its nonce
     nonce: bytes  # the client's
@@ -64,7 +64,7 @@ class SharedKey:
     def answer(
         self, greeting: bytes, claim: bytes = b"", certificate: bytes = b""
     ) -> tuple[HandshakeData, bytes, bytes]:
-        """Return the handshake, the client's answer, and the only valid reply."""
+        """Return the handshake, the client's answer, and the reply to expect."""
         nonce = secrets.token_bytes(NONCE_BYTES)
         handshake = HandshakeData(greeting, nonce, claim, certificate)
         hello = encode(0, (nonce, claim, self.prove(b"client", handshake)))
@@ -105,7 +105,7 @@ class FrameMac:
 
 
 class ServerSession:
-    """The server's side of a connection.
+    """The server's side of a connection to the store.
 
     Without a key the kernel has authenticated the peer.
     """
@@ -155,7 +155,7 @@ class ServerSession:
 
 
 class ProvenConnection(PlainConnection):
-    """The client's side of a connection."""
+    """The client's side of an authenticated connection to the store."""
 
     def __init__(self, sock: socket.socket, key: SharedKey, timeout_s: float) -> None:
         super().__init__(sock)

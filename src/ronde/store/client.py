@@ -87,7 +87,7 @@ class StoreClient:
 
 
 class PlainConnection:
-    """A connection without authentication: a socket within this host."""
+    """A connection through a socket on this host, without authentication."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock

@@ -21,7 +21,7 @@ C = TypeVar("C", bound=Hashable)
 
 
 class Op(IntEnum):
-    """The operation of a request: its fields -> those of the answer."""
+    """Kinds of requests; comments show the fields of request -> answer."""
 
     SET = 1  # key, value, key, value, ... -> none
     GET = 2  # keys -> their values, once all keys exist
@@ -35,7 +35,7 @@ class Op(IntEnum):
 
 
 class Status(IntEnum):
-    """The kind of a reply."""
+    """Kinds of replies; comments show their fields."""
 
     DONE = 0  # with the fields of the answer
     REFUSED = 1  # with one field, the reason as a sentence
@@ -87,7 +87,7 @@ def decode(body: bytes) -> Frame:
 
 
 class Splitter:
-    """Split received bytes into the bodies of frames."""
+    """Splits received bytes into the bodies of frames."""
 
     def __init__(self, max_bytes: int = MAX_FRAME_BYTES) -> None:
         self._max_bytes = max_bytes
@@ -190,7 +190,7 @@ class StoreState(Generic[C]):
         return answer, changed
 
     def _put(self, pairs: Sequence[tuple[bytes, bytes]]) -> list[tuple[C, Frame]]:
-        """Set values; return the requests that now can be answered."""
+        """Set values; return the waiting requests that are complete now."""
         limits, grown = self._limits, 0
         for key, value in pairs:
             if len(key) > limits.key_bytes or len(value) > limits.value_bytes:
@@ -234,7 +234,7 @@ class StoreState(Generic[C]):
 
 
 class _RefusedError(Exception):
-    """The request is well formed and is not carried out."""
+    """A well-formed request that the store refuses."""
 
 
 def _size(key: bytes, value: bytes | None) -> int:

@@ -38,7 +38,7 @@ class _Client:
 class StoreServer:
     """A store behind a listening socket.
 
-    Pending clients, which are not authenticated yet, do not count as clients.
+    Clients that are not authenticated yet do not count towards ``max_clients``.
 
     Args:
         accept: Returns the session of a connection, or None to refuse it.
@@ -126,7 +126,7 @@ class StoreServer:
         self._update(client)
 
     def _update(self, client: _Client) -> None:
-        """Send queued data, and drop the client if it is gone or one too many."""
+        """Send queued data; drop the client if it is gone or exceeds the limit."""
         if client not in self._clients:
             return
         unsent = client.session.unsent

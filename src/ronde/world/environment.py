@@ -1,4 +1,4 @@
-"""Variables other than the ranks' (engines, directories), and this host's identity."""
+"""Environment variables besides rank and size, and identities of this host."""
 
 import os
 import socket
@@ -91,7 +91,7 @@ def read_drift(environ: Environ | None = None) -> str:
 
 
 def read_config_directory(environ: Environ | None = None) -> Path:
-    """Return the directory of the user's own data; it may not exist."""
+    """Return the directory of the user's configuration, which may not exist."""
     return _user_directory("XDG_CONFIG_HOME", ".config", own_or(environ))
 
 
@@ -109,7 +109,7 @@ def _user_directory(name: str, default: str, environ: Environ) -> Path:
 def select_variables(
     names: Sequence[str], environ: Environ | None = None
 ) -> dict[str, str]:
-    """Return those of ``names`` that are set, sorted; ``NCCL_*`` matches a prefix."""
+    """Return the variables in ``names`` that are set; ``NCCL_*`` matches a prefix."""
     prefixes = tuple(name.removesuffix("*") for name in names if name.endswith("*"))
     variables = own_or(environ)
     found = {name for name in names if name in variables}
@@ -138,14 +138,14 @@ class AgentChannel(NamedTuple):
     """A rank's end of the socket to its agent.
 
     Note [One channel a rank]
-        ``RONDE_CHANNEL`` has its descriptor, its inode, the worker id, and ``elastic``
-        or ``plain``. Each line begins with its kind: ``exit``, ``status`` or
-        ``member``; the agent ignores all others. Several processes may write to it,
+        ``RONDE_CHANNEL`` holds its descriptor, its inode, the worker id, and
+        ``elastic`` or ``plain``. Each line begins with its kind: ``exit``, ``status``
+        or ``member``; the agent ignores all others. Several processes may write to it,
         because the kernel accepts a line of less than 16 KiB whole or not at all.
 
-        Stacks do not use it: a signal requests them, and they go to a file in memory
-        (Note [Stacks] in ``launch.agent.diagnostics``). A rank that hangs in C, or
-        holds the interpreter, cannot write to a socket.
+        Stacks do not use the channel: a signal requests them, and they go to a file in
+        memory (Note [Stacks] in ``launch.agent.diagnostics``). A rank that hangs in C,
+        or holds the interpreter, cannot write to a socket.
     """
 
     fd: int  # -1 if it was closed

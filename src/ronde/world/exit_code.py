@@ -2,9 +2,9 @@
 
 Note [The exit code at exit]
     An uncaught exception leaves ``sys.last_value``, but a SystemExit leaves nothing. At
-    the end the interpreter reads its ``code``, from no Python frame. So ``sys.exit``
-    raises a SystemExit that records this. The code of a program that raises SystemExit
-    directly is unknown.
+    the end the interpreter reads its ``code`` while no Python frame runs. So the
+    replaced ``sys.exit`` raises a SystemExit that records this read. The code of a
+    program that raises SystemExit directly is unknown.
 """
 
 import _sitebuiltins
@@ -16,7 +16,7 @@ _codes: list[object] = []
 
 
 def is_failing() -> bool:
-    """Return, at exit, True if an exception or ``sys.exit`` with a failure ends it."""
+    """Return True if an exception or a failing ``sys.exit`` caused the running exit."""
     return hasattr(sys, "last_value") or any(
         code is not None and code != 0 for code in _codes
     )

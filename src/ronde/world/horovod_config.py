@@ -11,7 +11,7 @@ from ronde.world.environment import own_or
 
 PREFIX = "HOROVOD_"
 DYNAMIC = "DYNAMIC"
-"""The value of ``HOROVOD_TIMELINE`` with which programs start timelines."""
+"""The value of ``HOROVOD_TIMELINE`` that lets programs start timelines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ def read_horovod_config(environ: Mapping[str, str] | None = None) -> HorovodConf
     values: dict[str, Any] = {}
     for name, (attribute, read) in _READERS.items():
         if name in given:
-            # Any of several variables turns hierarchical reductions on.
+            # One of several variables is enough for hierarchical reductions.
             values[attribute] = values.get(attribute) or read(name, given[name])
     remarks = _remarks(given)
     if values.pop("", False):

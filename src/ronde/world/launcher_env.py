@@ -11,7 +11,7 @@ from ronde.errors import WorldError
 from ronde.world.environment import own_or, read_algorithm, read_engine
 
 _PSEUDO_STEPS = range(4294967290, 4294967293)
-"""Interactive, batch and extern: shells that Slurm counts as steps; no ``srun``."""
+"""Numbers of Slurm's steps interactive, batch and extern, not started by ``srun``."""
 _MAX_NODES = 1 << 20
 _MEETING = ("MASTER_ADDR", "MASTER_PORT")
 _COUNTS = {
@@ -20,12 +20,12 @@ _COUNTS = {
     "cross_rank": "cross_size",
     "node_rank": "num_nodes",
 }
-"""Each index, and its exclusive limit."""
+"""The exclusive upper limit of each index, by name."""
 Numbers = dict[str, int]  # the known indices and counts of a rank, by name
 
 
 class Launcher(StrEnum):
-    """A launcher of ranks."""
+    """The program that started this process as a rank."""
 
     RONDE = "ronde"
     TORCHRUN = "torchrun"
@@ -41,7 +41,7 @@ _OF_MPI = (Launcher.OPEN_MPI, Launcher.PMI)
 
 
 class World(NamedTuple):
-    """The indices and counts of one rank."""
+    """Rank and size of one process: in the job, on its host, and across hosts."""
 
     rank: int
     size: int
@@ -57,7 +57,7 @@ class World(NamedTuple):
 
     @classmethod
     def of_slots(cls, slots: Sequence[tuple[str, int]]) -> "list[World]":
-        """Return each rank's world from its host and slot; local ranks go by slot."""
+        """Return each rank's world, from its host and slot; slots order local ranks."""
         by_host: dict[str, list[int]] = {}
         for host, slot in slots:
             by_host.setdefault(host, []).append(slot)
@@ -85,7 +85,7 @@ class Meeting(NamedTuple):
 
 
 class RankInfo(NamedTuple):
-    """This process as its environment describes it; the first six are as in ``World``.
+    """Rank, size and other facts of this process; the first six are as in ``World``.
 
     If the launcher does not name the node, ``cross_rank`` and ``cross_size`` are None
     on all ranks until the ranks have exchanged their hosts.
@@ -125,7 +125,7 @@ class LauncherReading(NamedTuple):
 
     @property
     def is_stray(self) -> bool:
-        """True if the variables imply no ranks, as ``LOCAL_RANK=0`` alone."""
+        """True if the variables imply no ranks, such as ``LOCAL_RANK=0`` alone."""
         alone = dict.fromkeys(_COUNTS, 0) | dict.fromkeys(_COUNTS.values(), 1)
         is_of_one = self.numbers.items() <= alone.items()
         is_plain = self.launcher is Launcher.PLAIN
@@ -133,7 +133,7 @@ class LauncherReading(NamedTuple):
 
     @property
     def is_above_slurm(self) -> bool:
-        """True if ``srun`` has started this launcher, not the ranks."""
+        """True if any ``srun`` has started this launcher and not the ranks."""
         by_hand = (Launcher.SLURM, Launcher.PLAIN)
         return not self.missing and self.launcher not in by_hand
 
@@ -273,7 +273,7 @@ _SLURM = {
     "num_nodes": ("SLURM_STEP_NUM_NODES", "SLURM_NNODES"),
     "tasks": ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"),
 }
-"""The step's variable, and the job's."""
+"""Each fact of Slurm: the variable of the step, then that of the job."""
 RANK_VARIABLES = frozenset(
     {"SLURM_STEP_ID", RONDE.job_id, TORCHRUN.job_id}.union(
         *(each.names.values() for each in (PLAIN, HOROVOD, OPEN_MPI, PMI))
@@ -357,7 +357,7 @@ def parse_tasks_per_node(text: str, name: str = "tasks per node") -> list[int]:
 def _numbers_among(
     numbers: Numbers, tasks: list[int], shown: str, names: Mapping[str, str]
 ) -> Numbers:
-    """Return the numbers that follow from the tasks of every node."""
+    """Return the numbers that follow from the number of tasks on each node."""
     if numbers.get("size", sum(tasks)) != sum(tasks):
         raise WorldError(
             f"{names['size']} must be the sum of the tasks of all nodes: {shown} is "

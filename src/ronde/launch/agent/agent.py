@@ -1,7 +1,7 @@
-"""The agent: runs the ranks of one host for its controller.
+"""The agent, which runs the ranks of one host for a controller.
 
-It runs under ``python -I -S`` with the standard library alone, has one loop and one
-thread (those of ``RankChannels`` only wait), and exchanges frames over its standard
+It runs under ``python -I -S`` with the standard library alone. One thread runs its
+loop; the threads of ``RankChannels`` only wait. It exchanges frames over its standard
 input and output. Its parent, the *reaper*, kills the processes of an agent that died.
 """
 
@@ -56,8 +56,8 @@ def run_reaped(
 ) -> NoReturn:
     """Run ``work`` in a forked child; kill all remaining descendants when it ends.
 
-    Either of the two processes may be killed: both adopt orphans, and the child gets
-    SIGTERM when this process ends. Either is continued if it was stopped. The caller
+    Cleanup works even if one of the two processes is killed: both adopt orphans, and
+    the child gets SIGTERM at the end of this process. Neither stays stopped. The caller
     must have one thread; ``disconnect`` closes this process's connection to the
     controller. Both processes exit here: the child with the result of ``work``, this
     one with the child's exit code, 128 plus its signal, or EXIT_NO_FORK.
@@ -83,7 +83,7 @@ def run_reaped(
         except BaseException as error:  # noqa: BLE001 - the process's outermost line
             sys.excepthook(type(error), error, error.__traceback__)
         finally:
-            # It must notice this end even if it was stopped.
+            # The parent must notice this end even if it was stopped.
             if os.getppid() == parent:
                 os.kill(parent, signal.SIGCONT)
             os._exit(code)
@@ -97,7 +97,7 @@ def run_reaped(
 
     for number in (*_ENDING, signal.SIGQUIT):
         is_user = is_foreground and number in _ENDING and not is_kept_ignored(number)
-        # By SIGTERM this host ends the job: the child handles that.
+        # SIGTERM means that the host ends the job: the child handles it.
         is_passed_on = is_user or number == signal.SIGTERM
         signal.signal(number, pass_on if is_passed_on else signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
@@ -119,7 +119,7 @@ def _wait_for_child(child: int) -> int:
             if event.si_pid == child:
                 os.kill(child, signal.SIGCONT)
         elif event.si_pid == child:
-            # Its pid is not reused before it is reaped, so that no signal goes astray.
+            # Reap it after this: a signal must not reach a process that reuses its pid.
             for number in _ENDING:
                 signal.signal(number, signal.SIG_IGN)
             return os.waitpid(child, 0)[1]
@@ -238,7 +238,7 @@ class Agent:
                 self._handle(message)
             elif self._job is not None and self._job.store is not None:
                 self._job.store.deliver(message)
-            # A slow step here is no silence of the controller.
+            # Do not count a slow step here as silence of the controller.
             self._heard_at = max(self._heard_at, time.monotonic())
 
     def _read_signal(self) -> None:

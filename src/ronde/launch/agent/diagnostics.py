@@ -1,11 +1,11 @@
-"""The kernel's evidence of a rank's end, and the stacks of running ranks.
+"""Read the kernel's evidence of a rank's end, and the stacks of running ranks.
 
-Note [Stacks]: an agent gives each rank the path of a file in memory, and a module on
-its ``PYTHONPATH`` (``startup/sitecustomize.py``) by which ``faulthandler`` writes all
-stacks there on a signal. That also works during a call into C, or while another thread
-holds the interpreter. A process is signalled only if it has that file open and catches
-the signal; of others the state in the kernel is shown. See also Note [One channel a
-rank] in ``world.environment``.
+Note [Stacks]: an agent gives each rank the path of a file in memory. A module on the
+rank's ``PYTHONPATH`` (``startup/sitecustomize.py``) makes ``faulthandler`` write all
+stacks to this file on a signal. That also works during a call into C, or while another
+thread holds the interpreter. A process is signalled only if it has that file open and
+catches the signal; for other processes the agent shows the kernel's state. See also
+Note [One channel a rank] in ``world.environment``.
 """
 
 import os
@@ -57,12 +57,12 @@ _STATES = {
 
 
 class KernelDiagnostics:
-    """The kernel's counters and log since the start of a job."""
+    """Reads the kernel's log and its count of OOM kills since the start of a job."""
 
     def __init__(self) -> None:
         names = ("memory.events", "memory.oom_control")
         groups = list_groups("", "memory")
-        # Without a counter of a group, that of the machine.
+        # If no control group has a counter, use the machine's.
         own = [f"{group}/{name}" for group in groups for name in names]
         self._counters = [*own, "/proc/vmstat"]
         self._num_oom_kills = self._count_oom_kills()
@@ -70,7 +70,7 @@ class KernelDiagnostics:
         self._kernel_fd = _open_kernel_log()
 
     def explain(self, status: int, wait_status: int, pid: int, cwd: str) -> str:
-        """Return the kernel's evidence of an end, in half a sentence, or nothing."""
+        """Return half a sentence: the kernel's evidence of an end, or no text."""
         if status in _PLAIN_ENDS:
             return ""
         kernel_line = self._kernel_line(pid)
@@ -127,7 +127,7 @@ def _explain_core(pid: int, cwd: str) -> str:
 
 
 def core_file(pattern: str, pid: int) -> str:
-    """Return the path of a core file, with stars for unknown parts."""
+    """Return the path of a core file, with ``*`` for unknown parts."""
     known = {"%": "%", "p": str(pid)}
     return re.sub(r"%(.)", lambda found: known.get(found[1], "*"), pattern)
 
@@ -155,7 +155,7 @@ def _open_kernel_log() -> int:
 
 
 class StackTaker:
-    """Collects the stacks of one agent's workers, in its loop."""
+    """Collects stacks of an agent's workers; polled by the agent's loop."""
 
     def __init__(self) -> None:
         self._files: dict[int, int] = {}
@@ -170,7 +170,7 @@ class StackTaker:
             fd = self._files[rank] = os.memfd_create("ronde-stacks", os.MFD_CLOEXEC)
         except OSError:
             return {}
-        # Without those of an outer launcher, or of the controller's host.
+        # Leave out such directories of an outer launcher or the controller's host.
         own = _DIRECTORY.parts[-3:]
         paths = env.get("PYTHONPATH", "").split(os.pathsep)
         others = [path for path in paths if path and Path(path).parts[-3:] != own]
@@ -212,12 +212,12 @@ class StackTaker:
 def _read_stacks(
     processes: Sequence[ProcessStat], fd: int
 ) -> Generator[None, None, tuple[ProcessStack, ...]]:
-    """Ask a worker's processes in turn; yield while waiting for one."""
+    """Return the stacks of a worker's processes, one by one; yield while waiting."""
     ends_at_s = time.monotonic() + _RANK_S
     found: list[ProcessStack] = []
     for process in processes:
         pid, text = process.pid, ""
-        # Both: by default the signal would end a process.
+        # Only such a process writes its stacks to the file.
         can_answer = _threads_with(pid, "SigCgt") and _holds_file(pid, fd)
         if can_answer and time.monotonic() <= ends_at_s:
             blocked_before = _threads_with(pid, "SigBlk")

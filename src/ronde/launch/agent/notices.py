@@ -1,4 +1,4 @@
-"""Notice that this host is about to be taken, polled by a process of its own.
+"""A program that polls for notices that this host will be taken away.
 
 The agent runs it as a ``RemoteProgram`` with the sources of ``--notice`` as arguments.
 It writes the lines ``leaving REASON`` and ``notice TEXT``. Each source has a thread, so
@@ -31,7 +31,7 @@ _QUIET_S = 30.0  # between two tries of a service that has never answered
 _SLURM_LEAD_S = 60.0
 _OK, _NOT_FOUND = 200, 404
 _AZURE_EVENTS = frozenset({"Preempt", "Terminate", "Reboot", "Redeploy"})
-# The last ones where the answer is of another form.
+# Those in the last line mean that the answer has an unexpected form.
 _FAILURES = (
     *(OSError, HTTPException, ValueError),
     *(LookupError, TypeError, AttributeError),
@@ -39,7 +39,7 @@ _FAILURES = (
 
 
 class Source(NamedTuple):
-    """One source of notice."""
+    """A service or file that announces the end of this host."""
 
     service: str  # its name, for messages
     every_s: float
@@ -79,8 +79,8 @@ def read_gcp() -> str:
 
 
 def read_azure() -> str:
-    # Events name the machines that they concern. The first answer about events may take
-    # two minutes; that about the own name does not.
+    # Events name their machines. The first answer about events may take two minutes,
+    # but not the answer about this machine's name.
     path = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
     name = _request(_LINK_LOCAL, "GET", path, {"Metadata": "true"}).strip()
     if not name:

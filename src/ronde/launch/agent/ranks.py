@@ -1,4 +1,4 @@
-"""One job's ranks on one host: bound, started, signalled, reaped."""
+"""Bind, start, signal and reap one job's ranks on one host."""
 
 import errno
 import os
@@ -61,15 +61,15 @@ _USAGE_ERRORS = frozenset(
 
 _FDS_PER_RANK = 4
 _OTHER_FDS = 40
-_NOT_STARTED = 127  # as of a shell: the status of a rank that could not start
+_NOT_STARTED = 127  # exit code of a rank that could not start, as in a shell
 _LIMIT_BEFORE = resource.getrlimit(resource.RLIMIT_NOFILE)
 
 
 @contextmanager
 def inherited_binding(cpus: Sequence[int]) -> Generator[str]:
-    """Bind this process and the children that it starts meanwhile.
+    """Bind this process, and the children started in the ``with`` block.
 
-    Yields the reason if some CPUs cannot be used, else an empty text.
+    Yields an empty text, or the reason that some CPUs cannot be used.
     """
     before, refused = os.sched_getaffinity(0), ""
     try:
@@ -108,8 +108,8 @@ class WorkerProcess:
         self.process = subprocess.Popen(
             command,
             env=env,
-            # The agent's is the launcher's or empty. A terminal does not stop a rank
-            # that reads from it: it is of another session.
+            # The agent's standard input is the launcher's or empty. Reading from a
+            # terminal does not stop a rank, which is in another session.
             stdin=subprocess.DEVNULL if rank else None,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -145,7 +145,7 @@ def _signal_group(group: int, number: int) -> None:
 
 
 class JobPhase(Enum):
-    """The state of a job on one host."""
+    """The progress of a job on one host, from its preparation to its end."""
 
     PREPARING = auto()
     RUNNING = auto()
@@ -156,7 +156,7 @@ class JobPhase(Enum):
 class LocalJob:
     """The workers of one job on this host.
 
-    Its process must be their parent and adopt orphans.
+    This process must be the workers' parent and adopt orphans.
     """
 
     def __init__(self, job: messages.NodeJob, sender: OutputSender) -> None:
@@ -177,8 +177,8 @@ class LocalJob:
         self.store: StoreRelay | None = None
         self._poller: RemoteProgram | None = None
         self._signalled: set[tuple[int, int]] = set()  # processes, by pid and start
-        self._has_spared = False  # some were not signalled,
-        self._is_orphaned = False  # and a child has ended since then
+        self._has_spared = False  # some processes were not signalled
+        self._is_orphaned = False  # a child has ended since
         self._deadline = 0.0
         self._stopped_s = 0.0
         self._stopped_by = 0
@@ -349,7 +349,7 @@ class LocalJob:
         """Signal each process once, but a fork only after its parent has ended.
 
         A last step or checkpoint may need forks such as DataLoader's workers. A rank
-        that ends by itself is spared too, so that it shows its own exit code.
+        that is ending by itself is spared too, so that it shows its own exit code.
         """
         leaving = {rank.pid for rank in self._running if rank.began_s}
         below = {p.pid: p for p in descendants(os.getpid()) if not p.is_zombie}
@@ -402,7 +402,7 @@ class LocalJob:
     def _note_death(self, number: int) -> None:
         rank = next((rank for rank in self._running if rank.rank == number), None)
         wait_status = ending_status(rank.pid) if rank else 0
-        # With 0 it may have finished; below another program it is reaped.
+        # With 0 it may have finished, or its wrapper still runs: wait for its reaping.
         if rank is None or not wait_status or self._stopped_s:
             return
         status = os.waitstatus_to_exitcode(wait_status)
@@ -459,7 +459,7 @@ class LocalJob:
             rank = by_rank.get(worker)
             if rank is None or rank.began_s:
                 continue
-            # Its wrapper may run on after the program has ended.
+            # A wrapper may still run after the rank's program has ended.
             if pid == rank.pid or is_alive(pid) or not rank.is_running:
                 # A time namespace has its own clock.
                 rank.began_s = min(at_s, now_s)

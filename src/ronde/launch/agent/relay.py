@@ -26,7 +26,7 @@ from ronde.store.protocol import MAX_FRAME_BYTES, max_connections
 
 _FULL_BYTES = 64 << 10
 _DRAIN_READS = 32
-_READ_BYTES = 32 << 10  # little, so that messages need not wait long
+_READ_BYTES = 32 << 10  # small, so that messages need not wait long
 _MAX_UNSENT_BYTES = 32 << 20
 _PREFIX = "ronde-agent-"
 _TRACEBACK = b"Traceback (most recent call last):"
@@ -47,7 +47,7 @@ _MAX_EXIT_NOTICES = 16
 class OutputSender(messages.MessageWriter):
     """Sends messages first, then bytes of the store, then output while credit lasts.
 
-    A stalled terminal uses up the credit, which at last blocks the ranks that write.
+    If the terminal stalls, the credit runs out, and then ranks block in their writes.
     """
 
     def __init__(self, write: Callable[[memoryview], int]) -> None:
@@ -85,7 +85,7 @@ class OutputSender(messages.MessageWriter):
         super().flush()
         while self._outputs and self._credit_bytes > 0 and not self.is_writing:
             output = self._outputs.popleft()
-            # Messages can overtake only output that is not handed over.
+            # Messages can only overtake output that is still queued here.
             now = output.data[: self._credit_bytes]
             if later := output.data[self._credit_bytes :]:
                 self._outputs.appendleft(output._replace(data=later))
@@ -110,9 +110,9 @@ class OutputPipe:
         os.set_blocking(file.fileno(), False)
 
     def read(self) -> bool:
-        """Pass on some output; return False if there is none now."""
+        """Send some output to the controller; return False if there is none now."""
         try:
-            # It may have been drained to its end since the poll.
+            # The pipe may have been drained and closed since the poll.
             is_open = not self.file.closed
             data = os.read(self.file.fileno(), _PIPE_BYTES) if is_open else b""
         except BlockingIOError:
@@ -162,9 +162,9 @@ class PolledSocket:
         return True
 
     def receive_lines(self) -> tuple[list[bytes], list[int]] | None:
-        """Return complete lines and received descriptors; None for nothing now.
+        """Return complete lines and received descriptors; None if nothing has come.
 
-        Reading ends at the other end's close, and at a line that is too long.
+        Reading ends when the peer closes the socket or sends a line that is too long.
         """
         data, fds = b"", list[int]()
         try:
@@ -186,7 +186,7 @@ def name_directory() -> Path:
 class StoreRelay:
     """Relays the store connections of one generation's ranks to the controller.
 
-    There the store needs no open port, and survives the loss of a rank or host.
+    A store in the controller needs no open port, and survives a lost rank or host.
     """
 
     def __init__(
@@ -270,11 +270,11 @@ class StoreRelay:
 class RankChannels:
     """The agent's ends of its ranks' channels: see Note [One channel a rank].
 
-    Membership texts of an elastic job go to its controller and back, those of one turn
-    of the agent's loop in one message. A rank that does not read loses its channel. The
-    newest statuses are sent once a second; notices of exits are kept for
-    ``read_exits``. Only an elastic job has ``on_death``: it is called with a worker
-    that the kernel has begun to end.
+    Membership texts of an elastic job are passed to its controller and back; texts of
+    one loop iteration share a message. The channel of a rank that does not read is
+    closed. The newest statuses are sent once a second; exit notices are kept for
+    ``read_exits``. In elastic jobs ``on_death`` is called with a worker's number once
+    the kernel has begun to end it.
     """
 
     def __init__(
@@ -418,7 +418,7 @@ class RankChannels:
 class RemoteProgram:
     """A program that exchanges lines with the controller.
 
-    It is a module's ``main``, which reads its standard input to the end.
+    It runs the ``main`` of a module, which must read standard input to its end.
     """
 
     def __init__(
@@ -451,7 +451,7 @@ class RemoteProgram:
     def close(self) -> None:
         while self._socket.is_reading and self._read():
             pass
-        # A process of its may still hold its output.
+        # A process that the program started may still hold its output.
         self._socket.is_reading = False
         self._socket.sock.close()
         # The agent has reaped it: Popen must not wait for it.

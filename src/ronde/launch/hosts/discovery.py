@@ -1,10 +1,10 @@
-"""Hosts from a command or a host file: once, and while a job runs.
+"""Find hosts by a command or a host file, once or while a job runs.
 
 Note [Which answers count]
-    New hosts and more slots count at once. A missing host, or fewer slots, counts after
-    the second such answer in a row: a host that comes and goes every second changes
-    nothing. Hosts keep their order, and new ones come last. An answer that cannot be
-    read, or names no host, is refused as a whole: the last one stays.
+    New hosts and slots are used at once. Missing ones are given up after the second
+    such answer in a row: a host that comes and goes every second changes nothing. Hosts
+    keep their order, and new ones come last. An answer that cannot be read, or names no
+    host, is refused as a whole: the last one stays.
 """
 
 import os
@@ -47,14 +47,14 @@ _CLOSE_S = 1.0
 
 
 class HostChanges:
-    """The hosts that count: see Note [Which answers count]."""
+    """The hosts in use, updated by each answer: see Note [Which answers count]."""
 
     def __init__(self, hosts: Sequence[Host]) -> None:
         self.hosts = tuple(hosts)
         self._shrunk: set[str] = set()  # in the last answer only
 
     def update(self, answer: Sequence[Host]) -> tuple[Host, ...] | None:
-        """Return the hosts that count now; None if nothing changed."""
+        """Return the hosts to use from now on; None if nothing changed."""
         found = {host.name: host for host in answer}
         shrunk: set[str] = set()
         kept: list[Host] = []
@@ -64,7 +64,7 @@ class HostChanges:
                 shrunk.add(host.name)
                 now = host
             if now is not None:
-                # Another line of the file is no difference.
+                # A host that moved to another line of the file has not changed.
                 kept.append(now._replace(named_at=host.named_at))
         hosts, self._shrunk = (*kept, *found.values()), shrunk
         is_same, self.hosts = hosts == self.hosts, hosts
@@ -77,7 +77,7 @@ def _is_less(now: Host | None, before: Host) -> bool:
 
 
 class Discovery:
-    """The hosts of a job while it runs.
+    """Finds the hosts of a running job.
 
     Call ``advance`` at ``due_s`` (monotonic); it never blocks.
     """
@@ -100,7 +100,7 @@ class Discovery:
         return self._source.due_s if self._source else inf
 
     def advance(self, now_s: float) -> tuple[Host, ...] | None:
-        """Return all hosts if they have changed; one with 0 slots must be left."""
+        """Return all hosts if they have changed; hosts with 0 slots must be left."""
         if self._source is None or self._spec is None:
             return None
         try:
@@ -160,7 +160,7 @@ def _complete(host: Host, spec: DiscoverySpec, ports: Mapping[str, int]) -> Host
 
 
 class _Command:
-    """A command that prints hosts; it runs again some time after its end."""
+    """A command that prints hosts, repeated some time after each end."""
 
     def __init__(
         self,
@@ -279,7 +279,7 @@ def _exit_code(pid: int) -> int | None:
 
 
 class _Hostfile:
-    """A file of hosts; its text counts after two equal readings."""
+    """A file of hosts; its text is used after two equal readings."""
 
     def __init__(self, spec: DiscoverySpec, every_s: float, due_s: float) -> None:
         self._spec, self._every_s, self.due_s = spec, every_s, due_s
@@ -317,7 +317,7 @@ _Source = _Command | _Hostfile
 def open_discovery(
     options: ElasticOptions, hosts: Sequence[Host], now_s: float
 ) -> Discovery:
-    """Follow the hosts of a job that starts with ``hosts``."""
+    """Start the discovery of hosts for a job that begins with ``hosts``."""
     spec, every_s = options.discovery, options.discover_every_s
     if spec is None:
         return Discovery(None, hosts, None)

@@ -1,4 +1,4 @@
-"""A node that joins: connects to the head, and runs its agent here."""
+"""Join a job from its other nodes: connect to the head, and run an agent here."""
 
 import errno
 import math
@@ -127,7 +127,7 @@ def _connect(
 
 
 def _wait(signal_fd: int, fd: int, wanted: int, ends_at: float) -> None:
-    """Wait for an event, or without a descriptor for the time."""
+    """Wait for an event of ``fd``, or without a descriptor until ``ends_at``."""
     readable = [signal_fd, *([fd] if wanted == select.POLLIN else [])]
     writable = [fd] if wanted == select.POLLOUT else []
     while (left_s := ends_at - time.monotonic()) > 0:
@@ -146,9 +146,9 @@ def follow_head(
 ) -> NoReturn:
     """Run the agent of a node that has joined; exit with the job's exit code.
 
-    If the head does not send one, call ``on_lost`` and exit with ``EXIT_UNREACHABLE``.
+    If the head sends no exit code, call ``on_lost`` and exit with ``EXIT_UNREACHABLE``.
     A first signal asks the head to end the job, a second one ends this node at once.
-    ``local`` is an agent that is not needed.
+    ``local``, an agent process that is not needed, is ended first.
     """
     local.communicate()
     directory, reaper = name_directory(), os.getpid()
@@ -166,7 +166,7 @@ def follow_head(
             code = run_agent(channel, directory)
         finally:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            # Until here the agent's lease noticed the loss of the head.
+            # From here on no lease of the agent notices the loss of the head.
             channel.require_answers(_UNANSWERED_S)
             if os.getppid() != reaper:
                 os._exit(code)  # the node was killed

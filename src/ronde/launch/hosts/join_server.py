@@ -1,4 +1,4 @@
-"""The head of nodes that join: listens until all have joined."""
+"""Listen at the head until all nodes have joined."""
 
 import errno
 import re
@@ -214,7 +214,7 @@ def _natural(name: str) -> list[tuple[int, str]]:
 
 
 class JoinedAgents(AgentStarter):
-    """Starts no agents: each host has joined with its own."""
+    """An ``AgentStarter`` for hosts that have joined with agents of their own."""
 
     def __init__(
         self,

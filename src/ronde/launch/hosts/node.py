@@ -1,4 +1,4 @@
-"""The controller's side of a host: starting its agent, messages, loss."""
+"""The controller's connection to a host: start of its agent, messages, loss."""
 
 import fcntl
 import functools
@@ -33,7 +33,7 @@ _READ_BYTES = 256 << 10
 _PIPE_BYTES = 256 << 10
 _LAST_WORDS_BYTES = 4096
 _RELAYED_BYTES = 32 << 10
-# Unread output of an agent: little on a network, so that messages are not late.
+# Limit on an agent's unread output: low on networks, so that messages are not late.
 _CREDIT_HERE_BYTES = 2 << 20
 _CREDIT_BYTES = 128 << 10
 _NEVER = float("inf")
@@ -44,7 +44,7 @@ Received = messages.FromAgent | messages.Output | messages.Relayed
 
 
 class AgentTransport(messages.Transport, Protocol):
-    """A connection to an agent; on ``close`` the agent ends everything and itself."""
+    """A connection to an agent; on ``close`` the agent ends its processes and exits."""
 
     @property
     def error_fd(self) -> int: ...  # its standard error, or -1
@@ -89,7 +89,7 @@ class ProcessTransport(messages.PipeTransport):
         for file in self._files:
             file.close()
         self.read_fd = self.write_fd = self.error_fd = -1
-        # It must notice this end even if it was stopped.
+        # The process must notice this end even if it was stopped.
         self._process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
@@ -97,7 +97,7 @@ class ProcessTransport(messages.PipeTransport):
 
 
 class HostLoss(NamedTuple):
-    """The reason of a host's loss."""
+    """The reason for a host's loss, and the job's exit code if it fails from it."""
 
     reason: str  # in half a sentence
     exit_code: int  # of the job, if this is why it failed
@@ -106,8 +106,8 @@ class HostLoss(NamedTuple):
 class AgentNode(messages.MessageWriter):
     """A host and the messages to and from its agent.
 
-    Times are monotonic. An agent that ``is_here`` is a child process, whose end is seen
-    at once, so it gets no pings.
+    Times are monotonic. An agent that ``is_here`` is a child process: its end is
+    noticed at once, without pings.
     """
 
     def __init__(
@@ -235,7 +235,7 @@ class AgentNode(messages.MessageWriter):
             self.owed_bytes = 0
 
     def on_pong(self, pong: messages.Pong) -> None:
-        """Measure the offset of its clock, by the fastest answer so far."""
+        """Estimate the offset of the agent's clock from the fastest answer so far."""
         now_s = time.monotonic()
         round_trip_s = now_s - pong.sent_at_s
         if 0 <= round_trip_s < self._round_trip_s:
@@ -339,7 +339,7 @@ class AgentStarter:
         return host.name in self._here
 
     def look_up(self, hosts: Sequence[Host], stop_fd: int) -> dict[str, Failure]:
-        """Look up many names; return the reasons of those that need no attempt."""
+        """Look up many names; return failures of hosts that need not be tried."""
         names = [host.name for host in hosts if host.name not in self._found]
         if self._make_spawner is None or len(names) < _MANY:
             return {}
@@ -363,7 +363,7 @@ class AgentStarter:
         }
 
     def is_looked_up(self, host: Host) -> bool:
-        """Look its name up in a thread, so that ``start`` need not wait."""
+        """Return True once a host's name was looked up, in a thread."""
         name = host.name
         if self._make_spawner is None or self._found.get(name):
             return True

@@ -1,7 +1,7 @@
 """The first program on another host, sent as text on standard input.
 
-It imports ronde only if that is there, and runs on any Python since 3.6, so that one
-which is too old can report its version.
+It runs on any Python since 3.6, so that a Python that is too old can report its
+version. It imports ronde only if it is installed.
 """
 
 import json

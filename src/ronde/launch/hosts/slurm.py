@@ -1,8 +1,8 @@
-"""Programs on the hosts of a Slurm allocation, by one ``srun`` a host.
+"""Start programs on the hosts of a Slurm allocation, by one ``srun`` per host.
 
-Slurm passes bytes on unchanged and at once in both directions, and the end of input. It
-does not notice an ``srun`` that was killed by SIGKILL: the program must then end by
-itself. Another signal makes ``srun`` kill the whole step.
+Slurm passes on bytes unchanged and at once in both directions, and the end of input
+too. It does not notice an ``srun`` that was killed by SIGKILL: the program must then
+end by itself. Another signal makes ``srun`` kill the whole step.
 """
 
 from collections.abc import Sequence

@@ -3,7 +3,7 @@
 Horovod's, Open MPI's, MPICH's and DeepSpeed's host files are read by one grammar::
 
     line  := [ hosts { key "=" value } ] [ "#" ... | "//" ... ]
-    hosts := what ``-H`` takes: n1, n1:4, user@n[01-04,7], [fd00::2]:4
+    hosts := as in ``-H``: n1, n1:4, user@n[01-04,7], [fd00::2]:4
     key   := slots | count | cpu | max_slots | max-slots | port | addr | user | gpus
 """
 
@@ -69,7 +69,7 @@ def _parse_words(text: str, option: str, named_at: str) -> list[Host]:
 
 
 def _split_slots(text: str, option: str) -> tuple[str, str | None]:
-    """Split ``:4`` off the end; an address with colons needs brackets before it."""
+    """Split ``:4`` off the end; before it an address with colons needs brackets."""
     if bracketed := _BRACKETED.fullmatch(text):
         return bracketed[1], bracketed[2]
     colon = text.rfind(":")
@@ -140,8 +140,8 @@ def merge_repeated(
 ) -> tuple[tuple[Host, ...], tuple[str, ...]]:
     """Return each host once, and complaints about repeated ones.
 
-    The fewest slots count. With ``is_counted``, as in a host file, a host without slots
-    has one slot each time.
+    The fewest slots are used. With ``is_counted``, as in a host file, each repetition
+    of a host without slots adds one slot.
     """
     merged: list[Host] = []
     doubles: list[str] = []
@@ -301,7 +301,7 @@ def _tasks(environ: Mapping[str, str], num_hosts: int, hosts: str) -> list[int]:
             raise UsageError(f"{error} {_CURE}") from None
         if len(tasks) == num_hosts:
             return tasks
-        # In a step on some hosts the counts are the step's.
+        # In a step on a part of the hosts, the counts are the step's.
         if "SLURM_STEP_ID" not in environ:
             raise UsageError(
                 f"{name} must have a count for each of the {num_hosts} hosts in "

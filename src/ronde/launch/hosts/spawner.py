@@ -1,4 +1,4 @@
-"""Interface of ssh and srun, and the hello of a remote Python."""
+"""Common interface of ssh and srun, and the hello of a remote Python."""
 
 import json
 import shlex
@@ -21,7 +21,7 @@ shell. The line is read byte by byte, so that the rest stays for the agent. The 
 entry of the path is the login's directory.
 """
 UNKNOWN_NAME = Failure("unknown name", "check the spelling")
-NO_ANSWER = "no answer from it"  # the begin of a reason
+NO_ANSWER = "no answer from it"  # the beginning of a reason
 MAX_NOISE_BYTES = 64 << 10  # of a login's output before the hello; the latest
 MAX_HELLO_BYTES = 8 << 10
 _NOT_FOUND = 127
@@ -43,11 +43,11 @@ class Spawner(ABC):
         """Return the reason that the command ended before the hello."""
 
     def explain_silence(self, host: Host) -> Failure | None:  # noqa: ARG002
-        """Return the reason that a connected host does not answer, if found."""
+        """Return a reason for the silence of a connected host, if one is found."""
         return None
 
     def connects_by_name(self, name: str) -> bool:  # noqa: ARG002
-        """Return True if the name server's address of a host is connected to."""
+        """Return True if connections to a host use its address from the name server."""
         return False
 
 
@@ -93,7 +93,7 @@ class RemotePython(NamedTuple):
     import_error: str
 
     def problem(self, host: Host, program: str) -> Failure | None:
-        """Return its difference from here, if any; ``program`` is ssh or srun."""
+        """Return the reason that it cannot run an agent; ``program`` is ssh or srun."""
         here = "{}.{}".format(*sys.version_info[:2])
         there = ".".join(self.python.split(".")[:2])
         if here != there:

@@ -1,4 +1,4 @@
-"""Programs on other hosts by the system's ssh and the user's configuration."""
+"""Start programs by the system's ssh, with the user's configuration."""
 
 import re
 import shlex
@@ -50,7 +50,7 @@ _CROWDED_WORDS = (
     "|Exceeded MaxStartups|Not allowed at this time"
     "|Connection (closed|reset) by .* port"
 )
-# Patterns of ssh's errors, with reason and cure; ``{ssh}`` and so on are commands.
+# Patterns of ssh's errors, with reason and remedy; ``{ssh}`` and so on are commands.
 _ERRORS = (
     (
         "HOST IDENTIFICATION HAS CHANGED",
@@ -133,7 +133,7 @@ class SshSpawner(Spawner):
         ssh = shell_command(self.name, host)
         for pattern, reason, cure in _ERRORS:
             if re.search(pattern, errors):
-                # As known_hosts has it.
+                # In the form of known_hosts.
                 has_port = host.port not in {0, 22}
                 known = f"[{host.name}]:{host.port}" if has_port else host.name
                 advice = cure.format(

@@ -1,8 +1,8 @@
 """Diagnosis of an ssh that hangs: large packets are lost on the way.
 
 TCP connects and the server's first line arrives, in small packets. The exchange of keys
-has packets of full size, and never ends. The limit is found by TCP segments to the
-server, which its kernel acknowledges.
+has packets of full size, and never ends. To find the limit, send TCP segments to the
+server: its kernel acknowledges them.
 """
 
 import fcntl
@@ -39,7 +39,7 @@ def explain_silence(host: Host, client: Sequence[str]) -> Failure | None:
 
 
 def ask_settings(client: Sequence[str], name: str) -> tuple[str, str]:
-    """Return ssh's settings for a host, a line each, and its log about them.
+    """Return ssh's settings for a host, one per line, and ssh's log about them.
 
     The configuration may run commands. Those that hang are killed.
 
@@ -110,7 +110,7 @@ class PathSizes(NamedTuple):
 
 
 def measure_ssh_path(address: str, port: int) -> PathSizes | None:
-    """Find the largest packet that reaches an ssh server; None for another server."""
+    """Find the largest packet that reaches an ssh server; None if it is another one."""
     arrived, lost = LEAST_BYTES, 0
     for step in _STEPS_BYTES:
         with socket.create_connection((address, port), _CONNECT_S) as line:

@@ -1,4 +1,4 @@
-"""Connects to agents on many hosts in parallel."""
+"""Parallel connections to agents on many hosts."""
 
 import itertools
 import os
@@ -35,11 +35,11 @@ class _Attempt:
 
 
 class AgentConnector(Handler):
-    """Starts an agent on each host, some at a time.
+    """Starts an agent on each host, at most ``MAX_STARTING`` at once.
 
-    While ranks run, their handler embeds this one: it calls ``advance`` at ``due_s``,
-    passes on events of nodes that this one ``owns``, and calls ``collect`` when it
-    ``has_results``. Only ``run`` blocks.
+    While ranks run, their handler calls ``advance`` at ``due_s``, passes on events of
+    nodes that this connector ``owns``, and calls ``collect`` when it ``has_results``.
+    Only ``run`` blocks.
     """
 
     def __init__(self, loop: EventLoop, starter: AgentStarter) -> None:
@@ -79,7 +79,7 @@ class AgentConnector(Handler):
     ) -> None:
         """Connect to more hosts; retry for ``patience_s``.
 
-        Names are looked up in threads, unless the ``known`` failures are given.
+        Hosts in ``known`` have failed already. Without it, threads look up the names.
         """
         num_fds = (len(self._loop.nodes) + len(hosts)) * _FDS_PER_HOST
         raise_open_files_limit(num_fds + _OTHER_FDS)
@@ -110,7 +110,7 @@ class AgentConnector(Handler):
         return bool(self._failed or self._greeted)
 
     def collect(self) -> list[tuple[Host, AgentNode | Failure]]:
-        """Return new results: a node with its hello, or the failure, of each host."""
+        """Return new results: the connected node, or the failure, of each host."""
         done: list[tuple[_Attempt, AgentNode | Failure]] = [*self._failed]
         done += [(attempt, node) for node, attempt in self._greeted.items()]
         self._failed, self._greeted = [], {}

@@ -52,11 +52,11 @@ Preflight = Callable[["Controller", Sequence[AgentNode]], tuple[str, ...]]
 
 
 class Controller(Handler):
-    """One job: its agents, from their start to their end.
+    """A job and its agents, from their start to their end.
 
     This process must adopt orphans. After ``close`` no process of the job runs on this
-    host, except those that survive SIGKILL, which were reported. Other hosts end theirs
-    at once, or when they notice the loss of the connection.
+    host, except those that survive SIGKILL, which were reported. Other hosts end their
+    processes at once, or when they notice the loss of the connection.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Controller(Handler):
         return [a.sources if isinstance(a, messages.Located) else () for a in answers]
 
     def run(self, plan: JobPlan) -> JobResult:
-        """Run all ranks, and again up to ``max_restarts`` times if one fails."""
+        """Run all ranks; restart them up to ``max_restarts`` times if one fails."""
         spec, nodes, epoch = plan.spec, list(plan.nodes), 0
         for notice in plan.notices:
             self._output.notice(notice)
@@ -368,7 +368,7 @@ def launch(
     """Run a job on all its hosts.
 
     When it returns or raises, no process of the job runs on this host; other hosts end
-    theirs within their agents' lease.
+    their processes within their agents' lease.
     """
     output = OutputProcess(make_sinks)
     progress = StartProgress(output.notice, is_verbose=spec.is_verbose)

@@ -41,7 +41,7 @@ _LAST_S = 1.0
 
 
 class StartProgress:
-    """The steps of one start, one after the other."""
+    """Reports the steps of a start that take long."""
 
     def __init__(
         self, notice: Callable[[str], None], *, is_verbose: bool = False
@@ -87,8 +87,8 @@ _Client = tuple[AgentNode, int]
 class StoreService:
     """The store of one generation, reached through the agents.
 
-    Its ``epoch`` is in every frame, so that ranks of another one get no answer; none
-    has -1.
+    Every frame has the ``epoch`` of its generation, so that ranks of another generation
+    get no answer. The default -1 matches no generation.
     """
 
     def __init__(self, epoch: int = -1) -> None:
@@ -136,13 +136,13 @@ class StoreService:
 
 
 class Handler:
-    """Reacts to events of the loop; the defaults are for a job without ranks."""
+    """Callbacks of the event loop; the defaults are for a job without ranks."""
 
     def __init__(self, loop: "EventLoop") -> None:
         self._loop = loop
 
     def on_message(self, node: AgentNode, message: FromAgent) -> None:
-        """Handle a message; this one refuses it."""
+        """Handle a message; the default refuses it."""
         kind = type(message).__name__
         raise LaunchError(f"agent of {node.name} must not send {kind} now.")
 

@@ -39,7 +39,7 @@ _TIMED_OUT = re.compile(
     r"|wait timeout|some nccl operations have failed or timed out"
     r"|dump signal .*from (rank \d+|another rank)|horovod has been shut down"
 )
-"""Likewise, of a rank whose peer did not answer in time."""
+"""Errors of a rank whose peer did not answer in time, in lower case."""
 _LOST_RANK = re.compile(
     r"\brank (\d+),?( process \d+,)? (is gone|has shut down|ended|said goodbye"
     r"|closed its communicator)"
@@ -137,9 +137,9 @@ def _end(lines: Sequence[str], head: int) -> int:
 
 
 class RankEnd(NamedTuple):
-    """The end of one rank."""
+    """Exit status, time and last output of a rank that ended."""
 
-    rank: int  # in an elastic job that of the last view
+    rank: int  # in an elastic job its rank in the last view
     host: str
     pid: int
     status: int  # exit code, or minus the signal
@@ -171,7 +171,7 @@ class RankEnd(NamedTuple):
 
     @property
     def last_words(self) -> str:
-        """The reason of its end by itself, in lower case; empty if it was killed."""
+        """The rank's own reason for its end, in lower case; empty if it was killed."""
         if self.status <= 0 and self.status != -signal.SIGABRT:
             return ""
         text = self.traceback if self.status == 1 else ""
@@ -193,19 +193,19 @@ class LostHost(NamedTuple):
 
 
 class ViewRecord(NamedTuple):
-    """One view of an elastic job, and its cost."""
+    """The start of one view of an elastic job, and the time and steps it cost."""
 
     view: int
-    began_at_s: float  # end of the view before, since the start of the ranks
-    took_s: float  # from then until all members ran
+    began_at_s: float  # end of the previous view, since the start of the ranks
+    took_s: float  # from that until all members ran
     size: int
-    step: int  # the first one; -1 for the beginning
-    steps_lost: int  # applied before, and done again
+    step: int  # its first step; -1 for the beginning of training
+    steps_lost: int  # steps applied before, and repeated
     reason: str
 
 
 class JobResult(NamedTuple):
-    """The result of a job."""
+    """Exit code of a job, with the first failure and all others."""
 
     exit_code: int  # of the whole job
     cause: RankEnd | LostHost | None  # the first failure; None without one
@@ -229,12 +229,12 @@ def judge(
 ) -> JobResult:
     """Find the cause of a job's end, and its exit code.
 
-    A rank that ended after the stop signal is a consequence, and so is one that lost a
-    peer, if another failed by itself. Of the others the first is the cause; at equal
-    times a signal comes before an exit code, and that before a host. If all failed
-    ranks lost a peer, the cause is a stopped rank that crashed, probably ended by
-    itself, or is named by them; or a named one with exit code 0. If the cause itself
-    gives no exit code, the job has that of the first failed rank.
+    A rank that ended after the stop signal is a consequence. So is a rank that lost a
+    peer, if another rank failed by itself. The cause is the first of the others; at
+    equal times signals come before exit codes, and exit codes before lost hosts. If all
+    failed ranks lost a peer, the cause is a stopped rank that crashed, probably ended
+    by itself, or is named by them; or a rank that they name and that exited with 0. If
+    the cause has no exit code, the job gets that of the first failed rank.
     """
     # A rank that lost a peer ended after that peer.
     losses = [(end.at_s, end.lost_ranks) for end in ends if end.lost_ranks]
@@ -279,7 +279,7 @@ def judge(
 
 
 def find_awaited(end: RankEnd, running: Collection[int]) -> set[int]:
-    """Return running ranks that may be the cause of this end."""
+    """Return the running ranks that may have caused a rank's end."""
     if end.lost_ranks:
         return set(end.lost_ranks.intersection(running))
     return set(running) if has_lost_peer(end.last_words) else set()

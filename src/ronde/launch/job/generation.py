@@ -35,7 +35,7 @@ _STATUS_AFTER_S = 0.5  # a shorter job does not import the status
 
 
 class JobView(Protocol):
-    """The reactions of a job to the ends of its workers and the loss of hosts."""
+    """Callbacks for ended workers, lost hosts and other events of a job."""
 
     can_lose_hosts: bool  # the job may go on without one
 
@@ -69,7 +69,7 @@ class RunningWorker:
 
 
 class Generation(Handler):
-    """The workers of one start of a job, by id; in a plain job that is the rank."""
+    """The workers of one start of a job, by worker id, in plain jobs the rank."""
 
     def __init__(
         self,
@@ -219,7 +219,7 @@ class Generation(Handler):
         self._ask_for_stacks(workers)
 
     def stop(self, number: int) -> None:
-        """End all workers, with this signal first."""
+        """End all workers; send them this signal first."""
         self.is_stopping = True
         self._send(messages.StopWorkers(number))
         self._answer_by_s = time.monotonic() + self.grace_s + _SWEEP_S
@@ -310,7 +310,7 @@ class Generation(Handler):
     # The user
 
     def on_signal(self, number: int) -> None:
-        """Pass a signal on, or end the job; a second one kills it."""
+        """Forward a signal, or end the job; a second ending signal kills it."""
         if number in FORWARDED:
             self._send(messages.Forward(number))
         elif number == ASKING:

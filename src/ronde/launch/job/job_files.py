@@ -124,8 +124,8 @@ class RankLogs(_Report):
     """The files of ``--log-dir``: each rank's output, unchanged.
 
     ``DIR/<job id>/attempt_<epoch>/`` has ``<rank>/{stdout,stderr}.log``, their list
-    ``index.json``, and the report ``end.json``. After a failed write a file is given
-    up, with one notice for its rank.
+    ``index.json``, and the report ``end.json``. After a failed write a file is no
+    longer written, and one notice names its rank.
     """
 
     def __init__(self, sink: OutputSink, directory: str) -> None:

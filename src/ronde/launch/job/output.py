@@ -42,7 +42,7 @@ _IGNORED = (
 
 
 class Attempt(NamedTuple):
-    """One start of a job."""
+    """One start of a job: its number, and the host of each worker."""
 
     job_id: str
     epoch: int  # 0 for the first start, one more for each restart
@@ -67,11 +67,11 @@ def attempt_dir(directory: str, attempt: Attempt) -> str:
 
 
 class OutputSink(Protocol):
-    """Shows a job, in the output process.
+    """Interface to show a job; called in the output process.
 
-    That polls the ``pending_fds``, calls ``write_to`` for ready ones, and reads no more
-    output while ``backlog_bytes`` is large. ``write_to`` raises BrokenPipeError with
-    the number of the error when standard output cannot be written any more.
+    The process polls the ``pending_fds``, calls ``write_to`` for ready ones, and reads
+    no more output while ``backlog_bytes`` is large. ``write_to`` raises BrokenPipeError
+    with the number of the error when standard output cannot be written any more.
     """
 
     @property
@@ -93,7 +93,7 @@ class OutputSink(Protocol):
     def finished(self, result: JobResult) -> None: ...
 
     def tick(self, now_s: float) -> float:
-        """Show due lines; return the time of the next call, perhaps infinity."""
+        """Show lines that are due; return the time of the next call, or infinity."""
         ...
 
     def write_to(self, fd: int) -> None: ...
@@ -106,7 +106,7 @@ MakeSinks = Callable[[], tuple[OutputSink, Sequence["JobFile"]]]
 
 
 class JobFile:
-    """Base of the files of a job, which are written before the job is shown.
+    """Base class of a job's files; output is written to them before it is shown.
 
     ``begin`` may raise UsageError; later errors are notices.
     """
@@ -156,7 +156,7 @@ class NoOutput:
 
 
 class OutputProcess(MessageWriter):
-    """The controller's end, with non-blocking writes.
+    """The controller's handle of the output process, with non-blocking writes.
 
     The process is a fork of this one, which must have one thread and no other children
     yet. It dies with this process.
@@ -240,11 +240,11 @@ class OutputProcess(MessageWriter):
         return unread_signal
 
     def close(self) -> None:
-        """Send the rest; ``has_ended`` once everything is written."""
+        """Send the rest; ``has_ended`` becomes true once everything is written."""
         self._is_closing = True
         self.flush()
         if not self.has_ended:
-            # It must notice this end even if it was stopped.
+            # The process must notice this end even if it was stopped.
             os.kill(self._pid, signal.SIGCONT)
 
     def kill(self) -> None:
@@ -294,7 +294,7 @@ def _run_output(
 
 
 class _Writer:
-    """The loop of the process; all of it may block."""
+    """The loop of the output process; any step may block."""
 
     def __init__(
         self, sink: OutputSink, files: Sequence[JobFile], replies_fd: int

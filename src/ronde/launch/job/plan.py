@@ -35,7 +35,7 @@ class JobSpec(NamedTuple):
     grace_s: float = 15.0  # from the stop signal to the sweep
     master_port: int = 0  # of the rendezvous; 0 for any
     hosts: tuple[Host, ...] = ()  # in the order of the ranks; empty for this machine
-    num_ranks: int | None = None  # None for one a slot
+    num_ranks: int | None = None  # None for one per slot
     min_ranks: int | None = None  # enough if there are fewer slots
     interfaces: tuple[str, ...] = ()  # for the ranks; empty for any
     placement: "PlacementRequest | None" = None  # None leaves it to the scheduler
@@ -80,7 +80,7 @@ class JobPlan(NamedTuple):
         return jobs
 
     def elastic_job(self, epoch: int, share: HostShare) -> messages.NodeJob:
-        """Return the job of one host of an elastic job, without workers."""
+        """Return one host's part of an elastic job; it has no workers yet."""
         job = self._job(epoch, share)
         # A marker for each host: a host may join again while others run.
         marker = f"{job.job_marker}.{share.host.name}"

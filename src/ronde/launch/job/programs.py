@@ -1,4 +1,4 @@
-"""A program on each host that answers each line with one line."""
+"""Programs on hosts that answer each line with one line."""
 
 import time
 from collections.abc import Mapping, Sequence

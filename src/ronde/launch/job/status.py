@@ -1,7 +1,7 @@
 """The table of a job's statuses, served on a unix socket.
 
 A reader gets the newest version of the table as a line of JSON, at most once a second:
-see ``ronde.launch.status``. One that does not read misses versions, and is dropped
+see ``ronde.launch.status``. A reader that stalls misses versions, and is dropped
 after some seconds. No write blocks.
 """
 
@@ -85,7 +85,7 @@ class StatusService:
             yield reader.sock.fileno(), events, lambda of=reader: self._serve(of)
 
     def advance(self) -> None:
-        """Send the newest table to idle readers; drop those that stall."""
+        """Send the newest table to idle readers; drop stalled readers."""
         now_s = time.monotonic()
         for reader in [each for each in self._readers if now_s >= self._due_of(each)]:
             if reader.unsent:

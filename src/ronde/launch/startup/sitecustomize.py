@@ -2,8 +2,8 @@
 """Makes every Python of a rank write its stacks to its agent on a signal.
 
 An agent puts this directory first on its ranks' ``PYTHONPATH``: Python imports
-``sitecustomize`` at its start. Then this imports the user's own one, if any. It costs
-one look-up and three system calls.
+``sitecustomize`` at its start. This module then imports the user's own
+``sitecustomize``, if any. It costs one look-up and three system calls.
 """
 
 import faulthandler

@@ -31,10 +31,10 @@ _JSON = 1  # the kind of a frame whose body is a message as JSON
 
 
 class WorkerSpec(NamedTuple):
-    """A worker's own variables and CPUs."""
+    """A worker's number, and the variables and CPUs of this worker alone."""
 
     worker: int
-    env: dict[str, str]  # these win over the job's
+    env: dict[str, str]  # these override the job's
     cpus: tuple[int, ...] = ()  # empty for all of the agent's
 
 
@@ -64,7 +64,7 @@ class Start(NamedTuple):
 
 
 class StartWorkers(NamedTuple):
-    """To the agent of an elastic job: start these as well."""
+    """To the agent of an elastic job: start more workers."""
 
     workers: tuple[WorkerSpec, ...]
 
@@ -84,7 +84,7 @@ class SendToWorkers(NamedTuple):
 
 
 class Locate(NamedTuple):
-    """To the agent: report your own address towards each of these addresses."""
+    """To the agent: report the local address on the route to each address."""
 
     addresses: tuple[str, ...]
     port: int  # if not 0, it must also answer there
@@ -97,15 +97,15 @@ class StartProgram(NamedTuple):
 
 
 class Forward(NamedTuple):
-    """To the agent: only pass a signal on to the ranks."""
+    """To the agent: pass a signal on to the ranks, and do nothing else."""
 
     signal: int
 
 
 class StopWorkers(NamedTuple):
-    """To the agent: signal the ranks, and sweep after the grace.
+    """To the agent: signal the ranks, and kill the rest after the grace period.
 
-    SIGKILL has no grace; unsent output is dropped.
+    With SIGKILL there is no grace period, and unsent output is dropped.
     """
 
     signal: int
@@ -142,7 +142,7 @@ class Hello(NamedTuple):
 
 
 class Located(NamedTuple):
-    """From the agent: its own address towards each, empty without a route."""
+    """From the agent, on ``Locate``: its local addresses; empty without a route."""
 
     sources: tuple[str, ...]
 
@@ -180,7 +180,7 @@ class Started(NamedTuple):
 
 
 class HostEnding(NamedTuple):
-    """From the agent: its host (Slurm, Kubernetes) ends the job by this signal."""
+    """From the agent: its host (Slurm, Kubernetes) ends the job with this signal."""
 
     signal: int
 
@@ -192,7 +192,7 @@ class HostLeaving(NamedTuple):
 
 
 class Exited(NamedTuple):
-    """From the agent: a worker has ended. Times are on its monotonic clock."""
+    """From the agent: a worker has ended. Times are on the agent's monotonic clock."""
 
     worker: int
     status: int  # exit code, or minus the signal
@@ -246,7 +246,7 @@ class WorkerStopped(NamedTuple):
 
 
 class WorkerEnding(NamedTuple):
-    """From the agent of an elastic job: a worker dies; Exited follows."""
+    """From the agent of an elastic job: a worker is dying; ``Exited`` follows."""
 
     worker: int
     status: int  # as ``subprocess`` has it, not 0
@@ -370,7 +370,7 @@ class MessageDecoder(Generic[T]):
         self._splitter = Splitter(MAX_FRAME_BYTES)
 
     def feed(self, data: bytes) -> list[T]:
-        """Return the messages that are complete now.
+        """Add received bytes; return the messages that are complete now.
 
         Raises LaunchError for anything else; then the stream cannot be used further.
         """

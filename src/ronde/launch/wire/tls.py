@@ -3,11 +3,11 @@
 Both sides prove that they know the token: see the note of
 ``ronde.store.authentication``; a node's claim is its ``NodeInfo``. Before the proof the
 head interprets nothing else, and the node sends nothing else. The token gives access to
-the whole job. The functions for it never block: they yield the event of
+the whole job. The functions for the proof never block: they yield the event of
 ``select.poll`` that they need next.
 
-Data then goes in records: a length, a kind, a body. TLS alone would lack the end: the
-head closes the agent's input, and sends the job's exit code after that.
+Data then goes in records of a length, a kind and a body. A record marks the end of the
+data: the head closes the agent's input, and later sends the job's exit code.
 """
 
 import datetime as dt
@@ -217,7 +217,7 @@ def make_node_context() -> ssl.SSLContext:
 def authenticate_node(
     sock: ssl.SSLSocket, token: SharedKey, certificate: bytes
 ) -> Steps[NodeInfo]:
-    """Authenticate a node to the head, then the head to the node."""
+    """Run the head's side of the authentication; the node proves itself first."""
     yield from _go_on(sock.do_handshake)
     session = ServerSession(token, MAGIC, certificate)
     # Shorter than one TLS record: sent whole or not at all.
@@ -233,7 +233,7 @@ def authenticate_node(
 def authenticate_head(
     sock: ssl.SSLSocket, token: SharedKey, node_info: NodeInfo
 ) -> Steps[None]:
-    """Authenticate a node to the head, then the head to the node."""
+    """Run the node's side of the authentication; the node proves itself first."""
     yield from _go_on(sock.do_handshake)
     certificate = sock.getpeercert(binary_form=True) or b""
     greeting = yield from _receive_all(sock, GREETING_BYTES)
@@ -358,7 +358,7 @@ class TlsChannel:
         return True
 
     def wait(self, timeout_s: float) -> int | None:
-        """Return the other side's result, 0 if it closed without; None after the time.
+        """Return the peer's result, 0 if it closed without one, None after the timeout.
 
         Data is dropped.
         """

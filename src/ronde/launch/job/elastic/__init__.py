@@ -1,1 +1,1 @@
-"""Elastic jobs; a plain job imports nothing of it."""
+"""Elastic jobs. A plain job does not import this package."""

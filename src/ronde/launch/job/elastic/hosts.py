@@ -23,7 +23,7 @@ class _Pending:
 
 
 class JobHosts:
-    """The hosts of one start of a job, and those being connected."""
+    """The hosts of one start of a job, connected or still connecting."""
 
     def __init__(
         self,
@@ -95,9 +95,9 @@ class JobHosts:
         return pending is not None and pending.node is node
 
     def on_message(self, node: AgentNode, message: messages.FromAgent) -> str | None:
-        """Return an empty text once the host is ready, the reason if it is refused.
+        """Return an empty text once the host is ready, or the reason it is refused.
 
-        Return None while it is being connected.
+        Return None while the host is still connecting.
         """
         pending, problem = self._pending.get(node.name), None
         if pending is None:

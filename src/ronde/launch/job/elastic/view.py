@@ -1,4 +1,4 @@
-"""The view of an elastic job: applies the policy of ``ronde.membership``."""
+"""Change the view of an elastic job by the policy in ``ronde.membership``."""
 
 import secrets
 import signal
@@ -75,7 +75,7 @@ class ElasticView:
         self._hosts.start = start
         self._hosts.plan_workers(self._membership.rules.max_ranks)
         nodes = self._generation.nodes
-        # Before all known hosts, which are connected to then.
+        # Report these before the known hosts, to which connections are then made.
         for node in nodes:
             node.watch(is_watched=True)
             self._on_ready(node)
@@ -108,7 +108,7 @@ class ElasticView:
                 self._stopped_s[message.worker] = due_s
             case messages.WorkerEnding():
                 node.require_own(message.worker)
-                if message.worker in self._membership.ranks:  # others are not awaited
+                if message.worker in self._membership.ranks:  # no rank waits for others
                     how = describe_end(message.status, message.evidence)
                     lost = events.WorkerLost(message.worker, message.status, how)
                     self._apply(lost._replace(has_ended=False))
@@ -233,7 +233,7 @@ class ElasticView:
         survived |= {n for n, worker in generation.workers.items() if worker.exited}
         survived |= before.ranks.keys() - membership.ranks.keys()
         survived |= {n for lost in generation.lost for n in lost.ranks}
-        # Waiting requests there are of the view before.
+        # Requests that wait there belong to the previous view.
         self._loop.store.clear()
 
     def _carry_out(self, order: events.Order) -> None:
@@ -292,7 +292,7 @@ class ElasticView:
         return next(n for n in nodes if n.name == name and not n.is_over)
 
     def finish(self, result: JobResult) -> JobResult:
-        """Add the views to the result; raise HostError if hosts were too few."""
+        """Add the views to the result; raise HostError if there were too few hosts."""
         self._discovery.close()
         if line := self._log.summary():
             self._loop.output.notice(line)
@@ -311,11 +311,11 @@ def describe_end(status: int, evidence: str) -> str:
 
 
 class HostNotices:
-    """Hosts that will end soon, until their ranks can leave.
+    """Hosts that will end soon, held until their ranks can leave.
 
-    Notices within a second count together, as at Slurm's time limit. If all hosts of
-    the view will end, no rank leaves until there is another host, and ``save`` is
-    called repeatedly.
+    Notices within a second are handled together, such as at Slurm's time limit. If all
+    hosts of the view will end, no rank leaves until there is another host, and ``save``
+    is called repeatedly.
     """
 
     def __init__(
@@ -376,8 +376,8 @@ class ViewLog:
     def __init__(self, started_at_s: float) -> None:
         self.records: list[ViewRecord] = []
         self._started_at_s = started_at_s
-        self._change_s = started_at_s  # begin of the current change
-        self._began_s = started_at_s  # begin of the change to the current view
+        self._change_s = started_at_s  # beginning of the current change
+        self._began_s = started_at_s  # beginning of the change to the current view
         self._view, self._reason = view.View(view.NO_VIEW, ()), ""
         self._size_before = 0  # of the previous view
         self._running: dict[int, int] = {}  # steps of members that run
@@ -406,7 +406,7 @@ class ViewLog:
         return f"{times} of membership, {ranks}: {took} at a standstill, {lost} lost"
 
     def enter(self, worker: int, step: int) -> str:
-        """Record that a member runs; return a line for the user once all do."""
+        """Record that a member runs; return a line for the user once all members do."""
         self._running[worker] = step
         if len(self._running) < len(self._view.members):
             return ""
