@@ -1,6 +1,6 @@
 """The PyTorch front end: Horovod's API.
 
-``import ronde.torch as hvd`` takes the place of ``import horovod.torch as hvd``.
+``import ronde.torch as hvd`` replaces ``import horovod.torch as hvd``.
 """
 
 from ronde import session as session  # first: it imports torch

@@ -1,4 +1,4 @@
-"""Checkpoints of an elastic training, for a start after all ranks were lost."""
+"""Checkpoints of an elastic training, to restart it after all ranks were lost."""
 
 import logging
 import os
@@ -19,7 +19,7 @@ class Checkpoints:
     """Files ``step-N.pt`` in a directory; the newest is complete at any time."""
 
     def __init__(self, directory: str, every: int) -> None:
-        """Write to ``directory``, empty for none, after every ``every`` steps."""
+        """Write to ``directory`` every ``every`` steps; if it is empty, write nothing."""
         if every < 1:
             raise UsageError(
                 f"checkpoint_every must be at least 1, got {every}. Give 1000."
@@ -39,9 +39,9 @@ class Checkpoints:
         return self.has_directory and step % self._every == 0
 
     def write(self, step: int, state: dict[str, Any]) -> None:
-        """Write a file and delete old ones; a crash leaves the last one complete.
+        """Write a checkpoint and delete old ones, but the previous one.
 
-        If it cannot be written, as on a full disk, a warning is logged.
+        If the file cannot be written, as on a full disk, a warning is logged.
         """
         if self._directory is None:
             return
@@ -56,7 +56,7 @@ class Checkpoints:
                 os.fsync(file.fileno())
             draft.replace(path)
         except (OSError, RuntimeError) as error:
-            # After a failed write torch raises the failure to close the archive.
+            # After a failed write torch raises the error of closing the archive.
             reason = error if isinstance(error, OSError) else error.__context__
             draft.unlink(missing_ok=True)
             if not isinstance(reason, OSError):

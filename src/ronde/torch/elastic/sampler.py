@@ -1,4 +1,4 @@
-"""A sampler for ranks that may change in the middle of an epoch."""
+"""A sampler for jobs that may gain or lose ranks in the middle of an epoch."""
 
 import math
 import random
