@@ -25,9 +25,8 @@ Kind = tuple[torch.dtype, torch.device]
 class DeltaStep:
     """A local optimizer step, followed by Adasum of all ranks' deltas.
 
-    Each step begins with an all-reduce that counts the stepping ranks, so that joined
-    ranks notice when none is left. ``last_round`` is the number of this rank's last
-    step.
+    Each step begins with an all-reduce that counts the stepping ranks: if none is left,
+    joined ranks stop. ``last_round`` is the number of this rank's last step.
     """
 
     def __init__(

@@ -19,7 +19,7 @@ class Checkpoints:
     """Files ``step-N.pt`` in a directory; the newest is complete at any time."""
 
     def __init__(self, directory: str, every: int) -> None:
-        """Write to ``directory`` every ``every`` steps; if it is empty, write nothing."""
+        """Write to ``directory`` every ``every`` steps; if it is empty, never."""
         if every < 1:
             raise UsageError(
                 f"checkpoint_every must be at least 1, got {every}. Give 1000."

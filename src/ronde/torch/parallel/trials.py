@@ -1,7 +1,8 @@
-"""Tests of blocks, whole and divided over tp, with random weights and a tiny input.
+"""Tests that blocks give the same results whole and divided over tp.
 
-They find attention with a fixed number of heads, which gives wrong results when
-divided, and norms between the projections, which get only a part of their gradient.
+They use random weights and a tiny input. They find attention with a fixed number of
+heads, which gives wrong results when divided, and norms between the projections, which
+get only a part of their gradient.
 """
 
 import inspect
@@ -39,11 +40,11 @@ _PLAIN = {
 
 
 class _CallForm(NamedTuple):
-    """A way to call a block."""
+    """The mode and arguments of a trial call of a block."""
 
     is_training: bool
-    has_batch: bool  # Its input has three dimensions; else two.
-    repeats_input: bool  # For the other arguments; else they are None.
+    has_batch: bool  # The input has three dimensions; else two.
+    repeats_input: bool  # Other arguments are the input, too; else None.
 
 
 _CALL_FORMS = [
@@ -60,9 +61,9 @@ def require_same_results(
     kind is tested, if it runs on one input tensor.
 
     Args:
-        model: Not yet divided.
-        mesh: Of tp alone.
-        plan: A plan of ``parallelize_module``.
+        model: The model, not yet divided.
+        mesh: A mesh of tp alone.
+        plan: A plan for ``parallelize_module``.
 
     Raises:
         UsageError: A block gives different results when it is divided.
@@ -166,7 +167,7 @@ def _fault(
         copy = _copy(block, device)
         way, wanted = (None, {}) if copy is None else _run_whole(copy, shape)
         if set(gather_objects(way, group)) != {way} or copy is None or way is None:
-            return ""  # on all ranks
+            return ""  # the same on all ranks
         parallelize_module(copy, mesh, dict(plan), src_data_rank=None)
         try:
             fault = _difference(_run(copy, way, shape), wanted)
@@ -259,7 +260,7 @@ def _whole(tensor: Tensor) -> Tensor:
 def _difference(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> str:
     """Return the first wrong result and its error, as a text; empty if none."""
     if found[_OUTPUT].shape != wanted[_OUTPUT].shape:
-        return ""  # a part: the input of another block
+        return ""  # only a part of it, meant for another block
     sizes = {name: float(tensor.abs().max()) for name, tensor in wanted.items()}
     largest = max((size for name, size in sizes.items() if name != _OUTPUT), default=0)
     for name, tensor in wanted.items():
