@@ -87,7 +87,7 @@ def require_adasum(process_set: ProcessSet, size: int) -> None:
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Return True for a part of a tensor, as of FSDP2 or tensor parallelism."""
+    """Return True for a DTensor, as in FSDP2 and tensor parallelism."""
     # A program with DTensors has imported their module; importing it here is slow.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
