@@ -660,7 +660,7 @@ def _refuse_averaged(parameters: Iterable[Tensor]) -> None:
         return
     own = {id(parameter) for parameter in parameters}
     for model in gc.get_objects():
-        # Not isinstance(): it reads __class__, which may be a property of any kind.
+        # Not isinstance(): it reads __class__, a property that may run any code.
         if not issubclass(type(model), DistributedDataParallel):
             continue
         if any(id(parameter) in own for parameter in model.parameters()):

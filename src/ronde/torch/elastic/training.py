@@ -97,8 +97,7 @@ class Training:
         Args:
             root: A rank with the newest state.
             newest: The step of that state.
-            member: In an elastic job, this process; ``member.step`` is its state's
-                step.
+            member: In an elastic job, this process with the step of its state.
         """
         own = self.describe()
         optimizers = [OptimizerState(each, self.model) for each in self.optimizers]
