@@ -33,7 +33,7 @@ def broadcast_parameters(
     """Copy ``root_rank``'s parameters into every rank's, in place; collective.
 
     ``params`` is a ``state_dict()``, ``(name, tensor)`` pairs like those of
-    ``named_parameters()``, or tensors, matched by their order. Other values are
+    ``named_parameters()``, or tensors matched by order; other values are
     skipped.
     """
     named = _named_tensors(params)

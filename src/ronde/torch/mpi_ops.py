@@ -356,8 +356,7 @@ def reducescatter(
 ) -> Tensor:
     """Reduce over all ranks and return this rank's rows of dimension 0.
 
-    ``op`` is Average or Sum. If rows do not divide evenly, the first ranks get one
-    more.
+    ``op`` is Average or Sum. With uneven rows the first ranks get one more each.
     """
     factors = (op, prescale_factor, postscale_factor)
     collective = Reducescatter(process_set, name, False, *factors)

@@ -3,7 +3,7 @@
 Note [One cursor]
     The position of a whole job is two numbers, equal on all ranks: the epoch, and the
     number of its samples in applied steps. The seed determines the order of an
-    epoch. Each step takes the next samples in that order, divided by the number of
+    epoch. Each step takes the next samples in that order and divides them among the
     ranks. So ranks may come and go between two steps, and other ranks may repeat an
     undone step: each sample still counts once.
 """
