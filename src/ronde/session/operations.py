@@ -308,7 +308,7 @@ def synchronize(handle: int) -> Any:  # noqa: ANN401  each operation's own resul
 
 @outside_compiler
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Wait until every rank of the set has called this."""
+    """Wait until every rank of the set has called this; one call at a time per set."""
     coordinator = state_of(process_set, OpKind.BARRIER).coordinator
     coordinator.run(Operation(OpKind.BARRIER))
 
