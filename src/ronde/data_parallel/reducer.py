@@ -5,8 +5,8 @@ Note [One round]
     order no negotiation is needed. A round opens with the first gradient that is ready
     and finishes at the end of the same backward pass. So after ``backward()`` all
     gradients are reduced. Unused gradients stay None. A rank without any gradient adds
-    zeros. The plan is made at the end of the first backward, when the
-    order of gradients, and the sparse ones, are known.
+    zeros. The plan is made at the end of the first backward, when the order of
+    gradients is known, and also which of them are sparse.
 
     If ranks would wait for each other in a circle, a round is postponed (*gives way*):
     see Note [Ranks that wait for each other]. Then ``backward()`` returns, and the rest
