@@ -3,7 +3,7 @@
 ``import ronde.torch as hvd`` replaces ``import horovod.torch as hvd``.
 """
 
-from ronde import session as session  # first: it imports torch
+from ronde import session as session  # first, as it imports torch
 from ronde.data_parallel import compression as compression
 from ronde.torch import elastic, mpi_ops
 from ronde.torch.functions import (

@@ -50,7 +50,7 @@ class DeltaStep:
         self._parameters += [p for p in parameters if p.is_floating_point()]
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:  # noqa: ANN401 - the optimizer's
-        """Step, and combine the deltas of all ranks; collective."""
+        """Step locally, then combine the deltas of all ranks; collective."""
         starts = [parameter.detach().clone() for parameter in self._parameters]
         result = optimizer.step(closure) if closure else optimizer.step()
         self._combine_steps(starts)

@@ -1,4 +1,4 @@
-"""Give every rank the same parameters, optimizer state and objects."""
+"""Broadcasts of parameters and optimizer state, and a check that ranks agree."""
 
 from collections.abc import Iterable, Mapping
 from functools import cached_property

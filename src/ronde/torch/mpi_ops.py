@@ -250,7 +250,7 @@ def sparse_allreduce_async(
     The returned function waits for the result: all ranks' entries, not coalesced.
     """
     num_ranks = len(state_of(process_set, OpKind.ALLGATHER).ranks)
-    # Gathering is along the first dimension, where an entry's index must be.
+    # Transposed, as entries are gathered along the first dimension.
     parts = {
         "indices": tensor._indices().transpose(0, 1).contiguous(),  # noqa: SLF001  torch's
         "values": tensor._values(),  # noqa: SLF001  torch's

@@ -58,7 +58,7 @@ class OptimizerProxy(Optimizer if TYPE_CHECKING else object):
         return type(self.wrapped)
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - the wrapped one's
-        if name == "wrapped":  # not there yet: unpickling, a failed __init__
+        if name == "wrapped":  # not set while unpickling or after a failed __init__
             raise AttributeError(name)
         return getattr(self.wrapped, name)
 
@@ -253,7 +253,7 @@ class DistributedOptimizer(OptimizerProxy):
 
     @outside_compiler
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset the gradients."""
+        """Reset gradients; raises ``AssertionError`` if their reduction is postponed."""
         if self._reducer is not None:
             self._reducer.refuse_put_off()
             if self._is_synchronized:  # but not stepped: GradScaler found an inf
@@ -469,7 +469,7 @@ class _DistributedOptimizer(Optimizer):
         sparse_as_dense: bool = False,
         process_set: ProcessSet = global_process_set,
     ) -> None:
-        # The class that this is mixed into sets its own defaults.
+        # The class that uses this mixin sets its own defaults.
         super(self.__class__, self).__init__(params)  # pyright: ignore[reportCallIssue]
         self._compression = compression
         self.backward_passes_per_step = backward_passes_per_step

@@ -54,7 +54,7 @@ class _Part(NamedTuple):
 
 
 class SharePiece(NamedTuple):
-    """A part with its values, for copies and new shares after a change of ranks."""
+    """A part with its values and state, to be copied or to form new shares."""
 
     parameter: int
     start: int
@@ -75,7 +75,7 @@ class _Row:
 
 
 class _Chunk(NamedTuple):
-    """The elements of one all-gather, with the tensors to copy to and from."""
+    """The buffer of one all-gather, with the tensors to copy into it and out of it."""
 
     gathered: Tensor
     own: Tensor  # this rank's slice of ``gathered``
@@ -202,7 +202,7 @@ class ShardedStep:
         self._cut_new()
 
     def pieces(self) -> list[SharePiece]:
-        """Return this rank's share, as views."""
+        """Return all parts of this rank, as views of values and state."""
         self._cut_new()
         pieces: list[SharePiece] = []
         for part in (part for group in self._own_groups() for part in group):
@@ -359,7 +359,7 @@ class ShardedStep:
         return self._parts[part]
 
     def _cut_new(self) -> None:
-        """Cut parameters that require a gradient and are in no row yet."""
+        """Cut parameters that require a gradient and are not in a row yet."""
         kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         for index, parameter in enumerate(self._parameters):
             if parameter.requires_grad and index not in self._cut:
@@ -375,7 +375,7 @@ class ShardedStep:
 
     @torch.no_grad()
     def _gather(self, communicator: Communicator) -> None:
-        """Exchange the parts that the ranks have stepped."""
+        """Exchange parts, after each rank has stepped its own; collective."""
         if communicator is not self._communicator:
             self._communicator = communicator
             for row in self._rows:

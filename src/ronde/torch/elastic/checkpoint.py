@@ -31,7 +31,7 @@ class Checkpoints:
 
     @property
     def has_directory(self) -> bool:
-        """False if no checkpoints are written."""
+        """True if checkpoints are written."""
         return self._directory is not None
 
     def is_due(self, step: int) -> bool:
@@ -75,7 +75,7 @@ class Checkpoints:
             old.unlink(missing_ok=True)
 
     def read_newest(self) -> dict[str, Any] | None:
-        """Return the newest state, None if there is none."""
+        """Return the newest state, or None if there is no checkpoint."""
         for _, path in reversed(self._found()):
             return torch.load(path, map_location="cpu", weights_only=True)
         return None

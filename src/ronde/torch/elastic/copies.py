@@ -121,7 +121,7 @@ class ShareCopies:
 
     @torch.no_grad()
     def restore(self, found: CompleteVersion, training: Training) -> None:
-        """Restore a version, with a new share for each rank; collective."""
+        """Restore a version, and divide its shares anew among ranks; collective."""
         self.begin(is_new=False)
         version, holder = self._version(found), found.sources[0][0]
         # Kept until the next version is complete; older ones are no longer needed.

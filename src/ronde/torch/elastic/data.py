@@ -54,7 +54,7 @@ class Share:
 
 @runtime_checkable
 class DataSource(Protocol):
-    """Data with a position, for an elastic job."""
+    """Protocol for data of an elastic job, which other ranks can continue."""
 
     epochs: int | None  # None: endless
     position: Position  # after the share that was returned last
@@ -66,7 +66,7 @@ class DataSource(Protocol):
     def __next__(self) -> Share: ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a state to continue from, at ``position``."""
+        """Return a state from which any rank can continue at ``position``."""
         ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -127,7 +127,7 @@ class ElasticLoader:
             len(dataset), batch_size, shuffle, seed, drop_last, micro_batch, policy
         )
         self._rank_and_size: tuple[int, int] | None = None
-        self._ahead = Position()  # of the next step to be requested
+        self._ahead = Position()  # of the next step to request
         self._unsent: deque[_Request] = deque()  # the rest of a step
         self._num_sent = 0
         self._num_arrived = 0  # dropped ones included
@@ -234,7 +234,7 @@ class ElasticLoader:
 
 
 class _Request(NamedTuple):
-    """A micro-batch to load."""
+    """A request to a worker for one micro-batch."""
 
     number: int
     turn: int  # of ``ElasticLoader.seek``
@@ -243,7 +243,7 @@ class _Request(NamedTuple):
 
 
 class _Requests:
-    """An endless batch sampler."""
+    """Endless batch sampler that calls ``draw`` for each batch."""
 
     def __init__(self, draw: Callable[[], _Request]) -> None:
         self._draw = draw

@@ -57,7 +57,7 @@ class Step(AbstractContextManager["Step"]):
     """One step, from its forward pass to ``optimizer.step()``."""
 
     def __init__(self, loop: "Loop", share: Share, number: int) -> None:
-        self.number = number  # from 0 on, over all epochs
+        self.number = number  # counted from 0 over all epochs
         self.share = share
         self.is_applied = False
         self._loop = loop
@@ -189,7 +189,7 @@ class Loop:
     def _start_first_view(self) -> None:
         try:
             begins = current_session().begins
-            if begins is not None:  # this process was in the view from its beginning
+            if begins is not None:  # else this process joins a running job
                 self._start_view(begins)
                 return
         except CollectiveError as error:
@@ -297,7 +297,7 @@ class Loop:
                     kept.copy_(tensor)
 
     def _undone_tensors(self) -> dict[str, Tensor]:
-        """Return the tensors to restore when a step fails."""
+        """Return the tensors to restore if a step fails."""
         if len(self._optimizers) > 1 and self._copies is None:
             return self._training.tensors()
         return dict(self._training.model.named_buffers())
@@ -309,7 +309,7 @@ class Loop:
         self._change_view(shorten(error))
 
     def _change_view(self, reason: str = "") -> None:
-        """Leave the view and enter a later one, with the newest state."""
+        """Leave the view, and enter a later view with the newest state."""
         while True:
             if self._copies is not None and self._member is not None:
                 self._member.applied = self._training.num_applied

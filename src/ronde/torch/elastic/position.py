@@ -32,7 +32,7 @@ class StepShard(NamedTuple):
     """The samples of one rank in one step."""
 
     start: Position  # before the step
-    position: Position  # after it
+    position: Position  # after the step
     batch_size: int  # of all ranks together
     ids: tuple[int, ...]  # this rank's samples; may be empty
     micro_batches: tuple[tuple[int, ...], ...]  # at least one
@@ -75,7 +75,7 @@ class StepSampler:
     shuffle: bool = True
     seed: int = 0
     drop_last: bool = False
-    micro_batch: int | None = None  # None: one micro-batch a rank
+    micro_batch: int | None = None  # None: one micro-batch per rank
     policy: str = "global"
     _orders: dict[int, Ids] = field(default_factory=dict[int, Ids])
 

@@ -1,4 +1,4 @@
-"""Data with a state of its own, such as ``StatefulDataLoader``, in an elastic job."""
+"""Elastic data from iterables with their own state, like ``StatefulDataLoader``."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
@@ -29,7 +29,7 @@ class Stateful(Protocol):
 
 
 class ShardState(NamedTuple):
-    """The state of a shard before batch ``number`` of ``epoch``."""
+    """A shard's state, saved before batch ``number`` of ``epoch``."""
 
     epoch: int
     number: int

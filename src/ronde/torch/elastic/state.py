@@ -1,4 +1,4 @@
-"""State that survives a failure or a change of hosts, and the loop that uses it."""
+"""Horovod's elastic state, and the decorator ``run`` that restores it."""
 
 import functools
 import logging
@@ -215,7 +215,7 @@ class StateHandler:
         raise NotImplementedError
 
     def reset(self) -> None:
-        """Adapt to new ranks; not collective."""
+        """Adapt the value to new ranks; not collective."""
 
     def set_value(self, value: Any) -> None:
         """Replace the value, and save it."""
@@ -292,7 +292,7 @@ class SamplerStateHandler(StateDictHandler):
 
 
 HandlerRegistry = list[tuple[type, type[StateHandler]]]
-"""Types and the handlers of their instances; the first match counts."""
+"""Pairs of a type and the handler of its instances; the first match is used."""
 
 _registry: HandlerRegistry = [
     (nn.Module, ModelStateHandler),
@@ -303,12 +303,12 @@ _registry: HandlerRegistry = [
 
 
 def get_handler_registry() -> HandlerRegistry:
-    """Return the types and their handlers."""
+    """Return a copy of the registry of handlers by type."""
     return list(_registry)
 
 
 def set_handler_registry(registry: HandlerRegistry) -> None:
-    """Set the types and their handlers."""
+    """Replace the registry of handlers by type."""
     _registry[:] = registry
 
 

@@ -1,4 +1,4 @@
-"""The state of a training, and its broadcast to ranks that are behind."""
+"""The state of a training, and its broadcast to ranks with older state."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
@@ -83,7 +83,7 @@ class Training:
         self.load_small_state(state)
 
     def describe(self) -> list[str]:
-        """Return a description that must be equal on all ranks."""
+        """Return a description of torch, model and optimizers, for comparing ranks."""
         tensors = self.model.state_dict().items()
         return [
             f"torch {torch.__version__}",

@@ -117,7 +117,7 @@ class LearningRateScale:
         self._optimizer = optimizer
         self._base_size = base_size
         self._ramp_steps = ramp_steps
-        self._step = -1  # the newest step of ``begin``
+        self._step = -1  # the newest step passed to ``begin``
         self._before = self._ramp = Ramp()  # of the previous step, of this one
         self._rates: list[float | Tensor] = []
         self._hooks = [

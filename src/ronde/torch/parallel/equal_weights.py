@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class _State(NamedTuple):
-    """A parameter or buffer, for comparison between ranks."""
+    """The form and checksum of a tensor, for comparison between ranks."""
 
     form: str
     checksum: int | None  # None on the meta device.
@@ -56,7 +56,7 @@ def make_equal(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Return each rank's value; collective."""
+    """Return a list of all ranks' values; collective."""
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group)
     return values

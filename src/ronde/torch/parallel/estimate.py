@@ -36,7 +36,7 @@ _NAMES = {
     "OptState": "optimizer state",
     "Inputs": "inputs",
     "Temp": "temporary",
-    # Of a model that is not sharded over dp:
+    # The names for a model that is not sharded over dp:
     "Parameter": "weights",
     "Gradient": "gradients",
     "Optstate": "optimizer state",

@@ -32,7 +32,7 @@ class Mismatch(NamedTuple):
     kind: str  # loss, gradient or weight
     name: str  # of the parameter
     placements: str
-    error: float  # as in Parity
+    error: float  # relative, as in ``Parity``
 
     def __str__(self) -> str:
         where = f" of {self.name} ({self.placements})" if self.name else ""
@@ -166,7 +166,7 @@ class _Side:
 
 
 class _StagedSide(_Side):
-    """A training of a pipeline; only the last stage's ranks have a loss."""
+    """The training of a pipeline, in which only the last stage's ranks have a loss."""
 
     def __init__(
         self,
@@ -197,7 +197,7 @@ class _StagedSide(_Side):
 
 
 class _Precision(TorchDispatchMode):
-    """Records the least exact dtype of all results."""
+    """Dispatch mode that records the machine epsilon of the least exact result."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -266,7 +266,7 @@ def _size(tensor: Tensor | None) -> float:
 
 @torch.no_grad()
 def _error(value: Tensor | None, expected: Tensor | None, scale: float) -> float:
-    """Return the relative error; None counts as zeros, as for an unused layer."""
+    """Return the relative error; None, as for an unused layer, counts as zeros."""
     if value is None or expected is None:
         error = max(_size(value), _size(expected))
     elif value.shape != expected.shape:

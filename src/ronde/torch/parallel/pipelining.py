@@ -23,12 +23,12 @@ _BATCH_NORM = nn.modules.batchnorm._BatchNorm  # noqa: SLF001  # pyright: ignore
 
 @dataclass(frozen=True, slots=True)
 class StagedModel:
-    """The stages of this rank, and the schedule of all ranks."""
+    """A pipelined model: this rank's stages, and the schedule of all ranks."""
 
     stages: nn.Module
     """This rank's layers, named as in the model: for the optimizer and ``save``."""
     plan: Pipeline
-    """``plan.idle_share`` is the share of a step in which ranks wait."""
+    """The schedule and its sizes, with the share of idle time in ``idle_share``."""
     layers: tuple[range, ...]
     """The layers of each stage, on all ranks."""
     is_first: bool
@@ -179,7 +179,7 @@ def _require_pipeline(model: nn.Module, num_ranks: int, schedule: str) -> None:
 
 
 def _warn_of_batch_norm(model: nn.Module, num_microbatches: int) -> None:
-    """Warn, on one rank, of layers that compute different results in a pipeline."""
+    """Warn, on one rank, about BatchNorm: its results differ in a pipeline."""
     below: list[tuple[str, nn.Module]] = list(cast("Any", model).named_modules())
     names = [name for name, module in below if isinstance(module, _BATCH_NORM)]
     if names and num_microbatches > 1 and dist.get_rank() == 0:

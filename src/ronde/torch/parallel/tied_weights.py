@@ -1,4 +1,4 @@
-"""Weights shared by several stages of a pipeline: equal copies, and one gradient."""
+"""Weights shared by several pipeline stages, kept equal by adding up gradients."""
 
 from collections.abc import Sequence
 

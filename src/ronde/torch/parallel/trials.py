@@ -28,8 +28,8 @@ from torch.utils import _pytree as pytree
 from ronde.errors import UsageError
 from ronde.torch.parallel.equal_weights import gather_objects
 
-_ALLOWED = 2.0**-5  # Of the largest value: above errors of TF32, below those of faults.
-_LEAST_SCALE = 2.0**-3  # Of the largest gradient: some are only rounding errors.
+_ALLOWED = 2.0**-5  # Relative to the largest value; TF32 has smaller errors.
+_LEAST_SCALE = 2.0**-3  # Relative to the largest gradient: some are rounding errors.
 _OUTPUT = "output"
 _ROTARY = "position_embeddings"  # of transformers: cosines and sines for each head
 _OPEN = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -137,7 +137,7 @@ def _is_plain(layer: nn.Module, style: Any, tp: int) -> bool:  # noqa: ANN401  a
 
 
 def _kind(block: nn.Module) -> object:
-    """Return a key that is equal for blocks of the same computation."""
+    """Return a key that is equal for blocks with the same computation."""
     shapes = [(n, p.shape) for n, p in _parameters(block)]
     settings = [
         (name, value)
@@ -155,7 +155,7 @@ def _parameters(block: nn.Module) -> Iterable[tuple[str, nn.Parameter]]:
 def _fault(
     block: nn.Module, mesh: DeviceMesh, plan: Mapping[str, ParallelStyle]
 ) -> str:
-    """Return the first difference of the divided block; empty if none is found."""
+    """Return the first difference of the divided block, or an empty string."""
     group, device = mesh.get_group(), torch.device(mesh.device_type)
     devices = [torch.cuda.current_device()] if device.type == "cuda" else []
     column = next(n for n, style in plan.items() if isinstance(style, ColwiseParallel))
@@ -192,7 +192,7 @@ def _copy(block: nn.Module, device: torch.device) -> nn.Module | None:
             copy.float()
         generator = torch.Generator(device).manual_seed(0)
         for weight in copy.parameters():
-            # Weights that start as zeros would hide differences before them.
+            # Weights that start as zeros would hide differences in earlier layers.
             scale = weight.shape[-1] ** -0.5 if weight.ndim > 1 else 1.0
             with torch.no_grad():
                 weight.normal_(0.0, scale, generator=generator)
@@ -258,7 +258,7 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def _difference(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> str:
-    """Return the first wrong result and its error, as a text; empty if none."""
+    """Return a text with the first wrong result and its error, or an empty string."""
     if found[_OUTPUT].shape != wanted[_OUTPUT].shape:
         return ""  # only a part of it, meant for another block
     sizes = {name: float(tensor.abs().max()) for name, tensor in wanted.items()}
