@@ -7,7 +7,7 @@ only converts its own arrays to torch tensors and back.
 from ronde.lazy_exports import lazy_exports
 from ronde.memory import import_torch
 
-import_torch()  # before anything else does
+import_torch()  # before other modules import it
 
 __getattr__ = lazy_exports(
     __name__,

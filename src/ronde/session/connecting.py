@@ -37,7 +37,7 @@ class Connector:
     Its name stays the same in later sessions, for Horovod's elastic training.
     """
 
-    key: ReducerKey  # its name, equal on all ranks
+    key: ReducerKey  # identifies the optimizer on all ranks
 
     def __init__(
         self,

@@ -194,7 +194,7 @@ def _connect_alone(engine: str, sets: list[ProcessSet]) -> None:
     _connect(None, engine, info._replace(**alone._asdict()), expected=info.world)
     current_session().process_sets.extend(sets)
     if info.world is not None:
-        global_process_set.ranks = list(range(info.world.size))  # as they will be
+        global_process_set.ranks = list(range(info.world.size))  # as after joining
 
 
 def reform(reason: str = "") -> ViewBegins:
@@ -264,7 +264,7 @@ def _break_off(member: Member, reason: str) -> None:
 
 
 def shorten(error: Exception) -> str:
-    """Return the first line of an error, shortened, without its full stop."""
+    """Return the first line of an error, shortened, without its final period."""
     return str(error).partition("\n")[0][:_MAX_REASON].removesuffix(".")
 
 

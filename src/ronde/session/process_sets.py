@@ -111,7 +111,7 @@ class SetTable:
             self._numbers = [[members[r].id for r in s.ranks] for s in sets]
 
     def share(self, communicator: Communicator, source: int) -> None:
-        """Give new processes the sets of ``source``; collective."""
+        """Copy the sets of rank ``source`` to new processes; collective."""
         own = self._numbers
         self._numbers = broadcast_json(communicator, lambda: own, source)
         more = len(self._numbers or ()) - len(self._sets)

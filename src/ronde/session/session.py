@@ -155,7 +155,7 @@ class Session:
     connections: Connections
     hosts: tuple[str, ...]  # of every rank
     options: CoordinationOptions
-    is_dynamic: bool  # process sets may come and go
+    is_dynamic: bool  # process sets may be added and removed
     recordings: Recordings
     # Both by the set's id; 0 is the set of all ranks.
     sets: dict[int, tuple[int, ...]]  # the ranks of every set
@@ -386,7 +386,7 @@ def mpi_threads_supported() -> bool:
         raise UsageError(
             "Horovod MPI is not enabled; Please make sure it's installed and enabled."
         )
-    # A program that has not imported mpi4py.MPI calls MPI from no thread.
+    # A program that has not imported mpi4py.MPI does not call MPI.
     mpi = sys.modules.get("mpi4py.MPI")
     return mpi is None or mpi.Query_thread() == mpi.THREAD_MULTIPLE
 
