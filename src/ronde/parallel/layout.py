@@ -12,7 +12,7 @@ from dataclasses import astuple, dataclass, replace
 from ronde.errors import UsageError
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-"""Outermost first: the order of the dimensions of a mesh."""
+"""The axes, outermost first, in the order of a mesh's dimensions."""
 
 _FORM = "Write it as pp=2,dp_shard=4,tp=8; -1 stands for the ranks left."
 

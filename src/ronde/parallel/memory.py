@@ -61,7 +61,7 @@ class RankMemory:
         return sum(term.size_bytes for term in self.terms)
 
     def __str__(self) -> str:
-        """Return a table."""
+        """Return a table with a row for each kind and a total."""
         rows = [*self.terms, MemoryTerm("total", self.total_bytes)]
         width = max(len(row.name) for row in rows)
         lines = [f"{name:<{width}}  {format_size(size):>9}" for name, size in rows]
@@ -88,7 +88,7 @@ class Sharding:
     """
 
     num_ranks: int  # The size of dp_shard.
-    zero: int  # 0 divides nothing; 1 optimizer state; 2 gradients, too; 3 all.
+    zero: int  # 1 divides optimizer state, 2 gradients too, 3 also weights.
     precision: Precision = Precision.FP32
     optimizer: OptimizerName = OptimizerName.ADAM
 
