@@ -324,7 +324,7 @@ class GradientBucket:
         communicator: Communicator,
         num_flags: int,
     ) -> None:
-        """Make the zeroed buffer of ``plan``; collective."""
+        """Allocate the memory of the planned bucket; collective."""
         self.slots = plan.slots
         self.gradients = [gradients[slot.index] for slot in plan.slots]
         # Strided as autograd would make gradients, such as channels_last: optimizers
@@ -470,7 +470,7 @@ class GradientBucket:
         for slot, gradient in enumerate(self.gradients):
             view, late = self._views[slot], gradient.parameter.grad
             if gradient.view is not view:
-                continue  # the parameter has changed and is planned anew
+                continue  # the parameter has changed, and will be planned anew
             if late is not None and gradient.is_result_of_sibling(late):
                 continue
             if late is not None:
@@ -480,7 +480,7 @@ class GradientBucket:
             if late is not None or used is None or used[slot]:
                 is_sparse = gradient.was_sparse
                 is_sparse |= used is not None and used[slot] > sparse_from
-                # ``data`` is not a view for autograd.
+                # Autograd does not treat ``data`` as a view.
                 gradient.assign_grad(view.to_sparse(1) if is_sparse else view.data)
         return is_late
 

@@ -95,7 +95,7 @@ def current_backward() -> int:
 
 def is_nested_backward() -> bool:
     """Return True in a backward run by a node of another: reentrant checkpointing."""
-    # A node written in Python is always called through this function.
+    # The engine calls nodes written in Python through this function.
     return caller_frame(BackwardCFunction.apply.__code__) is not None
 
 

@@ -79,7 +79,7 @@ class Reducer:
         self._has_run = False  # since the last step
         self._num_prepared = 0
         self._owner = threading.get_ident()
-        self._under_way: RoundCoroutine | None = None  # the round that gave way
+        self._under_way: RoundCoroutine | None = None  # a postponed round
         self._failures: list[BaseException] = []  # of backward passes; raised later
         self._has_given_way = False
         self._waits = connector.waits  # of the session

@@ -271,7 +271,7 @@ class ReductionRounds:
         self._gradients, self._options = gradients, options
         self._connector, self._communicators = connector, communicators
         self.is_connected = False
-        self.waiting: PolledWait | None = None  # the wait for ``finish``
+        self.waiting: PolledWait | None = None  # the current wait in ``finish``
         self.is_open = False
         self.last_round = 0  # the last round that this rank contributed to
         self.scaling = self._all_scaling = Scaling(1.0, 1.0, 1)
@@ -291,7 +291,7 @@ class ReductionRounds:
         self._tuning: BucketTuning | None = None
 
     def start(self) -> SyncPoint:
-        """Begin to connect, if necessary; return the sync point of the ranks."""
+        """Begin to connect, if necessary; return the ranks' sync point."""
         return self._point if self.is_connected else self._connector.start()
 
     def set_options(self, options: ReducerOptions) -> None:
@@ -334,7 +334,7 @@ class ReductionRounds:
             self._arrivals.append(index)
         bucket = self._bucket_of.get(index)
         if bucket is None or bucket.is_launched or not is_final:
-            return  # sparse, new, late, or later
+            return  # sparse, new, late, or not final
         gradient.copy_in(self.scaling)  # while it is in the cache
         if is_first:
             bucket.num_pending -= 1
@@ -353,7 +353,7 @@ class ReductionRounds:
             if self.waiting is not None:
                 self.waiting.move_to(self._point)
             is_late = yield from self._complete()
-            if self.buckets and self.buckets[0].flags.is_cpu:  # else it would wait
+            if self.buckets and self.buckets[0].flags.is_cpu:  # else reading would wait
                 num_joined = self.buckets[0].count(_JOINED)
                 self.scaling = self._all_scaling.without(num_joined)
             yield from self._tune()
@@ -368,7 +368,7 @@ class ReductionRounds:
         for gradient in self._gradients:
             grad = gradient.parameter.grad
             if grad is not None and gradient.is_result(grad):
-                # The others' results will overwrite the bucket.
+                # Other ranks' results will overwrite the bucket.
                 gradient.assign_grad(grad.clone())
         self._has_joined = True
         is_anyone_left, is_planned = True, bool(self.buckets)
