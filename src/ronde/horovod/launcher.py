@@ -165,7 +165,7 @@ def _renamed(asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def _words(asked: Mapping[str, Any]) -> list[str]:
-    """Return the command that starts the ranks, up to their program."""
+    """Return the command line that starts ranks, without their program."""
     # --standalone, as the call is in a folder of this machine.
     words = [sys.executable, "-m", "ronde", "run", "--standalone", "--horovod-alias"]
     if read_rank_info().size == 1:
