@@ -24,7 +24,7 @@ class Arena:
         self._gone: deque[tuple[int, int]] = deque()
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor | None:
-        """Return an uninitialized vector; None if there is no room."""
+        """Return an uninitialized vector, or None if there is no room."""
         while self._gone:
             self._free_part(*self._gone.popleft())
         num_bytes = -(-numel * dtype.itemsize // _LINE_BYTES) * _LINE_BYTES

@@ -31,7 +31,7 @@ Works = Sequence[Work[Any]]
 _MESSAGES = ("send", "recv")  # between two ranks
 _torch: Any = torch
 _is_profiling: Callable[[], bool] = _torch.autograd._profiler_enabled  # noqa: SLF001  its only name
-_ProcessGroup: Any = dist.ProcessGroup  # its stub has other names for parameters
+_ProcessGroup: Any = dist.ProcessGroup  # its stub names parameters differently
 
 
 class GroupBase(_ProcessGroup):

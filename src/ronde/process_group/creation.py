@@ -28,7 +28,7 @@ class GroupOptions:
 
 
 def make(given: Any, options: object) -> RondeProcessGroup:  # noqa: ANN401  torch's, without a type
-    """Make a group; torch calls this on each member."""
+    """Make a group of backend "ronde"; torch calls this on each member."""
     if options is not None and not isinstance(options, GroupOptions):
         raise UsageError(
             "pg_options must be a ronde.process_group.GroupOptions, got "
@@ -42,7 +42,7 @@ def make(given: Any, options: object) -> RondeProcessGroup:  # noqa: ANN401  tor
 def make_for_gloo(
     store: Store, rank: int, size: int, timeout: timedelta
 ) -> RondeProcessGroup:
-    """Make a group that replaces Gloo's."""
+    """Make a group that takes the place of a Gloo group."""
     group = _make(store, rank, size, timeout, GroupOptions())
     group.is_for_gloo = True
     group.options = SimpleNamespace()  # torch sets its attributes

@@ -126,7 +126,7 @@ class GroupDrift:
         )
         try:
             found = self._exchange(phase)
-        except RuntimeError:  # the store's
+        except RuntimeError:  # raised by the store
             self._is_over = True
             return
         for everyone in found:

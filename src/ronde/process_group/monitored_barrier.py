@@ -1,4 +1,4 @@
-"""A barrier with an error that names the absent ranks, over the group's store."""
+"""A barrier over the group's store, with absent ranks named in its error."""
 
 import time
 from datetime import timedelta

@@ -173,7 +173,7 @@ class GroupWork(dist.Work):
                 self._tensors = self._finish(results)
             except CollectiveError as error:
                 self._failure = as_backend_error(error)
-                # Its frames refer to this work, and so to the group.
+                # The traceback refers to this work, and so to the group.
                 self._failure.__cause__ = error.with_traceback(None)
             except Exception as error:  # noqa: BLE001  raised by every wait
                 self._failure = error
