@@ -253,7 +253,7 @@ class DistributedOptimizer(OptimizerProxy):
 
     @outside_compiler
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset gradients; raises ``AssertionError`` if their reduction is postponed."""
+        """Reset gradients; ``AssertionError`` if a reduction is postponed."""
         if self._reducer is not None:
             self._reducer.refuse_put_off()
             if self._is_synchronized:  # but not stepped: GradScaler found an inf
