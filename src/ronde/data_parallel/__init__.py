@@ -1,4 +1,4 @@
-"""Parameters to buckets to reductions, overlapped with backward."""
+"""Reduction of gradients in buckets over ranks, overlapped with backward."""
 
 from ronde.data_parallel.buckets import (
     BucketLimits,

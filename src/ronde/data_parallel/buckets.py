@@ -1,4 +1,4 @@
-"""Buckets of gradients: the pure plan, and the sum of a bucket over ranks."""
+"""Buckets of gradients: their plan, and the sum of a bucket over ranks."""
 
 import time
 from collections import Counter, defaultdict
@@ -17,23 +17,23 @@ from ronde.errors import UsageError
 from ronde.tuning import Tuner, TuningOptions
 
 ALIGNMENT_BYTES = 64
-"""Gradients start on cache lines, for vector loads and copies."""
+"""The alignment of gradients in a bucket: cache lines, for vector loads and copies."""
 _MIB = 1 << 20
 _SIZES = (25, 100, 8, 50, 4, 12, 1)
 """Bucket sizes to try, in MiB, the likeliest first."""
 _FIRST_SIZES = (1, 0, 4)
-"""Sizes of the first bucket to try; 0 stands for that of the others."""
+"""Sizes of the first bucket to try, in MiB; 0 means the size of the other buckets."""
 
 
 class GradientSpec(NamedTuple):
-    """One gradient, for a plan."""
+    """The properties of a gradient that a plan of buckets needs."""
 
     numel: int
-    itemsize: int  # bytes an element
+    itemsize: int  # bytes per element
     kind: Hashable  # equal for gradients that may share a bucket: dtype and device
 
     @property
-    def aligned(self) -> int:  # elements up to where the next gradient may begin
+    def aligned(self) -> int:  # elements, with padding up to the next gradient
         step = max(1, ALIGNMENT_BYTES // self.itemsize)
         return -(-self.numel // step) * step
 
@@ -48,16 +48,16 @@ class Slot:
 
 
 class BucketPlan(NamedTuple):
-    """Gradients that are reduced by one collective."""
+    """The gradients of one bucket, with their slices of its memory."""
 
     slots: tuple[Slot, ...]  # in the order in which the gradients are expected
-    numel: int  # in all, padding included
+    numel: int  # of the bucket, with padding
     kind: Hashable  # as in ``GradientSpec``
 
 
 @dataclass(frozen=True, slots=True)
 class BucketLimits:
-    """The sizes in bytes at which a bucket is full; its last gradient may exceed them.
+    """The sizes in bytes at which a bucket is full; its last gradient may exceed it.
 
     The first bucket is small, so that communication starts early in backward; the
     others are large, since each collective costs a latency.
@@ -73,10 +73,10 @@ def plan_buckets(
     limits: BucketLimits,
     groups: Sequence[Sequence[int]] = (),
 ) -> tuple[BucketPlan, ...]:
-    """Cut gradients into buckets along ``order``, in which backward makes them.
+    """Cut gradients into buckets along ``order``, the order of backward.
 
-    ``order`` has indices into ``specs``. Gradients of one of ``groups`` share a bucket
-    (one for each kind) of any size, at the position of the last of them in
+    ``order`` has indices into ``specs``. The gradients of a group share a bucket of any
+    size (or one for each kind), at the position of the group's last gradient in
     ``order``. Offsets are aligned.
     """
     group_of = {index: g for g, group in enumerate(groups) for index in group}
@@ -117,7 +117,7 @@ def candidate_limits(
     default: BucketLimits,
     groups: Sequence[Sequence[int]] = (),
 ) -> list[BucketLimits]:
-    """Return ``default`` and the limits to try that lead to different plans."""
+    """Return ``default`` and other limits that lead to different plans."""
     found = {plan_buckets(specs, order, default, groups): default}
     for first, other in product(_FIRST_SIZES, _SIZES):
         limits = BucketLimits((first or other) * _MIB, other * _MIB)
@@ -146,7 +146,7 @@ class BucketTuning:
         self._last_s = time.perf_counter()
 
     def round_done(self) -> Steps[BucketLimits | None]:
-        """Note the end of a round; return new limits, or None. Sometimes collective."""
+        """Count a round; return new limits, or None. Collective in some rounds."""
         if self.is_over:
             return None
         now_s = time.perf_counter()
@@ -172,7 +172,7 @@ def _columns(limits: BucketLimits) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """result = after * sum over ``size`` ranks of (before * gradient)."""
+    """Factors of a reduction: after * sum over ``size`` ranks (before * gradient)."""
 
     before: float
     after: float
@@ -183,7 +183,7 @@ class Scaling:
 
     @property
     def keep(self) -> float:
-        """The factor with which a result enters another round and stays the same."""
+        """The factor that makes a result come out of another round unchanged."""
         return 1.0 / (self.size * self.before * self.after)
 
 
@@ -193,25 +193,25 @@ class Gradient:
 
     name: str  # in messages
     parameter: Tensor
-    # Its part of its bucket, strided like the parameter. Not returned itself: a program
-    # may set ``data`` of ``parameter.grad``.
+    # The gradient's slice of the bucket, strided like the parameter. ``parameter.grad``
+    # is another tensor of the same memory, as a program may set its ``data``.
     view: Tensor | None = None
     kind: Hashable = None  # of the parameter when it was planned: see ``kind_of``
-    sparse_result: Tensor | None = None  # of the last round, where it was sparse
-    sparse_dims: int = 0  # the number of sparse dimensions, if it is sent sparse
+    sparse_result: Tensor | None = None  # the last round's result, if it was sparse
+    sparse_dims: int = 0  # the number of sparse dimensions; 0 if sent dense
     num_passes: int = 0  # backward passes since the last reduction
     # True if nothing was added to the result of the last round.
     is_reduced: bool = False
-    was_used: bool = False  # this rank has added to the round under way
-    was_sparse: bool = False  # that was sparse
-    # Backward may write it to ``view``: see ``fusion``. Equal on all ranks.
+    was_used: bool = False  # this rank has added to the current round
+    was_sparse: bool = False  # this rank's addition was sparse
+    # Backward may write the gradient to ``view``: see ``fusion``. Equal on all ranks.
     is_fusible: bool = False
-    is_scaled_in_sum: bool = False  # the bucket's sum scales it, not ``copy_in``
-    is_open: bool = False  # a round is under way that waits for its value
+    is_scaled_in_sum: bool = False  # by the bucket's sum, not by ``copy_in``
+    is_open: bool = False  # the current round waits for this gradient
     is_written: bool = False  # backward wrote it to ``view``, but has not set ``grad``
-    hook_id: int = -1  # of our hook after accumulation
-    num_hooks: int = 0  # ours, on the parameter
-    num_fused: int = 0  # values that backward wrote to ``view`` until now
+    hook_id: int = -1  # of the reducer's post-accumulate hook
+    num_hooks: int = 0  # the reducer's hooks on the parameter
+    num_fused: int = 0  # gradients that backward wrote to ``view`` so far
     # The gradients of this parameter in all reducers, this one included.
     siblings: "list[Gradient]" = field(default_factory=list["Gradient"])
 
@@ -239,7 +239,7 @@ class Gradient:
         return before * scaling.keep if is_kept else before
 
     def copy_in(self, scaling: Scaling) -> None:
-        """Move ``parameter.grad`` into the bucket, scaled for the sum; detach it."""
+        """Move ``parameter.grad`` into the bucket, scaled for the sum."""
         grad, view = self.parameter.grad, self.view
         if grad is None or view is None:
             return
@@ -262,7 +262,7 @@ class Gradient:
         self.parameter.grad = result
 
     def forget_plan(self) -> None:
-        """Undo the plan; ``parameter.grad`` stays."""
+        """Remove the gradient from its bucket, but keep ``parameter.grad``."""
         self.view = self.sparse_result = self.kind = None
         self.is_reduced = self.is_scaled_in_sum = self.is_open = False
 
@@ -272,12 +272,12 @@ class Gradient:
 
 
 def kind_of(parameter: Tensor) -> Hashable:
-    """Return the properties that a plan depends on; they may change between steps."""
+    """Return the properties of a parameter that require a new plan if they change."""
     return parameter.dtype, parameter.device, parameter.shape, parameter.stride()
 
 
 def _num_uses(memory: Tensor) -> int:
-    """Return the number of tensors in the same memory."""
+    """Return the number of tensors that share this tensor's storage."""
     storage = memory.untyped_storage()
     return torch._C._storage_Use_Count(storage._cdata)  # pyright: ignore[reportPrivateUsage]  # noqa: SLF001
 
@@ -290,31 +290,31 @@ def _dense(grad: Tensor) -> Tensor:
 Sum = Generator[Iterable[Work[Any]], None, None]
 """The sum of a bucket's memory over all ranks, in place.
 
-It yields the works to wait for once they are started (on an accelerator none), and
-nothing once they are over.
+The first step yields the started works to wait for (on an accelerator none); the
+second yields an empty tuple once the sum has arrived.
 """
 ARRIVED, OVER = 1, 2
-"""Stages of a sum: the result has arrived; the sum is over and recorded."""
+"""Stages of a sum: its result has arrived; it is also recorded in timelines."""
 _SPARSE = 4
 
 
 class GradientBucket:
     """Gradients that are reduced together.
 
-    ``memory`` is flat: ``values``, which are the gradients and padding, then
-    ``control``, one number for each gradient. Every rank that has the gradient sets it
-    to one: if the sum is zero, no rank had it, and it stays None, as in one process. A
-    rank whose gradient is sparse sets ``_SPARSE`` * ranks; then the result is sparse on
-    all. The first bucket ends with ``flags``, ones from ranks that train and zeros from
-    those that have joined, but for ``odd_flags``, and ``drift``: see Note [Control
-    flags] in ``rounds``.
+    ``memory`` is flat. It begins with ``values``, the gradients with padding, and
+    ``control``, one number for each gradient. A rank that has a gradient sets its
+    number to 1: if the sum is 0, no rank had it, and it stays None, as in one process.
+    A rank whose gradient is sparse sets ``_SPARSE`` * ranks; then the result is sparse
+    on all ranks. The first bucket ends with ``flags`` and ``drift``: see Note [Control
+    flags] in ``rounds``. Ranks that train set flags to 1, except ``odd_flags``; joined
+    ranks set them to 0.
 
     ``prescale`` multiplies the values in their sum, if backward writes gradients into
-    the bucket; None if they are scaled when they are copied in. ``is_launched`` if its
-    sum is started, or not needed in this round.
+    the bucket; it is None if they are scaled when copied in. ``is_launched`` is True if
+    the sum is started, or not needed in this round.
 
-    Results are views of the bucket. A program may keep one beyond the step; then the
-    next round uses other memory, of this rank alone.
+    Results are views of the bucket. If a program keeps one beyond the step, the next
+    round uses other, private memory.
     """
 
     def __init__(
@@ -324,11 +324,11 @@ class GradientBucket:
         communicator: Communicator,
         num_flags: int,
     ) -> None:
-        """Make the zeroed buffer of ``plan``; collective."""
+        """Allocate the memory of the planned bucket; collective."""
         self.slots = plan.slots
         self.gradients = [gradients[slot.index] for slot in plan.slots]
-        # Strided as autograd would make them, such as channels_last: optimizers are
-        # fast on equal strides.
+        # Strided as autograd would make gradients, such as channels_last: optimizers
+        # are fast if the strides of parameter and gradient are equal.
         likes = [torch.empty_like(g.parameter, device="meta") for g in self.gradients]
         self._layouts = [(like.shape, like.stride()) for like in likes]
         dtype, device = cast("tuple[torch.dtype, torch.device]", plan.kind)
@@ -342,14 +342,14 @@ class GradientBucket:
         self._is_scaled = any(gradient.is_fusible for gradient in self.gradients)
         self.prescale: float | None = None
         self.odd_flags: Sequence[int] = ()
-        self.num_pending = 0  # gradients that are missing
+        self.num_pending = 0  # gradients that have not arrived
         self.is_launched = False
         self.works: Iterable[Work[Any]] = ()  # the next stage of the sum waits for them
         self._sum: Sum | None = None
         self._stage = 0
 
     def _use(self, memory: Tensor, num_uses: int) -> None:
-        """Reduce in ``memory``, in use by ``num_uses`` tensors so far."""
+        """Switch the bucket to ``memory``, which ``num_uses`` tensors share so far."""
         self.memory, self.control = memory, memory[self._num_values :]
         self.values, self.all_flags = memory[: self._num_values], memory[self._end :]
         self.flags, self.drift = memory[self._end : self._drift], memory[self._drift :]
@@ -361,7 +361,7 @@ class GradientBucket:
         self._num_own_uses = num_uses + 6 + len(self._views)
 
     def adopt(self) -> None:
-        """Make this the bucket of its gradients; move their values here."""
+        """Make this the bucket of its gradients, and move their values into it."""
         for gradient, view in zip(self.gradients, self._views, strict=True):
             if not gradient.is_planned:
                 continue
@@ -371,17 +371,17 @@ class GradientBucket:
             if old is None or grad is None or grad.is_sparse:
                 continue
             if grad.is_set_to(old):
-                grad.data = view.copy_(old)  # for all that refer to it
+                grad.data = view.copy_(old)  # also for other references to it
 
     def open(self) -> None:
-        """Prepare a round."""
+        """Prepare for a round, in which all trained gradients are pending."""
         self._choose_memory()
         self.num_pending = 0
         for gradient in self.gradients:
             gradient.was_used = gradient.was_sparse = gradient.is_written = False
             gradient.is_open = gradient.parameter.requires_grad
             self.num_pending += gradient.parameter.requires_grad
-        # A frozen part of the model is not reduced; but the first bucket has the flags.
+        # Frozen gradients are not reduced, but the first bucket is, for its flags.
         self.is_launched = self.num_pending == 0 and self.flags.numel() == 0
 
     def _choose_memory(self) -> None:
@@ -389,7 +389,7 @@ class GradientBucket:
         is_shared = self.memory is self._shared
         num_others = _num_uses(self.memory) - self._num_own_uses
         if num_others or not is_shared:
-            # Gradients that were not reset do no harm.
+            # A gradient that was not reset does not count as kept.
             grads = [(g, g.parameter.grad) for g in self.gradients]
             num_others -= sum(d is not None and g.is_result(d) for g, d in grads)
         if not is_shared and _num_uses(self._shared) == self._num_shared_uses:
@@ -402,7 +402,7 @@ class GradientBucket:
         self.adopt()
 
     def fill(self, scaling: Scaling) -> None:
-        """Copy in all gradients that are there, before the sum."""
+        """Copy in all available gradients, before the sum."""
         self.is_launched = True
         self._ones.fill_(1)
         for slot, gradient in enumerate(self.gradients):
@@ -436,7 +436,7 @@ class GradientBucket:
         self.works = next(total)
 
     def go_to(self, stage: int) -> None:
-        """Wait for a stage of the sum under way, if there is one."""
+        """Wait for a stage of the current sum, if there is one."""
         while self._sum is not None and self._stage < stage:
             self._stage += 1
             self.works = next(self._sum, ())
@@ -459,18 +459,18 @@ class GradientBucket:
         self.go_to(OVER)
         if scaling.after != 1.0:
             self.values.mul_(scaling.after)
-        # Reading costs an accelerator a synchronisation, hence only if this rank did
-        # not have all gradients.
+        # Read only if this rank did not have all gradients, as reading synchronises
+        # with an accelerator.
         used: list[float] | None = None
         if not all(gradient.was_used for gradient in self.gradients):
             used = cast("list[float]", self.control.real.tolist())
-        # Half way, so that rounding by compression does not matter.
+        # Half of the number for sparse, so that rounding by compression is harmless.
         sparse_from = _SPARSE // 2 * scaling.size
         is_late = False
         for slot, gradient in enumerate(self.gradients):
             view, late = self._views[slot], gradient.parameter.grad
             if gradient.view is not view:
-                continue  # the parameter has changed and is planned anew
+                continue  # the parameter has changed, and will be planned anew
             if late is not None and gradient.is_result_of_sibling(late):
                 continue
             if late is not None:
@@ -480,7 +480,7 @@ class GradientBucket:
             if late is not None or used is None or used[slot]:
                 is_sparse = gradient.was_sparse
                 is_sparse |= used is not None and used[slot] > sparse_from
-                # ``data`` is not a view for autograd.
+                # Autograd does not treat ``data`` as a view.
                 gradient.assign_grad(view.to_sparse(1) if is_sparse else view.data)
         return is_late
 
@@ -490,8 +490,8 @@ def reduce_sparse(
 ) -> Steps[None]:
     """Gather the entries of sparse gradients; collective.
 
-    A result has the entries of all ranks in rank order, not coalesced, equal on all
-    ranks. A gradient that no rank has stays None.
+    A result has the entries of all ranks in rank order, not coalesced. A gradient that
+    no rank has stays None.
     """
     trained = [g for g in gradients if g.parameter.requires_grad]
     if not trained:
@@ -521,7 +521,7 @@ def reduce_sparse(
 
 
 def _own(gradient: Gradient, scaling: Scaling) -> tuple[Tensor, Tensor]:
-    """Return this rank's indices, (entries, sparse dims), and its scaled entries."""
+    """Return this rank's indices, one row per entry, and its scaled entries."""
     grad = gradient.parameter.grad
     if grad is None or not gradient.is_planned:
         return no_entries(gradient)

@@ -1,4 +1,4 @@
-"""Gradients that are sent in fewer bytes, by the names that Horovod gives them."""
+"""Compression of gradients for sending, with Horovod's names."""
 
 from typing import Any, Protocol
 
@@ -11,7 +11,7 @@ from ronde.errors import UsageError
 
 
 class Compressor(Protocol):
-    """Two static functions, deterministic; they keep the number of elements."""
+    """A pair of deterministic functions that keep the number of elements."""
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:
@@ -23,7 +23,7 @@ class Compressor(Protocol):
 
 
 class NoneCompressor:
-    """Send gradients as they are."""
+    """Sends gradients unchanged."""
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, None]:
@@ -35,7 +35,7 @@ class NoneCompressor:
 
 
 class FP16Compressor:
-    """Send floating point as float16: half the bytes, range up to 65504."""
+    """Sends floating-point gradients as float16; values above 65504 overflow."""
 
     wire_dtype = torch.float16
 
@@ -50,13 +50,13 @@ class FP16Compressor:
 
 
 class BF16Compressor(FP16Compressor):
-    """Send floating point as bfloat16: half the bytes, float32's range, 8 bits."""
+    """Sends floating-point gradients as bfloat16, with float32's range but 8 bits."""
 
     wire_dtype = torch.bfloat16
 
 
 class Compression:
-    """Formats that gradients are sent in.
+    """The formats for sending gradients.
 
     ========  ====================================================================
     ``none``  the gradient itself
@@ -82,9 +82,9 @@ def require_compressor(compression: object) -> None:
 def sum_compressed(
     compressor: type[Compressor], bucket: GradientBucket, communicator: Communicator
 ) -> Sum:
-    """Sum a bucket, sent as one tensor, over all ranks."""
-    # Control numbers travel with the values where the compressor is one of ours, which
-    # keep small integers; not where the sum scales the values.
+    """Sum a compressed bucket over all ranks."""
+    # Control numbers are sent with the values if the compressor is one of ours, which
+    # keep small integers exact, and the sum does not scale the values.
     prescale, values = bucket.prescale, bucket.values
     works: list[Work[Tensor]] = []
     is_ours = compressor in (NoneCompressor, FP16Compressor, BF16Compressor)

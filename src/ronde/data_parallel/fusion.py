@@ -1,24 +1,25 @@
 """Gradient accumulation fusion: backward writes weight gradients into buckets.
 
-Off by default: it depends on private functions of torch.
+Fusion is off by default, as it depends on private functions of torch.
 
 Note [Gradient accumulation fusion]
     The gradient of a linear layer's weight is a matrix product. Backward puts it into
-    memory of its own, from where it is copied into the bucket. With fusion a
+    new memory, and then it is copied into the bucket. With fusion a
     ``TorchDispatchMode``, active while the node of the product runs, turns the ``mm``
     that makes the gradient into ``mm(..., out=view)``. Kernel and operands are the
-    same, and so are the bits. Autograd makes the view ``parameter.grad``, with no copy.
+    same, and so is every bit. Autograd assigns the view to ``parameter.grad`` without a
+    copy.
 
-    The nodes are found when the first gradient of a backward pass arrives, by a walk
-    from the tensors that ``backward()`` was called on: so the layer that comes first in
+    When the first gradient of a backward pass arrives, the nodes are found by a walk
+    from the tensors that ``backward()`` was called on. So the layer that comes first in
     backward is never fused.
 
-    A gradient is fused only where the program cannot see the difference. The graph must
-    use the weight once, in one product (so not if it is tied, cast by autocast,
-    parametrized, or compiled), ``parameter.grad`` must be None and its view unused. No
-    hook but ours may see the gradient: it might keep the tensor, which the sum over
-    all ranks overwrites. The one hook that cannot be detected is a tensor hook on a
-    transposed weight: it must clone the gradient that it keeps.
+    A gradient is fused only if the program cannot see the difference. The graph must
+    use the weight once, in one product (so the weight is not tied, cast by autocast,
+    parametrized, or compiled), and ``parameter.grad`` must be None and the view unused.
+    No hook but the reducer's may see the gradient, as it might keep the tensor, which
+    the sum over all ranks overwrites. Only a tensor hook on a transposed weight cannot
+    be detected: it must clone a gradient that it keeps.
 """
 
 from collections import Counter
@@ -45,14 +46,14 @@ from torch.utils.hooks import RemovableHandle
 from ronde.data_parallel.buckets import Gradient
 from ronde.data_parallel.hooks import caller_frame, current_backward
 
-_MIN_BYTES = 2 << 20  # below that the dispatch in Python costs more than the copy
+_MIN_BYTES = 2 << 20  # below that, dispatch in Python costs more than the copy
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 _LEAF = "torch::autograd::AccumulateGrad"
 _PRODUCTS = ("AddmmBackward0", "MmBackward0")
 
 
 def is_fusible(parameter: Tensor) -> bool:
-    """Return True if its gradient may be fused in some pass; equal on all ranks."""
+    """Return True if the gradient may be fused; equal on all ranks."""
     return (
         parameter.is_cpu
         and parameter.ndim == 2
@@ -64,7 +65,7 @@ def is_fusible(parameter: Tensor) -> bool:
 
 
 def fuse(gradients: Sequence[Gradient]) -> list[RemovableHandle]:
-    """Have this backward pass write gradients into buckets; return the hooks."""
+    """Make this backward pass write gradients into buckets; return the hooks."""
     backward = current_backward()
     by_weight = {g.parameter: g for g in gradients if g.is_fusible}
     code = _engine_run_backward.__code__
@@ -83,7 +84,7 @@ def fuse(gradients: Sequence[Gradient]) -> list[RemovableHandle]:
 def _paths(
     roots: Sequence[Node], by_weight: Mapping[Tensor, Gradient]
 ) -> list[tuple[Gradient, Sequence[Node]]]:
-    """Return the nodes from product to weight, where a weight is used but once."""
+    """Return the nodes from product to weight, for weights that are used once."""
     num_uses = Counter(roots)
     user: dict[Node, Node] = {}
     leaves: list[Node] = []
@@ -116,7 +117,7 @@ def _paths(
 def _before_product(
     gradient: Gradient, path: Sequence[Node], backward: int, grads: Sequence[Any]
 ) -> None:
-    """Have the node that runs next write the product into the bucket, if allowed."""
+    """Make the next node write its product into the bucket, if that is allowed."""
     grad, view = grads[0], gradient.view
     level = cast("int", forward_ad._current_level)  # pyright: ignore[reportPrivateUsage]  # noqa: SLF001
     if (
@@ -133,12 +134,12 @@ def _before_product(
         and maybe_current_level() is None  # torch.func
         and not _is_hooked(gradient, path)
     ):
-        # The engine takes it off again: it gives every node a fresh state.
+        # The engine removes the mode, as it gives every node a fresh state.
         _push_mode(_IntoView(gradient, view, grad.data_ptr()))
 
 
 def _is_hooked(gradient: Gradient, path: Sequence[Node]) -> bool:
-    """Return True if a hook that is not ours sees the gradient."""
+    """Return True if a hook other than the reducer's sees the gradient."""
     parameter = cast("Any", gradient.parameter)
     tables = (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)  # noqa: SLF001
     if sum(len(table) for table in tables if table) > gradient.num_hooks:
@@ -162,7 +163,7 @@ def _ignore(*_: object) -> None:
 
 
 class _IntoView(TorchDispatchMode):
-    """Sends one ``mm``, the one that makes a gradient, to the gradient's view."""
+    """Dispatch mode that makes one ``mm`` write its gradient into the bucket."""
 
     def __init__(self, gradient: Gradient, view: Tensor, grad_address: int) -> None:
         super().__init__()
@@ -192,7 +193,7 @@ class _IntoView(TorchDispatchMode):
             if not is_plain or factor.layout is not torch.strided:
                 return False
         addresses = (left.data_ptr(), right.data_ptr())
-        # The node's other product, the gradient of its input, has the weight for one.
+        # The node's other product, the gradient of its input, has the weight as factor.
         return (
             self._grad_address in addresses
             and self._gradient.parameter.data_ptr() not in addresses

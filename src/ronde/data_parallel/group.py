@@ -1,7 +1,7 @@
 """The process group of a reducer: connecting, interruptible waits, joined ranks.
 
-Code with several waits for other ranks is a generator, which yields each work before it
-waits for it. To exhaust the generator is to block at each wait.
+Code that waits for other ranks several times is a generator, which yields each work
+before it waits for the work. Exhausting the generator blocks at each wait.
 """
 
 import threading
@@ -26,20 +26,20 @@ Steps = Generator[Work[Any], None, T]
 
 
 class ReducerKey(NamedTuple):
-    """The name of a reducer, equal on all of its ranks."""
+    """An identifier of a reducer, equal on all of its ranks."""
 
     set_id: int
-    number: int  # among those of the set
-    size: int  # ranks in the set
+    number: int  # unique within the set
+    size: int  # number of ranks in the set
 
 
 class GroupConnector(Protocol):
-    """Connects a reducer with the equal ones of the other ranks, at its first use.
+    """Connects a reducer with its counterparts on other ranks, at its first use.
 
-    ``waits`` are this process's. ``start`` begins to connect and returns the sync point
-    of the ranks. ``connect`` is collective, and seen by the stall inspector if
-    ``is_watched``; it raises if there is no session, a rank is gone, or the ranks'
-    models differ. ``give_up`` fails a call of ``connect`` under way.
+    ``waits`` are the waits of this process. ``start`` begins to connect and returns the
+    ranks' sync point. ``connect`` is collective; with ``is_watched`` the stall
+    inspector watches it. It raises if there is no session, a rank is lost, or the
+    ranks' models differ. ``give_up`` makes a running ``connect`` fail.
     """
 
     @property
@@ -55,8 +55,8 @@ class GroupConnector(Protocol):
 class ReducerGroup:
     """The ranks of a connected reducer; also a ``GroupConnector``."""
 
-    communicator: Communicator  # of this reducer alone
-    coordinator: Coordinator | None = None  # watches its waits
+    communicator: Communicator  # used by this reducer only
+    coordinator: Coordinator | None = None  # watches the reducer's waits
     set_id: int = 0
     number: int = 0
     waits: Waits = field(default_factory=Waits)  # this process's
@@ -99,8 +99,8 @@ def result_of(work: Work[T]) -> Steps[T]:
 class RoundCoroutine:
     """A generator of works that can be interrupted at each wait.
 
-    ``failures`` has its exception. Remove it before raising it: its traceback refers to
-    this object, and so keeps a communicator and its memory alive.
+    ``failures`` has the generator's exception. Remove the exception before raising it,
+    as its traceback refers to this object and keeps a communicator's memory alive.
     """
 
     def __init__(self, steps: Steps[None]) -> None:
@@ -137,12 +137,12 @@ class RoundCoroutine:
 
 
 def run_blocking(waits: Waits, function: Callable[[], T]) -> Steps[T]:
-    """Call a function that may block; in a background thread if rounds are put off.
+    """Call a function that may block, in a background thread if rounds are postponed.
 
     Note [Blocking calls]
-        Allocating memory, and gathering uneven sizes, block until all ranks do so. All
-        ranks get there, at once or, if they have put the round off, at their next wait.
-        But two ranks that block in two rounds that were put off would deadlock.
+        Allocating memory and gathering uneven sizes block until all ranks do the same.
+        A rank does so at once or, if it has postponed the round, at its next wait. But
+        two ranks that block in different postponed rounds would deadlock.
     """
     if not waits.put_off:
         return function()
@@ -164,8 +164,8 @@ class JoinParticipant(Protocol):
 
     ``last_round`` is the number of the last reduction that this rank contributed to.
     ``start_connecting`` returns at once. ``participate_with_zeros`` adds zeros until
-    all ranks do so, or a reduction fails. ``unbind`` disconnects; if abruptly, calls
-    under way fail on all ranks.
+    all ranks do so, or a reduction fails. ``unbind`` disconnects; with ``is_abrupt``,
+    calls in progress fail on all ranks.
     """
 
     @property
@@ -182,12 +182,12 @@ def participate_until_all_joined(
 ) -> int:
     """Participate with zeros until all ranks have joined; collective.
 
-    Each participant has a thread, as ranks may use them in any order. Those that not
-    all ranks have, such as an old optimizer that only this rank keeps, are disconnected
-    at the end.
+    Each participant has a thread, as ranks may use participants in any order. Those
+    that do not exist on all ranks, such as an old optimizer that only this rank keeps,
+    are disconnected at the end.
 
-    Returns a rank of the last step; if possible the one that joined last. Raises
-    ``CollectiveError`` if a reduction failed or a rank is gone.
+    Returns a rank that took the last step, if possible the rank that joined last.
+    Raises ``CollectiveError`` if a reduction failed or a rank is lost.
     """
     threads: dict[JoinParticipant, threading.Thread] = {}
     errors: list[tuple[ReducerKey, CollectiveError]] = []
@@ -216,13 +216,13 @@ def participate_until_all_joined(
         counts = Counter(ReducerKey(*row[1:4]) for row in everyone)
         living.update(key for key, number in counts.items() if number == key.size)
     finally:
-        # First those that not all ranks have.
+        # First those that do not exist on all ranks.
         for each in sorted(threads, key=lambda participant: participant.key in living):
             if each.key not in living:
                 each.unbind(is_abrupt=True)
             threads[each].join()
     failures = [error for key, error in errors if key in living]
-    errors.clear()  # the tracebacks refer to it
+    errors.clear()  # the tracebacks refer to the list
     if failures:
         raise failures.pop(0)
     num_rounds = [0] * coordinator.size

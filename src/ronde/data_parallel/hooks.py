@@ -20,9 +20,9 @@ from ronde.data_parallel.buckets import Gradient
 def add_hook(
     gradient: Gradient, index: int, method: Callable[[int], None], *, is_before: bool
 ) -> RemovableHandle:
-    """Call a bound method each time backward has added to a gradient, or before it.
+    """Call a bound method when backward has added to a gradient, or is about to.
 
-    Its object is held weakly. A frozen parameter is hooked too.
+    The method's object is held weakly. Frozen parameters are hooked too.
     """
     target = weakref.WeakMethod(method)
 
@@ -32,7 +32,7 @@ def add_hook(
         if alive is not None:
             alive(index)
 
-    # Torch hooks only parameters that require a gradient; frozen ones keep the hook.
+    # torch adds hooks only while a parameter requires a gradient, but keeps them.
     parameter = gradient.parameter
     was_trained = parameter.requires_grad
     parameter.requires_grad_()
@@ -49,9 +49,9 @@ def add_hook(
 
 
 def is_last_hook(gradient: Gradient) -> bool:
-    """Return True if ours is the last hook on a gradient; make it last from now on.
+    """Return True if the reducer's hook on a gradient is the last; else make it so.
 
-    Hooks after ours would not find the gradient, which ours takes away.
+    Later hooks would not find the gradient, as the reducer's hook removes it.
     """
     hooks = cast("Any", gradient.parameter)._post_accumulate_grad_hooks  # noqa: SLF001
     if len(hooks) == 1 or next(reversed(hooks)) == gradient.hook_id:
@@ -66,13 +66,13 @@ def call_at_end_of_backward(
 ) -> None:
     """Call ``method`` after this backward pass.
 
-    Where the call cannot raise, its failure is passed to ``keep_failure``.
+    If it cannot raise there, its exception is passed to ``keep_failure``.
     """
     callback = method
     module = sys.modules.get("torch._dynamo.compiled_autograd")
     if getattr(module, "in_compiled_autograd_region", False):
-        # It queues callbacks without calling them, and releases them after backward,
-        # also after one that raised.
+        # Compiled autograd queues callbacks without calling them, and releases them
+        # after backward, even if that raised.
         @outside_compiler
         def call_at_release() -> None:
             try:
@@ -94,8 +94,8 @@ def current_backward() -> int:
 
 
 def is_nested_backward() -> bool:
-    """Return True in a backward inside another one's node: reentrant checkpointing."""
-    # A node written in Python is always called through this function.
+    """Return True in a backward run by a node of another: reentrant checkpointing."""
+    # The engine calls nodes written in Python through this function.
     return caller_frame(BackwardCFunction.apply.__code__) is not None
 
 

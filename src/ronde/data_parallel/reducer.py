@@ -3,24 +3,24 @@
 Note [One round]
     A *round* reduces every bucket once, in plan order, on every rank; due to the fixed
     order no negotiation is needed. A round opens with the first gradient that is ready
-    and is finished at the end of the same backward pass, so that after ``backward()``
-    all gradients are those of one process. Unused ones stay None. A rank without any
-    gradient adds zeros. The plan is made at the end of the first backward, when the
-    order of gradients, and the sparse ones, are known.
+    and finishes at the end of the same backward pass. So after ``backward()`` all
+    gradients are reduced. Unused gradients stay None. A rank without any gradient adds
+    zeros. The plan is made at the end of the first backward, when the order of
+    gradients is known, and also which of them are sparse.
 
-    If ranks would wait for each other in a circle, a round *gives way*: see Note
-    [Ranks that wait for each other]. Then ``backward()`` returns, and the rest of the
-    round is done during other waits of its thread, at the latest in ``synchronize()``
-    or the next ``backward()``.
+    If ranks would wait for each other in a circle, a round is postponed (*gives way*):
+    see Note [Ranks that wait for each other]. Then ``backward()`` returns, and the rest
+    of the round runs during other waits of its thread, at the latest in
+    ``synchronize()`` or the next ``backward()``.
 
     ``synchronize()`` runs a round if none has run since the last step, or if gradients
     were added after it. Adding to a reduced gradient is allowed: the result, scaled by
-    ``Scaling.keep``, enters the next round on each rank and comes out unchanged. Adding
-    while the bucket is under way goes to a new ``.grad``, since the bucket's gradients
-    are detached meanwhile, and one more round follows.
+    ``Scaling.keep``, enters the next round on each rank and comes out unchanged. While
+    a bucket is being summed its gradients are detached, so backward adds to a new
+    ``.grad``, and one more round follows.
 
     Under reentrant checkpointing the end of an inner backward finishes the round only
-    if all gradients are there; else the outer end does, or ``synchronize()``.
+    if all gradients have arrived; else the outer backward or ``synchronize()`` does.
 """
 
 import dataclasses
@@ -61,9 +61,9 @@ _siblings: dict[int, list[Gradient]] = {}
 class Reducer:
     """Reduces the gradients of some parameters over all ranks.
 
-    Collective to use, not to create: ranks connect in their first round. Every rank has
-    the same parameters in the same order. Only those that require a gradient are
-    reduced; one that begins to require it is added in the next round.
+    Creating one is not collective: ranks connect in the first round. Every rank has the
+    same parameters in the same order. Only parameters that require a gradient are
+    reduced; one that begins to require a gradient is added in the next round.
     """
 
     def __init__(
@@ -79,8 +79,8 @@ class Reducer:
         self._has_run = False  # since the last step
         self._num_prepared = 0
         self._owner = threading.get_ident()
-        self._under_way: RoundCoroutine | None = None  # the round that gave way
-        self._failures: list[BaseException] = []  # of a backward pass; raised later
+        self._under_way: RoundCoroutine | None = None  # a postponed round
+        self._failures: list[BaseException] = []  # of backward passes; raised later
         self._has_given_way = False
         self._waits = connector.waits  # of the session
         self._lock = threading.Lock()
@@ -110,7 +110,7 @@ class Reducer:
 
     @property
     def num_fused(self) -> int:
-        """The number of gradients that backward wrote into buckets until now."""
+        """The number of gradients that backward has written into buckets."""
         return sum(gradient.num_fused for gradient in self._gradients)
 
     @property
@@ -120,7 +120,7 @@ class Reducer:
 
     @property
     def communicator(self) -> Communicator:
-        """The communicator of its rounds, after the first ``synchronize()``."""
+        """The communicator of the rounds; available after the first round."""
         return self._communicators[-1]
 
     def set_passes(self, passes: int) -> None:
@@ -142,7 +142,7 @@ class Reducer:
 
     @torch.no_grad()
     def progress(self) -> None:
-        """Continue the round that gave way, as far as possible without waiting."""
+        """Continue a postponed round, as far as possible without waiting."""
         if not self._lock.acquire(blocking=False):
             return
         try:
@@ -154,17 +154,17 @@ class Reducer:
             self._lock.release()
 
     def forget(self) -> None:
-        """Drop the gradients: the next step needs a new round."""
+        """Require a new round for the next step."""
         self._has_run = False
 
     def refuse_put_off(self) -> None:
-        """Raise if a round that gave way is not finished."""
+        """Raise if a postponed round is not finished."""
         if self._under_way is not None:
             raise AssertionError(_NOT_OVER)
 
     @torch.no_grad()
     def step_done(self, optimizer: Optimizer | None = None) -> None:
-        """Note that an optimizer has stepped: the next step needs a new round."""
+        """Count an optimizer's step; the next step needs a new round."""
         self.forget()
         self.rounds.checks.steps.num_steps += 1
         if optimizer is not None and self.key.size > 1:
@@ -181,7 +181,7 @@ class Reducer:
 
     @torch.no_grad()
     def participate_with_zeros(self) -> None:
-        """Participate with zeros in the others' rounds, until all ranks do so."""
+        """Participate with zeros in other ranks' rounds, until all ranks do so."""
         with self._lock:
             self._raise_failure()
             if self._under_way is not None:
@@ -190,7 +190,7 @@ class Reducer:
             self._has_run = False
 
     def unbind(self, *, is_abrupt: bool = False) -> None:
-        """Disconnect, if abruptly with failures; the next use connects."""
+        """Disconnect until the next use; with ``is_abrupt``, calls in progress fail."""
         self._connector.give_up()
         for communicator in self._communicators:
             (communicator.abort if is_abrupt else communicator.close)()
@@ -215,7 +215,7 @@ class Reducer:
         )
 
     def _prepare_additions(self) -> None:
-        """Make backward finish a round that gave way, and scale results it adds to."""
+        """Make backward finish a postponed round, and scale results that it adds to."""
         if self.rounds.scaling.keep == 1.0 and not self._has_given_way:
             return
         for index in range(self._num_prepared, len(self._gradients)):

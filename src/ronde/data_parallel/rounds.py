@@ -1,21 +1,21 @@
 """A reducer's rounds over one communicator: see Note [One round] in ``reducer``.
 
 Note [Control flags]
-    A rank that has joined (Horovod's ``join``) participates with zeros in the rounds of
-    the others. Every round begins with the same bucket. It ends with flags, ones from
-    ranks that still train and zeros from those that have joined. Their sums show:
+    A rank that has joined (Horovod's ``join``) participates with zeros in the other
+    ranks' rounds. Every round begins with the same bucket. Flags at its end are 1 on
+    ranks that still train and 0 on joined ranks. The sums of these flags mean:
 
-        0     the number of ranks that train; if zero, the round ends
-        1     zero if a parameter is new; then all plan anew after the round
-        2     the number of joined ranks; here they set one, and the others zero
+        0     the number of ranks that train; if 0, the round ends
+        1     0 if a parameter is new; then all ranks plan anew after the round
+        2     the number of joined ranks, which set it to 1 while the others set 0
         3-5   the steps of the ranks: see ``StepCheck``
-        6...  the other buckets, then the sparse gradients, that are reduced; frozen
-              ones are left out
+        6...  the other buckets, then the sparse gradients: 0 for frozen ones, which are
+              not reduced
         last  32 flags for weights that differ, zeros in most rounds: see Note [How
               drift is found] in ``ronde.drift``
 
-    Ranks that train read flag 2 where that needs no synchronisation. It matters for
-    gradients that are added to after their reduction: see ``Scaling``.
+    Ranks that train read flag 2 if that needs no synchronisation. The flag matters for
+    adding to a gradient after its reduction: see ``Scaling``.
 """
 
 import hashlib
@@ -81,9 +81,9 @@ _NUM_OWN_FLAGS = _STEPS + _NUM_STEP_FLAGS
 
 @dataclass(frozen=True, slots=True)
 class ReducerOptions:
-    """Options of a reducer."""
+    """The settings of a ``Reducer`` and its rounds."""
 
-    is_average: bool = True  # over ranks, else the sum
+    is_average: bool = True  # over ranks; False: the sum
     predivide: float = 1.0  # part of the average's divisor, applied before the sum
     passes: int = 1  # backward passes to accumulate before a reduction
     is_passes_average: bool = False  # divide by ``passes`` too
@@ -106,13 +106,13 @@ class ReducerOptions:
 
 
 class FlagReader:
-    """Reads sums of flags; on an accelerator one round late, not to wait."""
+    """Reads the sums of flags; on an accelerator one round late, to avoid waiting."""
 
     def __init__(self) -> None:
         self._last: tuple[Tensor, int, torch.Event] | None = None
 
     def read(self, flags: Tensor, step: int) -> tuple[list[float], int] | None:
-        """Return flags and their ``step``; None if there are none yet."""
+        """Return sums and their ``step``, or None if none are available yet."""
         if not flags.is_cpu:
             here = torch.empty_like(flags, device="cpu", pin_memory=True)
             here.copy_(flags, non_blocking=True)
@@ -129,12 +129,12 @@ class FlagReader:
 class StepCheck:
     """Finds ranks that ran backward unequally often between two optimizer steps.
 
-    Each rank that trains sets one of three flags, by its steps modulo three. If more
-    than one sum is not zero, a round has added up gradients of different steps.
+    Each rank that trains sets one of three flags, chosen by its step count modulo 3. If
+    more than one sum is nonzero, a round has added up gradients of different steps.
     """
 
     def __init__(self) -> None:
-        self.num_steps = 0  # of this rank, since all ranks began to count
+        self.num_steps = 0  # of this rank; all ranks reset it together
 
     @property
     def flag(self) -> int:
@@ -142,7 +142,7 @@ class StepCheck:
 
     @staticmethod
     def check(sums: Sequence[float], flag: int) -> None:
-        """Raise on all ranks if a round's flags show different steps."""
+        """Raise, on all ranks, if the sums of flags show different steps."""
         counts = list(map(round, sums))
         if counts.count(0) == _NUM_STEP_FLAGS - 1:
             return
@@ -168,12 +168,12 @@ class RoundChecks:
         self._has_sums = True  # the first bucket's memory has sums of drift
 
     def restart(self) -> None:
-        """Reset on all ranks, which have taken different numbers of steps."""
+        """Reset, on all ranks, after they have taken different numbers of steps."""
         self.steps, self._reader = StepCheck(), FlagReader()
         self.drift.restart()
 
     def sum_at_begin(self, parameters: Iterable[Tensor]) -> int | None:
-        """Return the checksum of all weights; None after the first time."""
+        """Return the checksum of all weights, or None if it is known or not needed."""
         if self._did_begin_equal is not None or not self._is_drift_sought:
             return None
         return sum(map(sum_of_words, parameters))
@@ -184,7 +184,7 @@ class RoundChecks:
 
     @property
     def odd(self) -> list[int]:
-        """Flags that this rank sets to zero."""
+        """The indices of step flags that this rank sets to zero."""
         return [_STEPS + i for i in range(_NUM_STEP_FLAGS) if i != self.steps.flag]
 
     def write(self, bucket: GradientBucket) -> None:
@@ -192,7 +192,7 @@ class RoundChecks:
         looked = self.drift.pop_flags() if self.drift.sums else None
         if looked is not None:
             bucket.drift.copy_(looked)
-        elif self._has_sums:  # of the round before
+        elif self._has_sums:  # of the previous round
             bucket.drift.zero_()
 
     def check(
@@ -204,9 +204,9 @@ class RoundChecks:
         *,
         has_joined: bool,
     ) -> Steps[None]:
-        """Raise if steps differ; report weights that differ, which is collective.
+        """Raise if steps differ; report weights that differ (collective).
 
-        ``ranks`` are the group's among all, or empty for all.
+        ``ranks`` are the group's global ranks; empty means all ranks.
         """
         found = self._reader.read(bucket.all_flags, self.steps.flag)
         if found is None:
@@ -226,7 +226,7 @@ class RoundChecks:
 
 
 def describe(name: str, parameter: Tensor) -> str:
-    """Describe the properties that must be equal on all ranks."""
+    """Describe the properties of a parameter that must be equal on all ranks."""
     return (
         f"{name} {tuple(parameter.shape)} strides {parameter.stride()} "
         f"{parameter.dtype} on {parameter.device.type}"
@@ -234,7 +234,7 @@ def describe(name: str, parameter: Tensor) -> str:
 
 
 def require_equal(everyone: Sequence[list[str] | None]) -> None:
-    """Raise if the ranks' lists of ``describe`` differ; None matches any."""
+    """Raise if the ranks' lists of descriptions differ; None matches any list."""
     lists = [(rank, theirs) for rank, theirs in enumerate(everyone) if theirs]
     one, mine = lists[0]
     for another, theirs in lists[1:]:
@@ -251,11 +251,11 @@ def require_equal(everyone: Sequence[list[str] | None]) -> None:
 class ReductionRounds:
     """Runs rounds, one after the other; not thread-safe.
 
-    All ranks launch the buckets in one order, then sparse gradients: a full bucket
-    waits for those before it, since collectives are matched by their order.
+    All ranks launch the buckets in the same order, then sparse gradients. A full bucket
+    waits for the preceding ones, because collectives are matched by their order.
     """
 
-    # Set once it is connected:
+    # Set by ``_connect``:
     _group: ReducerGroup
     _communicator: Communicator
     _point: SyncPoint
@@ -271,13 +271,13 @@ class ReductionRounds:
         self._gradients, self._options = gradients, options
         self._connector, self._communicators = connector, communicators
         self.is_connected = False
-        self.waiting: PolledWait | None = None  # the wait for ``finish``
+        self.waiting: PolledWait | None = None  # the current wait in ``finish``
         self.is_open = False
-        self.last_round = 0  # the last one that this rank contributed to
+        self.last_round = 0  # the last round that this rank contributed to
         self.scaling = self._all_scaling = Scaling(1.0, 1.0, 1)
         self.checks = RoundChecks(options.drift)
         self.buckets: list[GradientBucket] = []
-        self._num_rounds = 0  # with contributions of any rank; equal on all ranks
+        self._num_rounds = 0  # in which any rank trained; equal on all ranks
         self._order: list[int] = []  # of the planned gradients
         self._limits = options.limits
         self._bucket_of: dict[int, GradientBucket] = {}
@@ -291,7 +291,7 @@ class ReductionRounds:
         self._tuning: BucketTuning | None = None
 
     def start(self) -> SyncPoint:
-        """Begin to connect, if necessary; return the sync point of the ranks."""
+        """Begin to connect, if necessary; return the ranks' sync point."""
         return self._point if self.is_connected else self._connector.start()
 
     def set_options(self, options: ReducerOptions) -> None:
@@ -311,13 +311,13 @@ class ReductionRounds:
 
     @property
     def tuned_limits(self) -> BucketLimits | None:
-        """The bucket sizes at the end of tuning."""
+        """The bucket sizes found by tuning, or None before its end."""
         is_over = self._tuning is not None and self._tuning.is_over
         return self._limits if is_over else None
 
     @property
     def is_complete(self) -> bool:
-        """True if all gradients of this round are there."""
+        """True if all gradients of this round have arrived."""
         return (
             self._next == len(self.buckets)
             and not self._has_new_parameters
@@ -325,7 +325,7 @@ class ReductionRounds:
         )
 
     def arrive(self, index: int, *, is_final: bool = True) -> None:
-        """Handle a gradient of backward; if it is not final, at the end of backward."""
+        """Handle a gradient of backward; if not ``is_final``, it is copied in later."""
         if not self.is_open:
             self._open()
         gradient = self._gradients[index]
@@ -334,7 +334,7 @@ class ReductionRounds:
             self._arrivals.append(index)
         bucket = self._bucket_of.get(index)
         if bucket is None or bucket.is_launched or not is_final:
-            return  # sparse, new, late, or later
+            return  # sparse, new, late, or not final
         gradient.copy_in(self.scaling)  # while it is in the cache
         if is_first:
             bucket.num_pending -= 1
@@ -353,7 +353,7 @@ class ReductionRounds:
             if self.waiting is not None:
                 self.waiting.move_to(self._point)
             is_late = yield from self._complete()
-            if self.buckets and self.buckets[0].flags.is_cpu:  # else it would wait
+            if self.buckets and self.buckets[0].flags.is_cpu:  # else reading would wait
                 num_joined = self.buckets[0].count(_JOINED)
                 self.scaling = self._all_scaling.without(num_joined)
             yield from self._tune()
@@ -368,7 +368,7 @@ class ReductionRounds:
         for gradient in self._gradients:
             grad = gradient.parameter.grad
             if grad is not None and gradient.is_result(grad):
-                # The others' results will overwrite the bucket.
+                # Other ranks' results will overwrite the bucket.
                 gradient.assign_grad(grad.clone())
         self._has_joined = True
         is_anyone_left, is_planned = True, bool(self.buckets)
@@ -405,7 +405,7 @@ class ReductionRounds:
             self.buckets[0].odd_flags = odd + [_IS_PLANNED] * self._has_new_parameters
 
     def _launch(self, *, has_all: bool) -> None:
-        """Start the full buckets up to the first that is not, or all if ``has_all``."""
+        """Start all buckets before the first incomplete one, or all if ``has_all``."""
         for bucket in self.buckets[self._next :]:
             if bucket.num_pending and not has_all:
                 return
@@ -417,7 +417,7 @@ class ReductionRounds:
                 bucket.start(self._sum_of(bucket), self.scaling)
 
     def _complete(self) -> Steps[bool]:
-        """Launch and await the rest; return True if backward added meanwhile."""
+        """Launch the rest and wait for all; return True if backward added meanwhile."""
         self._launch(has_all=True)
         self.is_open = False
 
@@ -441,7 +441,7 @@ class ReductionRounds:
         return check(bucket, group, gradients, ranks, has_joined=has_joined)
 
     def _add_zeros(self) -> tuple[bool, bool]:
-        """Participate in a round; return flags 0 and 1: see Note [Control flags]."""
+        """Add zeros in one round; return flags 0 and 1: see Note [Control flags]."""
         self._open_buckets()
         first, *others = self.buckets
         first.odd_flags = (_JOINED,)
@@ -472,8 +472,8 @@ class ReductionRounds:
     def _plan_new(self) -> Steps[bool]:
         """Plan for new gradients; return True if a round must follow; collective.
 
-        If others are planned already, the new ones are reduced by themselves: a
-        gradient must not be reduced twice in a round.
+        If there is a plan already, the new gradients are reduced in a round of their
+        own, as no gradient may be reduced twice in a round.
         """
         agreed, arrivals = yield from run_blocking(self._group.waits, self._agree)
         new = agreed[::-1]  # backward makes gradients roughly in reverse
@@ -495,11 +495,11 @@ class ReductionRounds:
         return is_late
 
     def _agree(self) -> tuple[list[int], list[int]]:
-        """Return the indices of new gradients, and rank 0's arrivals.
+        """Return the indices of new gradients, and rank 0's order of arrivals.
 
-        A rank that did not use an embedding learns here that its gradient is sparse.
-        Parameters of joined ranks are ignored. Raises on every rank if parameters
-        differ, or one is trained on some ranks and frozen on others.
+        Also exchanges sparse dimensions, for ranks that did not use an embedding.
+        Joined ranks have no vote on the trained parameters. Raises on every rank if
+        parameters differ, or one is trained on some ranks and frozen on others.
         """
         gradients, communicator = self._gradients, self._communicator
         mine = [describe(g.name, g.parameter) for g in gradients]
@@ -532,7 +532,7 @@ class ReductionRounds:
         return new, arrivals[0] or []
 
     def _arrange(self, order: Sequence[int]) -> Steps[None]:
-        """Plan anew along ``order``, then the other planned ones; collective."""
+        """Plan buckets for ``order``, then the other planned gradients; collective."""
         self._order = [*order, *sorted(set(self._order) - set(order), reverse=True)]
         specs, dense = self._specs_and_dense()
         plans = plan_buckets(specs, dense, self._limits, self._options.groups)
@@ -572,7 +572,7 @@ class ReductionRounds:
         return specs, [i for i in self._order if not self._gradients[i].sparse_dims]
 
     def _tune(self) -> Steps[None]:
-        """Try other bucket sizes, if tuning is on; sometimes collective."""
+        """Try other bucket sizes, if tuning is on; collective in some rounds."""
         options = self._options
         if options.tuning is None or not self.buckets:
             return
@@ -619,7 +619,7 @@ def _watched(
     *,
     has_joined: bool,
 ) -> Sum:
-    """Sum a bucket, seen by timelines and the stall inspector."""
+    """Sum a bucket under the stall inspector, and record it in timelines."""
     coordinator = group.coordinator
     if coordinator is None:
         yield from total

@@ -1,8 +1,8 @@
-"""Horovod's package under its own name, for unmodified scripts."""
+"""The module that unmodified scripts import as ``horovod``."""
 
 from ronde.horovod.launcher import run
 
 __version__ = "0.28.1"
-"""The version of Horovod with this interface, for scripts that compare it."""
+"""Horovod's version with the same interface, for scripts that check versions."""
 
 __all__ = ["run"]

@@ -1,4 +1,4 @@
-"""Makes ``import horovod.X`` return ronde's module: the same object, not a copy."""
+"""Import hook that makes ``import horovod.X`` return ronde's own module object."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -28,13 +28,13 @@ _MODULES = {
 """Horovod's modules, and the module of ronde that replaces each."""
 _PACKAGES = {name.rpartition(".")[0] for name in _MODULES} | {"runner.common"}
 _RUN = "run"
-"""A function; until Horovod 0.19 the package that is ``horovod.runner`` now."""
+"""A function in Horovod; up to version 0.19 also the package ``horovod.runner``."""
 _TO_COME = ("tensorflow", "keras")
 _NOT_HERE = ("mxnet", "ray", "spark")
 
 
 def install() -> None:
-    """Replace ``horovod``, which calls this, and its modules by ronde's."""
+    """Replace the calling package ``horovod`` and its modules with ronde's."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
     sys.modules["horovod"] = import_module("ronde.horovod")
@@ -90,8 +90,8 @@ class _Loader(Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        # The module is loaded already; but importlib has replaced its spec by the
-        # alias's. Without its own it could neither be reloaded nor pickled.
+        # The module is loaded already, but importlib has replaced its spec with the
+        # alias's. With that it could neither be reloaded nor pickled.
         module.__spec__ = self._spec or module.__spec__
 
 
@@ -103,7 +103,7 @@ def _find_run() -> ModuleType:
 
 
 def _find_package(name: str) -> ModuleType:
-    """Make a package of Horovod's that has only modules, and ``run``."""
+    """Make one of Horovod's packages that only contain modules and ``run``."""
     module = sys.modules.setdefault(f"horovod.{name}", ModuleType(f"horovod.{name}"))
     if name == "runner":
         module.__dict__["run"] = import_module("ronde.horovod").run

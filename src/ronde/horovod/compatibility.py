@@ -1,4 +1,4 @@
-"""Names of Horovod's ``common`` and ``data`` modules."""
+"""Functions and classes of Horovod's ``common`` and ``data`` modules."""
 
 import logging
 import os
@@ -33,11 +33,11 @@ __all__ = [
 _logger = logging.getLogger("ronde")
 _POLL_INTERVAL_S = 0.1
 _cache = cache
-"""Under the name that Horovod's own tests import."""
+"""An alias that Horovod's own tests import."""
 
 
 class HorovodVersionMismatchError(ImportError):
-    """The framework differs from the one Horovod was built with; never in ronde."""
+    """Raised if the framework's version differs from the build's; unused in ronde."""
 
     def __init__(self, name: str, version: str, installed_version: str) -> None:
         super().__init__(get_version_mismatch_message(name, version, installed_version))
@@ -80,7 +80,7 @@ ccl_built = _with_verbose(session.ccl_built)
 
 @contextmanager
 def env(**kwargs: str | None) -> Generator[None]:
-    """Set this process's variables in a block; None leaves one as it is."""
+    """Set environment variables during a block; None leaves a variable unchanged."""
     values = {name: value for name, value in kwargs.items() if value is not None}
     environ = os.environ  # noqa: TID251  Horovod's function
     before = {name: environ[name] for name in values if name in environ}
@@ -105,7 +105,7 @@ def is_version_greater_equal_than(ver: str, target: str) -> bool:
 
 
 class BaseDataLoader:
-    """Yields batches, which a subclass defines by ``_iterate`` and ``__len__``."""
+    """Base of data loaders; subclasses implement ``_iterate`` and ``__len__``."""
 
     def __len__(self) -> int:
         raise NotImplementedError
@@ -122,10 +122,10 @@ class BaseDataLoader:
 
 
 class AsyncDataLoaderMixin(BaseDataLoader):
-    """Prefetches in a thread; a mixin to put before a ``BaseDataLoader``.
+    """Mixin that prefetches in a thread; it precedes a ``BaseDataLoader`` base.
 
-    The thread goes on from epoch to epoch until ``close_async_loader``. With
-    ``async_loader_queue_size`` 0 there is none. ``debug_data_loader`` logs each batch.
+    The thread runs over all epochs until ``close_async_loader``. If
+    ``async_loader_queue_size`` is 0, none runs. ``debug_data_loader`` logs each batch.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class AsyncDataLoaderMixin(BaseDataLoader):
         self.started = False
 
     def close_async_loader(self) -> None:
-        """End the thread, and drop the batches that it has prefetched."""
+        """Stop the thread, and drop prefetched batches."""
         self.finished_event.set()
         while self.thread.is_alive() or not self.queue.empty():
             with suppress(Empty):
@@ -174,9 +174,9 @@ class AsyncDataLoaderMixin(BaseDataLoader):
             self.queue.put(error)
 
     def _next_batch(self) -> Any:  # noqa: ANN401  the user's own
-        """Return the next batch, None at the end of an epoch or after closing."""
+        """Return the next batch, or None at the end of an epoch or after closing."""
         while not self.finished_event.is_set():
-            is_alive = self.thread.is_alive()  # before, not to miss its last batch
+            is_alive = self.thread.is_alive()  # first, so as not to miss a batch
             try:
                 item = self.queue.get(timeout=_POLL_INTERVAL_S)
             except Empty:

@@ -40,7 +40,7 @@ _OPTION_NAMES = {
     "use_gloo": "--gloo",
     "use_mpi": "--mpi",
 }
-"""Options that are not named as their argument."""
+"""Arguments with an option of another name."""
 _NO_OPTIONS = ("func", "args", "kwargs", "executable")
 
 
@@ -78,14 +78,14 @@ def run(
     The ranks' output is shown while they run. ``func``, its arguments and its result
     can be anything that cloudpickle supports. The arguments from ``num_proc`` on are
     horovodrun's options; ``np``, ``min_np``, ``max_np`` and ``network_interface`` are
-    old names. All hosts must be this machine. Not used are ``ssh_port``,
-    ``ssh_identity_file``, ``disable_cache`` and ``mpi_args``.
+    deprecated names. All hosts must be this machine. ``ssh_port``,
+    ``ssh_identity_file``, ``disable_cache`` and ``mpi_args`` are ignored.
 
     Args:
-        min_num_proc: The number of ranks that suffices if there are fewer slots than
-            ``num_proc``; also the number of results that are returned.
-        slots: Those of a host for which the discovery script prints none.
-        executable: Python for the ranks; None for this one.
+        min_num_proc: The smallest sufficient number of ranks, if there are fewer slots
+            than ``num_proc``; also the number of results that are returned.
+        slots: Slots of a host for which the discovery script prints no number.
+        executable: The ranks' Python; None means the caller's.
 
     Raises:
         UsageError: The arguments are invalid; nothing was started.
@@ -121,7 +121,7 @@ class _CallOutcome(NamedTuple):
 
 
 def run_rank(folder: Path) -> None:
-    """Make the call that ``run`` wrote to a folder; its files are unpickled."""
+    """Unpickle the call that ``run`` wrote to a folder, and make it."""
     rank_info = read_rank_info()
     path: list[str] = pickle.loads((folder / "path").read_bytes())  # noqa: S301  ours
     sys.path.extend(entry for entry in path if entry not in sys.path)
@@ -146,7 +146,7 @@ def _collect_outcomes(folder: Path, max_size: int) -> list[_CallOutcome | None]:
         pickle.loads(file.read_bytes()) if file.exists() else None  # noqa: S301  ours
         for file in files
     ]
-    # Fewer may have started than were asked for.
+    # Fewer ranks may have started than requested.
     started = next((each.size for each in outcomes if each is not None), max_size)
     return outcomes[:started]
 
@@ -165,11 +165,11 @@ def _renamed(asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def _words(asked: Mapping[str, Any]) -> list[str]:
-    """Return the command that starts the ranks, up to their program."""
-    # The call is in a folder of this machine.
+    """Return the command line that starts ranks, without their program."""
+    # --standalone, as the call is in a folder of this machine.
     words = [sys.executable, "-m", "ronde", "run", "--standalone", "--horovod-alias"]
     if read_rank_info().size == 1:
-        # A program that is a world of its own may well have been started as one.
+        # A program of size 1 may itself be a rank of another launcher.
         words.append("--nested")
     for name, value in asked.items():
         option = _OPTION_NAMES.get(name) or f"--{name.replace('_', '-')}"
@@ -180,7 +180,7 @@ def _words(asked: Mapping[str, Any]) -> list[str]:
         elif name == "cooldown_range":
             words += [option, *map(str, value)]
         else:
-            # In one word, for a value that begins with a dash as options do.
+            # In one word, as a value may begin with a dash.
             text = ",".join(value) if name == "network_interfaces" else value
             words.append(f"{option}={text}")
     return words
@@ -191,7 +191,7 @@ def run_job(words: Sequence[str]) -> None:
 
     Raises:
         UsageError: The command line was invalid.
-        RuntimeError: It failed; with its last lines.
+        RuntimeError: The command failed; the message has its last lines.
     """
     code, errors = _show_job(words)
     if code == _USAGE_EXIT_CODE:
@@ -203,7 +203,7 @@ def run_job(words: Sequence[str]) -> None:
 
 
 def _show_job(words: Sequence[str]) -> tuple[int, Iterable[str]]:
-    """Run a command and show its output; return its exit code and last errors."""
+    """Run a command and show its output; return exit code and last stderr lines."""
     errors: deque[str] = deque(maxlen=_TAIL_LINES)
     # In a notebook ``sys.stdout`` and ``sys.stderr`` are not the process's own.
     devnull, pipe = subprocess.DEVNULL, subprocess.PIPE
@@ -230,7 +230,7 @@ def _show(lines: Iterable[str], shown: TextIO, kept: deque[str]) -> None:
 
 
 def _require_success(code: int, outcomes: Sequence[_CallOutcome | None]) -> None:
-    """Raise, in Horovod's words, where a rank failed."""
+    """Raise Horovod's error if a rank failed."""
     numbered = list(enumerate(outcomes))
     failures = [(o.ended_ns, rank, o.traceback) for rank, o in numbered if o]
     failures = sorted(each for each in failures if each[-1])
@@ -242,7 +242,7 @@ def _require_success(code: int, outcomes: Sequence[_CallOutcome | None]) -> None
 
 
 def get_env_rank_and_size() -> tuple[int, int]:
-    """Return this process's rank and the number of ranks; 0 and 1 where none is set."""
+    """Return rank and size from the environment; (0, 1) if they are not set."""
     for prefix in ("HOROVOD", "OMPI_COMM_WORLD", "PMI"):
         names = [f"{prefix}_RANK", f"{prefix}_SIZE"]
         values = select_variables(names)
@@ -263,7 +263,7 @@ def in_thread(
     daemon: bool = True,
     silent: bool = False,
 ) -> Thread:
-    """Call a function in a thread of its own; ``silent`` hides its exceptions."""
+    """Call a function in a new thread; ``silent`` suppresses its exceptions."""
     if not isinstance(cast("object", args), tuple):
         raise ValueError(  # noqa: TRY004  Horovod's type
             f"args must be a tuple, got {type(args).__name__}. "

@@ -12,14 +12,14 @@ from dataclasses import astuple, dataclass, replace
 from ronde.errors import UsageError
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-"""Outermost first: the order of the dimensions of a mesh."""
+"""The axes, outermost first, in the order of a mesh's dimensions."""
 
 _FORM = "Write it as pp=2,dp_shard=4,tp=8; -1 stands for the ranks left."
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The sizes of the axes; -1, for one axis at most, stands for the ranks left.
+    """The sizes of the axes; -1, for at most one axis, means the remaining ranks.
 
     Raises:
         UsageError: A size is invalid, or more than one is -1.
@@ -82,7 +82,7 @@ class Layout:
         return math.prod(astuple(self))
 
     def resolve(self, world_size: int) -> "Layout":
-        """Return the layout for this number of ranks, without -1.
+        """Return a layout with -1 replaced by the size for ``world_size`` ranks.
 
         Raises:
             UsageError: The sizes do not fit the number of ranks.
@@ -113,9 +113,9 @@ class Layout:
         return f"Use {self.num_ranks} ranks, or other sizes."
 
     def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
-        """Return the ranks of each group along an axis, by their first rank.
+        """Return the ranks of each group along an axis, ordered by first rank.
 
-        The ranks of a group differ in their coordinate along this axis alone.
+        The ranks of a group differ only in their coordinate along this axis.
         """
         size = self.sizes[axis]
         stride = math.prod(astuple(self)[AXES.index(axis) + 1 :])

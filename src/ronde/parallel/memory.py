@@ -1,11 +1,11 @@
-"""Bytes of weights, gradients and optimizer state on a rank, by ZeRO's stages.
+"""Memory of weights, gradients and optimizer state on a rank, for each ZeRO stage.
 
-Parameters are those that pp and tp leave to a rank. A unit is a group of parameters
-that FSDP2 gathers and reduces together; units are in the order of the forward.
-Activations are not counted.
+Only a rank's parameters after division by pp and tp are counted. A unit is a group of
+parameters that FSDP2 gathers and reduces together; units are in the order of the
+forward. Activations are not counted.
 
-Source: Rajbhandari et al. 2020 (arXiv:1910.02054) for the model states; for the peaks,
-FSDP2 of torch 2.13 as its FSDPMemTracker sees it.
+Source: Rajbhandari et al. 2020 (arXiv:1910.02054) for the model states; FSDPMemTracker
+of torch 2.13 for the peaks.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ class Precision(StrEnum):
     """The dtype of weights and gradients."""
 
     FP32 = "fp32"
-    BF16 = "bf16"  # With an fp32 master of the weights.
+    BF16 = "bf16"  # With an fp32 master copy of the weights.
 
 
 class OptimizerName(StrEnum):
@@ -44,7 +44,7 @@ _STATE_BYTES = {
 
 
 class MemoryTerm(NamedTuple):
-    """A part of a rank's memory."""
+    """The bytes of one kind of memory on a rank."""
 
     name: str
     size_bytes: int
@@ -52,7 +52,7 @@ class MemoryTerm(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """The peak memory of a rank."""
+    """The peak memory of a rank, divided by kind."""
 
     terms: tuple[MemoryTerm, ...]
 
@@ -61,14 +61,14 @@ class RankMemory:
         return sum(term.size_bytes for term in self.terms)
 
     def __str__(self) -> str:
-        """Return a table."""
+        """Return a table with a row for each kind and a total."""
         rows = [*self.terms, MemoryTerm("total", self.total_bytes)]
         width = max(len(row.name) for row in rows)
         lines = [f"{name:<{width}}  {format_size(size):>9}" for name, size in rows]
         return "\n".join(lines) + "\n"
 
     def shortage(self, limit_bytes: int) -> str:
-        """Return a sentence if it exceeds a limit; empty if it does not."""
+        """Return a message if the total exceeds a limit, else an empty string."""
         if self.total_bytes <= limit_bytes:
             return ""
         largest = sorted(self.terms, key=lambda term: -term.size_bytes)[:_NUM_LARGEST]
@@ -81,14 +81,14 @@ class RankMemory:
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """The precision and the sharding of model states.
+    """The settings that determine the memory of model states.
 
     Raises:
         UsageError: A number is out of its range.
     """
 
-    num_ranks: int  # Of dp_shard.
-    zero: int  # 0 divides nothing; 1 optimizer state; 2 gradients, too; 3 all.
+    num_ranks: int  # The size of dp_shard.
+    zero: int  # 1 divides optimizer state, 2 gradients too, 3 also weights.
     precision: Precision = Precision.FP32
     optimizer: OptimizerName = OptimizerName.ADAM
 
@@ -103,7 +103,7 @@ class Sharding:
         return _FP32_BYTES if self.precision is Precision.FP32 else 2
 
     def model_states(self, num_params: int) -> RankMemory:
-        """Return ZeRO's own figures: weights, gradients, master and optimizer state."""
+        """Return the memory of model states by the formulas of the ZeRO paper."""
         whole, share = num_params, self._share(num_params)
         master = 0 if self.precision is Precision.FP32 else _FP32_BYTES
         held = share if self.zero else whole
@@ -115,11 +115,11 @@ class Sharding:
         )
 
     def peak(self, units: Sequence[int]) -> RankMemory:
-        """Return the peak of a step; ``units`` are their numbers of parameters.
+        """Return the peak memory of a step, for units with these parameter counts.
 
-        zero 0 has DDP's buckets (without ``gradient_as_bucket_view``). With zero 2 and
-        3 FSDP2 keeps fp32 shards of weights and gradients, the gathered unit and the
-        buffers of collectives under way, in ``precision``.
+        zero 0 includes DDP's buckets (without ``gradient_as_bucket_view``). With zero 2
+        and 3 FSDP2 keeps fp32 shards of weights and gradients; the gathered unit and
+        the buffers of running collectives are in ``precision``.
         """
         if not units or min(units) < 1:
             raise UsageError(
@@ -157,8 +157,8 @@ class Sharding:
     def _backward(self, units: Sequence[int], unit: int) -> list[tuple[str, int]]:
         """Return the extra memory once the gradients of ``unit`` are computed.
 
-        Those of the next unit are being reduced, and with zero 3 the weights of the
-        unit before it are being gathered.
+        The gradients of the following unit are being reduced meanwhile, and with zero 3
+        the weights of the preceding unit are being gathered.
         """
         done = units[unit + 1 :]
         before = units[unit - 1] if unit else 0

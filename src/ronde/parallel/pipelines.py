@@ -1,9 +1,9 @@
-"""Pipeline schedules: their idle time, and stages of equal cost.
+"""The idle time of pipeline schedules, and the division of layers into stages.
 
-A forward takes 1, a backward 2. Messages take no time.
+A forward is assumed to take 1, a backward 2, and messages no time.
 
-Source: GPipe, Huang et al. 2019 (arXiv:1811.06965); 1F1B and its interleaved form,
-Narayanan et al. 2021 (arXiv:2104.04473).
+Source: Huang et al. 2019 (arXiv:1811.06965) for GPipe; Narayanan et al. 2021
+(arXiv:2104.04473) for 1F1B and its interleaved form.
 """
 
 import math
@@ -16,7 +16,7 @@ from ronde.errors import UsageError
 
 
 class ScheduleName(StrEnum):
-    """Torch's names."""
+    """Pipeline schedules, by torch's names."""
 
     GPIPE = "GPipe"
     ONE_F_ONE_B = "1F1B"
@@ -25,7 +25,7 @@ class ScheduleName(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """A schedule and its sizes.
+    """A pipeline schedule with its numbers of ranks, microbatches and chunks.
 
     Raises:
         UsageError: The sizes do not fit the schedule.
@@ -55,13 +55,13 @@ class Pipeline:
 
     @property
     def idle_share(self) -> float:
-        """The share of a step's time in which ranks wait, in theory."""
+        """The theoretical share of a step's time in which a rank is idle."""
         p, m, v = self.num_ranks, self.num_microbatches, self.num_chunks
         return (p - 1) / (v * m + p - 1)
 
 
 def cut_evenly(costs: Sequence[float], num_stages: int) -> tuple[range, ...]:
-    """Cut layers into consecutive stages, so that the largest cost is smallest.
+    """Cut layers into consecutive stages with the smallest possible maximal cost.
 
     Every stage has at least one layer.
 
@@ -74,7 +74,7 @@ def cut_evenly(costs: Sequence[float], num_stages: int) -> tuple[range, ...]:
             "stages. Cut the model into more layers, or take fewer stages."
         )
     sums = [0.0, *accumulate(costs)]
-    # For each stage: its start, by the number of layers up to its end.
+    # For each stage, lists indexed by the number of layers up to its end.
     largest = [sums]
     starts: list[list[int]] = []
     for stage in range(1, num_stages):

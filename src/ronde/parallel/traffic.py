@@ -8,20 +8,20 @@ _REDUCES_PER_LAYER = 4  # Two in the forward, two in the backward.
 
 
 class StepSizes(NamedTuple):
-    """Sizes of one rank's part of a step."""
+    """The sizes that determine a rank's traffic in one step."""
 
-    weights_bytes: float  # Of the weights that pp and tp leave to it.
-    activations_bytes: float  # batch * sequence * hidden, of all its microbatches.
+    weights_bytes: float  # Of the rank's weights after division by pp and tp.
+    activations_bytes: float  # batch * sequence * hidden, over all microbatches.
     num_layers: int
 
 
 def step_traffic(layout: Layout, sizes: StepSizes, zero: int) -> dict[str, float]:
     """Return the bytes that the busiest rank sends along each axis.
 
-    Gradients are reduced, and weights gathered once, or twice with zero 3: within
-    dp_shard first, then the shards over dp_replicate. A stage in the middle of a
-    pipeline sends activations on and their gradients back. cp has no entry: its
-    traffic depends on the attention.
+    Gradients are reduced over dp_shard, then their shards over dp_replicate. Weights
+    are gathered once over dp_shard, with zero 3 twice. A middle stage of a pipeline
+    sends activations forward and their gradients back. cp has no entry, as its traffic
+    depends on the kind of attention.
 
     Source: Rajbhandari et al. 2020 (arXiv:1910.02054); Shoeybi et al. 2019
     (arXiv:1909.08053) for tp.

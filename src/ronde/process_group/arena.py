@@ -1,7 +1,7 @@
-"""An allocator in memory that all ranks of a machine map, for collectives in place.
+"""An allocator in memory shared by all ranks of a machine, for in-place collectives.
 
-All ranks make the arena together. Then each rank allocates and frees by itself, so that
-no rank waits for another. A part is freed with the last tensor or view of it.
+All ranks make the arena together. Afterwards each rank allocates and frees without
+waiting for others. A part is freed together with the last tensor that uses it.
 """
 
 import weakref
@@ -15,16 +15,16 @@ _LINE_BYTES = 64
 
 
 class Arena:
-    """A block of memory and its free parts."""
+    """Allocator of vectors in one block of memory."""
 
     def __init__(self, whole: Tensor) -> None:
         self._bytes = whole.numpy()
-        self._free = [(0, len(self._bytes))]  # start and end, in order, none touching
-        # Freed by finalizers, which may run at any time.
+        self._free = [(0, len(self._bytes))]  # sorted (start, end), never adjacent
+        # Parts freed by finalizers, which may run at any time.
         self._gone: deque[tuple[int, int]] = deque()
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor | None:
-        """Return an uninitialized vector; None if there is no room."""
+        """Return an uninitialized vector, or None if there is no room."""
         while self._gone:
             self._free_part(*self._gone.popleft())
         num_bytes = -(-numel * dtype.itemsize // _LINE_BYTES) * _LINE_BYTES

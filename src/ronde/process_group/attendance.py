@@ -1,4 +1,4 @@
-"""Records of the ranks in the calls that they wait for, in the store of their group."""
+"""Records of the calls that ranks wait in, kept in the store of their group."""
 
 from concurrent.futures import Future
 from contextlib import suppress
@@ -13,9 +13,9 @@ _STORE_TIMEOUT = timedelta(seconds=5)
 
 
 class SideStore:
-    """A connection of its own to the store of a group, made at its first use.
+    """A second connection to a group's store, made at its first use.
 
-    The store may be gone with a rank: then calls raise a ``RuntimeError``.
+    If the store ended with its rank, calls raise ``RuntimeError``.
     """
 
     def __init__(self, store: Store) -> None:
@@ -28,7 +28,7 @@ class SideStore:
         with self._lock:
             if self._clone is None:
                 self._clone = Future()
-                # In a thread: a TCPStore tries for up to 30 minutes to connect.
+                # In a thread, as a TCPStore may try to connect for 30 minutes.
                 target = self._connect
                 Thread(target=target, args=(self._clone,), daemon=True).start()
         try:
@@ -47,15 +47,15 @@ class SideStore:
 
 
 class Attendance:
-    """Records of long waits, by which the absent ranks of a late call are found.
+    """Records of long waits, used to find the absent ranks of a late call.
 
-    Only the shared-memory engine itself knows which ranks are late.
+    Only the shared-memory engine can find late ranks without such records.
     """
 
     def __init__(self, store: SideStore, rank: int, size: int) -> None:
         self._store, self._rank, self._size = store, rank, size
         self._newest = 0
-        # The start times of this rank's long waits, by name and number of the call.
+        # Start times of this rank's long waits, by the call's name and number.
         self.waiting: dict[tuple[str, int], float] = {}
 
     def note(self, number: int) -> None:
@@ -68,7 +68,7 @@ class Attendance:
             self._store.connection.set(f"waits/{self._rank}", str(self._newest))
 
     def find_absent(self, number: int) -> list[int]:
-        """Return the other ranks without a record; none if the store is gone."""
+        """Return the other ranks that have no record of waiting in call ``number``."""
         absent: list[int] = []
         with suppress(RuntimeError):
             store = self._store.connection

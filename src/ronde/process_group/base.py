@@ -1,4 +1,4 @@
-"""The base of a group: torch's interface, and the start of a call."""
+"""The base class of process groups: torch's properties, and the start of calls."""
 
 import os
 import time
@@ -28,14 +28,14 @@ from ronde.status.values import UNKNOWN, PendingCollective
 
 Options = Any  # torch's options have no common type
 Works = Sequence[Work[Any]]
-_MESSAGES = ("send", "recv")  # of two ranks
+_MESSAGES = ("send", "recv")  # between two ranks
 _torch: Any = torch
 _is_profiling: Callable[[], bool] = _torch.autograd._profiler_enabled  # noqa: SLF001  its only name
-_ProcessGroup: Any = dist.ProcessGroup  # its stub has other names for parameters
+_ProcessGroup: Any = dist.ProcessGroup  # its stub names parameters differently
 
 
 class GroupBase(_ProcessGroup):
-    """The properties that torch reads, and the start of each call."""
+    """Base of the process group, with torch's properties and the start of calls."""
 
     supports_splitting = supports_coalescing = supports_time_estimate = False
 
@@ -46,7 +46,7 @@ class GroupBase(_ProcessGroup):
         timeout: timedelta,
         drift: str = "off",
     ) -> None:
-        """The group closes ``communicator``; ``store`` is for errors and drift.
+        """Take over ``communicator``; ``store`` is for error messages and drift checks.
 
         ``drift`` is off, warn or error.
         """
@@ -77,7 +77,7 @@ class GroupBase(_ProcessGroup):
 
     @property
     def engine(self) -> str:
-        """The name of its engine, as in ``GroupOptions``."""
+        """The name of the communicator's engine, as in ``GroupOptions``."""
         return self._communicator.engine
 
     @property
@@ -134,11 +134,11 @@ class GroupBase(_ProcessGroup):
         finish: Callable[[list[Any]], list[Tensor]],
         opts: Options = None,
     ) -> GroupWork:
-        """Start a call; ``finish`` gets the results of its works."""
+        """Start a call; ``finish`` converts the results of its works to tensors."""
         self._require_own_process()
         self._sequence += 1
         try:
-            if _is_profiling():  # else it would cost 9 us a call
+            if _is_profiling():  # record_function costs 9 us in any case
                 with profiler.record_function(f"ronde:{name}"):
                     works = start()
             else:
@@ -162,7 +162,7 @@ class GroupBase(_ProcessGroup):
         pairs: tuple[Sequence[Any], Sequence[Any]],
         opts: Options,
     ) -> GroupWork:
-        """Start a call for each output and input; ``store`` copies a result."""
+        """Start one call per pair of output and input; ``store`` copies each result."""
         outputs, inputs = pairs
 
         def start_all() -> Works:
@@ -184,7 +184,7 @@ class GroupBase(_ProcessGroup):
             )
 
     def report(self) -> Part:
-        """Return its part of the rank's status: waits of more than a second."""
+        """Return the waits of more than a second, for this rank's status."""
         group = self._desc or self._name or "group"
         try:
             ranks = tuple(dist.get_process_group_ranks(self))

@@ -1,4 +1,4 @@
-"""The constructors of groups, called by torch."""
+"""Functions that torch calls to make groups of the backend."""
 
 import ctypes
 import os
@@ -21,14 +21,14 @@ from ronde.world.environment import own_or, read_algorithm, read_drift, read_eng
 
 @dataclass(frozen=True, slots=True)
 class GroupOptions:
-    """The type of ``pg_options``; empty values take the environment's."""
+    """The type of ``pg_options``; empty values are read from the environment."""
 
     engine: str = ""
     algorithm: str = ""
 
 
 def make(given: Any, options: object) -> RondeProcessGroup:  # noqa: ANN401  torch's, without a type
-    """Make a group; torch calls this on each member."""
+    """Make a group of backend "ronde"; torch calls this on each member."""
     if options is not None and not isinstance(options, GroupOptions):
         raise UsageError(
             "pg_options must be a ronde.process_group.GroupOptions, got "
@@ -42,10 +42,10 @@ def make(given: Any, options: object) -> RondeProcessGroup:  # noqa: ANN401  tor
 def make_for_gloo(
     store: Store, rank: int, size: int, timeout: timedelta
 ) -> RondeProcessGroup:
-    """Make a group that replaces Gloo's."""
+    """Make a group that takes the place of a Gloo group."""
     group = _make(store, rank, size, timeout, GroupOptions())
     group.is_for_gloo = True
-    group.options = SimpleNamespace()  # torch writes into it
+    group.options = SimpleNamespace()  # torch sets its attributes
     return group
 
 
@@ -77,5 +77,5 @@ def _close(communicator: Communicator, process: int) -> None:
     if os.getpid() == process:
         communicator.close()
     else:
-        # Never freed: Gloo would wait for its threads, which a fork does not have.
+        # Never freed: Gloo would wait for its threads, which do not exist in a fork.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(communicator))

@@ -1,4 +1,4 @@
-"""Calls that move data."""
+"""torch's collectives that move data without computing."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -25,7 +25,7 @@ from ronde.process_group.works import GroupWork
 
 
 class DataMovement(GroupBase):
-    """All of torch's collectives that do not compute."""
+    """The collectives from broadcast to all-to-all, as torch calls them."""
 
     def broadcast(self, tensors: Sequence[Tensor], opts: Options = None) -> GroupWork:
         tensor = only(tensors, "tensors")

@@ -1,11 +1,11 @@
-"""Finds differing weights of models in torch's DistributedDataParallel.
+"""Detection of weights that differ between ranks of DistributedDataParallel.
 
 Note [Drift checks over the store]
-    An extra collective would hang if the program's calls differ between ranks for a
-    while, which is allowed in a group. So each rank writes checksums to the store of
-    the group, and one check later rank 0 reads those of all ranks (in the mode error
-    all ranks read). Snapshots are compared if the ranks had made equally many
-    collectives. No rank waits for missing ones.
+    An extra collective could hang, as ranks may legally make different calls for a
+    while. So each rank writes checksums to the group's store, and at the next check
+    rank 0 reads the checksums of all ranks (with mode error, all ranks read). Snapshots
+    are compared if they were taken after equally many collectives. No rank waits for
+    missing snapshots.
 """
 
 import json
@@ -23,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from ronde.drift import Background, Values, judge, report, sums_of_parts
 from ronde.process_group.attendance import SideStore
 
-_PERIOD = 64  # collectives between checks; with more ranks more, as rank 0 reads all
+_PERIOD = 64  # collectives between checks; at least the number of ranks
 _NUM_PARAMETERS = 32  # in one check
 _drifts: "list[weakref.ref[GroupDrift]]" = []
 
@@ -31,15 +31,15 @@ _drifts: "list[weakref.ref[GroupDrift]]" = []
 class _Snapshot(NamedTuple):
     """Checksums of an optimizer's parameters after a step."""
 
-    num_calls: int  # collectives before it
-    number: int  # among snapshots after as many collectives
+    num_calls: int  # collectives before the snapshot
+    number: int  # index among snapshots with the same ``num_calls``
     weights: dict[str, str]
     state: dict[str, Any]
     options: dict[str, Any]
 
 
 class GroupDrift:
-    """Checks the models that are trained over one group."""
+    """The drift checks of all models that are trained over one group."""
 
     def __init__(self, store: SideStore, rank: int, size: int, mode: str) -> None:
         """``mode`` is off, warn or error."""
@@ -57,7 +57,7 @@ class GroupDrift:
             _watch_models()
 
     def add(self, model: DistributedDataParallel) -> None:
-        """Check a model from now on."""
+        """Include a model in the checks."""
         if model in [ref() for ref in self._models.values()]:
             return
         self._ranks = tuple(
@@ -81,7 +81,7 @@ class GroupDrift:
 
     @torch.no_grad()
     def step_done(self, optimizer: Optimizer) -> None:
-        """Count an optimizer's step; check its parameters once in a phase."""
+        """Count an optimizer's step; check its parameters once per phase."""
         self._num_steps += 1
         phase = self._num_calls // self._period
         if self._phases.get(id(optimizer), 0) == phase or self._is_over:
@@ -126,7 +126,7 @@ class GroupDrift:
         )
         try:
             found = self._exchange(phase)
-        except RuntimeError:  # the store's
+        except RuntimeError:  # raised by the store
             self._is_over = True
             return
         for everyone in found:
@@ -138,7 +138,7 @@ class GroupDrift:
                 return
 
     def _exchange(self, phase: int) -> list[dict[int, Values]]:
-        """Write this phase's snapshots; return those of the last one, by rank."""
+        """Write this phase's snapshots; return the last phase's, each by rank."""
         store = self._store.connection
         store.set(f"drift/{self._rank}/{phase % 2}", json.dumps(self._snapshots))
         last = [f"drift/{rank}/{(phase - 1) % 2}" for rank in range(self._size)]
@@ -163,7 +163,7 @@ def _read_snapshots(text: bytes) -> dict[tuple[int, int], Values]:
 
 @cache
 def _watch_models() -> None:
-    """Register models wrapped in DistributedDataParallel from now on."""
+    """Register all models that are later wrapped in DistributedDataParallel."""
     register_module_module_registration_hook(_on_module)
 
 

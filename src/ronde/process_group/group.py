@@ -1,4 +1,4 @@
-"""The process group: torch's calls, made of calls of a communicator."""
+"""The process group, which implements torch's calls with a communicator."""
 
 import time
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ _ARENA_BITS = 20  # whole MiB
 
 
 class RondeProcessGroup(Reductions, DataMovement):
-    """All of torch's collectives and messages; C++ and Python call it."""
+    """The process group of backend "ronde"; torch's C++ and Python call it."""
 
     # Memory
 
@@ -37,9 +37,9 @@ class RondeProcessGroup(Reductions, DataMovement):
     def allocate_tensor(
         self, numel: int, *, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        """Return a vector in memory that all ranks map; collective the first time.
+        """Return a vector in shared memory; collective the first time.
 
-        If that memory is full, in this rank's own.
+        If shared memory is full, the vector is in private memory.
         """
         if self._arena is None:
             own = available_memory().num_bytes // (_ARENA_PART * self._size)
@@ -75,7 +75,7 @@ class RondeProcessGroup(Reductions, DataMovement):
         return work
 
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> GroupWork:
-        """Receive from any rank; nothing is received before ``wait()``."""
+        """Receive from any rank; receiving starts only in ``wait()``."""
         self._require_own_process()
         tensor = only(tensors, "tensors").data
 
@@ -109,9 +109,9 @@ class RondeProcessGroup(Reductions, DataMovement):
         timeout: timedelta | None = None,
         wait_all_ranks: bool = False,  # noqa: FBT001, FBT002  torch's
     ) -> None:
-        """Wait for all ranks; rank 0's error names the absent ones, or the first.
+        """Wait for all ranks; rank 0's error names the first absent rank, or all.
 
-        Messages are those of Gloo. The group can be used afterwards.
+        Error messages are like Gloo's. The group stays usable after an error.
         """
         self._num_monitored += 1
         limit = timedelta(seconds=self._timeout_s) if timeout is None else timeout

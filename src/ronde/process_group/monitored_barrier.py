@@ -1,4 +1,4 @@
-"""A barrier with an error that names the absent ranks, over the group's store."""
+"""A barrier over the group's store, with absent ranks named in its error."""
 
 import time
 from datetime import timedelta
@@ -10,18 +10,18 @@ from ronde.errors import CollectiveError
 from ronde.process_group.works import BackendError
 
 _PASSED = "passed"
-_SLACK = timedelta(seconds=5)  # for rank 0's result
+_SLACK = timedelta(seconds=5)  # extra time for rank 0's result
 _RESULT = "result"
 
 
 class MonitoredBarrier:
-    """One barrier, with a store of its own."""
+    """A single monitored barrier, over a store that only it uses."""
 
     def __init__(self, store: Store, rank: int, size: int, limit: timedelta) -> None:
         self._store, self._rank, self._size, self._limit = store, rank, size, limit
 
     def run(self, *, is_complete: bool) -> None:
-        """Wait for all ranks; rank 0's error names one absent rank, or all of them."""
+        """Wait for all ranks; rank 0's error names all absent ranks or only one."""
         if self._rank != 0:
             self._store.set(str(self._rank), _PASSED)
             self._await_result()

@@ -1,4 +1,4 @@
-"""Calls that reduce."""
+"""torch's reductions, implemented with a communicator."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -43,7 +43,7 @@ _NAMES = {kind: str(name) for name, kind in _kinds.__members__.items()}
 
 
 class Reductions(GroupBase):
-    """All of torch's reductions."""
+    """The reductions of a process group, as torch calls them."""
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Options = None) -> GroupWork:
         if isinstance(tensors, Tensor):
@@ -189,9 +189,9 @@ class Reductions(GroupBase):
 def _read_op(
     name: str, opts: Options, tensors: Sequence[Tensor]
 ) -> tuple[ReduceOp, float]:
-    """Return the reduction and the factor of the inputs."""
+    """Return the reduction and the factor to multiply the inputs by."""
     if name == "SUM" and any(tensor.dtype is torch.bool for tensor in tensors):
-        name = "MAX"  # any, as in torch's own groups
+        name = "MAX"  # logical or, as in torch's own groups
     if name not in _OPS:
         raise UsageError(f"op must be one of {', '.join(_OPS)} here, got {name}.")
     factor = float(opts.reduceOp.factor) if name == "PREMUL_SUM" else 1.0

@@ -1,4 +1,4 @@
-"""Lists of tensors to one vector of all elements, and back."""
+"""Conversion between lists of tensors and one vector of all their elements."""
 
 from collections.abc import Sequence
 
@@ -15,14 +15,14 @@ def flattened(tensor: Tensor) -> Tensor:
 
 
 def joined(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the elements of tensors of one dtype, as one vector."""
+    """Return the elements of all tensors, which have one dtype, as one vector."""
     if len(tensors) == 1:
         return flattened(tensors[0])
     return torch.cat([flattened(tensor) for tensor in tensors])
 
 
 def copy_apart(joint: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Copy a vector's elements into tensors, the inverse of ``joined``."""
+    """Copy a vector's elements back into tensors: the inverse of ``joined``."""
     parts = joint.split_with_sizes([tensor.numel() for tensor in tensors])
     for part, tensor in zip(parts, tensors, strict=True):
         tensor.data.copy_(part.view(tensor.shape))
@@ -63,7 +63,7 @@ def require_ratio(
 def require_rows(
     tensor: Tensor, splits: Sequence[int], size: int, name: str
 ) -> Sequence[int]:
-    """Return the rows for each rank: ``splits``, or if empty equal numbers."""
+    """Return the number of rows for each rank: ``splits``, or if empty, equal ones."""
     num_rows = tensor.shape[0] if tensor.ndim else 1
     if not splits and num_rows % size == 0:
         return [num_rows // size] * size
@@ -86,7 +86,7 @@ def require_lengths(sent: Sequence[int], lengths: Sequence[int]) -> None:
 
 
 def as_real(tensor: Tensor, op: ReduceOp) -> Tensor:
-    """Return the data, complex numbers as pairs of real ones."""
+    """Return a tensor's data, with complex numbers as pairs of real numbers."""
     detached = tensor.data
     if not detached.is_complex():
         return detached
@@ -114,7 +114,8 @@ def received(
 ) -> list[Tensor]:
     """Copy the result of ``all_to_all`` into ``outputs``.
 
-    ``lengths`` are the elements from each rank, if not one output per rank.
+    ``lengths`` has the number of elements from each rank; if empty, each output is from
+    one rank.
     """
     joint, sent = results[0]
     require_lengths(sent, lengths or [output.numel() for output in outputs])

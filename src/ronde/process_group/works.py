@@ -22,21 +22,21 @@ _current_backward: Callable[[], int] = _torch._C._current_graph_task_id  # noqa:
 
 
 class BackendError(CollectiveError, dist.DistBackendError):
-    """A call of the backend failed; also an error of torch's."""
+    """Raised if a call of the backend fails; also a torch ``DistBackendError``."""
 
 
 class BackendPeerLostError(PeerLostError, BackendError):
-    """A call failed because another rank is gone."""
+    """Raised if a call fails because another rank is lost."""
 
 
 def as_backend_error(error: CollectiveError) -> CollectiveError:
-    """Return the error as one of torch's."""
+    """Return the error as a ``BackendError``."""
     kind = BackendPeerLostError if isinstance(error, PeerLostError) else BackendError
     return kind(*error.args)
 
 
 class Late(NamedTuple):
-    """Handles a late call; only collectives have a number."""
+    """Callbacks for a call that waits long; messages have no ``number``."""
 
     attendance: Attendance
     abort: Callable[[], None]
@@ -44,7 +44,7 @@ class Late(NamedTuple):
     number: int | None = None
 
     def note(self, begun_s: float) -> None:
-        """Record that this rank waits in it since ``begun_s``."""
+        """Record that this rank has waited in the call since ``begun_s``."""
         self.attendance.waiting[self.name, self.number or 0] = begun_s
         if self.number is not None:
             self.attendance.note(self.number)
@@ -71,24 +71,24 @@ class FutureQueue:
 
     def __init__(self) -> None:
         self._queue: deque[GroupWork] = deque()
-        self._backward = -1  # the one that calls ``run`` at its end
+        self._backward = -1  # the backward pass that calls ``run`` at its end
         self._is_running = False
 
     def add(self, work: "GroupWork") -> None:
         """Complete a work's future, or queue it during backward."""
-        # Without a node, backward is over and calls its callbacks.
+        # Without a node, no backward runs, or it is calling its callbacks.
         if _current_node() is None or self._is_running:
             work.resolve()
             return
         if self._backward != _current_backward():
-            self.run()  # those of a failed backward, which calls no callbacks
+            self.run()  # completes works of a failed backward, which calls no callbacks
             variable: Any = Variable
             variable._execution_engine.queue_callback(self.run)  # noqa: SLF001
             self._backward = _current_backward()
         self._queue.append(work)
 
     def run(self) -> None:
-        """Complete all; failures are in the futures."""
+        """Complete all queued futures; failures are stored in them."""
         self._is_running = True
         self._backward = -1
         try:
@@ -99,7 +99,7 @@ class FutureQueue:
 
 
 class GroupWork(dist.Work):
-    """One or more calls of the backend under way."""
+    """One or more calls of the backend that were started together."""
 
     def __init__(
         self,
@@ -109,10 +109,10 @@ class GroupWork(dist.Work):
         limit_s: float,
         late: Late,
     ) -> None:
-        """``finish`` turns the works' results into the future's.
+        """Track started ``works``; ``finish`` converts their results to tensors.
 
-        Without ``works`` it makes the call itself. ``late`` handles a wait of more than
-        ``limit_s``.
+        Without ``works``, ``finish`` makes the call itself. ``late`` handles a wait of
+        more than ``limit_s``.
         """
         super().__init__()
         self.source = -1  # the sender of a message
@@ -125,11 +125,11 @@ class GroupWork(dist.Work):
         self._base: Any = None
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Wait for ``timeout``, if given, else for that of the call.
+        """Wait for at most ``timeout`` if given, else for the call's own timeout.
 
         Raises:
-            BackendError: The call is not over. After ``timeout`` it continues; after
-                its own timeout the group is aborted.
+            BackendError: The call did not complete. After ``timeout`` it continues;
+                after its own timeout the group is aborted.
         """
         limit_s = timeout.total_seconds()
         if 0 < limit_s < self._limit_s and not self._await(limit_s):
@@ -153,13 +153,13 @@ class GroupWork(dist.Work):
         return self._future
 
     def resolve(self) -> None:
-        """Complete the future, which raises the failure."""
+        """Complete the future, with the tensors or the failure."""
         with suppress(Exception):
             self._complete()
         self._base.set_result(None)
 
     def _tensors_or_raise(self, _: object) -> list[Tensor]:
-        # C++ would crash if the exception were set on the future.
+        # Raised here, as C++ would crash if the exception were set on the future.
         if self._failure is not None:
             raise fresh(self._failure)
         return self._tensors
@@ -173,7 +173,7 @@ class GroupWork(dist.Work):
                 self._tensors = self._finish(results)
             except CollectiveError as error:
                 self._failure = as_backend_error(error)
-                # Its frames refer to this work, and so to the group.
+                # The traceback refers to this work, and so to the group.
                 self._failure.__cause__ = error.with_traceback(None)
             except Exception as error:  # noqa: BLE001  raised by every wait
                 self._failure = error
@@ -204,7 +204,7 @@ class GroupWork(dist.Work):
                 self._late.note_end()
 
     def is_completed(self) -> bool:
-        """Return True if it is over; then the result is complete.
+        """Return True if the call is over and its result is complete.
 
         A receive from any rank is over only after ``wait()``.
         """

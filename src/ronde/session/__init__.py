@@ -1,13 +1,13 @@
-"""One rank of a job between ``init()`` and ``shutdown()``, for every front end.
+"""The session of a rank between ``init()`` and ``shutdown()``, for every front end.
 
-Process sets, names, handles and objects are here; a front end only turns its own arrays
-into torch tensors and back.
+Process sets, named collectives, handles and objects are implemented here; a front end
+only converts its own arrays to torch tensors and back.
 """
 
 from ronde.lazy_exports import lazy_exports
 from ronde.memory import import_torch
 
-import_torch()  # before anything else does
+import_torch()  # before other modules import it
 
 __getattr__ = lazy_exports(
     __name__,

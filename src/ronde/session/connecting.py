@@ -1,14 +1,14 @@
-"""Connect an optimizer with the same one of the other ranks.
+"""Connect an optimizer with its counterparts on the other ranks.
 
 Note [Connecting at first use]
     When an optimizer is first used, it requests a communicator from the coordinator.
-    The name of the request is a digest of its parameters' names, shapes and dtypes, and
-    its number among the equal ones of this rank. Like any named request it may come in
-    any order and is watched for stalls. The ranks connect once all have requested it.
+    The request's name is a digest of the parameters' names, shapes and dtypes, plus the
+    optimizer's number among equal ones of this rank. Like any named request it may come
+    in any order and is watched for stalls. The ranks connect once all have sent it.
 
-    In two cases all ranks of a set wait to connect, under different names. If their
-    models differ, all raise an error that shows how. If one rank has made one more
-    equal optimizer, such as a copy to keep, the ones they wait with are connected.
+    In two cases all ranks of a set wait under different names. If their models differ,
+    all raise an error that shows the difference. If one rank has made an additional
+    equal optimizer, such as a copy, the optimizers that wait are connected.
 """
 
 import hashlib
@@ -34,10 +34,10 @@ from ronde.session.session import ProcessSet, ProcessSetState, state_of
 class Connector:
     """The ``GroupConnector`` of one optimizer.
 
-    It keeps its name over sessions, for Horovod's elastic training.
+    Its name stays the same in later sessions, for Horovod's elastic training.
     """
 
-    key: ReducerKey  # its name, equal on all ranks
+    key: ReducerKey  # identifies the optimizer on all ranks
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Connector:
         self._coordinator: weakref.ref[Coordinator] | None = None
         self._entry: Entry | None = None
         self._participant: weakref.ref[JoinParticipant] | None = None
-        # This thread may still use it while another one already waits.
+        # This thread may still use the session while another one already waits.
         self._state().coordinator.waits.add_user()
 
     @property
@@ -63,7 +63,7 @@ class Connector:
         return self._state().coordinator.waits
 
     def register(self, participant: JoinParticipant) -> None:
-        """Have ``join()`` participate in it, and ``shutdown()`` disconnect it."""
+        """Register an object for ``join()`` to use and ``shutdown()`` to disconnect."""
         self._participant = weakref.ref(participant)
         self._state().participants.add(participant)
 
@@ -118,7 +118,7 @@ class Connector:
         self.key = ReducerKey(set_id, int(_digest(self._name), 16), len(state.ranks))
 
     def _compare(self) -> Steps[None]:
-        """Compare the models of ranks that wait for different names; agree on one."""
+        """Compare models of ranks that wait for different names; agree on one name."""
         line = json.dumps([self._name, self._parameters]) + "\n"
         sent = torch.frombuffer(bytearray(line.encode()), dtype=torch.uint8)
         work = Allgather(self._process_set, "optimizer.parameters").start((sent,))

@@ -54,7 +54,7 @@ _logger = logging.getLogger("ronde")
 _DYNAMIC_SETS = "dynamic"
 _MAX_REASON = 200  # characters
 _requested: set[str] = set()
-"""Horovod remembers ``init(process_sets="dynamic")`` over a shutdown; so do we."""
+"""As in Horovod, ``init(process_sets="dynamic")`` is remembered after a shutdown."""
 
 
 @outside_compiler
@@ -64,21 +64,22 @@ def init(
     *,
     engine: str = "",
 ) -> None:
-    """Connect with the other ranks; collective. Does nothing if they are connected.
+    """Connect with the other ranks, unless they are connected already; collective.
 
-    The world is read from the environment of the launcher, such as ``ronde run``,
-    torchrun, mpirun or srun; without one it is a world of one. ``HOROVOD_*``
-    variables are read here.
+    Rank and size are read from the environment of the launcher, such as ``ronde run``,
+    torchrun, mpirun or srun; without a launcher the size is 1. ``HOROVOD_*`` variables
+    are read here.
 
-    In a child of a rank, such as a worker of a DataLoader that imports the program's
-    module anew, nothing is connected: ``rank()`` and the like are the parent's, and
-    collectives raise. A launcher that a rank starts has ranks of its own.
+    A child process of a rank, such as a DataLoader worker that imports the program
+    anew, does not connect: ``rank()`` and similar functions return the parent's values,
+    and collectives raise. A launcher that is started by a rank has its own ranks.
 
     Args:
         comm: None, the list of all ranks, or an mpi4py communicator of all ranks.
         process_sets: Sets to register; or ``"dynamic"``, to allow ``add_process_set()``
-            later. Equal on all ranks, as is ``engine``.
-        engine: The engine that moves tensors; empty takes the environment's.
+            later. Must be equal on all ranks.
+        engine: The engine that moves tensors, equal on all ranks; if empty, the
+            environment's.
 
     Raises:
         UsageError: The engine is not available, two process sets have the same ranks,
@@ -103,7 +104,7 @@ def shutdown() -> None:
     try:
         session.close()
     finally:
-        # Last: other ranks may end theirs when they see this one end.
+        # Last, as other ranks may shut down when they see this rank's session end.
         session.recordings.close()
 
 
@@ -112,10 +113,9 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
     """Begin a timeline of all ranks; every rank should call this.
 
     Rank 0 writes its own operations to ``file_path`` as they happen, in Horovod's
-    format. At the end it writes those of all ranks, on one clock; a name that ends in
-    ``.gz`` compresses them.
-    ``mark_cycles`` marks the times when submissions are sent. A running timeline is
-    stopped first.
+    format. At the end it writes the operations of all ranks, on one clock, compressed
+    if the name ends in ``.gz``. ``mark_cycles`` marks the times when submissions are
+    sent. A running timeline is stopped first.
 
     Raises:
         UsageError: ``HOROVOD_TIMELINE`` was not set before ``init()``.
@@ -133,9 +133,9 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
 
 @outside_compiler
 def stop_timeline() -> None:
-    """End the timeline, if one runs; rank 0 returns when the file is complete.
+    """End a running timeline; rank 0 returns when the file is complete.
 
-    A rank that does not stop its own is left out after 5 s.
+    Ranks that have not called this after 5 s are left out.
     """
     session = current_session(NotInitializedError)
     session.recordings.stop()
@@ -162,7 +162,7 @@ def _start(
     if is_child_of_rank(_identity(info)):
         parents.append(info.world or World.from_hosts(info.rank, [""] * info.size))
         return
-    # Ranks of a launcher that a rank of an elastic job has started have no view.
+    # If a rank of an elastic job starts a launcher, the new ranks have no view.
     member = own_member() if info.launcher is Launcher.RONDE else None
     if member is not None and member.view.view == NO_VIEW and read_is_joining():
         _connect_alone(engine, sets)
@@ -175,33 +175,33 @@ def _start(
 
 
 def _identity(info: RankInfo) -> str:
-    """Return a digest of the launcher's values that only this rank has."""
+    """Return a digest of launcher values that is unique to this rank."""
     facts = (info.launcher, info.rank, info.size, info.job_id, info.store, info.meeting)
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
 
 def _mark_rank() -> None:
-    """Set variables by which children of this rank know that they are children."""
-    info = read_rank_info()  # as this process was started, not of a view
+    """Set variables that mark child processes as children of this rank."""
+    info = read_rank_info()  # the values at process start, not those of a view
     if info.launcher is not Launcher.NONE:
         mark_rank(_identity(info))
 
 
 def _connect_alone(engine: str, sets: list[ProcessSet]) -> None:
-    """Begin a session of this rank alone; the others train while it prepares."""
+    """Begin a session of this rank alone, while the other ranks still train."""
     info = read_rank_info()
     alone = World(0, 1, 0, 1, 0, 1)
     _connect(None, engine, info._replace(**alone._asdict()), expected=info.world)
     current_session().process_sets.extend(sets)
     if info.world is not None:
-        global_process_set.ranks = list(range(info.world.size))  # as they will be
+        global_process_set.ranks = list(range(info.world.size))  # as after joining
 
 
 def reform(reason: str = "") -> ViewBegins:
     """Leave the view of an elastic job and connect in the next one.
 
-    ``reason`` is the failure of this rank if the view is not over yet. Process sets
-    keep those of their ranks that are left. Arguments are those of ``init``.
+    ``reason`` is this rank's failure, if the view has not ended yet. Process sets keep
+    their remaining ranks. The arguments of ``init`` are used again.
 
     Raises:
         SystemExit: The job continues without this process.
@@ -225,14 +225,14 @@ class _Entry(NamedTuple):
 
 
 def _enter_view(member: Member, engine: str, sets: SetTable, reason: str) -> ViewBegins:
-    """Report to the launcher until a view begins in which the ranks connect."""
+    """Report to the launcher until the ranks of a new view have connected."""
     while True:
         try:
             if member.is_over or reason:
                 _break_off(member, reason)
             view, begins = member.settle(member.step, "" if member.is_over else reason)
         finally:
-            # Nothing is under way on any rank now.
+            # No collective is in progress on any rank now.
             _break_off(member, reason or "this rank leaves it")
         entry = _Entry(_scope_of(member), view, begins, sets)
         info = read_rank_info()
@@ -264,7 +264,7 @@ def _break_off(member: Member, reason: str) -> None:
 
 
 def shorten(error: Exception) -> str:
-    """Return the first line of an error, shortened, without its full stop."""
+    """Return the first line of an error, shortened, without its final period."""
     return str(error).partition("\n")[0][:_MAX_REASON].removesuffix(".")
 
 
@@ -361,7 +361,7 @@ def _report(config: HorovodConfig, rank_info: RankInfo) -> None:
 
 @cache
 def _tune_malloc(local_size: int) -> None:
-    """Keep freed memory for the next step, on ranks without an accelerator."""
+    """Make malloc keep freed memory, on ranks without an accelerator."""
     if read_malloc_tuning() and not torch.accelerator.is_available():
         thresholds = malloc_thresholds(local_size)
         if thresholds is not None:
@@ -370,7 +370,7 @@ def _tune_malloc(local_size: int) -> None:
 
 @contextmanager
 def _pinned(cores: Sequence[int], local_rank: int) -> Generator[None]:
-    """Bind threads that are started here to ``HOROVOD_THREAD_AFFINITY``'s core."""
+    """Bind threads started in this block to ``HOROVOD_THREAD_AFFINITY``'s core."""
     before = os.sched_getaffinity(0)
     try:
         if cores:

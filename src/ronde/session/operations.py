@@ -1,7 +1,7 @@
 """Named collectives, handles and objects for every front end.
 
-Their arguments and results are dense torch tensors, on CPU or CUDA. Front ends other
-than ``ronde.torch`` share memory with their own arrays by DLPack.
+Arguments and results are dense torch tensors on CPU or CUDA. Front ends other than
+``ronde.torch`` share memory with their own arrays through DLPack.
 """
 
 import sys
@@ -87,8 +87,8 @@ def require_adasum(process_set: ProcessSet, size: int) -> None:
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Return True if this rank has only a part of it: FSDP2, tensor parallel."""
-    # A program with DTensors has imported them, which takes a while.
+    """Return True for a DTensor, as in FSDP2 and tensor parallelism."""
+    # A program with DTensors has imported their module; importing it here is slow.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
@@ -102,10 +102,10 @@ def require_whole(tensors: Iterable[Tensor]) -> None:
             )
 
 
-# Not frozen: one is made for each call; frozen ones take three times as long to make.
+# Not frozen: each call makes one, and frozen ones take three times as long to make.
 @dataclass(slots=True)
 class NamedCollective:
-    """A collective on tensors of one process set, with one result for each.
+    """A collective of one process set on some tensors, with a result for each.
 
     ``run`` waits for the results; ``start`` and ``start_handle`` do not. With
     ``in_place`` an all-reduce or a broadcast writes its results into the tensors.
@@ -114,7 +114,7 @@ class NamedCollective:
     kind: ClassVar[OpKind]
 
     process_set: ProcessSet
-    name: str | None = None  # on the wire; None matches ranks by the order of calls
+    name: str | None = None  # matches calls across ranks; None: by their order
     is_group: bool = False
     op: int = Sum
     prescale: float = 1.0
@@ -135,7 +135,7 @@ class NamedCollective:
         in_place: bool = False,
         convert: Callable[[Any], Any] = lambda result: result,
     ) -> int:
-        """Start it; ``synchronize`` of the handle returns the converted ``result``."""
+        """Start, and return a handle for ``synchronize``, which converts the result."""
         given = tuple(tensors)
         work = self.start(given, in_place=in_place) if given else Work[Any](())
 
@@ -148,7 +148,7 @@ class NamedCollective:
         return handle
 
     def result(self, results: Tensors) -> Any:  # noqa: ANN401  a tensor or a tuple
-        """Return the only result; a tuple of a group's, or of several."""
+        """Return the single result, or a tuple of a group's or of several results."""
         return results if self.is_group or len(results) > 1 else results[0]
 
     def _finish(self, results: Any) -> tuple[Tensor, ...]:  # noqa: ANN401  the operation's own
@@ -187,7 +187,7 @@ class NamedCollective:
 
 @dataclass(slots=True)
 class Allreduce(NamedCollective):
-    """The reduction of all ranks' tensors, on every rank."""
+    """A reduction with its result on every rank."""
 
     kind = OpKind.ALLREDUCE
 
@@ -200,17 +200,17 @@ class Allreduce(NamedCollective):
 
 @dataclass(slots=True)
 class Allgather(NamedCollective):
-    """All ranks' tensors along dimension 0, where they may differ, by rank."""
+    """All ranks' tensors, concatenated by rank; dimension 0 may differ."""
 
     kind = OpKind.ALLGATHER
 
 
 @dataclass(slots=True)
 class Broadcast(NamedCollective):
-    """The tensors of one rank, on every rank."""
+    """A copy of one rank's tensors on every rank."""
 
     kind = OpKind.BROADCAST
-    root_rank: int = 0  # among all ranks, also in a process set
+    root_rank: int = 0  # a global rank, also in a process set
 
     def _complete(self, state: ProcessSetState, operation: Operation) -> Operation:
         if self.root_rank not in state.ranks:
@@ -223,7 +223,7 @@ class Broadcast(NamedCollective):
 
 @dataclass(slots=True)
 class Reducescatter(NamedCollective):
-    """This rank's rows of the sum or the average."""
+    """The sum or average over ranks, with each rank's own rows as its result."""
 
     kind = OpKind.REDUCESCATTER
 
@@ -238,7 +238,7 @@ class Reducescatter(NamedCollective):
 
 @dataclass(slots=True)
 class Alltoall(NamedCollective):
-    """The rows received from all ranks, and the number from each, int32."""
+    """An exchange of rows; returns the received rows and their int32 counts by rank."""
 
     kind = OpKind.ALLTOALL
     splits: Splits | None = None
@@ -252,7 +252,7 @@ class Alltoall(NamedCollective):
                 raise UsageError(
                     "alltoall expects splits to contain 32-bit integer elements."
                 )
-            # An empty one is Horovod's placeholder for none.
+            # An empty tensor is Horovod's placeholder for no splits.
             splits = cast("list[int]", splits.tolist()) or None
         elif splits is not None:
             splits = list(splits)
@@ -308,18 +308,18 @@ def synchronize(handle: int) -> Any:  # noqa: ANN401  each operation's own resul
 
 @outside_compiler
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Wait until every rank of the set has called this; one at a time for each set."""
+    """Wait until every rank of the set has called this; one call at a time per set."""
     coordinator = state_of(process_set, OpKind.BARRIER).coordinator
     coordinator.run(Operation(OpKind.BARRIER))
 
 
 @outside_compiler
 def join(device: int = -1) -> int:
-    """Participate with zeros in the others' reductions until all have joined.
+    """Contribute zeros to other ranks' reductions until all ranks have joined.
 
-    For ranks with less data. Averages still divide by the number of all ranks;
-    other collectives fail on the others. ``device`` is ignored. Returns the rank that
-    joined last, equal on all ranks; with optimizers one that took the last step.
+    For ranks with less data. Averages still divide by the number of all ranks; other
+    collectives fail on the ranks that call them. ``device`` is ignored. Returns the
+    rank that joined last, or with optimizers a rank that took the last step.
     """
     del device
     states = current_session().states
@@ -336,8 +336,8 @@ def broadcast_object(
 ) -> Any:  # noqa: ANN401  anything
     """Return ``root_rank``'s object on every rank of the set; collective.
 
-    The object can be anything that cloudpickle supports; those of other ranks are
-    ignored. ``root_rank`` counts among all ranks. Calls are matched by ``name``, or
+    The object can be anything that cloudpickle supports; other ranks' arguments are
+    ignored. ``root_rank`` is a global rank. Calls are matched by ``name``, or
     without one by their order.
     """
     return broadcast_object_by(NamedTransport(name, process_set), obj, root_rank)
@@ -349,19 +349,19 @@ def allgather_object(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
-    """Return every rank's object, by rank; collective: see ``broadcast_object``."""
+    """Return a list of all ranks' objects; collective, like ``broadcast_object``."""
     return all_gather_object(NamedTransport(name, process_set), obj)
 
 
 class NamedTransport:
-    """Sends the bytes of one object by named collectives; ranks count among all."""
+    """Sends an object's bytes by named collectives, addressed by global rank."""
 
     def __init__(self, name: str | None, process_set: ProcessSet) -> None:
         state = state_of(process_set, OpKind.BROADCAST)
         self.rank = state.ranks[state.rank]
         self.size = len(state.ranks)
         self._process_set = process_set
-        # A broadcast sends the length, then the bytes; a gathering both in one.
+        # A broadcast sends the length, then the bytes; an all-gather both at once.
         named = [f"{name}.sz", f"{name}.t"]
         self._names = iter(named) if name else repeat(name)
 

@@ -1,4 +1,4 @@
-"""Register process sets, remove them, and keep them over views of an elastic job."""
+"""Registration and removal of process sets, also across views of an elastic job."""
 
 from collections.abc import Sequence
 
@@ -20,9 +20,10 @@ from ronde.session.session import (
 
 @outside_compiler
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
-    """Register a process set, or ranks, and return it; collective over all ranks.
+    """Register a process set, or a list of ranks, and return it; collective.
 
-    ``UsageError`` if these ranks have a set already, or sets may not come and go.
+    All ranks must call this. Raises ``UsageError`` if a set with these ranks exists, or
+    process sets are not dynamic.
     """
     session = current_session(NotInitializedError)
     _require_dynamic(session, "adding")
@@ -35,9 +36,10 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
 @outside_compiler
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Remove a process set; collective over all ranks. Pending operations fail.
+    """Remove a process set and fail its pending operations; collective.
 
-    Returns False at once for the set of all ranks and for one that is not registered.
+    All ranks must call this. Returns False at once for the set of all ranks and for an
+    unregistered set.
     """
     set_id = process_set.process_set_id
     if not set_id:
@@ -60,9 +62,9 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 def register(
     session: Session, process_set: ProcessSet, *, can_equal: bool = False
 ) -> bool:
-    """Number a set and connect its ranks; collective.
+    """Give a set an id and connect its ranks; collective.
 
-    False if another has the same, unless ``can_equal``.
+    Returns False if another set has the same ranks, unless ``can_equal``.
     """
     ranks = tuple(process_set.ranks)
     size = session.world.size
@@ -78,7 +80,7 @@ def register(
     set_id = _agree(f"add.{word}", next(session.set_ids))
     if session.world.rank in ranks:
         session.connect(set_id, ranks)
-    # The store must stay until all are connected; it ends with the rank that has it.
+    # The rank with the store must not leave before all ranks are connected.
     _agree(f"added.{word}", set_id)
     session.sets[set_id] = ranks
     session.process_sets.append(process_set)
@@ -87,7 +89,7 @@ def register(
 
 
 def register_all(session: Session, sets: list[ProcessSet]) -> None:
-    """Register the sets of ``init``; collective. No set may be there twice."""
+    """Register the sets passed to ``init``, all different; collective."""
     before = {ranks: set_id for set_id, ranks in session.sets.items() if set_id}
     for number, process_set in enumerate(sets):
         process_set.process_set_id = before.pop(tuple(process_set.ranks), None)
@@ -99,7 +101,7 @@ def register_all(session: Session, sets: list[ProcessSet]) -> None:
 
 
 class SetTable:
-    """Process sets by the worker ids of their members, which outlive a view."""
+    """Process sets stored as worker ids, which stay valid when ranks change."""
 
     def __init__(self, sets: Sequence[ProcessSet], view: View | None = None) -> None:
         self._sets = list(sets)
@@ -109,14 +111,14 @@ class SetTable:
             self._numbers = [[members[r].id for r in s.ranks] for s in sets]
 
     def share(self, communicator: Communicator, source: int) -> None:
-        """Give new processes the sets of ``source``; collective."""
+        """Copy the sets of rank ``source`` to new processes; collective."""
         own = self._numbers
         self._numbers = broadcast_json(communicator, lambda: own, source)
         more = len(self._numbers or ()) - len(self._sets)
         self._sets += [ProcessSet([]) for _ in range(more)]
 
     def register(self, session: Session, view: View) -> None:
-        """Register all, with those of their members that are left; collective."""
+        """Register all sets with their remaining members; collective."""
         if self._numbers is None:
             register_all(session, self._sets)
             return
@@ -132,7 +134,7 @@ class SetTable:
 
 
 def _agree(change: str, number: int) -> int:
-    """Wait until every rank wants the same change; return rank 0's number."""
+    """Wait until every rank requests the same change; return rank 0's number."""
     wanted = torch.tensor([number], device="cpu")
     collective = Broadcast(global_process_set, f"process_set.{change}")
     return int(collective.run((wanted,))[0].item())

@@ -1,4 +1,4 @@
-"""The timelines of a session: the launcher's, and the program's own."""
+"""The timelines of a session, one for the launcher and one for the program."""
 
 import logging
 import os
@@ -28,9 +28,9 @@ from ronde.world.environment import select_variables
 _DIRECTORY = "RONDE_TIMELINE"
 _LIMIT = "RONDE_TIMELINE_LIMIT"
 _WRITABLE = "writable"
-_ANSWER = timedelta(minutes=5)  # how long rank 0 may take to open the file
+_ANSWER = timedelta(minutes=5)  # limit for rank 0 to open the file
 
-# Equal on all ranks, over sessions: the number names a recording.
+# Recordings are numbered across sessions, equally on all ranks.
 _launched = count()
 _requested = count()
 
@@ -44,7 +44,7 @@ class Recordings:
     rank: int
     size: int
     host: str
-    store: Callable[[str], Store | None]  # that all ranks share under a name
+    store: Callable[[str], Store | None]  # returns the ranks' shared store of a name
     view: int = NO_VIEW  # of an elastic job; part of the number of a recording
     _launcher: RankRecording | None = None
     _own: RankRecording | None = None
@@ -54,7 +54,7 @@ class Recordings:
 
     @property
     def recorder(self) -> Recorder | None:
-        """The recorder of coordinators: this one for two timelines, None for none."""
+        """The recorder for coordinators; this object if both timelines run."""
         if self._launcher and self._own:
             return self
         recording = self._launcher or self._own
@@ -69,7 +69,7 @@ class Recordings:
             recording.recorder.cycle(at_ns)
 
     def open(self) -> None:
-        """Begin the timeline of ``ronde run --timeline``, if there is one."""
+        """Begin the timeline of ``ronde run --timeline``, if that was given."""
         variables = select_variables([_DIRECTORY, _LIMIT])
         if variables.get(_LIMIT):
             self._limit_bytes = parse_size_bytes(variables[_LIMIT])
@@ -88,8 +88,8 @@ class Recordings:
     def start(self, path: Path, *, has_cycles: bool, on_all: bool = False) -> None:
         """Begin the program's own timeline, which rank 0 writes to ``path``.
 
-        With ``on_all`` every rank must call this, and a path that cannot be written is
-        a warning, as in Horovod.
+        With ``on_all`` every rank must call this, and an unwritable path only causes a
+        warning, as in Horovod.
         """
         header, shared = self._begin("", _requested)
         self._path, limit_bytes = path, self._limit_bytes
@@ -130,7 +130,7 @@ class Recordings:
             own.merge(self._path, self._limit_bytes)
 
     def break_off(self) -> None:
-        """End both without the other ranks, some of which may be gone.
+        """End both timelines without waiting for other ranks.
 
         The program's own timeline keeps only rank 0's operations.
         """
@@ -160,5 +160,5 @@ class Recordings:
         number = next(numbers)
         header = part_header(self.rank, self.size, self.host, number)
         store = self.store(f"timeline/{kind}{number}")
-        # A connection of its own: a store serves one thread of a process at a time.
+        # Its own connection, as a store serves one thread of a process at a time.
         return header, None if store is None else cast("Any", store).clone()

@@ -74,12 +74,12 @@ class ProcessSet:
     """A set of ranks, registered by ``init()`` or ``add_process_set()``."""
 
     process_set_id: int | None = None  # equal on all ranks; None until it is registered
-    ranks: list[int]  # among all, ascending
-    mpi_comm: Any = None  # the communicator that it was made from
-    lost: tuple[int, ...] = ()  # its ranks when the last of them left an elastic job
+    ranks: list[int]  # global ranks, ascending
+    mpi_comm: Any = None  # the mpi4py communicator passed to the constructor
+    lost: tuple[int, ...] = ()  # its former ranks, after all have left an elastic job
 
     def __init__(self, ranks_or_comm: Iterable[int] | Any) -> None:  # noqa: ANN401  mpi4py's
-        """Name the ranks, in any order, or give an mpi4py communicator of them."""
+        """Take the ranks, in any order, or an mpi4py communicator of them."""
         ranks: Any = ranks_or_comm
         if not isinstance(ranks_or_comm, Iterable):
             ranks = _ranks_of(ranks_or_comm)
@@ -89,11 +89,14 @@ class ProcessSet:
             raise UsageError(f"{_RULE} Comm object")
 
     def size(self) -> int | None:
-        """Return its number of ranks; None while it is not registered."""
+        """Return the number of ranks, or None if the set is not registered."""
         return None if self.process_set_id is None else len(_registered(self))
 
     def rank(self) -> int | None:
-        """Return this rank's index in it, None while it is not registered; or raise."""
+        """Return this process's rank in the set, or None if the set is not registered.
+
+        Raises ``UsageError`` if this process is not in the set.
+        """
         if self.process_set_id is None:
             return None
         own, ranks = current_world().rank, _registered(self)
@@ -102,7 +105,7 @@ class ProcessSet:
         return ranks.index(own)
 
     def included(self) -> bool:
-        """Return True if this rank is part of it."""
+        """Return True if this process is in the set."""
         return current_world().rank in self.ranks
 
     def __str__(self) -> str:
@@ -114,27 +117,27 @@ class ProcessSet:
 
 @dataclass(frozen=True, slots=True)
 class ProcessSetState:
-    """A process set on one of its ranks."""
+    """The connected state of a process set on one of its ranks."""
 
-    ranks: tuple[int, ...]  # among all, ascending
-    rank: int  # this one's index in them
-    communicator: Communicator  # its calls are the coordinator's alone
+    ranks: tuple[int, ...]  # global ranks, ascending
+    rank: int  # this process's index in ``ranks``
+    communicator: Communicator  # used by the coordinator only
     coordinator: Coordinator
-    # They reduce over the set outside of the coordinator.
+    # Objects that reduce over the set outside of the coordinator.
     participants: WeakSet[JoinParticipant] = field(
         default_factory=WeakSet[JoinParticipant]
     )
     _taken: set[tuple[str, int]] = field(default_factory=set[tuple[str, int]])
 
     def claim_number(self, label: str, number: int | None = None) -> int:
-        """Return an unused number for this label, ``number`` if it is unused."""
+        """Return an unused number for this label, ``number`` itself if possible."""
         if number is None or (label, number) in self._taken:
             number = next(i for i in count() if (label, i) not in self._taken)
         self._taken.add((label, number))
         return number
 
     def close(self) -> None:
-        """Notify the others, fail pending operations and release everything."""
+        """Notify the other ranks, fail pending operations and release resources."""
         self.coordinator.close()
         for participant in list(self.participants):
             participant.unbind()
@@ -144,7 +147,7 @@ class ProcessSetState:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """All that ``init()`` makes and ``shutdown()`` ends."""
+    """All resources that ``init()`` makes and ``shutdown()`` releases."""
 
     world: World
     rank_info: RankInfo
@@ -152,29 +155,29 @@ class Session:
     connections: Connections
     hosts: tuple[str, ...]  # of every rank
     options: CoordinationOptions
-    is_dynamic: bool  # process sets may come and go
+    is_dynamic: bool  # process sets may be added and removed
     recordings: Recordings
-    # By the set's number; 0 is all ranks.
+    # Both by the set's id; 0 is the set of all ranks.
     sets: dict[int, tuple[int, ...]]  # the ranks of every set
-    states: dict[int, ProcessSetState]  # those sets that this rank belongs to
-    tuning: TuningOptions | None = None  # None leaves bucket sizes as they are
-    # Works by their handles, each with the function that makes the result.
+    states: dict[int, ProcessSetState]  # only of sets that include this rank
+    tuning: TuningOptions | None = None  # None keeps the default bucket sizes
+    # By handle: a work, and the function that converts its result.
     handles: dict[int, _Pending] = field(default_factory=dict[int, _Pending])
     handle_numbers: "count[int]" = field(default_factory=count)
     waits: Waits = field(default_factory=Waits)
     set_ids: "count[int]" = field(default_factory=lambda: count(1))
-    # As they were registered.
+    # In order of registration.
     process_sets: list[ProcessSet] = field(default_factory=list[ProcessSet])
-    engine: str = ""  # as ``init`` was given it
+    engine: str = ""  # the argument of ``init``
     view: View | None = None  # of an elastic job
-    begins: ViewBegins | None = None  # the message that began it
+    begins: ViewBegins | None = None  # the message that began the view
     # The world to report before this rank has joined the others of an elastic job.
     expected: World | None = None
 
     def connect(
         self, set_id: int, ranks: Sequence[int], own: Communicator | None = None
     ) -> ProcessSetState:
-        """Connect a set's ranks, ascending, by ``own``, if they have it; collective."""
+        """Connect a set's ascending ranks, over ``own`` if given; collective."""
         connections, rank = self.connections, ranks.index(self.world.rank)
         name = f"set{set_id}"
         if own is None:
@@ -209,12 +212,12 @@ class Session:
 
     @property
     def is_of_views(self) -> bool:
-        """True if this rank is, or waits to be, in a view of an elastic job."""
+        """True if this rank is in a view of an elastic job, or waits for one."""
         return self.view is not None or self.expected is not None
 
     @property
     def source(self) -> int:
-        """The rank with the state that the others copy when a view begins."""
+        """The rank that all others copy their state from when a view begins."""
         if self.view is None or self.begins is None:
             return 0
         return self.view.rank_of(self.begins.source)
@@ -226,7 +229,7 @@ class Session:
                 communicator.abort()
 
     def abort(self, failure: CollectiveError) -> None:
-        """Fail all calls, present and future; then ``close`` waits for no rank."""
+        """Fail all present and future calls; ``close`` then waits for no rank."""
         self.connections.scope.abort(failure)
         self.connections.scope.wait()
 
@@ -236,7 +239,7 @@ class Session:
             state.coordinator.close()
         for state in self.states.values():
             state.close()
-        self.states.clear()  # they hold this session in turn
+        self.states.clear()  # breaks a reference cycle
         self.connections.scope.end()
 
 
@@ -244,10 +247,10 @@ global_process_set = ProcessSet([])
 """All ranks; ``ranks`` is set by ``init()``."""
 global_process_set.process_set_id = 0
 sessions: list[Session] = []
-"""The current one, or none."""
+"""The current session, if any, as the only element."""
 parents: list[World] = []
-"""The world of the rank that this process is a child of, or none."""
-_kept: list[Session] = []  # the parent's, kept alive in a child: see below
+"""In a child process of a rank, the parent's world as the only element."""
+_kept: list[Session] = []  # in a child, the parent's session, never closed
 
 
 def is_initialized() -> bool:
@@ -273,11 +276,11 @@ def current_world() -> World:
 
 
 def state_of(process_set: ProcessSet, kind: OpKind) -> ProcessSetState:
-    """Return this rank's state of a process set; errors name the operation ``kind``."""
+    """Return this rank's state of a process set; ``kind`` is named in errors."""
     session = current_session()
     set_id = process_set.process_set_id
     state = session.states.get(set_id) if set_id is not None else None
-    # One that an earlier session registered may bear the number of another now.
+    # An id from an earlier session may now belong to another set.
     if state is not None and (not set_id or [*state.ranks] == process_set.ranks):
         return state
     if process_set.lost:
@@ -295,7 +298,7 @@ def _registered(process_set: ProcessSet) -> tuple[int, ...]:
     ranks = current_session(NotInitializedError).sets.get(
         process_set.process_set_id or 0
     )
-    # One that an earlier session registered may bear the number of another now.
+    # An id from an earlier session may now belong to another set.
     if ranks is None or list(ranks) != process_set.ranks:
         raise UsageError("Process set does not exist or has not been registered.")
     return ranks
@@ -321,7 +324,7 @@ os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def rank() -> int:
-    """Return this process's rank among all."""
+    """Return this process's global rank."""
     return current_world().rank
 
 
@@ -331,7 +334,7 @@ def size() -> int:
 
 
 def local_rank() -> int:
-    """Return this process's rank among those of its host."""
+    """Return this process's rank among the processes of its host."""
     return current_world().local_rank
 
 
@@ -358,18 +361,18 @@ def is_homogeneous() -> bool:
 
 @cache
 def mpi_built() -> bool:
-    """Return True if mpi4py is installed and loads an MPI; takes 0.1 s, once."""
+    """Return True if mpi4py is installed and can load an MPI library."""
     if "mpi4py.MPI" in sys.modules:
         return True
     if find_spec("mpi4py") is None:
         return False
-    # In a process of its own: here it might initialise MPI before the program does.
+    # In a subprocess, so as not to initialise MPI before the program does.
     words = [sys.executable, "-I", "-c", _LOAD_MPI, *sys.path]
     return subprocess.run(words, capture_output=True, check=False).returncode == 0
 
 
 def mpi_enabled() -> bool:
-    """Return True if MPI started this job or moves its tensors; False before init."""
+    """Return True if MPI started this job or moves its tensors."""
     if not is_initialized():
         return False
     session = current_session()
@@ -378,12 +381,12 @@ def mpi_enabled() -> bool:
 
 
 def mpi_threads_supported() -> bool:
-    """Return True if several threads may call MPI; ``UsageError`` in a job without."""
+    """Return True if several threads may call MPI; ``UsageError`` without MPI."""
     if not mpi_enabled():
         raise UsageError(
             "Horovod MPI is not enabled; Please make sure it's installed and enabled."
         )
-    # A program that has not imported mpi4py.MPI calls MPI from no thread.
+    # A program that has not imported mpi4py.MPI does not call MPI.
     mpi = sys.modules.get("mpi4py.MPI")
     return mpi is None or mpi.Query_thread() == mpi.THREAD_MULTIPLE
 
@@ -405,7 +408,7 @@ def nccl_built() -> int:
 
 
 def ddl_built() -> bool:
-    """Return False: IBM's DDL and Intel's oneCCL are not used."""
+    """Return False, as IBM's DDL and Intel's oneCCL are not supported."""
     return False
 
 

@@ -1,9 +1,9 @@
 """The PyTorch front end: Horovod's API.
 
-``import ronde.torch as hvd`` takes the place of ``import horovod.torch as hvd``.
+``import ronde.torch as hvd`` replaces ``import horovod.torch as hvd``.
 """
 
-from ronde import session as session  # first: it imports torch
+from ronde import session as session  # first, as it imports torch
 from ronde.data_parallel import compression as compression
 from ronde.torch import elastic, mpi_ops
 from ronde.torch.functions import (

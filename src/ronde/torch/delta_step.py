@@ -1,7 +1,7 @@
-"""Optimizer steps of single ranks, with deltas combined by Adasum.
+"""Local optimizer steps, combined over all ranks by Adasum.
 
-A step's *delta* is the change of the parameters. Adasum of the deltas, not of the
-gradients, takes each rank's own momentum and scaling into account.
+A step's *delta* is its change of the parameters. Adasum combines deltas rather than
+gradients, so that each rank's own momentum and scaling count.
 
 Source: Maleki et al., "Scaling Distributed Training with Adaptive Summation", 2021,
 section 4.
@@ -23,10 +23,10 @@ Kind = tuple[torch.dtype, torch.device]
 
 
 class DeltaStep:
-    """Optimizer steps combined over all ranks.
+    """A local optimizer step, followed by Adasum of all ranks' deltas.
 
-    Every step begins with a sum of the ranks that take it, for those that have joined.
-    ``last_round`` is the number of this rank's last step.
+    Each step begins with an all-reduce that counts the stepping ranks: if none is left,
+    joined ranks stop. ``last_round`` is the number of this rank's last step.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class DeltaStep:
         self._parameters += [p for p in parameters if p.is_floating_point()]
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:  # noqa: ANN401 - the optimizer's
-        """Step, and combine the deltas of all ranks; collective."""
+        """Step locally, then combine the deltas of all ranks; collective."""
         starts = [parameter.detach().clone() for parameter in self._parameters]
         result = optimizer.step(closure) if closure else optimizer.step()
         self._combine_steps(starts)
@@ -62,7 +62,7 @@ class DeltaStep:
 
     @torch.no_grad()
     def participate_with_zeros(self) -> None:
-        """Add zeros to the others' steps until there are none."""
+        """Contribute zeros to other ranks' steps until no rank steps any more."""
         communicator = self._connected(is_watched=False)
         while communicator.all_reduce(torch.zeros(1, device="cpu")).wait().item():
             self._num_steps += 1
@@ -71,7 +71,7 @@ class DeltaStep:
                 self._combine(communicator, nothing)
 
     def unbind(self, *, is_abrupt: bool = False) -> None:
-        """Disconnect; with ``abruptly``, calls in progress on other ranks fail."""
+        """Disconnect; with ``is_abrupt``, calls in progress on other ranks fail."""
         self._connector.give_up()
         communicator, self._communicator = self._communicator, None
         if communicator is None:

@@ -1,4 +1,4 @@
-"""Give every rank the same parameters, optimizer state and objects."""
+"""Broadcasts of parameters and optimizer state, and a check that ranks agree."""
 
 from collections.abc import Iterable, Mapping
 from functools import cached_property
@@ -32,8 +32,9 @@ def broadcast_parameters(
 ) -> None:
     """Copy ``root_rank``'s parameters into every rank's, in place; collective.
 
-    ``params`` is a ``state_dict()``, or tensors, which are matched by their order, or
-    ``(name, tensor)`` pairs as of ``named_parameters()``; other values are skipped.
+    ``params`` is a ``state_dict()``, ``(name, tensor)`` pairs like those of
+    ``named_parameters()``, or tensors matched by order; other values are
+    skipped.
     """
     named = _named_tensors(params)
     require_whole(tensor for _, tensor in named)
@@ -52,9 +53,9 @@ def broadcast_optimizer_state(
     """Give every rank ``root_rank``'s optimizer state and options; collective.
 
     The optimizer has the same class and parameters on every rank; its state may be
-    empty anywhere. As Horovod leaves it, parameters without a gradient have one of
-    zeros afterwards where there was no state, but for sparse embeddings of ``model``.
-    ``UsageError`` for LBFGS, and for state besides tensors, numbers and text.
+    empty on any. As in Horovod, a rank without state gives parameters that have no
+    gradient one of zeros, except sparse embeddings of ``model``. ``UsageError`` is
+    raised for LBFGS, and for state other than tensors, numbers and text.
     """
     state = OptimizerState(optimizer, model)
     carrier = NamedTransport("", global_process_set)
@@ -71,25 +72,25 @@ class OptimizerState:
     def __init__(
         self, optimizer: Optimizer, model: torch.nn.Module | None = None
     ) -> None:
-        """Read it: see ``broadcast_optimizer_state``."""
+        """Read the state: see ``broadcast_optimizer_state``."""
         if isinstance(optimizer, torch.optim.LBFGS):
             raise UsageError("cannot broadcast torch.optim.LBFGS state")
         require_whole(p for group in optimizer.param_groups for p in group["params"])
         if not optimizer.state:
             _make_gradients(optimizer, model)
-        self.tensors: list[Tensor] = []  # once ``plain`` is read
+        self.tensors: list[Tensor] = []  # filled when ``plain`` is read
         self._optimizer = optimizer
         self._received: Any = None
 
     @cached_property
     def plain(self) -> Any:  # noqa: ANN401  JSON's
-        """The state; UsageError if it has more than tensors, numbers and text."""
+        """The state as JSON; its tensors are appended to ``tensors``."""
         return split_tree(self._optimizer.state_dict(), self.tensors)
 
     def expect(self, plain: Any) -> None:  # noqa: ANN401  JSON's
-        """Prepare ``tensors`` to receive another rank's.
+        """Prepare ``tensors`` to receive another rank's state.
 
-        They are this optimizer's own, filled in place, if the rest is equal.
+        If ``plain`` is equal on both ranks, the optimizer's own tensors are used.
         """
         is_sharded = DistributedOptimizer.share_of(self._optimizer) is not None
         if plain != self.plain or is_sharded:
@@ -108,11 +109,11 @@ def check_parity(
     optimizer: Optimizer | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Drift:
-    """Return the differences between ranks, bit for bit; collective.
+    """Return the bitwise differences of weights and state between ranks; collective.
 
     Compares the model's parameters, and the optimizer's state and options. Buffers are
-    left out: each rank has its own, such as the statistics of ``BatchNorm``. With
-    ``zero=1`` the state is left out too. ``UsageError`` for sharded parameters.
+    left out, as ranks may differ in them, such as the statistics of ``BatchNorm``. With
+    ``zero=1`` the state is left out too. Sharded parameters raise ``UsageError``.
     """
     named = [(plain_name(name), p) for name, p in model.named_parameters()]
     require_whole(parameter for _, parameter in named)

@@ -1,7 +1,7 @@
-"""Horovod's collectives of tensors, and the other names of its ``torch.mpi_ops``.
+"""Horovod's collectives on tensors, and the rest of ``horovod.torch.mpi_ops``.
 
-Ranks are matched by ``name``; without one, by the order of calls. Unless a
-function's text differs:
+Calls on different ranks are matched by ``name``, or without one by their order. Unless
+a function's docstring differs:
 
 * ``tensor`` has any shape and layout, equal on all ranks, on CPU or CUDA; results have
   its layout. Sparse tensors: see ``sparse_allreduce_async``.
@@ -10,15 +10,15 @@ function's text differs:
   truncate toward zero. Any dtype can be gathered, broadcast and exchanged.
 * ``prescale_factor`` multiplies the input, ``postscale_factor`` the result.
 * ``process_set`` is the ranks of the collective; all of them must call.
-* A group is ready when all its tensors are, on all ranks.
+* A group starts once all its tensors are ready on all ranks.
 * ``UsageError`` (a ValueError) is raised at the call, on this rank only: the dtype has
-  no such reduction, the set does not exist or lacks this rank, the name is under way.
-* ``CollectiveError`` (``HorovodInternalError``) means that the operation failed, and
-  why: shapes, dtypes or operations that do not fit, a lost rank, no session.
+  no such reduction, the set does not exist or lacks this rank, the name is in use.
+* ``CollectiveError`` (``HorovodInternalError``) is raised when the operation fails:
+  shapes, dtypes or operations do not match, a rank is lost, there is no session.
 
-The functions without ``async`` and without underscore work under autograd; the gradient
-of one is made of others, so there are gradients of gradients. Those with ``async``
-return a handle for ``poll`` and ``synchronize``.
+The functions without ``async`` and without trailing underscore support autograd, also
+of higher order, as their backward calls the same functions. Those with ``async`` return
+a handle for ``poll`` and ``synchronize``.
 """
 
 from collections.abc import Callable, Sequence
@@ -121,7 +121,7 @@ def allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = _ALL,
 ) -> Tensor:
-    """Return the reduction of ``tensor`` over all ranks; the input stays as it is."""
+    """Return the reduction of ``tensor`` over all ranks; the input is unchanged."""
     factors = (choose_op(op, average), prescale_factor, postscale_factor)
     collective = Allreduce(process_set, name, False, *factors)
     return _run_compressed(collective, compression, (tensor,))[0]
@@ -185,7 +185,7 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = _ALL,
 ) -> list[Tensor]:
-    """Return the reductions of several tensors; the inputs stay as they are."""
+    """Return the reductions of several tensors; the inputs are unchanged."""
     factors = (choose_op(op, average), prescale_factor, postscale_factor)
     collective = Allreduce(process_set, name, True, *factors)
     return _run_compressed(collective, compression, tensors)
@@ -245,12 +245,12 @@ def grouped_allreduce_async_(
 def sparse_allreduce_async(
     tensor: Tensor, name: str | None, op: int, process_set: ProcessSet = _ALL
 ) -> Callable[[], Tensor]:
-    """Start the sum, or with ``op=Average`` the average, of sparse (COO) tensors.
+    """Start to sum, or with ``op=Average`` to average, sparse (COO) tensors.
 
-    The function returned waits for the result: all ranks' entries, not coalesced.
+    The returned function waits for the result: all ranks' entries, not coalesced.
     """
     num_ranks = len(state_of(process_set, OpKind.ALLGATHER).ranks)
-    # Gathering is along the first dimension, where an entry's index must be.
+    # Transposed, as entries are gathered along the first dimension.
     parts = {
         "indices": tensor._indices().transpose(0, 1).contiguous(),  # noqa: SLF001  torch's
         "values": tensor._values(),  # noqa: SLF001  torch's
@@ -280,7 +280,7 @@ def sparse_allreduce_async(
 def allgather(
     tensor: Tensor, name: Name = None, process_set: ProcessSet = _ALL
 ) -> Tensor:
-    """Return the ranks' tensors along dimension 0, which may differ between ranks."""
+    """Return the ranks' tensors, concatenated; dimension 0 may differ by rank."""
     return _run(Allgather(process_set, name), (tensor,))[0]
 
 
@@ -296,7 +296,7 @@ def allgather_async(
 def grouped_allgather(
     tensors: Sequence[Tensor], name: Name = None, process_set: ProcessSet = _ALL
 ) -> tuple[Tensor, ...]:
-    """Return ``allgather`` of several tensors, which are ready together."""
+    """Return the ``allgather`` of several tensors, as one group."""
     if not tensors:
         return ()
     return _run(Allgather(process_set, name, is_group=True), tensors)
@@ -314,7 +314,7 @@ def grouped_allgather_async(
 def broadcast(
     tensor: Tensor, root_rank: int, name: Name = None, process_set: ProcessSet = _ALL
 ) -> Tensor:
-    """Return the tensor of ``root_rank``, which counts among all ranks."""
+    """Return the tensor of ``root_rank``, a global rank even in a process set."""
     return _run(Broadcast(process_set, name, root_rank=root_rank), (tensor,))[0]
 
 
@@ -356,7 +356,7 @@ def reducescatter(
 ) -> Tensor:
     """Reduce over all ranks and return this rank's rows of dimension 0.
 
-    ``op`` is Average or Sum. The first ranks take one row more where rows are left.
+    ``op`` is Average or Sum. With uneven rows the first ranks get one more each.
     """
     factors = (op, prescale_factor, postscale_factor)
     collective = Reducescatter(process_set, name, False, *factors)
@@ -416,10 +416,10 @@ def alltoall(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Send rows of dimension 0 to the ranks and return those they sent here.
 
-    ``splits`` has the rows for each rank, as a list or a one-dimensional int32 tensor;
-    rows past their sum are left out, and without it they are split evenly. With it, the
-    result is a pair: the received rows in rank order, and their number from each rank,
-    int32, on the device of ``splits``.
+    ``splits`` has the number of rows for each rank, as a list or a one-dimensional
+    int32 tensor; rows past their sum are not sent. Without ``splits`` rows are divided
+    evenly. With it the result is a pair: the received rows in rank order, and the
+    number from each rank as an int32 tensor on the device of ``splits``.
     """
     received, counts = _run(Alltoall(process_set, name, splits=splits), (tensor,))
     return received if splits is None else (received, counts)
@@ -437,7 +437,7 @@ def alltoall_async(
 
 
 def _run(collective: NamedCollective, tensors: Tensors) -> tuple[Tensor, ...]:
-    """Run a collective, under autograd where a tensor needs that."""
+    """Run a collective, under autograd if a tensor requires a gradient."""
     if torch.is_grad_enabled():
         for tensor in tensors:
             if tensor.requires_grad:
@@ -465,7 +465,7 @@ class _Differentiable(torch.autograd.Function):
 def _differentiate(
     collective: NamedCollective, gradients: Tensors, num_rows: list[int]
 ) -> Tensors:
-    """Return the gradients of the inputs, which have ``num_rows``."""
+    """Return the gradients of the inputs, which have ``num_rows`` rows."""
     process_set, is_group = collective.process_set, collective.is_group
     name = collective.name and f"{collective.name}.gradient"
     state = state_of(process_set, collective.kind)
@@ -488,10 +488,10 @@ def _differentiate(
             factor *= len(state.ranks) if collective.op == Sum else 1
             gathered = Allgather(process_set, name, is_group)
             return _run(gathered, [gradient * factor for gradient in gradients])
-        case Alltoall():  # each row goes back to where it came from
+        case Alltoall():  # each row returns to its sender
             gradient = _run(replace(collective, name=name), gradients[:1])[0]
             num_dropped = num_rows[0] - gradient.shape[0]
-            if num_dropped:  # past the splits' sum: they went nowhere
+            if num_dropped:  # rows past the splits' sum were not sent
                 rest = gradient.new_zeros(num_dropped, *gradient.shape[1:])
                 gradient = torch.cat([gradient, rest])
             return (gradient,)

@@ -48,17 +48,17 @@ _SYNCHRONIZED_TWICE = (
 
 
 class OptimizerProxy(Optimizer if TYPE_CHECKING else object):
-    """Forwards all attributes but its own to the wrapped optimizer."""
+    """Proxy that forwards all attributes but its own to the wrapped optimizer."""
 
     wrapped: Optimizer
 
     @property
     def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The wrapped optimizer's class, so that ``isinstance`` is right."""
+        """The wrapped optimizer's class, so that ``isinstance`` sees it."""
         return type(self.wrapped)
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - the wrapped one's
-        if name == "wrapped":  # not there yet: unpickling, a failed __init__
+        if name == "wrapped":  # not set while unpickling or after a failed __init__
             raise AttributeError(name)
         return getattr(self.wrapped, name)
 
@@ -78,7 +78,7 @@ class OptimizerProxy(Optimizer if TYPE_CHECKING else object):
 
 
 class DistributedOptimizer(OptimizerProxy):
-    """Wrap an optimizer, and reduce its gradients over all ranks.
+    """Optimizer wrapper that reduces gradients over all ranks.
 
     Gradients are reduced while ``backward()`` runs and are complete when it returns,
     so clipping, ``GradScaler``, inspecting and several passes before a step work
@@ -86,14 +86,14 @@ class DistributedOptimizer(OptimizerProxy):
     ``isinstance`` included. With ``op=Adasum`` each rank steps alone on its own
     gradients, and the changes of the parameters are combined.
 
-    Not collective to create: ranks connect at the first use. Every rank of the process
-    set has an optimizer over parameters of equal names and shapes in equal order; equal
-    optimizers are matched in the order in which each rank made them. On ranks outside
-    the process set it is the plain optimizer.
+    Creating one is not collective: ranks connect at the first use. Every rank of the
+    process set must make one over parameters with the same names and shapes in the same
+    order. Several such optimizers are matched by the order in which each rank made
+    them. On ranks outside the process set it acts as the plain optimizer.
 
     Args:
         optimizer: Any ``torch.optim.Optimizer``.
-        named_parameters: ``model.named_parameters()``; gives messages their names.
+        named_parameters: ``model.named_parameters()``, for names in messages.
         compression: A member of ``Compression``, or any class with ``compress`` and
             ``decompress``.
         backward_passes_per_step: Passes to accumulate before a reduction.
@@ -104,18 +104,20 @@ class DistributedOptimizer(OptimizerProxy):
         groups: Gradients that are reduced together: a number of groups, or lists of
             parameters.
         sparse_as_dense: Reduce sparse gradients as dense ones; the results are sparse.
-        process_set: The ranks.
+        process_set: The ranks that reduce gradients together.
         average_aggregated_gradients: Divide by ``backward_passes_per_step`` as well.
         gradient_accumulation_fusion: Have backward write the gradients of large linear
             layers straight into the reduction's buffer, where the program cannot see
-            the difference. For CPU tensors; equal on all ranks.
+            the difference. Only for CPU tensors; must be equal on all ranks.
         zero: 1 gives each rank a share of the optimizer's state and step.
-        zero_elementwise: With ``zero=1`` and an optimizer that is not torch's: it steps
-            each element by its own gradient and state alone, unlike LARS and LAMB.
+        zero_elementwise: Declares, for ``zero=1``, that an optimizer that is not
+            torch's steps each element by that element's gradient and state alone. LARS
+            and LAMB do not.
 
     Raises:
         UsageError: A value is out of range, or names and parameters do not fit.
-        NotImplementedError: Adasum on a process set, or not on 2, 4, 8 ... ranks.
+        NotImplementedError: Adasum is used on a process set, or the number of ranks is
+            not a power of 2.
         CollectiveError: ``init()`` was not called.
     """
 
@@ -156,7 +158,7 @@ class DistributedOptimizer(OptimizerProxy):
             drift=read_drift(),
         )
         self.wrapped = optimizer
-        # The arguments of a copy, besides names and groups.
+        # The arguments for a restored copy, besides names and groups.
         self._settings = {
             "compression": compression,
             "backward_passes_per_step": backward_passes_per_step,
@@ -210,13 +212,13 @@ class DistributedOptimizer(OptimizerProxy):
 
     @outside_compiler
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401 - the wrapped one's
-        """Step on gradients that are reduced over all ranks.
+        """Step with gradients that are reduced over all ranks.
 
-        Those of ``closure`` are reduced each time it is called; its loss is not.
+        The gradients of ``closure`` are reduced at each of its calls; its loss is not.
         """
         if not self._is_checked:
             if (self._reducer or self._delta) is not None:
-                _refuse_averaged(self._parameter_names)  # it may be wrapped since
+                _refuse_averaged(self._parameter_names)  # wrapped since __init__?
             self._is_checked = True
         if self._delta is not None:
             result = self._delta.step(self.wrapped, closure)
@@ -246,12 +248,12 @@ class DistributedOptimizer(OptimizerProxy):
         return result
 
     def report(self) -> Part:
-        """Return its part of this rank's status."""
+        """Return the number of steps, for this rank's status."""
         return Part(step=self._num_steps)
 
     @outside_compiler
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset the gradients."""
+        """Reset gradients; ``AssertionError`` if a reduction is postponed."""
         if self._reducer is not None:
             self._reducer.refuse_put_off()
             if self._is_synchronized:  # but not stepped: GradScaler found an inf
@@ -263,7 +265,7 @@ class DistributedOptimizer(OptimizerProxy):
     def synchronize(self) -> None:
         """Reduce all gradients that are not reduced yet; collective.
 
-        Needed only if no ``backward()`` ran on this rank but one did on others.
+        Needed only if ``backward()`` ran on other ranks but not on this one.
         """
         if self._reducer is not None:
             self._reducer.synchronize()
@@ -271,7 +273,7 @@ class DistributedOptimizer(OptimizerProxy):
 
     @contextmanager
     def skip_synchronize(self) -> Generator[None]:
-        """Let ``step()`` use the gradients as they are, after ``synchronize()``."""
+        """Keep ``step()`` from reducing again, after an explicit ``synchronize()``."""
         if self._delta is not None:
             raise AssertionError(
                 "Skipping synchronization is not supported when using Adasum optimizer."
@@ -284,7 +286,7 @@ class DistributedOptimizer(OptimizerProxy):
 
     @property
     def reducer(self) -> Reducer | None:
-        """The reducer of its gradients; None with Adasum or outside the process set."""
+        """The gradients' reducer; None with Adasum, on one rank, or outside the set."""
         return self._reducer
 
     @property
@@ -300,7 +302,7 @@ class DistributedOptimizer(OptimizerProxy):
             self._reducer.set_passes(passes)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters; collective, their gradients are reduced as well."""
+        """Add parameters, and reduce their gradients as well; collective."""
         self.wrapped.add_param_group(param_group)
         group = len(self.wrapped.param_groups) - 1
         added = self.wrapped.param_groups[group]["params"]
@@ -314,15 +316,15 @@ class DistributedOptimizer(OptimizerProxy):
             self._sharded.add_groups()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the wrapped optimizer's.
+        """Return the wrapped optimizer's state.
 
-        With ``zero=1`` only on the ``root`` of ``consolidate_state_dict()``, and before
-        the next step.
+        With ``zero=1`` call it only on the ``root`` of ``consolidate_state_dict()``,
+        and before the next step.
         """
         return (self._sharded or self.wrapped).state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a plain optimizer's; with ``zero=1`` this rank's share of it."""
+        """Load a plain optimizer's state; with ``zero=1`` this rank's share of it."""
         (self._sharded or self.wrapped).load_state_dict(state_dict)
 
     @staticmethod
@@ -332,9 +334,9 @@ class DistributedOptimizer(OptimizerProxy):
         return optimizer._sharded if is_own else None  # noqa: SLF001  its own
 
     def consolidate_state_dict(self, root: int = 0) -> None:
-        """Have ``root``'s ``state_dict()`` return the state of all; collective.
+        """Gather all ranks' state for ``state_dict()`` on ``root``; collective.
 
-        Not needed with ``zero=0``. ``root`` is one of the process set's ranks.
+        Not needed with ``zero=0``. ``root`` is a rank within the process set.
         """
         if self._sharded is not None and self._reducer is not None:
             self._sharded.consolidate(self._reducer, root)
@@ -360,7 +362,7 @@ class DistributedOptimizer(OptimizerProxy):
 
     @property
     def _handles(self) -> dict[Tensor, Any]:
-        """Horovod's table of reductions under way; always empty."""
+        """Horovod's table of reductions in progress; always empty."""
         return {}
 
     def _allreduce_grad_async(self, p: Tensor) -> tuple[int, None]:
@@ -445,9 +447,9 @@ def _check_passes(passes: int) -> None:
 
 
 class _DistributedOptimizer(Optimizer):
-    """Reduces each gradient by its name from a hook, and waits for all in ``step()``.
+    """Horovod's class: hooks start to reduce gradients, and ``step()`` waits for all.
 
-    For programs that override Horovod's hook, or mix these methods into a class made
+    For programs that override Horovod's hook, or mix these methods into a class derived
     from the wrapped optimizer's. Gradients are complete after ``synchronize()`` or
     ``step()``, not before::
 
@@ -467,7 +469,7 @@ class _DistributedOptimizer(Optimizer):
         sparse_as_dense: bool = False,
         process_set: ProcessSet = global_process_set,
     ) -> None:
-        # The class that this is mixed into sets its own defaults.
+        # The class that uses this mixin sets its own defaults.
         super(self.__class__, self).__init__(params)  # pyright: ignore[reportCallIssue]
         self._compression = compression
         self.backward_passes_per_step = backward_passes_per_step
@@ -526,7 +528,7 @@ class _DistributedOptimizer(Optimizer):
     def synchronize(self) -> None:
         """Wait until all gradients are reduced; missing ones count as zeros."""
         for parameter in self._parameter_names if self._is_shared else ():
-            # An overridden hook may have put it off.
+            # An overridden hook may not have started the reduction.
             handle, _ = self._handles.get(parameter, (None, None))
             if parameter.requires_grad and handle is None:
                 self._handles[parameter] = self._allreduce_grad_async(parameter)
@@ -541,7 +543,7 @@ class _DistributedOptimizer(Optimizer):
 
     @contextmanager
     def skip_synchronize(self) -> Generator[None]:
-        """Let ``step()`` use the gradients as they are, after ``synchronize()``."""
+        """Keep ``step()`` from reducing again, after an explicit ``synchronize()``."""
         self._should_synchronize = False
         try:
             yield
@@ -566,7 +568,7 @@ def plain_name(name: str) -> str:
 def _name_parameters(
     optimizer: Optimizer, named_parameters: Iterable[object] | None
 ) -> list[tuple[str, Tensor]]:
-    """Pair every parameter of ``optimizer`` with a unique name, in its own order."""
+    """Pair every parameter of ``optimizer`` with a unique name, in its order."""
     if named_parameters is None:
         return [
             (_default_name(g, i), parameter)
@@ -606,9 +608,9 @@ def group_indices(
     groups: int | Sequence[Sequence[Tensor]] | None,
     num_groups: int = 0,
 ) -> tuple[tuple[int, ...], ...]:
-    """Return indices of trained parameters for Horovod's ``groups``.
+    """Return the indices of trained parameters in each of Horovod's ``groups``.
 
-    That is a number of consecutive groups of similar size, or the members of each.
+    ``groups`` is a number of consecutive groups of similar size, or each one's members.
     """
     if num_groups:
         warnings.warn(
@@ -658,7 +660,7 @@ def _refuse_averaged(parameters: Iterable[Tensor]) -> None:
         return
     own = {id(parameter) for parameter in parameters}
     for model in gc.get_objects():
-        # Not isinstance(): that asks objects for a __class__ that may run anything.
+        # Not isinstance(): it reads __class__, a property that may run any code.
         if not issubclass(type(model), DistributedDataParallel):
             continue
         if any(id(parameter) in own for parameter in model.parameters()):

@@ -1,14 +1,13 @@
 """ZeRO's first stage: each rank stores and steps its share of the optimizer's state.
 
 Note [Shares]
-    The elements of all parameters of a dtype and device form a *row*, which is cut into
-    equal shares, also within a parameter. So shares are equal for all shapes. A *part*
-    is a rank's share of one parameter, a 1-D view. While the optimizer steps, its
-    groups hold this rank's parts instead of the parameters. Then all ranks gather the
-    parts.
+    The elements of all parameters of one dtype and device form a *row*. The row is cut
+    into equal shares, if necessary inside a parameter. A *part* is a rank's share of
+    one parameter, a 1-D view. While the optimizer steps, its groups hold this rank's
+    parts instead of the parameters. Then all ranks gather the parts.
 
-    This is right for optimizers that step each element by itself, not for those with
-    norms of layers, such as LARS and LAMB.
+    This is correct for optimizers that step each element by itself, and wrong for those
+    that use norms of layers, such as LARS and LAMB.
 
 Source: Rajbhandari et al. 2020 (arXiv:1910.02054), section 5.1.
 """
@@ -35,7 +34,7 @@ _ELEMENTWISE = (
     *(optim.SGD, optim.ASGD, optim.Adagrad, optim.Adadelta, optim.RMSprop, optim.Rprop),
     *(optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam),
 )
-_STEP = "step"  # a number to all optimizers of torch, also where a parameter is one
+_STEP = "step"  # torch's step counter: never cut, even if the parameter is a scalar
 _NOT_WHOLE = (
     "consolidate_state_dict() must be called on all ranks before state_dict() on its "
     "root with zero=1, got no call since the last step, or another root: each rank has "
@@ -55,7 +54,7 @@ class _Part(NamedTuple):
 
 
 class SharePiece(NamedTuple):
-    """A part with its values, for copies and new shares after a change of ranks."""
+    """A part with its values and state, to be copied or to form new shares."""
 
     parameter: int
     start: int
@@ -71,21 +70,21 @@ class _Row:
     share_numel: int
     parts: list[list[_Part]]  # by rank
     staging: Tensor | None = None
-    addresses: list[int] = field(default_factory=list[int])  # of the chunks' copies
+    addresses: list[int] = field(default_factory=list[int])  # of the parameters
     chunks: "list[_Chunk]" = field(default_factory=list["_Chunk"])
 
 
 class _Chunk(NamedTuple):
-    """The elements of one all-gather, with the tensors to copy to and from."""
+    """The buffer of one all-gather, with the tensors to copy into it and out of it."""
 
     gathered: Tensor
-    own: Tensor  # this rank's
+    own: Tensor  # this rank's slice of ``gathered``
     sent: tuple[list[Tensor], list[Tensor]]
     received: tuple[list[Tensor], list[Tensor]]
 
 
 def require_elementwise(optimizer: Optimizer, *, is_declared: bool) -> None:
-    """Refuse optimizers that may not step element by element."""
+    """Raise ``UsageError`` if the optimizer may not step element by element."""
     # A subclass that does not override torch's step counts as torch's.
     step = _own_step(type(optimizer))
     known = any(step is _own_step(each) for each in _ELEMENTWISE)
@@ -110,10 +109,10 @@ def _own_step(kind: Any) -> object:  # noqa: ANN401  a class
 
 
 class ShardedStep:
-    """Steps this rank's share of an optimizer.
+    """The step of an optimizer with its state divided among all ranks.
 
-    All ranks have the same parameters, equal in value, in the same order; the same
-    ones require a gradient.
+    On all ranks the parameters have the same order and values, and the same ones
+    require a gradient.
     """
 
     def __init__(self, optimizer: Optimizer, rank: int, size: int) -> None:
@@ -123,7 +122,7 @@ class ShardedStep:
         self._rows: list[_Row] = []
         self._parts: dict[_Part, Tensor] = {}
         self._cut: set[int] = set()  # indices of parameters that are in a row
-        self._whole: dict[str, Any] | None = None  # the whole state, if it is here
+        self._whole: dict[str, Any] | None = None  # all ranks' state, if it is here
         self._communicator: Communicator | None = None
         self.on_stepped: Callable[[], None] | None = None  # called after each step
         self.add_groups()
@@ -142,9 +141,10 @@ class ShardedStep:
         *,
         is_closure: bool,
     ) -> Any:  # noqa: ANN401  the optimizer's
-        """Step; collective. ``make_gradients`` computes and reduces the gradients.
+        """Step this rank's share, and exchange the parameters; collective.
 
-        If it is a closure, the optimizer calls it and uses its loss.
+        ``make_gradients`` computes and reduces the gradients. With ``is_closure`` the
+        optimizer calls it and uses its loss.
         """
         groups = self._optimizer.param_groups
         whole = [group["params"] for group in groups]
@@ -202,7 +202,7 @@ class ShardedStep:
         self._cut_new()
 
     def pieces(self) -> list[SharePiece]:
-        """Return this rank's share, as views."""
+        """Return all parts of this rank, as views of values and state."""
         self._cut_new()
         pieces: list[SharePiece] = []
         for part in (part for group in self._own_groups() for part in group):
@@ -216,7 +216,7 @@ class ShardedStep:
 
     @torch.no_grad()
     def put(self, pieces: Sequence[SharePiece]) -> None:
-        """Load pieces of an old share: all values, this rank's part of the state."""
+        """Load an old share's values, and this rank's part of its state."""
         own: dict[int, list[_Part]] = {}
         for part in (part for row in self._rows for part in row.parts[self._rank]):
             own.setdefault(part.parameter, []).append(part)
@@ -229,7 +229,7 @@ class ShardedStep:
                     _put_state(self._optimizer.state[tensor], part, piece)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the plain optimizer's, as loaded or consolidated on this rank."""
+        """Return a plain optimizer's state, as loaded or consolidated on this rank."""
         if self._whole is None:
             # A rank's share may be empty, and have no state.
             if self._optimizer.state or self._communicator is not None:
@@ -359,7 +359,7 @@ class ShardedStep:
         return self._parts[part]
 
     def _cut_new(self) -> None:
-        """Cut parameters that require a gradient and are in no row yet."""
+        """Cut parameters that require a gradient and are not in a row yet."""
         kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         for index, parameter in enumerate(self._parameters):
             if parameter.requires_grad and index not in self._cut:
@@ -375,7 +375,7 @@ class ShardedStep:
 
     @torch.no_grad()
     def _gather(self, communicator: Communicator) -> None:
-        """Exchange the parts that the ranks have stepped."""
+        """Exchange parts, after each rank has stepped its own; collective."""
         if communicator is not self._communicator:
             self._communicator = communicator
             for row in self._rows:
@@ -388,7 +388,7 @@ class ShardedStep:
                 _copy(*chunk.received)
 
     def _prepare(self, row: _Row, communicator: Communicator) -> None:
-        """Make the chunks of a row, unless its parameters are where they were."""
+        """Make the chunks of a row, unless its parameters' addresses are unchanged."""
         first = self._parameters[next(p.parameter for own in row.parts for p in own)]
         width = min(row.share_numel, _STAGING_BYTES // first.element_size())
         indices = dict.fromkeys(part.parameter for own in row.parts for part in own)
@@ -445,7 +445,7 @@ def _cut(
 
 
 def _flat(tensor: Tensor, like: Tensor | None = None) -> Tensor:
-    """Return the elements as a vector, in the memory order of ``like`` or its own."""
+    """Return the elements as a vector, in memory order of ``like`` or ``tensor``."""
     strides = (tensor if like is None else like).stride()
     order = sorted(range(tensor.ndim), key=lambda dim: -strides[dim])
     ordered = tensor.detach().permute(order)

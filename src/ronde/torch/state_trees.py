@@ -12,7 +12,7 @@ from ronde.errors import UsageError
 def split_tree(value: Any, tensors: list[Tensor]) -> Any:  # noqa: ANN401 - a tree
     """Return a tree as JSON values; append its tensors to ``tensors``.
 
-    Not by pickle, which runs code when it is read.
+    Pickle is avoided, as loading it can run code.
     """
     match value:
         case Tensor():
@@ -42,7 +42,7 @@ def split_tree(value: Any, tensors: list[Tensor]) -> Any:  # noqa: ANN401 - a tr
 def rebuild_tree(plain: Any, tensors: list[Tensor], device: str | None = None) -> Any:  # noqa: ANN401 - a tree
     """Return the tree with new, empty tensors, which are appended to ``tensors``.
 
-    They are on the devices of the old ones, or on ``device``.
+    The tensors are on ``device``, or by default on the original device types.
     """
     if not isinstance(plain, dict):
         return plain

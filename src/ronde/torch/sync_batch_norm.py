@@ -16,11 +16,11 @@ from ronde.torch.mpi_ops import Sum, allreduce, allreduce_
 
 
 class SyncBatchNorm(_BatchNorm):
-    """Normalize as ``torch.nn.BatchNorm`` would over all ranks' batches together.
+    """Batch normalization with the statistics of all ranks' batches together.
 
     Inputs have the shape (N, C, ...); N may differ from rank to rank, down to 0. In
-    training, all ranks of ``process_set`` must run the layer equally often. A rank that
-    has joined counts as without data.
+    training, all ranks of ``process_set`` must run the layer equally often. A rank
+    that has called ``join()`` counts as a rank without data.
     """
 
     def __init__(
@@ -96,10 +96,10 @@ class _Normalize(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:  # noqa: ANN401  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return the gradients of input, weight and bias.
 
-        With y = (x - mean) * s * w + b, s the inverse deviation, n the elements of a
-        channel on all ranks: dx = w s (dy - (sum dy + (x - mean) s^2 sum dy (x - mean))
-        / n), both sums over all ranks. Those of weight and bias are not summed over
-        ranks: the optimizer does that.
+        With y = (x - mean) * s * w + b, s the inverse standard deviation, n the
+        elements of a channel on all ranks: dx = w s (dy - (sum dy + (x - mean) s^2 sum
+        dy (x - mean)) / n), both sums over all ranks. The optimizer reduces the
+        gradients of weight and bias over ranks.
         """
         inputs, weight, mean, inverse_std, count = ctx.saved_tensors
         dims = [0, *range(2, inputs.dim())]
@@ -123,10 +123,10 @@ class _Normalize(torch.autograd.Function):
 
 
 def _moments(inputs: Tensor, process_set: ProcessSet) -> tuple[Tensor, Tensor, Tensor]:
-    """Return mean and variance of each channel over all ranks, and their number.
+    """Return each channel's mean and variance over all ranks, and its element count.
 
     The ranks add up count, sum and sum of squares in float64, derived from each rank's
-    own mean and variance: no digits are lost even if the mean is large.
+    own mean and variance, so that a large mean costs no digits.
     """
     count = inputs.numel() // inputs.shape[1]
     channels = inputs.shape[1]

@@ -1,4 +1,4 @@
-"""Checkpoints of an elastic training, for a start after all ranks were lost."""
+"""Checkpoints of an elastic training, to restart it after all ranks were lost."""
 
 import logging
 import os
@@ -19,7 +19,7 @@ class Checkpoints:
     """Files ``step-N.pt`` in a directory; the newest is complete at any time."""
 
     def __init__(self, directory: str, every: int) -> None:
-        """Write to ``directory``, empty for none, after every ``every`` steps."""
+        """Write to ``directory`` every ``every`` steps; if it is empty, never."""
         if every < 1:
             raise UsageError(
                 f"checkpoint_every must be at least 1, got {every}. Give 1000."
@@ -31,7 +31,7 @@ class Checkpoints:
 
     @property
     def has_directory(self) -> bool:
-        """False if no checkpoints are written."""
+        """True if checkpoints are written."""
         return self._directory is not None
 
     def is_due(self, step: int) -> bool:
@@ -39,9 +39,9 @@ class Checkpoints:
         return self.has_directory and step % self._every == 0
 
     def write(self, step: int, state: dict[str, Any]) -> None:
-        """Write a file and delete old ones; a crash leaves the last one complete.
+        """Write a checkpoint and delete old ones, but the previous one.
 
-        If it cannot be written, as on a full disk, a warning is logged.
+        If the file cannot be written, as on a full disk, a warning is logged.
         """
         if self._directory is None:
             return
@@ -56,7 +56,7 @@ class Checkpoints:
                 os.fsync(file.fileno())
             draft.replace(path)
         except (OSError, RuntimeError) as error:
-            # After a failed write torch raises the failure to close the archive.
+            # After a failed write torch raises the error of closing the archive.
             reason = error if isinstance(error, OSError) else error.__context__
             draft.unlink(missing_ok=True)
             if not isinstance(reason, OSError):
@@ -75,7 +75,7 @@ class Checkpoints:
             old.unlink(missing_ok=True)
 
     def read_newest(self) -> dict[str, Any] | None:
-        """Return the newest state, None if there is none."""
+        """Return the newest state, or None if there is no checkpoint."""
         for _, path in reversed(self._found()):
             return torch.load(path, map_location="cpu", weights_only=True)
         return None

@@ -3,10 +3,10 @@
 Note [Versions]
     Every ``copy_every`` steps each rank packs its share and sends a copy to a rank on
     another host. All shares of one step are a *version*. Each rank keeps the last two,
-    as some ranks may have the newest while others only have the one before. When a rank
-    is lost, all go back to the newest version with every share left, be it the original
-    or the copy, divide it anew, and repeat the steps since then. Before a planned
-    change of ranks there is a version of the last step.
+    as some ranks may not have the newest yet. When a rank is lost, all ranks return to
+    the newest version of which every share survives, as original or copy. They divide
+    it anew and repeat the later steps. Before a planned change of ranks, a version of
+    the last step is made.
 """
 
 import json
@@ -36,26 +36,26 @@ _ALIGNMENT = 8  # bytes
 
 
 class Version(NamedTuple):
-    """The shares of one step that a rank keeps."""
+    """A rank's part of a version: its shares, the buffers and all other state."""
 
     step: int
-    view: int  # in which it was made
-    size: int  # ranks of that view
+    view: int  # number of the view in which it was made
+    size: int  # number of ranks in that view
     shares: dict[int, Tensor]  # packed, by rank
     buffers: dict[str, Tensor]
-    rest: tuple[dict[str, Any], list[Any]]  # the optimizers' options last
+    rest: tuple[dict[str, Any], list[Any]]  # small state, optimizers' options
 
 
 class CompleteVersion(NamedTuple):
-    """A version with every share, and the ranks that have them."""
+    """A version of which every share survives."""
 
     step: int
     view: int
-    sources: list[tuple[int, int]]  # of each share: a rank now, and the packed size
+    sources: list[tuple[int, int]]  # by share: a rank that has it, its numel
 
 
 class ShareCopies:
-    """The versions on this rank."""
+    """Makes, keeps and restores versions of this rank's shares."""
 
     def __init__(self, shares: Sequence[ShardedStep], every: int) -> None:
         if every < 1:
@@ -94,7 +94,7 @@ class ShareCopies:
         self._versions = [*self._versions[1 - _KEPT :], made]
 
     def find(self) -> CompleteVersion | None:
-        """Return the newest version with every share left; collective."""
+        """Return the newest version of which every share survives; collective."""
         own = [
             (v.step, v.view, v.size, {r: s.numel() for r, s in v.shares.items()})
             for v in self._versions
@@ -114,17 +114,17 @@ class ShareCopies:
         )
 
     def begin(self, *, is_new: bool) -> None:
-        """Cut shares for the present ranks; a new training keeps its loaded state."""
+        """Cut shares for the present ranks; with ``is_new`` keep those that fit."""
         for each in self.shares:
             if not is_new or each.rank_and_size != (rank(), size()):
                 each.recut(rank(), size())
 
     @torch.no_grad()
     def restore(self, found: CompleteVersion, training: Training) -> None:
-        """Restore a version, with a new share for each rank; collective."""
+        """Restore a version, and divide its shares anew among ranks; collective."""
         self.begin(is_new=False)
         version, holder = self._version(found), found.sources[0][0]
-        # Kept until the next one is complete; the others are of no use any more.
+        # Kept until the next version is complete; older ones are no longer needed.
         self._versions = [] if version is None else [version]
         for name, buffer in training.model.named_buffers():
             if version is not None:
@@ -163,7 +163,7 @@ def find_keepers(hosts: Sequence[str]) -> list[int]:
 
 
 def pack(value: Any) -> Tensor:
-    """Return a tree of tensors and plain values as int64."""
+    """Serialize a tree of tensors and plain values into an int64 tensor."""
     tensors: list[Tensor] = []
     text = json.dumps(split_tree(value, tensors)).encode()
     header = len(text).to_bytes(_ALIGNMENT, "little") + text
@@ -173,7 +173,7 @@ def pack(value: Any) -> Tensor:
 
 
 def unpack(packed: Tensor) -> Any:
-    """Return the packed tree."""
+    """Return the tree that ``pack`` serialized."""
     packed = packed.view(torch.uint8)
     num_bytes = int.from_bytes(packed[:_ALIGNMENT].numpy().tobytes(), "little")
     offset = _ALIGNMENT + num_bytes

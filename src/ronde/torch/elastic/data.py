@@ -1,10 +1,10 @@
-"""The data of an elastic job: each sample once an epoch, while ranks come and go.
+"""The data of an elastic job, with each sample once per epoch on changing ranks.
 
 Note [The loader after a change of ranks]
-    Workers of the ``DataLoader`` live on: they receive sample ids, independent of
-    ranks. Batches that they prefetched for the old ranks are dropped. Requests are
-    numbered, and only the expected number is returned, so no batch is lost or repeated.
-    Workers answer outdated requests without loading them.
+    The ``DataLoader``'s workers keep running, as they receive sample ids that do not
+    depend on ranks. Batches that they prefetched for the old ranks are dropped.
+    Requests are numbered, and only the expected number is returned, so no batch is lost
+    or repeated. Workers answer outdated requests without loading them.
 """
 
 import ctypes
@@ -54,9 +54,9 @@ class Share:
 
 @runtime_checkable
 class DataSource(Protocol):
-    """Data with a position, for an elastic job."""
+    """Protocol for data of an elastic job, which other ranks can continue."""
 
-    epochs: int | None  # None: without end
+    epochs: int | None  # None: endless
     position: Position  # after the share that was returned last
 
     def seek(self, position: Position, rank: int, size: int) -> None:
@@ -66,32 +66,32 @@ class DataSource(Protocol):
     def __next__(self) -> Share: ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a state to continue from, at ``position``."""
+        """Return a state from which any rank can continue at ``position``."""
         ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue where another source was; ``seek`` follows, for the ranks."""
+        """Load another source's state; the caller calls ``seek`` afterwards."""
         ...
 
     def close(self) -> None:
-        """End all workers."""
+        """Stop all workers."""
         ...
 
 
 class ElasticLoader:
-    """Load each rank's share of every step of a map-style data set.
+    """Loader of each rank's share of every step, from a map-style data set.
 
-    All ranks give equal arguments. With the policy "global" ``batch_size`` is of all
-    ranks together, and does not change with their number; with "per-rank" it is of
-    each. The last batch of an epoch is short, or with ``drop_last`` left out. A rank's
-    share comes in micro-batches of ``micro_batch`` samples, by default in one. If
-    shares or micro-batches are unequal, gradients need ``GradientWeights``. Statistics
-    of batch norm are those of each micro-batch.
+    All ranks pass equal arguments. With the policy "global", ``batch_size`` counts the
+    samples of all ranks together, so it does not depend on their number; with
+    "per-rank" it counts those of one rank. The last batch of an epoch may be short;
+    ``drop_last`` skips it. A share comes in micro-batches of ``micro_batch`` samples,
+    by default in one. If shares or micro-batches differ in size, gradients need
+    ``GradientWeights``. Batch norm computes its statistics per micro-batch.
 
     With ``seed_samples`` the generators of Python, NumPy and torch are seeded from
     (seed, epoch, id) before each sample is loaded, so that its augmentation is the same
-    on any rank; without workers these are the training's own generators. Keywords are
-    ``DataLoader``'s.
+    on any rank. Without workers, this reseeds the training's own generators. Other
+    keywords are ``DataLoader``'s.
 
     Raises:
         UsageError: The data set has no ids, or a value is out of range.
@@ -127,16 +127,16 @@ class ElasticLoader:
             len(dataset), batch_size, shuffle, seed, drop_last, micro_batch, policy
         )
         self._rank_and_size: tuple[int, int] | None = None
-        self._ahead = Position()  # of the next step to be requested
-        self._unsent: deque[_Request] = deque()  # the rest of a step's
+        self._ahead = Position()  # of the next step to request
+        self._unsent: deque[_Request] = deque()  # the rest of a step
         self._num_sent = 0
-        self._num_arrived = 0  # of those, dropped ones included
-        self._expected = 0  # the number of the next one to return
+        self._num_arrived = 0  # dropped ones included
+        self._expected = 0  # number of the next request to return
         self._oldest = 0  # the first number since the last seek
         self._turn = RawValue(ctypes.c_long, 0)  # shared with workers: counts seeks
         seed_of_samples = seed if seed_samples else None
         collate = collate_fn or cast("Any", torch_data).default_collate
-        # A generator of its own: the loader takes a seed from it for its workers.
+        # Its own generator, from which DataLoader draws the seed of its workers.
         options.setdefault("generator", torch.Generator().manual_seed(seed))
         self._loader = DataLoader[Any](
             _Loading(dataset, collate, self._turn, seed_of_samples),  # pyright: ignore[reportArgumentType]
@@ -149,7 +149,7 @@ class ElasticLoader:
     def seek(self, position: Position, rank: int, size: int) -> None:
         """Go to ``position``, as one of ``size`` ranks; drop prefetched batches.
 
-        Workers live on.
+        Workers keep running.
         """
         self._sampler.full_batch(size)
         self._rank_and_size = rank, size
@@ -183,8 +183,8 @@ class ElasticLoader:
             self.seek(self.position, *self._rank_and_size)
 
     def close(self) -> None:
-        """End the workers; the next use starts others."""
-        # Tracebacks may refer to the iterator, and would keep them alive.
+        """Stop the workers; the next use starts new ones."""
+        # A traceback may refer to the iterator, which would keep workers alive.
         getattr(self._batches, "_shutdown_workers", lambda: None)()
         self._batches = None
         if self._rank_and_size is not None:
@@ -200,7 +200,7 @@ class ElasticLoader:
         return self.epochs is not None and shard.start.epoch >= self.epochs
 
     def _next_request(self) -> "_Request":
-        """Number the next micro-batch; past the end an empty one: seek may go back."""
+        """Return the next request; past the end an empty one, as seek may go back."""
         if not self._unsent:
             shard = self._sampler.shard(self._ahead, *self._ranks())
             parts = shard.micro_batches
@@ -229,12 +229,12 @@ class ElasticLoader:
                 if number == expected:
                     return batch
         except BaseException:
-            self.seek(self.position, *self._ranks())  # the next try begins anew
+            self.seek(self.position, *self._ranks())  # a retry starts over
             raise
 
 
 class _Request(NamedTuple):
-    """A micro-batch to load."""
+    """A request to a worker for one micro-batch."""
 
     number: int
     turn: int  # of ``ElasticLoader.seek``
@@ -243,7 +243,7 @@ class _Request(NamedTuple):
 
 
 class _Requests:
-    """An endless batch sampler."""
+    """Endless batch sampler that calls ``draw`` for each batch."""
 
     def __init__(self, draw: Callable[[], _Request]) -> None:
         self._draw = draw
@@ -254,7 +254,7 @@ class _Requests:
 
 
 class _Loading:
-    """A data set for workers: loads and collates requests that are not outdated."""
+    """The workers' data set; skips requests from before the last ``seek``."""
 
     def __init__(
         self,
@@ -295,7 +295,7 @@ def _seed_all(seed: int) -> None:
 
 
 def require_position(data: object) -> None:
-    """Refuse data from which other ranks could not continue."""
+    """Raise ``UsageError`` for data without sample ids from 0 to ``len() - 1``."""
     kind = type(data)
     if issubclass(kind, DataLoader):
         cure = "Give ElasticLoader the data set of the DataLoader."

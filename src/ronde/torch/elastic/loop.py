@@ -1,18 +1,18 @@
 """The loop of an elastic training: a failed step is undone and repeated.
 
 Note [Undoing a step]
-    Until ``optimizer.step()`` returns, a step has changed gradients, the model's
-    buffers (running statistics) and random number generators, but no parameters. These
-    are restored. When it returns, step count and position advance. So only buffers are
-    copied before each step. With several optimizers one may have stepped when another
-    fails: then all state is copied before.
+    Until ``optimizer.step()`` returns, a step changes gradients, the model's buffers
+    (running statistics) and random number generators, but no parameters. So only
+    buffers and generators are saved before each step. When ``optimizer.step()``
+    returns, step count and position advance. With several optimizers one may have
+    stepped when another fails, so all state is saved.
 
-    Of two survivors one may have applied a step that failed for the other. Its
-    parameters contain the gradients of all ranks, lost ones included; the other copies
-    them, and the step is not repeated.
+    One survivor may have applied a step that failed on another. The applied step has
+    the gradients of all ranks, lost ones included. So the other survivor copies the
+    parameters, and the step is not repeated.
 
     An optimizer with ``zero=1`` communicates while it steps, and each rank has only a
-    share of its state. So all ranks go back to copies: see Note [Versions].
+    share of its state. So all ranks return to older copies: see Note [Versions].
 """
 
 import logging
@@ -57,14 +57,14 @@ class Step(AbstractContextManager["Step"]):
     """One step, from its forward pass to ``optimizer.step()``."""
 
     def __init__(self, loop: "Loop", share: Share, number: int) -> None:
-        self.number = number  # from 0 on, over all epochs
+        self.number = number  # counted from 0 over all epochs
         self.share = share
         self.is_applied = False
         self._loop = loop
 
     @property
     def epoch(self) -> int:
-        """The epoch, from 0 on."""
+        """The epoch, counted from 0."""
         return self.share.start.epoch
 
     @property
@@ -79,7 +79,7 @@ class Step(AbstractContextManager["Step"]):
 
     @property
     def micro_batches(self) -> Iterator[Any]:
-        """The collated samples of this rank, by micro-batches."""
+        """An iterator over this rank's micro-batches, each collated."""
         return self._loop.weights.micro_batches(self.share)
 
     def __enter__(self) -> Self:
@@ -96,7 +96,7 @@ class Step(AbstractContextManager["Step"]):
 
 
 class Loop:
-    """Iterate over the steps of a training; ranks may be lost, leave and join.
+    """The steps of a training during which ranks may be lost, leave and join.
 
     ::
 
@@ -111,24 +111,24 @@ class Loop:
     Outside of an elastic job all ranks start with the state of rank 0.
 
     Args:
-        model: Equal on all ranks; it may be wrapped afterwards.
-        optimizer: A ``DistributedOptimizer``, or several; all or none with ``zero=1``.
-            Then each rank keeps a copy of the share of a rank on another host.
+        model: The same on all ranks; it may be wrapped afterwards.
+        optimizer: A ``DistributedOptimizer``, or several. If one has ``zero=1``, all
+            must; each rank then keeps a copy of another rank's share.
         data: An ``ElasticLoader`` or ``ElasticShards``, or a map-style data set.
-        batch: For a data set: samples per step, of all ranks together.
-        epochs: For a data set: the number of epochs.
+        batch: With a data set, the samples per step of all ranks together.
+        epochs: With a data set, the number of epochs.
         objects: Other objects with ``state_dict()`` and ``load_state_dict()``, such as
-            learning-rate schedulers and gradient scalers, by name. Equal on all ranks.
-        on_change: Called when the ranks have changed, and at the start.
-        copy_every: With ``zero=1``, steps from one copy to the next. When a rank is
+            learning-rate schedulers and gradient scalers, by name. Same on all ranks.
+        on_change: Called at the start and after each change of ranks.
+        copy_every: With ``zero=1``, the number of steps between copies. When a rank is
             lost, up to this number of steps is repeated.
         checkpoint: A directory. Rank 0 writes the state there every
-            ``checkpoint_every`` steps; it is read if no rank has a state at the start.
+            ``checkpoint_every`` steps; if no rank has a state yet, it is loaded.
 
     Raises:
         UsageError: An argument is invalid, or this rank's model or version of torch
-            differs from the others', or a share and its copy were lost together, and
-            there is no checkpoint.
+            differs from the others', or a share and its copy were lost together
+            without a checkpoint.
     """
 
     def __init__(
@@ -157,8 +157,8 @@ class Loop:
         self._checkpoints = Checkpoints(checkpoint, checkpoint_every)
         self._member: Member | None = own_member()
         self._written = 0  # the step of the newest checkpoint
-        self._step: Step | None = None  # under way
-        self._num_stepped = 0  # of its optimizers
+        self._step: Step | None = None  # in progress
+        self._num_stepped = 0  # optimizers that have stepped in it
         self._saved: dict[str, Tensor] = {}
         self._generators: list[Tensor] = []
         self.weights = GradientWeights(model.parameters(), *self._optimizers)
@@ -189,7 +189,7 @@ class Loop:
     def _start_first_view(self) -> None:
         try:
             begins = current_session().begins
-            if begins is not None:  # this process was in the view from its beginning
+            if begins is not None:  # else this process joins a running job
                 self._start_view(begins)
                 return
         except CollectiveError as error:
@@ -200,7 +200,7 @@ class Loop:
     # Steps
 
     def _next(self) -> Step | None:
-        """Return the next step, None after the last; change the view if needed."""
+        """Return the next step, or None after the last; change the view if needed."""
         while True:
             try:
                 is_over = ""
@@ -222,7 +222,7 @@ class Loop:
                 return self._step
 
     def begin_step(self, step: Step) -> None:
-        """Reset gradients, and copy the state that is needed to undo the step."""
+        """Reset gradients, and save the state for undoing the step."""
         self._num_stepped = 0
         for each in self._optimizers:
             each.zero_grad()
@@ -233,10 +233,10 @@ class Loop:
         self._save(self._undone_tensors())
 
     def end_step(self, step: Step, error: BaseException | None) -> bool:
-        """Count the step, or undo it and enter the next view."""
+        """Count the step; if a collective failed, undo it and enter the next view."""
         self._step = None
         if error is None:
-            if not step.is_applied:  # a gradient scaler may skip it
+            if not step.is_applied:  # a gradient scaler may skip step()
                 self._apply(step)
             return False
         if self._member is None or not isinstance(error, CollectiveError):
@@ -297,7 +297,7 @@ class Loop:
                     kept.copy_(tensor)
 
     def _undone_tensors(self) -> dict[str, Tensor]:
-        """Return the tensors to restore when a step fails."""
+        """Return the tensors to restore if a step fails."""
         if len(self._optimizers) > 1 and self._copies is None:
             return self._training.tensors()
         return dict(self._training.model.named_buffers())
@@ -309,7 +309,7 @@ class Loop:
         self._change_view(shorten(error))
 
     def _change_view(self, reason: str = "") -> None:
-        """Leave the view and enter a later one, with the newest state."""
+        """Leave the view, and enter a later view with the newest state."""
         while True:
             if self._copies is not None and self._member is not None:
                 self._member.applied = self._training.num_applied
@@ -347,7 +347,7 @@ class Loop:
         return found is not None
 
     def _restore_shares(self, copies: ShareCopies, root: int, newest: int) -> None:
-        """Restore the newest version that is left, with a share for each rank."""
+        """Restore the newest surviving version of all shares, or else a checkpoint."""
         training, member = self._training, self._member
         found = copies.find()
         if found is not None:

@@ -1,11 +1,11 @@
-"""The samples of each step, and their division among ranks: pure functions.
+"""The samples of each step, and their division among ranks.
 
 Note [One cursor]
     The position of a whole job is two numbers, equal on all ranks: the epoch, and the
-    number of its samples in applied steps. The order of an epoch follows from the seed,
-    a step takes the next samples of it, and their division follows from the number of
-    ranks. So ranks may come and go between two steps, and a step may be undone and
-    repeated by other ranks: each sample still counts once.
+    number of its samples in applied steps. The seed determines the order of an
+    epoch. Each step takes the next samples in that order and divides them among the
+    ranks. So ranks may come and go between two steps, and other ranks may repeat an
+    undone step: each sample still counts once.
 """
 
 from dataclasses import dataclass, field
@@ -25,14 +25,14 @@ class Position(NamedTuple):
     """The position of a job in its data; equal on all ranks."""
 
     epoch: int = 0
-    samples: int = 0  # of the epoch, in steps that were applied
+    samples: int = 0  # of this epoch, in applied steps
 
 
 class StepShard(NamedTuple):
     """The samples of one rank in one step."""
 
     start: Position  # before the step
-    position: Position  # after it
+    position: Position  # after the step
     batch_size: int  # of all ranks together
     ids: tuple[int, ...]  # this rank's samples; may be empty
     micro_batches: tuple[tuple[int, ...], ...]  # at least one
@@ -42,24 +42,24 @@ class StepShard(NamedTuple):
 def derive_seed(*numbers: int) -> int:
     """Return a seed of 63 bits that depends on ``numbers`` alone.
 
-    These may be (seed, epoch, sample id): equal on any rank and in any attempt.
+    With (seed, epoch, sample id), every rank and every retry gets the same seed.
     """
     text = ",".join(map(str, numbers)).encode()
     return int.from_bytes(blake2b(text, digest_size=8).digest(), "little") >> 1
 
 
 def order_of(num_samples: int, seed: int, epoch: int) -> Ids:
-    """Return the shuffled ids of all samples, as int32 below 2^31 samples."""
+    """Return all sample ids in shuffled order, int32 for fewer than 2^31."""
     ids = np.arange(num_samples, dtype=np.int32 if num_samples < 1 << 31 else np.int64)
     np.random.Generator(np.random.PCG64(derive_seed(seed, epoch))).shuffle(ids)
     return ids
 
 
 def shard_batch(num_samples: int, rank: int, size: int, micro_batch: int = 1) -> slice:
-    """Return this rank's part of a batch, in micro-batches; the last may be short.
+    """Return one rank's slice of a batch, in whole micro-batches.
 
-    Ranks differ by at most one micro-batch. The last rank, with the short one, never
-    has fewer than another.
+    Only the last rank's last micro-batch may be short. Ranks differ by at most one
+    micro-batch, and the last rank never has fewer than another.
     """
     num_micro_batches = -(-num_samples // micro_batch)
     first, end = (num_micro_batches * each // size for each in (rank, rank + 1))
@@ -68,14 +68,14 @@ def shard_batch(num_samples: int, rank: int, size: int, micro_batch: int = 1) ->
 
 @dataclass(slots=True)
 class StepSampler:
-    """Divides the samples of a data set; equal arguments on all ranks."""
+    """Divides samples among ranks, which must all pass equal arguments."""
 
     num_samples: int
-    batch_size: int  # of all ranks, or with "per-rank" of each
+    batch_size: int  # of all ranks together; with "per-rank" of each
     shuffle: bool = True
     seed: int = 0
     drop_last: bool = False
-    micro_batch: int | None = None  # None: one micro-batch a rank
+    micro_batch: int | None = None  # None: one micro-batch per rank
     policy: str = "global"
     _orders: dict[int, Ids] = field(default_factory=dict[int, Ids])
 
@@ -103,7 +103,7 @@ class StepSampler:
     def shard(self, position: Position, rank: int, size: int) -> StepShard:
         """Return a rank's samples of the step that begins at ``position``.
 
-        A rank without samples trains on the first one of the batch, with weight 0.
+        A rank without samples trains on the batch's first sample, with weight 0.
         """
         full = self.full_batch(size)
         start = self._first_step(position, full)
@@ -122,7 +122,7 @@ class StepSampler:
         return StepShard(start, position, batch_size, ids, parts, weights)
 
     def _first_step(self, position: Position, full: int) -> Position:
-        """Return the next epoch's beginning if this one has no step left."""
+        """Return ``position``, or the next epoch if this one has no step left."""
         needed = full if self.drop_last else 1
         is_over = self.num_samples - position.samples < needed
         return Position(position.epoch + 1) if is_over else position
@@ -131,7 +131,7 @@ class StepSampler:
         if not self.shuffle:
             return tuple(range(low, high))
         if epoch not in self._orders:
-            # Two are in use while the next epoch is prefetched.
+            # Two orders are in use while the next epoch is prefetched.
             for old in sorted(self._orders)[:-1]:
                 del self._orders[old]
             self._orders[epoch] = order_of(self.num_samples, self.seed, epoch)

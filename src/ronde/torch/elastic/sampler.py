@@ -1,4 +1,4 @@
-"""A sampler for ranks that may change in the middle of an epoch."""
+"""A sampler for jobs that may gain or lose ranks in the middle of an epoch."""
 
 import math
 import random
@@ -26,7 +26,7 @@ class ElasticSampler(Sampler[int]):
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch."""
+        """Begin an epoch, with all samples left."""
         self.epoch = epoch
         self.processed_num = 0
         self.reset()
@@ -62,7 +62,7 @@ class ElasticSampler(Sampler[int]):
         self.total_size = self.num_samples * self.num_replicas
 
     def __iter__(self) -> Iterator[int]:
-        # Samples may repeat more than once: 1 may be left for 3 ranks.
+        # A sample may repeat several times, as when 1 is left for 3 ranks.
         filled = islice(cycle(self.remaining_indices), self.total_size)
         return islice(filled, self.rank, None, self.num_replicas)
 

@@ -1,4 +1,4 @@
-"""Data with a state of its own, such as ``StatefulDataLoader``, in an elastic job."""
+"""Elastic data from iterables with their own state, like ``StatefulDataLoader``."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
@@ -15,7 +15,7 @@ from ronde.torch.mpi_ops import Sum, allreduce
 
 @runtime_checkable
 class Stateful(Protocol):
-    """An iterable of batches with a state; each epoch iterates anew."""
+    """An iterable of batches with a state; each epoch calls ``iter()`` again."""
 
     def __iter__(self) -> Iterator[Any]: ...
 
@@ -29,7 +29,7 @@ class Stateful(Protocol):
 
 
 class ShardState(NamedTuple):
-    """The state of a shard before batch ``number`` of ``epoch``."""
+    """A shard's state, saved before batch ``number`` of ``epoch``."""
 
     epoch: int
     number: int
@@ -57,15 +57,16 @@ def first_length(batch: Any) -> int:
 
 
 class ElasticShards:
-    """Train on shards, each read by one rank at a time, which may change.
+    """Data of an elastic job in shards, each read by one rank at a time.
 
-    A step takes a batch of every shard that has one left. Each rank has those of its
-    own shards as micro-batches; it may have none. So the batch of all ranks does not
-    depend on their number. ``next()`` is collective: the ranks add up their samples.
+    A step takes one batch from every shard that has one left. A rank gets those of its
+    own shards as micro-batches, possibly none. So the batch of all ranks together does
+    not depend on their number. ``next()`` is collective: the ranks add up their
+    samples.
 
-    ``position.samples`` counts the epoch's steps here. The shards of a lost rank
-    continue from the last state that another rank has, by ``load_state_dict`` or
-    ``merge_states``; the batches in between are read again and dropped.
+    ``position.samples`` counts the epoch's steps here. A lost rank's shards continue
+    from the newest state that another rank got through ``load_state_dict`` or
+    ``merge_states``; batches since then are read again and dropped.
 
     Raises:
         UsageError: A shard has no state, or there are more ranks than shards.
@@ -96,7 +97,7 @@ class ElasticShards:
         self._rank_and_size: tuple[int, int] | None = None
 
     def seek(self, position: Position, rank: int, size: int) -> None:
-        """Go to ``position``, as one of ``size`` ranks; shards may change ranks."""
+        """Go to ``position``, as one of ``size`` ranks; release other ranks' shards."""
         if size > len(self._shards):
             raise UsageError(
                 f"size must be at most the number of shards, {len(self._shards)}, got "
@@ -132,7 +133,7 @@ class ElasticShards:
         raise UsageError("shards must have batches, got none in a whole epoch.")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position and all shards' states that this rank has.
+        """Return the position and the shard states known to this rank.
 
         Call ``seek`` first if a step was undone.
         """
@@ -147,10 +148,10 @@ class ElasticShards:
             self._shards[index].load(ShardState(*state))
 
     def merge_states(self, state_dict: dict[str, Any]) -> None:
-        """Keep another rank's states of shards if they are newer.
+        """Store another rank's newer states of shards that this rank does not read.
 
-        Exchange them now and then, with ``allgather_object``, so that few batches are
-        read again when a rank is lost.
+        Exchange states from time to time, with ``allgather_object``, so that few
+        batches are read again when a rank is lost.
         """
         for index, state in state_dict["shards"].items():
             self._shards[index].keep(ShardState(*state))
@@ -171,10 +172,10 @@ class _Shard:
         self._batches: Iterator[Any] | None = None
         self._next = (0, 0)  # epoch and number of the next batch
         self._last: tuple[tuple[int, int], Any] | None = None
-        self._end = (-1, 0)  # the newest epoch that is over, and its batches
+        self._end = (-1, 0)  # the last finished epoch, and its number of batches
 
     def draw(self, epoch: int, number: int) -> list[Any]:
-        """Return the batch of this number; empty if the epoch has fewer."""
+        """Return batch ``number`` of ``epoch`` in a list, empty past the end."""
         wanted = (epoch, number)
         is_drawn = self._last is not None and self._last[0] == wanted
         is_known = is_drawn or self._is_past_end(wanted)
@@ -182,11 +183,11 @@ class _Shard:
             self._rewind(wanted)
         while self._next <= wanted and not self._is_past_end(wanted):
             self._advance()
-        # The last one again, if its step was undone.
+        # The last batch again, if its step was undone.
         return [batch for at, batch in [self._last or ((), ())] if at == wanted]
 
     def save(self, position: Position) -> None:
-        """Save the state, unless it is that after an undone step."""
+        """Save the state, unless an undone step has read past ``position``."""
         if self._is_held and self._next <= position:
             self.saved = ShardState(*self._next, self._source.state_dict())
 
@@ -206,7 +207,7 @@ class _Shard:
         return wanted[0] == self._end[0] and wanted >= self._end
 
     def _rewind(self, wanted: tuple[int, int]) -> None:
-        """Begin again from the newest known state."""
+        """Restart from the saved state."""
         self.release()
         if self.saved is None:
             self.saved = ShardState(0, 0, self._source.state_dict())

@@ -1,4 +1,4 @@
-"""State that survives a failure or a change of hosts, and the loop that uses it."""
+"""Horovod's elastic state, and the decorator ``run`` that restores it."""
 
 import functools
 import logging
@@ -36,7 +36,7 @@ _logger = logging.getLogger("ronde")
 
 
 class HostUpdateResult(IntFlag):
-    """A change of hosts; the numbers are Horovod's."""
+    """Kinds of change of hosts, with Horovod's numbers."""
 
     no_update = 0
     removed = 1
@@ -45,7 +45,7 @@ class HostUpdateResult(IntFlag):
 
 
 class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818  Horovod's name
-    """The hosts have changed; ``skip_sync`` if all remaining ranks have the state."""
+    """Raised at a change of hosts; ``skip_sync`` if remaining ranks are in sync."""
 
     def __init__(self, skip_sync: bool) -> None:
         super().__init__(skip_sync)
@@ -53,17 +53,17 @@ class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818  Horovod's name
 
 
 class WorkerNotificationManager:
-    """Notifies all listeners of changes of hosts; thread-safe."""
+    """Notifies all listeners when hosts are added or removed; thread-safe."""
 
     def __init__(self) -> None:
         self._listeners: list[State] = []
 
     def register_listener(self, listener: "State") -> None:
-        """Call ``listener`` at every change from now on."""
+        """Notify ``listener`` of all later changes."""
         self._listeners.append(listener)
 
     def remove_listener(self, listener: "State") -> None:
-        """Stop calling ``listener``."""
+        """Stop notifying ``listener``."""
         self._listeners.remove(listener)
 
     def handle_hosts_updated(
@@ -75,20 +75,20 @@ class WorkerNotificationManager:
 
 
 notification_manager = WorkerNotificationManager()
-"""Horovod's name for the one of this process."""
+"""This process's manager; the name is Horovod's."""
 
 
 class State(ABC):
     """The state of a training, restored after a failure or a change of hosts.
 
-    ``bcast_object`` returns rank 0's object on every rank, or that of ``root_rank``;
-    ``get_rank`` returns the rank.
+    ``bcast_object`` returns the object of rank 0, or of ``root_rank``, on every rank;
+    ``get_rank`` returns this process's rank.
 
     Note [Positions]
-        In an elastic job of ronde's all ranks count their checks for new hosts; every
-        commit has one. The controller compares the counts: the rank with the largest
-        one has the newest state, and a change of hosts comes after the same check on
-        all ranks.
+        In an elastic job of ronde, each rank counts its checks for new hosts; every
+        commit includes one. The controller compares the counts: the rank with the
+        largest count has the newest state. A change of hosts takes effect after the
+        same check on all ranks.
     """
 
     def __init__(
@@ -101,11 +101,11 @@ class State(ABC):
         self._reset_callbacks: list[Callable[[], None]] = []
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], None]]) -> None:
-        """Call functions after ranks were added or removed."""
+        """Add functions to call after ranks were added or removed."""
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
-        """Drop old changes, ``reset``, and call the callbacks."""
+        """Drop queued changes, call ``reset``, and call the callbacks."""
         self._host_messages = SimpleQueue()
         self.reset()
         for callback in self._reset_callbacks:
@@ -124,7 +124,7 @@ class State(ABC):
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
-        """Raise ``HostsUpdatedInterrupt`` on all ranks if there is a change."""
+        """Raise ``HostsUpdatedInterrupt`` on all ranks if the hosts have changed."""
         member = own_member()
         if member is not None:
             member.step += 1
@@ -136,7 +136,7 @@ class State(ABC):
         last, is_changed = self._last_updated_timestamp, False
         while not self._host_messages.empty():
             timestamp, update = self._host_messages.get()
-            # Each change comes once: one of the same second is a different one.
+            # Each change comes once, so an equal timestamp is another change.
             if timestamp >= last:
                 last, is_changed = timestamp, True
                 changes |= update
@@ -155,7 +155,7 @@ class State(ABC):
 
     @abstractmethod
     def sync(self) -> None:
-        """Get and save the state of rank 0, or of ``source()``; collective."""
+        """Copy the state of rank ``source()`` to all ranks, and save it; collective."""
 
     def reset(self) -> None:  # noqa: B027  most have nothing to adapt
         """Adapt to the new ranks, before ``sync``; not collective."""
@@ -167,7 +167,7 @@ def source() -> int:
 
 
 class ObjectState(State):
-    """A state of picklable attributes, given as keywords."""
+    """A state made of picklable attributes, passed as keyword arguments."""
 
     def __init__(
         self,
@@ -211,11 +211,11 @@ class StateHandler:
         raise NotImplementedError
 
     def sync(self) -> None:
-        """Get the state of ``source()``, without saving it."""
+        """Copy the state of rank ``source()`` to all ranks, without saving it."""
         raise NotImplementedError
 
     def reset(self) -> None:
-        """Adapt to new ranks; not collective."""
+        """Adapt the value to new ranks; not collective."""
 
     def set_value(self, value: Any) -> None:
         """Replace the value, and save it."""
@@ -224,7 +224,7 @@ class StateHandler:
 
 
 class StateDictHandler(StateHandler):
-    """Handles objects with ``state_dict()`` and ``load_state_dict()``."""
+    """Handler of objects with ``state_dict()`` and ``load_state_dict()``."""
 
     def __init__(self, value: Any) -> None:
         super().__init__(value)
@@ -262,14 +262,14 @@ def _copy_into(kept: Any, value: Any) -> Any:
 
 
 class ModelStateHandler(StateDictHandler):
-    """Handles a module."""
+    """Handler of modules; ``sync`` broadcasts their tensors in place."""
 
     def sync(self) -> None:
         broadcast_parameters(self.value.state_dict(), root_rank=source())
 
 
 class OptimizerStateHandler(StateDictHandler):
-    """Handles an optimizer."""
+    """Handler of optimizers; refuses those with ``zero=1``."""
 
     def __init__(self, value: Any) -> None:
         if DistributedOptimizer.share_of(value) is not None:
@@ -284,7 +284,7 @@ class OptimizerStateHandler(StateDictHandler):
 
 
 class SamplerStateHandler(StateDictHandler):
-    """Handles an ``ElasticSampler``."""
+    """Handler of samplers; ``reset`` divides the remaining samples."""
 
     def reset(self) -> None:
         # If ranks were only removed, ``sync`` is not called.
@@ -292,7 +292,7 @@ class SamplerStateHandler(StateDictHandler):
 
 
 HandlerRegistry = list[tuple[type, type[StateHandler]]]
-"""Types and the handlers of their instances; the first match counts."""
+"""Pairs of a type and the handler of its instances; the first match is used."""
 
 _registry: HandlerRegistry = [
     (nn.Module, ModelStateHandler),
@@ -303,12 +303,12 @@ _registry: HandlerRegistry = [
 
 
 def get_handler_registry() -> HandlerRegistry:
-    """Return the types and their handlers."""
+    """Return a copy of the registry of handlers by type."""
     return list(_registry)
 
 
 def set_handler_registry(registry: HandlerRegistry) -> None:
-    """Set the types and their handlers."""
+    """Replace the registry of handlers by type."""
     _registry[:] = registry
 
 
@@ -350,7 +350,7 @@ class TorchState(ObjectState):
         for handler in self._handlers.values():
             handler.sync()
         super().sync()
-        # Last: a rank that fails before restores all of its old state.
+        # Last, so that a rank that fails earlier restores all of its old state.
         for handler in self._handlers.values():
             handler.save()
 
@@ -374,10 +374,10 @@ R = TypeVar("R")
 def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
     """Decorate a training function, so that it survives failures and new hosts.
 
-    Its first argument is the state, which is rank 0's on all ranks. When a collective
-    fails (``HorovodInternalError``), the state goes back to its last commit; when hosts
-    have changed, it stays. In both cases the ranks connect anew and the function is
-    called again. After quick failures it first pauses: 0.1 s, doubled up to 10 s.
+    The function's first argument is the state, made equal on all ranks. When a
+    collective fails (``HorovodInternalError``), the state returns to its last commit;
+    when hosts change, it stays. In both cases the ranks connect anew and the function
+    is called again, after repeated quick failures with a pause of 0.1 s to 10 s.
 
     Raises:
         CollectiveError: There were more resets than ``HOROVOD_RESET_LIMIT`` allows.
@@ -414,7 +414,7 @@ def _until_done(train: Callable[[], R], state: State, reset: Callable[[], object
     if member is not None:
         member.on_change = _notify
     limit = None if member else read_horovod_config().reset_limit
-    # A rank that joins others has been alone until now.
+    # A rank that joins a running job is in no view yet.
     is_connected = member is None or current_session().view is not None
     is_synchronized = False
     number, pause = 0, _Pause()
@@ -434,7 +434,7 @@ def _until_done(train: Callable[[], R], state: State, reset: Callable[[], object
             return _finish(member, train())
         except CollectiveError as error:
             _count(number, limit, error)
-            # Logged, as the program's own fault may come again each time.
+            # Logged, as a fault of the program itself may recur each time.
             _logger.warning("Training goes back to its last commit: %s", error)
             state.restore()
             is_synchronized = False
@@ -464,7 +464,7 @@ class _Pause:
         self.step = NEW  # of the last failure
 
     def sleep(self, *, is_new: bool) -> None:
-        """Sleep; ``is_new`` if there was progress since the last failure."""
+        """Sleep; with ``is_new``, after progress, the pause starts again at 0."""
         if is_new:
             self.next_s = 0.0
         time.sleep(self.next_s)

@@ -1,4 +1,4 @@
-"""The state of a training, and its broadcast to ranks that are behind."""
+"""The state of a training, and its broadcast to ranks with older state."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
@@ -51,7 +51,7 @@ class Training:
         return tensors
 
     def small_state(self) -> dict[str, Any]:
-        """Return all state but the model's and the optimizers'."""
+        """Return all state except the model's and the optimizers'."""
         return {
             "step": self.num_applied,
             "position": tuple(self.position),
@@ -68,7 +68,7 @@ class Training:
             each.load_state_dict(state["objects"][name])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all state."""
+        """Return all state, including the model's and the optimizers'."""
         return {
             **self.small_state(),
             "model": self.model.state_dict(),
@@ -83,7 +83,7 @@ class Training:
         self.load_small_state(state)
 
     def describe(self) -> list[str]:
-        """Return a description that must be equal on all ranks."""
+        """Return a description of torch, model and optimizers, for comparing ranks."""
         tensors = self.model.state_dict().items()
         return [
             f"torch {torch.__version__}",
@@ -97,14 +97,14 @@ class Training:
         Args:
             root: A rank with the newest state.
             newest: The step of that state.
-            member: This process in an elastic job, with the step of its own state.
+            member: In an elastic job, this process with the step of its state.
         """
         own = self.describe()
         optimizers = [OptimizerState(each, self.model) for each in self.optimizers]
         sent = None
         if rank() == root:
             sent = own, [each.plain for each in optimizers], self.small_state()
-        # In one object: each exchange takes milliseconds.
+        # In one object, as each exchange takes milliseconds.
         theirs, plain, small = broadcast_object(sent, root)
         require_same(own, theirs)
         kept = None

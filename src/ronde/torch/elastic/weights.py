@@ -12,15 +12,15 @@ from ronde.torch.optimizer import DistributedOptimizer
 
 
 class GradientWeights:
-    """Make the average over ranks the average over samples, for unequal shares.
+    """Gradient factors that turn an average over ranks into one over samples.
 
     A loss is a mean over a micro-batch, and ``DistributedOptimizer`` averages over
     ranks. So each gradient is multiplied by ``micro_batch * size / batch``, and
-    reduced after this rank's last micro-batch: their number may differ between ranks.
-    If the factor is 1, parameters have no hooks.
+    reduced after this rank's last micro-batch. Ranks may differ in their number of
+    micro-batches. While the factor is 1, parameters have no hooks.
 
     Args:
-        parameters: Of the model.
+        parameters: The model's.
         optimizers: Those whose ``step()`` follows all micro-batches of a step.
     """
 
@@ -30,7 +30,7 @@ class GradientWeights:
         self._parameters = [
             p for p in parameters if p.is_floating_point() or p.is_complex()
         ]
-        # The program's own number of passes for each micro-batch.
+        # With the program's own number of passes per micro-batch.
         self._optimizers = [
             (each, each.backward_passes_per_step)
             for each in optimizers
@@ -48,13 +48,13 @@ class GradientWeights:
         self._set(share.weights[0] if share.weights else 1.0)
 
     def micro_batches(self, share: Share) -> Iterator[Any]:
-        """Yield the inputs of each micro-batch, and weight its gradients."""
+        """Yield the inputs of each micro-batch, and set the factor for it."""
         for weight, inputs in zip(share.weights, share.micro_batches, strict=True):
             self._set(weight)
             yield inputs
 
     def close(self) -> None:
-        """Remove the hooks."""
+        """Remove the hooks, and restore the optimizers' passes per step."""
         self._set(1.0)
         for optimizer, passes in self._optimizers:
             optimizer.set_backward_passes_per_step(passes)
@@ -69,8 +69,8 @@ class GradientWeights:
             self._hooks = [self._add_hook(p) for p in self._parameters]
 
     def _add_hook(self, parameter: Tensor) -> RemovableHandle:
-        # Frozen parameters too, which may be trained later: torch hooks only those that
-        # require a gradient, but keeps the hook.
+        # Frozen parameters too, as they may be trained later. torch adds hooks only
+        # while a parameter requires a gradient, but keeps them.
         was_trained = parameter.requires_grad
         parameter.requires_grad_()
         hook = cast("Any", parameter).register_hook(self._weigh)
@@ -91,7 +91,7 @@ class Ramp(NamedTuple):
     num_steps: int = 0
 
     def at(self, step: int) -> float:
-        """Return the factor in step ``step``, from 0 on."""
+        """Return the factor in step ``step``, counted from 0."""
         done = step + 1 - self.first_step
         if done >= self.num_steps:
             return self.end
@@ -99,12 +99,13 @@ class Ramp(NamedTuple):
 
 
 class LearningRateScale:
-    """Scale learning rates with the number of ranks, for the policy "per-rank".
+    """Learning rates scaled with the number of ranks, for the policy "per-rank".
 
-    The linear rule: ``size / base_size`` times the rate that was chosen for
-    ``base_size`` ranks. After a change of size the factor reaches it in ``ramp_steps``
-    equal steps; it starts from 1. The rates of ``param_groups`` are scaled only during
-    ``optimizer.step()``: schedulers and ``state_dict()`` see the unscaled ones.
+    By the linear scaling rule, the factor is ``size / base_size``, as the rates were
+    chosen for ``base_size`` ranks. It starts at 1; after a change of size it reaches
+    its new value in ``ramp_steps`` equal steps. The rates of ``param_groups`` are
+    scaled only during ``optimizer.step()``: schedulers and ``state_dict()`` see the
+    unscaled ones.
 
     Source: https://arxiv.org/abs/1706.02677, sections 2.1 and 2.2.
     """
@@ -116,8 +117,8 @@ class LearningRateScale:
         self._optimizer = optimizer
         self._base_size = base_size
         self._ramp_steps = ramp_steps
-        self._step = -1  # the newest step of ``begin``
-        self._before = self._ramp = Ramp()  # of the step before it, and of it
+        self._step = -1  # the newest step passed to ``begin``
+        self._before = self._ramp = Ramp()  # of the previous step, of this one
         self._rates: list[float | Tensor] = []
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_step),
@@ -125,11 +126,11 @@ class LearningRateScale:
         ]
 
     def begin(self, step: int, size: int) -> None:
-        """Compute the factor of step ``step``, from 0 on, with ``size`` ranks.
+        """Compute the factor of step ``step``, counted from 0, with ``size`` ranks.
 
-        It depends only on applied steps: a repeated step has the same factor.
+        The factor depends only on applied steps, so a repeated step has the same one.
         """
-        self._after_step()  # of a step that has failed
+        self._after_step()  # restores the rates after a failed step
         if step > self._step:
             self._step, self._before = step, self._ramp
         end, self._ramp = size / self._base_size, self._before
@@ -155,10 +156,10 @@ class LearningRateScale:
             hook.remove()
 
     def _before_step(self, *_: object) -> None:
-        self._after_step()  # of a step that has failed
+        self._after_step()  # restores the rates after a failed step
         for group in self._optimizer.param_groups if self.factor != 1.0 else ():
             rate = group["lr"]
-            if isinstance(rate, Tensor):  # in place: compiled steps read this one
+            if isinstance(rate, Tensor):  # in place: compiled steps read this tensor
                 self._rates.append(rate.clone())
                 rate.mul_(self.factor)
             else:

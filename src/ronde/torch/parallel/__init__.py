@@ -1,4 +1,4 @@
-"""Sharded training with torch's own parts, from one line that gives the layout."""
+"""Sharded training with torch's own classes, from a one-line layout."""
 
 from ronde.parallel.layout import Layout
 from ronde.torch.parallel.checkpoints import load, save

@@ -2,7 +2,7 @@
 
 Note [Atomic checkpoints]
     Ranks write into ``NAME.partial``; then rank 0 renames it. An old checkpoint of that
-    name is moved to ``NAME.previous`` before, and removed at the end.
+    name is first moved to ``NAME.previous``, and removed at the end.
 """
 
 import json
@@ -44,13 +44,13 @@ def save(
     """Write weights and optimizer state into a folder on a shared disk; collective.
 
     The format is that of ``torch.distributed.checkpoint``, with the plain names of
-    parameters. If it fails, an old checkpoint stays.
+    parameters. If writing fails, an old checkpoint stays.
 
     Args:
         path: The folder; an old one is replaced.
-        model: Sharded or not, as ``optimizer``'s parameters; of a pipeline its
+        model: The model that ``optimizer`` trains, sharded or not; for a pipeline, its
             ``stages``.
-        optimizer: A plain one of torch.
+        optimizer: A plain torch optimizer.
         layout: Stored as a note.
         notes: Other JSON values to store: the step, the position in the data.
     """
@@ -78,15 +78,15 @@ def save(
 def load(
     path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer
 ) -> dict[str, Any]:
-    """Load a checkpoint of ``save`` in place, under any layout; collective.
+    """Load a checkpoint written by ``save``, in place, under any layout; collective.
 
     torch's checkpoints are pickles, which can run code: load only your own.
 
     Returns:
-        The notes.
+        The notes given to ``save``.
 
     Raises:
-        UsageError: There is no such checkpoint, or it is of another model.
+        UsageError: There is no such checkpoint, or it has another model.
     """
     target = Path(path)
     if not (target / _NOTES).is_file():
@@ -117,7 +117,7 @@ def load(
 
 
 def _difference(path: Path, model: nn.Module) -> str:
-    """Return the first difference between checkpoint and model; empty if none."""
+    """Return the first difference between checkpoint and model, or an empty string."""
     stored = checkpoint.FileSystemReader(path).read_metadata().state_dict_metadata
     for name, value in get_model_state_dict(model).items():
         entry = stored.get(f"model.{name}")

@@ -1,4 +1,4 @@
-"""One model on all ranks of a mesh: the same parameters, with the same values."""
+"""Equal parameters and buffers on all ranks of a mesh."""
 
 import zlib
 from itertools import chain
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class _State(NamedTuple):
-    """A parameter or buffer, for comparison between ranks."""
+    """The form and checksum of a tensor, for comparison between ranks."""
 
     form: str
     checksum: int | None  # None on the meta device.
@@ -24,10 +24,10 @@ class _State(NamedTuple):
 
 @torch.no_grad()
 def make_equal(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Give all ranks the first one's weights and buffers, as DDP does; collective.
+    """Copy the first rank's weights and buffers to all, as DDP does; collective.
 
-    Sends those with different checksums. Skips tensors on the meta device, and
-    subclasses such as ``DTensor``.
+    Only tensors with different checksums are sent. Tensors on the meta device, and
+    subclasses such as ``DTensor``, are skipped.
 
     Raises:
         UsageError: Parameters or buffers differ in name, shape or dtype.
@@ -56,7 +56,7 @@ def make_equal(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Return each rank's value; collective."""
+    """Return a list of all ranks' values; collective."""
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group)
     return values

@@ -1,4 +1,4 @@
-"""The peak memory of a rank of a layout, found without ranks and memory.
+"""The peak memory of a rank under a layout, computed without running its ranks.
 
 A step runs in this process alone, on tensors without data and with a process group that
 sends nothing, under torch's memory trackers.
@@ -23,7 +23,7 @@ from ronde.parallel.memory import MemoryTerm, RankMemory
 from ronde.torch.parallel.sharding import find_device_type, init_mesh, parallelize
 
 _KEPT_SHARE = 0.5
-"""Of the tensors' bytes: 0.3 to 0.5 were measured on shared memory, up to 1 on Gloo."""
+"""Kept by glibc, per byte of tensors: measured 0.3 to 0.5, with Gloo up to 1."""
 _NAMES = {
     "Sharded Param": "weights",
     "Unsharded Param": "gathered weights",
@@ -36,7 +36,7 @@ _NAMES = {
     "OptState": "optimizer state",
     "Inputs": "inputs",
     "Temp": "temporary",
-    # Of a model that is not sharded over dp:
+    # The names for a model that is not sharded over dp:
     "Parameter": "weights",
     "Gradient": "gradients",
     "Optstate": "optimizer state",
@@ -57,22 +57,22 @@ def estimate(
     """Return the peak memory of rank 0 in a training step, in bytes by kind.
 
     ``RankMemory.shortage(limit_bytes)`` returns a sentence if a device has less memory.
-    On CPU "process" is this process's present memory, with the interpreter and torch,
-    and "allocator" a share of the freed tensors, which glibc keeps. On GPUs the memory
+    On CPU the kind "process" is this process's present memory, with the interpreter and
+    torch; "allocator" estimates the freed memory that glibc keeps. On GPUs the memory
     of CUDA, the allocator and the communication library is not included.
 
     Args:
         build: Makes the model; its memory is not allocated.
-        layout: Without -1, pp and cp.
+        layout: A layout without -1, pp and cp.
         batch: The tensors of one rank; their values do not matter.
         loss_of: ``loss_of(model, *batch)``.
-        make_optimizer: Of parameters; None takes AdamW. With ``foreach=False``, as the
-            temporaries of the others are miscounted.
+        make_optimizer: Makes the optimizer from parameters; None takes AdamW. Use
+            ``foreach=False``, as temporaries of foreach optimizers are miscounted.
         device_type: "cuda" or "cpu"; None takes "cuda" if it is available.
-        **options: As for ``parallelize``.
+        **options: Options of ``parallelize``.
 
     Raises:
-        UsageError: This process has a process group; or as ``parallelize``.
+        UsageError: This process has a process group, or ``parallelize`` raises it.
     """
     if dist.is_initialized():
         raise UsageError(
@@ -90,7 +90,7 @@ def estimate(
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
     try:
         mesh = init_mesh(layout, "cpu", allow_tp_over_hosts=True)
-        # Outside the mode, which has no values, as meshes are tensors with values.
+        # Outside FakeTensorMode, as meshes are tensors with values.
         with torch.device("meta"):
             model = parallelize(build(), mesh, **options)
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:

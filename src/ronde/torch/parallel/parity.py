@@ -26,13 +26,13 @@ _KINDS = ("loss", "gradient", "weight")
 
 
 class Mismatch(NamedTuple):
-    """A value that differs from that of one process."""
+    """A value that differs from single-process training."""
 
     step: int
     kind: str  # loss, gradient or weight
     name: str  # of the parameter
     placements: str
-    error: float  # as in Parity
+    error: float  # relative, as in ``Parity``
 
     def __str__(self) -> str:
         where = f" of {self.name} ({self.placements})" if self.name else ""
@@ -43,8 +43,8 @@ class Mismatch(NamedTuple):
 class Parity:
     """The differences between sharded training and one process.
 
-    Errors are relative to the largest value of the gradient or weight, or to a 16th of
-    that of all, as some gradients are only rounding errors.
+    Errors are relative to the largest value of the gradient or weight, but at least to
+    1/16 of the largest of all, as some gradients are only rounding errors.
     """
 
     layout: Layout
@@ -81,28 +81,28 @@ def check_parity(
     dtype: torch.dtype = torch.float64,
     **options: Any,  # noqa: ANN401  parallelize's or pipeline's
 ) -> Parity:
-    """Train a model sharded, and whole on each rank, on the same data; collective.
+    """Compare training of a sharded model with that of a whole one; collective.
 
     Every rank needs memory for the whole model. Dropout is turned off.
 
     Args:
         build: Makes the model; called with the same seed on all ranks.
-        layout: Without cp.
+        layout: A layout without cp.
         batches: The global batch of each step: tensors whose rows are divided over dp.
             Those of rank 0 are used. With pp the inputs and the targets, or one tensor
             for both.
         loss_of: ``loss_of(model, *batch)``, a mean over the batch's rows. With pp it
             uses the inputs for ``model(inputs)`` alone.
-        make_optimizer: Of parameters; None takes plain SGD. Adam and others that divide
-            by small gradients amplify rounding errors.
-        dtype: Of the model and batches. Half of its digits must be equal, or half of
-            those of the least exact dtype that the model computes in.
-        **options: As for ``parallelize``; with pp as for ``pipeline``, whose
-            ``num_microbatches`` is the number of stages if it is not given.
+        make_optimizer: Makes the optimizer from parameters; None takes plain SGD. Adam
+            and others that divide by small gradients amplify rounding errors.
+        dtype: The dtype of model and batches. Half of its digits must be equal, or half
+            of those of a less exact dtype in which the model computes.
+        **options: Options of ``parallelize``, or with pp of ``pipeline``, where
+            ``num_microbatches`` is by default the number of stages.
 
     Raises:
-        UsageError: A batch's rows cannot be divided evenly, or as ``parallelize`` and
-            ``pipeline``.
+        UsageError: A batch's rows cannot be divided evenly, or ``parallelize`` or
+            ``pipeline`` raises it.
     """
     mesh = init_mesh(layout)
     layout = layout.resolve(dist.get_world_size())
@@ -139,7 +139,7 @@ def _sgd(parameters: Any) -> torch.optim.Optimizer:  # noqa: ANN401  Optimizer's
 
 
 class _Side:
-    """A training of one model."""
+    """One of the two trainings that are compared."""
 
     def __init__(
         self,
@@ -166,7 +166,7 @@ class _Side:
 
 
 class _StagedSide(_Side):
-    """A training of a pipeline; only the last stage's ranks have a loss."""
+    """The training of a pipeline, in which only the last stage's ranks have a loss."""
 
     def __init__(
         self,
@@ -197,7 +197,7 @@ class _StagedSide(_Side):
 
 
 class _Precision(TorchDispatchMode):
-    """Records the least exact dtype of all results."""
+    """Dispatch mode that records the machine epsilon of the least exact result."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -266,7 +266,7 @@ def _size(tensor: Tensor | None) -> float:
 
 @torch.no_grad()
 def _error(value: Tensor | None, expected: Tensor | None, scale: float) -> float:
-    """Return the relative error; None counts as zeros, as for an unused layer."""
+    """Return the relative error; None, as for an unused layer, counts as zeros."""
     if value is None or expected is None:
         error = max(_size(value), _size(expected))
     elif value.shape != expected.shape:

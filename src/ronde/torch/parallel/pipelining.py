@@ -23,12 +23,12 @@ _BATCH_NORM = nn.modules.batchnorm._BatchNorm  # noqa: SLF001  # pyright: ignore
 
 @dataclass(frozen=True, slots=True)
 class StagedModel:
-    """The stages of this rank, and the schedule of all ranks."""
+    """A pipelined model: this rank's stages, and the schedule of all ranks."""
 
     stages: nn.Module
     """This rank's layers, named as in the model: for the optimizer and ``save``."""
     plan: Pipeline
-    """``plan.idle_share`` is the share of a step in which ranks wait."""
+    """The schedule and its sizes, with the share of idle time in ``idle_share``."""
     layers: tuple[range, ...]
     """The layers of each stage, on all ranks."""
     is_first: bool
@@ -39,11 +39,11 @@ class StagedModel:
     def step(self, inputs: Tensor, targets: Tensor) -> Tensor | None:
         """Compute the gradients of a batch; collective along pp.
 
-        They are those of the mean over microbatches, and are accumulated.
+        They are those of the mean loss over microbatches, and are added to older ones.
 
         Args:
-            inputs: Of the whole batch; used by the first stage's rank.
-            targets: Of the whole batch; used by the last stage's rank.
+            inputs: The whole batch's inputs; only the first stage's rank uses them.
+            targets: The whole batch's targets; only the last stage's rank uses them.
 
         Returns:
             The mean loss on the last stage's rank, None elsewhere.
@@ -93,18 +93,18 @@ def pipeline(
 ) -> StagedModel:
     """Cut a model into stages along pp, and shard each over dp and tp. Collective.
 
-    A weight of several stages, as of an embedding tied to the output head, is a
-    parameter of each; ``step`` adds their gradients, so that they stay equal.
+    A weight shared by several stages, such as an embedding tied to the output head,
+    becomes a parameter of each. ``step`` adds up the gradients, so copies stay equal.
 
     Args:
         model: Consecutive layers, on the mesh's device.
-        mesh: With pp of more than one rank.
+        mesh: A mesh with more than one rank along pp.
         loss_fn: ``loss_fn(outputs, targets)``, a mean over a microbatch.
         num_microbatches: The number of equal parts of a batch.
         schedule: "GPipe", "1F1B" or "Interleaved1F1B".
         num_chunks: The number of stages per rank, with "Interleaved1F1B".
         costs: The time of each layer, in any unit; None takes its number of parameters.
-        **options: As for ``parallelize``, which shards with ``zero=2`` here, so that
+        **options: Options of ``parallelize``; ``zero`` is 2 by default here, so that
             weights are gathered once for all microbatches.
 
     Raises:
@@ -179,7 +179,7 @@ def _require_pipeline(model: nn.Module, num_ranks: int, schedule: str) -> None:
 
 
 def _warn_of_batch_norm(model: nn.Module, num_microbatches: int) -> None:
-    """Warn, on one rank, of layers that compute different results in a pipeline."""
+    """Warn, on one rank, about BatchNorm: its results differ in a pipeline."""
     below: list[tuple[str, nn.Module]] = list(cast("Any", model).named_modules())
     names = [name for name, module in below if isinstance(module, _BATCH_NORM)]
     if names and num_microbatches > 1 and dist.get_rank() == 0:

@@ -32,13 +32,13 @@ def init_mesh(
     process group with backend "ronde" if there is none.
 
     Args:
-        layout: -1 stands for the ranks left.
+        layout: The layout; -1 stands for the remaining ranks.
         device_type: "cuda" or "cpu"; None takes "cuda" if it is available.
         allow_tp_over_hosts: Allow tp's groups to span hosts, which costs four messages
             over the network per layer.
 
     Raises:
-        UsageError: The layout does not fit the ranks, or those of a host.
+        UsageError: The layout does not fit the number of ranks, in all or per host.
     """
     if not dist.is_initialized():
         dist.init_process_group("ronde")
@@ -75,13 +75,13 @@ def parallelize(
 ) -> nn.Module:
     """Shard a model in place, over tp and then over dp; return it. Collective.
 
-    All ranks get the weights and buffers of the mesh's first, as with DDP. With tp one
-    block of each kind is tested whole and divided, on a tiny input. Make the optimizer
-    afterwards, from ``model.parameters()``: a plain one of torch.
+    All ranks get the weights and buffers of the mesh's first rank, as with DDP. With tp
+    one block of each kind is tested whole and divided, on a tiny input. Make a plain
+    torch optimizer afterwards, from ``model.parameters()``.
 
     Args:
-        model: On the mesh's device.
-        mesh: Of ``init_mesh``, or one with the same names.
+        model: A model on the mesh's device.
+        mesh: A mesh from ``init_mesh``, or one with the same names.
         zero: 3 gathers weights for each pass and drops them after it; 2 keeps them from
             the forward to the backward.
         units: The classes of modules to gather as a whole; None takes ``find_units``.
@@ -164,7 +164,7 @@ def find_units(
 
 
 def _shared(model: nn.Module, units: Sequence[nn.Module]) -> list[dict[nn.Module, str]]:
-    """Return the names of each shared parameter, by unit, or the model itself.
+    """Return each shared parameter's names by owner, a unit or the model itself.
 
     FSDP2 gathers a parameter with one unit only.
     """
@@ -193,9 +193,9 @@ def _find_repeated(module: nn.Module, units: list[nn.Module]) -> None:
 
 
 def _by_dtype(units: Sequence[nn.Module]) -> list[list[nn.Module]]:
-    """Return units in order, with modules of another dtype before their unit.
+    """Return the groups to shard: each unit after its modules of another dtype.
 
-    FSDP2 gathers one dtype at a time, and raises only in the first forward.
+    FSDP2 gathers one dtype per group, and would raise only in the first forward.
     """
     seen: set[nn.Parameter] = set()
     groups: list[list[nn.Module]] = []

@@ -14,7 +14,7 @@ from ronde.errors import UsageError
 
 
 class _Pair(NamedTuple):
-    """Children of one module; the row's input is computed from the columns' output."""
+    """Names of layers in one module; the columns' output leads to the row's input."""
 
     columns: tuple[str, ...]
     row: str

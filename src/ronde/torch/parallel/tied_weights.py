@@ -1,4 +1,4 @@
-"""Weights shared by several stages of a pipeline: equal copies, and one gradient."""
+"""Weights shared by several pipeline stages, kept equal by adding up gradients."""
 
 from collections.abc import Sequence
 
@@ -10,14 +10,14 @@ from ronde.errors import UsageError
 from ronde.torch.parallel.equal_weights import gather_objects
 
 Tie = dict[int, str]
-"""The name of one weight in each stage that has it."""
+"""One tied weight: its name in each stage that has it."""
 
 
 def find_ties(model: nn.Module, stages: Sequence[Sequence[str]]) -> list[Tie]:
-    """Return the weights of more than one stage.
+    """Return the weights that more than one stage has.
 
     Args:
-        model: Not yet cut.
+        model: The model, not yet cut.
         stages: The names of the layers of each stage.
     """
     stage_of = {name: index for index, names in enumerate(stages) for name in names}
@@ -45,7 +45,7 @@ class TiedWeights:
             self.make_equal()
 
     def make_equal(self) -> None:
-        """Give copies the first one's values, unless they are on meta; collective."""
+        """Give all copies the first one's values, unless on meta; collective."""
         unequal, self._unequal = self._unequal, []
         for tie in unequal:
             copies = [_local(copy.detach()) for copy in self._copies(tie).values()]
@@ -77,7 +77,7 @@ class TiedWeights:
         return {name: self._stages.get_parameter(name) for name in own}
 
     def _exchange(self, tie: Tie, own: Tensor) -> list[Tensor]:
-        """Return the tensors of all ranks that have the weight, in one order."""
+        """Return the tensors of all ranks that have the weight, ordered by rank."""
         size, me = self._group.size(), self._group.rank()
         tensors = {stage % size: torch.empty_like(own) for stage in tie}
         tensors[me] = own.contiguous()

@@ -1,7 +1,8 @@
-"""Tests of blocks, whole and divided over tp, with random weights and a tiny input.
+"""Tests that blocks give the same results whole and divided over tp.
 
-They find attention with a fixed number of heads, which gives wrong results when
-divided, and norms between the projections, which get only a part of their gradient.
+They use random weights and a tiny input. They find attention with a fixed number of
+heads, which gives wrong results when divided, and norms between the projections, which
+get only a part of their gradient.
 """
 
 import inspect
@@ -27,8 +28,8 @@ from torch.utils import _pytree as pytree
 from ronde.errors import UsageError
 from ronde.torch.parallel.equal_weights import gather_objects
 
-_ALLOWED = 2.0**-5  # Of the largest value: above errors of TF32, below those of faults.
-_LEAST_SCALE = 2.0**-3  # Of the largest gradient: some are only rounding errors.
+_ALLOWED = 2.0**-5  # Relative to the largest value; TF32 has smaller errors.
+_LEAST_SCALE = 2.0**-3  # Relative to the largest gradient: some are rounding errors.
 _OUTPUT = "output"
 _ROTARY = "position_embeddings"  # of transformers: cosines and sines for each head
 _OPEN = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -39,11 +40,11 @@ _PLAIN = {
 
 
 class _CallForm(NamedTuple):
-    """A way to call a block."""
+    """The mode and arguments of a trial call of a block."""
 
     is_training: bool
-    has_batch: bool  # Its input has three dimensions; else two.
-    repeats_input: bool  # For the other arguments; else they are None.
+    has_batch: bool  # The input has three dimensions; else two.
+    repeats_input: bool  # Other arguments are the input, too; else None.
 
 
 _CALL_FORMS = [
@@ -60,9 +61,9 @@ def require_same_results(
     kind is tested, if it runs on one input tensor.
 
     Args:
-        model: Not yet divided.
-        mesh: Of tp alone.
-        plan: A plan of ``parallelize_module``.
+        model: The model, not yet divided.
+        mesh: A mesh of tp alone.
+        plan: A plan for ``parallelize_module``.
 
     Raises:
         UsageError: A block gives different results when it is divided.
@@ -136,7 +137,7 @@ def _is_plain(layer: nn.Module, style: Any, tp: int) -> bool:  # noqa: ANN401  a
 
 
 def _kind(block: nn.Module) -> object:
-    """Return a key that is equal for blocks of the same computation."""
+    """Return a key that is equal for blocks with the same computation."""
     shapes = [(n, p.shape) for n, p in _parameters(block)]
     settings = [
         (name, value)
@@ -154,7 +155,7 @@ def _parameters(block: nn.Module) -> Iterable[tuple[str, nn.Parameter]]:
 def _fault(
     block: nn.Module, mesh: DeviceMesh, plan: Mapping[str, ParallelStyle]
 ) -> str:
-    """Return the first difference of the divided block; empty if none is found."""
+    """Return the first difference of the divided block, or an empty string."""
     group, device = mesh.get_group(), torch.device(mesh.device_type)
     devices = [torch.cuda.current_device()] if device.type == "cuda" else []
     column = next(n for n, style in plan.items() if isinstance(style, ColwiseParallel))
@@ -166,7 +167,7 @@ def _fault(
         copy = _copy(block, device)
         way, wanted = (None, {}) if copy is None else _run_whole(copy, shape)
         if set(gather_objects(way, group)) != {way} or copy is None or way is None:
-            return ""  # on all ranks
+            return ""  # the same on all ranks
         parallelize_module(copy, mesh, dict(plan), src_data_rank=None)
         try:
             fault = _difference(_run(copy, way, shape), wanted)
@@ -191,7 +192,7 @@ def _copy(block: nn.Module, device: torch.device) -> nn.Module | None:
             copy.float()
         generator = torch.Generator(device).manual_seed(0)
         for weight in copy.parameters():
-            # Weights that start as zeros would hide differences before them.
+            # Weights that start as zeros would hide differences in earlier layers.
             scale = weight.shape[-1] ** -0.5 if weight.ndim > 1 else 1.0
             with torch.no_grad():
                 weight.normal_(0.0, scale, generator=generator)
@@ -257,9 +258,9 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def _difference(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> str:
-    """Return the first wrong result and its error, as a text; empty if none."""
+    """Return a text with the first wrong result and its error, or an empty string."""
     if found[_OUTPUT].shape != wanted[_OUTPUT].shape:
-        return ""  # a part: the input of another block
+        return ""  # only a part of it, meant for another block
     sizes = {name: float(tensor.abs().max()) for name, tensor in wanted.items()}
     largest = max((size for name, size in sizes.items() if name != _OUTPUT), default=0)
     for name, tensor in wanted.items():

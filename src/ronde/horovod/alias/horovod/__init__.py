@@ -1,8 +1,8 @@
-"""Replaces Horovod if that is not installed.
+"""A replacement for Horovod if that is not installed.
 
-The directory above this one is on the path: ``ronde run`` puts it first on the ranks'
-``PYTHONPATH``, ``ronde alias --install`` into a .pth file. If Horovod is installed for
-the Python that imports this, it is imported, unless ``RONDE_HOROVOD_ALIAS`` is 1.
+``ronde run`` puts the parent directory first on the ranks' ``PYTHONPATH``, and ``ronde
+alias --install`` puts it into a .pth file. An installed Horovod is imported instead,
+unless ``RONDE_HOROVOD_ALIAS`` is 1.
 """
 
 import os
@@ -15,10 +15,10 @@ _TAIL = ("ronde", "horovod", "alias")
 
 
 def _find_installed() -> ModuleSpec | None:
-    # Another ronde's replacement, of a launcher around this one, is no Horovod either.
+    # An outer launcher may have put another ronde's replacement on the path.
     others = [entry for entry in sys.path if Path(entry).parts[-3:] != _TAIL]
     spec = PathFinder.find_spec("horovod", others)
-    # A directory of that name, a namespace without a loader, is no Horovod.
+    # A plain directory of that name is a namespace package, without a loader.
     return spec if spec is not None and spec.loader is not None else None
 
 
@@ -44,7 +44,7 @@ def _use_ronde() -> None:
     install()
 
 
-# Read here, as this Python may have no ronde to read it.
+# Read directly, as this Python may have no ronde.
 _is_forced = os.environ.get("RONDE_HOROVOD_ALIAS") == "1"  # noqa: TID251
 if _is_forced or (_installed := _find_installed()) is None:
     _use_ronde()
