@@ -153,7 +153,7 @@ def _clock(ranks: Ranks) -> Clock:
 
 
 def _fit(options: Options, ranks: Ranks) -> tuple[Options, tuple[str, ...]]:
-    """Limit the sweep to sizes that fit on the rank with least memory; collective."""
+    """Limit the sweep to sizes that fit into every rank's memory; collective."""
     if ranks.device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(ranks.device)
         memory = AvailableMemory(free, "the GPU's memory", "")

@@ -404,8 +404,7 @@ def _of_runs(
 
 def _scatter(position: int, size: int) -> Iterator[Round]:
     """Scatter the chunks from position 0: chunk p goes to position p."""
-    # A rank with several chunks sends the second half of them to the position that is
-    # to keep the first chunk of that half.
+    # The second half of a position's chunks goes to the position of the first of them.
     begin, live = 0, size
     for _ in _distances(size):
         kept = (live + 1) // 2

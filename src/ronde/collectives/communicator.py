@@ -371,8 +371,7 @@ class Communicator:
 
         Args:
             tensor: At least one dimension; later dimensions equal on all ranks.
-            splits: Rows for each rank; None splits evenly. Rows past the sum are
-                ignored.
+            splits: Rows for each rank; None splits evenly. Later rows are ignored.
             out: Must not share memory with ``tensor``.
 
         Returns:
@@ -441,9 +440,8 @@ class Communicator:
         """Return zeros in the memory in which in-place calls are fastest.
 
         Collective, with equal arguments. The tensor, of shape ``(numel,)`` and aligned
-        to 64 bytes, outlives ``close()`` and ``torch.inference_mode()``. With
-        ``is_populated=False`` pages are allocated when they are first touched, without
-        a check that enough memory is free.
+        to 64 bytes, outlives ``close()`` and ``torch.inference_mode()``. Without
+        ``is_populated``, pages are allocated on first use, even if memory is short.
 
         Raises:
             CollectiveError: The memory is too small; on every rank.

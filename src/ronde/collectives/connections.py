@@ -101,8 +101,7 @@ def connect_at(
 ) -> Communicator:
     """Connect ranks through a shared store; collective.
 
-    The store must have no values under the keys used here. The other arguments and the
-    exceptions are those of ``connect``.
+    The store must lack the keys used here. For the rest see ``connect``.
     """
     from ronde.collectives.engines.shared_memory.shared_state import through_store
 

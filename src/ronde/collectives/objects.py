@@ -38,8 +38,7 @@ def broadcast_object(communicator: TensorGroup, obj: Any, root: int) -> Any:  # 
     """Return ``root``'s object on every rank; collective.
 
     Raises:
-        CollectiveError: ``root`` could not pickle the object. ``root`` itself raises
-            pickle's own error.
+        CollectiveError: ``root``, another rank, could not pickle its object.
     """
     payload = _broadcast(communicator, lambda: cloudpickle.dumps(obj), root)
     return obj if communicator.rank == root else cloudpickle.loads(payload)
@@ -49,8 +48,7 @@ def all_gather_object(communicator: TensorGroup, obj: object) -> list[Any]:
     """Return the objects of all ranks, in rank order; collective.
 
     Raises:
-        CollectiveError: A rank could not pickle its object. That rank itself raises
-            pickle's own error.
+        CollectiveError: Another rank could not pickle its object.
     """
     payloads = _all_gather(communicator, lambda: cloudpickle.dumps(obj))
     return [cloudpickle.loads(payload) for payload in payloads]

@@ -9,8 +9,8 @@ Note [Fast path]
 
     Every rank enters every round exactly once, so the outcome of a round is the same on
     all ranks. Tags and elements of odd and even rounds are stored apart, and a rank
-    enters a round only when the one before is complete. So no rank overwrites
-    tags and elements before all ranks have read them.
+    enters a round only when the one before is complete. So no rank overwrites tags and
+    elements before all ranks have read them.
 
     A rank refuses the round (tag 0) if it is in a normal wait, or if it computes for
     long while others wait. After a round without a result all ranks skip the fast path
@@ -19,9 +19,8 @@ Note [Fast path]
 
     A rank enters the round (a store), then reads the other ranks' words (loads). So the
     last rank sees that the round is complete and wakes the sleepers. A sleeper sets its
-    flag, reads the words again, then sleeps on a word that is changed before the
-    sleeper is woken. Several ranks may see that the round is complete; all store the
-    same number.
+    flag, reads the words again, then sleeps on a word, which its waker changes first.
+    Several ranks may see that the round is complete; all store the same number.
 """
 
 import time

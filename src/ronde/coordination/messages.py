@@ -1,18 +1,16 @@
 """The tree of coordinators and the messages between them.
 
 The message of a repeated step is short: an epoch and bits (``encode_numbers``). Sent
-from a rank to its parent, the bits mean that the sender and all ranks below it are
-ready for these cached requests. Sent by the root, they mean that these requests run
-now. Any other
-message is a JSON list of verbs with their values. These events are sent
-towards the root:
+to a parent, the bits mean that the sender and all ranks below it are ready for these
+cached requests; sent by the root, that these requests run now. Any other message is a
+JSON list of verbs with their values. These events are sent towards the root:
 
 =========  =======================================================================
 request    text, ranks: these ranks have made that request
 absent     all ranks of the sender's subtree have joined
 changed    number: a cached request no longer fits
 joined     rank
-lost       rank, reason, is_orderly: the rank is lost; True if it closed its channel
+lost       rank, reason, is_orderly: the rank is lost; True if it had closed
 ask        kind: a rank wants an inquiry of all ranks: see ``waits``
 answer     kind, number, rank, values: the answer to an inquiry
 =========  =======================================================================
@@ -22,8 +20,8 @@ The root's commands are sent down the tree: see ``Command``.
 Note [Cached requests are bits]
     The root numbers each request that may come again, and all ranks cache it. A number
     is not reused until a reset drops all numbers and begins a new epoch. Bits carry
-    their epoch, so that bits sent before a reset are recognised and ignored. The
-    sender of such bits also receives the reset and submits its requests again.
+    their epoch, so that bits sent before a reset are recognised and ignored. Their
+    sender also receives the reset and submits its requests again.
 """
 
 import json

@@ -7,18 +7,14 @@ Note [Ranks that wait for each other]
     has not made, or in another optimizer's round. Horovod's ``backward()`` does not
     wait.
 
-    A wait that lasts longer than its patience is published. Then the root sends
-    all ranks two inquiries. The first collects their published waits. The second asks
-    which of all these points they have reached. A wait counts if both answers include
-    it. A rank counts if all its threads that ever waited or submitted an operation are
-    in such waits. So all these waits existed at one time, between the two inquiries,
-    and a slow rank is never taken for a blocked one.
-
-    If ranks wait for each other in a circle, those in ``backward()`` *give way*:
-    ``backward()`` returns, its round continues whenever the thread waits for anything
-    else, and the round ends at ``step()`` or ``synchronize()``. Later waits have less
-    patience.
-    If all ranks have the same order, no wait is published and no message is sent.
+    A wait that exceeds its patience is published. Then the root sends all ranks two
+    inquiries: for their published waits, then for the points of these that they have
+    reached. A wait counts if both answers include it. A rank counts if all its threads
+    that ever waited or submitted are in such waits. So these waits existed at one time,
+    and a slow rank is never taken for a blocked one. If ranks wait in a circle, those
+    in ``backward()`` *give way*: ``backward()`` returns, and its round continues in
+    later waits of the thread, until ``step()`` or ``synchronize()``. From then on all
+    waits have less patience. With equal orders on all ranks nothing is published.
 
 Note [Inquiries]
     A rank that waits long makes the root send one of two inquiries to all ranks,
@@ -297,8 +293,8 @@ class Waits:
     def give_way(self, wait_ids: Sequence[int], others: str) -> None:
         """Let waits give way, and give later waits less patience.
 
-        A wait to connect cannot give way, and fails. ``others`` describes
-        the waits of the other ranks, for the log.
+        A wait to connect cannot give way, and fails. ``others`` describes the waits of
+        the other ranks, for the log.
         """
         self.patience_s = _LATER_PATIENCE_S
         found = [self.published.get(wait_id) for wait_id in wait_ids]

@@ -10,10 +10,9 @@ Note [The form of a part]
         ["b", at, low, high]                                   a bound of the clock
         ["e", num_recorded, num_lost]                          the end of a recording
 
-    ``ended`` is relative to the previous line. ``submitted``, ``agreed`` and ``begun``
-    are counted back from ``ended``; -1 means none. Each activity is three values: a
-    name, a time after ``begun`` and a length. All times are in ns. A truncated stream
-    is read up to its last whole line.
+    ``ended`` counts from the line before; ``submitted``, ``agreed`` and ``begun`` back
+    from ``ended``, -1 for none. An activity is a name, a time after ``begun`` and a
+    length. Times are in ns. A truncated stream is read up to its last whole line.
 """
 
 import json

@@ -45,8 +45,8 @@ except ImportError as error:
         f"mpi4py must be installed for the engine mpi, got none. {_CURE}"
     ) from error
 
-# See Note [The end of MPI]. The first connection initialises MPI, unless the
-# program has done so.
+# See Note [The end of MPI]. The first connection initialises MPI, unless the program
+# has done so.
 mpi4py.rc.initialize = False
 mpi4py.rc.finalize = False
 try:

@@ -13,8 +13,7 @@ Note [Gloo's sockets]
 
     Gloo has no call that ends its connections. A message that times out ends them, but
     Gloo waits up to 10 ms for each. A shutdown through their descriptors ends them at
-    once. They are the connections to or from a port at which a rank of the group
-    listens.
+    once. They are the connections to or from a port of a listening rank of the group.
 
 Note [Messages that Gloo loses]
     When a connection ends, Gloo fails the waits for messages that have not begun. It

@@ -3,9 +3,8 @@
 Note [Notifications]
     Every ``notify`` stores a new value: the k-th of n notifiers counts k, k + n, k +
     2n, ... So a waiter that sleeps on a value is woken by every later notification,
-    even if two are simultaneous and one overwrites the other. Notifiers store their
-    data before they notify, and a waiter reads the value before the data, so no data is
-    missed.
+    even if two are simultaneous and one overwrites the other. No data is missed, as
+    notifiers store data before they notify, and waiters read the value before the data.
 
 Note [Two halves]
     Both halves of the word hold the same value. Eager waits sleep on one half, the

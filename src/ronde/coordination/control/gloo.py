@@ -8,8 +8,8 @@ wait. So a thread waits for the sends, many at once.
 Note [Close handshake]
     Gloo moves bytes when the receiver has posted a receive, and a connection closed
     with unread bytes may lose sent ones. So a closing rank sends CLOSE and waits a
-    little until the neighbour's listening thread answers CLOSE_ACK: then all
-    messages have arrived. If both send CLOSE, each CLOSE answers the other.
+    little until the neighbour's listening thread answers CLOSE_ACK: then all messages
+    have arrived. If both send CLOSE, each CLOSE answers the other.
 """
 
 import atexit

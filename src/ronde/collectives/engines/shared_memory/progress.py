@@ -7,12 +7,11 @@ Note [Phases]
     generators in the same order, so the numbers mean the same on all ranks.
 
 Note [Progress]
-    A call makes all progress that is possible without waiting, and so do all later
-    calls, ``is_done()`` and ``wait()``. A rank may start a collective and then compute.
-    Another rank that waits long for it rings its bell. The bell wakes the computing
-    rank's progress thread, which performs the rank's part during the computation. Every
-    thread uses the inference mode of the original caller, as the tensors may not be
-    writable otherwise.
+    A call makes all progress possible without waiting, and so do all later calls,
+    ``is_done()`` and ``wait()``. A rank may start a collective and then compute. If
+    another rank waits long, it rings the bell of the computing rank, whose progress
+    thread then performs that rank's part. Every thread uses the inference mode of the
+    original caller, as the tensors may not be writable otherwise.
 """
 
 import threading

@@ -1,9 +1,8 @@
 """Memory that all ranks map: control blocks, staging slots, allocated regions.
 
-A segment is an anonymous file (``memfd_create``). So no file can be left in
-``/dev/shm``, and the size of ``/dev/shm``, 64 MiB in most containers, is no limit. The
-other ranks open the file through ``/proc/PID/fd/N``. Then the file's descriptor is
-closed; the mappings keep the file alive.
+A segment is an anonymous file (``memfd_create``): none is left in ``/dev/shm``, whose
+size, 64 MiB in most containers, is no limit. The other ranks open the file through
+``/proc/PID/fd/N``. Then its descriptor is closed; the mappings keep the file alive.
 """
 
 import ctypes
