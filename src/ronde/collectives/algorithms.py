@@ -66,7 +66,7 @@ class Chunks:
         return cls(len(sizes), offsets[-1], offsets)
 
     def start(self, chunk: int) -> int:
-        """Return the first element's index in ``chunk``; of ``num_chunks``, the end."""
+        """Return the index of a chunk's first element; for ``num_chunks``, the end."""
         if self.offsets is not None:
             return self.offsets[chunk]
         base, extra = divmod(self.numel, self.num_chunks)

@@ -371,7 +371,7 @@ class Communicator:
 
         Args:
             tensor: At least one dimension; later dimensions equal on all ranks.
-            splits: Rows for each rank; None splits evenly. Later rows are ignored.
+            splits: Rows for each rank; None splits evenly. Excess rows are ignored.
             out: Must not share memory with ``tensor``.
 
         Returns:

@@ -60,7 +60,7 @@ _NUM_QUICK_WAITS = 2
 _MOST_GATHERED = 4  # most delays of a submission by newer ones
 _CLOSE_WITHIN_S = 2.0  # for a running operation to end by itself
 _JOIN_WITHIN_S = 60.0  # for the thread to end after an abort
-_FAST_ENGINES = ("auto", "shared_memory")  # engines with the fast path's results
+_FAST_ENGINES = ("auto", "shared_memory")  # results equal the fast path's
 _FIND_LOSS_WITHIN_S = 1.5
 """Wait, after a failed operation, for a message about the rank that was lost first."""
 _HAS_JOINED, _HAS_GIVEN_UP, _ASKS = -1, 0, 1  # votes for a new communicator
@@ -540,7 +540,7 @@ class Coordinator:
         self._progress(0)
 
     def _progress(self, num_own: int) -> None:
-        """Make progress without waiting; wake more than ``num_own`` waiters."""
+        """Make progress without waiting; wake the waiters if more than ``num_own``."""
         with self._lock:
             if self._is_closed:
                 return

@@ -252,7 +252,7 @@ class RankRecording:
         self._files.remove()
 
     def merge(self, path: Path, limit_bytes: int) -> None:
-        """Write the trace of all ranks on rank 0 and remove the parts; after ``close``.
+        """Write all ranks' trace on rank 0, remove the parts; call it after ``close``.
 
         On failure a warning is logged and the parts are kept.
         """
