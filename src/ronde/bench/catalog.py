@@ -1,6 +1,6 @@
-"""Collectives, types, operations and sizes that can be measured; no torch.
+"""Collectives, types, operations and sizes to measure; does not import torch.
 
-Elements are counted for one rank.
+Numbers of elements are those of one rank.
 """
 
 import math
@@ -17,13 +17,13 @@ from ronde.units import format_size
 
 @dataclass(frozen=True, slots=True)
 class DType:
-    """One type of elements."""
+    """A data type that nccl-tests can measure."""
 
     name: str  # nccl-tests' name, such as ``half``
     torch_name: str  # name of torch's dtype
-    num_bytes: int  # of one element
-    significand_bits: int = 0  # of a float, the hidden one included; 0 for integers
-    max_exponent: int = 0  # of a float: below 2**this all significands are finite
+    num_bytes: int  # size of an element
+    significand_bits: int = 0  # of floats, with the hidden bit; 0 for integers
+    max_exponent: int = 0  # of floats: all values below 2**max_exponent are finite
 
     @property
     def is_float(self) -> bool:
@@ -45,13 +45,13 @@ _ALL = (
     DType("float", "float32", 4, 24, 127),
     DType("double", "float64", 8, 53, 1023),
     DType("bfloat16", "bfloat16", 2, 8, 127),
-    # Its largest number is 1.75 * 2**8: not every significand fits that exponent.
+    # The largest number is 1.75 * 2**8: exponent 8 does not allow every significand.
     DType("f8e4m3", "float8_e4m3fn", 1, 4, 7),
     DType("f8e5m2", "float8_e5m2", 1, 3, 15),
 )
 
 DTYPES: Mapping[str, DType] = MappingProxyType({each.name: each for each in _ALL})
-"""By nccl-tests' name, in the order of ``-d all``."""
+"""Types by nccl-tests' name, in the order of ``-d all``."""
 
 _ALIASES = {each.torch_name: each for each in _ALL} | {"bf16": DTYPES["bfloat16"]}
 
@@ -86,15 +86,15 @@ _CHUNK_BYTES = 16  # each rank's share is a multiple of this
 class Spread(StrEnum):
     """Share of a row's bytes that each rank sends and receives."""
 
-    WHOLE = "whole"  # every rank has all of them
+    WHOLE = "whole"  # every rank's buffers hold all bytes
     SHARED_SEND = "shared_send"  # every rank sends a share and may receive all
     SHARED_RECEIVE = "shared_receive"  # every rank may send all and receives a share
-    SPLIT = "split"  # every rank sends all, a share to each, and receives as much
+    SPLIT = "split"  # every rank sends each rank a share
     MATRIX = "matrix"  # every pair of ranks has its own share
 
 
 class Factor(StrEnum):
-    """Factor from algbw to busbw for n ranks."""
+    """Ratio of busbw to algbw for n ranks."""
 
     ONE = "1"
     REDUCED = "2(n-1)/n"
@@ -108,16 +108,16 @@ class Factor(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """One collective as nccl-tests measures it."""
+    """Properties of a collective in nccl-tests."""
 
     name: str
     spread: Spread
-    factor: Factor  # from algbw to busbw
+    factor: Factor  # busbw divided by algbw
     has_op: bool = False
     has_root: bool = False
-    is_in_place_checked: bool = True  # the in-place half can be verified
-    redop: str = "none"  # the cell where ``has_op`` is False
-    emulation: str = ""  # the calls it is made of where no engine has it; or empty
+    is_in_place_checked: bool = True  # results in place can be verified
+    redop: str = "none"  # the cell's text if ``has_op`` is False
+    emulation: str = ""  # the calls that replace it if no engine has it
 
     @property
     def binary_name(self) -> str:
@@ -126,13 +126,13 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Elements that one rank sends and receives."""
+    """Numbers of elements that one rank sends and receives."""
 
     count: int  # the argument of the call, as the row shows it
-    send: int  # elements to send, at most, over all ranks alike
-    receive: int  # elements to receive, likewise
-    send_offset: int = 0  # in place, rank r's input begins at r times this
-    receive_offset: int = 0  # in place, rank r's result begins at r times this
+    send: int  # most elements that any rank sends
+    receive: int  # most elements that any rank receives
+    send_offset: int = 0  # in place, rank r's input begins at r * send_offset
+    receive_offset: int = 0  # in place, rank r's begins at r * receive_offset
 
     @property
     def span(self) -> int:
@@ -193,7 +193,7 @@ def find_collective(name: str) -> Collective:
 
 def shape_of(test: Collective, num_bytes: int, item_bytes: int, size: int) -> Shape:
     # Shares are rounded down to 16 bytes, so small rows may be empty. ``MATRIX`` gets
-    # an even share here; see ``shape_of_matrix``.
+    # an even share here: see ``shape_of_matrix``.
     total = num_bytes // item_bytes
     if test.spread is Spread.WHOLE:
         return Shape(total, total, total)
@@ -224,9 +224,9 @@ Matrix = tuple[tuple[int, ...], ...]  # ``matrix[i][j]`` bytes go from rank i to
 
 
 class Traffic(NamedTuple):
-    """Rule of the traffic matrix of ``alltoallv``."""
+    """Rule for the traffic matrix of ``alltoallv``."""
 
-    spread: float = 1.0  # 0: every pair the same; 1: as the distance of ranks
+    spread: float = 1.0  # 0: even; 1: proportional to the distance of ranks
     given: Matrix = ()
 
     def matrix(self, total_bytes: int, size: int) -> Matrix:
@@ -258,7 +258,7 @@ def shape_of_matrix(matrix: Matrix, item_bytes: int, count: int) -> Shape:
 def read_matrix(text: str, scale: float) -> Matrix:
     """Parse a square matrix of bytes, one row per line.
 
-    Every number is multiplied by ``scale`` and rounded down to 16.
+    Every number is multiplied by ``scale`` and rounded down to a multiple of 16.
     """
     lines = [line.split() for line in text.splitlines() if line.strip()]
     if not lines or any(len(line) != len(lines) for line in lines):
@@ -291,10 +291,10 @@ _MAX_RESERVE_BYTES = 4 * _GIB
 
 
 def largest_row(free_bytes: int, num_sharing: int, *, is_checked: bool) -> int:
-    """Return the largest size of a row for which a rank has enough memory.
+    """Return the largest row size for which a rank has enough memory.
 
-    The reserve is 1 GiB per 16 GiB or part of it, at most 4 GiB, plus 1 GiB, but never
-    more than half. A row needs two buffers, and a third to verify results.
+    The reserve is 1 GiB for each begun 16 GiB, up to 4 GiB, plus 1 GiB, but at most
+    half of the memory. A row needs two buffers, and a third to verify results.
     Source: nccl-tests.
     """
     started = -(-free_bytes // _RESERVE_PER_BYTES)

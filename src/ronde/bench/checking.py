@@ -1,29 +1,29 @@
-"""Verification: inputs with a known exact result of every collective.
+"""Verification: inputs for which the exact result of every collective is known.
 
 Inputs are pure functions of (seed, rank, index): every rank can compute any part of any
 rank's input and of any result. A result is a list of pieces, each a part of one rank's
 input or the reduction of all inputs. Before the operation every element of the result
-is set to the complement of the right answer, so that an element that is not written is
-wrong. Bytes on both sides are checked too.
+is set to the complement of the right value, so that an unwritten element is wrong. The
+bytes on both sides of the result are checked, too.
 
-Note [Exact results]. A floating-point reduction depends on its order, unless no partial
-result is ever rounded. So:
+Note [Exact results]. A floating-point reduction depends on its order unless no partial
+result is rounded. So the inputs are chosen as follows:
 
-* Sums are of integers whose magnitudes add up to at most 2**p, p being the bits of the
-  significand: every partial sum of any subset is an integer below that. At most
-  2**(p-2) ranks contribute to an element, chosen anew for each, the others give +0. All
-  contributions to an element have one sign, so that the total is not zero.
-* Products are of one random significand and of powers of two, which only move the
-  exponent; the exponents add up to less than the type's greatest.
-* Averages are sums as above where the number of ranks is a power of two: the division
-  is exact then. Else two ranks contribute, and the last bits may differ: see
-  ``TOLERANCE``.
-* Integers wrap, in any order. Their factors are odd: a product with an even one
-  in it is soon zero. Their averages are of small numbers, as engines may or may not
-  wrap the sum.
-* Copies are of random bytes, NaN with payloads included.
+* Sums add integers whose magnitudes total at most 2**p, where p is the number of bits
+  of the significand. So every partial sum is an integer of at most 2**p. At most
+  2**(p-2) ranks, chosen anew for each element, contribute to it; the others give +0.
+  All contributions to an element have the same sign, so that the sum is not zero.
+* Products multiply one random significand by powers of two, which change only the
+  exponent. The exponents add up to less than the type's largest exponent.
+* Averages use the inputs of sums if the number of ranks is a power of two, as the
+  division is exact then. Otherwise two ranks contribute, and the last bits may differ:
+  see ``TOLERANCE``.
+* Integer results do not depend on the order, as integers wrap. Factors are odd, as a
+  product with many even factors is zero. Averages use small numbers, as engines may or
+  may not wrap the sum.
+* Copies use random bytes, which include NaN with payloads.
 
-Every number depends on rank and index, so that swapped chunks are wrong.
+Every number depends on rank and index, so that swapped chunks are detected.
 """
 
 from collections.abc import Sequence
@@ -36,18 +36,18 @@ from torch import Tensor
 from ronde.bench.catalog import DType, premultiplier
 from ronde.bench.operations import CallSpec, Views
 
-REDUCED = -1  # instead of a source: the elements of all ranks, reduced
+REDUCED = -1  # as ``source``: the reduction of all ranks' elements
 _ROOT_ONLY = frozenset({"reduce", "gather"})
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A run of elements of one rank's result."""
+    """Consecutive elements of one rank's result, with a common source."""
 
-    start: int  # where it begins in the result
-    count: int  # how many elements
-    source: int  # the rank that it is copied from, or ``REDUCED``
-    source_start: int  # where it begins in the input
+    start: int  # first index in the result
+    count: int  # number of elements
+    source: int  # the rank whose input is copied, or ``REDUCED``
+    source_start: int  # first index in the input
 
 
 def pieces_of(spec: CallSpec) -> list[Piece]:
@@ -79,16 +79,16 @@ def pieces_of(spec: CallSpec) -> list[Piece]:
     return [piece for piece in pieces if piece.count]
 
 
-TOLERANCE = 2  # representable numbers by which an average may be wrong
+TOLERANCE = 2  # allowed error of an average, in units in the last place
 _LOW = 0xFFFFFFFF
 _INT32_MAX = torch.iinfo(torch.int32).max
 _INT64_MAX = torch.iinfo(torch.int64).max
-_ALL_RANKS = -1  # instead of a rank: for numbers that are equal on all ranks
+_ALL_RANKS = -1  # instead of a rank, for numbers that are equal on all ranks
 
 
 @dataclass(frozen=True, slots=True)
 class ReductionInputs:
-    """Inputs and result of one reduction."""
+    """The inputs of one reduction, and its exact result."""
 
     dtype: DType
     op: str  # nccl-tests' name of the operation
@@ -128,14 +128,14 @@ class ReductionInputs:
             return left.mul_(right)
         if self.op not in ("min", "max"):
             return left.add_(right)
-        # torch orders no unsigned integers; with the top bit turned, signed ones do.
+        # torch compares no unsigned integers. With the top bit flipped, signed ones do.
         is_turned = self.dtype.is_unsigned and self.dtype.num_bytes >= 4
         turn = torch.iinfo(left.dtype).min if is_turned else 0
         choose = torch.minimum if self.op == "min" else torch.maximum
         return choose(left ^ turn, right ^ turn) ^ turn
 
     def _wide(self, draw: "Draw", rank: int) -> Tensor:
-        """Return a rank's input as int32 or int64; factors of a product as float."""
+        """Return a rank's input as int32 or int64, or as floats for their product."""
         if self.dtype.is_float:
             if self.op == "prod":
                 return self._factor(draw, rank)
@@ -175,11 +175,11 @@ class ReductionInputs:
         return factor * draw.sign(rank)
 
     def _small_integer(self, draw: "Draw", rank: int) -> Tensor:
-        """Return numbers >= 0, so small that their sum, or double, fits the type."""
+        """Return numbers >= 0 so small that their sum, or twice each, fits the type."""
         num_bytes = self.dtype.num_bytes
         highest = 2 ** (8 * num_bytes - (0 if self.dtype.is_unsigned else 1)) - 1
         if self.op == "mulsum":
-            # The doubling goes by way of float64.
+            # The numbers are doubled in float64.
             return draw.below(rank, min(_power_of_two(highest // 2 + 1), 2**50))
         held = _INT64_MAX if num_bytes == 8 else _INT32_MAX
         each = min(highest, held) // self.size
@@ -191,7 +191,7 @@ class ReductionInputs:
 def random_bytes(
     seed: int, rank: int, start: int, count: int, device: torch.device
 ) -> Tensor:
-    """Return ``count`` bytes of a rank's random sequence, from ``start`` on."""
+    """Return ``count`` bytes from ``start`` of a rank's random sequence."""
     first = start // 8
     num_words = -(-(start + count) // 8) - first
     words = Draw(seed, first, num_words, device).bits(rank)
@@ -200,20 +200,20 @@ def random_bytes(
 
 
 class Draw:
-    """Counter-based random numbers for a range of indices; every call a new tensor."""
+    """Counter-based random numbers for a range of indices, in new tensors."""
 
-    # 32-bit arithmetic makes it fast.
+    # 32-bit arithmetic is faster.
 
     def __init__(self, seed: int, start: int, count: int, device: torch.device) -> None:
         index = torch.arange(start, start + count, dtype=torch.int64, device=device)
         self._seed = seed
         self._mixed = _mix(index.bitwise_and(_LOW).to(torch.int32))
         if start + count > 1 << 32:
-            # Zero is mixed into zero: below 2**32 it makes no difference.
+            # Zero is hashed to zero, so below 2**32 this changes nothing.
             self._mixed ^= _mix((index >> 32).to(torch.int32))
 
     def half(self, rank: int, stream: int = 1) -> Tensor:
-        """Return 32 random bits as int32, different for each stream."""
+        """Return 32 random bits per index as int32, different for each stream."""
         salt = (self._seed + 2) * 0x9E3779B1 + rank * 0x85EBCA6B
         return _mix(self._mixed ^ _signed((salt ^ (stream * 0xC2B2AE35)) & _LOW))
 
@@ -231,14 +231,14 @@ class Draw:
         return self.half(rank, 3).bitwise_and_(2).neg_().add_(1)
 
     def turn(self, rank: int, size: int) -> Tensor:
-        """Return the rank's position in a rotation of the ranks, random per index."""
+        """Return the rank's position after a random rotation of the ranks per index."""
         first = self.half(_ALL_RANKS, 4).bitwise_and_(_INT32_MAX).remainder_(size)
         return first.neg_().add_(rank + size).remainder_(size)
 
 
 def _mix(values: Tensor) -> Tensor:
-    """Hash int32 in place, one to one. Source: lowbias32, Wellons."""
-    # torch shifts the sign in from the left, so mask it.
+    """Hash int32 in place, bijectively. Source: lowbias32, Wellons."""
+    # torch's right shift copies the sign bit, so mask the copies.
     values ^= (values >> 16).bitwise_and_(0xFFFF)
     values *= 0x7FEB352D
     values ^= (values >> 15).bitwise_and_(0x1FFFF)
@@ -277,15 +277,15 @@ _SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 Expected = list[tuple[Tensor, Tensor]]
-"""Chunks of a result, small enough for the cache, each with the right bits."""
+"""Chunks of a result, small enough for the cache, each with its expected bits."""
 
 
 def prepare(
     spec: CallSpec, inputs: ReductionInputs, views: Views, canaries: Sequence[Tensor]
 ) -> Expected:
-    """Write the inputs, and wrong values into the result; return the right ones.
+    """Write the inputs, and wrong values into the result; return the right values.
 
-    ``inputs`` gives type, seed and device also if nothing is reduced.
+    ``inputs`` gives type, seed and device even if nothing is reduced.
     """
     for canary in canaries:
         canary.fill_(_CANARY)
@@ -310,7 +310,7 @@ def prepare(
 
 
 def count_wrong(canaries: Sequence[Tensor], expected: Expected, tolerance: int) -> int:
-    """Count this rank's wrong elements and the changed bytes beside the result."""
+    """Count this rank's wrong elements and the changed bytes next to the result."""
     wrong = sum(int((each != _CANARY).sum()) for each in canaries)
     for got, right in expected:
         if torch.equal(got, right):

@@ -1,4 +1,4 @@
-"""Two results, or several engines, side by side; no torch."""
+"""Comparison of two results or of several engines; does not import torch."""
 
 import math
 import statistics
@@ -9,31 +9,31 @@ from ronde.bench.results import HALVES, Row, Run, Side
 
 
 class RowKey(NamedTuple):
-    """Key by which rows of two results are matched."""
+    """Key that matches rows of two results."""
 
-    test: str  # the collective; empty where it is unknown
+    test: str  # the collective; empty if unknown
     engine: str  # in results of several engines; else empty
     dtype: str  # nccl-tests' name of the type
-    redop: str  # ``none`` where there is none
-    root: int  # -1 where there is none
-    size_bytes: int  # PEAK for the highest busbw of all sizes
+    redop: str  # ``none`` without an operation
+    root: int  # -1 without a root
+    size_bytes: int  # or PEAK: the highest busbw of all sizes
 
 
 PEAK = -1
 
 
 class Pair(NamedTuple):
-    """One half of a row in both results."""
+    """The values of one half of a row in both results."""
 
     key: RowKey
     half: str  # ``out_of_place`` or ``in_place``
     a_busbw_gb_per_s: float  # the median of repeated rows
     b_busbw_gb_per_s: float
-    ratio: float | None  # b by a; None where either is 0 or no finite number
+    ratio: float | None  # b / a; None if either is 0 or not finite
 
 
 class Comparison(NamedTuple):
-    """Two results, side by side."""
+    """The matched rows of two results, and warnings."""
 
     pairs: tuple[Pair, ...]
     only_a: tuple[RowKey, ...]
@@ -46,7 +46,7 @@ class Comparison(NamedTuple):
 
 
 class _Figures(NamedTuple):
-    """Medians of one half of a row over all of a result."""
+    """Medians of one half of a row over repeated rows of a result."""
 
     busbw_gb_per_s: float
     time_us: float | None
@@ -54,9 +54,9 @@ class _Figures(NamedTuple):
 
 
 def compare(a: Sequence[Run], b: Sequence[Run]) -> Comparison:
-    """Set two results side by side."""
-    # The ratio is of busbw, or of the times if both have them and the same number of
-    # ranks: at small sizes the printed busbw has only one digit.
+    """Match the rows of two results and compute their ratios."""
+    # The ratio is that of the times if both results have times and the same number of
+    # ranks, as the printed busbw of small sizes has only one digit; else that of busbw.
     first, second = _collect(a), _collect(b)
     keys_a, keys_b = ({key for key, _ in each} for each in (first, second))
     warnings = _warnings(a, b)
@@ -148,7 +148,7 @@ def _warnings(a: Sequence[Run], b: Sequence[Run]) -> list[str]:
 
 
 class Compared(NamedTuple):
-    """One row on every engine."""
+    """One row as measured on every engine."""
 
     rows: Mapping[str, Row]  # by engine; each has one half, the other is None
 

@@ -1,7 +1,7 @@
 """The physical bound of busbw: the slowest link between the ranks.
 
 Every rank reads the links of its own host; the ranks exchange them, and the slowest of
-each kind counts. If the rate of a link is unknown there is no bound, and the reason is
+each kind counts. If the rate of a link is unknown, there is no bound, and the reason is
 shown.
 """
 
@@ -47,7 +47,7 @@ _CACHES = "sys/devices/system/cpu/cpu*/cache/index*"
 _SIZE = re.compile(r"(\d+)([KMG]?)")
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _TIMES_CACHE = 2
-_MIN_BYTES, _MAX_BYTES = 64 << 20, 1 << 30  # of all ranks together
+_MIN_BYTES, _MAX_BYTES = 64 << 20, 1 << 30  # buffers of all ranks together
 _SHARE_OF_MEMORY = 8
 _NUM_ROUNDS = 5
 _ROUND_S = 0.06
@@ -56,9 +56,9 @@ _TOUCH_S = 0.4  # limit for touching pages, which is slow in some virtual machin
 
 
 def cache_bytes(root: Path = _ROOT) -> int:
-    """Return the size of all last-level caches of a machine; 0 if unknown.
+    """Return the total size of a machine's last-level caches; 0 if unknown.
 
-    A virtual machine may show the whole cache of its host's processor.
+    A virtual machine may report the whole cache of its host's processor.
     """
     sizes: dict[tuple[int, str], int] = {}
     for folder in root.glob(_CACHES):
@@ -76,7 +76,7 @@ def cache_bytes(root: Path = _ROOT) -> int:
 
 def buffer_bytes(cache: int, available: int, num_ranks: int) -> int:
     """Return the size of each of a rank's two buffers."""
-    # All together are twice the caches, and at most an eighth of the free memory.
+    # All buffers together are twice the caches, at most an eighth of the free memory.
     wanted = min(max(_TIMES_CACHE * cache, _MIN_BYTES), _MAX_BYTES)
     total = min(wanted, available // _SHARE_OF_MEMORY)
     return max(total // (2 * num_ranks), 1 << 12) & ~0xFFF
@@ -85,10 +85,10 @@ def buffer_bytes(cache: int, available: int, num_ranks: int) -> int:
 def measure_memory(
     communicator: Communicator, host: str
 ) -> tuple[dict[str, float], str]:
-    """Measure memory by copying on all ranks at once, for about a second; collective.
+    """Measure memory bandwidth by concurrent copies on all ranks; collective.
 
-    Returns the rate of each host in GB/s, reads and writes together, in the best of
-    several rounds, and a note on figures that may exceed it.
+    Takes about a second. Returns each host's rate in GB/s, reads plus writes, in the
+    best of several rounds, and a note on figures that may exceed the rate.
     """
     hosts = all_gather_json(communicator, host)
     available = min(all_gather_json(communicator, available_memory().num_bytes))
@@ -114,7 +114,7 @@ def measure_memory(
 
 
 def _touched(size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Allocate two equal buffers of up to ``size`` bytes and touch their pages."""
+    """Allocate two buffers of up to ``size`` bytes and touch their pages."""
     source, target = (torch.empty(size, dtype=torch.uint8) for _ in range(2))
     start_s = time.perf_counter()
     end = 0
@@ -130,7 +130,7 @@ def copy_gb_per_s(
     target: torch.Tensor,
     clock_ns: Callable[[], int] = time.perf_counter_ns,
 ) -> float:
-    """Copy for a while and return the rate in GB/s, reads and writes together."""
+    """Copy for a while and return the rate in GB/s, reads plus writes."""
     num_bytes, start_ns = 0, clock_ns()
     while True:
         target.copy_(source)
@@ -152,16 +152,16 @@ def search_limit(
 ) -> Bound:
     """Return the bound of busbw, or the reason why there is none; collective.
 
-    On CPUs it takes about a second, in which all ranks copy memory. ``hosts`` has the
-    host of every rank. ``given`` has the rate of a host's links on all ranks, or this
-    host's interface for TCP.
+    On CPUs this takes about a second, in which all ranks copy memory. ``hosts`` has the
+    host of every rank. ``given`` has the rate of a host's links, equal on all ranks, or
+    this host's interface for TCP.
     """
     if test not in COLLECTIVES:
         return Bound(test, None, f"{test} has no formula")
     if communicator.size < 2:
         return Bound(test, None, "one rank exchanges nothing")
     world = _world(communicator, hosts, device, given)
-    # A bound that is missing might have been the tightest.
+    # A missing bound might have been the tightest.
     if world.unknown:
         return Bound(test, None, world.unknown[0])
     return bound_of(world, test)
@@ -203,7 +203,7 @@ def _with_network(
     if not world.has_gpus:
         # Received bytes go to the processors.
         host = host._replace(gpus=())
-    # Gloo speaks TCP; NCCL and MPI take RDMA adapters where there are any.
+    # Gloo uses TCP; NCCL and MPI use RDMA adapters if there are any.
     if (world.has_gpus or communicator.engine == "mpi") and find_rdma_ports(host):
         return with_network(world, host, KnownRates())
     interface = given.interface or found
@@ -214,7 +214,7 @@ def _with_network(
 
 
 def _interface_between(communicator: Communicator, hosts: Sequence[str]) -> str:
-    """Return this host's interface to rank 0's host, or nothing; collective."""
+    """Return this host's interface towards rank 0's host, or ""; collective."""
     own = read_interfaces()
     first = all_gather_json(communicator, own)[0]
     candidates = [InterfaceAddress(*each) for each in first]
@@ -227,7 +227,7 @@ def _interface_between(communicator: Communicator, hosts: Sequence[str]) -> str:
 
 
 def pci_address(device: torch.device) -> str:
-    """Return the PCI domain, bus and device of a GPU; zeros for a CPU."""
+    """Return a GPU's PCI domain, bus and device; zeros for a CPU."""
     facts: Any = None
     if device.type == "cuda":
         # torch has no types for these properties.

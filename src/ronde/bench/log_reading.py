@@ -1,8 +1,8 @@
 """Reader of benchmark results: nccl-tests' text or JSON, or ronde's records.
 
-nccl-tests' JSON has versions 1 to 3 and is not always JSON: infinity stands there as a
-bare ``inf``, and early releases misspelled two keys. Its list of environment variables
-is not read, as it may hold secrets.
+nccl-tests' JSON has versions 1 to 3 and is not always valid: infinity is a bare
+``inf``, and early releases misspelled two keys. The list of environment variables is
+not read, as it may contain secrets.
 """
 
 import json
@@ -34,7 +34,7 @@ from ronde.records import Record
 
 VERSIONS = (1, 2, 3)
 
-# A string that does not end reaches to the end of the text, in one pass.
+# An unterminated string is matched to the end of the text, in linear time.
 _BARE = re.compile(r'"(?:[^"\\]|\\.)*+"?|-?\b(?:inf|nan)\b', re.DOTALL)
 _JSON_NAMES = {"inf": "Infinity", "-inf": "-Infinity", "nan": "NaN", "-nan": "NaN"}
 _SPELLINGS = {
@@ -44,10 +44,10 @@ _SPELLINGS = {
 
 
 def read_log(text: str, source: str, *, test: str = "") -> Log:
-    """Read nccl-tests' text or JSON, or records of ronde's.
+    """Read nccl-tests' text or JSON, or ronde's records.
 
     Raises:
-        UsageError: There is nothing to read.
+        UsageError: The text has no results.
     """
     if not text.lstrip("\ufeff \t\r\n").startswith("{"):
         return read_text(text, source, test=test)
@@ -167,6 +167,6 @@ def _with_failures(run: Run, at: str) -> Run:
         failures = [text for _, text in run.bad_values()]
         if run.num_out_of_bounds:
             failures.append(f"checks that failed: {run.num_out_of_bounds}")
-    # A run that was read from a log names that log's lines.
+    # Problems of a run that was read from a log name that log's lines.
     at = "" if "source" in run.facts else at
     return replace(run, failures=tuple(f"{at}{each}" for each in failures))

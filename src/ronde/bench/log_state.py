@@ -1,7 +1,7 @@
-"""State of the log parsers: one run, with its ranks and test inferred from figures.
+"""State of the log parsers: one run, with ranks and test inferred from figures.
 
 busbw is algbw times a factor that depends only on the collective and the number of
-ranks, so a log that names neither still shows much of them.
+ranks. So a log that states neither still allows conclusions about them.
 """
 
 import math
@@ -18,7 +18,7 @@ from ronde.errors import UsageError
 
 
 class _Interval(NamedTuple):
-    """Ratios of busbw to algbw that one printed pair allows."""
+    """The ratios of busbw to algbw that are possible for one printed pair."""
 
     low: float
     high: float
@@ -28,7 +28,7 @@ class _Interval(NamedTuple):
         return self.low - 1e-9 <= ratio <= self.high + 1e-9
 
     def num_ranks(self, factor: Factor) -> tuple[float, float, float]:
-        """Return the numbers of ranks that give these ratios; infinity beyond all."""
+        """Return the numbers of ranks with these ratios; infinity beyond any number."""
         limit = 2.0 if factor is Factor.REDUCED else 1.0
         low, high, middle = (
             limit / (limit - ratio) if ratio < limit else math.inf
@@ -44,9 +44,9 @@ class _Interval(NamedTuple):
 
 
 def infer_ranks(test: str, rows: Sequence[Row]) -> RankCount:
-    """Return the numbers of ranks that agree with a test's figures, which are rounded.
+    """Return the numbers of ranks that are consistent with a test's rounded figures.
 
-    Unknown where the factor hardly depends on the number.
+    The number is unknown if the factor hardly depends on it.
     """
     known, intervals = COLLECTIVES.get(test), _intervals(rows)
     if known is None or known.factor is Factor.ONE or not intervals:
@@ -54,11 +54,11 @@ def infer_ranks(test: str, rows: Sequence[Row]) -> RankCount:
     bounds = [each.num_ranks(known.factor) for each in intervals]
     low, high = max(each[0] for each in bounds), min(each[1] for each in bounds)
     if low > high:
-        # Rows of several worlds, or a release that rounds otherwise.
+        # Rows of runs with different sizes, or a release that rounds differently.
         low, high, _ = bounds[0]
     middle = bounds[0][2]
     if not math.isfinite(low):
-        return RankCount()  # more than any number of ranks gives
+        return RankCount()  # no number of ranks has such a ratio
     first = math.ceil(low - 1e-9)
     if not math.isfinite(high) or not math.isfinite(middle):
         return RankCount(low=max(first, 1))
@@ -86,12 +86,12 @@ def infer_tests(rows: Sequence[Row], num_ranks: int | None) -> list[str]:
     names = [
         name
         for name, known in COLLECTIVES.items()
-        # sendrecv reduces nothing, but nccl-tests prints an operation all the same.
+        # sendrecv reduces nothing, but nccl-tests prints an operation.
         if name == "sendrecv" or known.has_op == has_operation
         if known.has_root == has_root or row.root is None
         if best.could_be(known.factor, num_ranks)
     ]
-    # With a column of roots, the operation is blank in hypercube alone.
+    # In tables with roots, only hypercube leaves the operation blank.
     if "hypercube" in names and row.root is not None and row.redop == "":
         return ["hypercube"]
     return [name for name in names if name != "hypercube" or row.redop != "none"]
@@ -105,7 +105,7 @@ def _intervals(rows: Sequence[Row]) -> list[_Interval]:
             algbw, busbw = side.algbw_gb_per_s or 0.0, side.busbw_gb_per_s
             if busbw is None or not (0.1 < algbw < math.inf and 0 <= busbw < math.inf):
                 continue
-            # The rounding errors of figures that are printed six characters wide.
+            # The rounding errors of figures printed with six characters.
             a, b = (
                 0.005 if x < 1e3 else 0.05 if x < 1e4 else 0.5 for x in (algbw, busbw)
             )
@@ -128,11 +128,11 @@ _MAX_SIGNS = 3
 
 
 class Log(NamedTuple):
-    """Runs and problems of one file. Texts name the file and the line."""
+    """Runs and problems of one file; the texts name file and line."""
 
     runs: list[Run]
-    damage: list[str]  # what could not be read
-    cuts: list[str]  # runs without an end, and without a sign of a failure
+    damage: list[str]  # unreadable parts
+    cuts: list[str]  # runs without an end or a sign of failure
 
 
 class ListedDevice(NamedTuple):
@@ -146,15 +146,15 @@ class ListedDevice(NamedTuple):
 
 @dataclass
 class DeviceList:
-    """The devices that a run lists; counted once for all tables that follow it."""
+    """The devices that a run lists; the list holds for all tables after it."""
 
     devices: list[ListedDevice] = field(default_factory=list[ListedDevice])
     is_cut: bool = False
-    num_each: int = 1  # ranks of a process, of which nccl-tests' JSON lists the first
+    num_each: int = 1  # ranks per process; nccl-tests' JSON lists the first
 
     @cached_property
     def num_ranks(self) -> int | None:
-        """The ranks of rank 0's group, which alone prints; None if any are missing."""
+        """The size of rank 0's group, which prints; None if ranks are missing."""
         numbers = sorted(device.rank for device in self.devices)
         each = 1 if any(rank % self.num_each for rank in numbers) else self.num_each
         whole = list(range(0, len(numbers) * each, each))
@@ -172,21 +172,21 @@ class DeviceList:
 
 @dataclass(slots=True)
 class ParserState:
-    """One run, as far as it has been read.
+    """The part of a run that has been read.
 
-    A position is a line of text, or the index of a result in JSON, -1 for the rest.
+    A position is a line of text, or in JSON the index of a result, -1 outside results.
     """
 
     source: str  # the log's name, for messages and as a hint of the test
-    first_line: int  # where the run begins
+    first_line: int  # first line of the run
     is_json: bool = False
     banners: set[str] = field(default_factory=set[str])
-    title: str = ""  # the test's name as the run itself stated it
-    mention: str = ""  # a name such as ``all_reduce_perf`` met before the table
+    title: str = ""  # the test's name as the run states it
+    mention: str = ""  # a name such as ``all_reduce_perf`` above the table
     halves: list[str] = field(default_factory=list[str])
     listed: DeviceList = field(default_factory=DeviceList)
     has_table: bool = False
-    given: RankCount | None = None  # where ranks need not be counted or inferred
+    given: RankCount | None = None  # if ranks need not be counted or inferred
     facts: dict[str, object] = field(default_factory=dict[str, object])
     engine: str = ""
     rows: list[Row] = field(default_factory=list[Row])
@@ -196,10 +196,10 @@ class ParserState:
     failures: list[tuple[int, str]] = field(default_factory=list[tuple[int, str]])
     # Lines that show that the run failed, in order.
     signs: list[tuple[int, str]] = field(default_factory=list[tuple[int, str]])
-    stray: tuple[int, str] | None = None  # a killed process, perhaps another program's
+    stray: tuple[int, str] | None = None  # a killed process, perhaps of another program
     nccl_warning: tuple[int, str] | None = None
     has_gap: bool = False
-    has_errors: bool = False  # rows have the old column ``error`` instead of ``#wrong``
+    has_errors: bool = False  # rows have ``error``, not ``#wrong``
 
     @property
     def is_over(self) -> bool:
@@ -230,7 +230,7 @@ class ParserState:
         self.footers[name] = value
 
     def missing(self) -> list[str]:
-        """Describe the missing end of a run that shows no failure."""
+        """Describe the missing end of a run without signs of failure."""
         if self.is_over or self.has_failed:
             return []
         if self.has_table:
@@ -239,7 +239,7 @@ class ParserState:
 
     def finish(self, test: str = "") -> Run:
         ending = self._ending()
-        # A warning that is quoted as the cause is not reported twice.
+        # A warning quoted as the cause is not reported twice.
         quoted = "; ".join(text for _, text in ending)
         warnings = [w for w in self.warnings if w.split(": ", 1)[-1] not in quoted]
         listed = self.listed
@@ -252,7 +252,7 @@ class ParserState:
         sides = [side for row in self.rows for side in row.sides()]
         is_checked = self.has_errors or any(s.num_wrong is not None for s in sides)
         if not (bounds or is_checked):
-            bounds = None  # 0 of no checks
+            bounds = None  # 0 because nothing was checked
         run = Run(
             test=name,
             ranks=ranks,
@@ -282,7 +282,7 @@ class ParserState:
         return None if text.startswith("N/A") else float(text.split()[0])
 
     def _ending(self) -> list[tuple[int, str]]:
-        """Return the failure that ended the run too early, with its line; or none."""
+        """Return the failure that ended the run early, with its line; empty if none."""
         signs = self.signs[:_MAX_SIGNS]
         if self.stray and self.is_over:
             line, text = self.stray
@@ -330,12 +330,12 @@ class ParserState:
 
 
 def _odd_average(run: Run) -> str:
-    """Return a warning if a log's average is not that of its rows, else nothing."""
+    """Return a warning if a log's average is not its rows' average, else ""."""
     values, stated = run.all_busbw_gb_per_s(), run.average_busbw_gb_per_s
     if not values or stated is None or not all(map(math.isfinite, values)):
         return ""
     mean = sum(values) / len(values)
-    # Two decimals a row, fewer for four digits and more; six digits in the footer.
+    # Rows have two decimals, or fewer from 1000 on; the footer has six digits.
     if abs(mean - stated) <= 0.006 + max(values) * 1e-4 + abs(stated) * 1e-5:
         return ""
     figures = f"states an average of {stated:g} GB/s, its rows have {mean:g}"
@@ -343,7 +343,7 @@ def _odd_average(run: Run) -> str:
 
 
 def name_in(text: str) -> str:
-    """Return the test that a file's or program's name contains, or nothing."""
+    """Return the test that the name of a file or program contains, or ""."""
     bare = text.lower().replace("_", "").replace("-", "")
     spelled = {name.replace("_", ""): name for name in COLLECTIVES}
     found = [each for each in spelled if each in bare]

@@ -1,12 +1,12 @@
-"""Parser of the text that nccl-tests prints, in the forms of all its releases.
+"""Parser of the text that nccl-tests prints, for all of its releases.
 
-Releases differ in columns, and some rows lack cells that the header names. In all of
-them a row begins with size, count and type, and its numbers stand at the right end in
-the header's order.
+Releases differ in columns, and some rows lack cells that the header names. In all
+releases a row begins with size, count and type, and ends with its numbers in the
+header's order.
 
-A damaged row is left out and reported with its line, as a guess would invent a figure.
-A last line without a line break may be cut anywhere and is never used. All patterns
-take time in proportion to the text.
+A damaged row is left out and reported with its line, rather than guessed. A last line
+without a line break may be cut anywhere and is never used. All patterns take linear
+time.
 """
 
 import itertools
@@ -37,7 +37,7 @@ _PREFIX = re.compile(
     re.VERBOSE,
 )
 _COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
-# Behind a host's name, before which WARN may have the time.
+# After a host's name; WARN may have the time before the name.
 _NCCL = re.compile(
     r"""(?<=\S):\d+:\d+[ ]\[\d+\][ ]
     (?:\S+:\d+[ ](?:\(\S+\)[ ])?)?          # WARN has file:line and the function
@@ -56,7 +56,7 @@ _HALF = re.compile(r"out-of-place|in-place")
 _PROGRAM = re.compile(r"\b([a-z_]+)_perf\b")
 _DOTS = ("...", "\u2026")
 _CONCLUDED = f"# {CONCLUDED}:"
-# Text after a ``#``, for tables that were pasted without it.
+# Text after a ``#``, for tables that were pasted without the ``#``.
 _BARE_COMMENT = re.compile(
     r"""size\s+count\s+type\s | nThread\s+\d | Rank\s+\d+\s | (?:out-of|in)-place\b
     | (?:Out[ ]of[ ]bounds[ ]values|Avg[ ]bus[ ]bandwidth)\s*:
@@ -65,7 +65,7 @@ _BARE_COMMENT = re.compile(
 )
 _UNITS_OR_FENCE = re.compile(r"\(B\)\s|`{3}|~{3}")
 # Signs that a run failed. Every alternative begins with rare words, so that most lines
-# take no time.
+# are matched quickly.
 _SIGNS = re.compile(
     r"""(?P<failure>Test[ ](?:[A-Za-z]{2,8}[ ]failure|timeout)\b)
     | (?P<caller>Test[ ]failure\b)
@@ -83,7 +83,7 @@ _SIGNS = re.compile(
         | (?:Killed|Aborted|Terminated)(?:$|[ ]{2}|[ ][(]))""",
     re.VERBOSE,
 )
-# Remarks of RCCL and of old releases of NCCL on every start, also of good runs.
+# Remarks of RCCL and old releases of NCCL at every start, even of good runs.
 _REMARK = re.compile(
     r"\s*(?:Missing \"|Failed to open lib|LL cutoff|NUMA auto balancing)"
 )
@@ -93,7 +93,7 @@ _MAX_COLUMNS = 64
 _OPERATIONS = frozenset({"sum", "prod", "max", "min", "avg", "mulsum", "none", "all"})
 _TIMES = ("time", "cputime")
 _SIDE = ("time", "algbw", "busbw", "#wrong")
-# The old column `error` is the largest deviation and no number of elements.
+# The old column `error` is the largest deviation, not a number of elements.
 _OF_A_SIDE = {*_SIDE, "cputime", "i_min", "i_max", "i_p99", "i_cv%", "error"}
 _FIGURES = [tuple(f"{half}.{name}" for name in _SIDE) for half in HALVES]
 _DIGITS = r"-?(?:(?:\d+(?:\.\d*)?|\.\d+)(?:e[+-]?\d+)?|inf|nan)"
@@ -141,8 +141,8 @@ class _Reader:
         self._test = test
         self._state = ParserState(source, 1)
         self._columns: _Columns | None = None
-        self._row: list[str] = []  # words of a row that may go on below
-        self._row_at = 0  # the line that it began in
+        self._row: list[str] = []  # words of a row that may continue on later lines
+        self._row_at = 0  # the row's first line
 
     def feed(self, number: int, raw: str) -> None:
         self._at = number
@@ -169,7 +169,7 @@ class _Reader:
             self._state.listed.is_cut = bool(self._state.listed.devices)
 
     def end(self, number: int, raw: str) -> None:
-        """Read the last line, which no line break ends, and close the last run."""
+        """Read the last line, which has no line break, and close the last run."""
         self._at = number
         text = _clean(raw)[0].strip()
         if sign := _SIGNS.search(text):
@@ -188,9 +188,9 @@ class _Reader:
         kind = found.lastgroup
         if kind in ("failure", "caller"):
             if self._state.is_over:
-                self._close()  # the sign is of a program that printed nothing else
+                self._close()  # the sign is another program's only output
             if self._row or text[0].isdigit():
-                # It stands right behind the first cells of a row.
+                # The sign directly follows the first cells of a row.
                 word = "".join(text[: found.start()].split()[-1:])
                 host = word.removeprefix(_cell_before_host(word))
                 text = f"{host} {text[found.start() :]}"
@@ -234,7 +234,7 @@ class _Reader:
         if self._columns is not None:
             self._close()
             if not state.is_over:
-                # The same program goes on: its ranks are still the same.
+                # The same program continues, with the same ranks.
                 self._state.listed = state.listed
                 self._state.title, self._state.mention = state.title, state.mention
         elif not state.banners and not state.listed.devices:
@@ -288,7 +288,7 @@ class _Reader:
             self._state.has_gap = True
             self._state.warnings.append(f"line {self._at}: rows were left out here")
             return
-        # A row that is torn behind its size, count or type goes on with words.
+        # A row that is torn after its size, count or type continues with words.
         is_torn = 0 < len(self._row) < 5 and not _begins_row(words)
         is_rest = self._row and all(map(_REST.fullmatch, words))
         if not (is_rest or (is_torn and _looks_like_row(words))):
@@ -322,9 +322,9 @@ class _Reader:
 
 
 def _clean(raw: str) -> tuple[str, str]:
-    """Return the benchmark's part of a line, and the warning of NCCL in it."""
-    # NCCL writes at any time: its line may begin in the middle of a row, with no
-    # blank between.
+    """Return the benchmark's part of a line, and NCCL's warning in the line."""
+    # NCCL writes at any time, so its line may begin in the middle of a row, without a
+    # blank before it.
     bare = raw.rstrip()
     if (":" in bare or "]" in bare) and (prefix := _PREFIX.match(bare)):
         bare = bare[prefix.end() :]
@@ -341,8 +341,8 @@ def _clean(raw: str) -> tuple[str, str]:
 
 
 def _cell_before_host(word: str) -> str:
-    """Return the cell that a host's name was printed right behind, or nothing."""
-    # A host that begins with a digit cannot be told from a number before it.
+    """Return the cell directly before a host's name in the same word, or ""."""
+    # A host name that begins with a digit cannot be separated from a number before it.
     cell = _CELL.match(word)
     is_host = cell is not None and word[cell.end() : cell.end() + 1].isalpha()
     return cell[0] if cell is not None and is_host else ""
@@ -353,7 +353,7 @@ def _begins_row(words: Sequence[str]) -> bool:
 
 
 def _looks_like_row(words: Sequence[str]) -> bool:
-    """Return True if a line begins as a row, or has mostly numbers."""
+    """Return True if a line begins like a row or has mostly numbers."""
     if _begins_row(words):
         return True
     num_numbers = sum(_CELLS.fullmatch(word) is not None for word in words)
@@ -361,13 +361,13 @@ def _looks_like_row(words: Sequence[str]) -> bool:
 
 
 class _Columns(NamedTuple):
-    """Columns of a table, as its header names them."""
+    """The columns that a table's header names."""
 
     has_root: bool
-    # Of the numbers at the right end of a row: ``in_place.busbw``, ``%limit``, ...
+    # Columns of the numbers at the end of a row: ``in_place.busbw``, ``%limit``, ...
     keys: tuple[str, ...]
-    stamp_at: int  # among the numbers, the two words of a timestamp; -1 for none
-    num_numbers: int  # words at the right end of a row, from the first half on
+    stamp_at: int  # index of a timestamp's two words; -1 for none
+    num_numbers: int  # words at the end of a row, from the first half on
 
     def num_words(self, words: Sequence[str]) -> int:
         """Return the number of words of the row that begins with ``words``."""
@@ -376,7 +376,7 @@ class _Columns(NamedTuple):
 
 
 def _parse_header(words: Sequence[str], titles: Sequence[str]) -> _Columns:
-    # ``#wrong`` may have lost its ``#`` too.
+    # ``#wrong`` may also have lost its ``#``.
     names = ["#wrong" if word == "wrong" else word.lower() for word in words]
     starts = [index for index, name in enumerate(names) if name in _TIMES]
     problem = ""
@@ -403,7 +403,7 @@ def _parse_header(words: Sequence[str], titles: Sequence[str]) -> _Columns:
     ]
     num_sides, tail = len(keys), names[end:]
     for index, name in enumerate(tail):
-        # A column that comes once for each half belongs to that half.
+        # A column that is repeated for each half belongs to that half.
         is_twice = tail.count(name) == len(halves) == 2
         title = f"{titles[tail[:index].count(name)]}." if is_twice else ""
         keys += [f"{title}{name}"] if name != "timestamp" else []
@@ -416,7 +416,7 @@ def _parse_header(words: Sequence[str], titles: Sequence[str]) -> _Columns:
 def _parse_row(words: Sequence[str], columns: _Columns) -> tuple[Row, bool]:
     """Return the row, and True if its old column ``error`` has a number."""
     needed = columns.num_words(words)
-    # Old tables put a root where their header has no column for it.
+    # Old tables print a root without a column for it in the header.
     has_stray_root = not columns.has_root and len(words) == needed + 1
     if not (has_stray_root or len(words) == needed):
         least = columns.num_words(())
@@ -444,7 +444,7 @@ def _parse_row(words: Sequence[str], columns: _Columns) -> tuple[Row, bool]:
 
 
 def _operation_and_root(words: Sequence[str]) -> tuple[str, int | None]:
-    """Parse the cells between type and numbers; either may be missing."""
+    """Parse the operation and root of a row; either may be missing."""
     operation, root, rest = "", None, words
     if rest and _WORD.fullmatch(rest[0]):
         operation, *rest = rest

@@ -1,7 +1,7 @@
 """The timed calls: one operation of each collective on preallocated buffers.
 
-Collectives that engines lack are made of calls that they have. All slicing is done
-before the timed loop: an operation is a function without arguments.
+Collectives that engines lack are built from calls that the engines have. All slicing
+is done before the timed loop, so an operation is a function without arguments.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +15,7 @@ from ronde.bench.catalog import Collective, DType, Matrix, Shape, premultiplier
 from ronde.collectives import Communicator, ReduceOp, rows
 
 CANARY_BYTES = 256  # on either side of a result, to detect stray writes
-# Engines do these in place only; out of place is a copy and the call in place.
+# Engines support only in-place calls of these; out of place, a copy precedes.
 IN_PLACE_ONLY = frozenset({"all_reduce", "broadcast", "reduce"})
 
 _MAX_VIEWS = 16384
@@ -25,16 +25,16 @@ Operation = Callable[[], object]
 
 @dataclass(frozen=True, slots=True)
 class CallSpec:
-    """One call of a collective as one rank sees it."""
+    """The arguments of one rank's call of a collective."""
 
     test: Collective
     dtype: DType
-    op: str  # nccl-tests' name of the reduction; ignored where nothing is reduced
+    op: str  # nccl-tests' name of the reduction; ignored if nothing is reduced
     shape: Shape
     rank: int
     size: int
     root: int = -1
-    matrix: Matrix = ()  # elements from rank to rank, for ``alltoallv``; else empty
+    matrix: Matrix = ()  # elements from rank to rank; only for ``alltoallv``
 
     @property
     def reduce_op(self) -> ReduceOp:
@@ -46,7 +46,7 @@ class CallSpec:
 
 
 class Views(NamedTuple):
-    """Arguments of one operation; in place both are in one buffer."""
+    """Tensors of one operation; in place both are in one buffer."""
 
     send: Tensor
     receive: Tensor
@@ -61,16 +61,16 @@ class Buffers:
     ) -> None:
         self.capacity_bytes = capacity_bytes
         self._unaligned_by = unaligned_by
-        # 8 bytes is the largest element.
+        # The largest elements have 8 bytes.
         num_bytes = capacity_bytes + 2 * CANARY_BYTES + 8 * unaligned_by
         self._send = allocate(num_bytes)
         self._receive = allocate(num_bytes)
 
     def moving_views(self, spec: CallSpec, *, is_in_place: bool) -> Iterator[Views]:
-        """Yield the arguments of the first, second, ... operation of a loop.
+        """Yield the tensors of a loop's operations in order.
 
-        Each operation works on the memory behind the previous one's, so that small
-        messages are not in the cache. The largest row has no room to move.
+        Each operation uses the memory after the previous operation's, so that small
+        messages are not in the cache. The largest row always uses the same memory.
         """
         step = spec.shape.span * spec.dtype.num_bytes
         count = min(_MAX_VIEWS, self.capacity_bytes // step if step else 1)
@@ -93,7 +93,7 @@ class Buffers:
     def fill(self, pattern: Tensor, num_bytes: int) -> None:
         """Repeat the bytes of ``pattern`` in the first part of both buffers."""
         # Zeros and denormal numbers could change the speed of a reduction; numbers that
-        # become infinite or wrap do not.
+        # overflow do not.
         end = min(num_bytes + 2 * CANARY_BYTES, self._send.numel())
         for buffer in (self._send, self._receive):
             for start in range(0, end, pattern.numel()):
@@ -103,7 +103,7 @@ class Buffers:
     def canaries(self, spec: CallSpec, *, is_in_place: bool) -> tuple[Tensor, Tensor]:
         """Return the bytes on either side of the first operation's result."""
         start = self._start(spec)
-        # In place the input may be beside the result.
+        # In place the input may be next to the result.
         filled = spec.shape.span if is_in_place else spec.shape.receive
         end = start + filled * spec.dtype.num_bytes
         before = self._receive[start - CANARY_BYTES : start]
@@ -118,7 +118,7 @@ def make_operation(
 ) -> Operation:
     """Return an operation on ``views`` that is complete when the call returns.
 
-    On CUDA it is complete in the order of the current stream.
+    On CUDA it is complete for later work on the current stream.
     """
     return _MAKERS[spec.test.name](spec, communicator, views)
 
@@ -148,7 +148,7 @@ def _reduce_scatter(
 
 
 def _reduce(spec: CallSpec, communicator: Communicator, views: Views) -> Operation:
-    """Reduce a share on every rank, then gather the shares at the root."""
+    """Reduce one share on every rank, then gather the shares at the root."""
     counts = rows(views.receive.numel(), spec.size)
     shares = views.receive.split_with_sizes(counts)
     own = shares[spec.rank]

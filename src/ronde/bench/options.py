@@ -1,6 +1,6 @@
-"""Options of ``ronde bench``: nccl-tests' flags and ronde's own; no torch.
+"""Options of ``ronde bench``: nccl-tests' flags and ronde's; no import of torch.
 
-Every flag of nccl-tests is honoured, ignored with a note, or refused.
+Every flag of nccl-tests is supported, ignored with a note, or rejected.
 """
 
 from collections import defaultdict
@@ -36,7 +36,7 @@ class Exit(IntEnum):
 
 
 class UnsupportedError(UsageError):
-    """A valid request that cannot be met here: exit code 5."""
+    """A valid option that is not supported here: exit code 5."""
 
 
 ALL_ROOTS = -1
@@ -44,15 +44,15 @@ ALL_ROOTS = -1
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """Rows of a benchmark."""
+    """The sizes, types, operations and roots of a benchmark's rows."""
 
     min_bytes: int
     max_bytes: int
-    step_bytes: int  # added from row to row, unless ``factor`` is above 1
-    factor: int  # multiplies from row to row where it is above 1
+    step_bytes: int  # added to each next row unless ``factor`` is above 1
+    factor: int  # multiplies each next row if above 1
     dtypes: tuple[DType, ...]
-    ops: tuple[str, ...]  # within each type
-    root: int  # or ``ALL_ROOTS``; innermost
+    ops: tuple[str, ...]  # repeated for each type
+    root: int  # or ``ALL_ROOTS``; varies fastest
 
     def sizes(self) -> Iterator[int]:
         size = self.min_bytes
@@ -69,33 +69,33 @@ class Sweep:
 
 @dataclass(frozen=True, slots=True)
 class TimingLoop:
-    """Measurement of one row."""
+    """Numbers and limits of the measurement of a row."""
 
     iterations: int = 20  # timed iterations
-    aggregated: int = 1  # operations an iteration
+    aggregated: int = 1  # operations in an iteration
     warmup: int = 1  # untimed operations before a sweep, for every size
-    checks: int = 1  # verified operations for each size, out of place and in place
-    cycles: int = 1  # whole sweeps; 0 for no end
+    checks: int = 1  # verified operations for each size and half
+    cycles: int = 1  # number of sweeps; 0 for no end
     blocking: int = 0
     average: int = 1
-    is_cpu_time: bool = False  # show the time that the calls took to return
-    is_each_timed: bool = False  # time each iteration too
-    skipped: int = 0  # iterations that the summary of those leaves out
-    unaligned_by: int = 0  # elements by which buffers are shifted
-    duration_s: float = 0.0  # when to stop; 0 for never
+    is_cpu_time: bool = False  # show the time until the calls returned
+    is_each_timed: bool = False  # also time each iteration
+    skipped: int = 0  # first iterations that their summary leaves out
+    unaligned_by: int = 0  # shift of the buffers in elements
+    duration_s: float = 0.0  # time until the end; 0 for none
     timeout_s: float = 0.0  # for one synchronisation; 0 for no limit
 
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """Output of a run."""
+    """Options of the output of a run."""
 
-    has_timestamps: bool = False  # every row ends with the time of day
-    has_memory: bool = False  # show at the end how much memory was used
+    has_timestamps: bool = False  # rows end with the time of day
+    has_memory: bool = False  # show the used memory at the end
     has_limit: bool = True  # find the physical bound and add a column %limit
-    link_rate_gb_per_s: float = 0.0  # of a host's link; 0 reads it
+    link_rate_gb_per_s: float = 0.0  # rate of a host's link; 0 to read it
     json_path: str = ""  # file for nccl-tests' JSON, or empty
-    record_path: str = ""  # file that a record is appended to, or empty
+    record_path: str = ""  # file to append a record to, or empty
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,29 +105,29 @@ class Engines:
     names: tuple[str, ...] = ("auto",)
     algorithm: str = ""  # the schedule, or empty
     device: str = "auto"  # ``cpu``, ``cuda`` or ``auto``
-    is_foreign: bool = False  # measure tensors that are not in the engine's own memory
-    rounds: int = 5  # turns of engines that are compared
+    is_foreign: bool = False  # measure tensors outside the engine's memory
+    rounds: int = 5  # rounds of compared engines
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The whole command line."""
+    """All options of the command line."""
 
     test: Collective
     sweep: Sweep
     loop: TimingLoop
     shown: Shown
     engines: Engines
-    num_threads: int = 1  # nccl-tests' threads a process
-    num_gpus: int = 1  # nccl-tests' GPUs a thread
-    is_compared: bool = False  # set engines side by side
+    num_threads: int = 1  # nccl-tests' threads per process
+    num_gpus: int = 1  # nccl-tests' GPUs per thread
+    is_compared: bool = False  # compare engines
     is_gpu_shared: bool = False  # all ranks use one GPU
-    is_lenient: bool = False  # ignore what is not supported here
+    is_lenient: bool = False  # ignore unsupported flags
     ignored: tuple[str, ...] = ()  # flags that have no effect, as the user wrote them
     needing_cuda: tuple[str, ...] = ()
     cta_policy: str = ""  # for NCCL, or empty
-    # In a rank that ``ronde bench`` started: ``terminal`` or ``pipe``, the user's
-    # standard error; else empty.
+    # The kind of the user's standard error, ``terminal`` or ``pipe``, in a rank that
+    # ``ronde bench`` started; else empty.
     parent: str = ""
     words: tuple[str, ...] = ()  # the command line
 
@@ -227,7 +227,7 @@ examples:
   ronde bench all_reduce -g 2 -b 1K -e 16M -f 4 --compare gloo,shared_memory
   ronde run -n 4 -- ronde bench alltoall -b 1M -e 16M -f 2 -J alltoall.json
 """
-# Of options with a value; of all others it is 0.
+# Defaults of options with a value; other options have 0.
 _DEFAULTS = {
     "-b": "32M",
     "-e": "32M",
@@ -247,7 +247,7 @@ _NOT_HERE = {
     "-R": "registration of buffers",
     "-D": "device kernels",
 }
-# Texts by the first name of their option, defaults included.
+# Values as text, with defaults, by the first name of the option.
 _Flags = Mapping[str, str]
 
 

@@ -1,4 +1,4 @@
-"""Connections of a benchmark's ranks, their groups and devices."""
+"""Connections, groups and devices of a benchmark's ranks."""
 
 import os
 import socket
@@ -23,13 +23,13 @@ _CUDA_ENGINES = frozenset({"auto", "nccl"})
 
 
 class Ranks(NamedTuple):
-    """The ranks of a benchmark, as seen by this one."""
+    """The connections and devices of a benchmark's ranks, as seen by this rank."""
 
     control: Communicator
     engines: Mapping[str, Communicator]
-    device: torch.device  # of this rank's tensors
-    devices: tuple[Device, ...]  # one per rank of the world
-    hosts: tuple[str, ...]  # the host of each rank of this rank's group
+    device: torch.device  # for this rank's tensors
+    devices: tuple[Device, ...]  # one for each rank of the world
+    hosts: tuple[str, ...]  # the host of each rank in this rank's group
     num_sharing: int  # ranks on this host
 
     @property
@@ -51,7 +51,7 @@ class Ranks(NamedTuple):
 
 
 def connect_ranks(info: RankInfo, options: Options, variables: Variables) -> Ranks:
-    """Connect to the other ranks with every engine of the command line; collective.
+    """Connect the ranks with every engine of the command line; collective.
 
     Raises:
         UsageError: An engine or a device is missing.
@@ -100,7 +100,7 @@ def _connect(info: RankInfo, name: str, options: Options) -> Communicator:
         info,
         engine=engine,
         algorithm=algorithm or options.engines.algorithm,
-        # Longer than the watchdog, whose message is better.
+        # Longer than the watchdog's timeout, as the watchdog's message is better.
         timeout_s=limit_s + _AFTER_WATCHDOG_S if limit_s else DEFAULT_TIMEOUT_S,
     )
 
@@ -108,7 +108,7 @@ def _connect(info: RankInfo, name: str, options: Options) -> Communicator:
 def _group_info(
     info: RankInfo, colours: Sequence[int], hosts: Sequence[str]
 ) -> RankInfo:
-    """Return the ``RankInfo`` by which this rank's group connects."""
+    """Return the ``RankInfo`` of this rank within its group."""
     mine = colours[info.rank]
     members = [rank for rank, colour in enumerate(colours) if colour == mine]
     local = [rank for rank in members if hosts[rank] == hosts[info.rank]]
@@ -120,7 +120,7 @@ def _group_info(
         local_size=len(local),
         cross_rank=None,
         cross_size=None,
-        # World rank 0 has opened the store already; here every rank is its client.
+        # World rank 0 has already opened the store, so here every rank is a client.
         meeting=None if meeting is None else meeting._replace(is_hosted=True),
         job_id=f"{info.job_id}/group{mine}",
     )

@@ -1,4 +1,4 @@
-"""Results of a benchmark, and their record; no torch."""
+"""Results of a benchmark and their record; does not import torch."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -20,14 +20,14 @@ from ronde.units import counted
 class Side:
     """One half of a row: out of place or in place."""
 
-    time_us: float | None  # of an operation; None where the cell was not printed
-    algbw_gb_per_s: float | None  # bytes of the operation by its time
+    time_us: float | None  # time of an operation; None if not printed
+    algbw_gb_per_s: float | None  # the operation's bytes divided by its time
     busbw_gb_per_s: float | None
-    num_wrong: float | None  # elements, over all ranks; None where nothing was checked
+    num_wrong: float | None  # wrong elements of all ranks; None if unchecked
 
     @property
     def is_measured(self) -> bool:
-        """True unless time or a rate is negative, infinite or NaN."""
+        """True unless the time or a rate is negative, infinite or NaN."""
         time_us, algbw = self.time_us or 0.0, self.algbw_gb_per_s or 0.0
         is_time, is_rate = 0 <= time_us < math.inf, 0 <= algbw < math.inf
         return is_time and is_rate and 0 <= (self.busbw_gb_per_s or 0.0) < math.inf
@@ -35,14 +35,14 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One size of one collective."""
+    """The results for one size, type, operation and root of a collective."""
 
-    size_bytes: int  # the larger of what a rank sends and receives
-    count: int  # elements, the argument that each rank gives
+    size_bytes: int  # the larger of a rank's sent and received bytes
+    count: int  # number of elements that each rank passes
     dtype: str  # nccl-tests' name of the type, such as ``float``
-    redop: str  # ``sum`` and so on, ``none``, or empty where the cell was blank
-    root: int | None  # the root; -1 or None where there is none
-    out_of_place: Side | None  # None where that half was not measured
+    redop: str  # such as ``sum``; ``none``; empty for a blank cell
+    root: int | None  # -1 or None without a root
+    out_of_place: Side | None  # None if that half was not measured
     in_place: Side | None
 
     def sides(self) -> list[Side]:
@@ -57,21 +57,21 @@ HALVES = ("out_of_place", "in_place")
 
 
 class RankSource(StrEnum):
-    """Source of the number of ranks."""
+    """The source from which the number of ranks is known."""
 
     GIVEN = "given"
-    DEVICES = "devices"  # the list of devices, one line a rank
-    RATIO = "ratio"  # busbw by algbw, which is a function of it
+    DEVICES = "devices"  # the list of devices, one line per rank
+    RATIO = "ratio"  # inferred from busbw / algbw
     UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True, slots=True)
 class RankCount:
-    """Number of ranks, with its uncertainty."""
+    """A number of ranks, known or inferred, with its possible range."""
 
-    value: int | None = None  # None where it is unknown
+    value: int | None = None  # None if unknown
     source: RankSource = RankSource.UNKNOWN
-    # The least and the largest number that agree with the printed figures.
+    # The least and largest numbers that are consistent with the printed figures.
     low: int | None = None
     high: int | None = None
 
@@ -82,19 +82,19 @@ class RankCount:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One benchmark of one collective."""
+    """The rows and warnings of one benchmark of one collective."""
 
-    test: str  # such as ``all_reduce``; empty where it is unknown
+    test: str  # such as ``all_reduce``; empty if unknown
     ranks: RankCount
-    # In the order of measuring. Sizes repeat: with several dtypes, operations, roots or
-    # cycles, and where rounding made them 0.
+    # In the order of measurement. Sizes are repeated with several dtypes, operations,
+    # roots or cycles, and if they are rounded to 0.
     rows: tuple[Row, ...]
     average_busbw_gb_per_s: float | None = None  # as printed
-    num_out_of_bounds: int | None = None  # failed checks, as printed; None without any
-    is_complete: bool = True  # it ran to its end and all rows are here
+    num_out_of_bounds: int | None = None  # failed checks, as printed; None if unchecked
+    is_complete: bool = True  # it ran to its end and no row is missing
     warnings: tuple[str, ...] = ()  # one sentence each
-    failures: tuple[str, ...] = ()  # the reason of its end, and wrong values
-    engine: str = ""  # empty where it is unknown
+    failures: tuple[str, ...] = ()  # reasons of an early end, and wrong values
+    engine: str = ""  # empty if unknown
     facts: dict[str, Any] = field(default_factory=dict[str, Any])
 
     def all_busbw_gb_per_s(self) -> list[float]:
@@ -102,13 +102,13 @@ class Run:
         return [value for value in values if value is not None]
 
     def num_wrong(self) -> float | None:
-        """Return the wrong elements, or failed checks of old logs; None without any."""
+        """Return the number of wrong elements (old logs: failed checks), or None."""
         counts = [side.num_wrong for row in self.rows for side in row.sides()]
         known = [count for count in counts if count is not None]
         return sum(known) if known else self.num_out_of_bounds
 
     def bad_values(self) -> list[tuple[int, str]]:
-        """Describe wrong elements and unreal figures, with the index of their row."""
+        """Describe wrong elements and impossible figures, with their row's index."""
         wrong = f"{self.num_wrong() or 0:g} wrong elements"
         unreal = "a time or rate that is negative or no number"
         found: dict[str, list[int]] = {wrong: [], unreal: []}
@@ -133,7 +133,7 @@ _NON_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
 
 def to_record(run: Run, *, was_measured_here: bool = True) -> Record:
-    """Make a record of kind ``bench``; infinity and NaN become text."""
+    """Return a record of kind ``bench``, with infinity and NaN as text."""
     values = cast("dict[str, Any]", finite(asdict(run)))
     machine = MachineRecord.here() if was_measured_here else _ELSEWHERE
     return Record(KIND, values, machine=machine)
@@ -144,7 +144,7 @@ def from_record(record: Record) -> Run:
         raise UsageError(f"kind of a record must be {KIND}, got {record.kind!r}.")
     values: dict[str, Any] = {"failures": []}  # missing in old records
     for name, value in record.values.items():
-        if name not in ("extras", "footers"):  # of old records
+        if name not in ("extras", "footers"):  # in old records
             values[name] = _numbers(value) if name in _MEASURED else value
     try:
         return from_plain(Run, values, "a run")
@@ -153,7 +153,7 @@ def from_record(record: Record) -> Run:
 
 
 def _numbers(value: object) -> object:
-    """Undo ``finite``: words for infinity and NaN become numbers."""
+    """Undo ``finite``: turn texts for infinity and NaN into numbers."""
     if isinstance(value, dict):
         entries = cast("dict[str, object]", value)
         return {name: _numbers(each) for name, each in entries.items()}
@@ -181,9 +181,9 @@ def finite(value: object, num_decimals: int | None = None) -> object:
 
 @dataclass(frozen=True, slots=True)
 class IterationTimes:
-    """Times of single iterations; figures are of the slowest rank in each."""
+    """Times of single iterations; figures use each iteration's slowest rank."""
 
-    rank_times_us: Sequence[Sequence[float]]  # by rank and iteration
+    rank_times_us: Sequence[Sequence[float]]  # indexed by rank and iteration
     num_skipped: int  # iterations that the figures leave out
 
     @property
@@ -213,13 +213,13 @@ class IterationTimes:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """Process and device of one rank."""
+    """The process and device of one rank."""
 
-    rank: int  # of the world
+    rank: int  # in the world
     group: int
     pid: int
     host: str
-    index: int  # of the device on its host
+    index: int  # the device's index on its host
     bus_id: str  # PCI domain, bus and device in hexadecimal; zeros for a CPU
     name: str
 
@@ -230,14 +230,14 @@ class Heading:
 
     options: Options
     engine: str
-    devices: tuple[Device, ...]  # one per rank
-    size: int  # ranks of the group that is shown
+    devices: tuple[Device, ...]  # one for each rank
+    size: int  # number of ranks in the shown group
     versions: Mapping[str, str]
     notes: tuple[str, ...] = ()
-    shown_variables: tuple[str, ...] = ()  # the environment, as far as it may be quoted
-    limit: Limit | None = None  # the physical bound, where one is known
-    call_overhead_us: float | None = None  # of an operation on almost no data
-    nccl_version: int = 0  # as NCCL writes it in one number; 0 without it
+    shown_variables: tuple[str, ...] = ()  # environment variables without secrets
+    limit: Limit | None = None  # the physical bound, if known
+    call_overhead_us: float | None = None  # time of an operation on little data
+    nccl_version: int = 0  # NCCL's version as one number; 0 without NCCL
     started_at: datetime = field(default_factory=datetime.now)
 
 
@@ -245,40 +245,40 @@ class Half(NamedTuple):
     """One measured half of a row: out of place or in place."""
 
     side: Side
-    iterations: IterationTimes | None = None  # where each was timed
+    iterations: IterationTimes | None = None  # if each was timed
     num_failed: int = 0  # checks that failed
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One measured row."""
+    """A row as measured, before it is shown or recorded."""
 
     row: Row
     out_of_place: Half
     in_place: Half
-    cycle: int  # number of the sweep, from 0 on
-    at: datetime  # local time of its end
+    cycle: int  # number of the sweep, from 0
+    at: datetime  # local time of the row's end
 
 
 class Reason(IntEnum):
-    """Reason of the end; where ranks differ, the greatest counts."""
+    """Reason for the end; if ranks differ, the greatest value is used."""
 
     COMPLETE = 0
-    DURATION = 1  # --duration is over
+    DURATION = 1  # --duration has passed
     STOPPED = 2  # by the user
 
 
 @dataclass(slots=True)
 class Totals:
-    """Sums over all rows, so that a soak keeps no rows."""
+    """Sums over all rows, so that an endless run need not store rows."""
 
     num_rows: int = 0
-    num_busbw: int = 0  # bandwidths in the sum
-    sum_busbw_gb_per_s: float = 0.0  # of all rows and halves
+    num_busbw: int = 0  # number of bandwidths in the sum
+    sum_busbw_gb_per_s: float = 0.0  # sum over all rows and halves
     peak_busbw_gb_per_s: float = 0.0
     peak_size_bytes: int = 0
     num_failed: int = 0  # checks that failed
-    num_wrong: float | None = None  # None where nothing was checked
+    num_wrong: float | None = None  # None if nothing was checked
 
     def add(self, measured: Measured) -> None:
         self.num_rows += 1

@@ -26,9 +26,9 @@ _INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 class BenchSession(NamedTuple):
-    """A benchmark that is ready to run."""
+    """A benchmark with connected ranks and allocated buffers."""
 
-    options: Options  # sizes cut to what fits
+    options: Options  # with sizes that fit into memory
     variables: Variables
     ranks: Ranks
     benches: dict[str, RowBench]  # by engine
@@ -48,7 +48,7 @@ class BenchSession(NamedTuple):
             parts: Any = nccl.version()
             version = parts[0] * 10000 + parts[1] * 100 + parts[2]
         engine = self.ranks.group.engine
-        # torch's engine takes NCCL for CUDA tensors.
+        # torch's engine uses NCCL for CUDA tensors.
         if device.type == "cuda" and engine in ("auto", "gloo"):
             engine = "nccl"
         return Heading(
@@ -65,7 +65,7 @@ class BenchSession(NamedTuple):
         )
 
     def _limit(self) -> tuple[Limit | None, str]:
-        """Return the physical bound, or the reason why there is none; collective."""
+        """Return the physical bound, or the reason for its absence; collective."""
         shown, ranks = self.options.shown, self.ranks
         if not shown.has_limit:
             return None, ""
@@ -77,7 +77,7 @@ class BenchSession(NamedTuple):
         return found.limit, found.reason
 
     def _call_overhead_us(self) -> float | None:
-        """Measure an operation on almost no data."""
+        """Measure the time of an operation on almost no data."""
         bench = self.first
         test, sweep, loop = self.options.test, self.options.sweep, self.options.loop
         size, num_bytes = bench.communicator.size, sweep.dtypes[0].num_bytes
@@ -102,7 +102,7 @@ def open_session(
     """Connect the ranks and allocate their buffers; collective.
 
     Raises:
-        UsageError: An option cannot be met.
+        UsageError: An option cannot be satisfied.
         CollectiveError: A rank is missing.
     """
     ranks = connect_ranks(rank_info, options, variables)
@@ -138,7 +138,7 @@ def _clock(ranks: Ranks) -> Clock:
 
     device = ranks.device
     if device.type != "cuda":
-        # CPU tensors are done when the call returns.
+        # Operations on CPU tensors are complete when the call returns.
         return Clock(lambda: None, barrier)
 
     def mark() -> torch.cuda.Event:
@@ -153,7 +153,7 @@ def _clock(ranks: Ranks) -> Clock:
 
 
 def _fit(options: Options, ranks: Ranks) -> tuple[Options, tuple[str, ...]]:
-    """Cut the sweep to the least memory of any rank; collective."""
+    """Limit the sweep to sizes that fit into every rank's memory; collective."""
     if ranks.device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(ranks.device)
         memory = AvailableMemory(free, "the GPU's memory", "")

@@ -1,4 +1,4 @@
-"""Measurement of rows, sweeps and compared engines."""
+"""Measurement of rows, sweeps and comparisons of engines."""
 
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,8 +30,8 @@ class Case(NamedTuple):
 
     test: catalog.Collective
     dtype: catalog.DType
-    op: str  # the reduction, or the text of its cell
-    root: int  # or -1
+    op: str  # the reduction, or the text for its cell
+    root: int  # -1 without a root
     size_bytes: int  # nominal; shares are rounded down
 
     def __str__(self) -> str:
@@ -50,7 +50,7 @@ class RowBench:
     buffers: Buffers
     clock: Clock
     loop: TimingLoop
-    traffic: catalog.Traffic  # of ``alltoallv``
+    traffic: catalog.Traffic  # for ``alltoallv``
     watchdog: Watchdog
 
     def spec(self, case: Case) -> CallSpec:
@@ -142,7 +142,7 @@ class RowBench:
         counts: Sequence[float],
         called_us: float | None = None,
     ) -> results.Side:
-        """Make half a row; ``called_us`` replaces the time that is shown."""
+        """Make one half of a row; ``called_us`` replaces the shown time."""
         size, width = self.communicator.size, case.dtype.num_bytes
         moved = catalog.base_bytes(case.test, self.spec(case).shape, width, size)
         algbw = moved / time_us / 1e3 if time_us else 0.0
@@ -171,7 +171,7 @@ class RowBench:
         count = self.loop.iterations * self.loop.aggregated
         inputs = self._inputs(case, 0) if case.test.has_op else None
         tile = _tile(inputs, self.communicator.rank, self.ranks.device)
-        # Elements' widths divide 8; what is unaligned begins a little later.
+        # Element sizes divide 8; unaligned buffers begin a few elements later.
         num_bytes = count * self.spec(case).shape.span * case.dtype.num_bytes
         self.buffers.fill(tile, num_bytes + 8 * self.loop.unaligned_by)
 
@@ -186,12 +186,12 @@ def _tile(reduction: ReductionInputs | None, rank: int, device: torch.device) ->
 
 @dataclass(frozen=True, slots=True)
 class SweepBench:
-    """The sweeps of one engine."""
+    """Measures all sweeps on one engine."""
 
     rows: RowBench
     options: Options
-    is_stopped: Callable[[], bool]  # has the user of this rank stopped it?
-    is_traffic_shown: bool = False  # show the traffic of every rank in ``alltoallv``
+    is_stopped: Callable[[], bool]  # this rank's user has stopped the run
+    is_traffic_shown: bool = False  # show every rank's traffic in ``alltoallv``
 
     def run(self, report: Callable[[results.Measured | str], None]) -> results.Reason:
         """Call ``report`` with each row, and with remarks between; collective."""
@@ -276,7 +276,7 @@ class SweepBench:
 
 @dataclass(frozen=True, slots=True)
 class EngineComparison:
-    """The same rows on several engines, in turns, so that a slow minute hits all."""
+    """Measures rows on several engines in turn, so that slow periods affect all."""
 
     benches: Mapping[str, RowBench]  # the first is the reference
     options: Options

@@ -1,9 +1,9 @@
 """Timing of operations, and a watchdog.
 
-Note [What is timed]. The host's wall clock around all iterations and the final
-synchronisation. Arguments are made before, and the garbage collector is off. Operations
-on CPU tensors are waited for one by one, as the next one may use the same buffers:
-``-z 0`` is ``-z 2`` there.
+Note [What is timed]. Times are the host's wall clock around all iterations and the
+final synchronisation. Arguments are made before, and the garbage collector is off.
+Each operation on CPU tensors is waited for, as the next operation may use the same
+buffers, so ``-z 0`` means ``-z 2`` there.
 """
 
 import gc
@@ -27,7 +27,7 @@ class Watchdog:
     """Reports work that takes too long, from another thread."""
 
     timeout_s: float  # 0 for no watchdog
-    on_expired: Expired  # gets the name of the work
+    on_expired: Expired  # called with the name of the work
 
     @contextmanager
     def watching(self, work: str) -> Generator[None]:
@@ -49,7 +49,7 @@ WAIT_AND_BARRIER_OUTSIDE = 3
 
 
 class Elapsed(NamedTuple):
-    """One rank's times of one loop."""
+    """One rank's times for one timed loop."""
 
     total_s: float  # from the first call to the end of the last operation
     called_s: float  # from the first call to the return of the last
@@ -62,12 +62,12 @@ class Clock:
 
     synchronize: Operation  # waits for all work of the device
     barrier: Operation  # waits for all ranks
-    # A time stamp, and the seconds between two: of the host, or of the stream.
+    # A time stamp and the seconds between two time stamps, of the host or the stream.
     mark: Callable[[], Any] = perf_counter
     between: Callable[[Any, Any], float] = lambda begun, ended: ended - begun
 
     def time(self, operations: Sequence[Operation], loop: TimingLoop) -> Elapsed:
-        """Run the operations in turn, ``iterations`` times ``aggregated`` in all."""
+        """Run ``iterations`` times ``aggregated`` operations, cyclically repeated."""
         count = loop.iterations * loop.aggregated
         calls = list(islice(cycle(operations), count))
         with without_collector():

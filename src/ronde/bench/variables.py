@@ -1,4 +1,4 @@
-"""nccl-tests' environment variables; no torch."""
+"""nccl-tests' environment variables; does not import torch."""
 
 import re
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ SHOWN = (
     "CUDA_DEVICE_ORDER",
     "RONDE_ENGINE",
     "RONDE_ALGORITHM",
-)  # A result may quote these. nccl-tests records all variables, secrets included.
+)  # Results may quote these. nccl-tests records all variables, even secrets.
 
 _SPLIT = re.compile(r"\s*(AND|OR|MOD|DIV|[&|%/])\s*(\w+)\s*", re.IGNORECASE)
 _OPERATORS = {
@@ -32,7 +32,7 @@ _SIGNS = {"&": "AND", "|": "OR", "%": "MOD", "/": "DIV"}
 
 
 class Split(NamedTuple):
-    """Rule that gives each rank the colour of its group."""
+    """Rule that assigns each rank to a group (MPI's colour)."""
 
     operator: str  # AND, OR, MOD or DIV
     operand: int
@@ -45,11 +45,11 @@ class Variables(NamedTuple):
     """Settings that nccl-tests reads from the environment."""
 
     split: Split | None = None  # None for one group
-    first_device: int | None = None  # the first GPU to use; None for the local rank's
+    first_device: int | None = None  # first GPU to use; None: the local rank's
     least_busbw_gb_per_s: float | None = None  # the average must reach 0.9 of it
     traffic: Traffic = Traffic()
     is_traffic_shown: bool = False  # show the traffic of every rank
-    shown: tuple[str, ...] = ()  # the variables that a result may quote
+    shown: tuple[str, ...] = ()  # variables that results may quote
 
 
 def read_variables(environ: Mapping[str, str] | None = None) -> Variables:

@@ -1,9 +1,9 @@
 """Adasum: a sum that does not overshoot where the ranks' gradients agree.
 
-For two vectors: (1 - a·b / 2|a|²) a + (1 - a·b / 2|b|²) b: their sum where they are
-orthogonal, their mean where they are parallel. For more, pairwise along a binary tree:
-vectors are halved and the distance doubled at each level, and the products summed over
-all ranks that hold parts of the pair.
+Two vectors give (1 - a·b / 2|a|²) a + (1 - a·b / 2|b|²) b: their sum if they are
+orthogonal, their mean if they are parallel. More vectors are combined in pairs along a
+binary tree. Each level halves the vectors and doubles the distance between partners;
+the products are summed over all ranks that hold parts of the pair.
 
 Source: Maleki et al., "Scaling Distributed Training with Adaptive Summation", 2021.
 """
@@ -20,16 +20,16 @@ from ronde.collectives.arithmetic import FLOATS, dense, put_back
 from ronde.collectives.communicator import Communicator
 from ronde.errors import UsageError
 
-CHUNK = 1 << 16  # elements that are held in float64 at a time
+CHUNK = 1 << 16  # elements converted to float64 at once
 _TINY = sys.float_info.min**0.5  # a squared norm below this counts as 0: coefficient 1
 
 
 def adasum_all_reduce(
     communicator: Communicator, tensor: Tensor, lengths: Sequence[int] = ()
 ) -> Tensor:
-    """Combine ``tensor`` over all ranks by Adasum, in place; collective, blocks."""
+    """Combine ``tensor`` over all ranks with Adasum, in place; collective, blocks."""
     # The result is bitwise equal on all ranks. Products and coefficients are float64.
-    # ``lengths`` are those of consecutive tensors, each combined by itself.
+    # ``lengths`` are those of consecutive tensors, which are combined separately.
     size = communicator.size
     if size & (size - 1):
         raise UsageError(
@@ -103,7 +103,7 @@ def _combine(
 
 
 def _sum(communicator: Communicator, values: Tensor, size: int) -> Tensor:
-    """Sum over blocks of ``size`` neighbouring ranks; all get the same bits."""
+    """Sum over blocks of ``size`` consecutive ranks, bitwise equal on all of them."""
     distance = 1
     while distance < size:
         theirs = torch.empty_like(values)

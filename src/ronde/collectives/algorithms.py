@@ -1,7 +1,7 @@
-"""Schedules of collectives, round by round, as plain values.
+"""Schedules of collectives: the sends and receives of each rank in each round.
 
 An engine executes a schedule, a test interprets it, and a predictor adds up its loads.
-The steps of a rank are computed on demand; the loads are known without them.
+A rank's steps are computed on demand; the loads are known without the steps.
 
 ``docs/algorithms.md`` explains and compares the algorithms. Sources: for the ring,
 Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
@@ -24,11 +24,11 @@ from ronde.errors import UsageError
 
 
 class Action(StrEnum):
-    """The action of a rank on chunks in a round."""
+    """The use of chunks in a step: sent, reduced into or overwritten."""
 
     SEND = "send"
-    REDUCE = "reduce"  # receive and combine with the own elements
-    COPY = "copy"  # receive and replace the own elements
+    REDUCE = "reduce"  # receive and combine with this rank's elements
+    COPY = "copy"  # receive and replace this rank's elements
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class ScheduleStep:
 
     action: Action
     peer: int
-    first: int  # of ``count`` chunks
+    first: int  # the first of ``count`` chunks
     count: int = 1
 
     @property
@@ -46,8 +46,8 @@ class ScheduleStep:
 
 
 Round = tuple[ScheduleStep, ...]
-"""Concurrent steps of one rank. It sends the values from before the round, and does not
-write to chunks that it sends."""
+"""Concurrent steps of one rank. A rank sends the values from before the round, and does
+not write to chunks that it sends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +57,8 @@ class Chunks:
     num_chunks: int
     numel: int
     offsets: tuple[int, ...] | None = None
-    """Begin of each chunk, and the end; None if they are even, the first ones larger.
-    """
+    """Start of each chunk, and the end of the last; None for an even split, in which
+    the first chunks get the extra elements."""
 
     @classmethod
     def of_sizes(cls, sizes: Sequence[int]) -> "Chunks":
@@ -66,7 +66,7 @@ class Chunks:
         return cls(len(sizes), offsets[-1], offsets)
 
     def start(self, chunk: int) -> int:
-        """Return the first element of ``chunk``; for ``num_chunks`` the end."""
+        """Return the index of a chunk's first element; for ``num_chunks``, the end."""
         if self.offsets is not None:
             return self.offsets[chunk]
         base, extra = divmod(self.numel, self.num_chunks)
@@ -76,7 +76,7 @@ class Chunks:
         return self.start(first), self.start(first + count)
 
     def largest(self, count: int = 1) -> int:
-        """Return the most elements in ``count`` consecutive chunks, cyclically."""
+        """Return the largest size of ``count`` cyclically consecutive chunks."""
         if self.offsets is None:
             base, extra = divmod(self.numel, self.num_chunks)
             return count * base + min(count, extra)
@@ -85,10 +85,10 @@ class Chunks:
 
 
 class Load(NamedTuple):
-    """The load of the busiest rank in some rounds."""
+    """Some consecutive rounds and the load of the busiest rank in each."""
 
     num_rounds: int
-    numel: int  # elements that a rank sends or receives in a round, at most
+    numel: int  # most elements that a rank sends or receives in a round
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ def _in_turn(
     loads: tuple[Load, ...],
     *parts: Callable[[int, int], Iterator[Round]],
 ) -> Schedule:
-    """Return a schedule of consecutive parts, functions of rank and size."""
+    """Return a schedule that runs ``parts``, functions of rank and size, in order."""
     size = chunks.num_chunks
 
     def of_rank(rank: int) -> Iterable[Round]:
@@ -135,7 +135,7 @@ def _in_turn(
 
 
 def ring_all_reduce(size: int, numel: int) -> Schedule:
-    """Reduce a share on each rank, then gather the shares: ``2 (n-1)`` rounds."""
+    """Reduce one share on each rank, then gather the shares: ``2 (n-1)`` rounds."""
     chunks = Chunks(size, numel)
     loads = (Load(2 * (size - 1), chunks.largest()),)
     return _in_turn("ring all_reduce", chunks, loads, _collect, _distribute)
@@ -148,14 +148,14 @@ def ring_reduce_scatter(chunks: Chunks) -> Schedule:
 
 
 def ring_all_gather(chunks: Chunks) -> Schedule:
-    """Copy chunk r, which rank r has, to all: ``n - 1`` rounds."""
+    """Copy chunk r from rank r to all ranks: ``n - 1`` rounds."""
     loads = (Load(chunks.num_chunks - 1, chunks.largest()),)
     return _in_turn("ring all_gather", chunks, loads, _distribute)
 
 
 def ring_broadcast(size: int, numel: int, root: int) -> Schedule:
-    """Pass the whole from neighbour to neighbour: ``n - 1`` rounds."""
-    # Efficient if the vector is cut into many pieces, so that all links are busy.
+    """Pass the vector from neighbour to neighbour: ``n - 1`` rounds."""
+    # Efficient if the vector is sent in many pieces, so that all links are busy.
 
     def of_rank(rank: int) -> Iterator[Round]:
         position = (rank - root) % size
@@ -172,7 +172,7 @@ def ring_broadcast(size: int, numel: int, root: int) -> Schedule:
 
 
 def _collect(rank: int, size: int) -> Iterator[Round]:
-    """Pass sums on; after the last round this rank has the whole sum of its chunk."""
+    """Pass partial sums on; at the end each rank has the complete sum of its chunk."""
     for index in range(size - 1):
         yield _pass_on(Action.REDUCE, rank, size, (rank - index - 1) % size)
 
@@ -193,7 +193,7 @@ def _pass_on(action: Action, rank: int, size: int, sent: int) -> Round:
 
 
 def tree_all_reduce(size: int, numel: int) -> Schedule:
-    """Reduce to the roots, then broadcast from them: ``2 floor(log2 n)`` rounds."""
+    """Reduce to the trees' roots, then broadcast: ``2 floor(log2 n)`` rounds."""
     trees = _BinaryTree(size), _BinaryTree(size, is_mirrored=True)
     depth = trees[0].depth
 
@@ -217,8 +217,8 @@ def tree_all_reduce(size: int, numel: int) -> Schedule:
 
 
 def tree_broadcast(size: int, numel: int, root: int) -> Schedule:
-    """Send a half to each tree's root and on: ``1 + floor(log2 (n-1))`` rounds."""
-    # The trees contain all other ranks.
+    """Send one half down each tree: ``1 + floor(log2 (n-1))`` rounds."""
+    # The trees contain all ranks except ``root``, which sends to their roots.
     trees = _BinaryTree(size - 1), _BinaryTree(size - 1, is_mirrored=True)
     num_rounds = 1 + trees[0].depth
 
@@ -262,7 +262,7 @@ class _BinaryTree(NamedTuple):
         return self._mirror(1 << self.depth, -1)
 
     def to_root(self, member: int) -> Iterator[tuple[int, Action, int]]:
-        """Yield the reduction steps of ``member``: round, action and peer."""
+        """Yield the steps of ``member`` in a reduction: round, action and peer."""
         node = self._mirror(member, 1)
         for child in self._children(node):
             yield _height(child), Action.REDUCE, self._mirror(child, -1)
@@ -299,7 +299,7 @@ class _BinaryTree(NamedTuple):
         return None
 
     def _mirror(self, member: int, by: int) -> int:
-        """Return the node of a member; ``by`` -1: the member of a node."""
+        """Return the node of a member, or with ``by=-1`` the member of a node."""
         if not self.is_mirrored:
             return member
         if self.size % 2:
@@ -324,7 +324,7 @@ def _spread_loads(tree: _BinaryTree, chunks: Chunks) -> tuple[Load, ...]:
 
 
 def halving_doubling_all_reduce(size: int, numel: int) -> Schedule:
-    """Reduce a share on each rank, then gather: ``2 ceil(log2 n)`` rounds."""
+    """Reduce one share on each rank, then gather: ``2 ceil(log2 n)`` rounds."""
     chunks = Chunks(size, numel)
     loads = _halving_loads(chunks)
     name = "halving_doubling all_reduce"
@@ -338,7 +338,7 @@ def halving_doubling_reduce_scatter(chunks: Chunks) -> Schedule:
 
 
 def halving_doubling_all_gather(chunks: Chunks) -> Schedule:
-    """Copy chunk r, which rank r has, to all: ``ceil(log2 n)`` rounds."""
+    """Copy chunk r from rank r to all ranks: ``ceil(log2 n)`` rounds."""
     name = "halving_doubling all_gather"
     return _in_turn(name, chunks, _halving_loads(chunks)[::-1], _double)
 
@@ -353,7 +353,7 @@ def halving_doubling_broadcast(size: int, numel: int, root: int) -> Schedule:
         for steps in (*_scatter(position, size), *_double(position, size)):
             yield tuple(replace(s, peer=(s.peer + root) % size) for s in steps)
 
-    # The root holds the most and the largest chunks.
+    # The root sends the most chunks, and the largest ones.
     spans = [chunks.span(kept, live - kept) for live, kept in _distances(size)]
     scatter = tuple(Load(1, stop - start) for start, stop in spans)
     loads = scatter + _halving_loads(chunks)[::-1]
@@ -361,7 +361,7 @@ def halving_doubling_broadcast(size: int, numel: int, root: int) -> Schedule:
 
 
 def _distances(size: int) -> list[tuple[int, int]]:
-    """Return the numbers of live chunks before and after each halving."""
+    """Return the number of chunks still to reduce before and after each halving."""
     found: list[tuple[int, int]] = []
     while size > 1:
         kept = (size + 1) // 2
@@ -371,8 +371,8 @@ def _distances(size: int) -> list[tuple[int, int]]:
 
 
 def _halve(rank: int, size: int) -> Iterator[Round]:
-    # Of the live chunks, which begin with this rank's own, the second half is sent to
-    # the rank of its first chunk.
+    # The live chunks, those still to reduce, begin with this rank's own. Their second
+    # half is sent to the rank that owns the first chunk of that half.
     for live, kept in _distances(size):
         to, source = (rank + kept) % size, (rank - kept) % size
         yield (
@@ -382,7 +382,7 @@ def _halve(rank: int, size: int) -> Iterator[Round]:
 
 
 def _double(rank: int, size: int) -> Iterator[Round]:
-    """Gather all chunks here: ``_halve`` backwards."""
+    """Gather all chunks on every rank: the rounds of ``_halve`` in reverse."""
     for live, kept in reversed(_distances(size)):
         to, source = (rank - kept) % size, (rank + kept) % size
         yield (
@@ -394,7 +394,7 @@ def _double(rank: int, size: int) -> Iterator[Round]:
 def _of_runs(
     action: Action, peer: int, first: int, count: int, num_chunks: int
 ) -> Iterator[ScheduleStep]:
-    """Cut cyclically consecutive chunks into runs that do not wrap."""
+    """Yield a step for cyclically consecutive chunks, or two if they wrap around."""
     first %= num_chunks
     fitting = min(count, num_chunks - first)
     yield ScheduleStep(action, peer, first, fitting)
@@ -403,8 +403,8 @@ def _of_runs(
 
 
 def _scatter(position: int, size: int) -> Iterator[Round]:
-    """Give chunk p to position p, from position 0."""
-    # A rank with several chunks sends the second half to the rank of its first chunk.
+    """Scatter the chunks from position 0: chunk p goes to position p."""
+    # The second half of a position's chunks goes to the position of the first of them.
     begin, live = 0, size
     for _ in _distances(size):
         kept = (live + 1) // 2
@@ -430,17 +430,17 @@ def _halving_loads(chunks: Chunks) -> tuple[Load, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Algorithm:
-    """A schedule for each collective."""
+    """An algorithm: one function for each collective that makes its schedule."""
 
     name: str
     all_reduce: Callable[[int, int], Schedule]  # size, numel
     reduce_scatter: Callable[[Chunks], Schedule]  # one chunk for each rank
-    all_gather: Callable[[Chunks], Schedule]  # likewise
+    all_gather: Callable[[Chunks], Schedule]  # one chunk for each rank
     broadcast: Callable[[int, int, int], Schedule]  # size, numel, root
 
 
 _RING = ring_all_reduce, ring_reduce_scatter, ring_all_gather, ring_broadcast
-# A tree gains nothing if every rank has a chunk of its own.
+# Trees have no advantage when every rank has a chunk of its own.
 _TREE = tree_all_reduce, ring_reduce_scatter, ring_all_gather, tree_broadcast
 _HALVING_DOUBLING = (
     halving_doubling_all_reduce,

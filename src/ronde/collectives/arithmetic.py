@@ -31,7 +31,7 @@ KERNELS: dict[ReduceOp, Callable[..., Tensor]] = {
     ReduceOp.MIN: torch.minimum,
     ReduceOp.MAX: torch.maximum,
     ReduceOp.PRODUCT: torch.mul,
-}  # combine two ranks' elements; an average is divided afterwards
+}  # combine two ranks' elements; AVERAGE divides the sum afterwards
 
 
 def require_reducible(
@@ -63,16 +63,16 @@ def require_reducible(
 
 
 def rounds_often(dtype: torch.dtype, op: ReduceOp, size: int) -> bool:
-    """Return True if 16-bit floats must not be combined pairwise in their own dtype."""
-    # Every pair would be rounded, and two float16 may overflow though their average
-    # fits.
+    """Return True for 16-bit floats that need a wider dtype to be combined pairwise."""
+    # Every pairwise sum would be rounded, and the sum of two float16 may overflow
+    # although their average does not.
     if dtype not in HALVES or op in _ORDERED:
         return False
     return size > 2 or (op is ReduceOp.AVERAGE and dtype is torch.float16)
 
 
 def dense(tensor: Tensor) -> Tensor:
-    """Return the elements in row-major order, detached; shares memory if it can."""
+    """Return the elements in row-major order, detached; shares memory if possible."""
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
@@ -89,14 +89,14 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 def put_back(values: Tensor, tensor: Tensor) -> Tensor:
-    """Copy the result of ``dense(tensor)`` back into ``tensor``, unless it shares."""
+    """Copy ``dense(tensor)`` back into ``tensor`` unless they share memory."""
     if values.data_ptr() != tensor.data_ptr() or not tensor.is_contiguous():
         tensor.detach().copy_(values.reshape(tensor.shape))
     return tensor
 
 
 def scale_(tensor: Tensor, factor: float) -> None:
-    """Multiply in place; integers in float64, truncated toward zero."""
+    """Multiply in place; integers in float64, then truncated toward zero."""
     if factor == 1.0:
         return
     values = tensor.detach()
@@ -107,7 +107,7 @@ def scale_(tensor: Tensor, factor: float) -> None:
 
 
 def encode(tensor: Tensor, op: ReduceOp) -> Tensor:
-    """Return a row-major tensor to be reduced, AVERAGE by SUM; may share memory."""
+    """Return a row-major tensor to reduce, for AVERAGE with SUM; may share memory."""
     values = dense(tensor)
     dtype = values.dtype
     if dtype is torch.bool:
@@ -160,8 +160,8 @@ def reduce_stack(stack: Tensor, op: ReduceOp, postscale: float = 1.0) -> Tensor:
 
 def _divide_(total: Tensor, dtype: torch.dtype, size: int) -> None:
     if dtype is torch.uint64:
-        # torch divides no uint64. Half of each number fits the sign; the quotient of
-        # the halves, doubled, is at most one too small.
+        # torch cannot divide uint64. Half of each number fits into int64; twice the
+        # quotient of the halves is at most one too small.
         half = (total >> 1) & torch.iinfo(torch.int64).max
         quotient = half.div(size, rounding_mode="trunc") * 2
         total.copy_(quotient + (total - quotient * size >= size))

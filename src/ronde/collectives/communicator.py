@@ -9,11 +9,11 @@ Rules that hold for every call:
   until all ranks have made the call.
 * Tensors may have any layout; results of in-place calls keep it.
 * Tensors of every dtype can be moved. Floats, complex numbers, integers and bool can be
-  reduced (bool by min, max and product: and, or, and; complex by sum, average and
-  product). Sums and products of integers wrap as their dtype does; their averages are
-  summed in 64 bits.
-* ``out`` receives the result: contiguous, of its shape, dtype and device. None makes a
-  new tensor.
+  reduced, except that bool supports only min, max and product (and, or, and), and
+  complex numbers support only sum, average and product. Sums and products of integers
+  wrap as their dtype does; averages of integers are summed in 64 bits.
+* ``out`` receives the result. It must be contiguous and have the result's shape, dtype
+  and device. With None the result is a new tensor.
 * Wrong arguments raise ``UsageError``. A failure raises ``CollectiveError`` on every
   rank, from the call or from ``wait()``.
 """
@@ -58,7 +58,7 @@ Choose = Callable[[str, int | None, str], str]
 # Takes the name of an engine and one that is unique to the communicator.
 Connect = Callable[[str, str], Engine]
 SMALL_BYTES, MEDIUM_BYTES = SIZE_LIMITS = 4 << 10, 4 << 20
-"""Upper limits of the size classes by which an engine is chosen."""
+"""Upper limits of the size classes; each class may use another engine."""
 _Key = tuple[Engine, str, torch.dtype, bool | str, ReduceOp, float, float]
 _MAX_KNOWN = 1024
 
@@ -66,10 +66,10 @@ _MAX_KNOWN = 1024
 class Routes:
     """The engines of a communicator, by kind of call.
 
-    Calls on one engine do not wait for calls on another; ``wait()`` does. Engines are
-    connected in the first call that needs them, which is the same call on all ranks.
-    ``first`` also serves calls without a tensor and messages. ``nccl``, if given, is
-    connected already and sends messages of CUDA tensors.
+    A call on one engine does not wait for calls on another engine. An engine is
+    connected by the first call that needs it, which is the same call on all ranks.
+    ``first`` also serves messages and calls without a tensor. ``nccl``, if given, is
+    already connected and sends messages with CUDA tensors.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Routes:
         self._is_closed = False
 
     def of(self, call: str, tensor: Tensor, *, is_sized: bool = False) -> Engine:
-        """Return the engine for a tensor; ``is_sized``: equally large on all ranks."""
+        """Return a tensor's engine; ``is_sized``: the size is equal on all ranks."""
         if self._choose is None:
             return self._first
         num_bytes = tensor.nbytes if is_sized else None
@@ -111,7 +111,7 @@ class Routes:
         return self._first if tensor.is_cpu else self._nccl or self._first
 
     def engine(self, call: str, num_bytes: int | None, device_type: str) -> Engine:
-        """Return an engine, connected; after ``end()`` one that raises as closed."""
+        """Return a connected engine; after ``end()``, perhaps the closed ``first``."""
         if self._choose is None or self._connect is None:
             return self._first
         name = self._choose(call, num_bytes, device_type)
@@ -135,7 +135,7 @@ class Routes:
 
 
 class _ParentEngine:
-    """Replaces an engine in a forked child, so that the parent's is not touched."""
+    """Replacement for an engine in a forked child, which must not use the parent's."""
 
     def __init__(self, name: str, kept: Routes) -> None:
         self.name = name
@@ -170,11 +170,11 @@ class Communicator:
         algorithm: The name of its schedule, or empty.
         rank: This process in the group, ``0 <= rank < size``.
         size: Number of processes in the group.
-        timeout_s: The limit of a collective's wait for another rank.
+        timeout_s: The longest wait of a collective for another rank.
     """
 
     def __init__(self, engine: Engine, routes: Routes | None = None) -> None:
-        """Own an engine, or several with their routes: ``close()`` closes them."""
+        """Own ``engine``, or all engines of ``routes``; ``close()`` closes them."""
         self.engine = "auto" if routes and routes.are_many else engine.name
         self.algorithm = engine.algorithm
         self.rank, self.size = engine.rank, engine.size
@@ -187,7 +187,7 @@ class Communicator:
             _alive.add(self)
 
     def leave_to_parent(self) -> None:
-        """Refuse all later calls and close nothing, in a forked child."""
+        """Make all later calls fail, in a forked child; closes nothing."""
         engine = cast("Engine", _ParentEngine(self._engine.name, self._routes))
         self._engine = self._only = engine
         self._routes = Routes(engine)
@@ -208,9 +208,9 @@ class Communicator:
             op: AVERAGE divides the sum by ``size``; integers truncate toward zero.
             prescale: Factor of each rank's input; equal on all ranks. Integers are
                 multiplied in float64 and truncated.
-            postscale: Factor of the result, likewise. source: The input, if not
-            ``tensor``: of its shape, dtype and device, without
-                shared memory. It is not changed.
+            postscale: Factor of the result, under the same rules.
+            source: The input, if not ``tensor``. It has ``tensor``'s shape, dtype and
+                device, shares no memory with it, and is not changed.
         """
         engine = self._only or self._routes.of("all_reduce", tensor, is_sized=True)
         device = tensor.is_cpu or tensor.device.type
@@ -298,10 +298,10 @@ class Communicator:
 
         Args:
             tensor: At least one dimension, equal shape on all ranks. It is not changed.
-            op: As in ``all_reduce``, like ``prescale`` and ``postscale``. out: It may
-            be this rank's rows of ``tensor``. splits: Rows for each rank, equal on all
-            ranks. None splits evenly; the first
-                ranks get the extra rows. Rows past the sum are ignored.
+            op: As in ``all_reduce``, like ``prescale`` and ``postscale``.
+            out: May be this rank's rows of ``tensor``.
+            splits: Rows for each rank, equal on all ranks. None splits evenly; the
+                first ranks get the extra rows. Rows past the sum are ignored.
         """
         engine = self._only or self._routes.of("reduce_scatter", tensor, is_sized=True)
         device = tensor.is_cpu or tensor.device.type
@@ -346,7 +346,7 @@ class Communicator:
         return work.with_finish(finish)
 
     def broadcast(self, tensor: Tensor, root: int) -> Work[Tensor]:
-        """Copy ``root``'s tensor into every rank's of equal shape, in place."""
+        """Copy ``root``'s tensor into every rank's ``tensor``, of equal shape."""
         if not 0 <= root < self.size:
             raise UsageError(f"root must be in 0..{self.size - 1}, got {root}.")
         engine = self._only or self._routes.of("broadcast", tensor, is_sized=True)
@@ -370,12 +370,12 @@ class Communicator:
         """Send consecutive rows of dimension 0 to the ranks and receive theirs.
 
         Args:
-            tensor: At least one dimension; later dimensions equal on all ranks. splits:
-            Rows for each rank; None splits evenly. Rows past the sum are ignored. out:
-            Must not share memory with ``tensor``.
+            tensor: At least one dimension; later dimensions equal on all ranks.
+            splits: Rows for each rank; None splits evenly. Excess rows are ignored.
+            out: Must not share memory with ``tensor``.
 
         Returns:
-            Work whose result is the received rows in rank order, and their number by
+            Work with the received rows in rank order, and the number of rows from each
             rank.
         """
         call = "all_to_all"
@@ -410,7 +410,7 @@ class Communicator:
         return engine.send(flat(dense(tensor)), to, tag).with_result(None)
 
     def recv(self, tensor: Tensor, source: int, tag: int = 0) -> Work[Tensor]:
-        """Receive into ``tensor`` from ``source``: equal shape, dtype and tag."""
+        """Receive from ``source`` a message with the shape and dtype of ``tensor``."""
         engine = self._engine_to("source", source, tensor)
         if not tensor.numel():
             return Work(tensor)
@@ -421,12 +421,12 @@ class Communicator:
     def find_sender(self, tensor: Tensor, tag: int = 0) -> int | None:
         """Return a rank with an unreceived message for ``tensor``, or None.
 
-        Only with the engine ``shared_memory``.
+        Only the engine ``shared_memory`` supports this.
         """
         return self._routes.of_pair(tensor).find_sender(tag)
 
     def barrier(self) -> Work[None]:
-        """Complete when every rank has called it."""
+        """Return work that completes once every rank has called ``barrier``."""
         return self._engine.barrier().with_result(None)
 
     def allocate(
@@ -440,8 +440,8 @@ class Communicator:
         """Return zeros in the memory in which in-place calls are fastest.
 
         Collective, with equal arguments. The tensor, of shape ``(numel,)`` and aligned
-        to 64 bytes, outlives ``close()`` and ``torch.inference_mode()``. Unpopulated
-        memory gets its pages when they are touched, without a check that they fit.
+        to 64 bytes, outlives ``close()`` and ``torch.inference_mode()``. Without
+        ``is_populated``, pages are allocated on first use, even if memory is short.
 
         Raises:
             CollectiveError: The memory is too small; on every rank.
@@ -472,12 +472,12 @@ class Communicator:
         return Communicator(engine, self._routes.clone(engine))
 
     def abort(self) -> None:
-        """Close at once, not collective; calls under way fail on all ranks."""
+        """Close at once, not collective; calls in progress fail on all ranks."""
         for engine in self._routes.end():
             engine.abort()
 
     def close(self) -> None:
-        """Free threads, sockets and memory; may be repeated, not collective."""
+        """Free threads, sockets and memory; not collective, may be repeated."""
         for engine in self._routes.end():
             engine.close()
 
@@ -509,7 +509,7 @@ class Communicator:
 
 
 def _is_vector(tensor: Tensor) -> bool:
-    """Return True if an engine can use a tensor as it is, which has elements then."""
+    """Return True for a non-empty tensor that an engine can use without conversion."""
     return (
         tensor.dim() == 1
         and tensor.stride(0) == 1
@@ -575,7 +575,7 @@ def _require_splits(
 
 
 def _require_out(out: Tensor, like: Tensor, num_rows: int | None = None) -> None:
-    """Refuse an ``out`` that cannot hold the result; None: rows are unknown."""
+    """Raise UsageError if ``out`` cannot hold the result; None: any number of rows."""
     rest = tuple(like.shape[1:])
     fits = (
         out.dtype is like.dtype

@@ -28,14 +28,14 @@ from ronde.collectives.store import clone_of
 from ronde.errors import UsageError
 from ronde.world import Launcher, RankInfo
 
-DEFAULT_TIMEOUT_S = 1800.0  # rank 0 may evaluate or save meanwhile
+DEFAULT_TIMEOUT_S = 1800.0  # long, as rank 0 may evaluate or save meanwhile
 _RENDEZVOUS_TIMEOUT_S = 300.0
 _AUTO = "auto"
 _logger = logging.getLogger("ronde")
 
 
 class PeerInfo(NamedTuple):
-    """Facts of a rank that the choice of engines depends on."""
+    """Facts about a rank on which the choice of engines depends."""
 
     host: str
     has_cuda: bool
@@ -48,10 +48,10 @@ class EngineConfig:
     info: RankInfo
     timeout_s: float
     algorithm: str = ""
-    store: Store | None = None  # None: the job's
+    store: Store | None = None  # None: the job's store
     ranks: tuple[int, ...] = ()  # ranks of the job in the group; empty for all
     scope: AbortScope | None = None  # None: never aborted
-    peers: tuple[PeerInfo, ...] = ()  # of all ranks; empty where unknown
+    peers: tuple[PeerInfo, ...] = ()  # all ranks'; empty if unknown
 
     def open_store(self) -> Store:
         if self.store is not None:
@@ -77,15 +77,15 @@ def connect(
     """Connect this rank to all others; collective.
 
     Args:
-        timeout_s: The limit of a collective's wait for another rank. Connecting takes
+        timeout_s: The longest wait of a collective for another rank. Connecting takes
             at most 300 s.
-        engine: One of ``ENGINES``, equal on all ranks; empty takes ``info``'s.
-        algorithm: The schedule, for engines that have several; empty takes ``info``'s.
+        engine: One of ``ENGINES``, equal on all ranks; empty for ``info``'s.
+        algorithm: The schedule, for engines that have several; empty for ``info``'s.
 
     Raises:
         UsageError: The engine is unknown, or a library that it needs is missing.
         WorldError: The ranks are on several hosts without a rendezvous address.
-        CollectiveError: Not all ranks came in time, or the port is in use.
+        CollectiveError: Not all ranks connected in time, or the port is in use.
     """
     return _connect(*_config(info, timeout_s, engine, algorithm))
 
@@ -99,9 +99,9 @@ def connect_at(
     engine: str = _AUTO,
     algorithm: str = "",
 ) -> Communicator:
-    """Connect ranks that share a store, empty under the keys used here; collective.
+    """Connect ranks through a shared store; collective.
 
-    The other arguments and the exceptions are those of ``connect``.
+    The store must lack the keys used here. For the rest see ``connect``.
     """
     from ronde.collectives.engines.shared_memory.shared_state import through_store
 
@@ -121,7 +121,7 @@ def connect_at(
 
 
 class Connections:
-    """Makes communicators of all ranks of a job, and of some of them."""
+    """Makes communicators of all ranks of a job, or of a subset."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class Connections:
         algorithm: str = "",
         scope: AbortScope | None = None,
     ) -> None:
-        """Rendezvous with the other ranks; collective. Arguments as of ``connect``.
+        """Rendezvous with the other ranks; collective. Arguments as for ``connect``.
 
         Aborting ``scope`` aborts every communicator made here.
         """
@@ -148,9 +148,9 @@ class Connections:
         """Connect some ranks of the job; collective over them.
 
         Args:
-            name: Equal on all of them and used once.
-            ranks: Ascending; this one is among them. ``ranks[i]`` becomes rank i.
-            hosts: The host of every rank of the job, where it is known.
+            name: The same on all of these ranks; not used before.
+            ranks: Ascending, with this rank. ``ranks[i]`` becomes rank i.
+            hosts: The host of every rank of the job, if known.
         """
         info = self.info
         is_part = len(ranks) < info.size
@@ -197,10 +197,10 @@ def _connect(name: str, config: EngineConfig) -> Communicator:
 def choose_engine(
     ranks_per_host: Collection[int], call: str, num_bytes: int | None, device_type: str
 ) -> str:
-    """Return the engine that ``auto`` takes for a tensor.
+    """Return the engine that ``auto`` uses for a tensor.
 
-    All ranks must choose alike, or they wait for each other for ever. So ``num_bytes``
-    is None for a collective whose tensors may differ in size between ranks.
+    All ranks must choose the same engine, or they wait for each other for ever. So
+    ``num_bytes`` is None for a collective whose tensors may differ in size.
     """
     if device_type != "cpu":
         return "nccl"
@@ -209,14 +209,14 @@ def choose_engine(
     if num_bytes is None or num_bytes <= SMALL_BYTES:
         return "gloo"
     if max(ranks_per_host) > 1:
-        return "hierarchical"  # each byte crosses the network once a host
-    # Gloo's all-to-all sends and receives in turn, a ring at the same time.
+        return "hierarchical"  # each byte crosses the network once per host
+    # Gloo's all-to-all sends and receives alternately, a ring does both at once.
     is_long = call == "reduce_scatter" and num_bytes > MEDIUM_BYTES
     return "scheduled" if is_long else "gloo"
 
 
 def connect_auto(config: EngineConfig) -> Communicator:
-    """Connect one engine now, and others when a call first needs them."""
+    """Connect one engine now, and each other engine when a call first needs it."""
     store = config.open_store()
     make_first = _shared_memory_or_gloo if config.is_one_host else _torch_distributed
     first = make_first(config.at(store, "first"))
@@ -293,7 +293,7 @@ def _scheduled(config: EngineConfig) -> Engine:
 
 
 def two_levels(config: EngineConfig, host: str = "") -> Engine:
-    """Connect each host's ranks by shared memory and the hosts by Gloo; collective."""
+    """Connect ranks of a host by shared memory, and hosts by Gloo; collective."""
     from ronde.collectives.algorithms import find_algorithm
     from ronde.collectives.engines.hierarchical import (
         EvenHostsEngine,
@@ -334,5 +334,5 @@ ENGINES: Mapping[str, Callable[[EngineConfig], Engine]] = MappingProxyType(
         "hierarchical": two_levels,
     }
 )
-"""Engines by name. ``gloo`` and ``nccl`` are one engine, which chooses the backend by
-the tensor's device."""
+"""Engines by name. ``gloo`` and ``nccl`` are the same engine, which chooses the backend
+for the tensor's device."""

@@ -26,7 +26,7 @@ from ronde.collectives.shapes import (
 )
 from ronde.errors import CollectiveError, PeerLostError, UsageError, fresh
 
-MESSAGE_BYTES = 512  # of an exchange, at most
+MESSAGE_BYTES = 512  # limit of a message in ``exchange``
 _NO_SCOPE = AbortScope()
 _SOURCE_LINE = re.compile(r"^\[enforce fail at [^]]*\] .*?\. |^\[[^]]*\] ")
 _TIMED_OUT = re.compile(
@@ -42,7 +42,7 @@ _PEER_LOST = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class ErrorContext:
-    """Translates a RuntimeError raised in its block into a CollectiveError."""
+    """Context manager that turns a RuntimeError into a CollectiveError."""
 
     name: str
     rank: int
@@ -53,8 +53,8 @@ class ErrorContext:
     def explain(self, error: Exception) -> CollectiveError:
         if self.scope.failure is not None:
             return fresh(self.scope.failure)
-        # torch puts its source line and the checked condition before the first
-        # sentence, and advice after it.
+        # torch's messages begin with a source line and the checked condition, and end
+        # with advice; only the first sentence matters.
         text = _SOURCE_LINE.sub("", str(error).partition("\n")[0]).partition(". ")[0]
         # NCCL's own reason, such as: Duplicate GPU detected.
         last = str(error).partition("Last error:")[2].strip().partition("\n")[0]
@@ -82,8 +82,8 @@ class ErrorContext:
             "error shows why."
         )
 
-    # Not a generator: its frame would hold the error, see Note [Tracebacks hold groups]
-    # in scope.py.
+    # Not a generator, as its frame would hold the error: see Note [Tracebacks hold
+    # groups] in scope.py.
     def __enter__(self) -> None:
         pass
 
@@ -106,8 +106,8 @@ CPU = torch.device("cpu")
 
 
 class ReduceOp(StrEnum):
-    # An enum's own hash is a Python function, too slow for the path of every call.
-    """The operation on corresponding elements of all ranks."""
+    # The default hash of an enum is a Python function, too slow for every call.
+    """The operation that combines corresponding elements of all ranks."""
 
     __hash__ = str.__hash__
 
@@ -119,7 +119,7 @@ class ReduceOp(StrEnum):
 
 
 class Work(Generic[T]):
-    """A collective under way; subclasses set ``is_over`` and ``failure``."""
+    """A collective in progress; subclasses set ``is_over`` and ``failure``."""
 
     __slots__ = ("_finish", "_result", "failure", "is_over")
 
@@ -136,12 +136,12 @@ class Work(Generic[T]):
     def wait(self) -> T:
         """Block until the collective is complete and return its result.
 
-        May be repeated. On an accelerator the result is ready for what the current
-        stream runs next, as in torch.
+        May be called repeatedly. As in torch, on an accelerator the result is ready for
+        later work on the current stream.
 
         Raises:
             CollectiveError: The collective failed; every later call raises it again.
-            PeerLostError: It failed because another rank is gone.
+            PeerLostError: It failed because another rank was lost.
         """
         if not self.is_over:
             self._block(None)
@@ -153,23 +153,23 @@ class Work(Generic[T]):
         return self._result
 
     def wait_watched(self, poll: PollCallback) -> bool:
-        """Block until over or ``poll`` returns None; return True if it is over."""
+        """Block until complete or ``poll`` returns None; return True if complete."""
         return self.is_over or self._block(poll)
 
     def with_result(self, result: S) -> "Work[S]":
         work: Any = self
-        work._result = result  # noqa: SLF001  this itself
-        work._finish = None  # noqa: SLF001  likewise
+        work._result = result  # noqa: SLF001  same class
+        work._finish = None  # noqa: SLF001  same class
         return work
 
     def with_finish(self, finish: Callable[[], S]) -> "Work[S]":
-        """Return this work; the first ``wait()`` calls ``finish`` for its result."""
+        """Return this work; its first ``wait()`` calls ``finish`` to get the result."""
         work: Any = self
-        work._finish = finish  # noqa: SLF001  this itself
+        work._finish = finish  # noqa: SLF001  same class
         return work
 
     def _poll(self) -> bool:
-        """Make progress without waiting; return True if it is over."""
+        """Make progress without waiting; return True if the collective is over."""
         raise NotImplementedError
 
     def _block(self, poll: PollCallback | None) -> bool:
@@ -178,9 +178,9 @@ class Work(Generic[T]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reduction:
-    """A reduction as an engine performs it: one object for each call and dtype."""
+    """The operation and scaling of a reduction; one object for each call and dtype."""
 
-    op: ReduceOp  # SUM for an AVERAGE that the communicator divides afterwards
+    op: ReduceOp  # SUM if the communicator divides for an AVERAGE
     scales: bool = False  # the engine applies both factors and divides averages
     prescale: float = 1.0
     postscale: float = 1.0
@@ -205,10 +205,10 @@ class Engine(ABC):
     one of ``devices``. Neither input nor output may be touched until the work is over.
     """
 
-    name: str  # of the option ``--engine``
+    name: str  # the value of ``--engine``
     rank: int
     size: int
-    timeout_s: float  # limit of a call's wait for another rank
+    timeout_s: float  # longest wait of a call for another rank
     algorithm: str = ""  # name of the schedule
     devices: frozenset[str] = frozenset({"cpu"})  # supported device types
 
@@ -218,11 +218,10 @@ class Engine(ABC):
 
     @abstractmethod
     def native(self, call: str, like: Tensor, op: ReduceOp) -> Reduction | None:
-        """Return the reduction of elements such as ``like``'s in their own dtype.
+        """Return the reduction for tensors like ``like`` without conversion, or None.
 
-        None if ``all_reduce`` or ``reduce_scatter`` needs another dtype: float32 for
-        16-bit floats, and the results of ``arithmetic.encode`` for others, which every
-        engine must support.
+        None means that the engine needs 16-bit floats as float32, and other tensors as
+        ``arithmetic.encode`` returns them. Every engine must support these dtypes.
         """
 
     @abstractmethod
@@ -235,14 +234,14 @@ class Engine(ABC):
     def reduce_scatter(
         self, source: Tensor, out: Tensor, counts: Sequence[int], reduction: Reduction
     ) -> Work[Any]:
-        """Reduce consecutive parts, ``counts[r]`` elements for each rank r.
+        """Reduce and keep this rank's part; rank r gets ``counts[r]`` elements.
 
-        ``source`` is not changed. If ``reduction.scales``, ``out`` may be this rank's
-        part of it.
+        ``source`` is not changed, but with ``reduction.scales`` ``out`` may be this
+        rank's part of ``source``.
         """
 
     def gather_numbers(self, own: Tensor, call: str) -> Tensor:
-        """Return every rank's int64 vector on the CPU, a row for each rank; blocks.
+        """Return the ranks' int64 CPU vectors as rows of one tensor; blocks.
 
         ``call`` names the collective in errors.
         """
@@ -275,25 +274,25 @@ class Engine(ABC):
 
     @abstractmethod
     def broadcast(self, data: Tensor, root: int) -> Work[Any]:
-        """Copy ``root``'s elements, of any dtype, to all ranks."""
+        """Copy ``root``'s elements to all ranks; any dtype."""
 
     @abstractmethod
     def send(self, data: Tensor, to: int, tag: int) -> Work[Any]:
-        """Send elements of any dtype to another rank."""
+        """Send elements to another rank; any dtype."""
 
     @abstractmethod
     def recv(self, data: Tensor, source: int, tag: int) -> Work[Any]:
-        """Receive as many elements of the same dtype from another rank."""
+        """Receive a message of the size and dtype of ``data`` from another rank."""
 
     def run_messages(self, call: str, steps: MessageSteps) -> None:
-        """Run steps that send and receive CPU bytes as one collective; blocks.
+        """Run steps that send and receive bytes on the CPU as one collective; blocks.
 
         Only the engine ``scheduled`` calls it.
         """
         raise NotImplementedError
 
     def find_sender(self, _tag: int) -> int | None:
-        """Return a rank that has sent a message with this tag, not yet received."""
+        """Return a rank with an unreceived message of this tag, or None."""
         raise UsageError(
             f"source must be a rank with engine {self.name}, got any. Name the rank, "
             "or use engine shared_memory."
@@ -301,7 +300,7 @@ class Engine(ABC):
 
     @abstractmethod
     def barrier(self) -> Work[Any]:
-        """Complete when every rank has called it."""
+        """Return work that completes once every rank has called ``barrier``."""
 
     @abstractmethod
     def clone(self) -> Self:
@@ -309,10 +308,10 @@ class Engine(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Free threads, sockets and memory; may be repeated."""
+        """Free threads, sockets and memory; may be called repeatedly."""
 
     def abort(self) -> None:
-        """Close at once; calls under way fail here and on the other ranks."""
+        """Close at once; calls in progress fail here and on the other ranks."""
         self.close()
 
     def allocate(
@@ -321,23 +320,23 @@ class Engine(ABC):
         dtype: torch.dtype,
         device: torch.device,
         *,
-        is_populated: bool = True,  # noqa: ARG002  for engines with memory of their own
+        is_populated: bool = True,  # noqa: ARG002  for engines with their own memory
     ) -> Tensor:
-        """Return zeros in the memory in which calls are fastest."""
+        """Return a tensor of zeros in the memory in which calls are fastest."""
         with torch.inference_mode(mode=False):
             return torch.zeros(numel, dtype=dtype, device=device)
 
     # Engines that send shapes and data together override these three.
 
     def refuse(self, layout: CallLayout) -> None:
-        """Report wrong arguments of this rank to the others, which wait for it."""
+        """Report wrong arguments of this rank to the waiting other ranks."""
         with suppress(CollectiveError):
             self.exchange_shapes(layout)
 
     def gather_rows(
         self, layout: CallLayout, data: Tensor, row_bytes: int, allocate: AllocateRows
     ) -> Work[Any]:
-        """Gather rows, given as bytes; their number may differ between ranks."""
+        """Gather all ranks' rows, given as bytes; the number of rows may differ."""
         summaries = self.exchange_shapes(layout)
         result = allocate(summaries)
         if not result.numel():
@@ -364,7 +363,7 @@ class Engine(ABC):
         return self.all_to_all(data, result, sizes)
 
     def exchange_shapes(self, own: CallLayout) -> list[LayoutSummary]:
-        """Return every rank's layout, or raise if they do not fit together; blocks."""
+        """Return every rank's layout; raise if the layouts are incompatible; blocks."""
         numbers = torch.tensor(own.summarize(), device="cpu")
         gathered = as_rows(self.gather_numbers(numbers, own.call))
         summaries = [LayoutSummary(*each) for each in gathered]

@@ -1,4 +1,4 @@
-"""Messages between two ranks by Gloo, which complete only while a thread waits."""
+"""Messages of Gloo between two ranks, which complete only while a thread waits."""
 
 import threading
 import time
@@ -12,13 +12,13 @@ from typing import Any, Protocol
 import torch
 
 UNUSED_TAG = (1 << 31) - 1
-_FOR_EVER = timedelta(0)  # for torch
+_FOR_EVER = timedelta(0)  # torch's value for no timeout
 _CHECK_EVERY_S = 1.0
 Backend = Any  # torch's stubs give the backends' methods no common type
 
 
 class BackendWork(Protocol):
-    """The part of ``torch.distributed.Work`` in use."""
+    """The methods of ``torch.distributed.Work`` that are used."""
 
     def is_completed(self) -> bool: ...
 
@@ -29,7 +29,7 @@ Job = tuple[Callable[[], object], Future[object]]
 
 
 class Waiters:
-    """Threads for calls that may wait long for messages."""
+    """Reusable threads for calls that may wait long for messages."""
 
     def __init__(self) -> None:
         self._idle: list[SimpleQueue[Job | None]] = []
@@ -46,7 +46,7 @@ class Waiters:
         return outcome
 
     def close(self) -> None:
-        """End the idle threads; the others end after their call."""
+        """End the idle threads; each busy thread ends after its call."""
         self._is_closed = True
         with suppress(IndexError):  # another thread may end some of them
             while True:
@@ -60,7 +60,7 @@ class Waiters:
             except BaseException as error:  # noqa: BLE001  raised in the waiting thread
                 result, failure = None, error.with_traceback(None)
             del job, call
-            # Before the result is set: the waiting thread may start the next call.
+            # Before the result is set: then the waiting thread may start the next call.
             self._idle.append(queue)
             if failure is None:
                 outcome.set_result(result)
@@ -106,11 +106,11 @@ class GlooMessage:
         except TimeoutError:
             raise RuntimeError("Operation timed out!") from None
         if error is not None:
-            raise RuntimeError(str(error))  # not the stored one
+            raise RuntimeError(str(error))  # a new one for each wait
         return self._outcome.result()
 
     def is_lost(self) -> bool:
-        """Return True if it is still under way a while after its connection ended.
+        """Return True if it is still incomplete a while after its connection ended.
 
         See Note [Messages that Gloo loses] in ``engines/torch_distributed.py``.
         """
@@ -125,7 +125,7 @@ class GlooMessage:
 
 def is_cut_off(gloo: Backend, peer: int) -> bool:
     try:
-        # Gloo refuses this receive on such a connection. Its tag is never sent.
+        # Gloo refuses this receive if the connection has ended. Its tag is never sent.
         gloo.recv([torch.empty(1, device="cpu")], peer, UNUSED_TAG)
     except RuntimeError:
         return True

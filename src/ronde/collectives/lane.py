@@ -1,4 +1,4 @@
-"""Base of engines that use other engines, in several steps, in a thread (the lane)."""
+"""Base class of engines that use other engines in a thread of their own, the lane."""
 
 import threading
 from abc import abstractmethod
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class FutureWork(Work[T]):
-    """Work that another thread carries out."""
+    """Work that is performed by another thread."""
 
     __slots__ = ("_outcome",)
 
@@ -55,15 +55,15 @@ class FutureWork(Work[T]):
 
 
 class LaneEngine(Engine):
-    """Reduces and copies through other engines, in several steps."""
+    """Base class of engines that reduce and copy in several steps of other engines."""
 
     # Only the lane's thread calls ``inner`` and the abstract methods. ``world`` serves
     # all other calls.
-    # After a failed collective all later ones fail and ``inner`` is aborted, so that
-    # ranks that wait for this one, not for the lost one, fail, too.
+    # After a failed collective all later ones fail and ``inner`` is aborted. So ranks
+    # that wait for this rank, and not for the lost rank, fail, too.
 
     def __init__(self, world: Engine, *inner: Communicator | Engine) -> None:
-        """Own an engine of all ranks, and others: ``close()`` closes them."""
+        """Own ``world``, with all ranks, and ``inner``; ``close()`` closes both."""
         self.rank, self.size, self.timeout_s = world.rank, world.size, world.timeout_s
         self._world = world
         self._inner = inner
@@ -150,7 +150,7 @@ class LaneEngine(Engine):
     def _close(self, *, is_abrupt: bool) -> None:
         with self._lock:
             self._is_closed = True
-            # Only an abort ends the wait of the thread for a message.
+            # The thread may wait for a message, which only an abort ends.
             is_abrupt = is_abrupt or self._is_busy
         self._thread.shutdown(wait=False, cancel_futures=True)
         for each in self._inner:

@@ -1,6 +1,6 @@
-"""Send Python objects between ranks: pickled for users, as JSON for ronde itself.
+"""Exchange of Python objects: pickled for users, as JSON for ronde itself.
 
-A pickle can run any code when it is read, so none is read unless the program itself
+Loading a pickle can run any code, so pickles are loaded only if the program itself
 sends objects.
 """
 
@@ -19,7 +19,7 @@ from ronde.errors import CollectiveError
 
 _HEADER_BYTES = 8
 _FIRST_BYTES = 4096
-"""Bytes of an object that are sent with its length: mostly the whole object."""
+"""Bytes of an object that are sent with its length; usually the whole object."""
 _FAILED = -1
 
 
@@ -38,7 +38,7 @@ def broadcast_object(communicator: TensorGroup, obj: Any, root: int) -> Any:  # 
     """Return ``root``'s object on every rank; collective.
 
     Raises:
-        CollectiveError: ``root`` could not pickle it, and raised pickle's own error.
+        CollectiveError: ``root``, another rank, could not pickle its object.
     """
     payload = _broadcast(communicator, lambda: cloudpickle.dumps(obj), root)
     return obj if communicator.rank == root else cloudpickle.loads(payload)
@@ -48,7 +48,7 @@ def all_gather_object(communicator: TensorGroup, obj: object) -> list[Any]:
     """Return the objects of all ranks, in rank order; collective.
 
     Raises:
-        CollectiveError: A rank could not pickle its own, and raised pickle's own error.
+        CollectiveError: Another rank could not pickle its object.
     """
     payloads = _all_gather(communicator, lambda: cloudpickle.dumps(obj))
     return [cloudpickle.loads(payload) for payload in payloads]

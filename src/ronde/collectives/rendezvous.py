@@ -1,13 +1,13 @@
-"""Rendezvous: give all ranks of a job one store.
+"""Rendezvous: connect all ranks of a job to one store.
 
-Under ``ronde run`` and torchrun the address is given. Other ranks on one host: rank 0
-serves the store on a unix socket in a directory that only this user can enter. The
-socket is named after the process that launched the ranks, so jobs do not mix.
+``ronde run`` and torchrun give the store's address. With other launchers on one host,
+rank 0 serves the store on a unix socket in a directory that only this user can enter.
+The socket is named after the process that launched the ranks, so that jobs do not mix.
 
 Slurm gives the hosts of a step, rank 0's first, but no port. All ranks derive the same
 list of ports from the job and step numbers. Rank 0 listens on the first free one; the
-others try the ports until a server proves to belong to their user and step. A stranger
-that occupies some of the ports cannot block the rendezvous.
+others try the ports until a server proves to belong to their user and step. Another
+user who occupies some of the ports cannot block the rendezvous.
 
 MPI connects the ranks but gives no address. Rank 0 sends its addresses by MPI, every
 rank answers which of them it has a route to, and rank 0 listens on the best.
@@ -64,35 +64,35 @@ _RANK_VARIABLES = {
     Launcher.OPEN_MPI: "OMPI_COMM_WORLD_RANK",
     Launcher.PMI: "PMI_RANK",
     Launcher.SLURM: "SLURM_PROCID",
-}  # of the other launchers it is ``RANK``
-_EXITING_S = 3.0  # an exiting process may keep its children for so long
+}  # other launchers set ``RANK``
+_EXITING_S = 3.0  # limit for an exiting process to lose its children
 _ENDING_S = 10.0  # several ancestors may exit, one after the other
 _POLL_S = 0.02
 _SOCKET = "ronde/socket"
 _NODE_LISTS = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
 _NUM_PORTS, _NUM_AT_FIRST, _NUM_AT_ONCE = 256, 4, 16
-_FIRST_PORT, _END_PORT = 16384, 32768  # below those of outgoing connections
+_FIRST_PORT, _END_PORT = 16384, 32768  # below the ports of outgoing connections
 _ANSWER_S = 2.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
 _PAUSE_PER_PORT_S = 1 / 128
 _CURE = "Set MASTER_ADDR and MASTER_PORT on all ranks."
 _calls: dict[str, "itertools.count[int]"] = {}
-"""Counts the calls of ``open_store`` in the current job, or view of an elastic job."""
+"""Counters of the calls of ``open_store``, for the current job or elastic view."""
 
 
 def open_store(
     info: RankInfo, timeout_s: float, scope: AbortScope | None = None
 ) -> Store:
-    """Return a store that all ranks of a job share, empty under the keys used here.
+    """Return a store that all ranks of a job share; collective.
 
-    Collective: under one ``job_id`` the n-th call of every rank returns the same store.
-    With a ``scope`` the store is the launcher's and is closed when the scope is
-    aborted.
+    With the same ``job_id`` the n-th call of every rank returns the same store, empty
+    under the keys used here. With a ``scope`` the store is the launcher's and is closed
+    when the scope is aborted.
 
     Raises:
-        UsageError: On Slurm: no secret file can be used.
+        UsageError: Slurm's ranks have no usable secret file.
         WorldError: The ranks are on several hosts without a rendezvous address.
-        CollectiveError: The others did not come in time, or the port is in use.
+        CollectiveError: Not all ranks joined in time, or the port is in use.
     """
     with ErrorContext("rendezvous", info.rank, info.size, timeout_s):
         if scope is not None and info.store:
@@ -130,7 +130,7 @@ def _shared_store(info: RankInfo, timeout_s: float) -> Store:
 def _launcher_store(
     info: RankInfo, timeout_s: float, scope: AbortScope | None = None
 ) -> JobStore:
-    """Connect to the launcher's store: a unix socket, or a port and a key file."""
+    """Connect to the launcher's store by its unix socket, or its port and key file."""
     target, _, key_file = info.store.partition(" ")
     if not key_file:
         is_spread = info.local_size < info.size
@@ -167,7 +167,7 @@ def _tcp_store(meeting: Meeting, rank: int, timeout_s: float) -> Store:
 def find_launcher(info: RankInfo) -> tuple[int, int]:
     """Return pid and start time of the nearest ancestor that is not part of this rank.
 
-    Both are 0 if it is outside this container.
+    Both are 0 if that ancestor is outside this container.
     """
     # Shells and wrappers between launcher and rank have the rank's environment. The
     # launcher does not, or belongs to another user and hides its own.
@@ -179,7 +179,7 @@ def find_launcher(info: RankInfo) -> tuple[int, int]:
         except (FileNotFoundError, ProcessLookupError):
             if waited_s > _ENDING_S:
                 raise
-            # An ancestor has ended, and its children have another parent now.
+            # An ancestor has ended, so its children have another parent now.
             os.sched_yield()
 
 
@@ -202,7 +202,7 @@ def _has_rank_variables(pid: int, info: RankInfo) -> bool:
         return False
     rank = f"{_RANK_VARIABLES.get(info.launcher, 'RANK')}={info.rank}".encode()
     job = f"={info.job_id}".encode()
-    # The launcher may be a rank of another job, with the same number there.
+    # The launcher may itself be a rank of another job, even with the same number.
     return rank in entries and (
         not info.job_id or any(entry.endswith(job) for entry in entries)
     )
@@ -228,7 +228,7 @@ def _host_store(info: RankInfo, timeout_s: float) -> JobStore:
 
 
 def socket_name(info: RankInfo) -> str:
-    """Name the socket after the launcher's process, which all ranks descend from."""
+    """Return a socket name from the launcher's process, the ranks' common ancestor."""
     pid, started_at = find_launcher(info)
     identity = f"{boot_identity()} {pid} {started_at} {info.job_id}"
     return hashlib.sha256(identity.encode()).hexdigest()[:32]
@@ -240,7 +240,7 @@ def socket_prefix() -> str:
 
 
 def join_at(path: str, info: RankInfo, timeout_s: float) -> JobStore | None:
-    """Join the store behind a socket; None if there is none, or it is another job's."""
+    """Join the store at a socket; None if there is none, or it is another job's."""
     try:
         local_socket.dial(path, timeout_s).close()
     except OSError:
@@ -274,7 +274,7 @@ def _serve_host_store(info: RankInfo, name: str, timeout_s: float) -> JobStore:
     store = store_at(str(directory / end), timeout_s)
     store.set(_SOCKET, str(directory / end))
     join(store, info)
-    # The name that the other ranks look for.
+    # The name for which the other ranks look.
     (directory / name).hardlink_to(directory / end)
     try:
         await_all(store, info, timeout_s)
@@ -332,7 +332,7 @@ def _addresses_of(name: str) -> tuple[str, ...]:
 
 
 def step_ports(job_id: str) -> list[int]:
-    """Return the same ports on all ranks of a user's step, other ports elsewhere."""
+    """Return ports, equal on all ranks of a user's step, different in other steps."""
     drawing = random.Random(f"ronde {os.geteuid()} {job_id}")  # noqa: S311  no secret
     return drawing.sample(range(_FIRST_PORT, _END_PORT), _NUM_PORTS)
 
@@ -364,7 +364,7 @@ def _join_step(
             store = remote_store(address, port, key, timeout_s)
             if join(store, info):
                 return store
-        # Many ranks that dial often would slow down the start of rank 0's host.
+        # Many ranks that connect often would slow down the start of rank 0's host.
         time.sleep(pause_s * random.uniform(0.5, 1.0))  # noqa: S311  no secret
         if pause_s >= _LONGEST_PAUSE_S:
             num_ports = min(2 * num_ports, _NUM_PORTS)
@@ -381,7 +381,7 @@ def _join_step(
 def _authenticated(
     targets: Sequence[tuple[str, int]], key: SharedKey
 ) -> list[tuple[str, int]]:
-    """Return the targets that prove to know the key; tries many at once."""
+    """Return the targets that prove to know the key; tries many concurrently."""
 
     def is_ours(target: tuple[str, int]) -> bool:
         try:
@@ -419,7 +419,7 @@ def _mpi_store(info: RankInfo, timeout_s: float) -> JobStore:
         listener = socket.create_server((address, 0), family=family_of(address))
         port = listener.getsockname()[1]
         serve_network(listener, SharedKey(own_key), max_connections(info.size))
-    # A process that can read MPI's messages can control the job anyway.
+    # A process that can read MPI's messages can control the job in any case.
     shared_key, port = broadcast_json(mpi, lambda: [own_key.hex(), port], 0)
     mpi.close()
     if not address:
@@ -437,7 +437,7 @@ def _agree_on_address(mpi: Communicator) -> str:
     sources = [source_towards(each.address) for each in candidates]
     answers = all_gather_json(mpi, (network_identity(), sources))
     others = [
-        # The same address on another host, such as a bridge for containers, is none.
+        # An address that both hosts have, such as a container bridge's, is not used.
         ["" if s == c.address else s for s, c in zip(there, candidates, strict=True)]
         for host, there in answers
         if host != answers[0][0]

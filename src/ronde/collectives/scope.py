@@ -1,10 +1,10 @@
-"""Abort scopes: abort all waits, engines and agreements of a session at once.
+"""Abort scopes, which abort all waits and engines of a session together.
 
 Note [Tracebacks hold groups]
-    The traceback of a failure holds the frames that it passed, and these hold their
-    objects, such as a Gloo group with a thread and four descriptors. If such an object
-    holds the failure in turn, both live until Python collects cycles, perhaps minutes
-    later. So frames and objects drop their references to each other early.
+    The traceback of a failure holds the frames that it passed through. The frames hold
+    their objects, such as a Gloo group with a thread and four descriptors. If such an
+    object refers to the failure, both live until Python collects cycles, perhaps
+    minutes later. So frames and objects drop their references to each other early.
 """
 
 import atexit
@@ -29,14 +29,14 @@ _ABORT_S = 1.0
 _CONNECTING = "ronde connecting"
 ABORTING = "ronde abort"
 """The name of the thread that frees Gloo's groups in the background."""
-_EXIT_WAIT_S = {_CONNECTING: 1.0, ABORTING: 5.0}  # for such threads when Python exits
+_EXIT_WAIT_S = {_CONNECTING: 1.0, ABORTING: 5.0}  # when Python exits
 
 
 class AbortScope:
     """Aborts registered operations together; ``failure`` is the reason once aborted."""
 
     def __init__(self, *, is_live: bool = False) -> None:
-        """Create a scope; ``is_live``: ``abort`` may be called."""
+        """Create a scope; with ``is_live``, ``abort`` may be called."""
         self.failure: CollectiveError | None = None
         self.store: object = None  # the job's, kept alive: see ``JobStore``
         self.is_live = is_live
@@ -47,7 +47,7 @@ class AbortScope:
         self._is_dropping = False
 
     def add(self, abort: Callable[[], object]) -> None:
-        """Call a bound method at the abort, or at once after it; holds it weakly."""
+        """Register a bound method, held weakly; after the abort, call it at once."""
         with self._lock:
             if self.failure is None:
                 self._methods = [each for each in self._methods if each() is not None]
@@ -56,7 +56,7 @@ class AbortScope:
         abort()
 
     def abort(self, failure: CollectiveError) -> None:
-        """Abort every registered operation, newest first, and later ones at once."""
+        """Abort registered operations, newest first; later ones are aborted at once."""
         with self._lock:
             if self.failure is not None:
                 return
@@ -70,9 +70,9 @@ class AbortScope:
             self._is_over.set()
 
     def call_later(self, function: Callable[[], object]) -> None:
-        """Call functions one after the other in a thread that Python waits for at exit.
+        """Call functions one by one in a thread for which Python waits at exit.
 
-        One thread, since each thread has its own part of the allocator's memory.
+        One thread is used, as each thread takes memory from its own allocator arena.
         """
         with self._lock:
             self._later.append(function)
@@ -103,7 +103,7 @@ class AbortScope:
         self._is_over.wait(_ABORT_S)
 
     def end(self) -> None:
-        """Abort nothing from now on; wait for an abort that is under way."""
+        """Abort nothing from now on; wait for an abort in progress."""
         with self._lock:
             self._methods = []
         if self.failure is not None:
@@ -114,9 +114,9 @@ class AbortScope:
             raise fresh(self.failure)
 
     def run(self, function: Callable[[], T]) -> T:
-        """Call a function that cannot be aborted; on abort it is left to a thread.
+        """Call a function that cannot be interrupted; return early on abort.
 
-        Then its result is dropped.
+        The function then finishes in its thread, and its result is dropped.
         """
         if not self.is_live:
             return function()

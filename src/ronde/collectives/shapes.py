@@ -1,8 +1,8 @@
 """Exchange of shapes before a collective of tensors of unequal sizes.
 
-Every rank sends three numbers to every other: a signature of all that must be equal,
-its rows and the rows of its ``out``. If these do not fit together, the ranks exchange
-their dtypes and shapes for the error message.
+Every rank sends three numbers to every other rank: a signature of the properties that
+must be equal, its number of rows, and the number of rows of its ``out``. If these are
+incompatible, the ranks exchange their dtypes and shapes for the error message.
 """
 
 import functools
@@ -72,7 +72,7 @@ def do_fit(layouts: Sequence[LayoutSummary]) -> bool:
 
 
 def disagreement(layouts: Sequence[CallLayout]) -> CollectiveError:
-    """Return the error of layouts that do not fit together, alike on every rank."""
+    """Return the error for incompatible layouts, the same on every rank."""
     refused = [r for r, layout in enumerate(layouts) if layout.is_refused]
     if refused:
         return _refused_elsewhere(layouts[refused[0]].call, refused)
@@ -98,7 +98,7 @@ def disagreement(layouts: Sequence[CallLayout]) -> CollectiveError:
 def require_out_rows(
     call: str, layouts: Sequence[LayoutSummary], rank: int, results: Sequence[int]
 ) -> None:
-    """Raise on every rank if a rank's ``out`` has not as many rows as its result."""
+    """Raise on every rank if a rank's ``out`` has the wrong number of rows."""
     own = [layout.out_rows for layout in layouts]
     wrong = [r for r, num in enumerate(own) if num >= 0 and num != results[r]]
     if rank in wrong:

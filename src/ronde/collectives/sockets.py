@@ -1,6 +1,6 @@
 """TCP sockets of this process, found by descriptor.
 
-For sockets that a library opened and does not expose: see Note [Gloo's sockets] in
+Used for sockets that a library does not expose: see Note [Gloo's sockets] in
 ``engines/torch_distributed.py``.
 """
 
@@ -39,15 +39,15 @@ def shut_down(addresses: AbstractSet[bytes]) -> None:
 
 
 def block_connections(listening: dict[int, int]) -> None:
-    """Let the kernel drop all packets to sockets: see Note [Gloo's sockets]."""
+    """Make the kernel drop all packets to sockets: see Note [Gloo's sockets]."""
     for sock in _open(listening):
-        # A sandbox may have no filters. Then the port stays open.
+        # A sandbox may not support filters. Then the port stays open.
         with suppress(OSError):
             sock.setsockopt(socket.SOL_SOCKET, _ATTACH_FILTER, _DROP_ALL)
 
 
 def address_of(listening: dict[int, int]) -> bytes:
-    """Return the address of the first of these sockets, or nothing."""
+    """Return the address of the first of these sockets; empty without one."""
     return next((_encode(sock.getsockname()) for sock in _open(listening)), b"")
 
 

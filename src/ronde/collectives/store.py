@@ -26,9 +26,9 @@ class JobStore(Store):
     # Any number of threads may call at once, so ``clone()`` returns this object. It
     # must be kept alive: torch loses its Python methods when Python frees it. torch's
     # groups call it from their own threads, which take the interpreter's lock. Such a
-    # call would hang or crash while the interpreter exits, so groups are closed before,
-    # by ``atexit``. Gloo calls it only while it connects a group. NCCL's monitor calls
-    # it now and then; that is untested, for lack of a GPU.
+    # call would hang or crash while the interpreter exits, so ``atexit`` closes groups
+    # before. Gloo calls it only while it connects a group. NCCL's monitor calls it now
+    # and then, which is untested for lack of a GPU.
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class JobStore(Store):
     def _ask(
         self, op: Op, *fields: str | bytes, timeout: timedelta | None = None
     ) -> tuple[bytes, ...]:
-        own: Any = self  # torch's stub does not know its timeout
+        own: Any = self  # torch's stub lacks the timeout
         limit_s = (timeout or own.timeout).total_seconds()
         return self._client.ask(op, fields, limit_s)
 
@@ -100,7 +100,7 @@ class JobStore(Store):
 
 
 def clone_of(store: Store) -> Store:
-    """Return a copy with its own connection.
+    """Return a clone of a store, with its own connection.
 
     A wait in a store blocks all other calls on its connection, so threads that connect
     at the same time need a clone each.
@@ -122,11 +122,11 @@ def scope_of(store: Store) -> AbortScope:
 
 def get_all(store: Store, keys: list[str], limit: timedelta) -> list[bytes]:
     base = base_of(store)
-    # A job's store waits by itself, within its own timeout.
+    # A job's store applies its own timeout when it waits.
     if isinstance(base, JobStore) and cast("Any", base).timeout <= limit:
         try:
             return store.multi_get(keys)
-        except StoreError:  # late, or gone
+        except StoreError:  # timed out, or the store is gone
             if cast("Any", base).timeout == limit:
                 raise
     store.wait(keys, limit)
@@ -134,10 +134,10 @@ def get_all(store: Store, keys: list[str], limit: timedelta) -> list[bytes]:
 
 
 class RendezvousStore(Store):
-    """The store in which a Gloo group exchanges addresses, prefetched.
+    """Prefetching store in which a Gloo group exchanges addresses.
 
     Gloo reads one rank's address after the other, twice. The first read here fetches
-    all. It must be kept alive, like ``JobStore``.
+    all addresses. The store must be kept alive, like ``JobStore``.
     """
 
     def __init__(self, store: Store, size: int) -> None:
@@ -193,7 +193,7 @@ def remote_store(
 
 
 def join(store: JobStore, info: RankInfo) -> bool:
-    """Register this rank in a store; False if an earlier program did."""
+    """Register this rank in a store; return False if an earlier process did."""
     own = secrets.token_hex(8).encode()
     return store.compare_set(f"{_JOINED}/{info.rank}", b"", own) == own
 

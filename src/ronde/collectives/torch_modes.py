@@ -18,7 +18,7 @@ _NOTHING = nullcontext()
 
 
 def in_mode_of_caller(work: Callable[P, T]) -> Callable[P, T]:
-    """Return ``work`` wrapped to run in this thread's inference mode."""
+    """Wrap ``work`` to run in the inference mode of the thread that wraps it."""
     is_inference = torch.is_inference_mode_enabled()
 
     @wraps(work)
@@ -30,7 +30,7 @@ def in_mode_of_caller(work: Callable[P, T]) -> Callable[P, T]:
 
 
 def writing_to(tensors: Iterable[Tensor]) -> AbstractContextManager[None]:
-    """Enter inference mode if one of the tensors was made in it."""
+    """Return a context that allows writing to tensors made in inference mode."""
     for tensor in tensors:
         if tensor.is_inference():
             return torch.inference_mode()
@@ -43,17 +43,17 @@ _REASON = "ronde talks to other ranks outside of compiled code"
 
 
 def outside_compiler(function: F) -> F:
-    """Exclude ``function`` and all that it calls from ``torch.compile``."""
-    # ``torch.compiler.disable`` uses a wrapper and imports ``torch._dynamo``. That
-    # takes seconds even in programs that compile nothing, each call costs a microsecond
-    # more, and warnings point at the wrapper. This marks the code, as the compiler
-    # marks its own functions.
+    """Exclude ``function`` and all functions that it calls from ``torch.compile``."""
+    # ``torch.compiler.disable`` uses a wrapper and imports ``torch._dynamo``. The
+    # import takes seconds even in programs that compile nothing, each call costs a
+    # microsecond more, and warnings point at the wrapper. This function marks the code
+    # object instead, as the compiler marks its own functions.
     try:
         skip = eval_frame._FrameAction.SKIP  # pyright: ignore[reportPrivateUsage]  # noqa: SLF001
         strategy = eval_frame._FrameExecStrategy(skip, skip)  # pyright: ignore[reportPrivateUsage]  # noqa: SLF001
         code = cast("FunctionType", function).__code__
         eval_frame.set_code_exec_strategy(code, strategy)
-    except AttributeError:  # another torch
+    except AttributeError:  # another version of torch
         return cast("F", torch.compiler.disable(function, reason=_REASON))
     marks: dict[str, object] = function.__dict__
     marks["_torchdynamo_disable"] = True
@@ -69,13 +69,13 @@ _madvise: Callable[[int, int, int], int] = _libc.madvise
 
 
 def new_like(tensor: Tensor) -> Tensor:
-    """Return an uninitialised tensor like another, in huge pages if it is large."""
+    """Return an uninitialised tensor like ``tensor``, in huge pages if it is large."""
     # Touching 64 MiB for the first time takes 5 ms, and 16 ms in pages of 4 KiB.
     made = torch.empty_like(tensor)
     if made.is_cpu and made.nbytes >= _WORTH_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
         begin = made.data_ptr()
         first = -(-begin // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
         num_bytes = (begin + made.nbytes - first) // mmap.PAGESIZE * mmap.PAGESIZE
-        # Only advice: the kernel may use small pages.
+        # This is only advice; the kernel may use small pages.
         _madvise(first, num_bytes, mmap.MADV_HUGEPAGE)
     return made

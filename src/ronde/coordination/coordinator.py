@@ -2,14 +2,14 @@
 
 Note [Progress]
     A thread that waits for a result makes progress itself, under one lock: it receives
-    and sends messages and runs agreed operations; no other thread is woken. If no
-    thread waits, the coordinator's own thread does so. It sleeps until a message comes
-    or an operation is submitted that no thread waits for. Such submissions are gathered
-    for a moment (``gather_time_s``), and longer while more come, so that many small
-    tensors are fused in the same way every time and their plan is cached.
+    and sends messages and runs agreed operations, and no other thread is woken. If no
+    thread waits, the coordinator's own thread makes progress. It sleeps until a message
+    comes or an operation is submitted for which no thread waits. Such submissions are
+    gathered for a moment (``gather_time_s``), and longer while more arrive. So many
+    small tensors are fused in the same way every time, and their plan is cached.
 
-    The lock is not held while waiting for messages, but while an operation runs:
-    operations run one after the other, in the agreed order.
+    The lock is not held while waiting for messages. It is held while an operation runs,
+    so operations run one after the other, in the agreed order.
 """
 
 import threading
@@ -57,12 +57,12 @@ __all__ = ["CoordinationOptions", "Coordinator"]
 
 _CHECK_EVERY_S = 0.25  # for lost ranks and stalls
 _NUM_QUICK_WAITS = 2
-_MOST_GATHERED = 4  # so often newer submissions may delay older ones
-_CLOSE_WITHIN_S = 2.0  # for an operation under way to end by itself
+_MOST_GATHERED = 4  # most delays of a submission by newer ones
+_CLOSE_WITHIN_S = 2.0  # for a running operation to end by itself
 _JOIN_WITHIN_S = 60.0  # for the thread to end after an abort
-_FAST_ENGINES = ("auto", "shared_memory")  # equal results for few bytes
+_FAST_ENGINES = ("auto", "shared_memory")  # results equal the fast path's
 _FIND_LOSS_WITHIN_S = 1.5
-"""After a failed operation, for a message about the rank that was lost first."""
+"""Wait, after a failed operation, for a message about the rank that was lost first."""
 _HAS_JOINED, _HAS_GIVEN_UP, _ASKS = -1, 0, 1  # votes for a new communicator
 SHUT_DOWN = (
     "Horovod has been shut down. This was caused by an exception on one of the ranks "
@@ -89,9 +89,9 @@ class CoordinatorState:
         set_id: int,
         ranks: tuple[int, ...],
     ) -> None:
-        """``ranks``: those of the process set, or empty for all."""
+        """``ranks`` are the ranks of the process set; empty for all."""
         self.submitted: deque[Entry] = deque()  # any thread may append
-        # Called if a stall ends the job.
+        # Called when a stall ends the job.
         self.on_stop: Callable[[], None] = lambda: None
         self.execution = Execution(communicator, set_id, options)
         self._communicator, self._channel = communicator, channel
@@ -115,7 +115,7 @@ class CoordinatorState:
         if channel.shared is not None and is_fast:
             self.fast_path = FastPath(channel.shared)
         self._num_connected = 0
-        self.duplicates = WeakSet[Communicator]()  # those in use
+        self.duplicates = WeakSet[Communicator]()  # duplicates in use
         self.ask_all = partial(self._node.report, "ask")
 
     def progress(self) -> bool:
@@ -151,10 +151,9 @@ class CoordinatorState:
                 self.execution.threshold_bytes = num_bytes
 
     def start_fast(self, entry: Entry) -> FastPath | None:
-        """Start an operation on the fast path and return it, or None if it cannot."""
-        # Not with a timeline, which records negotiations; not with deferred rounds,
-        # which only normal waits drive; and not with several operations, which are
-        # fused.
+        """Start an operation on the fast path; return the path, None if impossible."""
+        # Impossible with a timeline, which records negotiations; with deferred rounds,
+        # which only normal waits drive; and with several operations, which are fused.
         if (
             self.fast_path is None
             or entry.operation.kind is not OpKind.ALLREDUCE
@@ -201,7 +200,7 @@ class CoordinatorState:
         if self.fast_path is not None:
             is_asked = self.fast_path.is_asked()
             self.finish_fast()
-            if is_asked:  # the round before is finished now
+            if is_asked:  # the previous round is finished now
                 self.fast_path.refuse()
         if self.submitted:
             recorder = self.execution.recorder
@@ -246,10 +245,10 @@ class CoordinatorState:
             self._tuning.ran([each.name for each in own], num_bytes, time.monotonic())
 
     def _connect(self, name: str) -> None:
-        """Make a communicator if every rank still requests it."""
+        """Make a communicator if every rank still requests the name."""
         if self._table.failure is not None:
             return
-        # The root also counts ranks that gave up meanwhile, and those that joined.
+        # The command also covers ranks that gave up meanwhile, or have joined.
         entry = self._table.entries.get(name)
         absent = _HAS_JOINED if self._table.has_joined else _HAS_GIVEN_UP
         vote = torch.tensor([absent if entry is None else _ASKS], device="cpu")
@@ -309,7 +308,7 @@ class CoordinatorState:
     def _fail(self, entries: Sequence[Entry | None], error: Exception) -> None:
         """Fail all operations after a failed collective or an error of this rank."""
         if isinstance(error, CollectiveError):
-            # First, so that ranks that wait for this one in a collective fail, too.
+            # First, so that ranks that wait for this rank in a collective fail, too.
             self._communicator.abort()
             self._await_loss()
             if self._table.failure is None:
@@ -348,8 +347,8 @@ class Coordinator:
 
     Any thread may submit, and the order of names may differ between ranks. The recorder
     of ``execution`` may be set at any time. ``watch`` makes stall reports include waits
-    that are not negotiated, such as for buckets. ``wake`` wakes the coordinator's
-    thread.
+    that are not negotiated, such as waits for gradient buckets. ``wake`` wakes the
+    coordinator's thread.
     """
 
     def __init__(
@@ -362,12 +361,12 @@ class Coordinator:
         ranks: tuple[int, ...] = (),
         waits: Waits | None = None,
     ) -> None:
-        """Use a communicator and a channel, which must have no other users.
+        """Use a communicator and a channel exclusively.
 
         Args:
-            ranks: Those of the process set, ascending; empty for all.
-            waits: Of this process. Aborting their scope aborts all operations here, but
-                not the communicator.
+            ranks: The ranks of the process set, ascending; empty for all.
+            waits: The waits of this process. Aborting their scope aborts all operations
+                of this coordinator, but not the communicator.
         """
         self.rank, self.size = communicator.rank, communicator.size
         self._communicator, self._options = communicator, options
@@ -395,7 +394,7 @@ class Coordinator:
 
     @property
     def fast_path(self) -> FastPath | None:
-        """None unless all ranks share memory."""
+        """The fast path, or None unless all ranks share memory."""
         return self._state.fast_path
 
     def submit(self, operation: NamedOperation) -> Work[Any]:
@@ -410,7 +409,7 @@ class Coordinator:
         Raises:
             UsageError: The name is in use. (Horovod's text.)
             CollectiveError: The job is shut down, or a rank is lost. From ``wait()``
-                also: the ranks' operations do not fit together.
+                also: the ranks' operations are incompatible.
         """
         self.waits.add_user()
         return self._submit(operation)
@@ -418,18 +417,18 @@ class Coordinator:
     def connect(self, name: str) -> Entry:
         """Start to duplicate the communicator.
 
-        The result is the communicator and its number. ``wait()`` also fails if a rank
-        has joined without this call, and by ``Waits.give_way``.
+        The result is the new communicator and its number. ``wait()`` also fails if a
+        rank has joined without this call, or if ``Waits.give_way`` chooses it.
         """
         return self._submit(NamedOperation(OpKind.CONNECT, name=name))
 
     def give_up(self, entry: Entry) -> None:
-        """Fail a ``connect`` on this rank if it is under way."""
+        """Fail a pending ``connect`` on this rank."""
         if self._table.pop(entry.name) is entry:
             entry.fail(CollectiveError(f"{entry.name} was given up by this rank."))
 
     def run(self, operation: NamedOperation) -> Any:  # noqa: ANN401 - each operation's own
-        """Same as ``submit(operation).wait()``, without waking another thread."""
+        """Run ``submit(operation).wait()`` without waking another thread."""
         self.waits.add_user()
         entry = self._enter(operation)
         state = self._state
@@ -450,9 +449,9 @@ class Coordinator:
         self._state.on_stop = function
 
     def close(self) -> None:
-        """Close the channel and fail operations under way; may be repeated.
+        """Close the channel and fail pending operations; may be called repeatedly.
 
-        Does not close the communicator, but aborts it if an operation is running.
+        The communicator is not closed, but is aborted if an operation is running.
         """
         if self._is_closed:
             return
@@ -496,7 +495,7 @@ class Coordinator:
         return entry
 
     def _finish(self, entry: Entry, poll: PollCallback | None = None) -> None:
-        """Make progress until ``entry`` is over or ``poll`` stops it."""
+        """Make progress until ``entry`` is over or ``poll`` ends the wait."""
         self._waiter.add_waiter()
         try:
             num_left = 0 if poll or self.waits.put_off else _NUM_QUICK_WAITS
@@ -541,7 +540,7 @@ class Coordinator:
         self._progress(0)
 
     def _progress(self, num_own: int) -> None:
-        """Make progress without waiting; wake others if more than ``num_own`` wait."""
+        """Make progress without waiting; wake the waiters if more than ``num_own``."""
         with self._lock:
             if self._is_closed:
                 return
@@ -570,11 +569,11 @@ class Coordinator:
                 return
 
     def _work(self) -> None:
-        """Make progress if no other thread does; the coordinator's own thread."""
+        """Make progress while no other thread does; run by the coordinator's thread."""
         while not self._is_closed:
             timeout_s = _CHECK_EVERY_S
             if not (self._table.entries or self._table.watches):
-                # A watch may begin meanwhile, which does not wake this thread.
+                # A watch that begins meanwhile does not wake this thread.
                 timeout_s = self._options.stall_warning_s / 2 or None
             self._waiter.wait(timeout_s, is_eager=False)
             if self._is_closed:

@@ -1,7 +1,7 @@
 """Execution of negotiated operations on a communicator, with tensor fusion.
 
-Every rank computes the same plan of the tensors to fuse. The fusion threshold may be
-tuned by measuring the program's own steps.
+Every rank computes the same plan of tensors to fuse. The fusion threshold can be tuned
+by measuring the program's steps.
 """
 
 import time
@@ -23,9 +23,9 @@ from ronde.tuning import Tuner, TuningOptions
 
 _MAX_ITEMS = 4096  # tensors in cached plans, 1 KiB each; equal on all ranks
 _ALONE_BYTES = 1 << 20
-"""From this size on a copy of a tensor costs more than a separate collective."""
+"""Size from which copying a tensor costs more than a separate collective."""
 _COPIED_BYTES = 8 << 20
-"""The fusion limit of broadcasts, as their buffer is rarely used again."""
+"""The fusion limit of broadcasts, whose buffer is rarely used again."""
 _Entries = Sequence[Entry | None]
 """The entry of each request on this rank; None if it has joined."""
 _NAMES = {kind: kind.name for kind in OpKind}
@@ -33,7 +33,7 @@ _MIB = 1 << 20
 _SIZES = (64 * _MIB, 16 * _MIB, 4 * _MIB, 256 * _MIB, 1 * _MIB, 32 * _MIB, 8 * _MIB, 0)
 """Thresholds to try, the most likely first; 0 fuses nothing."""
 _MOST_NAMES = 1000
-"""A step with more names is cut, as unique names would make it endless."""
+"""Limit of names in a step; with unique names a step would never end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class CoordinationOptions:
 
 
 class _Item(NamedTuple):
-    """A tensor: index of its request in the run, and its own there."""
+    """A tensor: the index of its request in the run, and its index in the request."""
 
     request: int
     tensor: int
@@ -65,12 +65,12 @@ class _Batch:
     request: Request
     items: list[_Item]
     num_bytes: int = 0
-    flat: Tensor | None = None  # the fusion buffer, of several tensors
-    views: list[Tensor] = field(default_factory=list[Tensor])  # the tensors in it
+    flat: Tensor | None = None  # the fusion buffer if there are several tensors
+    views: list[Tensor] = field(default_factory=list[Tensor])  # the tensors in ``flat``
 
 
 class Execution:
-    """Runs one process set's operations, fused up to ``threshold_bytes``."""
+    """Runs the operations of a process set, fused up to ``threshold_bytes``."""
 
     def __init__(
         self, communicator: Communicator, set_id: int, options: CoordinationOptions
@@ -95,7 +95,7 @@ class Execution:
             return
         marks = [e.ready for e in entries if e is not None and e.ready is not None]
         if self._last is not None:
-            # The last run uses the same buffers, perhaps on another stream.
+            # The previous run used the same buffers, perhaps on another stream.
             marks.append(self._last)
         with torch.cuda.device(marks[0].device if marks else None):
             for mark in marks:
@@ -165,7 +165,7 @@ class Execution:
                 where = torch.device("cuda", torch.cuda.current_device())
             if request.kind is OpKind.ALLREDUCE:  # reduced in place
                 buffer = self._communicator.allocate(room, dtype, where)
-            else:  # rarely repeated: the allocation would take longer than it saves
+            else:  # rarely repeated, so allocating a buffer would not pay
                 buffer = torch.empty(room, dtype=dtype, device=where)
             self._buffers[key] = buffer
         batch.flat = buffer[:numel]
@@ -215,7 +215,7 @@ class Execution:
         source: Tensor,
         splits: Sequence[int] | None,
     ) -> Any:  # noqa: ANN401 - each operation's own
-        """Run one operation in ``tensor``, with the values of ``source``."""
+        """Run one operation on ``source``; operations in place run on ``tensor``."""
         communicator = self._communicator
         before, after = request.prescale, request.postscale
         is_apart = tensor is not source
@@ -289,7 +289,7 @@ def _plan_batches(
 ) -> list[_Batch]:
     """Batch tensors that are reduced or broadcast in the same way, up to a size.
 
-    Alternating dtypes make two batches (Horovod's look-ahead).
+    If dtypes alternate, each dtype gets a batch (Horovod's look-ahead).
     """
     copied_bytes = min(threshold_bytes, _COPIED_BYTES)
     limits = {OpKind.ALLREDUCE: threshold_bytes, OpKind.BROADCAST: copied_bytes}
@@ -333,10 +333,10 @@ def _copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
 
 
 class FusionTuning:
-    """Tries fusion thresholds, on the root of a process set's coordinators.
+    """Tuner of the fusion threshold, on the root of a process set's coordinators.
 
-    A step ends when a name comes again. Its cost is seconds per byte, as steps differ
-    in size.
+    A step ends when a name is repeated. The cost of a step is seconds per byte, as
+    steps differ in size.
     """
 
     def __init__(
@@ -355,7 +355,7 @@ class FusionTuning:
         self._change = change
         self._names: set[str] = set()
         self._num_bytes = 0
-        # The end of the step before; unknown in the first step, which is not measured.
+        # The end of the previous step; unknown in the first, which is not measured.
         self._begun_s: float | None = None
         self._ended_s = 0.0
 

@@ -1,26 +1,26 @@
 """Small all-reduces of ranks that share memory, without messages.
 
 Note [Fast path]
-    Normally a cached all-reduce of a few bytes takes three hand-offs between ranks: up
-    the tree, down the tree, and to reduce. If all ranks share memory, one is enough. In
-    a *round* each rank publishes its number of the request, the *tag*, and its
-    elements. If all tags are equal, every rank reduces. If not, every rank submits its
-    operation in the normal way.
+    Normally a cached all-reduce of a few bytes takes three exchanges between ranks: up
+    the tree, down the tree, and the reduction. If all ranks share memory, one exchange
+    is enough. In a *round* each rank publishes its elements and the number of its
+    request in the cache, the *tag*. If all tags are equal, every rank reduces. If not,
+    every rank submits its operation in the normal way.
 
     Every rank enters every round exactly once, so the outcome of a round is the same on
     all ranks. Tags and elements of odd and even rounds are stored apart, and a rank
-    enters a round only when the one before is complete. So they are not overwritten
-    before all ranks have read them.
+    enters a round only when the one before is complete. So no rank overwrites tags and
+    elements before all ranks have read them.
 
     A rank refuses the round (tag 0) if it is in a normal wait, or if it computes for
     long while others wait. After a round without a result all ranks skip the fast path
-    for some operations, more and more of them. They count the same rounds and
-    operations, so they use it again at the same time.
+    for a number of operations, which grows each time. The ranks count the same rounds
+    and operations, so they return to the fast path at the same time.
 
     A rank enters the round (a store), then reads the other ranks' words (loads). So the
-    last one sees that the round is complete and wakes the sleepers. A sleeper sets its
-    flag, reads the words again, then sleeps on a word that is changed before it is
-    woken. Several ranks may see that the round is complete; all store the same number.
+    last rank sees that the round is complete and wakes the sleepers. A sleeper sets its
+    flag, reads the words again, then sleeps on a word, which its waker changes first.
+    Several ranks may see that the round is complete; all store the same number.
 """
 
 import time
@@ -52,13 +52,13 @@ from ronde.errors import UsageError
 
 _MAX_PLANS = 1024
 _MOST_SKIPPED = 64
-_REFUSED = 0  # the tag of a rank that has nothing to show
+_REFUSED = 0  # the tag of a rank that refuses the round
 _NUMBER, _TAGS, _SLEEP_STATE, _WAKE = 0, 1, LINE, 2 * LINE
 _AWAKE, _ASLEEP, _ASKING = 0, 1, 2
 
 
 class _Plan(NamedTuple):
-    """The reduction of a request."""
+    """The reduction of a cached request, with its tensors in shared memory."""
 
     kernel: ReduceKernel
     prescale: float
@@ -66,12 +66,12 @@ class _Plan(NamedTuple):
 
 
 class FastPath:
-    """One rank's part; one thread at a time, except ``wait`` and ``is_awaited``.
+    """One rank's fast path; ``wait`` and ``is_awaited`` may run concurrently.
 
     Attributes:
-        num_polls: Of ``wait`` before it sleeps.
-        first_nap_s: A sleeping wait polls after so long.
-        patience_s: After so long, a wait asks the other ranks to refuse the round.
+        num_polls: The number of polls of ``wait`` before it sleeps.
+        first_nap_s: The time until a sleeping wait polls.
+        patience_s: The time until a wait asks the other ranks to refuse the round.
     """
 
     def __init__(self, shared: SharedMemoryTransport) -> None:
@@ -86,7 +86,7 @@ class FastPath:
         self._other_words = [each for each, _, _ in self._others]
         self._memories = [segment.tensor for segment in segments]
         self._rank, self._size = own, len(segments)
-        self._number = 0  # of the last round that this rank entered; the first is 1
+        self._number = 0  # the last round that this rank entered; the first is 1
         self._has_waiter = False  # a thread is in ``wait``
         self._scratch = Scratch()
         self._plans: dict[int, _Plan | None] = {}
@@ -94,9 +94,9 @@ class FastPath:
         self._num_skipped = self._num_left = 0
 
     def start(self, entry: Entry, tag: int, request: Request) -> bool:
-        """Enter a round with an operation; return False if that is not possible.
+        """Enter a round with an operation; return False if that is impossible.
 
-        ``tag`` is the request's number in the cache, the same on all ranks; not 0.
+        ``tag`` is the request's number in the cache, equal on all ranks and not 0.
         """
         if (
             self._num_left
@@ -126,10 +126,10 @@ class FastPath:
         return True
 
     def finish(self, *, is_late: bool = False) -> tuple[Entry, bool] | None:
-        """End the round if it is complete; ``is_late`` asks the other ranks to answer.
+        """End the round if it is complete; ``is_late`` asks other ranks to enter it.
 
-        Returns None if no round ended, or the entry and True if it is over; if not, it
-        must be submitted in the normal way.
+        Returns None if no round ended, else the entry and True if the entry is over.
+        With False the entry must be submitted in the normal way.
         """
         if self._under_way is None:
             return None
@@ -168,25 +168,25 @@ class FastPath:
         )
 
     def refuse(self) -> None:
-        """Refuse a round that other ranks have entered and this one has not.
+        """Refuse a round that other ranks have entered and this rank has not.
 
-        Call ``finish`` before: this rank's last round is complete then, and must not be
-        taken for the refused one.
+        Call ``finish`` before, as this rank's last round is complete then and must not
+        be taken for the refused round.
         """
         if self._under_way is None and self.is_awaited():
             self._enter_round(_REFUSED)
             self._skip()
 
     def ran(self) -> None:
-        """Count an operation that ran in the normal way."""
+        """Count an operation that ran without the fast path."""
         if self._num_left:
             self._num_left -= 1
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until the round is complete, must be refused, or for the timeout.
+        """Wait until the round is complete or must be refused, at most for the timeout.
 
-        It must be refused if another rank sleeps in a normal wait. Other threads may
-        call ``finish`` meanwhile.
+        The round must be refused if another rank sleeps in a normal wait. Other threads
+        may call ``finish`` meanwhile.
         """
         number, is_complete = self._number, self._is_complete
         if CONTENTION.spin(lambda: is_complete(number), self.num_polls):
@@ -218,7 +218,7 @@ class FastPath:
             nap_s *= 2
 
     def _enter_round(self, tag: int) -> None:
-        """Enter the next round; the elements are stored and the last round complete."""
+        """Enter the next round; the last must be complete and the elements stored."""
         number = self._number = self._number + 1
         own = self._own
         own[_TAGS + (number & 1)] = tag
@@ -262,7 +262,7 @@ class FastPath:
         except UsageError:
             return None
         start = ROUNDS_AT + PAGE_BYTES
-        # They outlive the inference mode of this call.
+        # The views outlive the inference mode of this call.
         with torch.inference_mode(mode=False):
             views = [
                 [each[at : at + num_bytes].view(dtype) for each in self._memories]

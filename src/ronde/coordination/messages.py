@@ -1,9 +1,9 @@
 """The tree of coordinators and the messages between them.
 
-The message of a repeated step is short: an epoch and bits (``encode_numbers``). From a
-rank to its parent they mean that the sender and all ranks below are ready for these
-cached requests; from the root to all ranks, that these requests run now. Any other
-message is a JSON list of verbs with their values. Upwards go events:
+The message of a repeated step is short: an epoch and bits (``encode_numbers``). Sent
+to a parent, the bits mean that the sender and all ranks below it are ready for these
+cached requests; sent by the root, that these requests run now. Any other message is a
+JSON list of verbs with their values. These events are sent towards the root:
 
 =========  =======================================================================
 request    text, ranks: these ranks have made that request
@@ -15,12 +15,12 @@ ask        kind: a rank wants an inquiry of all ranks: see ``waits``
 answer     kind, number, rank, values: the answer to an inquiry
 =========  =======================================================================
 
-Downwards go the root's commands: see ``Command``.
+The root's commands are sent down the tree: see ``Command``.
 
 Note [Cached requests are bits]
     The root numbers each request that may come again, and all ranks cache it. A number
-    is not reused until a reset drops all of them and begins a new epoch. Bits carry
-    their epoch, so that bits sent before a reset are recognised and ignored: their
+    is not reused until a reset drops all numbers and begins a new epoch. Bits carry
+    their epoch, so that bits sent before a reset are recognised and ignored. Their
     sender also receives the reset and submits its requests again.
 """
 
@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 _ARITY = 16
-"""Hosts that report to one host."""
+"""Maximum number of hosts that report to one host."""
 _NUMBERS = struct.Struct("<xHI")  # a zero byte, unlike JSON; epoch; first bit
 
 
@@ -71,11 +71,11 @@ class Tree:
 
 
 class Loss(NamedTuple):
-    """A rank that does not answer any more."""
+    """The loss of a rank, which no longer answers, and its reason."""
 
     rank: int
     reason: str  # such as ``rank 3, process 4711, ended``
-    is_orderly: bool  # it had closed its channel
+    is_orderly: bool  # the rank closed its channel first
 
 
 def encode(items: Sequence[Sequence[Any]]) -> bytes:
@@ -83,7 +83,7 @@ def encode(items: Sequence[Sequence[Any]]) -> bytes:
 
 
 def encode_numbers(epoch: int, bits: int) -> bytes:
-    """Encode numbers of cached requests, the bits of a number that is not 0."""
+    """Encode the numbers of cached requests, given as the bits of ``bits``; not 0."""
     first = (bits & -bits).bit_length() - 1 & ~7
     rest = bits >> first
     data = rest.to_bytes((rest.bit_length() + 7) // 8, "little")
@@ -91,7 +91,7 @@ def encode_numbers(epoch: int, bits: int) -> bytes:
 
 
 def decode_numbers(message: bytes) -> tuple[int, int] | None:
-    """Return the epoch, modulo 2**16, and the bits; None for another message."""
+    """Return the epoch, modulo 2**16, and the bits; None for other messages."""
     if message[0]:
         return None
     epoch, first = _NUMBERS.unpack_from(message)

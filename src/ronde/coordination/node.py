@@ -1,17 +1,17 @@
-"""The negotiation on one rank: messages in, messages and commands out.
+"""The negotiation on one rank: turns messages into messages and commands.
 
 A node neither waits nor sends, so tests run any number of them in one process.
 
 Note [A tree that counts]
     A node reports a name to its parent once its rank and all its children have reported
-    it, so one message stands for all ranks below. A name that all ranks have reported
-    is agreed, and the root sends commands down the tree. Edges keep the order of
+    it, so one message stands for all ranks below. When all ranks have reported a name,
+    it is agreed, and the root sends commands down the tree. Edges keep the order of
     messages. So all ranks receive the same commands in the same order, and a node
-    receives a command before the answers of the ranks below to it.
+    receives a command before the ranks below answer that command.
 
-    A request is reported by its text the first time, and by its bit later (Note [Cached
+    A request is reported by its text the first time and later by its bit (Note [Cached
     requests are bits]). If a rank's request for a cached name has changed, the root
-    lets all ranks drop the name from the cache. Ranks that reported its bit submit the
+    makes all ranks drop the name from the cache. Ranks that reported its bit submit the
     request again by text, and the root compares the texts.
 """
 
@@ -34,31 +34,31 @@ from ronde.coordination.messages import (
 from ronde.coordination.requests import OpKind, RankRequests, Request, find_mismatch
 
 _Words = tuple[Any, ...]  # a verb and its values
-_EPOCHS_CAPACITIES = 16  # numbers in an epoch by capacity: keeps the bits few
+_EPOCHS_CAPACITIES = 16  # numbers in an epoch per entry of capacity; keeps the bits few
 
 
 class RunCommand(NamedTuple):
     """Run these operations in this order; they may be fused."""
 
     requests: list[Request]
-    key: tuple[int, int] | None  # of this list; None if one request is not cached
+    key: tuple[int, int] | None  # of the list; None if one is not cached
 
 
 class ConnectCommand(NamedTuple):
-    """Make the communicator that all ranks that have not joined request."""
+    """Make a communicator, as all ranks that have not joined request it."""
 
     name: str
 
 
 class FailCommand(NamedTuple):
-    """Fail a name: the ranks' requests for it do not fit together."""
+    """Fail a name, as the ranks' requests for it are incompatible."""
 
     name: str
     text: str
 
 
 class JoinedCommand(NamedTuple):
-    """All ranks have joined, ``last`` as the last one."""
+    """Complete the join of all ranks; ``last`` joined last."""
 
     last: int
 
@@ -72,20 +72,20 @@ class ReportCommand(NamedTuple):
 
 
 class GiveWayCommand(NamedTuple):
-    """Let waits give way, or fail those that cannot."""
+    """Let waits give way; fail waits that cannot."""
 
     chosen: Sequence[tuple[int, list[int]]]  # ranks and ids of their waits
     where: Sequence[tuple[int, str]]  # ranks of the circle and names of their waits
 
 
 class StopCommand(NamedTuple):
-    """End the job, for this reason."""
+    """End the job for a reason."""
 
     text: str
 
 
 class TuneCommand(NamedTuple):
-    """Fuse up to this many bytes from now on."""
+    """Change the fusion threshold to this many bytes."""
 
     num_bytes: int
 
@@ -148,8 +148,8 @@ class RequestCache:
 class PendingName(NamedTuple):
     """The reports of one name so far."""
 
-    ranks: dict[str, int]  # by text of their request
-    contributors: set[int]  # those that have reported the name
+    ranks: dict[str, int]  # bits of ranks, by the text of their request
+    contributors: set[int]  # the rank and children that have reported the name
 
 
 class ReadyCounter:
@@ -157,7 +157,7 @@ class ReadyCounter:
 
     def __init__(self, contributors: Sequence[int]) -> None:
         self.is_changed = False  # since ``pop_complete``
-        self.absent: set[int] = set()  # all of their ranks have joined: always ready
+        self.absent: set[int] = set()  # ready, as all their ranks have joined
         self._have = dict.fromkeys(contributors, 0)
         self._pending = defaultdict[str, PendingName](lambda: PendingName({}, set()))
 
@@ -180,12 +180,12 @@ class ReadyCounter:
         self.is_changed = True
 
     def pop_ready(self, live: int) -> int:
-        """Remove and return the bits of ``live`` that all contributors have."""
+        """Remove and return the bits of ``live`` that all contributors reported."""
         ready = live
         for contributor, bits in self._have.items():
             if contributor not in self.absent:
                 ready &= bits
-        if self.is_all_absent:  # operations under way when their ranks joined
+        if self.is_all_absent:  # operations in progress when the ranks joined
             ready = 0
             for bits in self._have.values():
                 ready |= bits
@@ -211,7 +211,7 @@ class ReadyCounter:
 
 
 class Node:
-    """A rank that reports to its parent; ``commands`` are those received."""
+    """The node of a rank that reports to its parent; ``commands`` were received."""
 
     def __init__(self, tree: Tree) -> None:
         self.tree = tree
@@ -232,7 +232,7 @@ class Node:
         self._counter.add(rank, request.name, request.text, 1 << rank)
 
     def change(self, number: int, request: Request) -> None:
-        """Submit a request for a name that is cached with another request."""
+        """Submit a request that differs from the cached request of that name."""
         self.report("changed", number)
         self.submit(request)
 
@@ -245,7 +245,7 @@ class Node:
 
     def lose(self, loss: Loss) -> None:
         if loss.rank == self.tree.parent:
-            # The ranks above can no longer reach those below.
+            # The ranks above can no longer reach the ranks below.
             self.order(loss)
         else:
             self.report("lost", *loss)
@@ -344,11 +344,11 @@ class Node:
 
 
 class RootNode(Node):
-    """Rank 0's node, which decides; caches up to ``capacity`` requests."""
+    """Rank 0's node, which sends commands; caches up to ``capacity`` requests."""
 
     def __init__(self, tree: Tree, capacity: int) -> None:
         super().__init__(tree)
-        self.inquiries: list[Sequence[Any]] = []  # of ``ask`` and ``answer``
+        self.inquiries: list[Sequence[Any]] = []  # from ``ask`` and ``answer``
         self._capacity = capacity
         self._next_number = 0
         self._joined: list[int] = []

@@ -1,9 +1,9 @@
-"""Named operations, the requests that describe them to other ranks, and their results.
+"""Named operations, requests that describe them to other ranks, and results.
 
 Note [Order on an accelerator]
-    The thread that drives the coordinator runs an operation on its own stream. Events
-    order it after the inputs on the submitter's stream, and order the stream of a
-    waiting thread after the operation.
+    The thread that drives the coordinator runs an operation on that thread's stream.
+    Events order the operation after the inputs on the submitter's stream, and order
+    later work on a waiting thread's stream after the operation.
 """
 
 import functools
@@ -37,7 +37,7 @@ class OpKind(IntEnum):
     CONNECT = 8
 
 
-# Not the slow ``name`` of an enum.
+# A table, as the ``name`` of an enum is slow.
 _WORDS = {kind: kind.name.lower() for kind in OpKind} | {OpKind.ADASUM: "allreduce"}
 REDUCE_OPS = {
     0: ReduceOp.AVERAGE,
@@ -46,10 +46,10 @@ REDUCE_OPS = {
     4: ReduceOp.MAX,
     5: ReduceOp.PRODUCT,
 }
-"""By Horovod's numbers, which its messages show. Adasum is an ``OpKind``."""
+"""Reductions by Horovod's numbers, which its messages show; Adasum is an ``OpKind``."""
 _NUMBERS = {op: number for number, op in REDUCE_OPS.items()}
 _FREE_FIRST = (OpKind.ALLGATHER, OpKind.ALLTOALL)
-"""Their tensors may differ in dimension 0 from rank to rank."""
+"""Operations whose tensors may differ in dimension 0 between ranks."""
 FREE = -1  # stands for a dimension that may differ
 _SCALING = slice(5, 9)  # in a ``NamedOperation``, as in ``Request.scaling``
 CONNECT_PREFIX = "connect."
@@ -58,13 +58,13 @@ Shape = tuple[int, ...]
 
 
 class NamedOperation(NamedTuple):
-    """One submission: a tensor, or a group of tensors that is ready as a whole."""
+    """One submission: a tensor, or a group of tensors that are ready together."""
 
     kind: OpKind
     tensors: tuple[Tensor, ...] = ()  # inputs: detached, in any layout
     name: str = ""  # the user's
-    # Of ALLREDUCE, ADASUM and BROADCAST: one for each input, of its shape, or the
-    # inputs themselves. Otherwise empty.
+    # For ALLREDUCE, ADASUM and BROADCAST: a tensor of the same shape for each input, or
+    # the inputs themselves. Otherwise empty.
     outputs: tuple[Tensor, ...] = ()
     is_group: bool = False  # the wire name begins with ``grouped_``
     reduce_op: ReduceOp = ReduceOp.SUM
@@ -84,7 +84,7 @@ class NamedOperation(NamedTuple):
 
 @dataclass(frozen=True)
 class Request:
-    """An operation without its tensors; equal ones have equal texts."""
+    """An operation without its tensors; equal requests have equal texts."""
 
     kind: OpKind
     name: str  # on the wire
@@ -95,7 +95,7 @@ class Request:
     prescale: float
     postscale: float
     root: int  # -1 for none
-    is_cached: bool  # it has a name by which it may come again
+    is_cached: bool  # its name may be submitted again
     text: str = field(init=False, compare=False)
     torch_dtypes: tuple[torch.dtype, ...] = field(init=False, compare=False)
     reduce_op: ReduceOp = field(init=False, compare=False)
@@ -132,7 +132,7 @@ class Request:
         )
 
     @staticmethod
-    @functools.lru_cache(maxsize=1024)  # once for all ranks that send the same
+    @functools.lru_cache(maxsize=1024)  # decodes equal texts once
     def decode(text: str) -> "Request":
         kind, name, dtypes, shapes, *others = json.loads(text)
         shapes = tuple([tuple(shape) for shape in shapes])
@@ -186,7 +186,7 @@ class StreamMark:
 
 
 class Entry(Work[Any]):
-    """One operation under way, submitted at ``submitted_ns`` (``monotonic_ns``).
+    """A pending operation, submitted at ``submitted_ns`` (``monotonic_ns``).
 
     On an accelerator the inputs are ready at ``ready``, the outputs at ``done``.
     """
@@ -208,7 +208,7 @@ class Entry(Work[Any]):
         wake: Callable[[], None],
         drive: Callable[["Entry", PollCallback | None], None],
     ) -> None:
-        """``wake``: request progress soon. ``drive``: make progress in this thread."""
+        """``wake`` requests progress soon, ``drive`` makes progress in this thread."""
         super().__init__(None, is_over=False)
         self._wake, self._drive = wake, drive
         self.name = name
@@ -232,8 +232,8 @@ class Entry(Work[Any]):
         if self.done is not None:
             self.done.order()
             if not self.operation.outputs:
-                # New tensors, allocated on another thread's stream. Their memory must
-                # not be reused before this thread's stream is done with them.
+                # Outputs were allocated on another thread's stream. Their memory must
+                # not be reused before this thread's stream has finished with them.
                 made: Sequence[Any] = result or ()
                 for each in made:
                     tensor = each if isinstance(each, Tensor) else each[0]
@@ -252,7 +252,7 @@ class Entry(Work[Any]):
         if not self.is_over:
             self.failure = failure
             self.is_over = True
-            # So that a reference to this entry keeps no communicator alive.
+            # A reference to this entry must not keep a communicator alive.
             self._wake, self._drive = _do_nothing, _do_nothing
 
 
@@ -307,17 +307,17 @@ _RULES: tuple[tuple[str, str, Callable[[Request], Sequence[object]]], ...] = (
 
 
 class RankRequests(NamedTuple):
-    """A request and the ranks, a bit each, that made it."""
+    """A request and the ranks that made it, one bit for each."""
 
     request: Request
     ranks: int
 
 
 def find_mismatch(found: Sequence[RankRequests], *, has_joined: bool) -> str:
-    """Return an error text if the requests for one name do not fit together, or "".
+    """Return an error text if the requests for one name are incompatible, else "".
 
     ``found`` are the different requests, ordered by lowest rank. Rules and words are
-    Horovod's; the ranks and their requests follow.
+    Horovod's; the text ends with the ranks and their requests.
     """
     request = found[0].request
     problems = [_find_difference([each.request for each in found])]
@@ -333,7 +333,7 @@ def find_mismatch(found: Sequence[RankRequests], *, has_joined: bool) -> str:
 
 
 def _find_difference(requests: Sequence[Request]) -> str:
-    """Return the most important difference from the first request, or nothing."""
+    """Return the most important difference from the first request; empty if none."""
     first, *others = requests
     for (title, sent, values_of), other in product(_RULES, others):
         for x, y in zip(values_of(first), values_of(other), strict=False):

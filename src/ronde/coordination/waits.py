@@ -7,18 +7,17 @@ Note [Ranks that wait for each other]
     has not made, or in another optimizer's round. Horovod's ``backward()`` does not
     wait.
 
-    A wait that lasts longer than its patience is published. Then the root asks all
-    ranks twice: for their published waits, and which of all these points they have
-    reached. A wait counts if it was there both times. A rank counts if all threads that
-    ever waited or submitted an operation are in such waits. So all of it was true at
-    one time, between the two inquiries, and a slow rank is never taken for a blocked
-    one. If ranks wait for each other in a circle, those in ``backward()`` *give way*:
-    it returns, and its round continues whenever the thread waits for anything else, and
-    ends at ``step()`` or ``synchronize()``. From then on all waits have less patience.
-    If all ranks have the same order, no wait is published and no message sent.
+    A wait that exceeds its patience is published. Then the root sends all ranks two
+    inquiries: for their published waits, then for the points of these that they have
+    reached. A wait counts if both answers include it. A rank counts if all its threads
+    that ever waited or submitted are in such waits. So these waits existed at one time,
+    and a slow rank is never taken for a blocked one. If ranks wait in a circle, those
+    in ``backward()`` *give way*: ``backward()`` returns, and its round continues in
+    later waits of the thread, until ``step()`` or ``synchronize()``. From then on all
+    waits have less patience. With equal orders on all ranks nothing is published.
 
 Note [Inquiries]
-    A rank that waits for long makes the root send one of two inquiries to all ranks,
+    A rank that waits long makes the root send one of two inquiries to all ranks,
     through the messages of the negotiation. ``STALLS``: which operations has this rank
     submitted, and at what age? An operation that some ranks never submit is a stall:
     Horovod's warning and shutdown. ``WAITS``: which waits block all threads of this
@@ -62,7 +61,7 @@ _LISTEN_EVERY_S = 0.002
 _LISTEN_RARELY_S = 0.02
 STALLS, WAITS = "stalls", "waits"
 _ANSWER_WITHIN_S = {STALLS: 2.0, WAITS: 0.5}
-"""A rank that is too busy to answer is not blocked."""
+"""Time for answers; a rank that is too busy to answer is not blocked."""
 _MOST_NAMES = 64
 _NAMES_SHOWN = 6
 
@@ -71,8 +70,8 @@ class PendingTable:
     """The operations of a process set that have no result yet; any thread."""
 
     def __init__(self) -> None:
-        self.failure: CollectiveError | None = None  # of all later operations
-        self.has_joined = False  # this rank
+        self.failure: CollectiveError | None = None  # of later operations
+        self.has_joined = False  # this rank has joined
         self.entries: dict[str, Entry] = {}
         # Name, begin (``monotonic_ns``), number and bytes.
         self.watches: list[tuple[str, int, int, int]] = []
@@ -102,7 +101,7 @@ class PendingTable:
             return self.entries.pop(name, None)
 
     def fail(self, failure: CollectiveError, *, is_last: bool = False) -> None:
-        """Fail all operations, also later ones, with the first failure or this one."""
+        """Fail all current and later operations, with the first failure given."""
         with self._lock:
             if self.failure is None or is_last:
                 self.failure = failure
@@ -125,7 +124,7 @@ class PendingTable:
         with self._lock:
             entries = list(self.entries.values())
         now = time.monotonic_ns()
-        # A wait to connect is watched separately; without a wait it is no stall.
+        # A wait to connect is watched separately; without a wait it is not a stall.
         since = {
             e.name: now if e.operation.kind is OpKind.CONNECT else e.submitted_ns
             for e in entries
@@ -135,7 +134,7 @@ class PendingTable:
         return {name: (now - at_ns) * 1e-9 for name, at_ns in oldest_first}
 
     def collectives(self, group: str) -> list[PendingCollective]:
-        """Return the pending operations for the rank's status; needs no lock."""
+        """Return the pending operations for the rank's status; no lock is needed."""
         now = time.monotonic_ns()
         found = [
             PendingCollective(
@@ -149,7 +148,7 @@ class PendingTable:
             )
             for entry in list(self.entries.values())
         ]
-        names = {each.name for each in found}  # a wait to connect is watched, too
+        names = {each.name for each in found}  # a wait to connect is also watched
         for name, at_ns, number, num_bytes in self.watches.copy():
             if name not in names:
                 facts = number, num_bytes, (now - at_ns) * 1e-9, self.ranks
@@ -179,7 +178,7 @@ class BlockedWait(NamedTuple):
 
 
 class PolledWait:
-    """A blocked wait of a thread; called as its ``PollCallback``."""
+    """A thread's blocked wait, used as the ``PollCallback`` of the wait."""
 
     def __init__(
         self,
@@ -209,7 +208,7 @@ class PolledWait:
         self.number = 0
 
     def __call__(self) -> float | None:
-        """Drive deferred rounds, and publish the wait when its patience is over."""
+        """Drive deferred rounds, and publish the wait once it exceeds its patience."""
         waits = self._waits
         has_put_off = waits.drive()
         if self.gives_way:
@@ -229,18 +228,18 @@ class PolledWait:
         pause_s = self._ask_at_s - now
         if has_put_off:
             pause_s = min(pause_s, _DRIVE_EVERY_S)
-        if self.number and self.can_give_way:  # an answer does not wake this thread
+        if self.number and self.can_give_way:  # the answer does not wake this thread
             is_soon = now < self._answer_by_s
             pause_s = min(pause_s, _LISTEN_EVERY_S if is_soon else _LISTEN_RARELY_S)
         return pause_s
 
 
 class Waits:
-    """The waits of one process in one session; any thread may call it."""
+    """The waits of one process in one session; any thread may call the methods."""
 
     def __init__(self, scope: AbortScope | None = None) -> None:
         self.scope = scope or AbortScope()
-        self.patience_s = _FIRST_PATIENCE_S  # of a wait before it is published
+        self.patience_s = _FIRST_PATIENCE_S  # age at which a wait is published
         self.ask_all: Callable[[], None] = lambda: None  # requests an inquiry
         self._has_warned = False
         self.numbers = count(1)
@@ -267,22 +266,22 @@ class Waits:
         self._begun[point.set_id, point.name] = point.number
 
     def drive(self) -> bool:
-        """Make progress on this thread's deferred rounds; True if any are left."""
+        """Make progress on this thread's deferred rounds; True if rounds are left."""
         for progress, thread in list(self.put_off.items()):
             if thread == threading.get_ident():
                 progress()
         return bool(self.put_off)
 
     def answer(self, points: Sequence[SyncPoint]) -> Sequence[Sequence[object]]:
-        """Return all published waits; or the ids of those left, and points reached.
+        """Return the published waits; with ``points`` their ids and points reached.
 
-        No waits if some thread of this rank is not blocked.
+        Returns no waits if any thread of this rank is not blocked.
         """
         published = list(self.published.values())
         users = frozenset(self._users)
         self._users -= users - {thread.ident for thread in threading.enumerate()}
         is_stuck = self._users <= {waiting.thread for waiting in published}
-        # If not, a wait is over and its thread about to continue.
+        # If not, a wait is over and its thread is about to continue.
         has_come = all(self._has_come_to(waiting.point) for waiting in published)
         if self._tables[0].has_joined or not is_stuck or not has_come:
             published = []
@@ -294,8 +293,8 @@ class Waits:
     def give_way(self, wait_ids: Sequence[int], others: str) -> None:
         """Let waits give way, and give later waits less patience.
 
-        A wait that cannot give way is one to connect, and fails. ``others`` describes
-        the waits of the other ranks, for the log.
+        A wait to connect cannot give way, and fails. ``others`` describes the waits of
+        the other ranks, for the log.
         """
         self.patience_s = _LATER_PATIENCE_S
         found = [self.published.get(wait_id) for wait_id in wait_ids]
@@ -332,10 +331,10 @@ class StallReport(NamedTuple):
 
 
 class Inspector:
-    """Sends inquiries from the root, and resolves stalls and deadlocks.
+    """Sends inquiries from the root, one after the other, and acts on the answers.
 
-    One inquiry at a time. It warns of stalls, ends the job, lets waits give way, or, if
-    all ranks of a set wait to connect with different peers, fails these waits.
+    It warns of stalls, ends the job, and lets waits give way. If all ranks of a set
+    wait to connect, but not with each other, it fails these waits.
     """
 
     def __init__(self, root: RootNode, warning_s: float, shutdown_s: float) -> None:
@@ -345,7 +344,7 @@ class Inspector:
         self._repeat_s = {STALLS: repeat_s, WAITS: 0.0}
         self._next_s = dict.fromkeys((STALLS, WAITS), 0.0)
         self._wanted: set[str] = set()
-        self._asked = ""  # the kind of the inquiry under way
+        self._asked = ""  # the kind of the current inquiry
         self._number = 0
         self._deadline_s = 0.0
         self._answers: dict[int, list[Any]] = {}  # by rank
@@ -353,7 +352,7 @@ class Inspector:
         self._points: list[SyncPoint] = []
 
     def step(self) -> None:
-        """Collect answers; evaluate them once all are there or at the deadline."""
+        """Collect answers; evaluate them once all have arrived or at the deadline."""
         news, self._root.inquiries = self._root.inquiries, []
         for kind, *answer in news:
             if not answer:
@@ -435,9 +434,9 @@ def describe_stall(
 ) -> tuple[str, bool]:
     """Return Horovod's stall warning, or "", and True if the job must end.
 
-    A stall is a name that some rank has waited for ``warning_s`` for, and that another
-    rank has not submitted. After ``shutdown_s``, if not 0, it ends the job. A rank that
-    did not answer has no report.
+    A stall is a name that one rank submitted at least ``warning_s`` ago, and another
+    rank has not submitted. After ``shutdown_s``, if not 0, a stall ends the job. A rank
+    that did not answer has no report.
     """
     missing: dict[int, list[str]] = {}
     fatal: set[int] = set()
@@ -502,7 +501,7 @@ def _show(names: Sequence[str]) -> str:
 def find_circles(
     waits: BlockedWaits, size: int, came: set[tuple[int, SyncPoint]]
 ) -> dict[int, list[BlockedWait]]:
-    """Return the blocked waits of ranks that, through others, wait for themselves."""
+    """Return the blocked waits of ranks that wait for each other in a circle."""
     missing = {
         (rank, each): {
             other
@@ -535,7 +534,7 @@ def find_circles(
 
 
 def find_unpaired(circles: BlockedWaits, size: int) -> dict[int, list[int]]:
-    """Return one wait of each rank, for sets in which all ranks wait to connect."""
+    """Return a wait id of each rank, for sets in which all ranks wait to connect."""
     by_set = defaultdict[int, dict[int, BlockedWait]](dict)
     for rank, waits in circles.items():
         for each in waits:

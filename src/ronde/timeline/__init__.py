@@ -1,4 +1,4 @@
-"""Recording of every rank's collectives, and their merged trace."""
+"""Recording of all ranks' collectives, and the merged trace."""
 
 from ronde.lazy_exports import lazy_exports
 

@@ -1,8 +1,8 @@
-"""Alignment of all ranks' records to one clock, and the late rank of each operation.
+"""Alignment of all ranks' records to one clock, and each operation's late rank.
 
 Ranks on one kernel share ``CLOCK_MONOTONIC``; ``clock_identity`` names it. For other
 clocks an exchange bounds the offset: the reference's time in the answer was read
-between ``asked_ns`` and ``answered_ns`` of the own clock.
+between ``asked_ns`` and ``answered_ns`` on the asking rank's clock.
 """
 
 import platform
@@ -20,7 +20,7 @@ DRIFT = 1e-4  # bound of the drift between two clocks
 
 
 def clock_identity() -> str:
-    """Name the clock of ``time.monotonic_ns()``: a boot and a time namespace."""
+    """Return an identity of ``time.monotonic_ns()``: boot id and time namespace."""
     try:
         space = Path("/proc/self/ns/time").readlink()
     except OSError:
@@ -32,13 +32,13 @@ def clock_identity() -> str:
 class ClockReading(NamedTuple):
     """One exchange of times with the reference."""
 
-    asked_ns: int  # by the own clock
-    reference_ns: int  # by the reference's clock
-    answered_ns: int  # by the own clock
+    asked_ns: int  # on this rank's clock
+    reference_ns: int  # on the reference's clock
+    answered_ns: int  # on this rank's clock
 
 
 def bound_offset(exchanges: Sequence[ClockReading]) -> ClockBound:
-    """Combine a quick series of exchanges."""
+    """Combine the bounds of exchanges in quick succession."""
     first, last = exchanges[0].asked_ns, exchanges[-1].answered_ns
     middle = (first + last) // 2
     slack = int((last - first) * DRIFT / 2)
@@ -50,10 +50,10 @@ def bound_offset(exchanges: Sequence[ClockReading]) -> ClockBound:
 class ClockMap(NamedTuple):
     """Map from one clock to the reference's."""
 
-    # Time, offset and error in ns, in order of time, linear between them. Without
+    # Time, offset and error in ns, in order of time; linear between the points. Without
     # points both clocks are the same.
     points: tuple[tuple[int, int, int], ...] = ()
-    is_measured: bool = True  # False: from the time of day, with unknown error
+    is_measured: bool = True  # False: offset from the time of day, error unknown
 
     @classmethod
     def of_bounds(cls, bounds: Sequence[ClockBound]) -> "ClockMap":
@@ -67,7 +67,7 @@ class ClockMap(NamedTuple):
         return self._interpolate(at_ns, 1) if self.points else 0
 
     def error_ns(self, at_ns: int) -> int:
-        """Return the error of the offset; it grows beyond the measured times."""
+        """Return the error of the offset, which grows outside the measured times."""
         if not self.points or not self.is_measured:
             return 0
         inside_ns = min(max(at_ns, self.points[0][0]), self.points[-1][0])
@@ -88,24 +88,24 @@ class ClockMap(NamedTuple):
 class OperationKey(NamedTuple):
     """Key that the ranks' records of one operation share."""
 
-    session: int  # of the recording
+    session: int  # number of the recording
     set_id: int  # the process set
-    sequence: int  # among the set's operations
+    sequence: int  # number among the set's operations
     name: str  # on the wire
-    turn: int  # earlier records with the same fields: ids of sets are reused
+    turn: int  # number of earlier records with equal fields, as set ids are reused
 
 
 class Arrival(NamedTuple):
-    """Submission times of one operation."""
+    """The last rank to submit an operation, and submission times."""
 
-    late_rank: int  # the last; the lowest of several
+    late_rank: int  # the last rank; of several, the lowest
     late_ns: int
-    early_ns: int  # of the first rank
+    early_ns: int  # time of the first rank
     margin_ns: int  # between the last rank and the one before it
 
     @classmethod
     def of(cls, times: Iterable[tuple[int, int]]) -> "Arrival":
-        """Make it of at least two pairs of a time and a negated rank."""
+        """Make an arrival from at least two pairs of a time and a negated rank."""
         ordered = sorted(times)
         late_ns, rank = ordered[-1]
         return cls(-rank, late_ns, ordered[0][0], late_ns - ordered[-2][0])
@@ -125,13 +125,13 @@ class AlignedTrack(NamedTuple):
 
     @property
     def error_us(self) -> float | None:
-        """Bound of the error of its times; None where unmeasured."""
+        """Bound of the error of the track's times; None if unmeasured."""
         if not self.clock.is_measured:
             return None
         ends = [record.ended_ns for _, record in self.keyed]
         if not ends:
             return 0.0
-        # The map needs times of the own clock.
+        # The map needs times on the rank's own clock.
         offset = self.clock.offset_ns(ends[0])
         bounds = (min(ends), max(ends))
         return max(self.clock.error_ns(at - offset) for at in bounds) / 1000
@@ -152,7 +152,7 @@ def align(tracks: Sequence[Track]) -> list[AlignedTrack]:
 def with_keys(
     records: Iterable[tuple[int, Recorded]],
 ) -> list[tuple[OperationKey, Recorded]]:
-    """Compute the keys of one rank's records, given in order with their session."""
+    """Compute the keys of one rank's records, given in order with their sessions."""
     turns: Counter[tuple[int, int, int, str]] = Counter()
     keyed: list[tuple[OperationKey, Recorded]] = []
     for session, record in records:
@@ -213,7 +213,7 @@ def _shift(record: Recorded, clock: ClockMap) -> Recorded:
 
 
 def waited_ns(record: Recorded, arrival: Arrival | None) -> int:
-    """Return the time that a rank's tensor waited for the last rank; 0 if unknown."""
+    """Return the time a rank's tensor waited for the last rank; 0 if unknown."""
     if arrival is None or not record.submitted_ns:
         return 0
     return max(0, min(arrival.late_ns, record.ended_ns) - record.submitted_ns)

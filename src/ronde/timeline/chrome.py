@@ -2,13 +2,13 @@
 
 Note [The form of the file]
     A JSON object: first ``otherData`` with the ranks and their clocks, then
-    ``traceEvents``, one a line, sorted by time. A rank is a ``pid``; operations of a
+    ``traceEvents``, one per line, sorted by time. A rank is a ``pid``; operations of a
     process set that overlap lie in several ``tid``, its lanes. An operation is an ``X``
     named ``NEGOTIATE_<OP>`` from its submission to the agreement, and one named
-    ``<OP>`` with its activities inside. At the submission of the last rank an ``X``
-    without length has that rank's number. Arguments name the tensor (``tensor``), the
-    last rank (``late_rank``) and the wait of this rank's tensor for it (``waited_us``).
-    Times are us since the first event, with three decimals.
+    ``<OP>`` with its activities inside. At the last rank's submission an ``X`` of
+    zero length shows that rank's number. Arguments are the tensor (``tensor``), the
+    last rank (``late_rank``) and the wait of this rank's tensor for that rank
+    (``waited_us``). Times are us since the first event, with three decimals.
 """
 
 import gzip
@@ -38,13 +38,13 @@ Span = tuple[int, int]  # begin and end
 
 
 class Lanes:
-    """Allocator of lanes: each span gets the lowest one in which it overlaps no other.
+    """Allocator of lanes: a span gets the lowest lane in which it overlaps no other.
 
-    Spans must come in order of their begin.
+    Spans must be given in order of their begin.
     """
 
     def __init__(self) -> None:
-        self._ends: list[int] = []  # of each lane's last span
+        self._ends: list[int] = []  # end of each lane's last span
 
     def allocate(self, begin: int, end: int) -> int:
         free = (lane for lane, last in enumerate(self._ends) if last <= begin)
@@ -54,7 +54,7 @@ class Lanes:
 
 
 def nest(spans: Iterable[Span], within: Span) -> Sequence[Span]:
-    """Cut spans so that each ends within the spans in which it begins."""
+    """Cut spans so that each lies within the spans in which it begins."""
     given = list(spans)
     cut: list[Span] = [within] * len(given)
     open_ends: list[int] = [within[1]]
@@ -71,12 +71,12 @@ def nest(spans: Iterable[Span], within: Span) -> Sequence[Span]:
 
 
 Timed = tuple[int, int, str]
-"""Begin in ns; minus the length, to sort a span before its inner ones; the event."""
+"""Begin in ns, negative length, to sort a span before those inside it, and event."""
 Keyed = tuple[OperationKey, Recorded]
 
 
 class RankEvents:
-    """Trace events of one rank."""
+    """Generator of the trace events of one rank."""
 
     def __init__(self, rank: int, host: str) -> None:
         self.records: list[Keyed] = []
@@ -87,7 +87,7 @@ class RankEvents:
         self._tids: dict[tuple[int, int], int] = {}
 
     def events(self, arrivals: Mapping[OperationKey, Arrival]) -> Iterator[Timed]:
-        """Yield all events in order, without holding all in memory."""
+        """Yield all events in order, without holding all of them in memory."""
         mark = f'"ph": "i", "name": "CYCLE_START", "pid": {self._rank}, "tid": 0'
         marks = ((at_ns, 0, f'{mark}, "s": "p"') for at_ns in sorted(self.cycles))
         return heapq.merge(self._operations(arrivals), marks)
@@ -108,7 +108,7 @@ class RankEvents:
         waiting: list[Timed] = []
         for key, record in sorted(self.records, key=lambda pair: begin_ns(pair[1])):
             first_ns = begin_ns(record)
-            # No later event begins before that.
+            # No later event begins before this time.
             while waiting and waiting[0][0] < first_ns:
                 yield heapq.heappop(waiting)
             lanes = self._lanes.setdefault(key.set_id, Lanes())
@@ -124,7 +124,7 @@ class RankEvents:
 def name_events(
     kind: str, ids: Mapping[str, int], name: Mapping[str, object], index: int
 ) -> list[str]:
-    """Return the events that name a ``process`` or ``thread`` and order it."""
+    """Return events that set the name and order of a ``process`` or ``thread``."""
     about = {f"{kind}_name": name, f"{kind}_sort_index": {"sort_index": index}}
     return [
         json.dumps({"name": each, "ph": "M", **ids, "args": args})
@@ -193,9 +193,9 @@ def write_trace(
     limit_bytes: int,
     remarks: Sequence[str] = (),
 ) -> int:
-    """Write a trace, without the oldest operations if it exceeds the limit.
+    """Write a trace, leaving out the oldest operations if it exceeds the limit.
 
-    An older file is replaced when the new one is complete. Returns the number of
+    An existing file is replaced once the new file is complete. Returns the number of
     operations that were left out.
     """
     aligned = align(tracks)
@@ -221,7 +221,7 @@ def write_trace(
 
 
 def _replace(path: Path, lines: Iterator[tuple[float, str]], limit_bytes: int) -> float:
-    """Write a file and return 1; if it exceeds the limit return the share that fits."""
+    """Write a file and return 1, or the share that fits if it exceeds the limit."""
     # A temporary file first, so that ``path`` is never incomplete.
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     draft, is_packed = Path(name), path.name.endswith(".gz")
@@ -244,7 +244,7 @@ def _replace(path: Path, lines: Iterator[tuple[float, str]], limit_bytes: int) -
 def _text(
     tracks: Sequence[AlignedTrack], since_ns: int | None, remarks: Sequence[str]
 ) -> Iterator[tuple[float, str]]:
-    """Yield the lines of the file, each with the share of events up to it."""
+    """Yield the lines of the file, each with the share of events so far."""
     arrivals = find_arrivals((track.rank, track.keyed) for track in tracks)
     kept: list[list[Keyed]] = [
         [] if since_ns is None else [k for k in t.keyed if k[1].ended_ns >= since_ns]

@@ -1,6 +1,6 @@
 """Clock comparison, and transfer of the ranks' records to rank 0, through a store.
 
-All waits are bounded: a rank that is gone, or records nothing, is left out.
+All waits are bounded. A rank that has ended or records nothing is left out.
 """
 
 import logging
@@ -15,7 +15,7 @@ from ronde.timeline.events import ClockBound
 
 NUM_EXCHANGES = 32
 CHUNK_BYTES = 1 << 20  # a store accepts 8 MiB at once
-_SLICE_S = 0.1  # of a wait, after which this rank may have been closed
+_SLICE_S = 0.1  # part of a wait, after which closing is checked
 
 _logger = logging.getLogger("ronde")
 
@@ -33,10 +33,10 @@ class SharedStore(Protocol):
 
 
 class GatheringOptions(NamedTuple):
-    """Timeouts for other ranks, and the clock."""
+    """Timeouts of waits for other ranks, and the clock."""
 
     start_s: float = 30.0  # for the first comparison of clocks
-    exchange_s: float = 1.0  # for each exchange of times but the first
+    exchange_s: float = 1.0  # for each later exchange of times
     end_s: float = 5.0  # for the last comparison, and for each rank's records
     hand_in_s: float = 2.0  # until rank 0 has read this rank's records
     now_ns: Callable[[], int] = time.monotonic_ns
@@ -67,13 +67,13 @@ class Gathering:
         self._clock = clock
         self._on_bound = on_bound
         self._options = options
-        self._is_leader = False  # of the ranks of a clock that is not rank 0's
+        self._is_leader = False  # leads ranks whose clock is not rank 0's
         self._closing = threading.Event()
         name = "ronde-timeline-clocks"
         self._thread = threading.Thread(target=self._start, name=name, daemon=True)
 
     def start(self) -> None:
-        """Announce that this rank records, and compare the clocks in a thread."""
+        """Announce that this rank records, and compare clocks in a thread."""
         self._store.set(f"clock/{self._rank}", self._clock.encode())
         self._thread.start()
 
@@ -87,14 +87,14 @@ class Gathering:
         self._compare("end", time.monotonic() + self._options.end_s)
 
     def hand_in(self, part: bytes) -> bool:
-        """Send this rank's records to rank 0; return False if it does not read them."""
+        """Send this rank's records; return False if rank 0 does not read them."""
         starts = range(0, len(part), CHUNK_BYTES)
         for number, at in enumerate(starts):
             chunk = part[at : at + CHUNK_BYTES]
             self._store.set(f"part/{self._rank}/{number}", chunk)
         self._store.set(f"part/{self._rank}", str(len(starts)).encode())
         limit_s = self._options.hand_in_s
-        # One wait without slices: rank 0 may end as soon as it has answered.
+        # A single wait without slices, as rank 0 may end once it has answered.
         try:
             self._store.wait([f"taken/{self._rank}"], timedelta(seconds=limit_s))
         except RuntimeError:
@@ -117,7 +117,7 @@ class Gathering:
             chunks = (self._pop(f"part/{rank}/{number}") for number in range(count))
             parts[rank] = b"".join(chunks)
             self._store.set(f"taken/{rank}", b"")
-        # A reply to this shows that the answers before it were sent.
+        # A reply to this request shows that the previous answers were sent.
         self._store.check(["clock/0"])
         return parts, missing
 
@@ -132,7 +132,7 @@ class Gathering:
                     self._is_leader = True
             self._compare("start", deadline)
         except RuntimeError as error:
-            if self._closing.is_set():  # as other ranks may be gone
+            if self._closing.is_set():  # as other ranks may have ended
                 return
             _logger.warning(
                 "the clocks of the timeline cannot be compared: %s. Hosts are aligned "
@@ -156,7 +156,7 @@ class Gathering:
                     self._answer(f"{phase}/{clock}", deadline)
 
     def _answer(self, topic: str, deadline: float) -> None:
-        """Send this rank's time to the leader of another clock, when it asks."""
+        """Answer requests for this rank's time by the leader of another clock."""
         for number in range(NUM_EXCHANGES):
             if not self._wait([f"ask/{topic}/{number}"], deadline):
                 break
@@ -177,7 +177,7 @@ class Gathering:
             exchanges.append(ClockReading(asked_ns, answer_ns, answered_ns))
             deadline = time.monotonic() + self._options.exchange_s
         if len(exchanges) > 1:
-            # The first one waited until rank 0 was ready.
+            # The first exchange included the wait until rank 0 was ready.
             self._on_bound(bound_offset(exchanges[1:]))
 
     def _pop(self, key: str) -> bytes:
@@ -194,7 +194,7 @@ class Gathering:
             try:
                 self._store.wait(keys, timedelta(seconds=left_s))
             except RuntimeError:
-                self._store.check(keys[:1])  # raises if the store itself is gone
+                self._store.check(keys[:1])  # raises if the store has ended
             else:
                 return True
         return False

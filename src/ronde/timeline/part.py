@@ -1,4 +1,4 @@
-"""One rank's records: format, reader, and files within a limit.
+"""One rank's records: format, reader, and files of limited size.
 
 Note [The form of a part]
     A part is one or more *segments*, each a gzip stream of lines of JSON. The first
@@ -10,9 +10,9 @@ Note [The form of a part]
         ["b", at, low, high]                                   a bound of the clock
         ["e", num_recorded, num_lost]                          the end of a recording
 
-    ``ended`` counts from the line before, ``submitted``, ``agreed`` and ``begun`` back
-    from ``ended``, with -1 for none; activities are a name, a time after ``begun`` and
-    a length, flat. All in ns. A truncated stream is read up to its last whole line.
+    ``ended`` counts from the line before; ``submitted``, ``agreed`` and ``begun`` back
+    from ``ended``, -1 for none. An activity is a name, a time after ``begun`` and a
+    length. Times are in ns. A truncated stream is read up to its last whole line.
 """
 
 import json
@@ -27,7 +27,7 @@ from typing import Any, cast
 from ronde.errors import UsageError
 from ronde.timeline.events import Activity, ClockBound, Recorded
 
-FORMAT = 1  # raised by incompatible changes
+FORMAT = 1  # incremented by incompatible changes
 MAGIC = b"\x1f\x8b"
 
 
@@ -39,7 +39,7 @@ class PartHeader:
     size: int  # number of ranks
     host: str
     clock: str
-    wall_ns: int  # time of day less monotonic time
+    wall_ns: int  # time of day minus monotonic time
     session: int = 0  # number of the recording
     num_before: int = 0  # records in earlier segments
 
@@ -51,14 +51,14 @@ class Track:
     header: PartHeader
     operations: list[Recorded] = field(default_factory=list[Recorded])
     cycles: list[int] = field(default_factory=list[int])
-    # Of its clock's offset to rank 0's.
+    # Bounds of the offset of the rank's clock to rank 0's.
     bounds: list[ClockBound] = field(default_factory=list[ClockBound])
     num_dropped: int = 0  # recorded operations that are missing
     is_whole: bool = False  # the recording was closed
     num_recorded: int = 0
 
     def add_line(self, line: list[Any], kinds: list[list[Any]], last_ns: int) -> int:
-        """Add a line; return the time that the next one counts from."""
+        """Add a line; return the time to which the next line is relative."""
         match line:
             case ["d", _, *kind]:
                 kinds.append(kind)
@@ -82,7 +82,7 @@ class Track:
             )
         self.operations += later.operations
         self.cycles += later.cycles
-        # Each segment repeats the bounds of those before it.
+        # Each segment repeats the bounds of the previous segments.
         self.bounds += [b for b in later.bounds if b not in self.bounds]
         self.is_whole, self.num_recorded = later.is_whole, later.num_recorded
 
@@ -97,7 +97,7 @@ class Encoder:
 
     def operations(self, records: Iterable[Recorded]) -> bytes:
         lines: list[str] = []
-        # Tensors of one fused collective have the same activities.
+        # Tensors of a fused collective have the same activities.
         activities, begun_ns, parts = (), 0, ""
         for record in records:
             if (record.activities, record.begun_ns) != (activities, begun_ns):
@@ -176,7 +176,7 @@ def _segments(blob: bytes, source: str) -> Iterator[Track]:
 
 
 def _lines(blob: bytes, source: str) -> Iterator[bytes]:
-    """Decompress the streams of a part, each up to its last whole line."""
+    """Yield the lines of a part's streams, each up to its last whole line."""
     while blob:
         unpacker = zlib.decompressobj(wbits=31)
         try:
@@ -219,7 +219,7 @@ def _decode(
     return Recorded(set_id, sequence, name, kind, *times, *about)
 
 
-NUM_SEGMENTS = 4  # a full recording keeps at least three quarters of its limit
+NUM_SEGMENTS = 4  # a full recording keeps at least 3/4 of its limit
 SUFFIX = ".ronde-part"
 
 
@@ -253,7 +253,7 @@ class PartFiles:
         self._write(lines)
 
     def add_bound(self, bound: ClockBound) -> None:
-        """Write a bound with the next records; from any thread."""
+        """Add a bound, to be written with the next records; any thread."""
         self._bounds.append(bound)
 
     def close(self, num_lost: int) -> None:
@@ -283,7 +283,7 @@ class PartFiles:
         self._write(self._encoder.head + self._new_bounds())
 
     def _new_bounds(self) -> bytes:
-        """Encode the bounds that this segment does not have yet."""
+        """Encode the bounds that the current segment lacks."""
         bounds = self._bounds[self._num_bounds :]
         self._num_bounds += len(bounds)
         return b"".join(encode_line(["b", *bound]) for bound in bounds)

@@ -22,26 +22,26 @@ from ronde.units import parse_size_bytes
 
 _logger = logging.getLogger("ronde")
 
-MAX_WAITING = 1 << 16  # operations in the queue; more are dropped
-_SLICE = 32  # operations formatted at a time: Note [Short slices]
+MAX_WAITING = 1 << 16  # queued operations; more are dropped
+_SLICE = 32  # operations formatted together: Note [Short slices]
 _Item = TypeVar("_Item")
 
 
 class Sink(Protocol):
-    """Destination of records. Called by one thread; removed after an OSError."""
+    """Destination of records, called by one thread and removed after an OSError."""
 
     def add(self, records: Sequence[Recorded], cycles: Sequence[int] = ()) -> None: ...
     def close(self, num_lost: int) -> None: ...
 
 
 class ThreadedRecorder:
-    """Queue of operations from any thread, written to sinks by a thread.
+    """Recorder that queues operations and writes them to sinks in its own thread.
 
     Note [Short slices]
-        The thread formats a few operations at a time, about 0.1 ms, and then releases
-        the GIL: otherwise the program would wait for the switch interval, 5 ms. It has
-        the program's own priority: at a lower one it could be suspended while it holds
-        the GIL.
+        The thread formats a few operations, which takes about 0.1 ms, and then releases
+        the GIL. Otherwise the program would wait for the switch interval, 5 ms. The
+        thread has the program's priority, as with a lower priority it could be
+        suspended while it holds the GIL.
     """
 
     def __init__(
@@ -108,10 +108,10 @@ _CYCLE = '{"ph": "i", "name": "CYCLE_START", "ts": %d, "s": "g"}'
 
 
 class LiveFile:
-    """Timeline of one rank in Horovod's form: each tensor is a ``pid``.
+    """Timeline file of one rank in Horovod's format: each tensor is a ``pid``.
 
-    A JSON array of events in Chrome's trace format, times in us since ``start_ns``. It
-    is valid JSON at any time, as each write replaces the end.
+    A JSON array of events in Chrome's trace format, times in us since ``start_ns``. The
+    file is valid JSON at any time, as each write replaces the end.
     """
 
     def __init__(
@@ -188,20 +188,20 @@ def _end(ts: int, pid: int, about: str = "") -> str:
 
 
 DEFAULT_LIMIT_BYTES = 32 << 20
-PACKED_RATIO = 2  # size of a rank's share of a compressed trace by that of its part
+PACKED_RATIO = 2  # size of a rank's share of a compressed trace, relative to its part
 _MIN_PART_BYTES = 64 << 10
 _GATHER_S = 0.5
 _LIVE_GATHER_S = 0.05
 
 
 def part_header(rank: int, size: int, host: str, session: int) -> PartHeader:
-    """Make the header; ``session`` numbers recordings equally on all ranks."""
+    """Make a header; ``session`` is the recording's number, equal on all ranks."""
     wall_ns = time.time_ns() - time.monotonic_ns()
     return PartHeader(rank, size, host, clock_identity(), wall_ns, session)
 
 
 class RankRecording:
-    """Recording of one rank in a part file, which may be merged into rank 0's file."""
+    """Recording of one rank in part files, which rank 0 can merge into one trace."""
 
     def __init__(
         self,
@@ -228,8 +228,8 @@ class RankRecording:
                 header.rank,
                 header.size,
                 clock=header.clock,
-                # A method of this object would be a reference cycle, which keeps the
-                # store's connection open.
+                # A method of this object would make a reference cycle, which keeps
+                # the store's connection open.
                 on_bound=self._files.add_bound,
             )
             self._gathering.start()
@@ -243,7 +243,7 @@ class RankRecording:
         self.recorder.close()
 
     def abort(self) -> None:
-        """Close without comparing clocks again: other ranks may be gone."""
+        """Close without comparing clocks again, as other ranks may have ended."""
         if self._gathering is not None:
             self._gathering.stop()
         self.recorder.close()
@@ -252,14 +252,14 @@ class RankRecording:
         self._files.remove()
 
     def merge(self, path: Path, limit_bytes: int) -> None:
-        """Write the trace of all ranks on rank 0 and remove the parts, after ``close``.
+        """Write all ranks' trace on rank 0, remove the parts; call it after ``close``.
 
-        On failure a warning is logged and the parts stay.
+        On failure a warning is logged and the parts are kept.
         """
         header, gathering = self._header, self._gathering
         try:
             if header.rank != 0 and gathering is not None:
-                # If rank 0 has not read them in time, it removes them later.
+                # If rank 0 has not read the parts in time, it removes them later.
                 if gathering.hand_in(self._files.read()):
                     self._files.remove()
                 return
@@ -303,7 +303,7 @@ def open_horovod_recording(
     limit_bytes: int,
     has_cycles: bool,
 ) -> RankRecording:
-    """Begin a timeline as in Horovod: rank 0 writes ``path`` while it runs."""
+    """Begin a timeline as in Horovod: rank 0 writes ``path`` during the run."""
     live = None
     if header.rank == 0:
         live = LiveFile(
@@ -331,9 +331,9 @@ def open_horovod_recording(
 def recorded_job(
     path: Path, limit: str | None, report: Callable[[str], None]
 ) -> Generator[dict[str, str]]:
-    """Yield the variables that make a job's ranks record; then merge their records.
+    """Yield variables that make a job's ranks record; then merge the records.
 
-    The trace is also written if the job fails.
+    The trace is written even if the job fails.
     """
     limit_bytes = parse_size_bytes(limit) if limit else DEFAULT_LIMIT_BYTES
     parts = path.with_name(f"{path.name}.parts")

@@ -1,4 +1,4 @@
-"""Readers of timelines: merged traces, parts of ranks, and Horovod's files."""
+"""Readers of timelines: merged traces, ranks' parts and Horovod's files."""
 
 import gzip
 import json
@@ -22,23 +22,23 @@ from ronde.timeline.part import FORMAT, MAGIC, SUFFIX, Track, is_part, read_part
 
 
 class RankTrace(NamedTuple):
-    """One rank's records."""
+    """The operations of one rank, and the completeness of its records."""
 
     rank: int
-    host: str  # empty where it is unknown
-    clock_error_us: float | None  # against rank 0's clock; None where unmeasured
-    num_dropped: int  # operations that are missing
+    host: str  # empty if unknown
+    clock_error_us: float | None  # relative to rank 0's clock; None if unmeasured
+    num_dropped: int  # number of missing operations
     is_whole: bool  # the recording was closed
-    operations: Sequence[tuple[OperationKey, Recorded]]  # on the common clock
+    operations: Sequence[tuple[OperationKey, Recorded]]  # times are on the common clock
 
 
 class Trace(NamedTuple):
-    """Records of all ranks in a file."""
+    """The records of all ranks that were read from one timeline."""
 
-    size: int  # number of ranks of the job; 0 where it is unknown
+    size: int  # number of ranks of the job; 0 if unknown
     ranks: Sequence[RankTrace]
-    arrivals: Mapping[OperationKey, Arrival]  # where known
-    remarks: Sequence[str]  # sentences on missing data
+    arrivals: Mapping[OperationKey, Arrival]  # if known
+    remarks: Sequence[str]  # sentences about missing data
 
 
 _NEGOTIATE = "NEGOTIATE_"
@@ -48,7 +48,7 @@ _ALONE = (
 )
 
 _Done = tuple[Recorded, dict[int, int]]
-"""An operation, and the time in ns at which each rank was ready."""
+"""An operation, and the time in ns at which each rank was ready, by rank."""
 
 
 @dataclass(slots=True)
@@ -155,7 +155,7 @@ def _read_merged(facts: Mapping[str, Any], lines: Iterable[str]) -> Trace:
 
 
 def _joined(recordings: Iterable[RankTrace]) -> list[RankTrace]:
-    """Join the recordings of each rank; return the ranks in order."""
+    """Join each rank's recordings; return the ranks in order."""
     ranks: dict[int, RankTrace] = {}
     for own in recordings:
         before = ranks.setdefault(own.rank, own)
@@ -213,7 +213,7 @@ def read_trace(path: Path) -> Trace:
 
 
 def read_part_files(paths: Sequence[Path]) -> list[Track]:
-    """Read parts of ranks: files, or directories that hold them."""
+    """Read ranks' parts from files or from directories of such files."""
     files = [
         file
         for path in paths
@@ -263,7 +263,7 @@ def _read_json(lines: "IO[str]", path: Path) -> Trace:
         try:
             content: Any = json.loads(text)
         except ValueError:
-            # Horovod before 0.21 never wrote the end.
+            # Horovod before 0.21 never wrote the end of the file.
             content = json.loads(text.rstrip().rstrip(",") + "]")
         if isinstance(content, list):
             return _read_horovod(cast("list[dict[str, Any]]", content))

@@ -1,4 +1,4 @@
-"""Summary of a trace: the waits of ranks and tensors, and the late ranks."""
+"""Summary of a trace: waits of ranks and tensors, and late ranks."""
 
 import math
 from collections import Counter
@@ -19,22 +19,22 @@ _DTYPE_BYTES = {
 
 
 class RankSummary(NamedTuple):
-    """Times of one rank."""
+    """Total times of one rank, and the number of operations it delayed."""
 
     trace: RankTrace
     waiting_s: float
-    moving_s: float  # in which an operation was carried out
-    num_late: int  # operations for which it was last, beyond the clocks' error
+    moving_s: float  # time in which an operation was executed
+    num_late: int  # operations for which it was last by more than the clocks' error
     held_up_s: float
 
 
 class TensorSummary(NamedTuple):
-    """Waits for one tensor."""
+    """The waits of the ranks for one tensor's late ranks."""
 
     name: str  # on the wire
     num_operations: int  # with a known last rank
-    waiting_s: float  # sum of the times from the first rank's submission to the last's
-    longest_s: float  # the longest of these
+    waiting_s: float  # sum of times between the first and last submission
+    longest_s: float  # the longest of these times
     late_ranks: Sequence[tuple[int, int]]  # ranks with counts, highest count first
 
 
@@ -43,8 +43,8 @@ class FusionSummary(NamedTuple):
 
     num_tensors: int
     num_batches: int  # collectives
-    mean_bytes: float  # of a batch; 0 where dtypes are unknown
-    max_tensors: int  # of the largest batch
+    mean_bytes: float  # mean size of a batch; 0 if dtypes are unknown
+    max_tensors: int  # tensors in the largest batch
 
 
 class TraceSummary(NamedTuple):
@@ -52,11 +52,11 @@ class TraceSummary(NamedTuple):
 
     trace: Trace
     span_s: float  # from the first event to the last
-    num_operations: int  # different ones, over all ranks
+    num_operations: int  # different operations, over all ranks
     num_unclear: int  # operations whose ranks differ by less than the clocks' error
     ranks: Sequence[RankSummary]
     tensors: Sequence[TensorSummary]  # the longest wait first
-    fusion: FusionSummary | None  # None where nothing was recorded
+    fusion: FusionSummary | None  # None if nothing was recorded
 
 
 def summarize(trace: Trace) -> TraceSummary:
@@ -81,7 +81,7 @@ def summarize(trace: Trace) -> TraceSummary:
 
 
 def _error_ns(trace: Trace) -> float:
-    """Return the least difference of two ranks' times that exceeds both errors."""
+    """Return the smallest time difference that exceeds the errors of two clocks."""
     errors_us = [rank.clock_error_us for rank in trace.ranks]
     known_us = sorted(error for error in errors_us if error is not None)
     if len(known_us) < len(errors_us):

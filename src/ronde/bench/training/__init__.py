@@ -1,5 +1,5 @@
-"""``ronde bench train``: steps of well-known models, and where their time goes.
+"""``ronde bench train``: training steps of well-known models, timed by phase.
 
-``catalogue`` and ``outcome`` do not import torch: the command refuses bad words, and
-shows results, without waiting for it.
+``catalogue`` and ``outcome`` do not import torch, so the command rejects wrong options
+and shows results without the delay of that import.
 """

@@ -1,8 +1,8 @@
-"""The models that ``ronde bench train`` measures, with their sizes; no torch.
+"""Models that ``ronde bench train`` measures, and their sizes; no import of torch.
 
-Multiply-adds are those of convolutions and matrix products in one forward pass of one
-sample, as the field counts them (one multiply-add is two FLOP). Figures with a formula
-beside them are derived, not published.
+As usual, multiply-adds are counted for convolutions and matrix products in one forward
+pass of one sample; one multiply-add is two FLOP. Figures with a formula in a comment
+are derived, not published.
 """
 
 from collections.abc import Mapping
@@ -24,11 +24,11 @@ class ModelFacts:
 
     name: str  # as on the command line
     unit: Unit
-    sample_shape: tuple[int, ...]  # of a language model the tokens of its context
-    num_classes: int  # of a language model the words of its vocabulary
-    batch: int  # samples per step and rank, by default
+    sample_shape: tuple[int, ...]  # for language models the context's tokens
+    num_classes: int  # for language models the vocabulary size
+    batch: int  # default number of samples per step and rank
     num_parameters: int
-    forward_macs: int  # multiply-adds of one sample's forward pass, in inference
+    forward_macs: int  # multiply-adds of inference on one sample
 
     @property
     def units_per_sample(self) -> int:
@@ -40,21 +40,21 @@ class TransformerShape:
     """Sizes of a decoder-only language model of GPT-2's form."""
 
     num_layers: int
-    width: int  # features of a token
-    num_heads: int  # attention heads; they divide ``width``
-    context: int  # tokens of a sample
+    width: int  # features per token
+    num_heads: int  # attention heads; divides ``width``
+    context: int  # tokens per sample
     num_words: int  # size of the vocabulary
 
     @property
     def num_parameters(self) -> int:
-        """Count 12 d^2 weights and 13 d biases and gains a block, d the width."""
+        """Count 12 d^2 weights and 13 d biases and gains per block, with width d."""
         d = self.width
         embeddings = (self.num_words + self.context) * d
         return embeddings + self.num_layers * (12 * d * d + 13 * d) + 2 * d
 
     @property
     def forward_macs(self) -> int:
-        """Count as A. Karpathy's nanoGPT does, attention unmasked."""
+        """Count multiply-adds as A. Karpathy's nanoGPT does; attention is unmasked."""
         t, d = self.context, self.width
         block = 12 * t * d * d + 2 * t * t * d
         return self.num_layers * block + t * d * self.num_words

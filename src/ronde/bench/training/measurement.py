@@ -39,7 +39,7 @@ from ronde.units import format_size
 
 
 class Stopwatch:
-    """Sums of the phases' times; without ``synchronize`` it does nothing."""
+    """Stopwatch that sums the phases' times; without ``synchronize`` it is off."""
 
     def __init__(self, synchronize: Callable[[], None] | None = None) -> None:
         self._synchronize = synchronize
@@ -62,12 +62,12 @@ class Stopwatch:
         return {phase: ns / num_steps / 1e9 for phase, ns in self._total_ns.items()}
 
 
-NUM_PREPARED = 2  # more would only cost memory
+NUM_PREPARED = 2  # more would only use memory
 Batch = tuple[Tensor, Tensor]  # inputs and labels, on the host
 
 
 def batches(options: TrainOptions, device: torch.device, seed: int) -> Iterator[Batch]:
-    """Yield batches without end; prepared ones for an accelerator are pinned."""
+    """Yield batches endlessly; prepared batches for an accelerator are pinned."""
     generator = torch.Generator().manual_seed(seed)
     size, num_samples = options.batch, NUM_PREPARED * options.batch
     inputs, labels = make_samples(options.model, num_samples, generator)
@@ -97,7 +97,7 @@ def make_samples(
 
 
 class Replica:
-    """A model, its optimizer and data; collective where it communicates."""
+    """A model with its optimizer and data; methods that communicate are collective."""
 
     def __init__(
         self, options: TrainOptions, device: torch.device, *, is_communicating: bool
@@ -121,7 +121,7 @@ class Replica:
                 named_parameters=self.model.named_parameters(),
                 compression=getattr(hvd.Compression, options.compression),
             )
-        torch.manual_seed(hvd.rank())  # dropout: each rank drops its own
+        torch.manual_seed(hvd.rank())  # so that dropout differs between ranks
         self._call = cast("Callable[[Tensor], Tensor]", self.model)
         if options.is_compiled:
             self._call = cast("Callable[[Tensor], Tensor]", torch.compile(self.model))
@@ -158,17 +158,17 @@ def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
 class Footprint(NamedTuple):
     """Minimum memory of one rank."""
 
-    fixed_bytes: int  # weights, gradients and the optimizer's state of all replicas
+    fixed_bytes: int  # weights, gradients and optimizer state of all replicas
     sample_bytes: int  # inputs and saved activations of one sample
 
 
 def measure_footprint(options: TrainOptions, num_replicas: int) -> Footprint:
-    """Compute a rank's minimum memory by a forward pass on tensors without data.
+    """Compute a rank's minimum memory with a forward pass on fake tensors.
 
     Workspaces and the gradients of activations are not included.
     """
     is_mixed = options.dtype == "bfloat16"
-    # Not the meta device: attention saves matrices there that no real device saves.
+    # Not on the meta device, where attention saves matrices that real devices do not.
     with FakeTensorMode(), torch.autocast("cpu", torch.bfloat16, enabled=is_mixed):
         model = build(options.model.name)
         samples = [make_samples(options.model, n) for n in (1, 2)]
@@ -176,7 +176,7 @@ def measure_footprint(options: TrainOptions, num_replicas: int) -> Footprint:
         data = sum(tensor.nbytes for tensor in samples[0])
     num_copies = 4 if options.optimizer == "adam" else 3
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
-    a_sample = two - one  # the rest exists once, such as weights cast to bfloat16
+    a_sample = two - one  # the rest exists once, such as bfloat16 weights
     return Footprint(
         fixed_bytes=num_replicas * num_copies * weights + one - a_sample,
         sample_bytes=a_sample + num_replicas * NUM_PREPARED * data,
@@ -184,7 +184,7 @@ def measure_footprint(options: TrainOptions, num_replicas: int) -> Footprint:
 
 
 def _saved_bytes(model: nn.Module, inputs: Tensor, labels: Tensor) -> int:
-    # Storages are kept until the sum is made, so that no id is used twice.
+    # Storages are kept until the sum is computed, so that no id is reused.
     storages: dict[int, torch.UntypedStorage] = {}
 
     def note(tensor: Tensor) -> Tensor:
@@ -199,7 +199,7 @@ def _saved_bytes(model: nn.Module, inputs: Tensor, labels: Tensor) -> int:
 
 
 def _identity(tensor: Tensor) -> int:
-    """Identify a storage; fake tensors have no data pointer."""
+    """Return an id of the storage, as fake tensors have no data pointer."""
     return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]  # noqa: SLF001
 
 
@@ -274,8 +274,8 @@ def _time_steps(replica: Replica, num_steps: int, device: torch.device) -> StepT
     if device.type == "cpu":
         step_s = elapsed_s(stopwatch, num_steps)
         return StepTimes(step_s, stopwatch.seconds_a_step(num_steps))
-    # To synchronise after each phase keeps the host from running ahead of the device,
-    # so the phases are timed in further steps.
+    # Synchronising after each phase keeps the host from running ahead of the device,
+    # so the phases are timed in additional steps.
     step_s = elapsed_s(Stopwatch(), num_steps)
     num_profiled = min(num_steps, _MAX_PROFILED_STEPS)
     elapsed_s(stopwatch, num_profiled)
@@ -285,7 +285,7 @@ def _time_steps(replica: Replica, num_steps: int, device: torch.device) -> StepT
 _BLOCK_S = 0.4
 _MAX_STEPS = 100
 
-OnProgress = Callable[[int, int], None]  # gets the numbers of blocks: done, and all
+OnProgress = Callable[[int, int], None]  # numbers of finished and of all blocks
 
 
 def measure(
@@ -293,8 +293,8 @@ def measure(
 ) -> TrainingOutcome:
     """Train on 1 rank, on all, and on all without communication; collective.
 
-    The three take turns in blocks of a few steps, in another order every round, so that
-    a machine that slows down slows all of them.
+    The three variants alternate in blocks of a few steps, in a new order every round,
+    so that a machine that slows down affects all of them.
 
     Raises:
         UsageError: The device is missing, or the model does not fit.
@@ -314,7 +314,7 @@ def measure(
         replicas = _make_replicas(options, device)
         num_steps = options.steps
         if num_steps is None:
-            # Long enough to be timed; the same number on all ranks.
+            # Enough steps to be timed; the same number on all ranks.
             step_s = time_block(replicas[Variant.ONE_RANK], 1, device).step_s
             num_steps = max(1, min(_MAX_STEPS, math.ceil(_BLOCK_S / step_s)))
         rounds = _run_rounds(replicas, num_steps, options.rounds, device, on_progress)

@@ -1,4 +1,4 @@
-"""The models of the catalogue, in torch.nn alone."""
+"""The models of the catalogue, built from torch.nn only."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -45,7 +45,7 @@ class Residual(nn.Module):
 
 
 class PaddedShortcut(nn.Module):
-    """Every second pixel, zeros for missing channels: option A of He et al. 2016."""
+    """Shortcut of every second pixel, zero-padded in channels (He et al. 2016, A)."""
 
     def __init__(self, num_missing: int) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ def _resnet20(num_classes: int) -> nn.Module:
 def _stages(
     channels: int, sizes: Sequence[tuple[int, int]], *, is_bottleneck: bool
 ) -> Iterator[nn.Module]:
-    """Yield the blocks of each stage, given as width and depth.
+    """Yield the blocks of all stages; ``sizes`` has each stage's width and depth.
 
     The first block of every stage but the first halves height and width.
     """
@@ -166,7 +166,7 @@ def build(name: str) -> nn.Module:
     return FACTORIES[name](MODELS[name].num_classes)
 
 
-# By name; each takes the number of classes.
+# Builders by model name; each takes the number of classes.
 FACTORIES: Mapping[str, Callable[[int], nn.Module]] = {
     "gpt2": lambda _: Transformer(GPT2_SMALL),
     "mlp": _mlp,

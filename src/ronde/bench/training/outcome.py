@@ -1,4 +1,4 @@
-"""Options and results of a measurement of training steps; no torch."""
+"""Options and results of measured training steps; does not import torch."""
 
 import statistics
 from collections.abc import Mapping
@@ -19,15 +19,15 @@ class TrainOptions:
     model: ModelFacts
     batch: int  # samples per step and rank, in every variant
     rounds: int = 5  # blocks of steps of each variant; figures are medians over them
-    steps: int | None = None  # steps of a block; None for about 0.4 s
-    warmup: int = 3  # untimed steps of each model
+    steps: int | None = None  # steps per block; None for about 0.4 s
+    warmup: int = 3  # untimed steps of each replica
     dtype: Literal["float32", "bfloat16"] = "float32"  # of autocast
     device: DeviceKind = "auto"
     optimizer: Literal["sgd", "adam"] = "sgd"
     compression: Literal["none", "fp16", "bf16"] = "none"
-    # Two batches in turn; or random samples in each step, as from a data loader.
+    # Two alternating batches, or new random samples in each step, as from a loader.
     input: Literal["prepared", "gathered"] = "prepared"
-    engine: str = ""  # empty for the environment's
+    engine: str = ""  # empty: as in the environment
     is_channels_last: bool = False
     is_compiled: bool = False
 
@@ -40,7 +40,7 @@ class TrainOptions:
                     f"{name} must be at least {value}, got {given}. "
                     f"Type: --{name} {max(value, 1)}"
                 )
-        # Of the models only those of images have three dimensions a sample.
+        # Only samples of image models have three dimensions.
         if self.is_channels_last and len(self.model.sample_shape) != 3:
             raise UsageError(
                 f"model must take images with channels for channels-last, got "
@@ -58,7 +58,7 @@ def find_model(name: str) -> ModelFacts:
 
 
 class Phase(StrEnum):
-    """A part of a step, in their order."""
+    """The phases of a training step, in order."""
 
     INPUT = "input"
     HOST_TO_DEVICE = "host_to_device"
@@ -68,7 +68,7 @@ class Phase(StrEnum):
 
 
 class Variant(StrEnum):
-    """One of the three runs that are compared."""
+    """The variants of a run that are compared."""
 
     ONE_RANK = "one_rank"
     ALL_RANKS = "all_ranks"
@@ -77,9 +77,9 @@ class Variant(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Mean times of a block of steps."""
+    """Mean times per step, over a block of steps."""
 
-    step_s: float  # of the slowest rank, without timing the phases
+    step_s: float  # the slowest rank's, measured without phases
     phases_s: Mapping[Phase, float]
 
 
@@ -101,11 +101,11 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class TrainingOutcome:
-    """All rounds of one measurement."""
+    """The options, setting and times of one measurement."""
 
     options: TrainOptions
     setting: Setting
-    num_steps: int  # steps of a block
+    num_steps: int  # steps per block
     rounds: tuple[Round, ...]
     is_in_step: bool  # all ranks' weights were equal at the end, bit for bit
 
@@ -121,13 +121,13 @@ class TrainingOutcome:
         return num_ranks * units / self.step_s(variant)
 
     def phase_s(self, variant: Variant, phase: Phase) -> float:
-        """Return a part's time; of ``backward()`` without exposed communication."""
+        """Return a phase's median time; backward excludes exposed communication."""
         is_split = phase is Phase.BACKWARD and variant is Variant.ALL_RANKS
         source = Variant.NO_COMMUNICATION if is_split else variant
         return statistics.median(each[source].phases_s[phase] for each in self.rounds)
 
     def exposed_s(self) -> float:
-        """Return the communication of a step that backward does not hide."""
+        """Return the communication time of a step that backward does not hide."""
         # The time of ``backward()`` with communication minus the time without; noise
         # can make it negative.
         variants, phase = (Variant.ALL_RANKS, Variant.NO_COMMUNICATION), Phase.BACKWARD

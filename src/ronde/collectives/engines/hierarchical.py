@@ -19,10 +19,10 @@ from ronde.collectives.engine import Engine, ReduceOp, Work
 from ronde.collectives.lane import LaneEngine
 from ronde.collectives.shapes import rows
 
-PIECE_BYTES = 2 << 20  # long enough for the network's full rate
+PIECE_BYTES = 2 << 20  # large enough for the full rate of the network
 _UNDER_WAY = 2
-_MOST_PADDED = 2  # times the bytes: the most that padding to equal parts may cost
-_Steps = Generator[Work[Tensor] | None, Any, None]  # between hosts
+_MOST_PADDED = 2  # padding to equal parts may at most double the bytes
+_Steps = Generator[Work[Tensor] | None, Any, None]  # yields transfers between hosts
 
 
 class HostGroups(NamedTuple):
@@ -50,7 +50,7 @@ class HostGroups(NamedTuple):
 
 
 class HierarchicalEngine(LaneEngine):
-    """Base of the engines on two levels."""
+    """Base class of the engines with two levels."""
 
     # ``world`` has all ranks and serves calls that gain nothing from two levels;
     # ``local`` has the ranks of this host, ``cross`` one rank of each host.
@@ -100,7 +100,7 @@ class HierarchicalEngine(LaneEngine):
 
 
 class EvenHostsEngine(HierarchicalEngine):
-    """For hosts with equal numbers of ranks: each rank exchanges a share."""
+    """Engine for hosts with equal numbers of ranks: each rank exchanges a share."""
 
     # ``cross`` has the ranks with this local rank on every host.
 
@@ -122,7 +122,7 @@ class EvenHostsEngine(HierarchicalEngine):
     def _reduce_parts(
         self, vector: Tensor, counts: Sequence[int], op: ReduceOp
     ) -> Tensor:
-        """Reduce on the host the parts of each local rank, then over hosts."""
+        """Reduce the parts of each local rank within the host, then between hosts."""
         parts = _parts(vector, counts)
         result = vector.new_empty(counts[self.rank])
 
@@ -141,7 +141,7 @@ class EvenHostsEngine(HierarchicalEngine):
         return result
 
     def _gather(self, out: Tensor, own: Tensor, counts: Sequence[int]) -> None:
-        """Gather the padded parts of each local rank over hosts, then on the host."""
+        """Gather each local rank's padded parts between hosts, then within the host."""
         if max(counts) * len(counts) > _MOST_PADDED * sum(counts):
             super()._gather(out, own, counts)
             return
@@ -177,7 +177,7 @@ class EvenHostsEngine(HierarchicalEngine):
 
 
 class LeadersEngine(HierarchicalEngine):
-    """For hosts with unequal numbers of ranks: the first of each is its leader."""
+    """Engine for hosts with unequal numbers of ranks; each host's first rank leads."""
 
     # ``cross`` has the leaders; None on all other ranks.
 
@@ -190,7 +190,7 @@ class LeadersEngine(HierarchicalEngine):
         _overlap(map(reduce, _pieces(vector)))
 
     def _copy(self, data: Tensor, root: int) -> None:
-        """Copy on the root's host, to the leaders, on the other hosts."""
+        """Copy within the root's host, then to the leaders, then on the other hosts."""
         root_host, root_local = self._groups.of(root)
         is_home = self._groups.of(self.rank)[0] == root_host
 
@@ -205,7 +205,7 @@ class LeadersEngine(HierarchicalEngine):
 
 
 def _overlap(pieces: Iterable[_Steps]) -> None:
-    """Run pieces with ``_UNDER_WAY`` more begun before each one ends."""
+    """Run all pieces; up to ``_UNDER_WAY`` later ones begin before a piece ends."""
     under_way: deque[tuple[Work[Tensor] | None, _Steps]] = deque()
     for steps in pieces:
         under_way.append((next(steps), steps))
@@ -227,7 +227,7 @@ def _pieces(vector: Tensor) -> Iterator[Tensor]:
 
 
 def _windows(vector: Tensor, sizes: Sequence[int]) -> Iterator[slice]:
-    """Cut the ranks' parts so that all their windows together are a piece."""
+    """Yield ranges of each rank's part; one range of all parts makes up a piece."""
     width = max(1, PIECE_BYTES // (len(sizes) * vector.element_size()))
     for begin in range(0, max(sizes), width):
         yield slice(begin, min(begin + width, max(sizes)))

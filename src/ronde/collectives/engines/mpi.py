@@ -1,13 +1,13 @@
 """Collectives on MPI, through mpi4py.
 
-MPI counts in 32 bits: a count and the offset of a rank's part must be below 2**31.
+MPI counts in 32 bits, so a count or the offset of a rank's part must be below 2**31.
 Longer tensors take several calls.
 
 Note [The end of MPI]
     MPI_Finalize waits for all ranks. A rank that ends because of an error must not wait
-    for ranks that still wait for it: it ends without Finalize, and the launcher ends
-    the others. So Finalize is called at exit unless an exception or ``sys.exit(n)``
-    ended the program or a collective failed.
+    for ranks that wait for it. It ends without Finalize, and the launcher ends the
+    other ranks. So Finalize is called at exit unless an exception or ``sys.exit(n)``
+    ended the program, or a collective failed.
 """
 
 import atexit
@@ -45,8 +45,8 @@ except ImportError as error:
         f"mpi4py must be installed for the engine mpi, got none. {_CURE}"
     ) from error
 
-# See Note [The end of MPI]. MPI is initialised by the first connection, unless the
-# program did so before.
+# See Note [The end of MPI]. The first connection initialises MPI, unless the program
+# has done so.
 mpi4py.rc.initialize = False
 mpi4py.rc.finalize = False
 try:
@@ -86,7 +86,7 @@ _DATATYPES = {
 
 
 class MpiLibrary:
-    """MPI in this process; initialises it."""
+    """The MPI library in this process; the constructor initialises MPI."""
 
     def __init__(self) -> None:
         if not MPI.Is_initialized():
@@ -103,7 +103,7 @@ class MpiLibrary:
                 "MPI, or let it request one of these levels."
             )
         self.calling: AbstractContextManager[Any] = nullcontext()
-        """A lock around calls if MPI allows only one thread at a time."""
+        """A lock for calls if MPI does not allow concurrent threads."""
         if provided < MPI.THREAD_MULTIPLE:
             self.calling = threading.RLock()
 
@@ -116,10 +116,10 @@ load = functools.cache(MpiLibrary)
 
 
 class MpiEngine(Engine):
-    """Moves tensors by an MPI communicator of its own."""
+    """Moves tensors through its own MPI communicator."""
 
-    # MPI moves bytes only inside its calls: a collective under way makes progress while
-    # this process waits for it, polls it, or makes another call.
+    # MPI moves bytes only during its calls. A collective makes progress while this
+    # process waits for it, polls it, or makes another call.
 
     name = "mpi"
 
@@ -242,7 +242,7 @@ class MpiEngine(Engine):
         return copy
 
     def close(self) -> None:
-        """Free the communicator, unless a call failed: then MPI may hang."""
+        """Free the communicator, unless a call failed, as MPI might hang then."""
         comm, self._comm = self._comm, None
         if comm is None or self._library.has_failed or MPI.Is_finalized():
             return
@@ -313,7 +313,7 @@ class MpiWork(Work[None]):
         return self.is_over
 
     def _block(self, poll: PollCallback | None) -> bool:
-        """Drive MPI until it is done; sleep only after the expected time."""
+        """Make MPI progress until done; sleep only after the expected duration."""
         started_s = time.monotonic()
         sleep_s = _FIRST_SLEEP_S
         num_bytes = sum(tensor.nbytes for tensor in self._held)
@@ -354,7 +354,7 @@ def connect_some(ranks: Sequence[int], *, timeout_s: float) -> MpiEngine:
 def connect_world(
     rank: int, size: int, *, timeout_s: float, max_count: int = MAX_COUNT
 ) -> MpiEngine:
-    """Connect all ranks; longer tensors than ``max_count`` take several MPI calls."""
+    """Connect all ranks; tensors longer than ``max_count`` take several MPI calls."""
     library = load()
     world = MPI.COMM_WORLD
     if (world.rank, world.size) != (rank, size):
@@ -364,14 +364,14 @@ def connect_world(
             "program with mpirun of the MPI that mpi4py loads "
             f"({MPI.Get_library_version().partition(',')[0]})."
         )
-    # COMM_WORLD belongs to the program: never closed here.
+    # COMM_WORLD belongs to the program and is never closed here.
     engine = MpiEngine(library, world, timeout_s)
     engine.max_count = max_count
     return engine.clone()
 
 
 def _elements(vector: Tensor) -> _Buffer:
-    """Return the memory of a dense vector; the vector must outlive its use."""
+    """Return the memory of a dense vector, which must outlive the returned buffer."""
     memory = MPI.buffer.fromaddress(vector.data_ptr(), vector.nbytes)
     return [memory, _DATATYPES[vector.dtype]]
 

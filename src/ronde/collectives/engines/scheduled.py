@@ -1,16 +1,16 @@
-"""Collectives by schedules, over another engine's point-to-point calls.
+"""Collectives by schedules of another engine's point-to-point calls.
 
 Note [Stages]
     Chunks are cut into pieces of about a cache's size, the same on both sides of a
     message. Piece j of a chunk in round r has stage r + j: while one piece is reduced,
-    the pieces after it are under way and those before it are a round further. A piece
-    depends only on the same piece in earlier rounds, so on lower stages.
+    later pieces are in transit and earlier ones are a round ahead. A piece depends only
+    on the same piece in earlier rounds, which has lower stages.
 
     A rank posts messages in order of stages, some stages ahead (``_LOOKAHEAD``), but
     not before their dependencies are complete, and waits only for dependencies. This
-    cannot deadlock: of all waiting ranks take one at the lowest stage h. It waits for a
-    message of a stage below h that its peer has not posted, so the peer waits at a
-    stage below h.
+    cannot deadlock. Suppose it did, and h is the lowest stage at which a rank waits.
+    That rank waits for a message of a stage below h that its peer has not posted. So
+    the peer waits at a stage below h, a contradiction.
 """
 
 from collections.abc import Iterator, Sequence
@@ -33,14 +33,14 @@ from ronde.collectives.arithmetic import KERNELS, put_back
 from ronde.collectives.engine import Engine, PostMessage, ReduceOp, WaitForMessage
 from ronde.collectives.lane import LaneEngine
 
-PIECE_BYTES = 512 * 1024  # long enough that posting it costs little
+PIECE_BYTES = 512 * 1024  # large enough that the cost of posting hardly matters
 _MAX_FREE = 32
 _LOOKAHEAD = 4
 _MAX_TAG = 1 << 14  # MPI guarantees 32,767; messages of equal tag arrive in order
 
 
 class ScheduledMessage(NamedTuple):
-    """A send or receive of one rank."""
+    """A send or receive of one rank, after the messages that it depends on."""
 
     action: Action
     peer: int
@@ -55,7 +55,7 @@ class _Draft:
     step: ScheduleStep
     stage: int  # see Note [Stages]
     span: tuple[int, int]
-    cells: tuple[tuple[int, int], ...]  # parts of the vector that it touches
+    cells: tuple[tuple[int, int], ...]  # chunks and pieces that the message carries
     needs: "list[_Draft]"
     tag: int = 0
 
@@ -96,7 +96,7 @@ def compile_program(
 
 
 def _drafts(schedule: Schedule, rank: int, piece_numel: int) -> Iterator[_Draft]:
-    """Cut long chunks into pieces; join short consecutive ones."""
+    """Yield messages of up to a piece: part of a long chunk or several short ones."""
     chunks = schedule.chunks
     largest = max(1, chunks.largest())
     num_together = max(1, piece_numel // largest)
@@ -118,9 +118,9 @@ def _drafts(schedule: Schedule, rank: int, piece_numel: int) -> Iterator[_Draft]
 
 
 def _connect(drafts: list[_Draft]) -> None:
-    # A send needs the earlier receives of its elements, and a receive the sends that
-    # still read them. Summands are received into other memory and added in the order of
-    # the program.
+    # A send depends on earlier receives of its elements, and a receive depends on
+    # earlier sends of the elements that it overwrites. Summands are received into other
+    # memory and added in the order of the program.
     arriving: dict[tuple[int, int], list[_Draft]] = {}
     leaving: dict[tuple[int, int], list[_Draft]] = {}
     for draft in drafts:
@@ -156,7 +156,7 @@ def _program(
     extent: tuple[int, ...],
     element_bytes: int,
 ) -> tuple[ScheduledMessage, ...]:
-    """Return a rank's program; ``extent``: length (and root), or one for each rank."""
+    """Return a rank's messages; ``extent``: length (and root), or ranks' lengths."""
     schedules = find_algorithm(algorithm)
     if collective == "all_reduce":
         schedule = schedules.all_reduce(size, extent[0])
@@ -171,7 +171,7 @@ def _program(
 
 @dataclass(slots=True)
 class _Run:
-    """A program under way; ``free`` is memory for summands."""
+    """A run of a program; ``free`` is memory for summands."""
 
     free: list[Tensor]
     program: Sequence[ScheduledMessage]
@@ -205,7 +205,7 @@ class _Run:
         return "recv", tensor
 
     def _complete(self, index: int, wait: WaitForMessage) -> None:
-        """Wait for a message and add its elements, if not done already."""
+        """Wait for a message and add its summands, unless that is done."""
         work = self.works.pop(index, None)
         if work is None:
             return
@@ -221,7 +221,7 @@ class _Run:
 
 
 class ScheduledEngine(LaneEngine):
-    """Executes an algorithm's schedules by messages of another engine."""
+    """Runs an algorithm's schedules with messages of another engine."""
 
     name = "scheduled"
 
@@ -236,7 +236,7 @@ class ScheduledEngine(LaneEngine):
         gathered[self.rank] = own
         sizes = (own.nbytes,) * self.size
         vector = gathered.view(-1).view(torch.uint8)
-        # The algorithm with the fewest rounds, for so short a message.
+        # It has the fewest rounds, which counts for such short messages.
         fewest = "halving_doubling"
         self._submit(
             call, lambda: self._run("all_gather", sizes, vector, by=fewest)

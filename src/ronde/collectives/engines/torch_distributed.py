@@ -1,28 +1,28 @@
 """Collectives on torch's process groups: Gloo for the CPU, NCCL for CUDA.
 
 Note [Gloo's sockets]
-    By default Gloo resolves its own host's name, which on many hosts leads to the
-    loopback, out of reach of other hosts. The address towards rank 0 is known to work,
-    since the store is there.
+    By default Gloo resolves its own host's name. On many hosts the name resolves to the
+    loopback address, which other hosts cannot reach. The address of the route to rank 0
+    works, as the store has been reached through it.
 
-    Gloo listens for as long as its group lives, though all ranks are connected, and
-    keeps every connection. Some hundred connections by a stranger exhaust the
-    descriptors of the rank, and Gloo ends the process (``accept: Too many open
-    files``). The socket cannot be closed while Gloo uses it, but a socket filter makes
-    the kernel drop every packet to it. Open connections are separate sockets.
+    Gloo listens as long as its group exists, even when all ranks are connected, and
+    keeps every connection. A few hundred connections from another program exhaust the
+    rank's descriptors, and Gloo ends the process (``accept: Too many open files``). The
+    listening socket cannot be closed while Gloo uses it, but a socket filter makes the
+    kernel drop every packet to it. Open connections are separate sockets.
 
     Gloo has no call that ends its connections. A message that times out ends them, but
-    Gloo waits up to 10 ms for each. Shut down through their descriptors they end at
-    once: they are the connections to or from a port where a rank of the group listens.
+    Gloo waits up to 10 ms for each. A shutdown through their descriptors ends them at
+    once. They are the connections to or from a port of a listening rank of the group.
 
 Note [Messages that Gloo loses]
     When a connection ends, Gloo fails the waits for messages that have not begun. It
-    loses a message that is half received or that waits for room to be sent, and a send
-    on a connection that was shut down: their waits last until the group's timeout
-    (``Pair::signalException`` in Gloo's tcp/pair.cc). By then every connection has
-    ended, so nothing can be written into a tensor any more. So waits give up a moment
-    after a group was aborted. The group and the work live until Gloo gives up, too,
-    since freeing them blocks as well.
+    loses messages that are partly received, messages that wait for room to be sent, and
+    sends on a connection that was shut down. The waits for these last until the group's
+    timeout (``Pair::signalException`` in Gloo's tcp/pair.cc). After an abort every
+    connection has ended, so nothing is written into tensors any more. So waits give up
+    shortly after a group was aborted. The group and the work are kept until Gloo gives
+    up, too, since freeing them blocks as well.
 """
 
 import math
@@ -98,10 +98,10 @@ _ADDRESS_BYTES = 64
 _SHORT, _TILL_SHUT = timedelta(milliseconds=1), timedelta(milliseconds=100)
 _SHORTEST_PAUSE_S = 0.001
 _CONNECT_LIMIT = timedelta(seconds=10)
-_LAST_S = 0.05  # for a work whose group was aborted
+_LAST_S = 0.05  # limit of waits after the group was aborted
 _CHECK_EVERY = timedelta(milliseconds=100)
 _MOST_KNOWN = 16
-_CLOSE_WITHIN_S = 5.0  # for works under way, and again for NCCL's shutdown
+_CLOSE_WITHIN_S = 5.0  # for pending works, and again for NCCL's shutdown
 _LAZY = "TORCH_GLOO_LAZY_INIT"
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 _making = threading.Lock()
@@ -111,7 +111,7 @@ Wait = Callable[[BackendWork], object]
 
 
 class TorchWork(Work[None]):
-    """Works of torch and a function to call after them."""
+    """Several of torch's works, and a function to call when they are complete."""
 
     __slots__ = ("_after", "_context", "_groups", "_pending")
 
@@ -123,7 +123,7 @@ class TorchWork(Work[None]):
         after: Callable[[], None] | None = None,
     ) -> None:
         super().__init__(None, is_over=False)
-        self._groups = groups  # of works by Gloo
+        self._groups = groups  # None for NCCL's works
         self._pending = pending
         self._context = context
         self._after = after
@@ -143,7 +143,7 @@ class TorchWork(Work[None]):
                     self._groups.wait_for(pending)
         except RuntimeError as error:
             self.failure = self._context.explain(error)
-            # Its frames hold the group: see Note [Tracebacks hold groups] in scope.py.
+            # Its traceback holds the group: see Note [Tracebacks hold groups] in scope.
             self.failure.__cause__ = error.with_traceback(None)
         else:
             if self._after is not None:
@@ -169,7 +169,7 @@ class TorchWork(Work[None]):
 class Nccl:
     """An NCCL process group; its constructor is collective."""
 
-    # It connects at once. If the first calls connected, two groups whose first calls
+    # The constructor connects. If first calls connected, two groups whose first calls
     # come in different orders on two ranks would wait for ever.
 
     def __init__(
@@ -198,7 +198,7 @@ class Nccl:
     def message(
         self, call: str, values: Tensor, peer: int, tag: int
     ) -> "GroupedMessage":
-        """Queue a ``send`` or ``recv``, to start in one group with others."""
+        """Queue a ``send`` or ``recv``, to start in one group with other messages."""
         if tag:
             raise UsageError(
                 f"tag must be 0 for CUDA tensors, got {tag}: NCCL has no tags. Leave "
@@ -219,13 +219,13 @@ class Nccl:
             for message in messages:
                 message.post()
         finally:
-            work = self.group._end_coalescing()  # noqa: SLF001  likewise
+            work = self.group._end_coalescing()  # noqa: SLF001  the only name
         for message in messages:
             message.work = work
 
     def close(self) -> None:
         """End connections and threads; abort if works do not end soon."""
-        # An abort at once would drop messages that another rank waits for.
+        # An immediate abort would drop messages for which another rank waits.
         self._gathered.clear()
         done = torch.cuda.Event()
         done.record(torch.cuda.current_stream(self.device))
@@ -254,13 +254,13 @@ class Nccl:
 
 
 class GroupedMessage:
-    """A send or receive that starts together with others."""
+    """A send or receive of NCCL that starts together with other messages."""
 
     __slots__ = ("_nccl", "_post", "_ready", "work")
 
     def __init__(self, nccl: Nccl, post: Callable[[], object]) -> None:
         self._nccl = nccl
-        self._post = post  # holds the tensor, too
+        self._post = post  # also keeps the tensor alive
         self._ready = torch.cuda.Event()
         self._ready.record(torch.cuda.current_stream(nccl.device))
         self.work: Any = None
@@ -284,7 +284,7 @@ class GroupedMessage:
 
 
 class Groups:
-    """The process groups of one communicator: Gloo's, and NCCL's at first use."""
+    """The process groups of one communicator; NCCL's is connected at first use."""
 
     def __init__(
         self, store: Store, rank: int, size: int, timeout_s: float, *, is_one_host: bool
@@ -323,7 +323,7 @@ class Groups:
         return None if self._nccl is None else self._nccl.device
 
     def connect_nccl(self, device: torch.device) -> Nccl:
-        """Return the group that moves CUDA tensors; collective the first time."""
+        """Return the group for CUDA tensors; the first call is collective."""
         self._require_open()
         if device.type != "cuda":
             raise UsageError(
@@ -365,8 +365,8 @@ class Groups:
         work.wait()
 
     def run_messages(self, steps: MessageSteps) -> None:
-        """Run steps that send and receive CPU tensors in a thread that may be left."""
-        # In one thread: a hand-over of each message would cost two thread switches.
+        """Run steps that exchange CPU tensors, in a thread that can be abandoned."""
+        # One thread runs all, as a hand-over of each message would cost two switches.
         gloo, awaited = self.of(CPU), deque[GlooMessage](maxlen=1)
 
         def wait(message: GlooMessage) -> None:
@@ -386,15 +386,15 @@ class Groups:
             del outcome  # see Note [Tracebacks hold groups] in scope.py
 
     def is_given_up(self, work: BackendWork) -> bool:
-        """Return True if the wait for a work should end although it is under way."""
+        """Return True if the wait for an incomplete work should end."""
         is_lost = isinstance(work, GlooMessage) and work.is_lost()
         return is_lost or time.monotonic() > self._given_up_s
 
     def submit(
         self, context: ErrorContext, steps: Callable[[Backend, Wait], None]
     ) -> FutureWork[None]:
-        # All ranks must run their steps in one order, one after the other, so the steps
-        # have their own group and thread.
+        # All ranks must run their steps in the same order, one after the other, so the
+        # steps have their own group and thread.
         self._require_open()
         if self._thread is None:
             self._make_gloo("lane", "steps")
@@ -408,7 +408,7 @@ class Groups:
         return FutureWork(self._thread.submit(in_mode_of_caller(run)))
 
     def abort(self) -> None:
-        """Close; calls under way fail here and on the other ranks."""
+        """Close; calls in progress fail here and on the other ranks."""
         with suppress(RuntimeError):
             self._disconnect()
         self._given_up_s = min(self._given_up_s, time.monotonic() + _LAST_S)
@@ -467,26 +467,26 @@ class Groups:
 
     def _make_gloo(self, name: str, use: str) -> None:
         store: Store = PrefixStore(name, self._store)
-        # torch connects two ranks only when they first need it.
+        # torch connects two ranks when they first exchange data.
         text = select_variables([_LAZY]).get(_LAZY, "0")
         is_lazy = text.lower() in ("1", "true", "yes", "y")
         if not is_lazy:
             store = RendezvousStore(store, self._size)
             self._stores.append(store)
         gloo: Any = ProcessGroupGloo
-        # After an abort a thread still waits for lost ranks, for so long.
+        # After an abort a thread may wait this long for lost ranks.
         limit = _CONNECT_LIMIT if self._scope.is_live else self._timeout
         options: Any = limit
         listening: dict[int, int] = {}
         if self._address:
             options = gloo._Options()  # noqa: SLF001  the only name in torch 2.11
-            options._timeout = limit  # noqa: SLF001  likewise
+            options._timeout = limit  # noqa: SLF001  the only name
             with _making:  # another thread may open sockets at the same time
                 before = find_listening(self._address)
                 device = gloo.create_device(hostname=self._address)
                 after = find_listening(self._address)
             listening = {fd: i for fd, i in after.items() if before.get(fd) != i}
-            options._devices = [device]  # noqa: SLF001  likewise
+            options._devices = [device]  # noqa: SLF001  the only name
         rank, size = self._rank, self._size
         group: Backend = self._scope.run(lambda: gloo(store, rank, size, options))
         group._set_default_timeout(self._timeout)  # noqa: SLF001  its name in torch
@@ -494,7 +494,7 @@ class Groups:
         if self._scope.failure is not None:
             self.abort()
         own = b"" if is_lazy else address_of(listening)
-        # Waits for all ranks to connect, as rank 0 may then end and its store with it.
+        # Waits for all ranks to connect, as rank 0 and its store may end after this.
         sent = torch.frombuffer(bytearray(own.ljust(_ADDRESS_BYTES)), dtype=torch.uint8)
         gathered = sent.new_empty(size * _ADDRESS_BYTES)
         work = group._allgather_base(gathered, sent)  # noqa: SLF001  its name in torch
@@ -515,15 +515,15 @@ def _hold(_groups: Sequence[Backend], works: Sequence[BackendWork]) -> None:
 def _find_own_address(store: Store, rank: int, size: int, timeout: timedelta) -> str:
     """Return the address of this host towards the store; collective.
 
-    Empty if the user named an interface without a route there, or if there is no route:
-    torch then decides. On the store's own host it is the address that other ranks use,
-    since the host's name may resolve to the loopback there.
+    Empty if there is no route, or not through an interface that the user named; torch
+    chooses the address then. The store's own host uses the address that other ranks
+    use, since its name may resolve to the loopback address.
     """
     target = _find_target(store)
     own = source_towards(target) if target else ""
     is_near = not own or is_loopback(own)
     store.set(f"target/{rank}", "" if is_near else target)
-    # The last rank is the most likely one on another host.
+    # The last rank is the most likely to be on another host.
     others = [r for r in reversed(range(size)) if is_near and r != rank]
     for asked in filter(None, (others[:1], others[1:])):
         texts = get_all(store, [f"target/{other}" for other in asked], timeout)
@@ -545,7 +545,7 @@ def _find_target(store: Store) -> str:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
         return ""
-    # In one order on all hosts: Gloo cannot connect IPv4 to IPv6.
+    # The same order on all hosts, as Gloo cannot connect IPv4 to IPv6.
     addresses = sorted((str(entry[4][0]) for entry in found), key=lambda a: ":" in a)
     return next((a for a in addresses if source_towards(a)), "")
 
@@ -555,12 +555,12 @@ _TORCH_OPS = {
     ReduceOp.MIN: TorchOp.MIN,
     ReduceOp.MAX: TorchOp.MAX,
     ReduceOp.PRODUCT: TorchOp.PRODUCT,
-    ReduceOp.AVERAGE: TorchOp.AVG,  # only NCCL
+    ReduceOp.AVERAGE: TorchOp.AVG,  # used with NCCL only
 }
 
 
 class TorchDistributedEngine(Engine):
-    """Moves tensors by process groups of its own, apart from torch's default group."""
+    """Moves tensors through its own process groups, not torch's default group."""
 
     name = "gloo"
     devices = frozenset({"cpu", "cuda"})
@@ -585,7 +585,7 @@ class TorchDistributedEngine(Engine):
 
     def native(self, call: str, like: Tensor, op: ReduceOp) -> Reduction | None:
         # Gloo rounds a sum of 16-bit floats once for each rank: see ``rounds_often``.
-        # NCCL's average of them divides first. Both are reduced by shares instead.
+        # NCCL's average divides them first. Instead, ``_reduce_by_shares`` rounds once.
         dtype = like.dtype
         if call == "reduce_scatter":
             return Reduction(op, scales=True)
@@ -654,7 +654,7 @@ class TorchDistributedEngine(Engine):
             if len(set(counts)) == 1:
                 pending = backend._allgather_base(out, own)  # noqa: SLF001  the only name
                 return self._work((pending,), out.device, context)
-            # torch cannot gather uneven parts, so every rank broadcasts its own.
+            # torch cannot gather uneven parts, so every rank broadcasts its part.
             parts: tuple[Tensor, ...] = torch.split(out, list(counts))
             parts[self.rank].copy_(own)
             pending = [
@@ -708,8 +708,8 @@ class TorchDistributedEngine(Engine):
             is_one_host=self._is_one_host,
         )
         if self._groups.cuda_device is not None:
-            # Not at its first call: ranks may order that differently than the
-            # original's.
+            # Not at the clone's first call, which may come before or after the
+            # original's calls on different ranks.
             copy._groups.connect_nccl(self._groups.cuda_device)
         return copy
 

@@ -1,1 +1,1 @@
-"""The control plane: messages between coordinators, apart from all data."""
+"""The control plane: messages between coordinators, separate from tensor data."""

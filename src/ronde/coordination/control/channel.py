@@ -1,11 +1,11 @@
-"""The control channel of coordinators, separate from all data.
+"""The control channel between coordinators, separate from tensor data.
 
-* Messages of any length go along the edges of a ``Tree``. From one neighbour to another
-  they arrive once, whole and in order.
+* Messages of any length go along the edges of a ``Tree``. Messages
+  from one neighbour to another arrive exactly once, whole and in order.
 * ``send``, ``receive`` and ``find_losses`` are called by one thread at a time, ``wait``
   by several at once, ``wake`` by any thread.
-* A wait takes no processor time while no message comes. Call ``receive`` after it, as
-  messages that have come make every ``wait`` return.
+* A wait takes no processor time while no message arrives. Call ``receive`` after
+  ``wait``, as messages that have arrived make every ``wait`` return.
 """
 
 import logging
@@ -30,9 +30,9 @@ from ronde.coordination.messages import Loss, Tree
 
 _logger = logging.getLogger("ronde")
 Transport = SharedMemoryTransport | GlooTransport
-"""Some of a rank's connections, each used by one thread at a time.
+"""A rank's connections of one kind; each is used by one thread at a time.
 
-After a connection's ``find_loss`` returned a loss no further message arrives.
+After a connection's ``find_loss`` returns a loss, no further message arrives.
 """
 
 
@@ -40,7 +40,7 @@ class ControlChannel:
     """Sends messages between one rank and its neighbours in a tree.
 
     Every event of a connection rings the doorbell of ``waiter``. ``shared`` is the
-    memory of all ranks if they are on one host.
+    shared memory of all ranks if they are on one host.
     """
 
     def __init__(
@@ -61,13 +61,13 @@ class ControlChannel:
     def send(self, to: int, message: bytes) -> None:
         """Send a message, or drop it if the neighbour is lost. Never waits.
 
-        A part that does not fit is sent by a later ``send`` or ``receive``.
+        A part that does not fit now is sent by a later ``send`` or ``receive``.
         """
         if connection := self._connections.get(to):
             connection.send(message)
 
     def receive(self) -> list[tuple[int, bytes]]:
-        """Return the messages that have come, with their senders. Never waits."""
+        """Return the messages that have arrived, with their senders. Never waits."""
         received: list[tuple[int, bytes]] = []
         self.waiter.read()
         for connection in self._connections.values():
@@ -75,12 +75,12 @@ class ControlChannel:
         return received
 
     def find_losses(self) -> list[Loss]:
-        """Return each lost neighbour once, after all its messages were received."""
+        """Return each lost neighbour once, after all of its messages were received."""
         losses: list[Loss] = []
         for connection in tuple(self._connections.values()):
             loss = connection.find_loss()
             if loss is not None and connection.has_unread():
-                # It ended between writing and notifying.
+                # The neighbour ended between writing and notifying.
                 self.waiter.doorbell.notify()
             elif loss is not None:
                 losses.append(loss)
@@ -109,16 +109,15 @@ def connect_channel(
 ) -> ControlChannel:
     """Connect this rank to its neighbours in ``Tree.of_hosts(hosts)``; collective.
 
-    Messages within a host use shared memory, those between hosts Gloo. If the ranks of
-    a host cannot share memory, a warning is logged and they use Gloo, too.
+    Ranks of a host exchange messages through shared memory, hosts through Gloo. If the
+    ranks of a host cannot share memory, a warning is logged and they use Gloo, too.
 
     Args:
         store: Empty under the keys used here; None for one rank.
-        exchange: An exchange of all ranks, faster than the store's, if they are on one
-            host.
+        exchange: For ranks on one host, an exchange that is faster than the store's.
 
     Raises:
-        CollectiveError: Not all ranks came in time.
+        CollectiveError: Not all ranks connected in time.
     """
     tree = Tree.of_hosts(hosts)[rank]
     if store is None or len(hosts) == 1:
@@ -143,7 +142,7 @@ def connect_channel(
             if local_rank:
                 local.open()
             else:
-                # First: this process may serve the store that the others still need.
+                # First, as this process may serve the store that other ranks need.
                 local.await_neighbours(timeout_s, scope)
         near: list[tuple[Store, Sequence[int]]] = []
         if len(ranks) > 1 and local is None:

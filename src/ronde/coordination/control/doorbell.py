@@ -1,16 +1,16 @@
-"""The doorbell of a rank, a word that others change to wake it, and its waiter.
+"""A rank's doorbell, a word that other ranks change to wake it, and its waiter.
 
 Note [Notifications]
     Every ``notify`` stores a new value: the k-th of n notifiers counts k, k + n, k +
-    2n, ... So a waiter that sleeps on a value is woken by every later one, even if two
-    come at once and one overwrites the other. Notifiers store their data before they
-    notify, and a waiter reads the value before the data: so no data is missed.
+    2n, ... So a waiter that sleeps on a value is woken by every later notification,
+    even if two are simultaneous and one overwrites the other. No data is missed, as
+    notifiers store data before they notify, and waiters read the value before the data.
 
 Note [Two halves]
     Both halves of the word hold the same value. Eager waits sleep on one half, the
     background thread on the other. While a thread waits eagerly, notifications do not
-    wake the background thread. That saves a system call in the notifier, and here a
-    thread that takes the interpreter's lock.
+    wake the background thread. That saves a system call in the notifier, and in this
+    process a thread that would take the interpreter's lock.
 """
 
 import ctypes
@@ -27,7 +27,7 @@ from ronde.collectives.engines.shared_memory.waiting import (
 )
 
 DOORBELL_BYTES = 128
-"""The doorbell and the sleepers' flags, each in its own cache line."""
+"""Size of the doorbell and the sleepers' flags, each in its own cache line."""
 _VALUE = 0
 _ASLEEP = 8
 _BOTH_HALVES = (1 << 32) + 1
@@ -36,15 +36,15 @@ _EAGER, _BACKGROUND = 1, 2
 _BACKGROUND_AT = 4
 _FOR_EVER_S = 3600.0 * 24 * 365
 NEAR, FAR = 200, 0
-"""Polls of an eager wait before it sleeps. Answers from other hosts are received by
-threads that need the interpreter's lock, so waits for them sleep at once."""
+"""Number of polls of an eager wait before it sleeps. Messages from other hosts are
+received by threads that need the interpreter's lock, so waits for them do not poll."""
 
 
 class Doorbell:
-    """Notifies one rank; each notifying process has its own.
+    """Notifies one rank; each notifying process has its own object.
 
-    ``words`` is the rank's memory from the doorbell on, in words of eight bytes,
-    initially zeros; ``address`` is its address in this process.
+    ``words`` is the notified rank's memory from the doorbell on, in words of eight
+    bytes, initially zeros; ``address`` is the address of ``words`` in this process.
     """
 
     __slots__ = ("_next_value", "address", "words")
@@ -63,7 +63,7 @@ class Doorbell:
         return cls(words, ctypes.addressof(memory), index=0, num_notifiers=1)
 
     def notify(self) -> None:
-        """Notify the rank of data that was stored before; any thread."""
+        """Notify the rank of data stored before the call; any thread."""
         words = self.words
         if IS_WEAKLY_ORDERED:
             fence()
@@ -86,7 +86,7 @@ class Doorbell:
 class Waiter:
     """Waits for the doorbell of this rank.
 
-    ``num_waiters`` is the number of threads that wait eagerly and read in a loop.
+    ``num_waiters`` is the number of threads in a loop of eager waits and reads.
     """
 
     def __init__(self, doorbell: Doorbell, num_polls: int) -> None:
@@ -96,7 +96,7 @@ class Waiter:
         self._seen = 0
         self._last_wake = 0
         self._next_wake = itertools.count(1).__next__
-        self._thread = threading.local()  # with the last wake that each thread saw
+        self._thread = threading.local()  # holds the last wake that each thread saw
         self._lock = threading.Lock()
         self.num_waiters = 0
         self._num_asleep = {_EAGER: 0, _BACKGROUND: 0}
@@ -111,8 +111,8 @@ class Waiter:
     def wait(self, timeout_s: float | None, *, is_eager: bool) -> None:
         """Return after a notification since the last ``read`` of any thread.
 
-        Also returns after a ``wake()`` since the last ``wait`` of this thread, and may
-        return without a reason. An eager wait polls for a short while before it sleeps.
+        Also returns after a ``wake()`` since this thread's last ``wait``. May return
+        spuriously. An eager wait polls for a short while before it sleeps.
         """
         last_wake = getattr(self._thread, "number", 0)
         kind = _EAGER if is_eager else _BACKGROUND
@@ -131,11 +131,11 @@ class Waiter:
             self.doorbell.wake(_BACKGROUND)
 
     def add_waiter(self) -> None:
-        """Do not wake background waits by notifications; may be nested."""
+        """Stop notifications from waking background waits; may be nested."""
         self._count(1)
 
     def remove_waiter(self) -> None:
-        """Undo ``add_waiter``; wakes them if a notification was not read."""
+        """Undo ``add_waiter``; wake background waits if a notification was not read."""
         self._count(-1)
         if not self.num_waiters and self._words[_VALUE] != self._seen:
             self.doorbell.notify()
@@ -164,7 +164,7 @@ class Waiter:
             self._count(-1, kind)
 
     def _count(self, change: int, kind: int = 0) -> None:
-        """Count waiters or sleepers, and store the kinds of sleepers to wake."""
+        """Change a count of waiters or sleepers; store the sleepers to wake."""
         with self._lock:
             if kind:
                 self._num_asleep[kind] += change

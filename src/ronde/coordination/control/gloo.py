@@ -1,15 +1,15 @@
-"""Connections by Gloo's messages, between hosts and where memory cannot be shared.
+"""Connections through Gloo, between hosts or where memory cannot be shared.
 
 A message is sent as a frame of fixed length, which begins with the length of the
-message or a negative code, and a remainder that does not fit into the frame, under
-another tag. Gloo needs a sent tensor until it is sent, and reports that only to a wait.
-So a thread waits for the sends, many at once.
+message or a negative code. A remainder that does not fit into the frame is sent under
+another tag. Gloo needs a tensor until it is sent, and reports completion only to a
+wait. So a thread waits for the sends, many at once.
 
 Note [Close handshake]
     Gloo moves bytes when the receiver has posted a receive, and a connection closed
     with unread bytes may lose sent ones. So a closing rank sends CLOSE and waits a
-    little until the neighbour's listening thread answers CLOSE_ACK: then all has
-    arrived. If both send CLOSE, each is the answer to the other.
+    little until the neighbour's listening thread answers CLOSE_ACK: then all messages
+    have arrived. If both send CLOSE, each CLOSE answers the other.
 """
 
 import atexit
@@ -33,17 +33,17 @@ _logger = logging.getLogger("ronde")
 _FRAME_BYTES = 256
 _HEADER = struct.Struct("=q")
 _INLINE_BYTES = _FRAME_BYTES - _HEADER.size
-_FRAMES, _REMAINDERS = 0, 1  # tags: each keeps its own order
+_FRAMES, _REMAINDERS = 0, 1  # tags; messages with equal tags keep their order
 _CLOSE, _CLOSE_ACK = -1, -2
 _FOR_EVER = timedelta(days=3650)
 _CLOSE_S = 5.0
-_ENDING_S = 2.0  # for threads to end after Gloo released them
+_ENDING_S = 2.0  # for threads to end after Gloo has released them
 _MOST_KEPT = 32
 _MOST_KEPT_BYTES = 1 << 20
 
 
 class GlooTransport:
-    """The connections of one rank to neighbours, wherever they are."""
+    """The connections of one rank to neighbours on any host."""
 
     def __init__(
         self,
@@ -53,12 +53,12 @@ class GlooTransport:
         *,
         close_s: float = _CLOSE_S,
     ) -> None:
-        """Own a Gloo group of this rank and its neighbours, and ``close()`` it.
+        """Take ownership of a Gloo group of this rank and its neighbours.
 
         Args:
-            groups: The Gloo group.
-            neighbours: Their ranks and hosts, by rank in the group.
-            doorbell: Of this rank, notified of each message and loss.
+            groups: The Gloo group, closed by ``close()``.
+            neighbours: The neighbours' ranks and hosts, by rank in the group.
+            doorbell: This rank's doorbell, notified of each message and loss.
             close_s: The limit of the close handshake.
         """
         self._close_s = close_s
@@ -66,7 +66,7 @@ class GlooTransport:
         self.doorbell = doorbell
         self._groups = groups
         self._lock = threading.Lock()
-        self._kept: list[BackendWork] = []  # sends under way
+        self._kept: list[BackendWork] = []  # sends in progress
         self._num_bytes = 0
         self._batches: SimpleQueue[list[BackendWork] | None] = SimpleQueue()
         self._sent = threading.Thread(
@@ -95,7 +95,7 @@ class GlooTransport:
         for each in self.connections:
             each.close()
         self._join(time.monotonic() + self._close_s)
-        self._groups.abort()  # ends waits for a neighbour that hangs
+        self._groups.abort()  # ends waits for a hanging neighbour
         deadline = time.monotonic() + _ENDING_S
         self._join(deadline)
         self._batches.put(None)
@@ -104,7 +104,7 @@ class GlooTransport:
         for each in self.connections:
             if each.thread.is_alive():
                 _logger.warning("the connection to %s could not be closed", each.name)
-        self.connections = []  # they refer to this object and its Gloo group
+        self.connections = []  # the connections refer to this object and its Gloo group
 
     def _join(self, deadline: float) -> None:
         for each in self.connections:
@@ -119,7 +119,7 @@ class GlooTransport:
 
 
 class GlooConnection:
-    """A connection, with a thread that receives from it."""
+    """A connection to a neighbour, with a thread that receives from it."""
 
     def __init__(
         self, transport: GlooTransport, peer: int, rank: int, host: str
@@ -183,7 +183,7 @@ class GlooConnection:
 
     def _put(self, data: bytes, tag: int) -> None:
         tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        # After a failure the listening thread fails as well, and finds the reason.
+        # After a failure the listening thread also fails, and finds the reason.
         with suppress(RuntimeError):
             work = self._transport.backend.send([tensor], self._peer, tag)
             self._transport.keep(work, len(data))

@@ -3,9 +3,9 @@
 Every rank has a segment with its doorbell, two ring buffers to and from its parent on
 the host, and memory for the rounds of ``fast_path``.
 
-A message is its length in eight bytes, then itself. Sender and receiver count all bytes
-that they have written and read. Each word has one writer: see Note [Memory order] in
-``waiting``.
+A message is sent as its length in eight bytes, then its bytes. The sender counts all
+bytes that it has written, the receiver all bytes that it has read. Each word has one
+writer: see Note [Memory order] in ``waiting``.
 """
 
 import sys
@@ -36,7 +36,7 @@ _SEGMENT_BYTES = ROUNDS_AT + PAGE_BYTES + 2 * ROUND_BYTES
 LINE = 8  # words in a cache line
 _STATE = DOORBELL_BYTES // 8
 _OPEN, _CLOSED = 1, 2
-"""Bits of the state. A rank that fails to connect is closed, never open."""
+"""Bits of the state. A rank that fails to connect is closed and was never open."""
 _UP = _STATE + LINE
 _DOWN = _UP + 3 * LINE
 _CHECK_EVERY_S = 0.25
@@ -44,13 +44,13 @@ _LENGTH_BYTES = 8
 _WRITTEN, _TAKEN, _IS_FULL = 0, LINE, 2 * LINE
 
 _Ring = tuple[memoryview, memoryview]
-"""Counts and data, a power of two long. The counts are the sender's of bytes written,
-the receiver's of bytes read, and the sender's flag that it waits for room.
+"""Counts and data of a ring buffer; the data's size is a power of two. The counts are
+the bytes written, the bytes read, and the sender's flag that it waits for room.
 """
 
 
 class SharedMemoryConnection:
-    """Two ring buffers and the neighbour's doorbell."""
+    """A connection to a neighbour: two ring buffers and the neighbour's doorbell."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class SharedMemoryConnection:
         return self._in[_WRITTEN] != self._taken
 
     def _write(self) -> bool:
-        """Write pending bytes as far as they fit; return True if some were written."""
+        """Write the pending bytes that fit; return True if any were written."""
         kept, data, before = self._kept, self._out_data, self._written
         if not kept:
             return False
@@ -100,7 +100,7 @@ class SharedMemoryConnection:
         return self._written != before
 
     def _room(self) -> int:
-        """Return the free bytes; if 0, ask the receiver to notify this rank."""
+        """Return the number of free bytes; if 0, make the receiver notify this rank."""
         limit = len(self._out_data) - self._written
         room = self._out[_TAKEN] + limit
         if not room:
@@ -110,7 +110,7 @@ class SharedMemoryConnection:
         return room
 
     def _read(self, into: list[tuple[int, bytes]]) -> bool:
-        """Append whole messages; return True if the sender waits for the new room."""
+        """Append whole messages; return True if the sender waits for the freed room."""
         written = self._in[_WRITTEN]
         if written == self._taken:
             return False
@@ -134,7 +134,7 @@ class SharedMemoryConnection:
         return bool(self._in[_IS_FULL])
 
     def find_loss(self) -> Loss | None:
-        # In this order: a process may close and end in between.
+        # In this order, as a process may close and end in between.
         has_ended = not self._process.state()
         if self._words[_STATE] & _CLOSED:
             fence()
@@ -158,7 +158,7 @@ class SharedMemoryTransport:
         """Share memory among the ranks of a host; collective over them.
 
         Raises:
-            NoSharedMemoryError: They cannot share memory.
+            NoSharedMemoryError: The ranks cannot share memory.
         """
         self._context = f"connecting on rank {tree.rank} of {tree.size}"
         self.own = own = ranks.index(tree.rank)
@@ -191,7 +191,7 @@ class SharedMemoryTransport:
         self._enter(_OPEN)
 
     def await_neighbours(self, timeout_s: float, scope: AbortScope) -> None:
-        """Wait until all have opened their connections; raise if one does not."""
+        """Wait until all neighbours have connected; raise if one does not."""
         waiter = Waiter(self.doorbell, NEAR)
         deadline = time.monotonic() + timeout_s
         scope.add(waiter.wake)

@@ -58,11 +58,11 @@ class SharedMemoryEngine(Engine):
     ) -> None:
         """Connect to all other ranks; collective.
 
-        A sleeping wait polls after ``first_nap_s``.
+        A sleeping wait polls for the first time after ``first_nap_s``.
 
         Raises:
-            NoSharedMemoryError: They are on several machines, or memory is short.
-            CollectiveError: Not all ranks came in time.
+            NoSharedMemoryError: The ranks are on several machines, or memory is short.
+            CollectiveError: Not all ranks connected in time.
         """
         self._scope = scope_of(store)
         with ErrorContext("connecting", rank, size, timeout_s, self._scope):
@@ -182,7 +182,7 @@ class SharedMemoryEngine(Engine):
     def clone(self) -> "SharedMemoryEngine":
         self._progress.require_usable()
         copy = SharedMemoryEngine.__new__(SharedMemoryEngine)
-        copy._scope = self._scope  # noqa: SLF001  its own
+        copy._scope = self._scope  # noqa: SLF001  same class
         copy._connect(self.exchange, self.rank, self.size, self.timeout_s)  # noqa: SLF001  its own
         return copy
 

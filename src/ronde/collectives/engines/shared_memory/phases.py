@@ -1,4 +1,4 @@
-"""The collectives as generators of phases; torch's kernels combine the elements."""
+"""The collectives as generators, a phase per step; torch's kernels reduce."""
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ from ronde.collectives.shapes import (
 )
 
 _LINE_BYTES = 64
-_DIRECT_BYTES = 4 << 10  # from here on an extra phase costs less than a copy
+_DIRECT_BYTES = 4 << 10  # from this size on a phase costs less than a copy
 _BYTE = torch.uint8
 _EXCHANGE = Call.of("all_gather or all_to_all")
 _BARRIER = Call.of("barrier")
@@ -80,7 +80,7 @@ def gather_rows(
     row_bytes: int,
     allocate: AllocateRows,
 ) -> Steps[None]:
-    """Concatenate every rank's rows; the first ones are sent with the shapes."""
+    """Concatenate all ranks' rows; the first rows are sent with the shapes."""
     location, slot = _locate(state, data), state.staging.take()
     if not location:
         _show(state, slot, data)
@@ -155,7 +155,7 @@ def _send_to_all(
 def _exchange_layouts(
     state: SharedState, layout: CallLayout, location: int
 ) -> Generator[None, None, tuple[Sequence[LayoutSummary], list[int]]]:
-    """Return all ranks' layouts, checked to fit together, and tensor locations."""
+    """Return all ranks' layouts, if compatible, and the locations of their tensors."""
     turn = state.announce(_EXCHANGE.signature, location, layout.summarize())
     yield
     if not state.is_agreed(turn, _EXCHANGE.signature):
@@ -174,7 +174,7 @@ def _exchange_layouts(
 def _show(
     state: SharedState, slot: int, data: Tensor, offset: int = 0, prescale: float = 1.0
 ) -> list[Tensor]:
-    """Copy as much as fits into this rank's slot, scaled; return all ranks' pieces."""
+    """Copy data that fits into this rank's slot, scaled; return all ranks' pieces."""
     room = state.staging.slot_bytes // data.element_size()
     if data.numel() > room:
         data = data[:room]
@@ -194,7 +194,7 @@ def _copy_shown(
     start: int,
     room: int,
 ) -> None:
-    """Copy from the others' slots at ``offset`` to their parts from ``start`` on."""
+    """Copy from other ranks' slots, at ``offset``, to their parts from ``start`` on."""
     for rank, part in enumerate(parts):
         if rank == state.rank or part.numel() <= start:
             continue
@@ -204,11 +204,11 @@ def _copy_shown(
 
 
 def _locate(state: SharedState, data: Tensor) -> int:
-    """Return the location of bytes that are long enough to be read in place, else 0."""
+    """Return the location of bytes; 0 if too few to be read in place."""
     return state.heap.locate(data) if data.numel() >= _DIRECT_BYTES else 0
 
 
-WHOLE_BYTES = 4 << 10  # up to here every rank reduces all: a phase would cost more
+WHOLE_BYTES = 4 << 10  # up to this size every rank reduces all, saving a phase
 _PIECE_BYTES = 512 << 10
 _MAX_KNOWN = 1024
 _FLOATS = frozenset({torch.float32, torch.float64})
@@ -229,11 +229,11 @@ class Scratch:
 
 
 class ReduceKernel:
-    """One reduction of one dtype over a fixed number of ranks."""
+    """Kernel for one reduction of one dtype over a fixed number of ranks."""
 
     # ``combine`` reduces one flat tensor of each rank into ``out``, which may be one of
-    # them. It combines in rank order, so the result is bitwise equal on every rank.
-    # 16-bit floats are rounded once.
+    # these tensors. It combines in rank order, so the result is bitwise equal on every
+    # rank. 16-bit floats are rounded once.
 
     def __init__(
         self,
@@ -270,7 +270,7 @@ class ReduceKernel:
         if self._size > 2:
             address = out.data_ptr()
             if any(source.data_ptr() == address for source in sources[2:]):
-                # It would be overwritten before it is read.
+                # ``out`` would be overwritten before it is read.
                 sources = [s.clone() if s.data_ptr() == address else s for s in sources]
         kernel(sources[0], sources[1], out=out)
         for source in sources[2:]:
@@ -299,7 +299,7 @@ class ReduceKernel:
 
 @dataclass(frozen=True, slots=True)
 class KnownReduction:
-    """A reduction of vectors of one length and dtype."""
+    """A reduction of vectors of one length and dtype, prepared for reuse."""
 
     call: Call
     prescale: float
@@ -308,11 +308,11 @@ class KnownReduction:
 
 
 class KnownReductions:
-    """A cache of reductions, as most calls are repeated."""
+    """A cache of prepared reductions, as most calls are repeated."""
 
     def __init__(self, size: int) -> None:
         self._size = size
-        # Equal reductions of a dtype are one object: see ``Reduction``.
+        # Equal reductions of a dtype are the same object: see ``Reduction``.
         self._known: dict[tuple[Reduction, int], KnownReduction] = {}
         self._scratch = Scratch()
 
@@ -336,7 +336,7 @@ class KnownReductions:
 def _reduce_small(
     state: SharedState, source: Tensor, out: Tensor, known: KnownReduction
 ) -> Steps[None]:
-    """Copy all to the slot; every rank reduces everything. For short tensors."""
+    """Reduce short tensors: copy each to its rank's slot; every rank reduces all."""
     staging, signature = state.staging, known.call.signature
     views = staging.views(staging.take(), out.dtype, out.numel())
     own = views[state.rank]
@@ -371,7 +371,7 @@ def _reduce_large(
         _reduce_in_place(state, known, plan)
         yield
     elif any(locations):
-        # The first slot is filled on some ranks only, so all fill it again.
+        # Only some ranks have filled the first slot, so all fill it again.
         yield from _reduce_shown(state, source, out, known, -1)
     elif is_whole and state.size == 2:
         known.kernel.combine(views, out)
@@ -382,7 +382,7 @@ def _reduce_large(
 def _reduce_in_place(
     state: SharedState, known: KnownReduction, plan: list[Pieces]
 ) -> None:
-    # Two can be combined into either; the own one is nearer.
+    # Two pieces can be combined into either; this rank's own is nearer.
     at = state.rank if state.size == 2 else 0
     for pieces in plan:
         if known.prescale != 1.0:
@@ -393,7 +393,7 @@ def _reduce_in_place(
         for piece in pieces:
             if piece is not result:
                 piece.copy_(result)
-    # The next call goes the other way: the last pieces are still in the cache.
+    # The next call goes in the other direction, as the last pieces are still cached.
     plan.reverse()
 
 
@@ -414,7 +414,7 @@ def _plan(
 def _reduce_shown(
     state: SharedState, source: Tensor, out: Tensor, known: KnownReduction, shown: int
 ) -> Steps[None]:
-    """Reduce through one slot after the other; ``shown``, unless -1, is the first."""
+    """Reduce through alternating slots, starting with ``shown`` unless it is -1."""
     # Each of two ranks reduces everything. More ranks reduce a share each and copy the
     # others' shares.
     staging, combine = state.staging, known.kernel.combine
@@ -430,7 +430,7 @@ def _reduce_shown(
         if state.size == 2:
             views: Sequence[Tensor] = staging.views(slot, dtype, piece.numel())
             if known.prescale == 1.0:
-                # The piece itself is nearer than its copy in the slot.
+                # The piece itself is more likely cached than its copy in the slot.
                 views = (piece, views[1]) if rank == 0 else (views[0], piece)
             combine(views, target)
             continue
@@ -471,7 +471,7 @@ def reduce_scatter(
             known.kernel.combine(pieces, target)
         yield
         return
-    # Copy all ranks' parts through one slot after the other.
+    # Copy all ranks' parts through alternating slots.
     parts = torch.split(source, list(counts))
     room = state.staging.slot_bytes // state.size // _LINE_BYTES * _LINE_BYTES
     step = room // itemsize
@@ -490,7 +490,7 @@ def reduce_scatter(
 
 
 def _share(numel: int, itemsize: int, size: int, rank: int) -> tuple[int, int]:
-    """Return begin and end of the elements that ``rank`` reduces, in cache lines."""
+    """Return start and end of the elements that ``rank`` reduces: whole cache lines."""
     line = max(1, _LINE_BYTES // itemsize)
     counts = rows(-(-numel // line), size)
     first = sum(counts[:rank]) * line

@@ -1,9 +1,9 @@
 """Messages between two ranks, through slots in the sender's memory.
 
-A message is sent in pieces. The sender writes a piece and counts it in its word for the
-receiver (``ControlBlock.sent``). The receiver reads it and counts it in its own word
-for the sender (``ControlBlock.taken``). There is room for two pieces, so writing and
-reading overlap.
+A message is sent in pieces. The sender writes a piece and increments its counter
+for the receiver (``ControlBlock.sent``). The receiver reads the piece and increments
+its counter for the sender (``ControlBlock.taken``). There is room for two pieces, so
+writing and reading overlap.
 """
 
 from collections import deque
@@ -39,7 +39,7 @@ class ChannelMemory(NamedTuple):
 
 
 class Channel:
-    """The slots for messages from one rank to another."""
+    """The memory for messages from one rank to another."""
 
     def __init__(self, memory: ChannelMemory, sender: int, receiver: int) -> None:
         blocks, segments, start = memory
@@ -86,7 +86,7 @@ class Channel:
 
 
 class Sending(Message):
-    """A message to one rank."""
+    """A send in progress to one rank."""
 
     __slots__ = ("_num_done", "_queue")
 
@@ -101,7 +101,7 @@ class Sending(Message):
         self._queue.outgoing.append(self)
 
     def advance(self) -> None:
-        """Write pieces while there is room, if this message is the first."""
+        """Write pieces while there is room, if this message is first in its queue."""
         queue = self._queue
         if self.is_over or queue.outgoing[0] is not self:
             return
@@ -115,7 +115,7 @@ class Sending(Message):
                 return
 
     def find_pending(self) -> PendingWord | None:
-        """Return the receiver's word if there is no room."""
+        """Return the receiver's counter to wait for if there is no room."""
         queue = self._queue
         taken = queue.num_taken()
         if queue.num_sent() - taken < _NUM_PIECES:
@@ -124,7 +124,7 @@ class Sending(Message):
 
 
 class Receiving(Message):
-    """A message from one rank."""
+    """A receive in progress from one rank."""
 
     __slots__ = ("_queue",)
 
@@ -156,7 +156,7 @@ class Receiving(Message):
         self._queue.advance()
 
     def find_pending(self) -> PendingWord | None:
-        """Return the sender's word if no piece has come."""
+        """Return the sender's counter to wait for if no piece has arrived."""
         queue = self._queue
         sent = queue.num_sent()
         if sent != queue.num_taken():
@@ -165,9 +165,9 @@ class Receiving(Message):
 
 
 class ReceiveQueue(Channel):
-    """Messages from one rank, read in the order sent and received by tag."""
+    """Messages from one rank, read in the order sent and matched by tag."""
 
-    # A thread that advances it reads for all waiting receives, in any inference mode.
+    # Any thread may advance the queue for all waiting receives, in any inference mode.
 
     def __init__(self, memory: ChannelMemory, sender: int, receiver: int) -> None:
         super().__init__(memory, sender, receiver)
@@ -178,7 +178,7 @@ class ReceiveQueue(Channel):
         self._num_done = 0
 
     def add(self, receiving: Receiving) -> None:
-        """Complete with a message that has come already, or wait for it."""
+        """Match a receive with a message that has arrived, or queue the receive."""
         for index, (header, data) in enumerate(self._kept):
             if header.tag == receiving.header.tag:
                 del self._kept[index]
@@ -187,13 +187,13 @@ class ReceiveQueue(Channel):
         self._waiting.append(receiving)
 
     def has_unexpected(self, tag: int) -> bool:
-        """Return True if a message has come without a matching receive."""
+        """Return True if a message has arrived without a matching receive."""
         self.advance(reads_all=True)
         is_awaited = any(each.header.tag == tag for each in self._waiting)
         return not is_awaited and any(header.tag == tag for header, _ in self._kept)
 
     def advance(self, *, reads_all: bool = False) -> None:
-        """Read pieces while there are some and a receive waits."""
+        """Read available pieces while a receive waits, or all with ``reads_all``."""
         self._waiting = [each for each in self._waiting if not each.is_over]
         while (self._waiting or reads_all) and self.num_sent() != self.num_taken():
             header = self._header

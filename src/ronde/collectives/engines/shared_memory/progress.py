@@ -1,4 +1,4 @@
-"""The progress of collectives and messages, by the calling threads and one of its own.
+"""Progress of collectives and messages, by calling threads and a progress thread.
 
 Note [Phases]
     A collective is a generator. It yields at the end of a phase and continues once all
@@ -7,11 +7,11 @@ Note [Phases]
     generators in the same order, so the numbers mean the same on all ranks.
 
 Note [Progress]
-    A call goes as far as it can without waiting, and so do all later calls,
-    ``is_done()`` and ``wait()``. A rank may start a collective and then compute. A rank
-    that waits long for it rings its bell. That wakes its progress thread, which
-    performs the rank's part beside the computation. Every thread does so in the
-    inference mode of the original caller, as its tensors may not be writable otherwise.
+    A call makes all progress possible without waiting, and so do all later calls,
+    ``is_done()`` and ``wait()``. A rank may start a collective and then compute. If
+    another rank waits long, it rings the bell of the computing rank, whose progress
+    thread then performs that rank's part. Every thread uses the inference mode of the
+    original caller, as the tensors may not be writable otherwise.
 """
 
 import threading
@@ -49,10 +49,10 @@ _NUM_SPINS = 200
 _NUM_YIELDS = 100
 FIRST_NAP_S = 0.001
 _LAST_NAP_S = 0.05
-_CHECK_EVERY_S = 0.25  # whether the other ranks still live
+_CHECK_EVERY_S = 0.25  # for ranks that have ended
 _FOR_EVER_S = 3600.0
 _RING_EVERY_S = 0.02
-_CLOSE_WITHIN_S = 60.0  # of close(); one step of a collective may be long
+_CLOSE_WITHIN_S = 60.0  # limit of close(), as one step may be long
 
 
 class PendingWord(NamedTuple):
@@ -69,11 +69,11 @@ class MessageHeader(NamedTuple):
 
     tag: int
     num_bytes: int
-    kind: int  # of elements: a digest of the dtype
+    kind: int  # a digest of the dtype
 
 
 class SharedMemoryWork(Work[None]):
-    """A collective or message under way."""
+    """A collective or message in progress."""
 
     __slots__ = ("_progress", "name")
 
@@ -104,14 +104,14 @@ class SharedMemoryWork(Work[None]):
 
 
 class CollectiveWork(SharedMemoryWork):
-    """A collective under way; ``steps`` are the remaining ones."""
+    """A collective in progress; ``steps`` are the remaining phases."""
 
     __slots__ = ("is_inference", "steps")
 
     def __init__(
         self, progress: "ProgressEngine", name: str, steps: Steps[None]
     ) -> None:
-        # Not super().__init__(): this is on the path of every call.
+        # Not super().__init__(), which costs time in every call.
         self.is_over, self.failure = False, None
         self._result, self._finish = None, None
         self._progress = progress
@@ -121,7 +121,7 @@ class CollectiveWork(SharedMemoryWork):
 
 
 class Message(SharedMemoryWork):
-    """One end of a message under way; ``data`` are the bytes of its tensor."""
+    """A send or receive in progress; ``data`` are the bytes of its tensor."""
 
     __slots__ = ("data", "header")
 
@@ -153,7 +153,7 @@ class ProgressEngine:
     ) -> None:
         self.rank = rank
         self.lock = threading.Lock()
-        self.first_nap_s = FIRST_NAP_S  # a sleeping wait polls after so long
+        self.first_nap_s = FIRST_NAP_S  # before a sleeping wait polls
         self._blocks = blocks
         self._peers = peers
         self._timeout_s = timeout_s
@@ -203,7 +203,7 @@ class ProgressEngine:
             self._advance()
 
     def find_pending(self) -> PendingWord | None:
-        """Return the word of a rank that has not completed the phase."""
+        """Return the progress word of a rank that has not completed the phase."""
         phase = self._num_phases
         for rank, block in self._others:
             value = block.words[PROGRESS]
@@ -212,7 +212,7 @@ class ProgressEngine:
         return None
 
     def abort(self) -> None:
-        """Inform the others; fail all calls under way and all later ones."""
+        """Notify the other ranks; fail all current and later calls."""
         with self.lock:
             self._own.publish(IS_CLOSED, 1)
             self._fail(self._scope.failure or closed_error())
@@ -224,7 +224,7 @@ class ProgressEngine:
         self._is_ending = True
         if threading.current_thread() is self._thread:
             return
-        # A ring may be lost to one by another rank: see ControlBlock.ring.
+        # One of several simultaneous rings may be lost: see ControlBlock.ring.
         end_s = time.monotonic() + _CLOSE_WITHIN_S
         while self._thread.is_alive() and time.monotonic() < end_s:
             self._own.ring()
@@ -232,7 +232,7 @@ class ProgressEngine:
         warn_if_alive(self._thread, _CLOSE_WITHIN_S)
 
     def _serve(self) -> None:
-        """Sleep until this rank's bell rings, then make progress; a thread."""
+        """Make progress whenever this rank's bell rings; run by the progress thread."""
         block = self._own
         while not self._is_ending:
             rung = block.words[BELL]
@@ -258,7 +258,7 @@ class ProgressEngine:
         return True
 
     def spin(self, work: SharedMemoryWork) -> None:
-        """Make progress and poll for a short while without yielding; needs the lock."""
+        """Make progress and poll briefly without yielding; the lock must be held."""
         others = self._other_words
         num_spins = num_left = CONTENTION.num_polls(self._num_spins)
         while not work.is_over:
@@ -280,7 +280,7 @@ class ProgressEngine:
             self._advance()
 
     def _resume(self) -> None:
-        """Run the first collective to its next phase; if it ends, the next one."""
+        """Run the first collective to its next phase; if it ends, begin the next."""
         # An error that all ranks raise ends only this collective. Any other error puts
         # this rank out of step and breaks the communicator.
         queue = self._queue
@@ -300,7 +300,7 @@ class ProgressEngine:
                 work.is_over = True
                 is_in_step = True
             except (CollectiveError, UsageError) as error:
-                # Its frames would keep the tensors alive.
+                # The frames in its traceback would keep the tensors alive.
                 work.fail(error.with_traceback(None))
                 is_in_step = True
             except Exception as error:  # noqa: BLE001  raised in the waiting thread
@@ -333,7 +333,7 @@ class ProgressEngine:
         self._messages = []
 
     def sleep(self, work: SharedMemoryWork, poll: PollCallback | None) -> bool:
-        """Yield, then sleep until there may be progress; False if ``poll`` ends it."""
+        """Yield, then sleep until progress is likely; False if ``poll`` ends it."""
         if CONTENTION.spin(
             lambda: work.is_over or work.find_pending() is None, _NUM_YIELDS
         ):
@@ -356,7 +356,7 @@ class ProgressEngine:
                 error = self._find_error(work, is_late=now >= deadline)
         if error is not None:
             with self.lock:
-                # Another thread may have been reading the last message of the rank.
+                # Another thread may have been reading the awaited rank's last message.
                 self._advance()
                 is_lost = not work.is_over and work.find_pending() is not None
                 if is_lost and self._failure is None:

@@ -1,8 +1,8 @@
 """Memory that all ranks map: control blocks, staging slots, allocated regions.
 
-A segment is an anonymous file (``memfd_create``), so no file can stay in ``/dev/shm``,
-and its size, 64 MiB in most containers, is no limit. The other ranks open the file
-through ``/proc/PID/fd/N``. Then its descriptor is closed; the mappings keep it alive.
+A segment is an anonymous file (``memfd_create``): none is left in ``/dev/shm``, whose
+size, 64 MiB in most containers, is no limit. The other ranks open the file through
+``/proc/PID/fd/N``. Then its descriptor is closed; the mappings keep the file alive.
 """
 
 import ctypes
@@ -40,7 +40,7 @@ from ronde.units import format_size
 
 ExchangeBytes = Callable[[bytes], Sequence[bytes]]
 """Sends at most ``MESSAGE_BYTES`` to all ranks and returns every rank's message."""
-_RESERVE_BYTES = 64 << 20  # left to the rest of the machine
+_RESERVE_BYTES = 64 << 20  # left free for other programs
 _MAP_FAILED = c_void_p(-1).value
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 
@@ -53,7 +53,7 @@ _libc.munmap.argtypes = (c_void_p, c_size_t)
 
 
 class NoSharedMemoryError(CollectiveError):
-    """The ranks of a host cannot share memory; raised on all of them, with one text."""
+    """The ranks of a host cannot share memory; raised with equal text on all ranks."""
 
 
 class Segment:
@@ -66,12 +66,12 @@ class Segment:
         self.mapping = _map(descriptor, num_bytes, is_populated=is_populated)
         self.view = memoryview(self.mapping).cast("B")
         self.address = ctypes.addressof(self.mapping)
-        # It outlives the inference mode of this call.
+        # The tensor outlives the inference mode of this call.
         with torch.inference_mode(mode=False):
             self.tensor: Tensor = torch.frombuffer(self.mapping, dtype=torch.uint8)
 
     def populate(self) -> None:
-        """Map all pages now; an older kernel does so when they are touched."""
+        """Map all pages now; older kernels map them when they are touched."""
         _libc.madvise(
             c_void_p(self.address), c_size_t(self.num_bytes), _MADV_POPULATE_WRITE
         )
@@ -81,7 +81,7 @@ def _map(
     descriptor: int, num_bytes: int, *, is_populated: bool
 ) -> "ctypes.Array[ctypes.c_char]":
     """Map a file for the lifetime of the returned array."""
-    # Not ``mmap.mmap``, which keeps a descriptor open.
+    # ``mmap.mmap`` would keep a descriptor open.
     flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if is_populated else 0)
     access = mmap.PROT_READ | mmap.PROT_WRITE
     address: int = _mmap(None, num_bytes, access, flags, descriptor, 0)
@@ -94,7 +94,7 @@ def _map(
 
 
 class SegmentFile(NamedTuple):
-    """A rank's file for a segment, sent to the others as JSON."""
+    """A rank's file for a segment, sent to the other ranks as JSON."""
 
     process: PeerProcess
     descriptor: int
@@ -111,9 +111,9 @@ class SegmentFile(NamedTuple):
 def segment_files(
     exchange: ExchangeBytes, rank: int, size: int = 0, num_bytes: int = 0
 ) -> Generator[list[SegmentFile]]:
-    """Create an empty file on each rank and yield every rank's; collective.
+    """Create an empty file on each rank and yield all ranks' files; collective.
 
-    If ``num_bytes`` are given, ``size`` files of that length must fit into memory.
+    If ``num_bytes`` is given, ``size`` files of that length must fit into memory.
 
     Raises:
         NoSharedMemoryError: The memory is too small.
@@ -148,7 +148,7 @@ def share_segments(
     """Map every rank's file as a zeroed segment; collective.
 
     Raises:
-        NoSharedMemoryError: Some rank cannot open another's file.
+        NoSharedMemoryError: A rank cannot open another rank's file.
     """
     segments: list[Segment] = []
 
@@ -172,7 +172,7 @@ _PROBLEM = b"!"
 def _exchange_or_fail(
     exchange: ExchangeBytes, rank: int, make: Callable[[], bytes]
 ) -> Sequence[bytes]:
-    """Exchange every rank's ``make()``; if it fails on one rank, all ranks raise."""
+    """Exchange the ranks' ``make()`` results; if one fails, all ranks raise."""
     message, problem = b"", ""
     try:
         message = make()
@@ -191,7 +191,7 @@ def _exchange_or_fail(
 
 
 def _require_room(size: int, num_bytes: int) -> None:
-    """Raise MemoryError if segments do not fit: the kernel would kill a rank later."""
+    """Raise MemoryError if segments do not fit; the kernel would kill a rank later."""
     available = available_memory()
     needed = size * num_bytes
     if needed + _RESERVE_BYTES > available.num_bytes:
@@ -218,7 +218,7 @@ def _open(
     try:
         if os.fstat(descriptor).st_ino != file.inode:
             raise out_of_reach
-        os.truncate(descriptor, num_bytes)  # every rank does so; the first one counts
+        os.truncate(descriptor, num_bytes)  # on all ranks; only the first counts
         return Segment(descriptor, num_bytes, is_populated=is_populated)
     finally:
         os.close(descriptor)
@@ -238,7 +238,7 @@ def through_store(
         texts = get_all(store, keys, limit)
         messages = [bytes.fromhex(text.decode()) for text in texts]
         if turn > 1:
-            # All ranks have read the turn before, as they are in this one.
+            # All ranks have read the previous turn, as they are in this one.
             store.delete_key(f"{turn - 1}/{rank}")
         return messages
 
@@ -247,17 +247,17 @@ def through_store(
 
 _LINE = 8  # words of eight bytes in a cache line
 _TEXT_BYTES = 256
-# Indices of words in a control block: the number of phases that this rank has
-# completed; a word that others change to wake it; twice, used in turn, the signature of
-# its call, the location of its tensor and the summary of its layout (four words); a
+# Indices of words in a control block: the number of phases that this rank completed; a
+# word that others change to wake the rank; the signature of its call, the location of
+# its tensor and the summary of its layout (four words), each twice and used in turn; a
 # byte for each rank that sleeps until a word here changes.
 PROGRESS, BELL, IS_CLOSED = 0, _LINE, 2 * _LINE
 _SIGNATURES, _LOCATIONS = 3 * _LINE, 3 * _LINE + 2
 _LAYOUTS, _SLEEPERS = 4 * _LINE, 5 * _LINE
 
-_SLOT_BYTES = 1 << 20  # larger than a second-level cache: fewer phases save more
-_CROWDED_SLOT_BYTES = 4 << 20  # a phase takes long with more ranks than cores
-_PART_BYTES = 32 << 10  # minimum for each rank in a slot: smaller copies are slow
+_SLOT_BYTES = 1 << 20  # larger than an L2 cache, as fewer phases save more
+_CROWDED_SLOT_BYTES = 4 << 20  # phases are slow with more ranks than cores
+_PART_BYTES = 32 << 10  # minimum for each rank, as smaller copies are slow
 _MAX_VIEWS, _MAX_PIECES = 8192, 4096  # cached tensors, of 0.6 KiB each
 _OFFSET_BITS = 44
 Pieces = tuple[Tensor, ...]  # corresponding pieces of all ranks' tensors
@@ -270,8 +270,8 @@ def _in_lines(num_words: int) -> int:
 class ControlBlock:
     """The words of one rank in shared memory; see Note [Memory order]."""
 
-    # ``sent`` and ``taken`` are indices of the first of a word for each rank: the
-    # numbers of message pieces written for it, and of its pieces that were read.
+    # ``sent`` and ``taken`` are first indices of words that count message pieces, one
+    # word per rank: pieces written for that rank, and pieces read from that rank.
 
     __slots__ = (
         "_acquire",
@@ -310,7 +310,7 @@ class ControlBlock:
         return -(-(num_words * 8 + _TEXT_BYTES) // 4096) * 4096
 
     def publish(self, index: int, value: int) -> None:
-        """Store an own word and wake its sleepers; one thread at a time."""
+        """Store a word of this rank and wake its sleepers; one thread at a time."""
         if IS_WEAKLY_ORDERED:
             fence()
         words = self.words
@@ -323,7 +323,7 @@ class ControlBlock:
                 return
 
     def fall_asleep(self, rank: int) -> None:
-        """Let ``publish`` wake ``rank``, which is this process; any thread."""
+        """Register this process, ``rank``, to be woken by ``publish``; any thread."""
         with self._lock:
             self._num_asleep += 1
             self.bytes[8 * _SLEEPERS + rank] = 1
@@ -335,7 +335,7 @@ class ControlBlock:
             self.bytes[8 * _SLEEPERS + rank] = self._num_asleep > 0
 
     def ring(self) -> None:
-        """Wake the rank's progress thread; one of several at once may be lost."""
+        """Wake the rank's progress thread; of concurrent rings some may be lost."""
         self.words[BELL] = (self.words[BELL] + 1) & 0xFFFFFFFF
         wake_all(self.address + 8 * BELL)
 
@@ -358,8 +358,8 @@ class StagingSlots:
 
     Note [Two slots]
         A rank reads the others' slots between the first phase after its ``take()`` and
-        its next ``take()``. It writes to a slot again only after it took the other one
-        and completed a phase: by then all ranks have read the slot.
+        its next ``take()``. It writes to a slot again only after it has taken the other
+        slot and completed a phase. By then all ranks have read the slot.
     """
 
     def __init__(
@@ -376,7 +376,7 @@ class StagingSlots:
         return self._taken
 
     def reset(self) -> None:
-        """Start again with the first slot, in a phase after all reading."""
+        """Start again with the first slot; call it once all ranks have read theirs."""
         self._taken = 1
 
     def views(
@@ -389,7 +389,7 @@ class StagingSlots:
                 self._views.clear()
             first = self._start + slot * self.slot_bytes + offset
             end = first + numel * dtype.itemsize
-            # They outlive the inference mode of this call.
+            # The views outlive the inference mode of this call.
             with torch.inference_mode(mode=False):
                 views = [tensor[first:end].view(dtype) for tensor in self._tensors]
             self._views[key] = views
@@ -397,7 +397,7 @@ class StagingSlots:
 
 
 class Region(NamedTuple):
-    """The memory of one collective allocation; ``start`` is the own address."""
+    """The memory of one collective allocation; ``start`` is this rank's address."""
 
     number: int
     start: int
@@ -406,22 +406,22 @@ class Region(NamedTuple):
 
 
 class SymmetricHeap:
-    """The regions in use."""
+    """The regions of memory that are allocated and in use."""
 
-    # ``plans``: by call and locations of all ranks' tensors, the pieces that a
-    # reduction combines one after the other. A cache: each rank may drop any of them.
+    # ``plans`` caches the pieces that a reduction combines one after the other, by call
+    # and locations of all ranks' tensors. Each rank may drop any plan.
 
     def __init__(self) -> None:
         self.plans: dict[tuple[int, ...], list[Pieces]] = {}
         self._regions: list[Region] = []
         self._num_regions = 0
-        # A finalizer may run at any point of a thread, so it only appends here.
+        # A finalizer may run at any point in a thread, so it only appends here.
         self._gone: deque[int] = deque()
 
     def add(self, segments: Sequence[Segment], rank: int) -> Tensor:
-        """Return this rank's bytes of a region, which lives as long as their views.
+        """Return this rank's bytes of a region; their views keep the region alive.
 
-        Internal views use another buffer and do not keep it alive.
+        Internal views use another buffer and do not keep the region alive.
         """
         self._forget()
         self._num_regions += 1
@@ -435,7 +435,7 @@ class SymmetricHeap:
             return torch.frombuffer(buffer, dtype=torch.uint8)
 
     def locate(self, tensor: Tensor) -> int:
-        """Return the location of a flat tensor as a number; 0 outside every region."""
+        """Return the location of a flat tensor as a number; 0 outside all regions."""
         if self._gone:
             self._forget()
         if self._regions:
@@ -466,7 +466,7 @@ class SymmetricHeap:
         ]
 
     def cache(self, key: tuple[int, ...], plan: list[Pieces]) -> None:
-        """Cache a plan; drop all others if they are too many."""
+        """Cache a plan; first drop all cached plans if there are too many."""
         num_kept = sum(map(len, self.plans.values()))
         if (num_kept + len(plan)) * len(plan[0] if plan else ()) > _MAX_PIECES:
             self.plans.clear()
@@ -487,7 +487,7 @@ def is_same_region(locations: Sequence[int]) -> bool:
 
 
 class Call(NamedTuple):
-    """A call that must be equal on all ranks."""
+    """The properties of a call that must be equal on all ranks, as text and digest."""
 
     text: str
     signature: int  # a digest of the text
@@ -507,7 +507,7 @@ class Call(NamedTuple):
 
 
 class SharedState:
-    """The shared memory of all ranks, and the calls that they publish in it."""
+    """The shared memory of all ranks, in which they publish their calls."""
 
     def __init__(
         self, rank: int, blocks: Sequence[ControlBlock], staging: StagingSlots
@@ -525,8 +525,8 @@ class SharedState:
     def announce(
         self, signature: int, location: int = 0, layout: LayoutSummary | None = None
     ) -> int:
-        """Publish this rank's call with the next phase; return the turn."""
-        # The turn, for the methods below, is 0 or 1: see Note [Two slots].
+        """Write this rank's call, to publish with the next phase; return the turn."""
+        # The turn, an argument of the methods below, is 0 or 1: see Note [Two slots].
         turn = self._turn = 1 - self._turn
         own = self._own
         own[_SIGNATURES + turn] = signature
@@ -558,7 +558,7 @@ class SharedState:
     def synchronize(
         self, call: Call, location: int = 0
     ) -> Generator[None, None, list[int]]:
-        """Complete a phase of equal calls; return the locations of the tensors."""
+        """Complete a phase; return the tensors' locations, or raise if calls differ."""
         turn = self.announce(call.signature, location)
         yield
         if not self.is_agreed(turn, call.signature):
@@ -566,10 +566,10 @@ class SharedState:
         return self.locations(turn)
 
     def mismatch(self, call: Call) -> Generator[None, None, CollectiveError]:
-        """Exchange calls that differ; return the error that all ranks raise."""
+        """Exchange texts of differing calls; return the error that all ranks raise."""
         self._blocks[self.rank].write_text(call.text)
         yield
-        # Only some of the calls took a slot.
+        # Only some of the calls have taken a slot.
         self.staging.reset()
         got = by_ranks([block.read_text() for block in self._blocks])
         return CollectiveError(

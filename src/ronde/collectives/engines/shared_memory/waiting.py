@@ -1,4 +1,4 @@
-"""Wait for a word of shared memory: fences, futexes, contention, and lost peers.
+"""Waits for words in shared memory: fences, futexes, contention and lost peers.
 
 Note [Memory order]
     A rank writes data, then a word that announces it. Another rank reads the word, then
@@ -7,24 +7,24 @@ Note [Memory order]
 
     The data must be visible before the word. x86 keeps the order of stores and the
     order of loads (Intel SDM vol. 3, 8.2.2); libc and torch's kernels put a fence after
-    non-temporal stores. On other processors ``fence()`` stands before the store of a
-    word and after the load of it. It releases and acquires a lock: on ARMv8 no access
-    before the release is reordered with one after the acquire. Kernels join their
-    worker threads before they return.
+    non-temporal stores. On other processors ``fence()`` is called before a word is
+    stored and after it is loaded. ``fence()`` releases and acquires a lock. On ARMv8 no
+    access before the release is reordered with an access after the acquire. Kernels
+    join their worker threads before they return.
 
-    Sleeping needs more: a store must be visible before a later load is done. The
+    Sleeping needs more: a store must be visible before a later load is performed. The
     sleeper stores its flag, then reads the word again; the writer stores the word, then
-    reads the flag. A fence between the two on both sides ensures that one of them sees
-    the other's store. The kernel compares the word again before it puts the thread to
-    sleep.
+    reads the flag. With a fence between these steps on both sides, at least one side
+    sees the other's store. The kernel compares the word again before it puts the thread
+    to sleep.
 
 Note [Yield or sleep]
     If only ranks run, an answer comes within microseconds, and polling with yields is
     faster than sleeping. If other programs compute, a yield may give one of them the
-    core for tens of milliseconds, but a sleeper gets a core at once when it is woken.
-    So the number of runnable threads is read from time to time, which takes 10 us. If
-    it is above the numbers of cores and ranks, waits sleep at once. It is only a sample
-    and includes other threads of the ranks, so it is soon read again.
+    core for tens of milliseconds, but a sleeper gets a core as soon as it is woken. So
+    the number of runnable threads is read from time to time, which takes 10 us. If it
+    exceeds the numbers of cores and ranks, waits sleep at once. The number is only a
+    sample and includes other threads of the ranks, so it is soon read again.
 """
 
 import ctypes
@@ -46,7 +46,7 @@ _lock = threading.local()
 
 
 def fence() -> None:
-    """Order all loads and stores before it before all after it."""
+    """Complete all earlier loads and stores before any later one."""
     try:
         lock: threading.Lock = _lock.held
     except AttributeError:
@@ -99,12 +99,12 @@ def wake_all(address: int) -> None:
 
 _SAMPLE_EVERY_S, _SAMPLE_AGAIN_S = 0.01, 0.001
 _LATE_S = 0.0005
-"""A yield that takes longer gave the core to another program: ranks take less."""
+"""Duration of a yield that shows that another program got the core."""
 _now = time.monotonic
 
 
 class Contention:
-    """The policy of spinning waits beside other programs; any thread may call."""
+    """Policy of spinning while other programs need cores; any thread may call it."""
 
     def __init__(self) -> None:
         self._num_expected = os.cpu_count() or 1
@@ -155,8 +155,8 @@ CONTENTION = Contention()  # of this process
 
 _STOPPED = "T"
 _IS_STOPPED_AFTER = 4
-"""Consecutive checks that must find a process stopped before a warning: after a whole
-job was stopped, its ranks continue one after the other."""
+"""Consecutive checks that must find a process stopped before a warning. When a stopped
+job continues, its ranks continue one after the other."""
 _logger = logging.getLogger("ronde")
 
 
@@ -173,7 +173,7 @@ class PeerProcess(NamedTuple):
         return cls(pid, ProcessStat.read(pid).started, cores)
 
     def state(self) -> str:
-        """Return its state, a letter as in ``/proc``; empty once it ended."""
+        """Return the state, a letter as in ``/proc``; empty if the process ended."""
         process = read_process(self.pid)
         if process is None or process.started != self.started_at:
             return ""
@@ -193,10 +193,10 @@ class Peers:
         """True if there are fewer cores than ranks."""
 
     def find_loss(self, rank: int, own: int) -> str:
-        """Return the reason if a rank's process ended; call it periodically.
+        """Return the reason if a rank's process has ended, else ""; call periodically.
 
-        A stopped process may continue, so it is no loss. The first rank that runs warns
-        of it.
+        A stopped process may continue, so it is not lost. The first rank that is not
+        stopped warns of it.
         """
         process = self.processes[rank]
         state = process.state()
@@ -211,7 +211,7 @@ class Peers:
         return ""
 
     def describe_stop(self, rank: int) -> str:
-        """Return a remedy if a rank's process is stopped, else nothing."""
+        """Return a text with a remedy if a rank's process is stopped, else ""."""
         process = self.processes[rank]
         if process.state() not in {*_STOPPED}:
             return ""
