@@ -1,4 +1,4 @@
-"""This machine, with the distances of its network ports from its GPUs."""
+"""Read this machine, with the distances between its GPUs and network ports."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,7 +18,7 @@ from ronde.topology.pci import read_path
 def read_machine(
     root: Path = Path("/"), environ: Mapping[str, str] | None = None
 ) -> Machine:
-    """Return the resources of the machine that this process may use."""
+    """Return the resources of this machine that the process may use."""
     # No driver is asked: one that hangs would take a start with it.
     top = str(root).rstrip("/")
     gpus, near = read_gpus(top, environ or {}), tuple[NearPort, ...]()
