@@ -112,7 +112,7 @@ class Detected(NamedTuple):
 
 
 def read_tree(root: Path, environ: Mapping[str, str]) -> Detected:
-    """Return a host from a tree with ``sys`` and ``proc``; default name: the folder's."""
+    """Return a host from a tree with ``sys`` and ``proc``, and notices."""
     if not (root / "sys").is_dir():
         raise UsageError(
             f"root must be a directory that holds sys, got {root}. Give the directory "

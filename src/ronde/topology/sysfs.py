@@ -26,7 +26,7 @@ def read_machine(
     kinds = [f"{top}/sys/class/{kind}" for kind in ("net", "infiniband")]
     ports = (f"{kind}/{name}" for kind in kinds for name in list_names(kind))
     if bus_ids and any(map(read_path, ports)):
-        # Imported where there is something to judge: elsewhere a start must not wait.
+        # Imported only when needed, so that other starts are quick.
         from ronde.topology.placement.plan import find_near_ports
         from ronde.topology.probes.sysfs import read_host
 

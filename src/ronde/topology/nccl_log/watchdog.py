@@ -198,7 +198,7 @@ class WatchdogReader:
             if is_one_job and (len(silent) <= most or is_sure):
                 found = found._replace(silent=_sorted(silent))
             bare = tuple(work._replace(ranks=()) for work in found.works)
-            # Groups that wait for the same silent ranks alone wait alike.
+            # Groups that wait only for the same silent ranks have the same time-out.
             is_clear = found.silent and not (found.late or found.ahead)
             key = found._replace(groups=(), works=() if is_clear else bare)
             folded[key] = _join(folded[key], found) if key in folded else found

@@ -297,7 +297,7 @@ class PathNetwork:
             self.kinds[target] = VertexKind.NVS
         if target in self.kinds:
             self._connect(source, target, kind, speed)
-            # Between GPUs the other direction is a link of its own.
+            # Between GPUs the other direction is a separate link.
             if self.kinds[target] in (VertexKind.CPU, VertexKind.NVS):
                 self._connect(target, source, kind, speed)
         if not speeds.is_link_known(link, gpu):

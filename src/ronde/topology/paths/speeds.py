@@ -120,7 +120,7 @@ def max_nvlinks(sm: int) -> int:
 
 
 def board_nvlinks(gpu: GpuDevice) -> int:
-    """Return the number of NVLinks of a GPU on its board; 0 for models without."""
+    """Return the number of NVLinks of a GPU on its board; 0 if it may have none."""
     name = gpu.title.upper()
     if not _BOARDS.search(name) or _ALONE.search(name):
         return 0
