@@ -233,7 +233,7 @@ def disk_space(values: Values, _: Fleet) -> Problems:
     """There is room on disk, for bytes and for inodes.
 
     reads: statfs of the folder where ranks start, of TMPDIR and of --path
-    threshold: 5 % or 50GiB free, and 1GiB; 5 % of inodes; below 16MiB or 1 a failure
+    threshold: 5 % or 50GiB free, and 1GiB; 5 % of inodes; 16MiB or 0 inodes: a failure
     source: 5 % of the bytes: Imbue's cluster-health 8f5964a (health_checks.py); of the
         inodes: the kubelet's default for evicting pods; sizes: ronde's own
     fix: make room there: du -xh FOLDER | sort -h | tail; du --inodes -x FOLDER

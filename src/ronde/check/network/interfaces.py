@@ -239,7 +239,7 @@ def host_name(values: Values, fleet: Fleet) -> Problems:
     """The host's own name resolves to an address that others reach.
 
     reads: the addresses of the host's name; not if GLOO_SOCKET_IFNAME is set
-    threshold: the first of them that is the host's is no loopback or container bridge
+    threshold: the first one on this host is neither loopback nor a container bridge's
     source: torch's ProcessGroupGloo.cpp, createDefaultDevice: Gloo listens at an
         address of the name, else at loopback; ronde run sets an interface
     fix: Correct /etc/hosts, or export GLOO_SOCKET_IFNAME (ronde run does).
