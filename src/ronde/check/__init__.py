@@ -1,4 +1,4 @@
-"""Checks that hosts are fit to train on: facts of each host, judged together."""
+"""Checks that hosts are ready for training: collect facts, then compare all hosts."""
 
 from ronde.lazy_exports import lazy_exports
 

@@ -4,11 +4,11 @@
 GPU; ``--bandwidth`` copies between the GPUs of a host. Each runs in its own process.
 
 Note [Exact products]
-    The factors are whole numbers of at most 2^20. A product of two is at most 2^40, and
-    a sum of ``size`` of them at most ``size * 2^40``: up to a size of 2^13 at most
-    2^53, below which float64 represents every whole number. So no step rounds, for any
-    order of the sums, fused or not, in blocks or by threads: all processors and
-    libraries give the same bits, and one that does not is broken.
+    The factors are integers of at most 2^20. A product of two is at most 2^40, and a
+    sum of ``size`` products at most ``size * 2^40``. For sizes up to 2^13 that is at
+    most 2^53, and float64 represents all integers up to 2^53. So no step rounds, in
+    any order of the sums, with or without fused operations, blocks and threads. All
+    processors and libraries give the same bits; a processor that does not is broken.
 """
 
 import ctypes
@@ -39,12 +39,12 @@ from ronde.topology.kernel_files import read_list
 from ronde.topology.pci import plain_address
 from ronde.units import list_first
 
-# Fact: the result of ``multiply`` by device, such as ``cpu`` or ``cuda:0``.
+# Fact: the result of ``multiply``, keyed by device, such as ``cpu`` or ``cuda:0``.
 PRODUCTS = "cluster.products"
-# Fact: model and rates of copies by device, such as ``cuda:0``.
+# Fact: model and copy rates, keyed by device, such as ``cuda:0``.
 COPIES = "cluster.gpu_copies"
-# Fact: GB/s (1e9) of the slower direction by pair, such as ``0-1``; 0 if the data that
-# arrives is not the data sent.
+# Fact: GB/s (1e9) of the slower direction, keyed by pair, such as ``0-1``; 0 if data
+# arrives changed.
 PAIRS = "gpu.pairs"
 CPU = "cpu"
 _CUDA, _NUM_GPUS = "cuda:", "gpu.count"
@@ -62,7 +62,7 @@ _SHIFT = 11
 NUM_IN_ROUND = 8  # products or copies queued at once, so that a GPU is never idle
 
 _HOST_BYTES = 32 << 20
-_DEVICE_BYTES = 256 << 20  # of each of two buffers; more than caches hold
+_DEVICE_BYTES = 256 << 20  # size of each of two buffers; more than caches hold
 _MIN_ROUNDS = 3
 _SLOW, _VERY_SLOW = 0.9, 0.7  # pairs of GPUs
 _FLOORS_GB_PER_S = {
@@ -71,14 +71,14 @@ _FLOORS_GB_PER_S = {
     "H100 80GB HBM3": 48.0,
     "H200": 48.0,
 }
-"""By the whole name of the model, since other boards of a GPU have other links."""
+"""Keyed by full model name, since other boards with the same GPU have other links."""
 
 Torch = Any
 Tensor = Any
 
 
 class Rounds(NamedTuple):
-    """Durations of repeated copies, of which the quickest counts."""
+    """Durations of the warm-up and of the measurement; the quickest round counts."""
 
     # Clocks and PCI link of an idle GPU are slow, and take some time to speed up.
     warm_up_s: float = 0.1
@@ -95,7 +95,7 @@ def burn_host(
     """Multiply two seeded matrices of ``size`` for ``seconds``, on all processors.
 
     Then measure copies of each GPU in turn. The answer has ``products`` of ``multiply``
-    and ``copies`` of ``measure_gpu``, by device; ``failure`` replaces a missing result.
+    and ``copies`` of ``measure_gpu``, keyed by device; ``failure`` replaces a result.
     """
     limit_s = float(question["seconds"]) + overhead_s
     multiplied = run_probe(__name__, limit_s, question)
@@ -113,7 +113,7 @@ def burn_host(
 
 
 def copy_pairs(_: NodeContext, question: dict[str, Value]) -> dict[str, Value]:
-    """Copy between any two GPUs of this host; the answer has ``pairs``."""
+    """Measure copies between all pairs of GPUs; return the rates as ``pairs``."""
     copied = run_probe(__name__, float(question["seconds"]), question)
     reason = copied.unreadable.get("products") or copied.unreadable.get("pairs", "")
     if failure := copied.failure or reason:
@@ -122,7 +122,7 @@ def copy_pairs(_: NodeContext, question: dict[str, Value]) -> dict[str, Value]:
 
 
 def read(reader: FactReader) -> None:
-    """Multiply or copy in this process; the settings are the question."""
+    """Run one measurement in this process; the reader's settings are its question."""
     # This computes for long, and the parent may be killed.
     die_with_parent(os.getppid(), signal.SIGKILL)
     try:
@@ -174,7 +174,7 @@ def _multiply_all(
 
 
 def make_factor(torch: Torch, size: int, seed: int) -> Tensor:
-    """Return a square matrix in float64, the same for a seed with any torch."""
+    """Return a seeded square float64 matrix, identical with all torch versions."""
     if not 1 <= size <= MAX_SIZE:
         raise ValueError(f"size must be from 1 to {MAX_SIZE}, got {size}")
     drawn = bytearray(random.Random(seed).randbytes(4 * size * size))  # noqa: S311
@@ -185,9 +185,9 @@ def make_factor(torch: Torch, size: int, seed: int) -> Tensor:
 def multiply(
     torch: Torch, device: str, factors: list[Tensor], seconds: float
 ) -> dict[str, Value]:
-    """Multiply two factors again and again.
+    """Multiply two factors repeatedly for some seconds.
 
-    ``checksum`` is of the first product; the others are compared with it.
+    ``checksum`` is that of the first product; all later products must equal it.
     """
     left, right = (factor.to(device) for factor in factors)
     first = left @ right
@@ -213,14 +213,14 @@ def multiply(
 
 
 def sum_up(torch: Torch, product: Tensor) -> str:
-    """Return a checksum of whole numbers; minus zero is zero."""
+    """Return a checksum of a matrix of integers; -0.0 counts as 0."""
     numbers = product.to("cpu").to(torch.int64).contiguous()
     data = ctypes.string_at(numbers.data_ptr(), 8 * numbers.numel())
     return hashlib.sha256(data).hexdigest()[:16]
 
 
 def measure_gpu(torch: Torch, number: int) -> dict[str, Value]:
-    """Measure copies of a GPU; ``is_near``: the host's memory was next to it."""
+    """Measure copies of a GPU; ``is_near`` if the host's buffer was close to it."""
     try:
         model = torch.cuda.get_device_name(number)
         address = address_of(torch.cuda.get_device_properties(number))
@@ -246,7 +246,7 @@ def measure_copies(
     wait: Callable[[], None],
     rounds: Rounds = _ROUNDS,
 ) -> dict[str, float]:
-    """Return GB/s (1e9) of the best round; within memory both directions count."""
+    """Return the best GB/s (1e9); for device memory, reads and writes both count."""
     source, target = buffers
     part = source[: host.numel()]
 
@@ -282,7 +282,7 @@ def quickest_s(work: Callable[[], None], rounds: Rounds = _ROUNDS) -> float:
 
 @contextmanager
 def _pinned(torch: Torch) -> Generator[Tensor]:
-    """Yield new pinned memory, near this thread."""
+    """Yield a new pinned buffer in the memory node of this thread."""
     memory = torch.empty(_HOST_BYTES, dtype=torch.uint8)
     runtime = torch.cuda.cudart()
     code = int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
@@ -354,7 +354,7 @@ BURN_STEP = ProbeStep("burning", run_burn, (PRODUCTS, COPIES), (_NUM_GPUS,), "bu
 def measure_pairs(
     torch: Torch, num_gpus: int, rounds: Rounds = _ROUNDS
 ) -> dict[str, float]:
-    """Return the rate of each pair of GPUs, measured one after the other."""
+    """Return the copy rate of each pair of GPUs; pairs are measured one by one."""
     found: dict[str, float] = {}
     zeros = partial(torch.zeros, _DEVICE_BYTES, dtype=torch.uint8)
     for one, other in combinations(range(num_gpus), 2):
@@ -367,7 +367,7 @@ def measure_pairs(
 
 
 def _pair_rate(torch: Torch, source: Tensor, target: Tensor, rounds: Rounds) -> float:
-    """Return GB/s of the best copy; 0 if other data arrives."""
+    """Return the best GB/s of a copy; 0 if the data arrives changed."""
 
     def copy() -> None:
         target.copy_(source, non_blocking=True)
@@ -402,7 +402,7 @@ PAIRS_STEP = ProbeStep(
 
 
 class CheckedDevice(NamedTuple):
-    """A processor of a host, compared with all of its model."""
+    """A CPU or GPU of a host; it is compared with the others of its model."""
 
     host: str
     name: str  # ``cpu`` for all CPUs of the host, or ``cuda:0`` and so on
@@ -410,7 +410,7 @@ class CheckedDevice(NamedTuple):
 
 
 class SpeedMeasure(NamedTuple):
-    """A measured speed, and the shares of that of most devices that are too slow."""
+    """A kind of speed, with its limits as shares of the speed of most devices."""
 
     action: str  # with the preposition before the amount: ``computed at``
     unit: str = "GB/s"
@@ -425,7 +425,7 @@ class SpeedMeasure(NamedTuple):
 def find_slow_devices(
     amounts: Mapping[CheckedDevice, float], measure: SpeedMeasure
 ) -> dict[CheckedDevice, Problem]:
-    """Return problems of the devices slower than most of their model; in a draw all."""
+    """Return problems of devices slower than most of their model; in a draw, of all."""
     found: dict[CheckedDevice, Problem] = {}
     models: dict[str, dict[CheckedDevice, float]] = defaultdict(dict)
     for device, amount in amounts.items():
@@ -460,13 +460,13 @@ def product_checksum(fleet: Fleet) -> Problems:
     """All processors compute the same result.
 
     reads: the checksum of a float64 matrix product on CPUs and GPUs, for --burn's time
-    threshold: the same bits everywhere: sums below 2^53 are exact in any order
+    threshold: the same bits on all; float64 sums below 2^53 are exact in any order
     source: IEEE 754; silent errors of processors are common in large clusters: Dixit et
         al., Silent Data Corruptions at Scale, arXiv 2102.11245
     fix: Take the host out and test it: dcgmi diag -r 3; memtester 1G 1; stress-ng --cpu
         0 --verify -t 10m
     needs: --burn, torch
-    why: A processor that silently computes wrong results spoils the model of all ranks.
+    why: A processor that silently computes wrong results corrupts the whole model.
     """
     checksums: dict[tuple[str, str], str] = {}
     for host, products in fleet.known(PRODUCTS).items():
@@ -492,10 +492,10 @@ _GPU_SPEED = SpeedMeasure("computed at", "GFLOP/s")
 def product_speed(fleet: Fleet) -> Problems:
     """All processors compute at the same speed under load.
 
-    reads: the speed of that product, of all hosts' CPUs and of GPUs of one model
+    reads: the speed of the matrix product of product-checksum on CPUs and GPUs
     threshold: CPUs: 80% of the speed of most hosts, below 50% a failure; GPUs: 90% of
-        that of most GPUs of the model, below 80% a failure
-    source: ronde's own: CPUs of like hosts differ more than GPUs of one model
+        the speed of most GPUs of the model, below 80% a failure
+    source: ronde's own: CPUs of equal hosts differ more than GPUs of one model
     fix: Look at clocks, power cap and heat of that device while it computes
     needs: --burn, torch; several hosts, or several GPUs of one model
     why: Every collective waits for the slowest.
@@ -523,12 +523,12 @@ _MEASURES = {
 def gpu_copy_speed(fleet: Fleet) -> Problems:
     """GPUs of one model copy at the same speed.
 
-    reads: copies from pinned memory of the host, to it, and within the GPU's memory
-        (read and written both count), the best of some rounds; one GPU after the other,
-        from CPUs next to it, after the product of --burn
-    threshold: 90% of the rate of most GPUs of the model, on all hosts; below 80% a
-        failure; with the host at least 21 GB/s on A100 SXM, 48 GB/s on H100 SXM and
-        H200 SXM. Only a warning if no CPU next to the GPU could be chosen
+    reads: copies from and to pinned memory of the host, and within the GPU's memory
+        (bytes read plus bytes written). The best of several rounds counts. One GPU at a
+        time is measured, by CPUs close to it, after the matrix product of --burn
+    threshold: 90% of the rate of most GPUs of the model on all hosts, below 80% a
+        failure; copies from and to the host: at least 21 GB/s on A100 SXM, 48 GB/s on
+        H100 SXM and H200 SXM. Only a warning if no CPU close to the GPU can be used
     source: shares: ronde's own; 21 and 48 GB/s: Azure's node health checks 0e0a1ac
         (nd96asr_v4.conf, nd96isr_h100_v5.conf, nd96isr_h200_v5.conf: check_gpu_bw)
     fix: Look at its PCI link under load (sudo lspci -vv | grep Lnk) and clocks; reseat
@@ -561,7 +561,7 @@ def _judge_with_host(
     slow: dict[CheckedDevice, Problem],
     measure: SpeedMeasure,
 ) -> dict[CheckedDevice, Problem]:
-    """Return devices that are slow or below the floor of their model."""
+    """Return the slow devices, including those below the minimum of their model."""
     found: dict[CheckedDevice, Problem] = {}
     for device, rate in rates.items():
         problem = slow.get(device)
@@ -581,9 +581,9 @@ def _judge_with_host(
 def gpu_pair_speed(fleet: Fleet) -> Problems:
     """All pairs of GPUs of a host copy at the same speed, and correctly.
 
-    reads: copies of 256 MiB both ways between each two GPUs, one pair at a time
-    threshold: the data arrives unchanged; with NVLinks at least 90 % of the median
-        of the host's pairs (a warning), below 70 % a failure; without, a warning
+    reads: copies of 256 MiB in both directions between all pairs of GPUs, one by one
+    threshold: the data arrives unchanged; with NVLinks, below 90 % of the median of the
+        host's pairs a warning, below 70 % a failure; without, below 70 % a warning
     source: ronde's own: 10 % is more than the noise of short copies, 30 % slows a job
     fix: nvidia-smi topo -m; nvidia-smi nvlink -e; without NVLinks: ACS and the slots
     needs: --bandwidth, torch, two GPUs

@@ -19,7 +19,7 @@ PROBES = {
     "network": ProbeEntry(_NETWORK, 5.0, "network."),
     "storage": ProbeEntry(("ronde.check.storage",), 10.0, "storage."),
 }
-"""By name. Each runs in its own process."""
+"""Probes by name. Each runs in its own process."""
 
 _SUBJECTS = (
     *("cluster", "expected", "software"),
@@ -34,7 +34,7 @@ _STEPS = (
     *("cluster.PACE_STEP", "burn.BURN_STEP"),
     *("burn.PAIRS_STEP", "network.bandwidth.STEP"),
 )
-"""They run in this order, after the probes."""
+"""Steps that follow the probes, in this order."""
 
 OPERATIONS = {
     "burn": ("burn_host", "copy_pairs"),
@@ -59,17 +59,17 @@ def all_steps() -> tuple[ProbeStep, ...]:
 
 
 class CollectPlan(NamedTuple):
-    """The work on the hosts; nothing else starts or writes on any of them."""
+    """Everything that a run starts on the hosts."""
 
     probes: tuple[str, ...]  # names; they run concurrently
     steps: tuple[ProbeStep, ...]  # they run after the probes, in order
 
 
 def plan_for(checks: Sequence[Check], settings: Mapping[str, Value]) -> CollectPlan:
-    """Return the probes and steps that yield the facts of some checks.
+    """Return the probes and steps that collect the facts of these checks.
 
-    The check ``probe-hung`` needs no probe of its own: it judges those of the other
-    checks, and all of them if it is alone.
+    The check ``probe-hung`` adds no probes to those of other checks; alone, it needs
+    all probes.
     """
     wanted = {fact for check in checks for fact in (*check.facts, *check.optional)}
     steps: list[ProbeStep] = []

@@ -1,10 +1,10 @@
-"""Checks, which judge the facts of hosts, and their findings.
+"""Checks, which evaluate the facts of hosts, and their findings.
 
-A check is a function with the decorator ``check`` (it judges all hosts together),
-``each_host``, ``same_everywhere`` or ``each_gpu``. Its name is the id. Its docstring is
-the title and a paragraph ``name: text`` for each of ``reads``, ``threshold``,
-``source``, ``fix``, ``needs`` and ``why``. Its family is the first part of its first
-fact, such as ``host.``, unless it names another. ``catalogue`` lists the modules.
+A check is a function with the decorator ``check`` (for all hosts together),
+``each_host``, ``same_everywhere`` or ``each_gpu``. The function's name becomes the id.
+Its docstring has the title and a paragraph ``name: text`` for each of ``reads``,
+``threshold``, ``source``, ``fix``, ``needs`` and ``why``. The default family is the
+prefix of the first fact, such as ``host.``. ``catalogue`` lists the modules.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ from ronde.check.fleet import Fleet, Values
 
 
 class Family(StrEnum):
-    """A group of checks; a column of the table of hosts."""
+    """A group of checks; each is a column in the table of hosts."""
 
     VERSIONS = "versions"
     GPU = "gpu"
@@ -26,7 +26,7 @@ class Family(StrEnum):
 
 
 class Severity(StrEnum):
-    """The severity of a finding."""
+    """The effect of a finding on training."""
 
     FAIL = "fail"  # training would fail, or be very slow
     WARN = "warn"  # training may be slower, or fail later
@@ -68,7 +68,7 @@ Judge = Callable[[Fleet], Problems]
 
 
 class Check(NamedTuple):
-    """A rule for hosts, with its texts for ``explain`` and docs/checks.md."""
+    """A rule for hosts, with the text for ``explain`` and docs/checks.md."""
 
     id: str
     family: Family
@@ -103,7 +103,7 @@ def make_check(
     family: Family | None = None,
 ) -> Check:
     """Return a check with the name and the docstring of a function."""
-    # Under python -OO there are no docstrings; the checks work without.
+    # Under python -OO there are no docstrings; checks work without them.
     title, *lines = (named.__doc__ or "\n").splitlines()
     # A sentence in the docstring, part of a line in ``ronde check list``.
     title = title.removesuffix(".")
@@ -134,14 +134,14 @@ def check(
     optional: tuple[str, ...] = (),
     family: Family | None = None,
 ) -> Callable[[Judge], Check]:
-    """Turn a judge of all hosts into a check."""
+    """Make a check from a function that yields the problems of all hosts."""
     return lambda judge: make_check(judge, judge, severity, facts, optional, family)
 
 
 def each_host(
     severity: Severity, *facts: str, optional: tuple[str, ...] = ()
 ) -> Callable[[Callable[[Values, Fleet], Problems]], Check]:
-    """Turn a judge of one host's values into a check."""
+    """Make a check from a function that yields the problems of one host."""
 
     def make(judge: Callable[[Values, Fleet], Problems]) -> Check:
         def judge_all(fleet: Fleet) -> Problems:

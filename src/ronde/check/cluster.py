@@ -14,16 +14,16 @@ PACE = "cluster.compute_s"  # fact: time of a fixed piece of work, on all hosts 
 _SLOW, _VERY_SLOW = 2.0, 4.0
 _SPIN_S, _SPIN_TIMEOUT_S, _MAX_ROUNDS = 0.2, 10.0, 5
 _BASE, _EXPONENT, _MODULUS = 3, (1 << 512) - 1, (1 << 521) - 1
-"""About half a millisecond in the interpreter's own arithmetic, which depends neither
-on the version of a library nor on instructions that some processors lack."""
+"""A power that takes about half a millisecond in the interpreter's own arithmetic. It
+depends on no library's version and on no special instructions of a processor."""
 
 # Setting: ``reason`` and ``cure`` of each host that did not answer.
 ABSENT = "absent"
 HOST_ANSWERS = "host-answers"
 
-# Fact: a host's clock less this machine's, in seconds.
+# Fact: a host's clock minus this machine's, in seconds.
 OFFSET = "cluster.clock_offset_s"
-ERROR = "cluster.clock_error_s"  # fact: the error of that, either way
+ERROR = "cluster.clock_error_s"  # fact: the largest error of the offset
 _MUCH_OFFSET_S, _BAD_OFFSET_S = 0.1, 5.0
 _LITTLE_MEMORY = 0.9  # share of the memory of most hosts; firmware takes a little
 _NUM_EXCHANGES = 6
@@ -36,9 +36,9 @@ def host_answers(fleet: Fleet) -> Problems:
 
     reads: the first answer of an agent, started as ronde run starts it
     threshold: an answer within 30 s, with the same ronde and minor version of Python
-    source: ronde's own: ronde run needs the same to start ranks there
+    source: ronde's own: ronde run cannot start ranks there otherwise
     fix: ssh HOST true, and read its error
-    why: ronde run starts nothing at all while one of its hosts is missing.
+    why: ronde run starts no rank while one of its hosts is missing.
     """
     for host, why in fleet.settings.get(ABSENT, {}).items():
         yield Problem(f"no answer: {why['reason']}", fix=why["cure"], host=host)
@@ -48,13 +48,13 @@ def host_answers(fleet: Fleet) -> Problems:
 def probe_hung(fleet: Fleet) -> Problems:
     """No probe of the host hangs or crashes.
 
-    reads: the end of each probe, a process of its own
-    threshold: it ends within 5 to 60 s, depending on the probe (for a GPU see
-        gpu-lost); a crash is a warning, at the import of torch an error
+    reads: the exit of each probe, which runs in its own process
+    threshold: the probe ends within 5 to 60 s, depending on the probe (for GPUs see
+        gpu-lost); a crash is a warning, a crash while importing torch a failure
     source: ronde's own: several times the duration of a probe on a slow host
     fix: Find the process that hangs: ps -eo pid,stat,wchan:32,cmd; usually a reboot
         helps
-    why: A rank that makes the same call hangs as well, and all others wait for it.
+    why: A rank that makes the same call hangs as well, and all other ranks wait.
     """
     fix = "Type there: python -m ronde check; and report it if it fails as well"
     for host, failed in fleet.known(FAILED).items():
@@ -71,13 +71,13 @@ def clock(_: NodeContext, _question: dict[str, Value]) -> dict[str, Value]:
 
 
 def compare_clocks(hosts: HostSet) -> None:
-    """Compare all clocks with this one; the quickest answer counts (RFC 5905, 10)."""
+    """Compare all clocks with this machine's; the quickest answer counts (RFC 5905)."""
     best: dict[str, tuple[float, float]] = {}
     failures: dict[str, str] = {}
     for _ in range(_NUM_EXCHANGES):
         asked = [name for name in hosts.names if name not in failures]
         replies = hosts.ask({name: {"do": "clock"} for name in asked}, _TIMEOUT_S)
-        # Once an exchange, so that setting the clock meanwhile spoils only one.
+        # Once per exchange, so that a change of this clock spoils only one exchange.
         # A pause between the two calls makes the result too small, hence the maximum.
         epoch_s = max(time.time() - time.monotonic() for _ in range(5))
         for host, reply in replies.items():
@@ -94,7 +94,7 @@ def compare_clocks(hosts: HostSet) -> None:
 
 
 def estimate_offset(reply: Reply, epoch_s: float) -> tuple[float, float]:
-    """Return a host's clock less this one's, and the error of that."""
+    """Return a host's clock minus this machine's, and the largest error."""
     middle_s = (reply.asked_s + reply.answered_s) / 2
     offset_s = reply.values["time_ns"] / 1e9 - (epoch_s + middle_s)
     return offset_s, (reply.answered_s - reply.asked_s) / 2
@@ -107,20 +107,20 @@ STEP = ProbeStep("clock", compare_clocks, (OFFSET, ERROR))
 def clock_offset(fleet: Fleet) -> Problems:
     """All clocks show the same time.
 
-    reads: each host's clock against this machine's, beyond the error of the exchange
+    reads: the offset of each host's clock, beyond the error of the measurement
     threshold: 100 ms from the median host; a failure above 5 s
     source: ronde's own: below 100 ms traces of several hosts can be laid side by side,
         above 5 s no time service runs
     fix: As root: timedatectl set-ntp true, or chronyc makestep
     needs: several hosts
-    why: Logs and traces of several hosts contradict each other; from minutes on, tokens
-        are refused (Kerberos: 5 minutes, RFC 4120).
+    why: Logs and traces of several hosts contradict each other; at several minutes,
+        authentication fails (Kerberos: 5 minutes, RFC 4120).
     """
     known = {f.host: f.values for f in fleet.having(OFFSET, ERROR)}
     offsets = {host: float(values[OFFSET]) for host, values in known.items()}
     if len(offsets) < 2:
         return
-    # With the mean of two middle ones all hosts could be off.
+    # With the mean of the two middle offsets all hosts could be off.
     usual = sorted(offsets, key=offsets.__getitem__)[len(offsets) // 2]
     apart = {
         host: abs(offset - offsets[usual]) - (known[host][ERROR] + known[usual][ERROR])
@@ -153,7 +153,7 @@ def memory_alike(fleet: Fleet) -> Problems:
 
     reads: MemTotal of /proc/meminfo
     threshold: 90% of the memory of most hosts
-    source: ronde's own: one memory module of eight is more, firmware takes less
+    source: ronde's own: one memory module of eight is more, the firmware's share less
     fix: Look for memory that firmware has taken out: dmidecode -t memory, the BMC's log
     needs: several hosts
     why: A memory module may have failed; a job that fits elsewhere does not fit there.
@@ -177,7 +177,7 @@ def spin(_: NodeContext, question: dict[str, Value]) -> dict[str, Value]:
 
 
 def measure_pace(hosts: HostSet) -> None:
-    """Measure all hosts at once, again while one seems slow; the best round counts."""
+    """Measure all hosts at once; repeat while one seems slow; the best time counts."""
     for _ in range(_MAX_ROUNDS):
         replies = hosts.ask_all({"do": "spin", "seconds": _SPIN_S}, _SPIN_TIMEOUT_S)
         for host, reply in replies.items():

@@ -1,4 +1,4 @@
-"""Collect facts of hosts through ``ronde.check.node``, which an agent starts there."""
+"""Collect facts of hosts; an agent on each host starts ``ronde.check.node``."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
@@ -34,7 +34,7 @@ def collect(
     plan: CollectPlan,
     report: Callable[[str], None],
 ) -> Collected:
-    """Start agents, collect facts, and end all processes, also after an exception."""
+    """Start agents and collect facts; all processes end, even after an exception."""
     controller = Controller(NoOutput(), signal_fd, starter)
     try:
         report("connecting")
@@ -54,7 +54,7 @@ def collect_from(
     plan: CollectPlan,
     report: Callable[[str], None],
 ) -> Collected:
-    """Collect facts through agents that are connected; they stay connected."""
+    """Collect facts through connected agents, which stay connected."""
     nodes, addresses, lost = _locate(controller, nodes)
     programs = controller.start_programs(nodes, "ronde.check.node")
     host_set = HostSet(programs, addresses, settings)
@@ -89,7 +89,7 @@ def _run_probes(hosts: HostSet, names: Sequence[str]) -> None:
 def _locate(
     controller: Controller, nodes: Sequence[AgentNode]
 ) -> tuple[list[AgentNode], Mapping[str, str], tuple[HostFailure, ...]]:
-    """Return the hosts left, their addresses, and the failures of hosts lost."""
+    """Return the hosts still connected, their addresses, and the failures of others."""
     left, lost = list(nodes), ()
     while True:
         try:
@@ -129,8 +129,8 @@ def choose_addresses(
 ) -> dict[str, str]:
     """Choose the address of each host to which most other hosts have a route.
 
-    A host that has the same address itself, such as that of a container bridge, is not
-    counted: its route leads to itself. ``own`` has each host's addresses, best first.
+    Hosts with the same address, such as that of a container bridge, do not count: their
+    route leads to themselves. ``own`` has the addresses of each host, best first.
     """
 
     def count_routes(address: str) -> int:

@@ -1,4 +1,4 @@
-"""The equipment that ``--expect 8xH100,8x400G,2TiB,10GB/s`` demands of each host."""
+"""Checks of hosts against ``--expect 8xH100,8x400G,2TiB,10GB/s``."""
 
 import re
 from pathlib import Path
@@ -18,10 +18,10 @@ _RATE_UNITS = {"k": 1e-6, "M": 1e-3, "G": 1.0, "T": 1e3}
 
 
 def read_expected(text: str) -> dict[str, Value]:
-    """Parse the words of ``--expect``, or of the file that it names.
+    """Parse the value of ``--expect``, or the file that it names.
 
-    ``gpus`` is a number and a part of the model's name, ``ports`` a number and Mbit/s,
-    ``memory_bytes`` a size, and ``gb_per_s`` the rate between hosts; each is optional.
+    All keys are optional: ``gpus`` (number and part of the model's name), ``ports``
+    (number and Mbit/s), ``memory_bytes``, and ``gb_per_s``, the rate between hosts.
     """
     expected: dict[str, Value] = {}
     path = Path(text)
@@ -63,11 +63,11 @@ def expected_gpus(fleet: Fleet) -> Problems:
     """Each host has the GPUs that --expect names.
 
     reads: NVML's number and names of the GPUs
-    threshold: this number of GPUs with the model in their name
+    threshold: this number of GPUs whose name contains the model
     source: --expect
     fix: nvidia-smi -L; lspci -d 10de:  # shows cards that the driver does not
-    needs: --expect with GPUs, as 8xH100
-    why: Ranks find no GPU, or a slower one, and all others wait.
+    needs: --expect with GPUs, such as 8xH100
+    why: Ranks there find no GPU, or a slower one, and all other ranks wait.
     """
     number, model = fleet.settings.get(EXPECTED, {}).get("gpus", (0, ""))
     for facts in fleet.having("gpu.count") if number else ():
@@ -87,10 +87,10 @@ def expected_ports(fleet: Fleet) -> Problems:
     """Each host has the ports that --expect names.
 
     reads: /sys/class/net, /sys/class/infiniband: speed and state
-    threshold: this number of RDMA ports, or else of physical interfaces, up and as fast
+    threshold: this number of RDMA ports or physical interfaces that are up and as fast
     source: --expect
     fix: ip -br link; ibstat  # look at cable, transceiver and switch port
-    needs: --expect with ports, as 8x400G
+    needs: --expect with ports, such as 8x400G
     why: The host with fewer or slower ports sets the pace of every reduction.
     """
     number, mbit_per_s = fleet.settings.get(EXPECTED, {}).get("ports", (0, 0))
@@ -114,11 +114,11 @@ def expected_memory(fleet: Fleet) -> Problems:
     """Each host has the memory that --expect names.
 
     reads: MemTotal of /proc/meminfo
-    threshold: 90 % of it; the rest is the firmware's and the kernel's
+    threshold: 90 % of it; firmware and kernel take the rest
     source: --expect; 90 %: ronde's own
     fix: dmidecode -t memory  # and the BMC's log: has firmware taken memory out?
-    needs: --expect with a size, as 2TiB
-    why: A job that fits elsewhere does not fit there.
+    needs: --expect with a size, such as 2TiB
+    why: A job that fits into other hosts' memory runs out of memory there.
     """
     expected = fleet.settings.get(EXPECTED, {}).get("memory_bytes", 0)
     for host, num_bytes in fleet.known("host.memory_bytes").items():

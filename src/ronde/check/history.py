@@ -23,15 +23,15 @@ _MEASURED = {
     "storage.paths": "[free_inodes]",
     "cluster.products": "[num_products]",
 }
-"""Facts that change all the time, each with the part that does; empty: all of it."""
+"""Facts that always change, with the key of the changing part; "" is the whole fact."""
 
-# From this number on a whole number, such as free memory, must change by a tenth.
+# Changes of integers this large, such as free memory, count only from a tenth on.
 _SMALL = 1 << 20
 _SHARE = 0.1
 
 
 class SavedRun(NamedTuple):
-    """The results of one run."""
+    """One run of ``ronde check`` as saved in a file."""
 
     hosts: tuple[HostFacts, ...]
     findings: tuple[Finding, ...]
@@ -39,7 +39,7 @@ class SavedRun(NamedTuple):
 
 
 class Change(NamedTuple):
-    """A fact that changed since the last run; the values are formatted."""
+    """A fact that changed since the last run, with formatted values."""
 
     host: str
     fact: str  # with the keys: ``network.interfaces[eth0][mtu]``
@@ -64,7 +64,7 @@ def save(path: Path, kept: SavedRun) -> None:
 
 
 def load_last(path: Path) -> tuple[str, SavedRun]:
-    """Return the last run in a file, and its time, UTC in ISO 8601."""
+    """Return the time of the last run in a file (UTC in ISO 8601), and the run."""
     try:
         records = read_records(path, KIND)
     except (OSError, UnicodeDecodeError) as error:
@@ -102,7 +102,7 @@ def compare(before: SavedRun, after: SavedRun) -> Changes:
 def _not_in(
     other: SavedRun, findings: Sequence[Finding], hosts: set[str]
 ) -> tuple[Finding, ...]:
-    """Return findings that another run, which tried these hosts, does not have."""
+    """Return the findings that another run, which included ``hosts``, lacks."""
     known = {finding[:3] for finding in other.findings}
     return tuple(
         each
@@ -142,7 +142,7 @@ def _differs(before: Value, after: Value) -> bool:
 
 
 def _leaves(name: str, value: Value) -> Iterator[tuple[str, Value]]:
-    """Yield values that are no objects, with their path; of a list of objects too."""
+    """Yield the paths and values of the leaves; a list without objects is a leaf."""
     if isinstance(value, Mapping):
         entries = cast("Mapping[str, Value]", value)
         for key, each in entries.items():

@@ -1,9 +1,9 @@
-"""Questions to all hosts at once, and the facts from their answers.
+"""Send questions to all hosts at once, and store facts from their answers.
 
-A step has all hosts do something at the same time. Each host runs
-``ronde.check.node``, which calls an operation for each question: a function that takes
-the ``NodeContext`` and the question, and returns the answer. It bounds its own time;
-``OSError``, ``ValueError`` and ``KeyError`` become the answer's ``error``.
+A step makes all hosts work at the same time. Each host runs ``ronde.check.node``, which
+calls an operation for each question: a function of the ``NodeContext`` and the question
+that returns the answer. Operations limit their own duration. ``OSError``,
+``ValueError`` and ``KeyError`` become the answer's ``error``.
 """
 
 import json
@@ -14,21 +14,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ronde.check.fleet import HostFacts, Value
 
 if TYPE_CHECKING:
-    # Every probe imports this module, and that one is slow to import.
+    # Every probe imports this module; ``programs`` is slow to import.
     from ronde.launch.job.programs import RemotePrograms
 
 _END_S = 5.0
 
 
 class NodeContext(NamedTuple):
-    """State of the program on a host, kept between questions."""
+    """State of the program on a host that outlives a single question."""
 
     memory: dict[str, Any]
     closing: ExitStack  # closed when the program ends: sockets, files
 
 
 class Reply(NamedTuple):
-    """The answer of one host; times are of this machine's monotonic clock."""
+    """The answer of one host; times are from this machine's monotonic clock."""
 
     values: dict[str, Any]
     failure: str  # the reason if there is no answer, else empty
@@ -39,7 +39,7 @@ class Reply(NamedTuple):
 class HostSet:
     """The connected hosts by name, with the facts collected so far.
 
-    ``addresses``: how the other hosts reach each; empty if there is no route.
+    ``addresses`` has the address of each host for the others; empty without a route.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class HostSet:
     def ask(
         self, questions: Mapping[str, Mapping[str, Value]], timeout_s: float
     ) -> dict[str, Reply]:
-        """Ask some hosts and wait for all answers."""
+        """Send a question to each of some hosts and wait for all answers."""
         lines = {name: json.dumps(each) for name, each in questions.items()}
         answers = self._programs.ask(lines, timeout_s) if lines else {}
         replies: dict[str, Reply] = {}
@@ -89,7 +89,7 @@ class HostSet:
 
 
 class ProbeStep(NamedTuple):
-    """A step, which runs only if a check needs its facts."""
+    """Work of all hosts at the same time, done only if a check needs its facts."""
 
     name: str
     run: Callable[[HostSet], None]

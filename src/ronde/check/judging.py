@@ -1,4 +1,4 @@
-"""All checks on all hosts: findings, unreadable facts, and readiness."""
+"""Run all checks on the collected facts, and decide which hosts are ready."""
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
@@ -7,7 +7,7 @@ from typing import NamedTuple
 from ronde.check.check import Check, Family, Finding, Severity
 from ronde.check.fleet import Fleet, HostFacts, HostPair
 
-# A host on which this check cannot be made has unknown GPUs.
+# If this check cannot be made on a host, the host's GPUs are unknown.
 GPU_COUNT = "gpu-count"
 # A host with a GPU, or signs of one, has at least one of these facts.
 _SIGNS_OF_GPU = ("gpu.count", "gpu.cards", "gpu.kernel_module", "gpu.files")
@@ -60,17 +60,17 @@ def judge(fleet: Fleet, checks: Sequence[Check]) -> Judgement:
 
 
 def _why_unread(facts: HostFacts, names: tuple[str, ...]) -> str | None:
-    """Return the reason; None if all facts are there, empty if there is none."""
+    """Return the reason for a missing fact, "" if unknown; None if all are there."""
     for name in names:
         if name not in facts.values:
-            # Of a failed probe the reason is stored under the prefix of its facts.
+            # The failure of a whole probe is stored under the prefix of its facts.
             of_probe = f"{name.partition('.')[0]}."
             return facts.unreadable.get(name) or facts.unreadable.get(of_probe, "")
     return None
 
 
 class Readiness(NamedTuple):
-    """The hosts by readiness, in the user's order; each host is in one group."""
+    """The hosts in four groups of readiness, each in the user's order."""
 
     ready: tuple[str, ...]
     warned: tuple[str, ...]  # ready, but not with --strict
@@ -100,9 +100,9 @@ def decide(
     num_asked: int,
     families: Collection[Family] = (),
 ) -> Readiness:
-    """Sort all hosts, and pairs of them, by their worst finding.
+    """Group all hosts, and pairs of hosts, by their worst finding.
 
-    With ``families`` a host on which none of their checks was made is unknown.
+    With ``families``, a host on which no check of these families was made is unknown.
     """
     found: dict[tuple[str, ...], set[Severity]] = defaultdict(set)
     for each in judgement.findings:
@@ -129,7 +129,7 @@ def decide(
 def fit_together(
     hosts: Sequence[str], readiness: Readiness, *, is_strict: bool
 ) -> tuple[str, ...]:
-    """Drop hosts until all pairs are ready: most bad pairs first, else the later."""
+    """Return hosts of which all pairs are ready; drops those with most bad pairs."""
     left_out = {*readiness.faulty, *readiness.unknown}
     left_out |= {*(readiness.warned if is_strict else ())}
     pairs = {*readiness.faulty_pairs, *(readiness.warned_pairs if is_strict else ())}

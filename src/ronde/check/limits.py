@@ -1,4 +1,4 @@
-"""Limits and memory of a host, as a rank there finds them."""
+"""Checks of the limits and the memory that a rank gets on a host."""
 
 import math
 import os
@@ -70,7 +70,7 @@ def read(reader: FactReader) -> None:
 
 
 def parse_limit(text: str, row: str, column: int = 0) -> int:
-    """Return a limit of ``/proc/PID/limits``; column 0 is the soft one, 1 the hard."""
+    """Return a limit of ``/proc/PID/limits``: the soft (column 0) or hard one (1)."""
     for line in text.splitlines():
         if line.startswith(row):
             limit = line[len(row) :].split()[column : column + 1]
@@ -82,7 +82,7 @@ def parse_limit(text: str, row: str, column: int = 0) -> int:
 
 
 def _read_capabilities(own: Path) -> list[str]:
-    """Return capabilities that lift limits; in a user namespace they do not."""
+    """Return capabilities that lift limits; none in a user namespace."""
     if (own / "uid_map").read_text().split()[2:] != ["4294967295"]:
         return []
     effective = re.search(
@@ -104,7 +104,7 @@ def _read_pids(root: str) -> tuple[int, int]:
 
 
 def _read_room(directory: Path) -> tuple[int, int]:
-    """Return size and free bytes; 0 if the directory does not exist."""
+    """Return the bytes of a file system and the free ones; 0 without the directory."""
     try:
         room = os.statvfs(directory)
     except FileNotFoundError:
@@ -117,7 +117,7 @@ def _limit(value: int) -> float:
 
 
 def _raise_limit(option: str, item: str, wanted: int, hard: int | None) -> str:
-    """Return the command that raises a limit; above the hard one it needs root."""
+    """Return the command that raises a limit; root's if the hard limit is too low."""
     if hard is not None and _limit(hard) >= wanted:
         return f"ulimit -{option} {wanted}  # there, also in ~/.bashrc"
     lines = shlex.quote(f"* - {item} {wanted}\\nroot - {item} {wanted}\\n")
@@ -146,7 +146,7 @@ def locked_memory(fleet: Fleet) -> Problems:
         2.30.7's manual, Troubleshooting NCCL errors; 90 %: ronde's own
     fix: docker run --ulimit memlock=-1; on the host LimitMEMLOCK=infinity for sshd or
         slurmd, and memlock unlimited in /etc/security/limits.conf
-    why: RDMA pins its buffers. If it may not, NCCL aborts or falls back to sockets.
+    why: RDMA pins its buffers. If pinning fails, NCCL aborts or falls back to sockets.
     """
     limits = {host: _limit(value) for host, value in fleet.known(_LOCKED).items()}
     few = having_less(limits, _show_locked, _ALIKE_SHARE)
@@ -172,7 +172,7 @@ def open_files(fleet: Fleet) -> Problems:
     """A rank may open enough files.
 
     reads: the soft limit on open files that a rank inherits
-    threshold: 65536 (below 4096 a warning, 256 a failure), no less than most hosts
+    threshold: 65536 and no less than most hosts; below 4096 a warning, 256 a failure
     source: torch.multiprocessing's manual: file_descriptor opens a file for each
         tensor; ronde's own: 65536 leaves room for these and a connection to each rank
     fix: ulimit -n 65536, or nofile in /etc/security/limits.conf; docker run --ulimit
@@ -200,10 +200,10 @@ def process_limit(values: Values, _: Fleet) -> Problems:
 
     reads: the limit on a user's processes; pids.max and pids.current of control groups
     threshold: 4096 in all (a warning); 64 free in the control group, else a failure
-    source: ronde's own: eight ranks with all their threads have a few thousand
+    source: ronde's own: eight ranks have a few thousand threads in all
     fix: ulimit -u unlimited, or nproc in /etc/security/limits.conf; docker run
         --pids-limit -1; TasksMax=infinity in the unit; podPidsLimit of the kubelet
-    why: Threads count as well: a library ends with 'Resource temporarily unavailable'.
+    why: Threads count too: libraries fail with 'Resource temporarily unavailable'.
     """
     limit, left = _limit(values[_USER_PIDS]), values[_PIDS_LEFT]
     fix = process_limit.fix.partition("limits.conf; ")[2]
@@ -227,10 +227,10 @@ def cpu_quota(values: Values, fleet: Fleet) -> Problems:
 
     reads: cpu.max (cfs_quota_us) of control groups; CPUs of affinity and cpuset
     threshold: a CPU for each rank; a quota below the number of visible CPUs is shown
-    source: Linux' cgroup-v2.rst, cpu.max, and sched-bwc.rst; a CPU a rank: ronde's own
+    source: Linux' cgroup-v2.rst, cpu.max, and sched-bwc.rst; one per rank: ronde's own
     fix: Raise the limit (docker run --cpus, resources.limits.cpu, sbatch
         --cpus-per-task), or run fewer ranks there
-    why: A rank beyond its quota is stopped for the rest of each 100 ms.
+    why: Ranks beyond their quota are stopped for the rest of each 100 ms.
     """
     quota, seen, wanted = values[_QUOTA], values[_CPUS], fleet.num_ranks
     ranks = counted(wanted, "rank")
@@ -250,12 +250,12 @@ def shared_memory(values: Values, _: Fleet) -> Problems:
     """Shared memory (/dev/shm) has free space.
 
     reads: size and free space of /dev/shm, and write permission
-    threshold: above 64MiB; a warning below 8GiB, or 40 % of the memory if that is less
-    source: 64MiB: Docker's default, too little by NCCL 2.30.7's manual, Shared memory;
+    threshold: above 64MiB; a warning below 8GiB or 40 % of the memory, the smaller one
+    source: 64MiB: Docker's default, too little for NCCL 2.30.7 (manual, Shared memory);
         8GiB: AMD's Primus fd1eeab (preflight/node_smoke/cli.py); 40 %: ronde's own
     fix: docker run --shm-size 8g, or --ipc=host; in Kubernetes an emptyDir with medium
         Memory at /dev/shm; else mount -o remount,size=8g /dev/shm
-    why: Data loaders and NCCL have buffers there: a rank ends with a bus error.
+    why: Data loaders and NCCL have buffers there: without space, a rank gets a SIGBUS.
     """
     size, free = values[_SIZE], values[_FREE]
     usual = min(values[_TOTAL], values[_LEFT]) * _USUAL_SHARED_SHARE

@@ -1,4 +1,4 @@
-"""Values of most hosts, and the hosts that differ or have less; in a draw, all."""
+"""Find the hosts that differ from most, or have less; without a majority, all hosts."""
 
 import json
 import statistics
@@ -17,7 +17,7 @@ MIN_MAJORITY = 3  # with fewer hosts there is no majority
 def same_everywhere(
     severity: Severity, fact: str, title: str
 ) -> Callable[[Callable[[Value], str]], Check]:
-    """Turn a function that formats a fact into a check that all hosts have it equal."""
+    """Make a check that a fact is equal on all hosts; the function formats the fact."""
 
     def make(show: Callable[[Value], str]) -> Check:
         def judge(fleet: Fleet) -> Problems:
@@ -29,7 +29,7 @@ def same_everywhere(
 
 
 def spell(value: Value) -> str:
-    """Format a value for people; equal values have equal text."""
+    """Format a value for output; equal values have equal text."""
     if isinstance(value, str):
         return value or "(empty)"
     if isinstance(value, bool):
@@ -38,7 +38,7 @@ def spell(value: Value) -> str:
 
 
 def find_odd(shown: Mapping[K, str], of: str = "hosts") -> Iterator[tuple[K, str, str]]:
-    """Yield odd hosts, each with its value and a text on the value of others."""
+    """Yield hosts that differ from most: host, value, and text on the others' value."""
     counts = Counter(shown.values())
     if len(counts) < 2:
         return
@@ -53,21 +53,21 @@ def find_odd(shown: Mapping[K, str], of: str = "hosts") -> Iterator[tuple[K, str
 
 
 def usual_value(usual: str) -> str:
-    """Return the value in the last text of ``find_odd``; empty in a draw."""
+    """Return the others' value from the text of ``find_odd``; "" without a majority."""
     return usual.rpartition(" on ")[0]
 
 
 def differing(
     fleet: Fleet, fact: str, title: str, show: Callable[[Value], str] = spell
 ) -> Problems:
-    """Yield the hosts with another value than most; of two hosts, both."""
+    """Yield the hosts with another value than most hosts."""
     shown = {host: show(value) for host, value in fleet.known(fact).items()}
     for host, value, usual in find_odd(shown):
         yield Problem(f"{title} {value}", usual=usual, host=host)
 
 
 class LowAmounts(NamedTuple, Generic[K]):
-    """Hosts, or devices, with too small an amount."""
+    """Hosts or devices with less than most others; in a draw, all of them."""
 
     hosts: tuple[K, ...]
     usual: float  # the amount of most hosts; in a draw, the largest
@@ -75,7 +75,7 @@ class LowAmounts(NamedTuple, Generic[K]):
 
 
 def find_low(amounts: Mapping[K, float], share: float) -> LowAmounts[K]:
-    """Find those below a share of the upper median; with two it is a draw."""
+    """Find the keys below a share of the upper median; if half are, it is a draw."""
     if not amounts:
         return LowAmounts((), 0.0, is_draw=False)
     usual = statistics.median_high(amounts.values())
@@ -91,7 +91,7 @@ def show_usual(
     few: LowAmounts[str],
     show: Callable[[float], str],
 ) -> str:
-    """Return the amounts of other hosts, for ``Finding.usual``."""
+    """Return text on the amounts of other hosts, for ``Finding.usual``."""
     if not few.is_draw:
         return f"{show(few.usual)} on most hosts"
     others = {show(a): None for name, a in amounts.items() if name != host}
@@ -109,7 +109,7 @@ def having_less(
 
 
 def once_a_host(*problems: Problems) -> Problems:
-    """Yield the problems of several judges, for each host those of the first only."""
+    """Yield problems from several sources; for each host, those of one source only."""
     known: set[str] = set()
     for each in problems:
         found = [problem for problem in each if problem.host not in known]

@@ -1,7 +1,7 @@
-"""The program on each host: it reads questions and writes answers, one a line.
+"""The program on each host, which reads questions and writes answers.
 
-Both are JSON objects. The question's ``do`` names the operation. An answer with
-``error`` reports a failure.
+Both are JSON objects, one per line. The question's ``do`` names the operation. An
+answer with ``error`` reports a failure.
 """
 
 import json
@@ -19,7 +19,7 @@ _MODULES = {name: module for module, names in OPERATIONS.items() for name in nam
 
 
 def main() -> None:
-    """Answer until the question is ``end`` or standard input is closed."""
+    """Answer questions until ``end``, or until standard input is closed."""
     with ExitStack() as closing:
         context = NodeContext({}, closing)
         for line in sys.stdin:

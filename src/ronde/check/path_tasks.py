@@ -1,6 +1,6 @@
-"""Tasks on paths, in processes, so that a hanging mount blocks only its own task.
+"""Tasks on paths, in separate processes: a hanging mount blocks only its own tasks.
 
-A process whose thread is blocked in the kernel cannot exit, so threads will not do.
+Threads would not work: a process cannot exit while a thread is blocked in the kernel.
 """
 
 import hashlib
@@ -13,7 +13,7 @@ from typing import Any
 
 from ronde.check.probing import ENDED, FactReader, ProbeEntry, run_probes
 
-WHOLE_BYTES = 1 << 30  # a file is read whole up to this size
+WHOLE_BYTES = 1 << 30  # larger files are sampled
 SAMPLE_BYTES = 1 << 20
 NUM_SAMPLES = 64  # of a larger file, from its first byte to its last
 # ``do`` names a function below; the rest are its arguments.
@@ -26,9 +26,9 @@ _PAUSE_S = 0.02
 def run_tasks(
     groups: Sequence[Sequence[Task]], deadline_s: float
 ) -> list[list[TaskOutcome]]:
-    """Run groups of tasks concurrently, the tasks of a group one after the other.
+    """Run groups of tasks concurrently; the tasks of a group run in sequence.
 
-    Put the tasks of one mount into one group: after a timeout its whole group has hung.
+    Put the tasks of one mount into one group: a timeout makes the whole group hung.
     """
     entries = {
         str(number): ProbeEntry((__name__,), deadline_s, "", {"tasks": group})
@@ -86,13 +86,13 @@ def digest(path: str) -> TaskOutcome:
 
 
 def mark(path: str, name: str) -> TaskOutcome:
-    """Write a small file with its own name in it, for ``find``."""
+    """Write a file that contains its own name, for ``find`` on other hosts."""
     Path(path, name).write_text(name, encoding="utf-8")
     return {}
 
 
 def find(path: str, names: Sequence[str], patience_s: float) -> TaskOutcome:
-    """Wait for the files that other hosts write; return those that are seen."""
+    """Wait for files that other hosts write; return the names that appeared."""
     begun_s = time.monotonic()
     Path(path).stat()
     while True:
@@ -110,7 +110,7 @@ def _is_complete(path: Path) -> bool:
 
 
 def remove(path: str, names: Sequence[str]) -> TaskOutcome:
-    """Remove files of ``mark``, concurrently with other hosts."""
+    """Remove files of ``mark``; other hosts may remove the same files meanwhile."""
     for name in names:
         Path(path, name).unlink(missing_ok=True)
     return {}

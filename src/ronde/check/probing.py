@@ -1,6 +1,6 @@
-"""Probes, each in its own process, so that a hanging driver blocks only one of them.
+"""Probes, each in its own process, so that a hanging driver blocks only one probe.
 
-``main`` is the program of a probe: it reads settings and writes facts, as JSON.
+``main`` is the program of a probe. It reads settings and writes facts as JSON.
 """
 
 import json
@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 from ronde.check.fleet import Value
 from ronde.processes import read_stat
 
-FAILED = "probe.failed"  # fact: the failure of each probe without facts
-# Prefix of the failure of a probe that exited; the others hung.
+FAILED = "probe.failed"  # fact: the failure of each probe that returned no facts
+# Prefix of the failure if the probe exited; otherwise it hung.
 ENDED = "it ended with code"
 _BOOT = (
-    # Remove the current directory: ranks have that of their script instead.
+    # Remove the current directory: ranks have their script's directory instead.
     "import sys; sys.path[:] = filter(None, [*sys.path, sys.argv[1]]); "
     "from ronde.check.probing import main; main(sys.argv[2:])"
 )
@@ -31,16 +31,16 @@ _WORDS = ("-c", _BOOT, __file__.rpartition("/ronde/check/")[0])
 _KILLED_S = 1.0
 _POLL_S = 0.25
 MOST_DEADLINES = 10
-"""A probe that waits for a processor is killed after this many deadlines."""
+"""A probe that waits for a CPU is killed after this multiple of its deadline."""
 _MAX_REASON_CHARS = 300
 
 
 class UnreadableError(Exception):
-    """A fact cannot be read; the message is the reason."""
+    """Raised if a fact cannot be read; the message is the reason."""
 
 
 class FactReader:
-    """The facts of a probe, and the reasons for those that cannot be read."""
+    """Collects the facts of a probe, and the reasons for unreadable facts."""
 
     def __init__(self, settings: dict[str, Value]) -> None:
         self.settings = settings
@@ -61,7 +61,7 @@ class FactReader:
 
     @contextmanager
     def reading(self, *names: str) -> Generator[None]:
-        """Store these facts as unreadable if the block cannot read them."""
+        """Store these facts as unreadable if the block raises an error."""
         try:
             yield
         except UnreadableError as error:
@@ -78,7 +78,7 @@ class FactReader:
 
 
 class ProbeEntry(NamedTuple):
-    """A probe: modules that each have a ``read(reader)``, run in one process."""
+    """A probe: modules with a function ``read(reader)``, all run in one process."""
 
     modules: tuple[str, ...]
     deadline_s: float  # it is killed then, unless it waits for a processor
@@ -87,7 +87,7 @@ class ProbeEntry(NamedTuple):
 
 
 class ProbeOutcome(NamedTuple):
-    """The result of a probe."""
+    """Facts of a finished probe, or its failure."""
 
     values: dict[str, Value]
     unreadable: dict[str, str]  # the reason, by fact
@@ -100,8 +100,8 @@ def run_probes(
 ) -> dict[str, ProbeOutcome]:
     """Run probes concurrently.
 
-    A probe past its deadline is killed if it is idle, or if it has computed for longer
-    than its deadline.
+    Past its deadline, a probe is killed if it is idle, or if it has used more CPU time
+    than the deadline.
     """
     # Imported here, because probes import this module and do not need it.
     from concurrent.futures import ThreadPoolExecutor
@@ -137,7 +137,7 @@ def run_probes(
         seconds = time.monotonic() - begun_s
         return ProbeOutcome(values, unreadable, failure[:_MAX_REASON_CHARS], seconds)
 
-    # In turn, probes behind one that hangs would seem to hang as well.
+    # One by one, probes behind a hanging probe would seem to hang as well.
     with ThreadPoolExecutor(len(running) or 1) as pool:
         return dict(zip(running, pool.map(collect, running), strict=True))
 
@@ -164,7 +164,7 @@ def _output_of(
 
 
 def _processor_use(group: int) -> tuple[float, bool]:
-    """Return the CPU seconds of a process group, and if one of them is runnable."""
+    """Return a process group's CPU seconds, and True if a process is runnable."""
     ticks, is_ready = 0, False
     for path in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended
@@ -180,7 +180,7 @@ def _kill(process: "subprocess.Popen[bytes]") -> str:
     try:
         process.communicate(timeout=_KILLED_S)
     except subprocess.TimeoutExpired:
-        # It is blocked in the kernel, and dies once that returns.
+        # It is blocked in the kernel, and dies once the system call returns.
         return "cannot even be killed"
     return "was killed"
 

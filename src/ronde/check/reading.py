@@ -1,6 +1,6 @@
-"""Saved output as facts: ``nvidia-smi -q``, kernel logs and ``ibstat``, each a host.
+"""Read saved ``nvidia-smi -q``, kernel logs and ``ibstat`` as facts of a host each.
 
-The checks of live hosts judge them; ``logged-errors`` reports further lines.
+The checks for live hosts evaluate these facts; ``logged-errors`` reports other errors.
 """
 
 import re
@@ -25,7 +25,7 @@ from ronde.topology.sources import find_probe
 from ronde.units import counted, list_first
 
 NOT_OF_FILES = ("roce-gid", "gpu-mig")
-"""Checks whose facts are incomplete in files, or that need the ranks of a job."""
+"""Checks left out for files: their facts are incomplete, or they need a job's ranks."""
 _ERRORS = "host.logged_errors"
 _OFF_THE_BUS = "a GPU has fallen off the bus"
 _FIXES = {
@@ -121,7 +121,7 @@ warn look {_SILENT}
 warn look a program crashed in {{}}
   (?:segfault|general protection) .* in (lib(?:[nr]ccl|cuda|torch|ibv|fabric)[^\[ ]*)
 """
-"""Severity, fix and message; then the pattern of a line, with groups for ``{}``."""
+"""Two lines per rule: severity, fix and message; then a pattern with groups for {}."""
 _LINK = re.compile(
     r"(?:mlx[45]_\w+|bnxt_en|ice|i40e|ionic) (?P<at>\S+(?: [\w-]+)?): .*?"
     r"(?:[Ll]ink (?:is )?|module \d+, Cable )"
@@ -137,7 +137,7 @@ _ALIKE = {
 }
 _SOUGHT = "errors of GPUs, adapters, links, PCI, memory, processors and file servers"
 _MAX_LINE_CHARS = 1000
-# The cgroup of a limit that was reached: that of a job, else the innermost.
+# The cgroup whose limit was reached: the job's, else the innermost one.
 _CGROUP = re.compile(
     r"(?:oom_memcg=|result of limit of )(?:\S*/(?=job_\d+\b)|[^\s,]*/)([^\s,/]+)"
 )
@@ -155,7 +155,7 @@ def logged_errors(values: Values, _: Fleet) -> Problems:
     reads: for ronde check read: nvidia-smi -q, a saved kernel log, ibstat
     threshold: no uncorrectable or pending error, no GPU or adapter that was lost, no
         link lost three times or permanently; settings, corrected errors, and GPUs or
-        ports unlike the others are warnings or notes
+        ports that differ from the others are warnings or notes
     source: nvidia-smi's manual; NVIDIA's Dynamic Page Retirement guide (60 pages);
         Linux' drivers/pci/pcie/aer.c, mlx5/core/health.c and events.c, mm/oom_kill.c
     fix: read the reported line in its context
@@ -184,7 +184,7 @@ def read_saved_facts(saved: Saved) -> tuple[HostFacts, str]:
         kind = counted(len(lines), "kernel line" if is_log else "line")
         kind += f" (searched for {_SOUGHT})" * is_log
         own = _lost_links(lines)
-        # Instead of its age each line has its index.
+        # In place of its age, each line has its index.
         xids = find_xids((number, line) for number, (_, line) in enumerate(lines))
         for each in xids:
             each["where"] = lines[int(each["age_s"])][0].strip()
@@ -204,17 +204,17 @@ def read_saved_facts(saved: Saved) -> tuple[HostFacts, str]:
 
 
 def _log_lines(saved: Saved) -> Iterator[tuple[str, str]]:
-    """Yield lines of a kernel or of nvidia-smi itself, each with its location."""
+    """Yield the lines of a kernel log or of nvidia-smi, each with its location."""
     card = group = ""
     for number, line in enumerate(saved.text.splitlines(), 1):
         if match := KERNEL_LINE.match(line[:_MAX_LINE_CHARS]):
             stamp = (match["at"] or match["date"] or "").strip("[] ")
-            # The first line of a message of three has the GPU.
+            # In a message of three lines, the first one names the GPU.
             card = match["text"] if "NVRM: The NVIDIA GPU" in line else card
             text = re.sub(
                 r"^NVRM: (?=(?:system )?(?:has )?fallen off)", f"{card} ", match["text"]
             )
-            # The line before that of the killed program names the cgroup.
+            # The line before the one with the killed program names the cgroup.
             limit = _CGROUP.search(text)
             group = limit[1] if limit else group
             text = text.replace("Memory cgroup out", f"Memory cgroup {group} out", 1)
@@ -224,7 +224,7 @@ def _log_lines(saved: Saved) -> Iterator[tuple[str, str]]:
 
 
 def _find_errors(lines: _Lines) -> list[_Error]:
-    """Apply the rules to lines; equal errors are returned once."""
+    """Return the errors that the rules find in lines, without duplicates."""
     rows = _RULES.strip().splitlines()
     patterns = [re.compile(row.strip()) for row in rows[1::2]]
     found: dict[_Error, list[tuple[str, str]]] = {}
@@ -258,7 +258,7 @@ def _sum_up(
 
 
 def _lost_links(lines: _Lines) -> Iterator[_Error]:
-    """Yield an error for each link that went down after it was up."""
+    """Yield an error for each link that was up and went down."""
     boots: list[defaultdict[str, list[bool]]] = [defaultdict(list)]
     for _, line in lines:
         if line.startswith(_BOOT_OR_END):
@@ -272,8 +272,8 @@ def _lost_links(lines: _Lines) -> Iterator[_Error]:
             own = states[at]
             flaps = sum(was and not is_up for was, is_up in pairwise(own))
             is_down = flaps > 0 and not own[-1]
-            # The last loss before a reboot belongs to the reboot. In a log without its
-            # start the link was up before.
+            # The last loss before a reboot is part of the reboot. If the log lacks its
+            # start, the link was up before.
             lost += flaps - (is_down and number < len(boots) - 1)
             lost += flaps > 0 and number == 0 and not own[0]
         if lost:
@@ -310,7 +310,7 @@ def _read_query(
 
 
 def _compare_gpus(gpus: list[Element], attached: str) -> Iterator[_Error]:
-    """Yield GPUs that are cut off, missing or unlike most others."""
+    """Yield errors for GPUs that are missing, cut off in the file, or unusual."""
     num = len(gpus)
     if attached.isdecimal() and num < int(attached):
         severity = "inform" if num == 1 else "warn"  # as of nvidia-smi -q -i 3
@@ -330,7 +330,7 @@ def _compare_gpus(gpus: list[Element], attached: str) -> Iterator[_Error]:
 
 
 def _flatten(section: Element, path: str) -> Iterator[str]:
-    """Yield ``section/name: value`` of all values, and modes that will change."""
+    """Yield all values as ``section/name: value``, and modes with a pending change."""
     values: dict[str, str] = {}
     for each in section:
         text = (each.text or "").strip()
@@ -350,7 +350,7 @@ def _read_ports(values: dict[str, Value], saved: Saved) -> tuple[str, Iterable[_
 
 
 def _compare_ports(up: dict[str, dict[str, Any]]) -> Iterator[_Error]:
-    """Yield differences between the ports of a host, and of one model."""
+    """Yield ports slower than others of their model, and mixed link layers."""
     layers = sorted({own["layer"] for own in up.values()})
     if len(layers) > 1:
         yield f"ports are of {' and '.join(layers)}", "inform", _FIXES["choose"]
@@ -358,7 +358,7 @@ def _compare_ports(up: dict[str, dict[str, Any]]) -> Iterator[_Error]:
         alike = [each for each in up.values() if each["model"] == own["model"]]
         alike = [each["mbit_per_s"] for each in alike if each["layer"] == own["layer"]]
         rate, most = own["mbit_per_s"] / 1000, max(alike) / 1000
-        # One lane of four, or the only slow one; several slow ones may be for storage.
+        # One lane of four, or the only slow port; several may be for storage.
         is_odd = len(alike) > 3 and sorted(alike)[1] == max(alike)
         is_slow = is_odd or 4 * rate <= most
         severity, fix = ("warn", "link") if is_slow else ("inform", "choose")

@@ -1,6 +1,6 @@
-"""Installed software and environment variables, which must be equal on all hosts.
+"""Checks that software and environment variables are equal on all hosts.
 
-All facts come from files; ``torch_import`` imports torch.
+All facts come from files; the module ``torch_import`` imports torch.
 """
 
 import ast
@@ -74,7 +74,7 @@ def _digest_code(package: Path) -> str:
 
 
 def read_torch(package: Path | None) -> tuple[str, str]:
-    """Return the version of torch and its build, such as ``CUDA 12.8``."""
+    """Return the version of torch, and its build, such as ``CUDA 12.8``."""
     if package is None:
         return ABSENT, ABSENT
     try:
@@ -99,7 +99,7 @@ def read_torch(package: Path | None) -> tuple[str, str]:
 
 
 def read_packages(directories: Iterable[str]) -> dict[str, str]:
-    """Return versions by normalised name, from the names of directories."""
+    """Return package versions by normalised name, from names of metadata folders."""
     found: dict[str, str] = {}
     for directory in filter(None, directories):
         for match in filter(None, map(_INFO.fullmatch, list_names(directory))):
@@ -114,7 +114,7 @@ def find_nccl(packages: Mapping[str, str]) -> str:
 
 
 def read_module(root: str) -> str:
-    """Return the version of NVIDIA's module, such as ``560.35.03 (open)``, or empty."""
+    """Return the version of NVIDIA's module, such as ``560.35.03 (open)``, or ""."""
     text = read_text(f"{root}/proc/driver/nvidia/version")
     match = _NVIDIA_MODULE.search(text)
     is_open = "Open Kernel Module" in text
@@ -133,7 +133,7 @@ def read_driver(root: str) -> str:
 def select_environment(
     own: Mapping[str, str], forwarded: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the variables of a rank here that affect training."""
+    """Return the environment variables of a rank here that affect training."""
     known = base_environment(own) | dict(forwarded)
     return {
         name: _show_setting(value)
@@ -162,7 +162,7 @@ def torch(fleet: Fleet) -> Problems:
     fix: python -m pip install there the version of the other hosts, with their build:
         pytorch.org/get-started/locally names the index of each
     needs: several hosts
-    why: Ranks compute different things, disagree on messages, or hang.
+    why: Ranks compute different results, disagree on messages, or hang.
     """
     # torch-installed reports hosts without torch.
     having = [f for f in fleet.having(_TORCH, _BUILD) if f.values[_TORCH] != ABSENT]
@@ -180,9 +180,9 @@ def _pip_install(values: Values, *words: str) -> str:
 
 
 def _with_pip(problem: Problem, fleet: Fleet, package: str) -> Problem:
-    """Add the command that installs the version of most hosts, if there is one."""
+    """Add the command that installs most hosts' version, if there is a majority."""
     version = usual_value(problem.usual)
-    # A package index need not have the local version behind the plus sign.
+    # A package index may lack the local version behind the plus sign.
     number = version.partition("+")[0]
     if not number[:1].isdecimal():
         return problem
@@ -253,9 +253,9 @@ def _differing_names(
     absent: str,
     find_fix: Callable[[Values, Mapping[str, str]], str],
 ) -> Problems:
-    """Yield one problem for each host with different values, which lists the names.
+    """Yield one problem per host with different values, which lists their names.
 
-    ``find_fix`` gets the values of most hosts by name, as ``find_odd`` returns them.
+    ``find_fix`` gets, by name, the text of ``find_odd`` on the value of most hosts.
     """
     known: dict[str, dict[str, str]] = fleet.known(fact)
     values: dict[str, list[str]] = defaultdict(list)
@@ -294,8 +294,8 @@ def packages(fleet: Fleet) -> Problems:
 
 
 def _install_usual(values: Values, usual: Mapping[str, str]) -> str:
-    """Return the command for the versions of most hosts; empty in a draw."""
-    # Not ronde: its version here contains a hash of the code.
+    """Return the command that installs most hosts' versions; "" without a majority."""
+    # Except ronde, whose version here contains a hash of the code.
     versions = {n: usual_value(text) for n, text in usual.items() if n != "ronde"}
     wanted = [f"{name}=={v}" for name, v in versions.items() if v and v != ABSENT]
     return _pip_install(values, *wanted) if wanted else ""

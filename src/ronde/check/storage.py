@@ -1,4 +1,4 @@
-"""Folders, files and mounts: present, responsive, with space, equal on all hosts."""
+"""Checks of folders, files and mounts."""
 
 import re
 import secrets
@@ -16,12 +16,12 @@ from ronde.check.probing import MOST_DEADLINES, FactReader
 from ronde.launch.environments import own_environment
 from ronde.units import format_size
 
-# Roles of folders: of --path, the one in which ranks start, for temporary files.
+# Roles of folders: shared (--path), the ranks' working directory, temporary files.
 _SHARED, _DIRECTORY, _TEMPORARY = "shared", "directory", "temporary"
 _LOW_SHARE = 0.05
 _PLENTY_BYTES, _LOW_BYTES, _FULL_BYTES = 50 << 30, 1 << 30, 16 << 20
 _PATHS, _FILES, _HUNG = "storage.paths", "storage.files", "storage.hung"
-# Fact: by path and other host that wrote a file there, True if it is seen here.
+# Fact: True if a file is seen here, by its path and the other host that wrote it.
 SHARED = "storage.shared"
 _HANG_S, _CLEAR_S, _SLACK_S = 5.0, 10.0, 5.0
 _PATIENCE_S = 3.0  # for a file of another host to appear
@@ -52,7 +52,7 @@ def read(reader: FactReader) -> None:
     found = dict(zip(paths, outcomes, strict=True))
     hung = [path for path, each in found.items() if "has_hung" in each]
     above = {path: find_mount(path, mounts) for path in hung}
-    # Name the mount of a network file system, since that can be unmounted.
+    # Name the mount point of a network file system, since it can be unmounted.
     named = {
         m if _NETWORK.fullmatch(mounts.get(m, "")) else p for p, m in above.items()
     }
@@ -66,7 +66,7 @@ def read(reader: FactReader) -> None:
 def _locate(
     found: dict[str, Value], root: str, mounts: dict[str, str]
 ) -> dict[str, Any]:
-    """Replace the real path by the mount and its type of file system."""
+    """Replace ``real_path`` with its mount point and type of file system."""
     if "real_path" not in found:
         return found
     point = find_mount(found.pop("real_path").removeprefix(root), mounts)
@@ -103,8 +103,8 @@ def _answering(values: Values) -> Iterator[tuple[str, Mapping[str, Any]]]:
 def folder_missing(values: Values, _: Fleet) -> Problems:
     """Folders that ranks need exist.
 
-    reads: on each host the folders of --path; the one in which ranks start: the current
-        one, or --chdir; and TMPDIR, else /tmp
+    reads: the folders of --path; the folder where ranks start (the current one, or
+        --chdir); TMPDIR, else /tmp
     threshold: each can be entered; a warning if temporary files cannot be written
     source: ronde's own: ronde run refuses such a host; Python needs temporary files
     fix: mount it there, or, if it need not be shared, mkdir -p
@@ -139,7 +139,7 @@ def digest_files(_: NodeContext, question: dict[str, Value]) -> dict[str, Value]
 
 
 def compare_files(hosts: HostSet) -> None:
-    """Have all hosts read the files of ``--file`` at the same time."""
+    """Make all hosts read the files of ``--file`` at the same time."""
     paths: Sequence[str] = hosts.settings["files"]
     limit_s = MOST_DEADLINES * _HANG_S * len(paths) + _SLACK_S
     question = {"do": "digest_files", "paths": paths}
@@ -233,9 +233,9 @@ def disk_space(values: Values, _: Fleet) -> Problems:
     """There is room on disk, for bytes and for inodes.
 
     reads: statfs of the folder where ranks start, of TMPDIR and of --path
-    threshold: 5 % or 50GiB free, and 1GiB; 5 % of the files; below 16MiB a failure
+    threshold: 5 % or 50GiB free, and 1GiB; 5 % of inodes; 16MiB or 0 inodes: a failure
     source: 5 % of the bytes: Imbue's cluster-health 8f5964a (health_checks.py); of the
-        files: the kubelet evicts pods at this by default; the sizes are ronde's own
+        inodes: the kubelet's default for evicting pods; sizes: ronde's own
     fix: make room there: du -xh FOLDER | sort -h | tail; du --inodes -x FOLDER
     why: Writing a checkpoint fails, after hours of training.
     """
@@ -261,14 +261,14 @@ def disk_space(values: Values, _: Fleet) -> Problems:
 
 
 def try_path(_: NodeContext, question: dict[str, Value]) -> dict[str, Value]:
-    """Run a ``task`` of ``path_tasks`` on a ``path``, within ``limit_s``."""
+    """Run a ``task`` of ``path_tasks`` on ``path``, with the timeout ``limit_s``."""
     task = {**question["task"], "path": question["path"]}
     [[outcome]] = run_tasks([[task]], question["limit_s"])
     return outcome
 
 
 def find_shared(hosts: HostSet, patience_s: float = _PATIENCE_S) -> None:
-    """Have each host write a file to each folder and look for those of the others."""
+    """Make each host write a file to each folder and look for the others' files."""
     if len(hosts.names) < 2:
         return
     for host in hosts.names:
@@ -281,7 +281,7 @@ def find_shared(hosts: HostSet, patience_s: float = _PATIENCE_S) -> None:
 def _try_path(
     hosts: HostSet, path: str, patience_s: float
 ) -> dict[str, dict[str, bool]]:
-    """Return the other hosts' files that each host sees, if it can look."""
+    """Return the other hosts' files that each host sees, without hosts that fail."""
     token = secrets.token_hex(8)
     files = {h: f".ronde-check-{token}.{n}" for n, h in enumerate(hosts.names)}
 
@@ -302,7 +302,7 @@ def _try_path(
     finally:
         own = {host: {"names": [name]} for host, name in files.items()}
         replies = ask("remove", _CLEAR_S, own)
-        # Files of a host that cannot remove them are removed by hosts that share them.
+        # If a host cannot remove its file, hosts that share the folder remove it.
         lost = [name for host, name in files.items() if replies[host].failure]
         able = [host for host in files if lost and not replies[host].failure]
         ask("remove", _CLEAR_S, {host: {"names": lost} for host in able})
@@ -321,7 +321,7 @@ def shared_folder(fleet: Fleet) -> Problems:
     """A shared folder is the same one on all hosts.
 
     reads: a file that each host writes to each --path for the others, then removes
-    threshold: each host sees those of all others within 3 s
+    threshold: each host sees the files of all others within 3 s
     source: ronde's own; the value of most hosts, of three or more
     fix: findmnt -T FOLDER on each host; mount the same file system there
     needs: several hosts, --path, and permission to write there
@@ -337,7 +337,7 @@ def shared_folder(fleet: Fleet) -> Problems:
                 message = f"unknown whether {path} is shared: no host can write there"
                 yield Problem(message, INFORM, host=host)
             continue
-        # Hosts that share it see the same files, also those that cannot write there.
+        # Hosts that share the folder see the same files, even if they cannot write.
         left = sorted({other for seen in sight.values() for other in seen})
         shown: dict[str, str] = {}
         for host, seen in sight.items():

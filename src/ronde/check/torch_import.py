@@ -8,7 +8,7 @@ from ronde.check.probing import FactReader
 from ronde.launch.environments import own_environment
 
 IMPORT_ERROR = "torch.import_error"  # fact: the error of the import, or empty
-# Fact: the folder or file of a torch that PYTHONPATH puts before pip's, or empty.
+# Fact: a folder or file torch that PYTHONPATH puts before the installed one, or "".
 SHADOWING = "torch.shadowing"
 
 
@@ -26,13 +26,13 @@ def read(reader: FactReader) -> None:
 
 
 def find_error(name: str) -> str:
-    """Import a package; return the error, or empty."""
+    """Import a package; return the error message, or ""."""
     try:
         package = import_module(name)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - any of them is the answer
         first = f"{error}".strip().partition("\n")[0]
         return f"{type(error).__name__}: {first}"
-    # Python imports any folder of this name as a package, also an empty one.
+    # Python imports any folder of this name as a package, even an empty one.
     if package.__file__ is None:
         return f"{next(iter(package.__path__))} has no __init__.py"
     return ""

@@ -1,4 +1,4 @@
-"""The topology of hosts: elements, links, paths, faults, and placement of ranks."""
+"""The topology of hosts: elements, links and paths, faults, and rank placement."""
 
 from ronde.lazy_exports import lazy_exports
 

@@ -1,8 +1,8 @@
-"""Compare two hosts: elements that one lacks, facts that differ, and the cost.
+"""Compare two hosts: missing elements, different facts, and the lost bandwidth.
 
-Elements are matched by bus address. Equal numbers of unmatched elements, as of a
-virtual machine with other addresses, are matched by number, and ports by name. Kinds of
-elements that one host does not show are left out.
+Elements are matched by bus address. If both hosts have the same number of unmatched
+elements, such as virtual machines with other addresses, GPUs are matched by number and
+ports by name. Kinds of elements that one host does not show are left out.
 """
 
 import re
@@ -41,15 +41,15 @@ _ROLES = {"gpus": "GPUs", "ports": "network ports", "numa_nodes": "NUMA nodes"}
 
 Element = GpuDevice | NetPort | NumaNode
 _Pairs = list[tuple[Any, Any]]
-"""The same elements in the first host and in the second."""
+"""Matched elements: one of the first host, one of the second."""
 
 
 class Fact(NamedTuple):
-    """A fact about an element."""
+    """A comparable value of an element, such as the speed of its PCI link."""
 
     value: str  # Empty if unknown.
     gb_per_s: float = 0.0  # NCCL's figure where it is a bandwidth; else 0.
-    amount: float = 0.0  # Of sizes that are never equal; else 0.
+    amount: float = 0.0  # For sizes that differ slightly between equal hosts; else 0.
 
 
 class ComparedHost:
@@ -67,7 +67,7 @@ class ComparedHost:
             chip = f"gfx{element.gcn}" if element.gcn else _number("sm {}", element.sm)
             links = {"GPU links": self._direct_links(element)}
             return {"chip": Fact(chip), **self._location(element), **links, **gdr}
-        # A port of unknown state is up.
+        # A port of unknown state counts as up.
         state = "" if element.is_up else "down"
         speed = Fact("")
         if element.mbit_per_s:
@@ -110,7 +110,7 @@ class ComparedHost:
         is_known = all(speeds.is_link_known(link, gpu) for link in own)
         rate = sum(speeds.link_gb_per_s(link, gpu) for link in own) if is_known else 0.0
         value = ", ".join(f"{num} {kind}" for kind, num in sorted(counts.items()))
-        # No links are a fact if other GPUs have some.
+        # A GPU without links is a fact if other GPUs have links.
         others_have = any(link.kind != LinkKind.PCI for link in self._host.links)
         is_shown = others_have or gpu.nvlinks == 0
         return Fact(value or ("none" if is_shown else ""), rate)
@@ -128,7 +128,7 @@ def _number(words: str, number: int) -> str:
 
 
 class Difference(NamedTuple):
-    """A fact that differs between the hosts."""
+    """A fact with different values in the two hosts."""
 
     element: str  # Its name in the first host.
     other: str  # Its name in the second.
@@ -140,7 +140,7 @@ class Difference(NamedTuple):
 
 
 class PathChange(NamedTuple):
-    """A pair of elements with another path in the second host."""
+    """A pair of elements with different paths in the two hosts."""
 
     ends: tuple[str, str]  # Names in the first host.
     was: Path  # In the first host, from one end to the other; 0 GB/s if unknown.
@@ -162,7 +162,7 @@ class PathComparison(NamedTuple):
 
 
 class HostComparison(NamedTuple):
-    """Elements in common, elements of one host alone, and their differences."""
+    """Matched elements, elements of only one host, and differences."""
 
     num_matched: int  # Elements that both have.
     only_first: tuple[str, ...]  # Names that the second lacks.
@@ -179,7 +179,7 @@ class HostComparison(NamedTuple):
 
 
 def compare_hosts(first: HostTopology, second: HostTopology) -> HostComparison:
-    """Compare two hosts; facts that are unknown in one of them are left out."""
+    """Compare two hosts; facts that are unknown for either host are left out."""
     hidden = _hidden(first), _hidden(second)
     buses = [{p.bus_id for p in host.ports if p.bus_id} for host in (first, second)]
     pairs: dict[str, _Pairs] = {}
@@ -207,7 +207,7 @@ def compare_hosts(first: HostTopology, second: HostTopology) -> HostComparison:
 
 def _hidden(host: HostTopology) -> set[str]:
     """Return the kinds of elements that a host's source does not list."""
-    # A source that shows the bus lists all GPUs and ports. Every host has NUMA nodes.
+    # Sources that show the PCI bus list all GPUs and ports. Every host has NUMA nodes.
     shows_bus = any(device.class_code != UNKNOWN for device in host.devices)
     return {
         name
@@ -217,7 +217,7 @@ def _hidden(host: HostTopology) -> set[str]:
 
 
 def _key_of(element: Element) -> str:
-    """Return the key by which an element is found in another host."""
+    """Return the key that matches an element to one of another host."""
     if isinstance(element, NetPort) and element.bus_id:
         return f"{element.bus_id} {element.port}"
     return element.bus_id if isinstance(element, GpuDevice) else element.name
@@ -283,7 +283,7 @@ def _compare_paths(
             ]
             num_pairs += bool(found)
             others = [each for each in found if _is_other(each.was, each.now)]
-            # The direction that lost more.
+            # Report only the direction that lost more.
             changes += sorted(others, key=lambda each: each.kept)[:1]
         yield PathComparison(kind, num_pairs, tuple(changes))
 

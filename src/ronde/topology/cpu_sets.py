@@ -1,18 +1,18 @@
-"""Sets of CPUs, as the kernel writes them and as bits of a number.
+"""Sets of CPUs: the kernel's text formats, and integers with a bit for each CPU.
 
-A number holds the set ``{0, 2}`` as ``0b101``: thousands of CPUs are one operation.
+The integer ``0b101`` is the set ``{0, 2}``; one operation handles thousands of CPUs.
 """
 
 import re
 from collections.abc import Iterable
 
 MAX_CPU = (1 << 16) - 1
-"""More than any kernel has; a list that names more would fill the memory."""
+"""No kernel supports more CPUs; a list with higher numbers could exhaust the memory."""
 _WORD = re.compile(r"(?:0x)?[0-9a-fA-F]{0,8}")
 
 
 def parse_list(text: str) -> int:
-    """Return the set of a list such as ``0-3,8``; empty text is the empty set."""
+    """Return the set for a list such as ``0-3,8``; empty text is the empty set."""
     bits = 0
     for part in text.split(",") if text else ():
         low, _, high = part.partition("-")
@@ -24,7 +24,7 @@ def parse_list(text: str) -> int:
 
 
 def parse_mask(text: str) -> int:
-    """Return the set of words of 32 bits, such as ``ff,1``; empty text is empty."""
+    """Return the set for a mask of 32-bit words, such as ``ff,1``; "" is empty."""
     words = text.split(",", MAX_CPU // 32 + 1)
     if not all(map(_WORD.fullmatch, words)):
         raise ValueError(f"{text!r} is no mask")
@@ -41,7 +41,7 @@ def members(bits: int) -> list[int]:
 
 
 def format_list(cpus: Iterable[int]) -> str:
-    """Return ``0-3,8``, as the kernel writes sets."""
+    """Return CPUs as a list in the kernel's format, such as ``0-3,8``."""
     runs: list[list[int]] = []
     for cpu in sorted(cpus):
         if runs and cpu == runs[-1][1] + 1:

@@ -1,6 +1,6 @@
-"""The elements of hosts, findings about them, and both as JSON and back.
+"""The elements of hosts, findings about them, and conversion of both to and from JSON.
 
-A field that no source has is ``UNKNOWN``, 0 or empty, unless its comment differs.
+Unknown fields are ``UNKNOWN``, 0 or empty, unless their comment says otherwise.
 """
 
 import json
@@ -13,7 +13,7 @@ from ronde.errors import UsageError
 from ronde.plain_values import PlainValueError, from_plain, shorten, to_plain
 
 UNKNOWN = -1
-"""A number that no source has."""
+"""The value of numbers that no source shows."""
 
 _VIRTUAL = (
     *("virbr", "docker", "veth", "br-", "vnet", "tap", "tun", "lo", "dummy"),
@@ -21,11 +21,11 @@ _VIRTUAL = (
 )
 
 NVSWITCH = "nvswitch"
-"""The NVLink switches of a host where they are not seen one by one."""
+"""Name of all NVLink switches of a host, if no source shows the individual ones."""
 
 
 class LinkKind(StrEnum):
-    """The kind of a direct link; PCI links of the tree belong to their device."""
+    """The kind of a direct link; PCI links of the tree are fields of ``PciDevice``."""
 
     NVLINK = "nvlink"
     XGMI = "xgmi"
@@ -34,7 +34,7 @@ class LinkKind(StrEnum):
 
 
 class NumaNode(NamedTuple):
-    """Some cores and the memory near them."""
+    """A NUMA node: cores and the memory close to them."""
 
     number: int  # The kernel's; ids have gaps.
     cpus: tuple[int, ...] = ()  # Hardware threads, ascending; empty for memory alone.
@@ -53,12 +53,12 @@ class NumaNode(NamedTuple):
 
 def nccl_family(family: int) -> int:
     """Return a processor's family as NCCL counts it (``ncclTopoGetXmlFromCpu``)."""
-    # The kernel adds the extended family to 15, NCCL adds 16 times as much.
+    # The kernel adds the extended family to 15; NCCL adds 16 times the extended family.
     return 15 + 16 * (family - 15) if family > 15 else family
 
 
 class PciDevice(NamedTuple):
-    """A bridge, switch or device on the PCI bus, and the link above it."""
+    """A bridge, switch or device on the PCI bus, and its link towards the processor."""
 
     bus_id: str  # ``0000:1b:00.0``, in lower case.
     parent: str = ""  # Of the bridge above; empty right below a host bridge.
@@ -73,7 +73,7 @@ class PciDevice(NamedTuple):
     gb_per_s: float = 0.0  # In one direction, from sources that have no speed.
     speed_now: str = ""  # As trained now, like ``speed``.
     width_now: int = UNKNOWN
-    # ACS sends traffic between devices below it up to the processor.
+    # ACS redirects traffic between the devices below to the processor.
     is_redirecting: bool = False
     redirecting_ports: tuple[str, ...] = ()  # The bridges right below that do.
     is_lost: bool = False  # It has fallen off the bus.
@@ -84,7 +84,7 @@ class PciDevice(NamedTuple):
 
 
 class GpuDevice(NamedTuple):
-    """A GPU."""
+    """A GPU; its PCI link is that of the device with the same address."""
 
     bus_id: str
     number: int  # In the source's own count, from 0.
@@ -103,7 +103,7 @@ class GpuDevice(NamedTuple):
 
 
 class NetPort(NamedTuple):
-    """A port of a network adapter."""
+    """A port of a network adapter, or a virtual network interface."""
 
     title: str  # ``mlx5_0``, ``eth0``.
     bus_id: str = ""  # Empty for a virtual one, too.
@@ -124,7 +124,7 @@ class NetPort(NamedTuple):
 
     @property
     def is_virtual(self) -> bool:
-        """True for names of bridges, tunnels and containers' interfaces."""
+        """True if the name is that of a bridge, tunnel or container interface."""
         return not self.bus_id and self.title.startswith(_VIRTUAL)
 
 
@@ -137,11 +137,11 @@ class Interface(NamedTuple):
 
 
 class Link(NamedTuple):
-    """Direct links from one element to another, in this direction."""
+    """All direct links from one element to another, in this direction."""
 
     kind: LinkKind
     source: str
-    # Name of an element, listed or not, or ``NVSWITCH``; empty if unknown.
+    # Name of an element, which may not be listed, or ``NVSWITCH``; empty if unknown.
     target: str
     num_links: int
     gb_per_s: float = 0.0  # Of all together; 0 where it follows from the GPU.
@@ -149,7 +149,7 @@ class Link(NamedTuple):
 
 
 class Relation(NamedTuple):
-    """The distance of two elements, from a source that shows no path."""
+    """The distance of two elements, if the source shows a word in place of a path."""
 
     source: str
     target: str
@@ -158,7 +158,7 @@ class Relation(NamedTuple):
 
 
 class HostTopology(NamedTuple):
-    """One host."""
+    """The elements of a host, as found in one or more sources."""
 
     name: str = ""
     sources: tuple[str, ...] = ()  # For output: ``NCCL topology file a.xml``.
@@ -174,7 +174,7 @@ class HostTopology(NamedTuple):
 
     @property
     def shows_acs(self) -> bool:
-        # lspci shows ACS and links to root alone.
+        # lspci shows ACS and links only to root.
         is_lspci = any(source.startswith("lspci") for source in self.sources)
         return is_lspci and any(device.speed for device in self.devices)
 
@@ -185,7 +185,7 @@ class HostTopology(NamedTuple):
 
 
 class NetworkSwitch(NamedTuple):
-    """A switch between hosts."""
+    """A network switch with the hosts and switches below."""
 
     name: str
     switches: tuple[str, ...] = ()  # Names of those below it.
@@ -194,22 +194,22 @@ class NetworkSwitch(NamedTuple):
 
 
 class Topology(NamedTuple):
-    """Hosts and the switches between them, in the source's order."""
+    """Hosts and the network switches between them, in the source's order."""
 
     hosts: tuple[HostTopology, ...] = ()
     switches: tuple[NetworkSwitch, ...] = ()
 
 
 class Level(StrEnum):
-    """The severity of a finding."""
+    """The severity of a finding about a topology."""
 
-    ERROR = "error"  # It breaks something, or most of the bandwidth is lost.
-    WARNING = "warning"  # Bandwidth is lost, or may be.
-    NOTE = "note"  # Worth knowing; nothing need be lost.
+    ERROR = "error"  # Something does not work, or most of the bandwidth is lost.
+    WARNING = "warning"  # Bandwidth is lost, or may be lost.
+    NOTE = "note"  # Worth knowing; bandwidth is not necessarily lost.
 
 
 class Diagnostic(NamedTuple):
-    """A finding: three sentences and two rates."""
+    """A finding: its rule and element, three sentences, and two rates."""
 
     rule: str  # Its name, in words joined by hyphens: ``slow-bridge``.
     severity: Level
@@ -221,7 +221,7 @@ class Diagnostic(NamedTuple):
     should_gb_per_s: float = 0.0
 
 
-# The version changes when a field changes its meaning or goes.
+# The version increases when a field changes its meaning or is removed.
 _SCHEMA = {"form": "ronde-topology", "version": 2}
 _MAX_DEPTH = 256
 
@@ -260,7 +260,7 @@ def read_topology(data: bytes, origin: str) -> Topology:
 
 
 def require_tree(switches: Sequence[NetworkSwitch], origin: str) -> None:
-    """Raise ``UsageError`` if switches are listed twice, in a circle, or too deep."""
+    """Raise ``UsageError`` if switches are repeated, in a cycle, or nested too deep."""
     below = {switch.name: switch.switches for switch in switches}
     if len(below) != len(switches):
         raise UsageError(

@@ -1,7 +1,7 @@
-"""Small files of /proc and /sys, which may be absent, unreadable or lie.
+"""Read small files of /proc and /sys, which may be absent, unreadable or wrong.
 
-Paths are text: an agent reads hundreds of files at its start, and making a ``Path``
-takes longer than reading one.
+Paths are strings: an agent reads hundreds of files at its start, and to construct a
+``Path`` takes longer than to read a file.
 """
 
 import os
@@ -13,7 +13,7 @@ _MAX_BYTES = 64 << 10
 
 
 def read_text(path: str, max_bytes: int = _MAX_BYTES) -> str:
-    """Return a file without blanks and zero bytes at its ends; "" on any error."""
+    """Return a file's text, stripped of whitespace and NUL bytes; "" on any error."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -31,12 +31,12 @@ def read_number(path: str, default: int, base: int = 10) -> int:
 
 
 def read_list(path: str) -> int:
-    """Return the set in a file such as ``0-3,8``, as bits; empty on any error."""
+    """Return the CPU set of a file such as ``0-3,8``, as bits; 0 on any error."""
     return _parsed(path, parse_list, 0)
 
 
 def read_mask(path: str) -> int:
-    """Return the set in a file with a mask, as bits; empty on any error."""
+    """Return the CPU set of a file with a mask, as bits; 0 on any error."""
     return _parsed(path, parse_mask, 0)
 
 
@@ -61,6 +61,6 @@ def list_names(directory: str) -> list[str]:
 
 
 def list_numbers(directory: str, prefix: str = "") -> list[int]:
-    """Return the numbers behind a prefix among the names in a directory, sorted."""
+    """Return, sorted, the numbers that follow a prefix in a directory's names."""
     names = [n[len(prefix) :] for n in list_names(directory) if n.startswith(prefix)]
     return sorted(int(name) for name in names if name.isdecimal() and len(name) < 6)

@@ -1,4 +1,4 @@
-"""The kernel's log since the boot, read from /dev/kmsg or the journal."""
+"""Read the kernel's log since the boot from /dev/kmsg or the journal."""
 
 import os
 import re
@@ -39,7 +39,7 @@ def _journal(why: OSError) -> list[tuple[float, str]]:
         raise OSError(reason) from why
     text = done.stdout[-_MAX_BYTES:].decode(errors="replace")
     lines = [at for line in text.splitlines() if (at := _JOURNAL_LINE.match(line))]
-    # The kernel logs its start, so an empty journal is another's.
+    # The kernel logs its own start, so an empty journal is not this kernel's.
     if not lines:
         raise OSError(reason) from why
     now_s = time.time()
@@ -47,9 +47,9 @@ def _journal(why: OSError) -> list[tuple[float, str]]:
 
 
 def read_clock_s(root: str) -> float:
-    """Return the time by the clock of the log: seconds since the boot."""
+    """Return the current time on the log's clock: seconds since the boot."""
     if not root:
-        # Not /proc/uptime: that counts sleep, and a container's may be its own.
+        # Not /proc/uptime, which includes sleep, and may be the container's own.
         return time.monotonic()
     return float(Path(f"{root}/proc/uptime").read_text("ascii").split()[0])
 
@@ -69,12 +69,12 @@ def _records(path: str) -> Iterator[str]:
 
 
 def read_records(fd: int) -> Iterator[bytes]:
-    """Yield records; a read of the kernel's log returns one of them."""
+    """Yield records of the kernel's log; each read returns one record."""
     while True:
         try:
             record = os.read(fd, _RECORD_BYTES)
         except BrokenPipeError:
-            # Records were overwritten meanwhile; the next one is there.
+            # Records were overwritten meanwhile; the next read continues after them.
             continue
         except BlockingIOError:
             return

@@ -1,11 +1,11 @@
-"""Upper bounds of collectives' bandwidth, by the tightest link of a machine.
+"""Upper bounds of the bandwidth of collectives, from the tightest link of a machine.
 
-Rates are of one direction in GB/s, 1e9 bytes/s; see docs/bench-limits.md. Nodes are
-alike, and n ranks lie in order on N of them, g on each. Formulas raise ``KeyError`` for
-unknown tests.
+Rates are in GB/s (1e9 bytes/s) and for one direction; see docs/bench-limits.md. All
+nodes are equal: n ranks are on N nodes, g consecutive ranks on each. Formulas raise
+``KeyError`` for unknown tests.
 
-Source: bytes that must cross a node's edge, leave a GPU, or be read and written in
-memory, by any algorithm.
+Source: the bytes that any algorithm must send between nodes, send out of a GPU, or read
+and write in memory.
 """
 
 import math
@@ -35,7 +35,7 @@ _SPLIT_BY_ROOT = ("scatter", "gather")
 
 _OTHERS = (*_SPLIT_BY_ROOT, "sendrecv", "hypercube")
 COLLECTIVES = (*_TO_ALL, *_FROM_ROOT, *_PAIRWISE, *_OTHERS)
-"""Those that have formulas, as ``ronde bench`` spells them."""
+"""Collectives with a formula, by their names in ``ronde bench``."""
 
 
 class RankLayout(NamedTuple):
@@ -47,7 +47,7 @@ class RankLayout(NamedTuple):
 
     @property
     def others(self) -> float:
-        """(n-1)/n, the share of the data that other ranks hold."""
+        """The share of the data on other ranks, (n-1)/n."""
         return (self.num_ranks - 1) / self.num_ranks
 
 
@@ -72,7 +72,7 @@ def network_bound(
 
 
 def gpu_bound(test: str, layout: RankLayout, gpu_gb_per_s: float) -> float:
-    """Return the bound by each GPU's links within a node, without NVLS."""
+    """Return the bound from each GPU's links within a node, without NVLS."""
     n, g = layout.num_ranks, layout.ranks_per_node
     bounds = {
         **dict.fromkeys(_TO_ALL, gpu_gb_per_s * layout.others * g / (g - 1)),
@@ -83,19 +83,19 @@ def gpu_bound(test: str, layout: RankLayout, gpu_gb_per_s: float) -> float:
 
 
 def nvls_bound(layout: RankLayout, gpu_gb_per_s: float) -> float:
-    """Return the bound of all_reduce if the NVLink switches reduce (NVLS)."""
+    """Return the bound of all_reduce if the NVLink switches do the reduction (NVLS)."""
     g = layout.ranks_per_node
     return gpu_gb_per_s * 2 * layout.others * g / (g + 1)
 
 
 def memory_bound(test: str, layout: RankLayout, memory_gb_per_s: float) -> float:
-    """Return the bound by a node's memory.
+    """Return the bound from a node's memory bandwidth.
 
-    Every byte of input is read at least once and every byte of result written, on the
-    node with the most of both. In place, a rank's own part is not written.
+    Every input byte is read and every output byte written at least once; the node with
+    the most bytes counts. In-place collectives do not write a rank's own part.
     """
     n, g = layout.num_ranks, layout.ranks_per_node
-    # By test, busbw over the bytes read and written, both by size over time.
+    # By test: busbw divided by the rate of reads and writes.
     shares = {
         **dict.fromkeys(("all_reduce", "all_gather", "hypercube"), (n - 1) / (n * g)),
         "reduce_scatter": (n - 1) / (g * (n + 1)),
@@ -109,7 +109,7 @@ def memory_bound(test: str, layout: RankLayout, memory_gb_per_s: float) -> float
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """The busbw that no algorithm can exceed."""
+    """The upper bound of a collective's busbw for any algorithm, and its cause."""
 
     bus_bandwidth_gb_per_s: float  # The bound.
     link: str  # The tightest link with its rate: ``eth0, 3.125 GB/s``.
@@ -117,10 +117,10 @@ class Limit:
     note: str = ""
     # The same bound by NCCL's figures; None without NCCL.
     practical_gb_per_s: float | None = None
-    practical_link: str = ""  # The tightest link by them.
+    practical_link: str = ""  # The tightest link by NCCL's figures.
 
     def percent(self, busbw_gb_per_s: float) -> float:
-        """Return a busbw in percent of the bound; above 100 an assumption is wrong."""
+        """Return a busbw in percent of the bound; over 100, an assumption is wrong."""
         return 100.0 * busbw_gb_per_s / self.bus_bandwidth_gb_per_s
 
     def warning(self, busbw_gb_per_s: float) -> str:
@@ -135,7 +135,7 @@ class Limit:
 
 
 class Rate(NamedTuple):
-    """The rate of some links together, in one direction."""
+    """The total rate of one or more links, in one direction."""
 
     link: str  # Their name and rate, for output: ``eth0, 3.125 GB/s``.
     gb_per_s: float  # Of the hardware.
@@ -144,18 +144,18 @@ class Rate(NamedTuple):
 
 
 class Islands(NamedTuple):
-    """Groups of GPUs joined by NVLink, if that does not join all GPUs of a node."""
+    """Groups of GPUs with NVLinks inside each, on nodes with several such groups."""
 
     num_gpus: int  # Of each.
-    way_out: Rate  # PCIe links of an island together.
+    way_out: Rate  # The total of an island's PCIe links.
 
 
 class LimitWorld(NamedTuple):
-    """Ranks on equal nodes; None is absent or does not count."""
+    """Ranks on equal nodes, and the rates of links; None if absent or irrelevant."""
 
     layout: RankLayout
     network: Rate | None = None  # All network links of a node together.
-    path: Rate | None = None  # The best one of them.
+    path: Rate | None = None  # The best of these network links.
     gpu: Rate | None = None  # The way out of each GPU to the others of its node.
     islands: Islands | None = None  # Where NVLink does not join all GPUs of a node.
     memory: Rate | None = None  # Reads and writes of a node's memory together.
@@ -168,14 +168,14 @@ class LimitWorld(NamedTuple):
 
 
 class Bound(NamedTuple):
-    """The limit of one collective."""
+    """The limit of one collective, or the reason that there is none."""
 
     collective: str
     limit: Limit | None  # None where nothing that may bind is known.
     reason: str = ""  # Why there is no limit.
 
 
-# Switches that may reduce.
+# Kinds of switches that may do reductions.
 _NVLS, _SHARP = "NVLS", "SHARP"
 _BY_RATE = itemgetter(0)
 
@@ -183,7 +183,7 @@ _BY_RATE = itemgetter(0)
 def bound_of(world: LimitWorld, collective: str) -> Bound:
     """Return the limit of one collective.
 
-    It holds even if a link in ``world.unknown`` is tighter.
+    The limit is valid even if a link in ``world.unknown`` is tighter.
     """
     if world.layout.num_ranks < 2:
         return Bound(collective, None, "one rank exchanges nothing")
@@ -210,7 +210,7 @@ def _candidates(
     *,
     is_practical: bool = False,
 ) -> Iterator[tuple[float, Rate]]:
-    """Yield the bound of each kind of link, if some switches reduce."""
+    """Yield the bound from each kind of link; ``switches`` are kinds that reduce."""
     layout = world.layout
 
     def rate(of: Rate) -> float:
@@ -218,7 +218,7 @@ def _candidates(
         return (of.practical_gb_per_s or 0.0) if is_other else of.gb_per_s
 
     if layout.num_nodes > 1 and world.network is not None:
-        # One rank of a node sends to the next node, over one path.
+        # In sendrecv one rank of a node sends to the next node, over one path.
         links = (test == "sendrecv" and world.path) or world.network
         is_sharp = _SHARP in switches
         bound = network_bound(test, layout, rate(links), is_reduced_in_network=is_sharp)
@@ -266,10 +266,10 @@ _NVLINKS = ((100, 50.0), (90, 25.0), (87, 25.0), (86, 14.0625), (70, 25.0), (60,
 _XGMI = (("95", 76.8), ("94", 64.0), ("90a", 50.0), ("910", 50.0), ("", 46.0))
 
 _HOST_BRIDGE = 0x0600
-# One lane of 2.5 GT/s: virtual machines report it for unknown links.
+# One lane of 2.5 GT/s, which virtual machines report for unknown links.
 _NOTHING_GB_PER_S = 0.25
 _MBIT_PER_GB = 8000.0
-# Modes of bonds that do not share the load among ports.
+# Bonding modes without load sharing.
 _NOT_SHARING = ("active-backup", "broadcast")
 _MAX_NAMES = 3
 _ROUNDING = 1e-9
@@ -282,7 +282,7 @@ _Ways = dict[str, tuple[str, tuple[NetPort, ...]]]
 class PciFigures(NamedTuple):
     """The rate of a PCI link in one direction, in GB/s."""
 
-    theory: float  # By its standard; infinite where that is unknown.
+    theory: float  # From the PCIe standard; infinite if unknown.
     practical: float  # NCCL's.
 
     def plus(self, other: "PciFigures") -> "PciFigures":
@@ -295,8 +295,8 @@ class PciFigures(NamedTuple):
 def pci_figures(device: PciDevice) -> PciFigures | None:
     """Return the rate of the link above a device; None if unknown.
 
-    A host bridge has no link above it, though NCCL counts one if a file lists it. The
-    slowest link of the standard, as virtual machines report it, is no limit either.
+    A host bridge has no link above, though NCCL counts one if a file lists it. The
+    slowest PCIe link counts as unknown, because virtual machines report it.
     """
     device = speeds.as_running(device)
     theory = speeds.pci_theory_gb_per_s(device.speed, device.width)
@@ -311,10 +311,10 @@ def pci_figures(device: PciDevice) -> PciFigures | None:
 
 
 def find_ways(host: HostTopology) -> _Ways:
-    """Return the interfaces and ports that are up, of known speed, by title.
+    """Return the ports that are up, with known speed, and interfaces above, by title.
 
-    Each has a name such as ``bond0 over eth0+eth1``, and the ports that carry bytes at
-    the same time: all ports of a bond that shares its load, else those of the best one.
+    Each has a name such as ``bond0 over eth0+eth1``, and the ports that carry its
+    traffic: with load sharing all ports of a bond, else the fastest.
     """
     ways: _Ways = {
         port.title: (port.title, (port,))
@@ -335,13 +335,13 @@ def find_ways(host: HostTopology) -> _Ways:
 
 def find_rdma_ports(host: HostTopology) -> list[NetPort]:
     """Return the ports of RDMA adapters that are up."""
-    # RDMA ports are numbered from 1; those of interfaces are 0 or unknown.
+    # RDMA ports are numbered from 1; numbers of other interfaces are 0 or unknown.
     return [p for p in _find_hardware(host) if p.kind == "infiniband" or p.port > 0]
 
 
 def _find_hardware(host: HostTopology) -> list[NetPort]:
     known = {device.bus_id for device in host.devices}
-    # Software has no rate of its own and reports a default.
+    # Virtual interfaces have no rate of their own and report a default.
     return [port for port in host.ports if port.bus_id in known and port.is_up]
 
 
@@ -356,7 +356,7 @@ def _find_spare(host: HostTopology) -> set[NetPort]:
 
 
 def known_gb_per_s(ports: Iterable[NetPort]) -> float:
-    """Return the sum of the ports' rates, without PCI links."""
+    """Return the sum of the ports' own rates, ignoring their PCI links."""
     return sum(port.mbit_per_s / _MBIT_PER_GB for port in ports)
 
 
@@ -374,11 +374,11 @@ def _paths(host: HostTopology, ports: Iterable[NetPort]) -> dict[NetPort, PciFig
 
 
 def _total(host: HostTopology, paths: Mapping[NetPort, PciFigures]) -> PciFigures:
-    """Return the rate of all ports up to the processors, or to GPUs on the way."""
+    """Return the total rate from all ports to the processors, or to GPUs below them."""
     firsts: dict[str, str] = {}
     for device in host.devices:
         firsts.setdefault(device.bus_id.partition(".")[0], device.bus_id)
-    # By device; the sum is at the empty name.
+    # Rates by device; the empty name gets the total.
     arriving: defaultdict[str, PciFigures] = defaultdict(lambda: PciFigures(0.0, 0.0))
     for port, figures in paths.items():
         # Functions of one device share its link.
@@ -413,8 +413,8 @@ def _names(names: Sequence[str]) -> str:
 
 
 def _way_out(gpu: GpuDevice, links: Sequence[Link]) -> Rate:
-    """Return the rate of all direct links of a GPU; 0 GB/s if unknown."""
-    # Some sources list a link at one of its ends.
+    """Return the total rate of a GPU's direct links; 0 GB/s if unknown."""
+    # Some sources list a link at only one of its ends.
     own = [link for link in links if link.source == gpu.name]
     own = own or [link for link in links if link.target == gpu.name]
     if not own:
@@ -425,7 +425,7 @@ def _way_out(gpu: GpuDevice, links: Sequence[Link]) -> Rate:
         name = gpu.gcn.strip().lower().removeprefix("gfx")
         each = next(rate for prefix, rate in _XGMI if name.startswith(prefix))
     else:
-        # Virtual machines list more than the GPU can have.
+        # Virtual machines list more links than the GPU can have.
         count = min(count, speeds.max_nvlinks(gpu.sm) or count)
         each = next((rate for least, rate in _NVLINKS if gpu.sm >= least), 0.0)
     theory = reported or count * each
@@ -435,11 +435,11 @@ def _way_out(gpu: GpuDevice, links: Sequence[Link]) -> Rate:
 
 
 class KnownRates(NamedTuple):
-    """Rates that the user gives; None is looked up."""
+    """Rates given by the user; None means the hardware's rate."""
 
     network_gb_per_s: float | None = None  # All network links of a node together.
     gpu_gb_per_s: float | None = None  # The way out of each GPU.
-    # The network interface that carries all bytes; empty for those that NCCL takes.
+    # The network interface that carries all bytes; empty for NCCL's choice.
     interface: str = ""
 
 
@@ -452,9 +452,9 @@ def world_of(
     ranks_per_node: int,
     given: KnownRates = _NOTHING_GIVEN,
 ) -> LimitWorld:
-    """Return the links of ranks on nodes that are like a host.
+    """Return the links of ranks on nodes that all equal this host.
 
-    Rank i of a node has GPU i. More ranks than GPUs share them, at an unknown rate.
+    Rank i of a node has GPU i. If ranks must share GPUs, their rate is unknown.
     """
     layout = RankLayout(num_nodes * ranks_per_node, num_nodes, ranks_per_node)
     has_gpus = bool(host.gpus) or given.gpu_gb_per_s is not None
@@ -475,7 +475,7 @@ def world_of(
 
 
 def slowest(worlds: Sequence[LimitWorld]) -> LimitWorld:
-    """Return the world in which each link is the slowest of all nodes'."""
+    """Return a world that combines the slowest link of each kind among these worlds."""
     rates = {
         name: min(
             (rate for world in worlds if (rate := getattr(world, name)) is not None),
@@ -495,10 +495,10 @@ def slowest(worlds: Sequence[LimitWorld]) -> LimitWorld:
 def with_network(
     world: LimitWorld, host: HostTopology, given: KnownRates
 ) -> LimitWorld:
-    """Add the network links of nodes that are like a host.
+    """Add the network links of nodes that all equal this host.
 
-    These are its RDMA ports, else all hardware ports. A port of unknown speed counts
-    with its PCIe link, which is an upper bound.
+    These are the RDMA ports, else all hardware ports. The PCIe link is the upper bound
+    of a port of unknown speed.
     """
     if given.network_gb_per_s is not None:
         link = f"as given, {given.network_gb_per_s:.4g} GB/s"
@@ -528,9 +528,9 @@ def with_network(
 
 
 def _find_islands(used: Sequence[GpuDevice], links: Iterable[Link]) -> list[set[str]]:
-    """Return the names of GPUs that links join, over any number of hops.
+    """Return sets of GPU names that direct links connect, over any number of hops.
 
-    The empty name of the switches is in the set of the GPUs that they join.
+    If switches connect the GPUs, the set also has the empty name of the switches.
     """
     islands = [{gpu.name} for gpu in used]
     for link in links:
@@ -544,9 +544,9 @@ def _find_islands(used: Sequence[GpuDevice], links: Iterable[Link]) -> list[set[
 def with_gpus(
     world: LimitWorld, host: HostTopology, used: Sequence[GpuDevice]
 ) -> LimitWorld:
-    """Add the links of the nodes' GPUs, which are like a host's.
+    """Add the links of the nodes' GPUs, which equal this host's.
 
-    Links to unused GPUs do not count; a GPU has direct links of one kind.
+    Links to unused GPUs do not count. All direct links of a GPU have the same kind.
     """
     known, names = {gpu.name for gpu in host.gpus}, {gpu.name for gpu in used}
     links = [
@@ -575,8 +575,8 @@ def _with_pcie(
     used: Sequence[GpuDevice],
     sizes: Sequence[int],
 ) -> LimitWorld:
-    """Add PCIe between islands of GPUs, given their sorted sizes."""
-    # The kernel shows NVIDIA's models, and not their links.
+    """Add PCIe links between islands of GPUs; ``sizes`` of the islands are sorted."""
+    # The kernel shows the models of NVIDIA's GPUs, but not their NVLinks.
     is_kernel_alone = all(source.startswith(SYSFS) for source in host.sources)
     may_know = not (host.sources and is_kernel_alone)
     if not any(gpu.gcn or (may_know and gpu.sm != UNKNOWN) for gpu in used):

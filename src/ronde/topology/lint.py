@@ -1,4 +1,4 @@
-"""Find faults of hosts, and of the files that describe them, and their cost."""
+"""Find faults of hosts and of topology files, and the bandwidth that they cost."""
 
 import math
 import shlex
@@ -32,12 +32,12 @@ _OTHERS, _MODEL = "other GPUs of this host have", "its model has"
 _LATEST_SM = 103
 _RATES = (1000, 2500, 5000, 10000, 25000, 40000, 50000, 56000, 100000, 200000, 400000)
 _HIGHEST = 1_600_000
-# Slower adapters seldom have GPUDirect RDMA.
+# Slower adapters rarely support GPUDirect RDMA.
 _RDMA_MBIT_PER_S = 25_000
 _RDMA_NAMES = ("mlx5_", "cxi", "bnxt_re", "rdmap", "ionic_")
-# Rates of sound adapters on one host differ by less; a broken cable's does not.
+# Rates of healthy adapters on a host differ by less than this factor.
 _FAR_SLOWER = 16
-# Lowest model of Intel's family 6 with lanes of that many GT/s: Ice Lake, Sapphire
+# First models of Intel's family 6 with lanes of that many GT/s: Ice Lake and Sapphire
 # Rapids.
 _FIRST_MODELS = ((16.0, 0x6A), (32.0, 0x8F))
 
@@ -53,9 +53,9 @@ def lint_host(host: HostTopology) -> tuple[Diagnostic, ...]:
 
 
 def lint_fleet(hosts: Sequence[HostTopology]) -> tuple[Diagnostic, ...]:
-    """Return the hosts that differ from most of them.
+    """Return findings on hosts that differ from most hosts.
 
-    Hosts with an unknown amount are left out.
+    Each rule compares an amount, such as the number of GPUs, if it is known.
     """
     return tuple(
         found.describe(rule)
@@ -65,7 +65,7 @@ def lint_fleet(hosts: Sequence[HostTopology]) -> tuple[Diagnostic, ...]:
 
 
 def lint_switches(switches: Sequence[NetworkSwitch]) -> tuple[Diagnostic, ...]:
-    """Return hosts below two leaf switches, by pair of switches."""
+    """Return findings on hosts that are listed at several leaf switches."""
     leaves = [switch for switch in switches if not switch.switches]
     names_at = grouped((host, leaf.name) for leaf in leaves for host in leaf.hosts)
     shared = {host: names for host, names in names_at.items() if len(names) > 1}
@@ -77,7 +77,7 @@ def lint_switches(switches: Sequence[NetworkSwitch]) -> tuple[Diagnostic, ...]:
 
 
 def unseen_facts(hosts: Sequence[HostTopology]) -> tuple[str, ...]:
-    """Return the facts that some hosts do not show, so that no rule judges them."""
+    """Return the facts that no rule can check, since some hosts do not show them."""
     unseen = Counter(fact for host in hosts for fact in _unseen(host))
     return tuple(
         fact if num == len(hosts) else f"{fact} ({num} of {len(hosts)} hosts)"
@@ -134,20 +134,20 @@ def _kind(port: NetPort) -> tuple[str, str]:
 
 
 def _has_likely_rate(port: NetPort) -> bool:
-    """Return True if hardware has the rate, alone or as some bonded links."""
+    """Return True if hardware with a port's rate exists; several may be bonded."""
     return 0 < port.mbit_per_s <= _HIGHEST and any(
         port.mbit_per_s == rate * num for rate in _RATES for num in (1, 2, 3, 4)
     )
 
 
 class HostView:
-    """One host, with lookups between its elements."""
+    """A host, with indexes of its devices, ports, links and paths for the rules."""
 
     def __init__(self, host: HostTopology) -> None:
-        # NCCL plans with the best rates; ``trained_down`` judges the current ones.
+        # NCCL plans with the maximum rates; ``trained_down`` checks the current ones.
         able = [d._replace(speed_now="", width_now=UNKNOWN) for d in host.devices]
         self.devices = {device.bus_id: device for device in able}
-        # The interface of a management processor is below a controller of USB.
+        # The interface to a management processor is behind a USB controller.
         usb = {device.bus_id for device in able if device.class_code >> 8 == _USB}
         ports = tuple(port for port in host.ports if port.bus_id not in usb)
         self.running = host.devices
@@ -156,7 +156,7 @@ class HostView:
         self.gpus = {gpu.name: gpu for gpu in host.gpus}
         # The ports of each adapter, by bus address.
         self.ports = grouped((port.bus_id, port) for port in ports if port.bus_id)
-        # NVLink and xGMI, by the GPU they leave.
+        # NVLink and xGMI links, by source GPU.
         kinds = LinkKind.NVLINK, LinkKind.XGMI
         self.links = grouped((k.source, k) for k in host.links if k.kind in kinds)
         # GPUs and adapters below each bridge.
@@ -173,20 +173,20 @@ class HostView:
         return sum(link.num_links for link in own if link.target != gpu)
 
     def link_rate(self, name: str) -> float:
-        """Return NCCL's GB/s of one link of a GPU; 0 if its chip is unknown."""
+        """Return NCCL's GB/s for one direct link of a GPU; 0 if its chip is unknown."""
         gpu = self.gpus.get(name)
         if gpu and gpu.gcn:
             return speeds.xgmi_gb_per_s(gpu.gcn)
         return speeds.nvlink_gb_per_s(gpu.sm) if gpu and gpu.sm > 0 else 0.0
 
     def bus_rate(self, name: str) -> float:
-        """Return the best known GB/s from a GPU to any other; 0 for none."""
+        """Return the highest known GB/s from a GPU to any other; 0 if none is known."""
         others = (gpu.name for gpu in self.host.gpus if gpu.name != name)
         ways = filter(None, (self.paths.between(name, other) for other in others))
         return max((w.gb_per_s for w in ways if self.paths.is_known(w)), default=0.0)
 
     def is_as_narrow(self, now: PciDevice) -> bool:
-        """Return True if a GPU lacks lanes and so do all others like it."""
+        """Return True if a GPU lacks PCI lanes, and so do all GPUs of its model."""
         gpu, gpus = self.gpus[now.bus_id], self.gpus
         own = [d for d in self.running if d.bus_id in gpus]
         alike = (d.width_now for d in own if _is_alike(gpu, gpus[d.bus_id]))
@@ -198,7 +198,7 @@ class HostView:
         return max((speeds.gt_per_s(each.speed) for each in roots), default=0.0)
 
     def ways(self) -> Iterator[tuple[str, list[tuple[NetPort, Path]]]]:
-        """Yield GPUs with their paths to the ports that carry traffic between hosts."""
+        """Yield GPUs with the paths to all ports that can carry a job's traffic."""
         paired = self.host.paired
         up = [port for port in self.host.ports if port.is_up]
         ports = [port for port in up if port.bus_id or port.name in paired]
@@ -212,7 +212,7 @@ class HostView:
                 yield gpu, ways
 
     def find_slow_ports(self) -> Iterator[tuple[NetPort, int]]:
-        """Yield ports that run below their rate, with the usual rate in Mb/s."""
+        """Yield RDMA ports slower than most others of the host, and the usual Mb/s."""
         rdma = [
             p for p in self.host.ports if p.is_up and p.mbit_per_s > 0 and _is_rdma(p)
         ]
@@ -225,8 +225,8 @@ class HostView:
             own = [p for p in rdma if _kind(p) == _kind(port)]
             rates = Counter(each.mbit_per_s for each in own)
             usual, num = max(rates.items(), key=lambda item: item[::-1])
-            # A slower adapter may be for storage, unless it is a GPU's only one, or the
-            # only slow one of its model.
+            # A slower adapter may be for storage, unless it is the only one near a GPU,
+            # or the only slow one of its model.
             is_odd = port.name in alone and all(len(o) == 1 for o in near.values())
             is_odd |= bool(port.model) and num == len(own) - 1 > 2
             is_far = _FAR_SLOWER * port.mbit_per_s <= usual
@@ -252,7 +252,7 @@ class HostRules(HostView):
             farther = [end for end in ends if bridge.speed or end.parent != bus_id]
             should = max(map(_known_gb_per_s, farther), default=0.0)
             if 0 < has < should and not _is_tiny(bridge):
-                # Slow by generation alone, and no slot of the host is newer.
+                # Slow only by its generation, and no slot of the host is newer.
                 is_as_built = (
                     2 * has >= should
                     and all(end.width <= bridge.width for end in farther)
@@ -263,7 +263,7 @@ class HostRules(HostView):
                 yield hit(bus_id, has, should, link=link, form=form)
 
     def tiny_link(self) -> Iterator[Hit]:
-        # A GPU in a package with its processor needs no bus.
+        # A GPU in one package with its processor does not need the PCI bus.
         packaged = [link for link in self.host.links if link.kind is LinkKind.C2C]
         inside = {end for link in packaged for end in (link.source, link.target)}
         gpus = [gpu for gpu in self.gpus if gpu in self.devices and gpu not in inside]
@@ -275,8 +275,8 @@ class HostRules(HostView):
 
     def unknown_link_speed(self) -> Iterator[Hit]:
         for device in (d for d in self.host.devices if d.bus_id in self.known):
-            # Without both, the source shows no links. Clouds' files write no lanes (x0)
-            # and mean 16, as NCCL does; an empty speed is wrong.
+            # Without both, the source shows no links. Clouds' files have 0 lanes, which
+            # NCCL takes for 16; an empty speed is wrong.
             is_given = device.width >= 0 or device.speed
             if is_given and not speeds.gt_per_s(device.speed) and not device.gb_per_s:
                 has, link = speeds.pci_gb_per_s(device), speeds.link_words(device)
@@ -342,7 +342,7 @@ class HostRules(HostView):
                 yield hit(gpu.name, has, should, **words)
 
     def num_up(self, gpu: GpuDevice) -> int:
-        """Return the links of a GPU that are up: as counted, else as listed."""
+        """Return a GPU's number of links that are up, by count or else by list."""
         return gpu.nvlinks if gpu.nvlinks != UNKNOWN else self.num_links(gpu.name)
 
     def gpu_without_links(self) -> Iterator[Hit]:
@@ -351,8 +351,8 @@ class HostRules(HostView):
             alike = [other for other in linked if _is_alike(gpu, other)]
             named = [each for each in self.host.gpus if _is_alike(gpu, each)]
             of_board = max(map(speeds.board_nvlinks, named), default=0)
-            # A virtual machine may have one GPU of a board; before NVSwitch also two
-            # that no link joins.
+            # A virtual machine may have one GPU of a board, and before NVSwitch two
+            # GPUs without a link between them.
             is_enough = len(self.host.gpus) >= (2 if gpu.sm >= 80 else _MOST_GPUS)
             has_lost_all = of_board and gpu.nvlinks == 0 and is_enough
             if gpu in linked or not (alike or has_lost_all):
@@ -374,14 +374,14 @@ class HostRules(HostView):
         up = [gpu for gpu in up if not peers.get(gpu.name)]
         most = len(self.gpus) - 1
         joined = [name for name, own in peers.items() if len(own) == most]
-        # Not all of AMD's hosts join their GPUs; those that do join each pair.
+        # Some AMD hosts do not connect their GPUs; others connect each pair.
         for name, own in peers.items() if 2 * len(joined) > len(self.gpus) else ():
             if len(own) < most:
                 words = {"num": len(own), "most": most, "kind": "xGMI link"}
                 yield hit(name, 0.0, 0.0, others=_OTHERS, form=".xgmi", **words)
         pairs = [k for own in self.links.values() for k in own if k.target in self.gpus]
-        # Before NVSwitch one or two links join a GPU to some of seven others. In a
-        # part of such a host the numbers differ.
+        # Before NVSwitch, one or two links connect a GPU to some of seven others. In
+        # a part of such a host the numbers differ.
         is_part = max((link.num_links for link in pairs), default=9) <= 2
         is_part = is_part and len(self.gpus) < _MOST_GPUS
         for gpu in up:
@@ -445,7 +445,7 @@ class HostRules(HostView):
             # Only NCCL's files have numbers of ports, and rates written by hand.
             is_written = port.bus_id and port.number != UNKNOWN
             if is_written and given > 0 and not _has_likely_rate(port):
-                # Higher rates than any hardware's are in kb/s.
+                # Rates higher than any hardware's are in kb/s.
                 is_huge = given > _HIGHEST
                 wanted = given / 1000 if is_huge else given
                 nearest = min(_RATES, key=lambda rate: abs(rate - wanted))
@@ -472,7 +472,7 @@ class HostRules(HostView):
             # The kernel reports the lowest rate for a port without link.
             alike = [each.mbit_per_s for each in up if _kind(each) == _kind(port)]
             num = sum(_kind(each) == _kind(port) for each in self.host.ports)
-            # A single port of a model is odd; several may have no cable.
+            # One port of a model that is down is odd; several may have no cable.
             is_odd = not port.model or not up or len(alike) == num - 1 > 2
             mbit_per_s = max(alike, default=0) if is_infiniband else port.mbit_per_s
             rate = f"{mbit_per_s / 8000:g} GB/s" if mbit_per_s > 0 else "its rate"
@@ -524,7 +524,7 @@ class HostRules(HostView):
             is_slow = 0 < max(port.mbit_per_s for port in ports) < _RDMA_MBIT_PER_S
             socket = "another socket's" if way.kind > PathKind.PHB else "its own"
             words = {"socket": socket, "kind": way.kind, "form": ""}
-            # There are enough adapters, so this GPU's is in a wrong slot.
+            # There are enough adapters, so this GPU's adapter is in a wrong slot.
             if 2 * len(sound) > len(nearest) and len(ports) > len(sound):
                 words |= {"form": ".odd", "most": len(sound), "all": len(nearest)}
             is_seen = words["form"] or any(port.bus_id for port in ports)
@@ -594,7 +594,7 @@ def _sentences(remarks: Sequence[str]) -> Iterator[Hit]:
 def _odd_hosts(measured: Sequence[tuple[str, float, float]]) -> Iterator[Hit]:
     known = [(name, num, num * rate) for name, num, rate in measured if num >= 0]
     counts = Counter(num for _, num, _ in known)
-    # With a draw, more is taken for right.
+    # Of equally frequent amounts, the larger one counts as right.
     usual = max(counts, key=lambda num: (counts[num], num), default=0)
     should = max((total for _, num, total in known if num == usual), default=0.0)
     others = f"{counts[usual]} of {len(known)} nodes have {usual:g}"

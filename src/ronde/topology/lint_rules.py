@@ -5,9 +5,9 @@ from typing import NamedTuple
 
 from ronde.topology.graph import Diagnostic, Level
 
-# Each: the rule, its severity (loss: an error if most of the bandwidth is lost, else a
-# warning) and its meaning; the sentences seen, so and do, with fields for words. Below
-# a rule are its further forms, with a word behind a dot, if some texts differ.
+# Each rule: name, severity ("loss" is an error if most of the bandwidth is lost, else a
+# warning) and meaning; then the sentences seen, so and do, with fields for words. Rules
+# with several texts have a line for each further form: the rule, a dot, and the form.
 _RULES = """
 device-lost error a GPU or adapter that has fallen off the PCI bus
   seen It does not answer: it has fallen off the PCI bus.
@@ -225,7 +225,7 @@ def _read(table: str) -> dict[str, dict[str, str]]:
 _TEXTS = _read(_RULES)
 _SUBJECTS = {"node": "several hosts", "host": "switches"}
 CATALOGUE: dict[str, dict[str, str]] = {"a host": {}}
-"""Meanings of rules, by subject and by name."""
+"""The meaning of each rule, by subject, then by rule name."""
 for _name, _rule in _TEXTS.items():
     if "." not in _name:
         _subject = _SUBJECTS.get(_name.partition("-")[0], "a host")

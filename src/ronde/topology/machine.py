@@ -1,4 +1,4 @@
-"""The cores, GPUs and interfaces that ranks share, from /proc and /sys below a root."""
+"""Read the cores, GPUs and interfaces that ranks share from /proc and /sys."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -22,14 +22,14 @@ UNKNOWN_NODE = -1  # A memory node that the kernel does not know.
 
 
 class Core(NamedTuple):
-    """A physical core."""
+    """A physical core, its usable hardware threads, and its memory node."""
 
     cpus: tuple[int, ...]  # Its hardware threads that this process may use, ascending.
     node: int  # Its memory node, or ``UNKNOWN_NODE``.
 
 
 class Gpu(NamedTuple):
-    """A GPU."""
+    """A GPU that programs can see, with the name to select it."""
 
     bus_id: str  # As sysfs writes it: ``0000:1b:00.0``; empty where it is not known.
     node: int  # Its memory node, or ``UNKNOWN_NODE``.
@@ -51,7 +51,7 @@ class Machine(NamedTuple):
     """The resources that ranks on one machine share."""
 
     cores: tuple[Core, ...]  # That this process may use, by memory node and number.
-    cpu_limit: float  # CPUs that the control groups allow at a time, 0 for no limit.
+    cpu_limit: float  # CPU quota of the control groups, in CPUs; 0 for no limit.
     gpus: tuple[Gpu, ...]  # That its programs would see, in their order; of one maker.
     mbit_per_s: dict[str, int]  # Of each network interface that is up; 0 if unknown.
     near: tuple[NearPort, ...] = ()  # Of these GPUs and the ports to train over.
@@ -63,7 +63,7 @@ class RankResources(NamedTuple):
     num_cores: int  # Physical cores that it may count on, for its threads.
     # Hardware threads that it is bound to; empty for none in particular.
     cpus: tuple[int, ...] = ()
-    memory_node: int = UNKNOWN_NODE  # Where its memory is to lie, or ``UNKNOWN_NODE``.
+    memory_node: int = UNKNOWN_NODE  # Node for its memory, or ``UNKNOWN_NODE``.
     env: Mapping[str, str] = MappingProxyType({})  # Variables that name its devices.
     device: str = ""  # Its device, for output; empty for none.
     nic: str = ""  # The nearest network port, for output; empty if unknown.
@@ -80,13 +80,13 @@ def count_cores() -> int:
 
 
 def usable_cores(machine: Machine) -> int:
-    """Return the number of physical cores, cut to the CPU quota; at least 1."""
+    """Return the number of physical cores, limited by the CPU quota; at least 1."""
     limit = int(machine.cpu_limit) if machine.cpu_limit else len(machine.cores)
     return max(1, min(len(machine.cores), limit))
 
 
 def read_cpu_limit(root: str) -> float:
-    """Return the CPUs that control groups allow at a time, 0 for no limit."""
+    """Return the CPU quota of control groups, in CPUs; 0 for no limit."""
     limits: list[float] = []
     for group in list_groups(root, "cpu"):
         old = [read_text(f"{group}/cpu.cfs_{name}_us") for name in ("quota", "period")]
@@ -108,14 +108,14 @@ def read_cores(root: str) -> tuple[Core, ...]:
 
 
 def split_cores(root: str, cpus: int) -> list[tuple[int, ...]]:
-    """Return a set's CPUs by physical core, ascending."""
+    """Return a set of CPUs grouped by physical core, in ascending order."""
     left = cpus
     cores: list[tuple[int, ...]] = []
     while left:
         cpu = (left & -left).bit_length() - 1
         directory = f"{root}/sys/devices/system/cpu/cpu{cpu}/topology"
-        # Masks, not lists: every kernel has them, and core_id is no key, for it is
-        # unique within one package only.
+        # Masks, not lists: every kernel has them. core_id is no key, since it is unique
+        # only within a package.
         threads = read_mask(f"{directory}/thread_siblings") & left | 1 << cpu
         left ^= threads
         cores.append(tuple(members(threads)))
@@ -157,13 +157,13 @@ VISIBLE_DEVICES = {
     "amd": "HIP_VISIBLE_DEVICES",
     "intel": "ZE_AFFINITY_MASK",
 }
-"""The variable that says which GPUs of a maker a program sees."""
+"""The variable that selects the GPUs of a program, by maker."""
 
 _PCI_MAKERS = {"0x1002": "amd", "0x8086": "intel"}
 # VGA, 3D and other display controllers, and processing accelerators: AMD's and Intel's
 # GPUs for computing are of any of these classes.
 _PCI_CLASSES = ("0x0300", "0x0302", "0x0380", "0x1200")
-# AMD's and Intel's GPUs on it are part of the processor.
+# AMD's and Intel's GPUs on this bus are part of the processor.
 FIRST_BUS = "0000:00:"
 
 
@@ -179,7 +179,7 @@ def read_gpus(root: str, environ: Mapping[str, str]) -> tuple[Gpu, ...]:
 
 
 def visible_gpus(gpus: Sequence[Gpu], environ: Mapping[str, str]) -> tuple[Gpu, ...]:
-    """Return the GPUs that an environment shows; idempotent."""
+    """Return the GPUs that a program with this environment sees; idempotent."""
     maker = gpus[0].maker if gpus else "nvidia"
     text = environ.get(VISIBLE_DEVICES[maker])
     if text is None and maker == "amd":
@@ -188,7 +188,7 @@ def visible_gpus(gpus: Sequence[Gpu], environ: Mapping[str, str]) -> tuple[Gpu, 
 
 
 def select_gpus(gpus: Sequence[Gpu], text: str) -> tuple[Gpu, ...]:
-    """Return the GPUs that a list names, in its order; trust it if none is known."""
+    """Return the GPUs that a list names, in its order; trusted if no GPU is known."""
     chosen: list[Gpu] = []
     for item in text.split(","):
         gpu = _find(gpus, item.strip())
@@ -254,7 +254,7 @@ def _nvidia(root: str) -> list[Gpu]:
 
 
 def _rendering(root: str, maker: str) -> list[Gpu]:
-    """Return a maker's GPUs with a render node, which computing uses, too."""
+    """Return a maker's GPUs that have a render node, which compute programs need."""
     devices: dict[str, str] = {}
     for name in list_names(f"{root}/sys/class/drm"):
         path = read_path(f"{root}/sys/class/drm/{name}")

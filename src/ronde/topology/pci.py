@@ -1,4 +1,4 @@
-"""PCI devices: addresses, classes, and models of GPUs."""
+"""Parse addresses and classes of PCI devices, and models of GPUs."""
 
 import os
 import re
@@ -31,9 +31,9 @@ _BY_WORD = {word: sm for sm, words in _CAPABILITIES.items() for word in words.sp
 
 
 def read_path(link: str) -> str:
-    """Return the bus path of the device that a sysfs link points to.
+    """Return the bus path of the PCI device that a sysfs link points to.
 
-    Such as ``pci0000:80/0000:80:02.2/0000:82:00.0``; empty for other devices.
+    It looks like ``pci0000:80/0000:80:02.2/0000:82:00.0``; empty for other devices.
     """
     parts = read_link(link).partition("/devices/")[2].split("/")
     ends = [n for n, part in enumerate(parts, 1) if is_address(part)]
@@ -41,7 +41,7 @@ def read_path(link: str) -> str:
 
 
 def read_link(link: str) -> str:
-    """Return the target of a link; "" if it is none."""
+    """Return the target of a symbolic link; "" for other files."""
     try:
         return os.readlink(link)  # noqa: PTH115 - see kernel_files
     except OSError:
@@ -57,12 +57,12 @@ def is_address(text: str) -> bool:
 
 
 def bus_order(address: str) -> list[int]:
-    """Return a key that sorts addresses as drivers count devices."""
+    """Return a sort key for PCI addresses, in the order in which drivers count."""
     return [int(part, 16) for part in address.replace(".", ":").split(":")]
 
 
 def read_node(root: str, path: str) -> int:
-    """Return the memory node of a device, else of the nearest bridge that has one."""
+    """Return the memory node of a device, else of the nearest bridge with a node."""
     while path:
         node = read_number(f"{root}/sys/devices/{path}/numa_node", UNKNOWN)
         if node >= 0:
@@ -72,7 +72,7 @@ def read_node(root: str, path: str) -> int:
 
 
 def plain_address(text: str) -> str:
-    """Return an address as sysfs spells it: ``0000:c2:00.0``; "" if it is none."""
+    """Return an address as sysfs spells it: ``0000:c2:00.0``; "" for other text."""
     # nvidia-smi writes eight digits for the domain, lspci may omit it.
     match = _ANY_ADDRESS.fullmatch(text)
     if match is None:
@@ -82,7 +82,7 @@ def plain_address(text: str) -> str:
 
 
 def is_gpu(class_code: int, vendor: int) -> bool:
-    """Return True for devices that compute; some only drive a screen."""
+    """Return True for GPUs that compute, not for those that only drive a screen."""
     kind = class_code >> 8
     if kind >> 8 == _DISPLAY:
         # The VGA controllers of servers are management processors.
@@ -99,7 +99,7 @@ def is_nvswitch(class_code: int, vendor: int) -> bool:
 
 
 def port_kind(class_code: int) -> str:
-    """Return an adapter's kind of port; "" for Ethernet, which may be EFA's."""
+    """Return the kind of an adapter's ports; "" for Ethernet, which may be EFA."""
     return "infiniband" if class_code >> 8 == _INFINIBAND else ""
 
 

@@ -1,4 +1,4 @@
-"""Read topologies from files of any form, saved trees, and this machine."""
+"""Read topologies from files of all known formats, saved trees, and this machine."""
 
 import gzip
 import os
@@ -26,7 +26,7 @@ _JSON = Probe(
     lambda saved: saved.data.lstrip()[:1] == b"{",
     lambda saved: read_topology(saved.data, saved.name),
 )
-"""The output of ``ronde topo --json``."""
+"""Reader of the output of ``ronde topo --json``."""
 
 
 def _find_probes() -> list[Probe]:
@@ -46,7 +46,7 @@ def _find_probes() -> list[Probe]:
 
 
 def read_saved(name: str) -> Saved:
-    """Return a file with its bytes, unpacked by gzip; ``-`` is standard input."""
+    """Return a file's bytes, decompressed if it is gzip; ``-`` is standard input."""
     try:
         if name == "-":
             data = sys.stdin.buffer.read(MAX_BYTES + 1)
@@ -79,7 +79,7 @@ def read_saved(name: str) -> Saved:
 
 
 def find_probe(saved: Saved) -> Probe | None:
-    """Return the reader of a file; None if it has no topology."""
+    """Return the reader that recognises a file; None if there is none."""
     return next((each for each in _find_probes() if each.recognises(saved)), None)
 
 
@@ -91,7 +91,7 @@ def is_log(saved: Saved) -> bool:
 
 
 def read_file(saved: Saved) -> Topology:
-    """Return the topology in a file; a host without a name gets the file's."""
+    """Return the topology in a file; a host without a name gets the file's name."""
     from ronde.topology.probes.others import recognise_other
 
     if probe := find_probe(saved):
@@ -105,14 +105,14 @@ def read_file(saved: Saved) -> Topology:
 
 
 class Detected(NamedTuple):
-    """A host, with notices."""
+    """A host from this machine or a tree, with notices for the user."""
 
     host: HostTopology
     notices: tuple[str, ...]  # Unknown or hidden facts, a sentence each.
 
 
 def read_tree(root: Path, environ: Mapping[str, str]) -> Detected:
-    """Return a host from a tree that holds ``sys`` and ``proc``, with a name."""
+    """Return a host from a tree with ``sys`` and ``proc``, and notices."""
     if not (root / "sys").is_dir():
         raise UsageError(
             f"root must be a directory that holds sys, got {root}. Give the directory "
@@ -123,9 +123,9 @@ def read_tree(root: Path, environ: Mapping[str, str]) -> Detected:
 
 
 def detect_host(root: Path, environ: Mapping[str, str]) -> Detected:
-    """Return a host from its kernel and, at ``/``, its drivers; never raise.
+    """Return a host from its kernel's files and, for ``/``, its drivers; never raise.
 
-    ``environ`` may hide GPUs from programs; a notice counts them.
+    If ``environ`` hides GPUs from programs, a notice has their number.
     """
     host, notices = read_host(root), ()
     if root == Path("/"):

@@ -1,4 +1,4 @@
-"""This machine, with the distances of its network ports from its GPUs."""
+"""Read this machine, with the distances between its GPUs and network ports."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,7 +18,7 @@ from ronde.topology.pci import read_path
 def read_machine(
     root: Path = Path("/"), environ: Mapping[str, str] | None = None
 ) -> Machine:
-    """Return the resources of the machine that this process may use."""
+    """Return the resources of this machine that the process may use."""
     # No driver is asked: one that hangs would take a start with it.
     top = str(root).rstrip("/")
     gpus, near = read_gpus(top, environ or {}), tuple[NearPort, ...]()
@@ -26,7 +26,7 @@ def read_machine(
     kinds = [f"{top}/sys/class/{kind}" for kind in ("net", "infiniband")]
     ports = (f"{kind}/{name}" for kind in kinds for name in list_names(kind))
     if bus_ids and any(map(read_path, ports)):
-        # Imported where there is something to judge: elsewhere a start must not wait.
+        # Imported only when needed, so that other starts are quick.
         from ronde.topology.placement.plan import find_near_ports
         from ronde.topology.probes.sysfs import read_host
 

@@ -1,1 +1,1 @@
-"""Checks of GPUs: present, healthy, free and well connected."""
+"""Checks of GPUs: presence, health, links and errors."""

@@ -21,7 +21,7 @@ ADVICE = {
     6: ("a reset of the bus", "stop all programs on the GPU, then reset its PCI slot"),
     7: ("a reboot of the whole system", "power the host off and on"),
 }
-"""Advice of the driver and the command for it, by NVML's number."""
+"""The driver's advice and the command to follow it, by NVML's number."""
 
 _CLOCK_EVENTS = (
     (0x80, FAIL, "the power supply slows it (power brake slowdown)"),
@@ -29,7 +29,7 @@ _CLOCK_EVENTS = (
     (0x08, WARN, "its hardware has halved its clocks (hardware slowdown)"),
     (0x20, WARN, "it is hot (software thermal slowdown)"),
 )
-"""By bit, the worst first."""
+"""NVML's bits with severity and message, the worst first."""
 
 
 @each_gpu(FAIL, "gpu.recovery_action")
@@ -59,8 +59,8 @@ def gpu_rows(rows: Value) -> Problems:
         Memory Error Management, RMA Policy, and DCGM 72fa3fe
     fix: stop all programs on the GPU, then: sudo nvidia-smi --gpu-reset -i N
     needs: an NVIDIA GPU from Ampere on
-    why: Errors there have ended jobs. Until the reset its pages are not used; once no
-        spare rows are left, more jobs end.
+    why: Errors in these rows end jobs. Until the reset, their pages are not used; when
+        no spare rows are left, more jobs end.
     """
     if rows["has_failed"]:
         yield Problem("a broken row of its memory could not be replaced", fix=_REPLACE)
@@ -80,7 +80,7 @@ def gpu_ecc_errors(counts: Value) -> Problems:
         memory: 20000000 corrected; caches, ever: 4 uncorrectable
     source: Azure's node health checks 0e0a1ac (azure_gpu_ecc.nhc and
         nd96isr_h100_v5.conf), with 0 ever as well; 4 ever: Stas Bekman's ML Engineering
-        744d01e (nvidia/debug.md), near NVIDIA's RMA policy, which counts by bank
+        744d01e (nvidia/debug.md), similar to NVIDIA's RMA policy, which counts by bank
     fix: stop all programs on the GPU, then: sudo nvidia-smi --gpu-reset -i N
     needs: an NVIDIA GPU with ECC
     why: Uncorrectable errors end the job; many corrected ones announce them.
@@ -121,11 +121,11 @@ def gpu_temperature(margin: Value) -> Problems:
 
     reads: NVML's margin temperature
     threshold: 5 degrees Celsius below; 0 and less is no reading (H100, older GPUs)
-    source: gpud 4a8de33 (temperature/component.go) skips 0 and less, and has no limit
-        by itself; 5: ronde's own, as idle GPUs are tens of degrees below
+    source: gpud 4a8de33 (temperature/component.go) skips 0 and less, and has no default
+        limit; 5: ronde's own, since idle GPUs are tens of degrees below
     fix: check fans, dust and airflow
     needs: an NVIDIA GPU from Ada on, a driver from 570 on
-    why: At the limit the clocks go down, and all ranks wait.
+    why: At the limit the GPU lowers its clocks, and all ranks wait.
     """
     if 0 < margin < _MIN_MARGIN_CELSIUS:
         yield Problem(f"{margin} degrees Celsius below its limit")
@@ -136,7 +136,7 @@ def gpu_firmware(fleet: Fleet) -> Problems:
     """GPUs of one model have the same VBIOS, and no damaged InfoROM.
 
     reads: NVML's VBIOS version, and its validation of the InfoROM
-    threshold: a valid InfoROM; versions as on most GPUs of the model, else a warning
+    threshold: a valid InfoROM; the version of most GPUs of the model, else a warning
     source: NVIDIA's nvml.h 13 (go-nvml 2f9e261): NVML_ERROR_CORRUPTED_INFOROM;
         versions: ronde's own
     fix: install the firmware of the others; ask the vendor for it

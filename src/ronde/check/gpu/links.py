@@ -1,4 +1,4 @@
-"""Checks of the links of GPUs: PCI lanes, NVLinks, their fabric, GPUDirect, ACS."""
+"""Checks of GPU links: PCI lanes, NVLinks, NVLink fabric, GPUDirect RDMA, ACS."""
 
 import re
 import struct
@@ -15,7 +15,7 @@ from ronde.topology.kernel_files import list_names, read_text
 from ronde.topology.probes.sysfs import read_functions
 from ronde.units import grouped
 
-# Number of NVLinks by the model's name; only boards with fixed links, not bridges.
+# Number of NVLinks by model; only for boards with fixed links, not for bridges.
 _EXPECTED_LINKS = (
     (re.compile("A100-SXM"), 12),
     (re.compile("A800-SXM|H800$"), 8),
@@ -33,10 +33,10 @@ _HEALTH = (
     (6, WARN, "the fabric recovers from a time-out"),
     (0, WARN, "the fabric has less bandwidth than it should"),
 )
-"""First of two bits each, the worst first; the value 1 is bad."""
+"""The first of two bits per fault, the worst fault first; the value 1 is bad."""
 _CONFIGURATION_BIT, _CONFIGURATION_FINE = 8, (0, 1)
 
-_CPUINFO_BYTES = 8192  # the first CPU; further ones may take milliseconds each
+_CPUINFO_BYTES = 8192  # the first CPU; each further CPU may take milliseconds
 _HYPERVISORS = re.compile(
     r"QEMU|KVM|VMware|Virtual Machine|Google Compute Engine|Amazon EC2|OpenStack|Xen"
 )
@@ -44,8 +44,8 @@ _MELLANOX = "0x15b3"
 _EXTENDED, _SPACE_BYTES = 0x100, 4096
 _ACS, _ACS_CONTROL = 0x0D, 6
 _REDIRECTING = 0b11101
-"""Bits of the control register: source validation, redirection of requests and
-completions, and forwarding upstream."""
+"""Bits of the ACS control register that send traffic upstream: source validation,
+redirection of requests and of completions, and upstream forwarding."""
 
 _PCIE, _VIRTUAL, _NVLINKS = "gpu.pcie", "gpu.is_virtual", "gpu.nvlinks"
 _DIRECT = "gpu.direct_rdma"
@@ -58,16 +58,16 @@ def read_is_virtual(root: str) -> bool:
     flags = re.search(r"^flags\s*:(.*)", cpu, re.MULTILINE)
     if flags is not None:
         return "hypervisor" in flags[1].split()
-    # Other processors than x86 do not show it; use the names in the firmware.
+    # Only x86 processors have this flag; for others, use the names in the firmware.
     firmware = f"{root}/sys/class/dmi/id"
     product = read_text(f"{firmware}/product_name")
     name = f"{read_text(f'{firmware}/sys_vendor')} {product}"
-    # On Amazon EC2 these are bare metal.
+    # On Amazon EC2, names that end in .metal are no virtual machines.
     return bool(_HYPERVISORS.search(name)) and not product.endswith(".metal")
 
 
 def read_direct_rdma(root: str, module: str) -> Value:
-    """Return the number of NVIDIA's RDMA adapters, and their way to memory of GPUs."""
+    """Return the number of NVIDIA's RDMA adapters, and the method of GPUDirect RDMA."""
     top, way = f"{root}/sys/class/infiniband", ""
     vendors = [read_text(f"{top}/{name}/device/vendor") for name in list_names(top)]
     if list_names(f"{root}/sys/module/nvidia_peermem"):
@@ -80,7 +80,7 @@ def read_direct_rdma(root: str, module: str) -> Value:
 
 
 def read_acs(root: str, cards: Iterable[str]) -> list[str]:
-    """Return the bridges above cards that redirect traffic; VMs need that."""
+    """Return the bridges above cards that redirect traffic by ACS; [] in a VM."""
     if read_is_virtual(root):
         return []
     functions = read_functions(root)
@@ -96,7 +96,7 @@ def _redirects(root: str, bridge: str) -> bool:
         why = f"only {len(config)} bytes of {path} can be read; root would help"
         raise UnreadableError(why)
     # Source: PCI Express Base Specification, "Extended Capabilities List": a word with
-    # the number in bits 0-15 and the offset of the next in bits 20-31.
+    # the capability in bits 0-15 and the offset of the next word in bits 20-31.
     offset, seen = _EXTENDED, set[int]()
     while _EXTENDED <= offset <= len(config) - 8 and offset not in seen:
         seen.add(offset)
@@ -114,13 +114,13 @@ def gpu_pcie(fleet: Fleet) -> Problems:
 
     reads: NVML's current and maximum width of each link; not its generation, which is
         low when the GPU is idle
-    threshold: the maximum width, if another GPU of the model on the host has more lanes
-        (a warning in virtual machines), else a note; and as most GPUs of the model
+    threshold: the maximum width (in virtual machines a warning; a note if no GPU of the
+        model on the host has more lanes); and the width of most GPUs of the model
     source: NVIDIA's nvml.h 13 (go-nvml 2f9e261): nvmlDeviceGetMaxPcieLinkWidth is the
         width of GPU and slot, but also 16 for cards of 8 lanes; the rest: ronde's own
     fix: reseat the card or its cable; look at the slot's settings in the BIOS
     needs: an NVIDIA GPU
-    why: Copies to the host and to network adapters take a multiple of the time.
+    why: Copies to the host and to network adapters take several times as long.
     """
     odd = odd_gpus(fleet, _PCIE, "PCI link x{width}".format_map, FAIL)
     narrow = list(_narrow_links(fleet))
@@ -160,10 +160,10 @@ def gpu_nvlink(fleet: Fleet) -> Problems:
 
     reads: NVML's state of each NVLink
     threshold: 12 of A100 SXM; 8 of A800 and H800 SXM; 18 of H100, H200, H20, B200 and
-        B300 SXM, GH200, GB200, GB300; as most GPUs of the model
+        B300 SXM, GH200, GB200, GB300; the number of most GPUs of the model
     source: NVIDIA Health Validation, nvlink_bandwidth_count_speed (H100, GB200, GB300);
-        the others: NVIDIA's data sheets, NVLink's bandwidth by that of one link, both
-        ways (Ampere and Hopper 50, Blackwell 100 GB/s)
+        the others: NVIDIA's data sheets: bandwidth of all NVLinks over that of one in
+        both directions (Ampere and Hopper 50, Blackwell 100 GB/s)
     fix: stop all jobs; sudo nvidia-smi --gpu-reset, or reseat the bridge; or reboot
     needs: an NVIDIA GPU with NVLink
     why: NCCL uses as many links as the GPU with the fewest has, or none.
@@ -179,7 +179,7 @@ def gpu_nvlink(fleet: Fleet) -> Problems:
 def _inactive_links(fleet: Fleet) -> Problems:
     for facts in fleet.having(_NVLINKS, "gpu.titles"):
         links = facts.values[_NVLINKS]
-        # Virtual machines with some GPUs of a host may have no links at all.
+        # A virtual machine with only some of a host's GPUs may have no links at all.
         if any(any(each or ()) for each in links):
             pairs = zip(links, facts.values["gpu.titles"], strict=True)
             found = (_lacking_links(each or (), str(title)) for each, title in pairs)

@@ -1,9 +1,9 @@
 """NVML's answers about the GPUs of this host, queried in one process for each GPU.
 
-So a GPU that hangs or crashes the driver affects only its own answers. The fact of a
-question is a list in NVML's order, with None for GPUs to which it does not apply. Calls
-that this release of the module or driver lacks count as refused. ``each_gpu`` and
-``odd_gpus`` judge such lists; GPUs of a host with the same problem share a finding.
+So a GPU that hangs or crashes the driver affects only its own answers. Each question is
+a fact: a list of answers in NVML's order, with None if the question does not apply to a
+GPU. Calls that the installed module or driver lacks count as refused. ``each_gpu`` and
+``odd_gpus`` check such lists; GPUs of a host with the same problem share a finding.
 """
 
 from collections import Counter, defaultdict
@@ -30,14 +30,14 @@ from ronde.topology.probes.nvml import NoNvmlError, open_nvml
 
 _DEADLINE_S = 15.0  # for all questions about one GPU; source: AMD's Primus
 COUNT = "gpu.count"
-LOST = "gpu.lost"  # fact: the reason by GPU; empty for one that answers
+LOST = "gpu.lost"  # fact: the reason for each GPU; empty for GPUs that answer
 _NAME = "titles"  # the first question, which every working GPU answers
-# Each answer is the fact ``gpu.`` and this name.
+# Each answer is stored as the fact ``gpu.`` plus this name.
 HOST_QUESTIONS = ("count", "cuda_version")
 
 
 class RefusedError(UnreadableError):
-    """NVML does not answer a question; ``code`` is its error number."""
+    """Raised if NVML does not answer a question; ``code`` is NVML's error number."""
 
     def __init__(self, code: int, reason: str) -> None:
         super().__init__(f"{reason}{'; root would help' * (code == NO_PERMISSION)}")
@@ -50,8 +50,8 @@ GPU_IS_LOST, RESET_REQUIRED, ARGUMENT_VERSION_MISMATCH, UNKNOWN = 15, 16, 25, 99
 
 # For any question these errors mean that the GPU is lost.
 _REPORTED_LOST = frozenset({GPU_IS_LOST, RESET_REQUIRED})
-# So do these for the question for its name. ``UNKNOWN`` is often the first sign of a
-# GPU that has fallen off the bus.
+# So do these errors for the question ``titles``. ``UNKNOWN`` is often the first sign of
+# a GPU that has fallen off the bus.
 _GONE = _REPORTED_LOST | {INSUFFICIENT_POWER, TIMEOUT, IRQ_ISSUE, UNKNOWN}
 
 _RECOVERY_FIELD = 230
@@ -59,7 +59,7 @@ _MAX_LINKS = 36
 
 
 class NvmlDriver:
-    """This host's driver, through ``pynvml``; raises ``RefusedError`` without one."""
+    """This host's NVIDIA driver, queried by ``pynvml``; may raise ``RefusedError``."""
 
     def __init__(self, nvml: Any) -> None:  # noqa: ANN401  a module without types
         self.nvml = nvml
@@ -107,13 +107,13 @@ def _text(answer: Any) -> str:  # noqa: ANN401  str, or bytes by release of the 
 
 
 def _memory(ask: _AskedGpu) -> Value:
-    """Return total and used memory, without the driver's own."""
+    """Return the GPU's total and used bytes, without those of the driver."""
     memory = ask("GetMemoryInfo", getattr(ask.driver.nvml, "nvmlMemory_v2", None))
     return {"total": int(memory.total), "used": int(memory.used)}
 
 
 def _fabric(ask: _AskedGpu) -> Value:
-    """Query with the newest struct that both module and driver know."""
+    """Query the fabric state with the newest struct that module and driver know."""
     refusal = RefusedError(FUNCTION_NOT_FOUND, "nvidia-ml-py is too old")
     for form in ("c_nvmlGpuFabricInfo_v3_t", "c_nvmlGpuFabricInfo_v2_t"):
         make = getattr(ask.driver.nvml, form, None)
@@ -193,14 +193,14 @@ def _nvlinks(ask: _AskedGpu) -> Value:
         try:
             found.append(bool(ask("GetNvLinkState", link)))
         except RefusedError as error:
-            # Numbers without a link may lie between others.
+            # Link numbers may have gaps.
             if error.code not in {NOT_SUPPORTED, INVALID_ARGUMENT}:
                 raise
     return found
 
 
 def _processes(ask: _AskedGpu) -> Value:
-    """Return processes that compute on it, without a desktop's, which also draw."""
+    """Return the GPU's compute processes; those that also draw are a desktop's."""
     computing, drawing = ask("GetComputeRunningProcesses"), set[int]()
     with suppress(RefusedError):
         if computing:
@@ -233,13 +233,13 @@ GPU_QUESTIONS: dict[str, _Answer] = {
     "processes": _processes,
     "busy_percent": lambda ask: int(ask("GetUtilizationRates").gpu),
 }
-"""The answers of all GPUs are the fact ``gpu.`` and this name."""
+"""Questions to each GPU; the list of answers is the fact ``gpu.`` plus the name."""
 
 ALL_ANSWERS = [f"gpu.{name}" for name in (*HOST_QUESTIONS, *GPU_QUESTIONS, "lost")]
 
 
 class GpuReport(NamedTuple):
-    """The answers of one GPU, by question."""
+    """Answers and failures of one GPU, by question."""
 
     answers: Mapping[str, Value]  # None if the question does not apply
     unread: Mapping[str, str]  # the reason
@@ -284,7 +284,7 @@ def read(reader: FactReader) -> None:
 
 
 def ask_driver(reader: FactReader, deadline_s: float = _DEADLINE_S) -> None:
-    """Store the facts ``ALL_ANSWERS``, by NVML or else by nvidia-smi."""
+    """Store the facts ``ALL_ANSWERS`` from NVML, or without it from nvidia-smi."""
     with reader.reading(*ALL_ANSWERS):
         try:
             with open_nvml() as nvml:
@@ -338,12 +338,12 @@ def _store_gpus(reader: FactReader, gpus: Sequence[GpuReport]) -> None:
             reader.values[fact] = [gpu.answers.get(question) for gpu in gpus]
     for processes in reader.values.get("gpu.processes", ()):
         for process in processes or ():
-            # Empty if a container does not see it.
+            # Empty if the container does not show the process.
             process["command"] = read_text(f"/proc/{process['pid']}/comm")
 
 
 def fold_gpus(host: str, problems: Iterable[Problem | None]) -> Problems:
-    """Yield the problem of each GPU of a host; None for a healthy GPU."""
+    """Yield the problems of a host's GPUs, equal ones once; None is a healthy GPU."""
     alike: dict[Problem, list[int]] = defaultdict(list)
     for number, problem in enumerate(problems):
         if problem is not None:
@@ -357,7 +357,7 @@ def fold_gpus(host: str, problems: Iterable[Problem | None]) -> Problems:
 def each_gpu(
     severity: Severity, *facts: str
 ) -> Callable[[Callable[..., Problems]], Check]:
-    """Turn a judge of one GPU's answers into a check; its first problem counts."""
+    """Make a check from a function of one GPU's answers; its first problem counts."""
 
     def make(judge: Callable[..., Problems]) -> Check:
         def judge_all(fleet: Fleet) -> Problems:
@@ -377,7 +377,7 @@ def each_gpu(
 def odd_gpus(
     fleet: Fleet, fact: str, show: Callable[[Value], str], severity: Severity
 ) -> Problems:
-    """Yield GPUs with another value, by ``show``, than most GPUs of their model."""
+    """Yield GPUs with another formatted value than most GPUs of their model."""
     shown: dict[str, list[tuple[str, str]]] = {}
     counts: dict[str, Counter[str]] = defaultdict(Counter)
     for facts in fleet.having(fact, "gpu.titles"):

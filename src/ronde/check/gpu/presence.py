@@ -1,4 +1,4 @@
-"""Checks of GPUs: they respond, equal other hosts', suit torch and are idle."""
+"""Checks of GPUs: they respond, equal other hosts' GPUs, work with torch, are idle."""
 
 import errno
 import os
@@ -32,11 +32,11 @@ _NVML_CURES = {
 _MAX_USED_BYTES = 2 << 30
 _MAX_BUSY_PERCENT = 20
 _BUILD = "versions.torch_build"
-_SERVER = "nvidia-cuda-mps"  # it uses GPUs on behalf of other programs
+_SERVER = "nvidia-cuda-mps"  # the MPS server uses GPUs on behalf of other programs
 
 
 def read(reader: FactReader) -> None:
-    """Read all facts ``gpu.*``; without NVIDIA's driver ``gpu.count`` is 0."""
+    """Read all facts ``gpu.*``; ``gpu.count`` is 0 without NVIDIA's driver."""
     root = reader.root
     cards, module = read_cards(root), read_module(root)
     with opened_files(root) as files:
@@ -55,7 +55,7 @@ def read(reader: FactReader) -> None:
 
 
 def read_cards(root: str) -> list[Value]:
-    """Return address and driver (empty for none) of each card on the bus."""
+    """Return address and driver (empty if none) of each NVIDIA card on the PCI bus."""
     found: list[Value] = []
     for address, each in read_functions(root).items():
         if each.vendor == _NVIDIA and is_gpu(each.class_code, each.vendor):
@@ -66,16 +66,16 @@ def read_cards(root: str) -> list[Value]:
 
 @contextmanager
 def opened_files(root: str) -> Generator[dict[str, str]]:
-    """Open the device files and keep them open; yield the error of each, or empty.
+    """Open the device files and keep them open; yield each file's error, or "".
 
-    Without persistence mode the driver initialises a GPU, which takes seconds, when the
-    first file is opened, and stops it when the last one is closed. Opening all files
+    Without persistence mode, the driver takes seconds to initialise a GPU when its file
+    is first opened, and stops it when the last handle is closed. Opening all files
     initialises all GPUs concurrently.
     """
     names = [name for name in list_names(f"{root}/dev") if _CARD.fullmatch(name)]
     if names:
         names.append("nvidiactl")
-        # If this helper is installed, CUDA makes the file itself.
+        # If this program is installed, CUDA creates nvidia-uvm itself.
         if not os.path.exists(f"{root}/usr/bin/nvidia-modprobe"):  # noqa: PTH110
             names.append("nvidia-uvm")
     with ExitStack() as closing:
@@ -95,8 +95,8 @@ def gpu_answers(values: Values, _: Fleet) -> Problems:
     """Every GPU has a driver that answers.
 
     reads: NVIDIA's cards on the PCI bus, their driver and files, NVML's first answer
-    threshold: NVML answers where the driver is loaded or device files exist; cards
-        without NVIDIA's driver are a warning
+    threshold: NVML answers if the driver is loaded or device files exist; a warning for
+        cards without NVIDIA's driver
     source: NVIDIA's nvml.h 13 (go-nvml 2f9e261): errors of nvmlInit_v2
     fix: nvidia-smi, and read its error; sudo dmesg | grep NVRM
     needs: an NVIDIA GPU
@@ -123,7 +123,7 @@ def gpu_files(values: Values, _: Fleet) -> Problems:
     """The GPUs' device files can be opened.
 
     reads: /dev/nvidiactl, /dev/nvidia-uvm, /dev/nvidia0 and so on: opens them
-    threshold: the common files and one GPU's open; none with 'Input/output error'
+    threshold: the common files and one GPU's can be opened; no 'Input/output error'
     source: NVIDIA's driver README, FAQ: device files are made with mode 0666
     fix: docker run --gpus all; srun --gres=gpu:N; sudo chmod 666 /dev/nvidiactl
         /dev/nvidia-uvm /dev/nvidia[0-9]*
@@ -132,7 +132,7 @@ def gpu_files(values: Values, _: Fleet) -> Problems:
     """
     files: dict[str, str] = values[_FILES]
     cards = {name: why for name, why in files.items() if _CARD.fullmatch(name)}
-    # A job with some of the GPUs may not open the files of the others. But this error
+    # A job with some of the GPUs may not open the files of the others. But _BROKEN
     # means that the driver could not start the GPU.
     needed = {n: why for n, why in files.items() if n not in cards or why == _BROKEN}
     if cards and all(cards.values()):
@@ -158,7 +158,7 @@ def gpu_lost(fleet: Fleet) -> Problems:
         AMD's Primus fd1eeab (preflight/node_smoke/cli.py); device files: ronde's own
     fix: reboot the host; if it happens again, the GPU or its slot is broken
     needs: an NVIDIA GPU
-    why: The rank on it fails at its first CUDA call, and the job with it.
+    why: A rank on this GPU fails at its first CUDA call, and so does the job.
     """
     for host in fleet.having(LOST, _FILES, COUNT):
         lost: list[str] = host.values[LOST]
@@ -175,9 +175,9 @@ def gpu_lost(fleet: Fleet) -> Problems:
 def gpu_count(count: Value) -> str:
     """All hosts have the same number of GPUs.
 
-    reads: the number of GPUs by NVML
+    reads: NVML's number of GPUs
     threshold: the number of most hosts
-    source: ronde's own: ranks are spread evenly over hosts
+    source: ronde's own: all hosts get the same number of ranks
     fix: give each host its ranks with -H host:ranks, or find the missing GPU
     needs: several hosts
     why: A host gets more ranks than it has GPUs.
@@ -195,7 +195,7 @@ def gpu_model(fleet: Fleet) -> Problems:
     fix: train on hosts of one model; nvidia-smi -q -d MEMORY: look for MIG, ECC or
         retired memory
     needs: several hosts with GPUs
-    why: The faster GPUs wait for the slower; a model may fit on the others only.
+    why: Faster GPUs wait for slower ones; a model may not fit into the smaller GPUs.
     """
     titles, memory = "gpu.titles", "gpu.memory_bytes"
     # ``gpu-count`` reports hosts without GPUs.
@@ -215,7 +215,7 @@ def gpu_torch(values: Values, _: Fleet) -> Problems:
     """Torch can use the GPUs.
 
     reads: torch's build in its version.py, and the number of GPUs
-    threshold: a build for CUDA if there are NVIDIA GPUs
+    threshold: a CUDA build if there are NVIDIA GPUs
     source: torch's own version.py: cuda is None in builds for CPUs
     fix: python -m pip install --force-reinstall torch: for Linux the package index has
         builds for CUDA. pytorch.org/get-started/locally names the index of each CUDA
@@ -231,7 +231,7 @@ def gpu_cuda(values: Values, _: Fleet) -> Problems:
     """The driver supports the CUDA that torch was built for.
 
     reads: NVML's CUDA version, and torch's in its version.py
-    threshold: at least torch's; an older minor version warns, an older major one fails
+    threshold: at least torch's; a warning if only the minor version is older
     source: NVIDIA's CUDA Compatibility R590, Minor Version Compatibility
     fix: install a newer driver, or a torch for an older CUDA
     needs: an NVIDIA GPU
@@ -250,11 +250,11 @@ def gpu_busy(memory: Value, processes: Value, percent: Value) -> Problems:
     """No other program uses the GPUs.
 
     reads: NVML's computing processes, used memory and utilization of each GPU
-    threshold: no process, below 2 GiB used, below 20 % busy; not MPS, not a desktop's
+    threshold: no process except MPS and a desktop's, below 2 GiB used, below 20 % busy
     source: AMD's Primus fd1eeab (preflight/node_smoke/cli.py)
     fix: nvidia-smi; end leftovers of your own jobs
     needs: an NVIDIA GPU
-    why: Memory runs out, or all ranks wait for the one that shares its GPU.
+    why: Memory runs out, or all ranks wait for the rank that shares its GPU.
     """
     foreign = [p for p in processes or () if not p["command"].startswith(_SERVER)]
     if foreign:
@@ -273,13 +273,13 @@ def gpu_mig(fleet: Fleet) -> Problems:
     """No GPU is split into instances (MIG).
 
     reads: NVML's MIG mode
-    threshold: off; with one rank in all, as with one GPU, only a note
+    threshold: off; only a note for a job of one rank, such as on one GPU
     source: NVIDIA's MIG guide: no peer access between instances; NCCL 2.32's manual:
-        from 2.31 on it joins instances, as an experiment and without NVLinks
+        experimental support for instances from 2.31 on, without NVLinks
     fix: stop all programs on the GPU, then: sudo nvidia-smi -i N -mig 0  # removes all
         its instances
     needs: an NVIDIA GPU from Ampere on
-    why: NCCL up to 2.30 cannot join instances; later ones copy through the host.
+    why: NCCL up to 2.30 cannot connect instances; later ones copy through the host.
     """
     count = fleet.hosts[0].values.get(COUNT) if len(fleet.hosts) == 1 else 0
     is_alone = count and (fleet.settings.get("num_ranks") or count) == 1

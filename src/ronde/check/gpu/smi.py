@@ -1,4 +1,4 @@
-"""Answers to NVML's questions by ``nvidia-smi``, for hosts without nvidia-ml-py."""
+"""``nvidia-smi`` as a replacement for NVML, for hosts without nvidia-ml-py."""
 
 import re
 import subprocess
@@ -21,7 +21,7 @@ _ACTIVE = {  # by NVML's bit
     0x08: "hw_slowdown",
 }
 _STATES = {"not started": 1, "in progress": 2, "completed": 3}
-# In NVML's health each has two bits.
+# Each of these has two bits in NVML's fabric health.
 _HEALTH = "bandwidth route_recovery_in_progress route_unhealthy access_timeout_recovery"
 _SUMMARIES = {"healthy": 1, "unhealthy": 2, "limited capacity": 3}
 _MEMORY = {"total": "total", "used": "used"}
@@ -36,15 +36,15 @@ _NVLINK = re.compile(r"GPU (?P<gpu>\d+):|\s+Link \d+: (?P<state>.*)")
 
 
 class NotShownError(Exception):
-    """This nvidia-smi does not print an answer."""
+    """Raised if this version of nvidia-smi does not print a value."""
 
 
 class FailedError(Exception):
-    """nvidia-smi cannot query the driver; the message is its own."""
+    """Raised with nvidia-smi's message if it cannot query the driver."""
 
 
-# CUDA's version, and the answers of each GPU by question: None if one does not apply;
-# missing if it is not printed.
+# CUDA's version, and the answers of each GPU by question: None if the question does not
+# apply; missing if nvidia-smi does not print it.
 SmiReport = tuple[list[int] | None, list[dict[str, Value]]]
 
 
@@ -106,13 +106,13 @@ def read_answers(gpu: Element) -> dict[str, Value]:
 
 
 def find_error(title: str) -> str:
-    """Return the name of a GPU if it is an error message, else empty."""
+    """Return a GPU's name if nvidia-smi printed an error in its place, else ""."""
     words = r"unknown error|is lost|requires reset|err!"
     return title if re.search(words, title, re.IGNORECASE) else ""
 
 
 def _text(element: Element, *paths: str) -> str:
-    """Return the text at the first path that exists."""
+    """Return the text at the first existing path, or raise ``NotShownError``."""
     for path in paths:
         text = element.findtext(path)
         if text is not None:
@@ -125,7 +125,7 @@ def _known(text: str) -> str | None:
 
 
 def _count(element: Element, path: str, factor: int = 1) -> int | None:
-    """Return a number times a factor, without its unit."""
+    """Return the number in front of a unit, times a factor; None if not applicable."""
     text = _known(_text(element, path))
     if text is None:
         return None
@@ -138,7 +138,7 @@ def _count(element: Element, path: str, factor: int = 1) -> int | None:
 def _counts(
     gpu: Element, section: str, paths: dict[str, str], factor: int = 1
 ) -> Value:
-    """Return numbers of a section by name; None if one of them does not apply."""
+    """Return a section's numbers by name; None if one of them does not apply."""
     counts = {n: _count(gpu, f"{section}/{path}", factor) for n, path in paths.items()}
     return None if None in counts.values() else counts
 
@@ -170,7 +170,7 @@ def _ecc(gpu: Element) -> Value:
         try:
             return _count(gpu, own)
         except NotShownError:
-            # Newer drivers have two kinds.
+            # Newer drivers count two kinds of errors.
             kinds = [_count(gpu, f"{own}_{kind}") for kind in ("parity", "secded")]
             return None if None in kinds else sum(filter(None, kinds))
 
@@ -222,7 +222,7 @@ def _mig(gpu: Element) -> Value:
 
 
 def _processes(gpu: Element) -> Value:
-    """Return processes that compute on it and do not draw."""
+    """Return the GPU's compute processes, without those that also draw."""
     return [
         {"pid": _count(each, "pid"), "memory_bytes": _count(each, "used_memory", 2**20)}
         for each in gpu.findall("processes/process_info")

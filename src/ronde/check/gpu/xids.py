@@ -1,9 +1,9 @@
-"""Errors of GPUs (Xid) and of NVSwitches (SXid) in the driver's log since the boot.
+"""Errors of GPUs (Xid) and NVSwitches (SXid) that the driver logged since the boot.
 
-The fix for each number is the immediate action of NVIDIA's catalogue of Xid errors, by
-gpud 4a8de33 (nvidia/xid/catalog_generated.go, of 2025-10). Its workflows (45, 48, 74,
-144 to 150) are replaced by their usual outcome. It has no action for 167, 171 and 172:
-171 and 172 come with a 48 and count like one; treating 167 so is ronde's own.
+The fix for each number is the immediate action in NVIDIA's catalogue of Xid errors, as
+copied by gpud 4a8de33 (nvidia/xid/catalog_generated.go, of 2025-10). Its workflows (45,
+48, 74, 144 to 150) are replaced by their usual outcome. It has no action for 167, 171
+and 172, which get that of 48: 171 and 172 accompany a 48; 167 is ronde's own choice.
 """
 
 import re
@@ -45,9 +45,9 @@ inform 63,92,121
   or a page is pending; if the number grows, have the GPU replaced
 inform 14,37-38,44,66-67,93,106-108,137,141,152-154,157,160-161
 """
-"""Severity, numbers, and NVIDIA's fix for them.
+"""Severity, Xid numbers, and NVIDIA's fix.
 
-154 repeats the driver's advice, for which there is the check ``gpu-advice``.
+154 repeats the driver's advice, which the check ``gpu-advice`` reports.
 """
 
 
@@ -112,10 +112,10 @@ def read_xids(root: str) -> list[Value]:
 
 
 def find_xids(lines: Iterable[tuple[float, str]]) -> list[Value]:
-    """Return the last error of each kind, GPU and number, and their count.
+    """Return the last error for each kind, GPU and number, with the number of errors.
 
-    Each line comes with its age in seconds. ``is_fatal`` is logged for SXids, and from
-    Blackwell on for Xids of NVLinks.
+    Each line comes with its age in seconds. The driver logs ``is_fatal`` for SXids, and
+    since Blackwell for Xids of NVLinks.
     """
     found: dict[tuple[str, str, int], Value] = {}
     for age_s, line in lines:
@@ -143,20 +143,20 @@ def find_xids(lines: Iterable[tuple[float, str]]) -> list[Value]:
 def gpu_xid(values: Values, _: Fleet) -> Problems:
     """The driver has logged no GPU error since the host was started.
 
-    reads: Xid and SXid in /dev/kmsg, else journalctl -k; NVML's recovery action, in
-        saved logs that of Xid 154
-    threshold: none that needs a reset, a reboot or a repair, no fatal SXid; a warning
-        if the driver no longer advises any; errors of programs, and of NVLinks if not
-        fatal, are shown
+    reads: Xid and SXid in /dev/kmsg, else journalctl -k; NVML's recovery action (in
+        saved logs, that of Xid 154)
+    threshold: no error that needs a reset, reboot or repair, no fatal SXid; a warning
+        if the driver advises no action now; a note for errors of programs, and for
+        NVLink errors that are not fatal
     source: NVIDIA's catalogue of Xid errors, by gpud 4a8de33 (nvidia/xid); fatal SXid:
         Fabric Manager guide, by gpud 4a8de33 (nvidia/sxid)
     fix: look the number up in NVIDIA's catalogue of Xid errors; drain the host
     needs: an NVIDIA GPU; root where kernel.dmesg_restrict is 1
-    why: Until it is reset or repaired, the GPU ends jobs or computes wrong results.
+    why: Until its reset or repair, the GPU ends jobs or computes wrong results.
     """
     numbers = zip(values.get(_ADDRESSES) or (), values.get(_ADVICE) or (), strict=False)
     advice = {address: action for address, action in numbers if action is not None}
-    causes: dict[str, int] = {}  # by GPU the last one that needs a repair
+    causes: dict[str, int] = {}  # the last error of each GPU that needs a repair
     for each in values["gpu.xids"]:
         severity, fix = _resolve(each)
         if not fix or ("advice" in each and each["address"] in advice):
@@ -190,6 +190,6 @@ def _resolve(entry: Value) -> _Resolution:
     if entry.get("advice"):
         return FAIL, ADVICE.get(entry["advice"], ADVICE[1])[1]
     severity, fix = _RESOLUTIONS.get(entry["code"], _OTHER)
-    # By the catalogue most of these need no action unless fatal.
+    # In the catalogue most of these need no action unless they are fatal.
     is_harmless = entry["code"] in _NVLINK and not entry["is_fatal"]
     return (INFORM if is_harmless else severity), fix

@@ -1,8 +1,7 @@
-"""Bandwidth between each two hosts, and the slow hosts and links.
+"""Bandwidth between all pairs of hosts, and the slow hosts and links.
 
-Pairs are measured in rounds, as in a tournament; the pairs of a round are disjoint, so
-that all are measured at the same time: by TCP streams, or by a job of all ranks of two
-hosts.
+Pairs are measured in rounds, as in a tournament. The pairs of a round are disjoint and
+are measured at the same time, by TCP streams or by a job on both hosts of a pair.
 """
 
 import base64
@@ -50,14 +49,14 @@ from ronde.units import list_first
 RATES = "network.bandwidth"  # fact: GB/s (1e9) from each other host
 FAILURES = "network.bandwidth_failures"  # fact: the reason, by other host
 WAY = "network.bandwidth_way"  # fact: ``tcp``, ``gloo`` or ``nccl``
-# Fact: findings in NCCL's log, by rule of ``ronde topo log``.
+# Fact: findings in NCCL's log, keyed by rule of ``ronde topo log``.
 REMARKS = "network.nccl_remarks"
 _GPUS = ("gpu.count", "versions.torch_build")
 _PORTS = "network.rdma_ports"
 _SOCKETS = "sockets-between-nodes"
 # Below these shares of the median a host or a link is slow, or very slow.
 _SLOW_SHARE, _VERY_SLOW_SHARE = 0.7, 0.3
-# On faster links the processor or the short time may be the limit.
+# On faster links, the CPU or the short duration may be the limit.
 _MOST_COUNTED_GB_PER_S = 1.25
 _UNKNOWN_GB_PER_S = 0.0125  # a link of unknown rate counts as 100 Mbit/s
 _STREAM_S, _LISTEN_S, _TIMEOUT_S, _SLACK_S = 0.4, 5.0, 10.0, 5.0
@@ -67,7 +66,7 @@ _HELD = "benching.rendezvous"
 _KEY_BYTES = 32
 _MAX_CLIENTS = 4096
 _GRACE_S = 3.0  # after the failure of a rank, for the others to report theirs
-# GB/s (1e9) by receiver and sender.
+# GB/s (1e9), keyed by receiver, then by sender.
 Rates = Mapping[str, Mapping[str, float]]
 
 
@@ -82,7 +81,7 @@ class PairRates(NamedTuple):
 class Streams:
     """TCP streams in both directions at once, to ports of ``reach.listen``.
 
-    NCCL or RDMA may be faster; on fast links copying may be the limit.
+    NCCL or RDMA may be faster: on fast links, copying in the CPU may be the limit.
     """
 
     max_rounds = 32
@@ -91,7 +90,7 @@ class Streams:
         self._listeners: dict[str, dict[str, Value]] = {}
 
     def open(self, hosts: HostSet) -> dict[str, str]:
-        """Have the hosts listen; return the failures."""
+        """Make all hosts listen; return the failures by host."""
         replies = hosts.ask_all({"do": "listen"}, _LISTEN_S)
         for name, (values, failure, _, _) in replies.items():
             if not failure:
@@ -105,7 +104,7 @@ class Streams:
     def measure(
         self, hosts: HostSet, pairs: Sequence[HostPair]
     ) -> dict[HostPair, PairRates]:
-        """Have each pair send to each other for a fixed time."""
+        """Make the hosts of each pair send to each other for a fixed time."""
         common = {"do": "stream", "seconds": _STREAM_S}
         ways = [way for pair in pairs for way in (pair, pair[::-1])]
         questions = {one: {**common, **self._listeners[other]} for one, other in ways}
@@ -119,7 +118,7 @@ class Streams:
 
 
 class Benches:
-    """``ronde bench all_reduce`` by ``gloo`` or ``nccl``, all ranks of two hosts."""
+    """Measure pairs by ``ronde bench all_reduce`` with ``gloo`` or ``nccl``."""
 
     max_rounds = 8  # each takes seconds: torch's import and the engine's start
 
@@ -134,7 +133,7 @@ class Benches:
         ]
 
     def open(self, _: HostSet) -> dict[str, str]:
-        """Do nothing: each pair has a store of its own."""
+        """Do nothing: ``measure`` starts a store for each pair."""
         return {}
 
     def measure(
@@ -177,7 +176,7 @@ class Benches:
         try:
             rate = busbw_of(answers[0]["record"])
         except UsageError as error:
-            # Errors of ranks explain more than the lack of a result.
+            # Errors of ranks explain more than a missing result.
             ends = zip(pair, answers, strict=True)
             failures = [f"{h}: {a['failure']}" for h, a in ends if a["failure"]]
             failure = "; ".join(failures) or str(error)
@@ -201,7 +200,7 @@ def busbw_of(record: str) -> float:
 
 
 def judge_logs(logs: Sequence[bytes]) -> dict[str, Value]:
-    """Return findings in NCCL's logs of the hosts of a pair, by rule."""
+    """Return the findings in the NCCL logs of two hosts, keyed by rule."""
     log = read_nccl_log(io.BytesIO(text) for text in logs)
     return {
         finding.rule: {
@@ -230,10 +229,10 @@ def hold_rendezvous(
 def bench(
     context: NodeContext, question: dict[str, Value], grace_s: float = _GRACE_S
 ) -> dict[str, Value]:
-    """Run the ranks of this host in a job of two hosts, to their end.
+    """Run this host's ranks of a job on two hosts until they end.
 
     The question has the fields of ``HalfJob``. The answer has the ``record`` of rank 0,
-    NCCL's ``log``, compressed, and ``failure``.
+    the compressed NCCL ``log``, and ``failure``.
     """
     given: dict[str, Any] = {name: question[name] for name in HalfJob._fields}
     job = HalfJob(**given)._replace(key=bytes.fromhex(question["key"]))
@@ -250,7 +249,7 @@ def bench(
 
 
 def rounds(hosts: Sequence[str]) -> Iterator[tuple[HostPair, ...]]:
-    """Yield rounds of disjoint pairs, until all pairs are done: the circle method."""
+    """Yield rounds of disjoint pairs that cover all pairs, by the circle method."""
     circle: list[str | None] = [*hosts]
     if len(circle) % 2:
         circle.append(None)
@@ -262,10 +261,10 @@ def rounds(hosts: Sequence[str]) -> Iterator[tuple[HostPair, ...]]:
 
 
 class SlowHost(NamedTuple):
-    """A host that is slow with most others; medians over its partners, in GB/s."""
+    """A host that is slow with most others; rates are medians over them, in GB/s."""
 
     host: str
-    rate: float  # of the lower of both directions
+    rate: float  # of the slower direction
     sent: float
     received: float
     usual: float  # the rate of pairs without a slow host
@@ -277,17 +276,17 @@ class SlowLink(NamedTuple):
 
     host: str
     other: str
-    rate: float  # of the lower direction, in GB/s
+    rate: float  # of the slower direction, in GB/s
     usual: float
 
 
 def judge_pairs(rates: Rates) -> tuple[tuple[SlowHost, ...], tuple[SlowLink, ...]]:
     """Return the slow hosts and links; pairs without both directions do not count.
 
-    A pair is as fast as the slower of its directions. A host is slow if the median over
-    its partners is below a share of the median of all hosts' medians: with three
-    partners a single slow link does not suffice. The links of slow hosts are not listed
-    again; the other links are compared with their own median.
+    A pair is as fast as its slower direction. A host is slow if the median over its
+    partners is below a share of the median of all hosts' medians. With three partners,
+    a single slow link does not make a host slow. Links of slow hosts are not listed
+    again; the remaining links are compared with their own median.
     """
     pairs = _rates_of_pairs(rates)
     met: dict[str, dict[str, float]] = {}
@@ -300,7 +299,7 @@ def judge_pairs(rates: Rates) -> tuple[tuple[SlowHost, ...], tuple[SlowLink, ...
     middle = median(medians.values())
     slow = [host for host in met if medians[host] < _SLOW_SHARE * middle]
     others = {p: rate for p, rate in pairs.items() if not {*slow}.intersection(p)}
-    # Without slow hosts, which lower the medians of the others.
+    # Slow hosts lower the medians of the others, so leave them out.
     usual = max(middle, median(others.values())) if others else middle
     limit = _SLOW_SHARE * usual
     described: list[SlowHost] = []
@@ -315,7 +314,7 @@ def judge_pairs(rates: Rates) -> tuple[tuple[SlowHost, ...], tuple[SlowLink, ...
 
 
 def _rates_of_pairs(rates: Rates) -> dict[HostPair, float]:
-    """Return the lower direction of each pair that was measured both ways."""
+    """Return the slower direction of each pair measured in both directions."""
     return {
         (a, b): min(rates[a][b], rates[b][a])
         for a, b in combinations(rates, 2)
@@ -324,14 +323,14 @@ def _rates_of_pairs(rates: Rates) -> dict[HostPair, float]:
 
 
 class LackingPair(NamedTuple):
-    """Two hosts below the expected rate, or far below that of their link."""
+    """Bandwidth of two hosts that is below ``--expect``, or far below their link's."""
 
     rate: float  # GB/s
     required: str  # the expected rate, or the link
 
 
 def judge_links(fleet: Fleet) -> dict[HostPair, LackingPair]:
-    """Return the pairs below the rate of ``--expect``, or far below that of a link."""
+    """Return the pairs below the rate of ``--expect``, or far below their link's."""
     expected = fleet.settings.get(EXPECTED, {}).get("gb_per_s")
     links = {f.host: _link_of(f.values) for f in fleet.having(RATES, WAY)}
     ways = {*fleet.known(WAY).values()}
@@ -340,7 +339,7 @@ def judge_links(fleet: Fleet) -> dict[HostPair, LackingPair]:
         if expected is not None:
             if rate < expected:
                 lacking[pair] = LackingPair(rate, f"{_show(expected)} expected")
-        # Many ranks of Gloo wait for each other, so the link is not the limit.
+        # Gloo's many ranks wait for each other, so the link is not the limit.
         elif ways != {"gloo"} and links.keys() >= {*pair}:
             slower = min((links[host] for host in pair), key=_least_rate)
             known = "" if slower.gb_per_s else "any link carries 0.1 Gbit/s, and "
@@ -352,7 +351,7 @@ def judge_links(fleet: Fleet) -> dict[HostPair, LackingPair]:
 def _find_lacking(
     rates: Rates, lacking: Mapping[HostPair, LackingPair]
 ) -> dict[str, LackingPair]:
-    """Return hosts of which all pairs are lacking, with the best; then other pairs."""
+    """Return hosts with only lacking pairs, each with its best; then other pairs."""
     own: dict[str, list[HostPair]] = {}
     for pair in _rates_of_pairs(rates):
         for host in pair:
@@ -372,7 +371,7 @@ def _least_rate(link: HostLink) -> float:
 
 
 def _link_of(values: Values) -> HostLink:
-    """Return the link that was measured: for NCCL the RDMA ports, if there are any."""
+    """Return the measured link: for NCCL the RDMA ports, if any are up."""
     ports: Mapping[str, Any] = values.get(_PORTS, {}) if values[WAY] == "nccl" else {}
     up = [p["mbit_per_s"] / 8000 for p in ports.values() if p["state"] == "ACTIVE"]
     if not up:
@@ -384,8 +383,8 @@ def _link_of(values: Values) -> HostLink:
 def run(hosts: HostSet) -> None:
     """Measure the pairs of hosts.
 
-    All pairs of a round are measured at the same time, as a job would load the network.
-    Slow pairs are measured once more, since the first time may have been a busy moment.
+    All pairs of a round are measured at the same time, to load the network like a job.
+    Slow pairs are measured again, in case the network was busy the first time.
     """
     if len(hosts.names) < 2:
         return
@@ -421,7 +420,7 @@ def run(hosts: HostSet) -> None:
 
 
 def _choose_engine(hosts: HostSet) -> str:
-    """Return the user's choice; ``auto`` is NCCL if all hosts have it, else TCP."""
+    """Return the user's choice; ``auto`` is NCCL if all hosts can use it, else TCP."""
     asked = str(hosts.settings["bandwidth"])
     if asked != "auto":
         return asked
@@ -434,7 +433,7 @@ def _choose_engine(hosts: HostSet) -> str:
 
 
 def _num_ranks(hosts: HostSet, engine: str) -> int:
-    """Return the number of ranks on each host: with NCCL at most one for each GPU."""
+    """Return the number of ranks per host: with NCCL at most one per GPU."""
     wanted = int(hosts.settings.get("num_ranks") or 0)
     if engine == "gloo":
         return wanted or 1
@@ -443,7 +442,7 @@ def _num_ranks(hosts: HostSet, engine: str) -> int:
 
 
 def _measure(hosts: HostSet, way: Streams | Benches, pairs: Sequence[HostPair]) -> None:
-    """Measure disjoint pairs; the better of two measurements counts."""
+    """Measure disjoint pairs; the better of new and earlier results counts."""
     if not pairs:
         return
     for pair, (rates, failure, remarks) in way.measure(hosts, pairs).items():
@@ -473,16 +472,16 @@ def _show_gbit(gb_per_s: float) -> str:
 def link_rate(fleet: Fleet) -> Problems:
     """The bandwidth between hosts is that of their links; it is always shown.
 
-    reads: the bandwidth between each two hosts, as for slow-host-link; the rate of the
-        interface or RDMA ports between them, which is unknown for virtual ones
-    threshold: the rate of --expect, as 10GB/s; else 30 % of the link's rate, of which
-        10 Gbit/s count at most; an unknown rate counts as 100 Mbit/s. Gloo: --expect
-    source: ronde's own: four streams fill a sound link of up to 10 Gbit/s by more than
-        half while others use it too; beyond, one processor may be the limit
+    reads: the bandwidth between all pairs of hosts, as for slow-host-link; the rate of
+        the interface or RDMA ports between them, which is unknown for virtual ones
+    threshold: the rate of --expect, such as 10GB/s; else 30 % of the link's rate, at
+        most of 10 Gbit/s; an unknown rate counts as 100 Mbit/s. Gloo: only --expect
+    source: ronde's own: four streams use more than half of a healthy link of up to 10
+        Gbit/s, even if it is shared; on faster links, one CPU may be the limit
     fix: ethtool, ip -s link and tc qdisc show the link's rate, errors and limits; then
         look at cables and switches. A link that is meant to be slow: --expect RATE.
     needs: several hosts, and --bandwidth
-    why: If all hosts are slow none differs, and every step waits for the network.
+    why: If all hosts are slow, comparisons find nothing, and every step is slow.
     """
     rates = fleet.known(RATES)
     slow, links = judge_pairs(rates)
@@ -528,10 +527,10 @@ def _is_very_slow(found: SlowHost | SlowLink) -> bool:
 def slow_host_link(fleet: Fleet) -> Problems:
     """Each host has as much bandwidth as the others.
 
-    reads: the bandwidth between each two hosts: by TCP both ways, or ronde bench
-    threshold: 70 % of the median of all hosts; below 30 % it fails; three or more hosts
-    source: ronde's own: a link at half its rate lies below 70 %, one short measurement
-        of a sound link above; below 30 % it is slower than at half its rate
+    reads: the bandwidth between all pairs of hosts, by TCP or by ronde bench
+    threshold: 70 % of the median of all hosts, below 30 % a failure; 3 hosts or more
+    source: ronde's own: a link at half its rate is below 70 %, a short measurement of a
+        healthy link above; below 30 %, the link has less than half its rate
     fix: ethtool, ip -s link and tc qdisc show its link's rate, errors and limits; then
         look at its cable, its port of the switch, and the cloud's limit.
     needs: several hosts, and --bandwidth
@@ -558,8 +557,8 @@ def slow_host_link(fleet: Fleet) -> Problems:
 def slow_pair(fleet: Fleet) -> Problems:
     """No two hosts have less bandwidth than each has with the others.
 
-    reads: the bandwidth between each two hosts, as for slow-host-link
-    threshold: 70 % of the median of pairs without a slow host; below 30 % it fails
+    reads: the bandwidth between all pairs of hosts, as for slow-host-link
+    threshold: 70 % of the median of pairs without a slow host, below 30 % a failure
     source: as for slow-host-link
     fix: Look at the way between the two: traceroute, and the switches on it. ronde run
         -H ONE,OTHER ronde bench sendrecv -b 64M -e 64M measures it with an engine.
@@ -584,8 +583,9 @@ def slow_pair(fleet: Fleet) -> Problems:
 def pair_job(fleet: Fleet) -> Problems:
     """Any two hosts can run a collective together.
 
-    reads: ronde bench all_reduce on two hosts: a rank a GPU with NCCL, a slot with Gloo
-    threshold: each job ends with right sums; a host that always fails is named alone
+    reads: ronde bench all_reduce on two hosts: a rank per GPU (NCCL) or per slot (Gloo)
+    threshold: each job ends with correct sums; else the pair, or a host that always
+        fails, is reported
     source: NVIDIA's nccl-tests a0b82b2 (src/common.cu): a run with a wrong element has
         failed
     fix: ronde run -H ONE,OTHER -x NCCL_DEBUG=INFO ronde bench all_reduce shows more.
@@ -619,14 +619,14 @@ def pair_job(fleet: Fleet) -> Problems:
 def nccl_choice(values: Values, _: Fleet) -> Problems:
     """NCCL uses the fast path between hosts and between GPUs.
 
-    reads: NCCL's log of these jobs, as ronde topo log reads it
-    threshold: no error of ronde topo log, no sockets if RDMA is up; its warnings warn
+    reads: NCCL's log of the jobs of pair-job, as ronde topo log reads it
+    threshold: no error or warning of ronde topo log; no sockets if an RDMA port is up
     source: NCCL 2.30.7's manual, Logging; docs/topology-log.md has the rules
     fix: See docs/topology-log.md for the named rule.
     needs: several hosts with GPUs, and --bandwidth
     why: Over sockets or host memory only a fraction of the bandwidth is left.
     """
-    # By the kernel an RDMA port is up, even if NCCL found none.
+    # The kernel shows an RDMA port that is up, even if NCCL found none.
     ports = values.get(_PORTS, {}).values()
     is_up = any(port["state"] == "ACTIVE" for port in ports)
     for rule, remark in values[REMARKS].items():

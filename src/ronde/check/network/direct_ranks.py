@@ -1,7 +1,7 @@
-"""Ranks of ``ronde bench`` on two hosts, started without an agent.
+"""Run ``ronde bench`` on two hosts without ``ronde run``.
 
-They have the environment of ``ronde run``. Their output goes to memory, through
-inherited descriptors.
+Ranks get the environment that ``ronde run`` would set. Their output goes to memory
+files, through inherited descriptors.
 """
 
 import os
@@ -40,7 +40,7 @@ sys.exit(main())
 
 
 class HalfJob(NamedTuple):
-    """The ranks of one host of two."""
+    """The part of a job on two hosts that runs on this host."""
 
     words: Sequence[str]  # arguments of ``ronde bench``
     half: int  # 0 on the host of rank 0, else 1
@@ -54,7 +54,7 @@ class HalfJob(NamedTuple):
 
 
 def run_half(job: HalfJob, limit_s: float, grace_s: float) -> tuple[bytes, bytes, str]:
-    """Run the ranks to their end; once one has failed, others have ``grace_s``.
+    """Run the ranks until they end; after a failure, the others get ``grace_s`` more.
 
     Return the record of the first rank, NCCL's log, and the failure, if any.
     """
@@ -116,7 +116,7 @@ def _environment(job: HalfJob, local_rank: int) -> dict[str, str]:
 
 
 def _follow(ranks: Sequence[_Rank], limit_s: float, grace_s: float) -> str:
-    """Wait for the ranks; return the first failure, or empty."""
+    """Wait for the ranks; return the first failure, or ""."""
     due_s, failure = time.monotonic() + limit_s, ""
     while time.monotonic() < due_s:
         is_over = all(rank.process.poll() is not None for rank in ranks)

@@ -1,4 +1,4 @@
-"""Network interfaces, the host's own name, and variables that choose interfaces."""
+"""Checks of network interfaces, the host's name, and variables that name interfaces."""
 
 import math
 import os
@@ -19,7 +19,7 @@ from ronde.topology.kernel_files import list_names, read_number, read_text
 from ronde.topology.kernel_log import read_log
 from ronde.topology.pci import read_link
 
-# Fact: the address at which others reach this host; empty if they have no route.
+# Fact: this host's address for the other hosts; empty if they have no route.
 ADDRESS = "network.address"
 VIRTUAL = "network.is_virtual"  # fact: the host is a virtual machine
 _LOOKUP_S = 2.0
@@ -32,12 +32,12 @@ _VARIABLES, _OWN_NAME = "network.variables", "network.own_name"
 
 _LOOPBACK, _INFINIBAND = "772", "32"
 _MBIT_PER_GB = 8000  # Mbit/s in a GB/s
-# Interfaces whose traffic is carried by others, with hardly larger packets.
+# Interfaces whose traffic other interfaces carry, in packets of about the same size.
 _PASSING_ON = re.compile(r"^DEVTYPE=(vlan|bond|bridge|macvlan|ipvlan)$", re.MULTILINE)
 # Drivers of virtual links, whose speed and carrier mean nothing.
 _PARAVIRTUAL = frozenset({"virtio_net", "hv_netvsc", "vmxnet3", "vif", "gve", "ena"})
 _GLOO = "GLOO_SOCKET_IFNAME"
-# As most drivers of adapters write it: "eth0: NIC Link is Down".
+# The message of most drivers: "eth0: NIC Link is Down".
 _LINK_DOWN = re.compile(r"(?P<name>[\w.@-]+): (?:NIC )?[Ll]ink (?:is )?[Dd]own")
 _BY_PREFIX = ("NCCL_SOCKET_IFNAME",)
 _BY_NAME = (_GLOO, "TP_SOCKET_IFNAME")
@@ -63,9 +63,9 @@ def read(reader: FactReader) -> None:
 
 
 def read_interfaces(root: str) -> dict[str, Value]:
-    """Return the interfaces by name, those of a saved tree without addresses.
+    """Return the interfaces by name; a saved tree has no addresses.
 
-    An unknown ``mbit_per_s`` is 0, and an unknown ``carrier_changes`` -1.
+    An unknown ``mbit_per_s`` is 0; an unknown ``carrier_changes`` is -1.
     """
     directory = f"{root}/sys/class/net"
     found: dict[str, dict[str, Any]] = {}
@@ -89,9 +89,9 @@ def read_interfaces(root: str) -> dict[str, Value]:
 
 
 def read_link_downs(root: str, values: Values) -> dict[str, int]:
-    """Count the losses of each physical link in the last 24 hours.
+    """Count the times that each physical link went down in the last 24 hours.
 
-    On the first day it is the kernel's counter, later its log.
+    On the first day after the boot, the kernel's counter is used as well as its log.
     """
     links = values.get(INTERFACES, {})
     own = {name: i for name, i in links.items() if i["kind"] == "physical"}
@@ -125,7 +125,7 @@ def _kind(own: str) -> str:
 
 
 def list_carriers(directory: str, name: str) -> list[str]:
-    """Return the adapters that carry an interface's traffic, as those of a bond."""
+    """Return the adapters that carry an interface's traffic, such as a bond's."""
     own = f"{directory}/{name}"
     if _kind(own) in ("physical", "infiniband"):
         return [name]
@@ -136,7 +136,7 @@ def list_carriers(directory: str, name: str) -> list[str]:
 
 
 def find_name(values: Values) -> str:
-    """Return the interface that has ``ADDRESS``, empty if unknown."""
+    """Return the name of the interface with ``ADDRESS``; empty if unknown."""
     interfaces: Interfaces = values.get(INTERFACES, {})
     address = values.get(ADDRESS)
     found = (name for name, each in interfaces.items() if address in each["addresses"])
@@ -144,14 +144,14 @@ def find_name(values: Values) -> str:
 
 
 class HostLink(NamedTuple):
-    """The link from a host to the others."""
+    """A host's link to the other hosts, and its rate."""
 
     text: str  # with a verb: ``eth0 carries 25 Gbit/s``
     gb_per_s: float | None  # of one adapter; None if unknown
 
 
 def find_link(values: Values) -> HostLink:
-    """Return the link of ``ADDRESS``; the rate of a virtual one is unknown."""
+    """Return the link of ``ADDRESS``; the rate of a virtual link is unknown."""
     if not (name := find_name(values)):
         return HostLink("the rate of its link is unknown", None)
     interfaces: Interfaces = values[INTERFACES]
@@ -169,8 +169,8 @@ def find_link(values: Values) -> HostLink:
 
 
 def read_variables(root: str, forwarded: Mapping[str, str]) -> dict[str, str]:
-    """Return variables of ranks here that choose interfaces and adapters."""
-    # From the file, which a saved tree has as well.
+    """Return the variables of ranks here that choose interfaces and adapters."""
+    # Read the file, since a saved tree has it as well.
     lines = Path(f"{root}/proc/self/environ").read_bytes().split(b"\0")
     pairs = (line.decode(errors="replace").partition("=") for line in lines)
     known = {name: value for name, _, value in pairs} | dict(forwarded)
@@ -184,7 +184,7 @@ def read_variables(root: str, forwarded: Mapping[str, str]) -> dict[str, str]:
 def look_up_own_name(
     name: str, resolve: Callable[[str], list[str]]
 ) -> Callable[..., dict[str, Value]]:
-    """Look up the host's own name in a thread, since a server may never answer.
+    """Look up the host's own name in a thread, since a name server may never answer.
 
     Return a function that waits for the answer.
     """
@@ -215,9 +215,9 @@ def _resolve(name: str) -> list[str]:
 def chooses(setting: str, name: str) -> bool:
     """Return True if a setting of NCCL selects an interface, or a port of an adapter.
 
-    It is a list of prefixes; after ``=`` of whole names, after ``^`` of exclusions. An
-    adapter may be followed by a colon and the port: ``mlx5_0:1``; its further fields,
-    rail and plane, do not select.
+    The setting is a list of name prefixes. With ``=`` in front it has whole names; with
+    ``^`` it lists exclusions. An adapter may have a port: ``mlx5_0:1``; further fields,
+    rail and plane, are ignored.
 
     Source: NCCL 2.30.7's manual on ``NCCL_SOCKET_IFNAME`` and ``NCCL_IB_HCA``.
     """
@@ -239,14 +239,14 @@ def host_name(values: Values, fleet: Fleet) -> Problems:
     """The host's own name resolves to an address that others reach.
 
     reads: the addresses of the host's name; not if GLOO_SOCKET_IFNAME is set
-    threshold: its first own address is neither loopback nor a container bridge's
+    threshold: the first one on this host is neither loopback nor a container bridge's
     source: torch's ProcessGroupGloo.cpp, createDefaultDevice: Gloo listens at an
-        address of the name, else at loopback; ronde run names an interface
+        address of the name, else at loopback; ronde run sets an interface
     fix: Correct /etc/hosts, or export GLOO_SOCKET_IFNAME (ronde run does).
     needs: several hosts
-    why: Under torchrun or mpirun, Gloo's ranks listen at loopback; others are refused.
+    why: Under torchrun or mpirun, Gloo listens at loopback; other hosts cannot connect.
     """
-    # With the variable Gloo does not look up the name.
+    # With GLOO_SOCKET_IFNAME, Gloo does not look up the name.
     if len(fleet.hosts) < 2 or values[_VARIABLES].get(_GLOO):
         return
     interfaces: Interfaces = values[INTERFACES]
@@ -283,11 +283,11 @@ def chosen_interface(values: Values, fleet: Fleet) -> Problems:
     """The interface chosen by variables exists.
 
     reads: NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME, TP_SOCKET_IFNAME
-    threshold: one matches, has an address, and is reached by other hosts; Gloo: all
+    threshold: one matches, has an address, and other hosts reach it; Gloo: all exist
     source: NCCL 2.30.7's manual, NCCL_SOCKET_IFNAME; torch.distributed's manual,
-        GLOO_SOCKET_IFNAME; that others must reach it: ronde's own
+        GLOO_SOCKET_IFNAME; reachability: ronde's own
     fix: Unset the variable, or name an interface of this host: ip -br address.
-    why: Ranks find no interface and end, or listen where no other host can connect.
+    why: Ranks find no interface and fail, or listen where no other host can connect.
     """
     interfaces: Interfaces = values[INTERFACES]
     known = ", ".join(interfaces)
@@ -330,8 +330,8 @@ def find_slower(
 ) -> Iterator[tuple[str, Problem]]:
     """Yield interfaces or ports slower than those of the same name on most hosts.
 
-    In a draw the fastest counts: none is faster than it should be. ``pick`` returns
-    the Mbit/s of one, 0 to skip it.
+    Of equally frequent rates the fastest counts, since no link is faster than intended.
+    ``pick`` returns the Mbit/s of an interface or port, or 0 to skip it.
     """
     hosts = fleet.known(fact)
     for name in dict.fromkeys(name for each in hosts.values() for name in each):
@@ -352,8 +352,8 @@ def link_speed(fleet: Fleet) -> Problems:
 
     reads: /sys/class/net/*/speed of physical interfaces that are up
     threshold: the speed of the interface of the same name on most hosts
-    source: ronde's own: hosts of a job are alike; of two equally frequent speeds the
-        faster one counts
+    source: ronde's own: hosts of a job have equal links; of two equally frequent speeds
+        the faster one counts
     fix: ethtool INTERFACE: look at speed and errors; then cable and switch port.
     needs: several hosts
     why: The slowest link sets the pace of every reduction.

@@ -1,7 +1,7 @@
-"""The largest packet that arrives at another host.
+"""Measure the largest packet that arrives at another host.
 
-Datagrams with "don't fragment" go to ``reach.ReachServer`` there, which replies with
-the size of each.
+Datagrams with "don't fragment" go to ``reach.ReachServer`` on that host, which replies
+with the size of each.
 """
 
 import socket
@@ -46,7 +46,7 @@ def measure_mtu(
             arrived = {size + headers for size in answered}
             passed = max([passed, *arrived])
             lost = min([lost, *(size for size in sizes if size > passed)])
-            # Next try sizes at equal steps between the two.
+            # Next try sizes at equal steps between ``passed`` and ``lost``.
             begin = max(passed, least - 1) + 1
             num = min(lost - begin, _SIZES_A_ROUND)
             sizes = [begin + (lost - begin) * i // num for i in range(num)]
@@ -67,7 +67,7 @@ def _send_datagrams(
     arrived, token = set[int](), begin[:TOKEN_BYTES]
     for _ in range(_TRIES):
         for size in sorted(wanted - arrived, reverse=True):
-            # One too large for this host's interface counts as lost.
+            # A datagram too large for this host's interface counts as lost.
             with suppress(OSError):
                 sending.sendto(begin.ljust(size, b"\0"), to)
         due_s = time.monotonic() + wait_s

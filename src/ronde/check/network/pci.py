@@ -11,7 +11,7 @@ from ronde.topology.paths.speeds import gt_per_s, pci_theory_gb_per_s
 from ronde.topology.probes.sysfs import read_host
 
 _LINKS = "network.pci_links"
-# Slower ports, such as for the host's administration, are not judged.
+# Slower ports, such as those for administration, are not checked.
 _MIN_MBIT_PER_S = 25_000
 
 
@@ -21,9 +21,9 @@ def read(reader: FactReader) -> None:
 
 
 def read_links(root: str) -> dict[str, Value]:
-    """Return the PCI link of each network port by its name, as it runs and at most.
+    """Return the current and maximum PCI link of each network port, by port name.
 
-    ``mbit_per_s`` is the port's, 0 if unknown or down; a speed is in GT/s, 0 if
+    ``mbit_per_s`` is the port's rate, 0 if unknown or down. Speeds are in GT/s, 0 if
     unknown. Virtual functions have no link.
     """
     host = read_host(Path(f"{root}/"))
@@ -46,11 +46,11 @@ def read_links(root: str) -> dict[str, Value]:
 def adapter_pcie(values: Values, _: Fleet) -> Problems:
     """The PCI links of network adapters are as fast as their ports.
 
-    reads: width and speed in sysfs, of adapter and slot; the rates of ports that are up
-    threshold: the maximum lanes and speed of both ends (only fewer lanes: a warning),
-        and the port's rate; from 25 Gbit/s on; in virtual machines a warning
-    source: PCI Express Base Specification 6.0: bits a lane and coding; 25: ronde's own,
-        as slower ports are seldom those of training
+    reads: PCI width and speed of adapter and slot in sysfs; rates of ports that are up
+    threshold: the port's rate from 25 Gbit/s on (a warning if both ends can do no more,
+        and in virtual machines); all lanes of both ends (a warning)
+    source: PCI Express Base Specification 6.0: bits per lane and coding; 25: ronde's
+        own, since slower ports are seldom used for training
     fix: reseat the card or its riser; look at the slot's lanes in the BIOS
     why: The link, not the port, then sets the pace of every reduction.
     """
@@ -63,7 +63,7 @@ def adapter_pcie(values: Values, _: Fleet) -> Problems:
         port = link["mbit_per_s"] / 1000
         if 0 < carried < port:
             message += f", {carried:.0f} Gbit/s, and its port {port:g} Gbit/s"
-            # The best link of both ends: the host was built so.
+            # The link is the best that both ends can do: the host was built so.
             is_best = width >= link["max_width"] and speed >= link["max_speed"]
             yield Problem(message, WARN if is_best or values[VIRTUAL] else FAIL)
         elif width < link["max_width"]:

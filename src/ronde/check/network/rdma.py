@@ -1,4 +1,4 @@
-"""Checks of RDMA adapters, InfiniBand and RoCE: up, as fast as elsewhere, usable."""
+"""Checks of InfiniBand and RoCE adapters: ports are up, fast and usable."""
 
 import ctypes
 import os
@@ -23,7 +23,7 @@ from ronde.topology.kernel_files import list_names, read_number, read_text
 from ronde.topology.machine import parse_rate
 from ronde.units import list_first
 
-RDMA_ERRORS = "network.rdma_errors"  # fact: error counters by RDMA port
+RDMA_ERRORS = "network.rdma_errors"  # fact: error counters, keyed by RDMA port
 _PORTS, _VARIABLES = "network.rdma_ports", "network.variables"
 _FILES, _LIBRARY = "network.rdma_device_files", "network.has_rdma_library"
 _NUM_GPUS = "host.num_gpus"
@@ -44,7 +44,7 @@ _ERRORS = {
     "counters": f"{_LINK_ERRORS} local_link_integrity_errors".split(),
     "hw_counters": f"{_LOST} rnr_nak_retry_err".split(),
 }
-"""Error counters, by directory of a port.
+"""Error counters by directory of a port in sysfs.
 
 Source: NCCL 2.30.7's manual, RDMA protocol statistics and Port error counters; Linux'
 drivers/infiniband/hw/mlx5/counters.c.
@@ -72,7 +72,7 @@ def read(reader: FactReader) -> None:
 
 
 def _list_ports(root: str) -> Iterator[tuple[str, str, bool]]:
-    """Yield name and folder of each port, and True for a virtual function's."""
+    """Yield name and folder of each port, and True if it is a virtual function's."""
     top = f"{root}/sys/class/infiniband"
     for adapter in list_names(top):
         is_function = Path(f"{top}/{adapter}/device/physfn").exists()
@@ -81,9 +81,9 @@ def _list_ports(root: str) -> Iterator[tuple[str, str, bool]]:
 
 
 def read_ports(root: str) -> dict[str, Value]:
-    """Return the ports of all adapters, by names such as ``mlx5_0:1``.
+    """Return the ports of all adapters, keyed by names such as ``mlx5_0:1``.
 
-    ``downs`` counts losses of the link (-1: unknown). Empty GIDs are left out.
+    ``downs`` is the number of link losses (-1 if unknown). Empty GIDs are left out.
     """
     found: dict[str, Value] = {}
     for name, own, is_function in _list_ports(root):
@@ -100,7 +100,7 @@ def read_ports(root: str) -> dict[str, Value]:
 
 
 def read_errors(root: str) -> dict[str, dict[str, int]]:
-    """Return the error counters of each port, without virtual functions."""
+    """Return the error counters of each port, except those of virtual functions."""
     found: dict[str, dict[str, int]] = {}
     for port, own, is_function in _list_ports(root):
         for directory, names in _ERRORS.items() if not is_function else ():
@@ -112,7 +112,7 @@ def read_errors(root: str) -> dict[str, dict[str, int]]:
 
 
 def _behind_colon(own: str, name: str) -> str:
-    """Return ``ACTIVE`` of ``4: ACTIVE``."""
+    """Return ``ACTIVE`` if a file of sysfs contains ``4: ACTIVE``."""
     return Path(f"{own}/{name}").read_text(encoding="ascii").partition(":")[2].strip()
 
 
@@ -146,7 +146,7 @@ def _is_up(port: Port) -> bool:
 
 
 def _has_gpus(values: Values) -> bool:
-    """Return True if NCCL may run there, the only user of RDMA."""
+    """Return False if a host has no GPUs, and so NCCL, the user of RDMA, cannot run."""
     return values.get(_NUM_GPUS) != 0
 
 
@@ -155,19 +155,19 @@ def rdma_port(fleet: Fleet) -> Problems:
     """RDMA ports are up.
 
     reads: state and phys_state in /sys/class/infiniband, of ports of NCCL_IB_HCA
-    threshold: ACTIVE and LinkUp; Disabled and Sleep are intended, except of the only
-        such port of four or more of a model
+    threshold: ACTIVE and LinkUp; Disabled and Sleep count as intended, except for the
+        only port that is not up of four or more of a model
     source: NCCL 2.30.7's manual, NIC-level diagnostics; Disabled and Sleep: AMD's
-        Primus fd1eeab (preflight/node_smoke/cli.py); a failure if it is up on most
-        hosts or is named: ronde's own
+        Primus fd1eeab (preflight/node_smoke/cli.py); a failure if the port is up on
+        most hosts or is named by NCCL_IB_HCA: ronde's own
     fix: look at its cable and transceiver, and at the switch's port; if nothing is
         plugged in, leave it out: NCCL_IB_HCA. INIT: start a subnet manager
     needs: an RDMA adapter
-    why: NCCL silently leaves the port out: half the bandwidth, or sockets.
+    why: NCCL silently skips the port: half the bandwidth, or sockets in place of RDMA.
     """
     hosts = list(fleet.having(_PORTS, _VARIABLES))
     for facts in hosts:
-        found: dict[Problem, list[str]] = {}  # ports by their problem
+        found: dict[Problem, list[str]] = {}  # ports with this problem
         for name, port in _chosen(facts.values).items():
             is_meant = port["physical_state"] in _MEANT_DOWN
             if _is_up(port) or (is_meant and not _is_odd(facts.values, port)):
@@ -206,7 +206,7 @@ def _cure(values: Values, state: str, names: list[str]) -> str:
 
 
 def _is_odd(values: Values, port: Port) -> bool:
-    """Return True if the port is the only one of four or more of its model not up."""
+    """Return True if only one of the four or more ports of this model is not up."""
     kind = port.get("model"), port["layer"]
     ports = values[_PORTS].values() if kind[0] else ()
     alike = [_is_up(each) for each in ports if (each["model"], each["layer"]) == kind]
@@ -214,19 +214,19 @@ def _is_odd(values: Values, port: Port) -> bool:
 
 
 def _weigh_port(values: Values, port: Port, num_up: int, num_others: int) -> Severity:
-    """Return the severity of a port that is not up; many have no cable on purpose."""
+    """Return the severity of a port that is not up; many ports need no cable."""
     is_named = values[_VARIABLES].get(_CHOICE, "").startswith("=")
     if 2 * num_up > num_others or (is_named and num_others):
         return FAIL
     has_another = any(_is_up(each) for each in values[_PORTS].values())
     if port["physical_state"] == _UP[1] and port["layer"] == "InfiniBand":
-        # It has a cable, but no subnet manager has activated it.
+        # The port has a cable, but no subnet manager has activated it.
         return WARN if has_another else FAIL
     if _is_odd(values, port):
         return WARN
     if has_another or port["layer"] != "InfiniBand":
         return INFORM
-    # One or two may be unused; the ports in a file are of a host for jobs.
+    # One or two ports may be unused; a saved file is of a host that runs jobs.
     return FAIL if port.get("model") and len(values[_PORTS]) > 3 else WARN
 
 
@@ -236,8 +236,8 @@ def rdma_rate(fleet: Fleet) -> Problems:
 
     reads: rate in /sys/class/infiniband, of ports that are up
     threshold: the rate of the port of the same name on most hosts
-    source: ronde's own: hosts of a job are alike; of two equally frequent rates the
-        faster one counts
+    source: ronde's own: hosts of a job have equal ports; of two equally frequent rates
+        the faster one counts
     fix: ibstat; ibdiagnet: reseat the cable or transceiver, look at the switch.
     needs: several hosts with RDMA adapters
     why: The slowest port sets the pace of every reduction.
@@ -255,8 +255,8 @@ def roce_gid(fleet: Fleet) -> Problems:
 
     reads: gids and gid_attrs in /sys/class/infiniband, and NCCL_IB_GID_INDEX
     threshold: a routable GID of RoCE v2; a note if most hosts have none
-    source: NCCL 2.30.7's manual, RoCE: from 2.21 on unset; its net_ib/connect.cc takes
-        no link-local GID; RoCE v2 is routed, v1 is not
+    source: NCCL 2.30.7's manual, RoCE: unset the index from 2.21 on; its
+        net_ib/connect.cc skips link-local GIDs; RoCE v2 is routed, v1 is not
     fix: Give the port's interface an IP address; unset NCCL_IB_GID_INDEX: NCCL finds
         it. Or leave the port out: NCCL_IB_HCA=^NAME; if it is the only one,
         NCCL_IB_DISABLE=1.
@@ -291,7 +291,7 @@ def _is_usable(port: Port) -> bool:
 
 
 def _weigh_gids(facts: HostFacts, name: str, hosts: Iterable[HostFacts]) -> Severity:
-    """Return the severity of a port without an address; one for storage has none."""
+    """Return the severity of a port without an address, which storage may not need."""
     others = [each.values[_PORTS].get(name) for each in hosts if each is not facts]
     num_usable = sum(other is not None and _is_usable(other) for other in others)
     has_another = any(map(_is_usable, _chosen(facts.values).values()))
@@ -320,13 +320,13 @@ def rdma_devices(values: Values, fleet: Fleet) -> Problems:
     """Ranks may use the RDMA adapters.
 
     reads: /dev/infiniband/uverbs* and libibverbs.so.1, if a port is up
-    threshold: one may be opened, the library exists; without GPUs a warning
-    source: NCCL 2.30.7 loads that library (src/misc/ibvsymbols.cc), which opens those
+    threshold: one file can be opened, and the library exists; without GPUs a warning
+    source: NCCL 2.30.7 loads this library (src/misc/ibvsymbols.cc), which opens the
         files
     fix: In a container: --device=/dev/infiniband --ulimit memlock=-1, and install
         rdma-core (Debian: libibverbs1, ibverbs-providers) in it.
     needs: several hosts with RDMA adapters
-    why: NCCL silently takes TCP sockets instead, several times slower.
+    why: NCCL silently uses TCP sockets instead, which are several times slower.
     """
     up = [name for name, port in _chosen(values).items() if _is_usable(port)]
     files: dict[str, bool] = values[_FILES]

@@ -1,11 +1,11 @@
-"""Connections between all hosts, with small and large messages; TCP streams.
+"""Test connections between all hosts with small and large messages; TCP streams.
 
-Every host listens and then connects to the others. Of pairs with a fault, the host that
-they share is reported.
+Every host listens and then connects to the others. If several pairs fail, the host that
+they have in common is reported.
 
-A client sends the host's token first. A frame on a TCP connection is a length and as
-many bytes, answered by one byte. A datagram, sent with "don't fragment", is answered by
-its size. The sockets close when the program on the host ends, and idle connections
+A client first sends the host's token. A frame on a TCP connection has a length and as
+many bytes; one byte is the reply. Datagrams are sent with "don't fragment"; the reply
+is their size. The sockets close when the program on the host ends, and idle connections
 after a few seconds.
 """
 
@@ -40,19 +40,19 @@ from ronde.check.network.path_mtu import (
 )
 from ronde.units import format_size, list_first
 
-# The fact ``REACH`` by host and target, the order in each pair as well.
+# The fact ``REACH``, keyed by host and target; pairs have the same order.
 Reached = Mapping[str, Mapping[str, Mapping[str, Any]]]
-# Fact: the result of ``reach`` by target; after a failed connection with ``is_heard``,
-# True if datagrams arrived there.
+# Fact: the result of ``reach``, keyed by target. After a failed connection it has
+# ``is_heard``: True if datagrams arrived at the target.
 REACH = "network.reach"
-# Fact: MTU in bytes of the interface that leads to most other hosts.
+# Fact: MTU in bytes of the interface that routes to most other hosts.
 MTU = "network.peer_mtu"
-# With more hosts each connects to its neighbours in a ring and to some random ones.
+# With more hosts, each connects to its neighbours in a ring and to some random hosts.
 _MAX_ALL_PAIRS = 32
 _NUM_SHIFTS = 4
 _LISTEN_S, _REACH_S = 4.0, 12.0
 
-LARGE_BYTES = 64 << 10  # a message with many packets of full size
+LARGE_BYTES = 64 << 10  # a message of many full packets
 FRAME = struct.Struct("!I")
 _SMALL_BYTES = 8
 _MAX_FRAME_BYTES = 16 << 20
@@ -60,12 +60,12 @@ _CHUNK_BYTES = 1 << 20
 _NUM_PORTS = 2
 _MAX_CONNECTIONS = 512
 _IDLE_S, _CONNECT_S, _ANSWER_S = 5.0, 1.0, 0.8
-NUM_STREAMS = 4  # clouds limit a single stream to a part of a link
+NUM_STREAMS = 4  # clouds limit a single stream to a fraction of the link
 _QUICK_S = 0.02  # frames that take less time are made longer
 
 
 class ReachServer:
-    """TCP ports and a UDP port; ``heard`` counts datagrams by the sender's name."""
+    """Server on TCP ports and a UDP port; ``heard`` has the datagrams by sender."""
 
     def __init__(self) -> None:
         listeners = [_open(socket.SOCK_STREAM) for _ in range(_NUM_PORTS)]
@@ -171,7 +171,7 @@ def _connect(address: str, port: int, token: bytes) -> socket.socket:
 
 
 def listen(context: NodeContext, _: dict[str, Value]) -> dict[str, Value]:
-    """Open ports once; return them, their token, and datagrams received by sender."""
+    """Open ports once; return ports, token, and datagrams received by sender."""
     reception: ReachServer | None = context.memory.get("reception")
     if reception is None:
         context.memory["reception"] = reception = ReachServer()
@@ -187,8 +187,8 @@ def listen(context: NodeContext, _: dict[str, Value]) -> dict[str, Value]:
 def stream(_: NodeContext, question: dict[str, Value]) -> dict[str, Value]:
     """Send to another host in several streams for ``seconds``.
 
-    The question has ``address``, ``port`` and ``token`` of the other. The answer has
-    the received ``gb_per_s`` (1e9).
+    The question has the other host's ``address``, ``port`` and ``token``. The answer
+    has ``gb_per_s`` (1e9), the received rate.
     """
     target = question["address"], question["port"], question["token"].encode()
     with ExitStack() as closing:
@@ -201,10 +201,10 @@ def stream(_: NodeContext, question: dict[str, Value]) -> dict[str, Value]:
 
 
 def _pump(line: socket.socket, begun_s: float, due_s: float) -> float:
-    """Send frames, two of them in flight; return the received bytes per second.
+    """Send frames, two in flight; return the received bytes per second.
 
-    The time starts with the first byte of any stream, so that a thread that starts late
-    does not make the link look faster.
+    The time starts with the first byte of any stream: a thread that starts late does
+    not make the link seem faster.
     """
     limit_s = due_s - begun_s + _ANSWER_S
     line.settimeout(limit_s)
@@ -232,17 +232,17 @@ def _pump(line: socket.socket, begun_s: float, due_s: float) -> float:
 def reach(
     _: NodeContext, question: dict[str, Value], wait_s: float = ANSWER_S
 ) -> dict[str, Value]:
-    """Connect to all targets at once; it takes at most about 3 s.
+    """Connect to all targets concurrently, within about 3 s.
 
     The question has ``name`` (this host's) and ``targets``, each with ``name``,
     ``address``, ``ports``, ``udp_port`` and ``token``. The answer has ``reached``, by
     target:
 
-    - ``error``: of the connection to one of its ports, else empty;
-    - ``is_refused``: True if the target refused it;
-    - ``lost_bytes``: size of a lost message where small ones arrive, else 0;
-    - ``mtu``: the largest packet in bytes that arrives, or null if none does;
-    - ``own_mtu``: MTU in bytes of the interface that leads there; 0 if none does.
+    - ``error``: the error of a connection to one of the ports, else empty;
+    - ``is_refused``: True if the target refused the connection;
+    - ``lost_bytes``: size of a lost message if small messages arrive, else 0;
+    - ``mtu``: the largest packet in bytes that arrives; null if none arrives;
+    - ``own_mtu``: MTU in bytes of the interface to the target; 0 without a route.
     """
     targets: list[dict[str, Value]] = question["targets"]
     with ThreadPoolExecutor(len(targets) or 1) as pool:
@@ -265,7 +265,7 @@ def _reach_one(name: str, wait_s: float, target: dict[str, Value]) -> dict[str, 
             found["error"] = f"{message}: {_reason(error)}"
             found["is_refused"] = isinstance(error, ConnectionRefusedError)
         if own_mtu:
-            # Also without a connection: packets may be lost only on the way back.
+            # Even without a connection: packets may be lost in one direction only.
             with suppress(OSError):
                 to = (address, target["udp_port"])
                 found["mtu"] = measure_mtu(*to, token, name, own_mtu, wait_s)
@@ -296,7 +296,7 @@ def _echo(connection: socket.socket, size_bytes: int) -> None:
 
 
 def run(hosts: HostSet) -> None:
-    """Have the hosts reach each other, and try pairs with a fault once more."""
+    """Make the hosts connect to each other, and retry failed pairs once."""
     if len(hosts.names) < 2:
         return
     listening = hosts.ask_all({"do": "listen"}, _LISTEN_S)
@@ -326,7 +326,7 @@ def run(hosts: HostSet) -> None:
 
 
 def plan_partners(names: Sequence[str]) -> dict[str, list[str]]:
-    """Choose the targets of each host, evenly; with few hosts, all others."""
+    """Return the same number of targets for each host; with few hosts, all others."""
     num = len(names)
     shifts = list(range(1, num))
     if num > _MAX_ALL_PAIRS:
@@ -339,7 +339,7 @@ def plan_partners(names: Sequence[str]) -> dict[str, list[str]]:
 
 
 def better(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """Return the better of two tries; one success is enough."""
+    """Return the better of two results for a target; one success is enough."""
     if second["error"] or (second["lost_bytes"] and not first["error"]):
         return first if not first["error"] else second
     mtu = max(first.get("mtu") or 0, second.get("mtu") or 0)
@@ -349,7 +349,7 @@ def better(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
 def _ask_to_reach(
     hosts: HostSet, listening: Mapping[str, Reply], plan: Mapping[str, Sequence[str]]
 ) -> dict[str, dict[str, Any]]:
-    """Have hosts reach their targets; return the results, and store failures."""
+    """Make hosts connect to their targets; return results, and store failures."""
     questions: dict[str, dict[str, Value]] = {}
     for host, others in plan.items():
         targets = [
@@ -380,10 +380,10 @@ def failing_pairs(reached: Reached) -> list[HostPair]:
 
 
 def lost_pairs(reached: Reached) -> list[HostPair]:
-    """Return the failing pairs, without directions in which packets arrive.
+    """Return the failed pairs, without directions in which packets arrive.
 
     A connection needs both directions. If neither host can connect to the other, but
-    datagrams arrive in one direction, only the other direction is at fault.
+    datagrams arrive in one direction, only the opposite direction has a fault.
     """
     failing = dict.fromkeys(failing_pairs(reached))
     arriving = {(a, b) for a, b in failing if reached[a][b].get("is_heard")}
@@ -392,7 +392,7 @@ def lost_pairs(reached: Reached) -> list[HostPair]:
 
 
 def lossy_pairs(reached: Reached) -> list[HostPair]:
-    """Return the pairs that lose messages or packets as large as both ends allow."""
+    """Return the connected pairs that lose large messages or full-size packets."""
     mtus = {host: own_mtu(others) for host, others in reached.items()}
 
     def is_lossy(other: str, found: Mapping[str, Any]) -> bool:
@@ -404,7 +404,7 @@ def lossy_pairs(reached: Reached) -> list[HostPair]:
 
 
 def own_mtu(others: Mapping[str, Mapping[str, Any]]) -> int:
-    """Return the MTU of the interface that leads to most others; 0 if to none."""
+    """Return the MTU of the interface that routes to most others; 0 without one."""
     counts = Counter(each["own_mtu"] for each in others.values() if each["own_mtu"])
     return counts.most_common(1)[0][0] if counts else 0
 
@@ -412,10 +412,10 @@ def own_mtu(others: Mapping[str, Mapping[str, Any]]) -> int:
 def blame(
     pairs: Collection[HostPair], at_receiver: Collection[HostPair] = ()
 ) -> dict[str, list[HostPair]]:
-    """Return the hosts that explain the pairs with a fault, each with its pairs.
+    """Return the hosts that explain the faulty pairs, each with its pairs.
 
-    Repeatedly choose the host with faults to most others; in a draw, all of them. Of an
-    isolated pair choose the sender, or the receiver if it is in ``at_receiver``.
+    The host with the most faulty pairs is chosen repeatedly; of equals, all are. Of an
+    isolated pair the sender is chosen, or the receiver if it is in ``at_receiver``.
     """
     left = list(dict.fromkeys(pairs))
     blamed: dict[str, list[HostPair]] = {}
@@ -438,7 +438,7 @@ def blame(
 def _name_ways(
     host: str, pairs: Sequence[HostPair], outwards: str, inwards: str
 ) -> str:
-    """List the other hosts of pairs with a fault, by direction."""
+    """Return text that lists the other hosts of faulty pairs, by direction."""
     to = [other for sender, other in pairs if sender == host]
     by = [sender for sender, other in pairs if other == host]
     ways = ((outwards, to), (inwards, by))
@@ -449,10 +449,10 @@ def _name_ways(
 def reachable(fleet: Fleet) -> Problems:
     """Hosts can connect to each other at ports that the kernel chooses.
 
-    reads: TCP and datagrams between all pairs; above 32 hosts a ring and eight others
-    threshold: every connection succeeds within a second, in one of two tries
+    reads: TCP and datagrams between all pairs; above 32 hosts, a ring and eight others
+    threshold: every connection succeeds within a second, in one of two attempts
     source: NCCL 2.30.7's manual, IP ports: ranks listen at ports that the kernel
-        chooses, as Gloo's do; a second: TCP's first repeat (RFC 6298), ronde's own
+        chooses, and so does Gloo; a second: TCP's first retry (RFC 6298), ronde's own
     fix: Let TCP through: nft list ruleset, or iptables -S; then routes and cloud rules.
     needs: several hosts
     why: The start of a job hangs until its timeout, and the error names no host.
@@ -482,9 +482,9 @@ def reachable(fleet: Fleet) -> Problems:
 def mtu(fleet: Fleet) -> Problems:
     """The interfaces between hosts have the same MTU.
 
-    reads: the MTU of the interface that leads to the other hosts
+    reads: the MTU of the interface that routes to the other hosts
     threshold: the MTU of most hosts
-    source: RFC 4861, 4.6.4: all nodes of a link use one MTU; TCP takes the smaller of
+    source: RFC 4861, 4.6.4: all nodes of a link use one MTU; TCP uses the smaller of
         two (RFC 9293, 3.7.1) and hides the difference
     fix: ip link set dev INTERFACE mtu BYTES, and in the network's configuration.
     needs: several hosts
@@ -494,7 +494,7 @@ def mtu(fleet: Fleet) -> Problems:
     for problem in differing(fleet, MTU, "MTU"):
         host, wanted = problem.host, usual_value(problem.usual)
         if not wanted:
-            # In a draw choose the smaller one, which always passes.
+            # Of equally frequent sizes, choose the smaller one, which always passes.
             host, wanted = max(sizes, key=sizes.__getitem__), min(sizes.values())
         fix = _set_mtu(fleet, host, wanted)
         fix = fix if host == problem.host else fix.replace("there", f"on {host}")

@@ -1,4 +1,4 @@
-"""NCCL's debug log, as values: NCCL's choices, and findings."""
+"""Read NCCL's debug log: the choices that NCCL made, and findings."""
 
 from ronde.topology.nccl_log.judge import judge_nccl_log
 from ronde.topology.nccl_log.log import NcclJob, NcclLog, read_nccl_log

@@ -1,4 +1,4 @@
-"""Failed ranks, from the output of Python, torch, torchrun, srun and mpirun."""
+"""Find failed ranks in the output of Python, torch, torchrun, srun and mpirun."""
 
 import re
 import signal
@@ -46,7 +46,7 @@ _NOISE = re.compile(
 
 
 class Outcome(IntEnum):
-    """The state of a rank after its failure; of several the least counts."""
+    """The state of a rank after its failure; of several, the lowest value counts."""
 
     FAILED = 0
     RESTARTED = 1  # The job was started again.
@@ -54,7 +54,7 @@ class Outcome(IntEnum):
 
 
 class RankFailure(NamedTuple):
-    """A failed process of a job."""
+    """A failed rank, the cause, and its state after the failure."""
 
     cause: str  # ``CUDA error: an illegal memory access was encountered``.
     rank: int = -1  # -1 if unknown.
@@ -65,7 +65,7 @@ class RankFailure(NamedTuple):
 
 
 class FailureReader:
-    """Reads lines one by one; those of other programs are ignored."""
+    """Collects failures from single lines; ignores lines of other programs."""
 
     def __init__(self) -> None:
         self._found: dict[object, RankFailure] = {}
@@ -104,14 +104,14 @@ class FailureReader:
             self._feed_end(line)
 
     def feed_nccl(self, text: str) -> None:
-        """Read a message of NCCL's about the end of a communicator."""
+        """Read an NCCL message that may report the end of a communicator."""
         if match := _DESTROYED.search(text):
             self._destroyed[int(match[2])][int(match[1])] = self._num_seen
 
     def report(self, ranks: Collection[int] = ()) -> tuple[RankFailure, ...]:
-        """Return failures; mark those before a regular end of all ranks.
+        """Return failures; failures before a regular end of all ranks are marked.
 
-        ``ranks`` are those of the log if it has one job.
+        ``ranks`` are the ranks in the log if it has only one job.
         """
         size = max(self._destroyed, default=0)
         nums = self._destroyed[size]
@@ -125,7 +125,7 @@ class FailureReader:
         return tuple(self._found.values())
 
     def _feed_own(self, line: str) -> None:
-        """Find ranks that go on writing after an exception."""
+        """Find ranks that continue to write after an exception."""
         match = _OWN.search(line)
         rank = int(match[1]) if match else -1
         if match and match[2]:

@@ -1,4 +1,4 @@
-"""Findings in NCCL's debug log, rule by rule."""
+"""Find faults in NCCL's debug log; most functions implement one rule."""
 
 import re
 from collections import defaultdict
@@ -24,10 +24,10 @@ _named = partial(list_first, most=3)
 _VIRTUAL = re.compile(
     r"docker\d|veth|lo\d?$|virbr|br-|cni|flannel|cali|tunl|vxlan|kube-|lxc|lxd|podman"
 )
-# libfabric's providers that drive no adapter.
+# libfabric's providers without an adapter.
 _BY_TCP = re.compile(r"Libfabric ((?:tcp|sockets|udp|net)(?:;\S+)?) ")
 _DIRECT_LINKS = {"NVL": "NVLink", "NVB": "NVLink", "XGMI": "xGMI"}
-# Since NCCL 2.30 links lead to a device with its GPUs.
+# Since NCCL 2.30 links end at a device that contains GPUs.
 _GPUS = ("GPU/", "DEV/")
 _FEW_CHANNELS = 2
 # To the switches of V100's six links; a bridge between two cards may carry less.
@@ -58,7 +58,7 @@ _REPORTED_BY_ONE = {"NCCL_TOPO_DUMP_FILE", "NCCL_GRAPH_DUMP_FILE", "NCCL_COMM_ID
 def judge_nccl_log(log: NcclLog) -> tuple[Diagnostic, ...]:
     """Return the findings in a log, the most severe first.
 
-    Facts that are not in the log are never a fault.
+    A fact that is missing in the log never counts as a fault.
     """
     found = [finding for job in log.jobs for rule in _RULES for finding in rule(job)]
     found += [*_failures(log), *_timeouts(log)]
@@ -98,7 +98,7 @@ def _failures(log: NcclLog) -> Iterator[Diagnostic]:
 
 
 def _causes(log: NcclLog) -> dict[str, list[RankFailure]]:
-    """Return failures by rule; secondary ones only if there are no others."""
+    """Return failures by rule; secondary failures only if there are no primary ones."""
     found: defaultdict[str, list[RankFailure]] = defaultdict(list)
     for each in (each for each in log.failures if each.outcome is Outcome.FAILED):
         found[rule_of_failure(each.cause)].append(each)
@@ -167,7 +167,7 @@ def _timeouts(log: NcclLog) -> Iterator[Diagnostic]:
 
 
 def _kind_of(timeout: CollectiveTimeout) -> tuple[str, str, list[int]]:
-    """Return the key of the remedy, and the ranks with other calls than most."""
+    """Return two keys of the rule's texts, and the ranks with other calls than most."""
     compared = [w for w in timeout.works if not _UNEQUAL.match(w.operation)]
     # Unknown groups may be several, each with its own numbers.
     num_groups, num_seqs = len(timeout.groups), len({work.seq for work in compared})
@@ -184,7 +184,7 @@ def _kind_of(timeout: CollectiveTimeout) -> tuple[str, str, list[int]]:
 
 
 def _tries(log: NcclLog) -> str:
-    """Return settings that rule out one transport each."""
+    """Return advice to run with settings that each disable one transport."""
     comms = [comm for job in log.jobs for comm in job.communicators[:1]]
     is_efa = any("Libfabric" in n.value for job in log.jobs for n in job.networks)
     tries = ["NCCL_P2P_DISABLE=1", "NCCL_NET=Socket" if is_efa else "NCCL_IB_DISABLE=1"]
@@ -260,7 +260,7 @@ def _by_host(reported: Iterable[Reported]) -> str:
 
 
 def _sockets_used(job: NcclJob) -> Iterator[Diagnostic]:
-    """Find data over TCP where an RDMA adapter is, or may be."""
+    """Find data sent over TCP though there is, or may be, an RDMA adapter."""
     used = [each for each in job.networks if each.value == "Socket"]
     used += [e for e in job.edges if e.transport.startswith("NET/Socket")]
     if not used or not _spans_nodes(job):
@@ -322,7 +322,7 @@ def _settings_differ(job: NcclJob) -> Iterator[Diagnostic]:
 
 
 def _adapters_mixed(job: NcclJob) -> Iterator[Diagnostic]:
-    """Find InfiniBand and RoCE in one job: they cannot connect to each other."""
+    """Find jobs with both InfiniBand and RoCE, which cannot connect to each other."""
     found: defaultdict[str, list[str]] = defaultdict(list)
     for name in _values(job.candidates):
         found[name.rpartition("/")[2]].append(name.partition(" ")[2])
@@ -342,7 +342,7 @@ def _adapters_mixed(job: NcclJob) -> Iterator[Diagnostic]:
 
 
 def _nvlink_fabric(jobs: Sequence[NcclJob]) -> Iterator[Diagnostic]:
-    """Find GPUs outside of the NVLink fabric of other hosts, or with bad links."""
+    """Find GPUs in another NVLink fabric than the other hosts, or with bad links."""
     # Hosts without a communicator may be of one job.
     lone = [each for job in jobs if not job.communicators for each in job.fabric]
     for gpus in (lone, *(job.fabric for job in jobs if job.communicators)):
@@ -370,7 +370,7 @@ def _nvlink_fabric(jobs: Sequence[NcclJob]) -> Iterator[Diagnostic]:
 
 
 def _no_gpudirect(job: NcclJob) -> Iterator[Diagnostic]:
-    """Find data that is staged in the hosts' memory between GPU and adapter."""
+    """Find data that passes through host memory between GPU and adapter."""
     fast = [e for e in job.edges if re.match("NET/(?!Socket)", e.transport)]
     staged = [e for e in fast if "/GDRDMA" not in e.transport]
     networks = tuple(_values(job.networks)) or ("",)
@@ -412,7 +412,7 @@ def _virtual_interfaces(job: NcclJob) -> Iterator[Diagnostic]:
 
 
 def _shared_memory_used(job: NcclJob) -> Iterator[Diagnostic]:
-    """Find GPUs that needlessly exchange data through the host's memory."""
+    """Find GPUs that exchange data through host memory without need."""
     staged = [edges for edges in job.edges if edges.transport.startswith("SHM/")]
     has_direct = any(edges.transport.startswith("P2P/") for edges in job.edges)
     between = {*_values(job.gpu_paths)}
@@ -510,7 +510,7 @@ def _slow_pci(job: NcclJob) -> Iterator[Diagnostic]:
 
 
 def _narrow_ones(links: Sequence[TreeLink]) -> Iterator[tuple[str, TreeLink, float]]:
-    """Yield GPUs and adapters behind a narrow link: name, link, expected GB/s or 0."""
+    """Yield GPUs and adapters below a slow link: name, link, expected GB/s (or 0)."""
     above = {link.target: link for link in links if link.kind == "PCI"}
 
     def narrowest(name: str) -> TreeLink:
@@ -543,7 +543,7 @@ def _bus_address(name: str) -> str:
 
 
 def _nodes_unlike_hosts(job: NcclJob) -> Iterator[Diagnostic]:
-    """Find communicators of which NCCL counts more or fewer nodes than hosts."""
+    """Find communicators with a number of NCCL nodes that is not that of hosts."""
     for comm in job.communicators:
         num_hosts = len(comm.hosts)
         is_whole = len(comm.ranks) == comm.num_ranks

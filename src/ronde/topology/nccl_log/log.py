@@ -1,7 +1,7 @@
-"""NCCL's debug log as values, collected in bounded memory.
+"""Parse NCCL's debug log in bounded memory.
 
-Equal reports of many ranks are kept once, with their hosts. A job is the processes that
-communicators join, and other processes of their hosts.
+Equal reports of several ranks are stored once, with their hosts. Processes with common
+communicators, and other processes on their hosts, form a job.
 """
 
 import re
@@ -37,14 +37,14 @@ _GPU_PATH = re.compile(r"GPU/[0-9a-fA-F-]+ \(\d+/[\d.]+/(\w+)\)")
 
 
 class Reported(NamedTuple):
-    """A value that some processes of a job report."""
+    """A value that processes of a job report, such as a version or a setting."""
 
     value: str  # A version, a device, a setting.
     hosts: tuple[str, ...]  # By name.
 
 
 class RankSeen(NamedTuple):
-    """A rank of a communicator."""
+    """A rank of a communicator, and the progress of its initialisation."""
 
     rank: int
     host: str
@@ -56,7 +56,7 @@ class RankSeen(NamedTuple):
 
 
 class ChannelCounts(NamedTuple):
-    """The channels of a communicator."""
+    """The numbers of channels of a communicator, by use."""
 
     coll: int  # For rings and trees.
     nvls: int  # For reductions in the NVLink switches.
@@ -64,7 +64,7 @@ class ChannelCounts(NamedTuple):
 
 
 class NcclCommunicator(NamedTuple):
-    """A communicator."""
+    """A communicator, its size, and the ranks in the log."""
 
     name: str  # NCCL's number of it, or one of the log's own that begins with ``#``.
     num_ranks: int  # 0 if unknown.
@@ -90,7 +90,7 @@ class TreeLink(NamedTuple):
 
 
 class EdgesSeen(NamedTuple):
-    """Connections between ranks that use one transport."""
+    """All connections between ranks that use the same transport."""
 
     # ``P2P/CUMEM/read``, ``SHM/direct``, ``NET/IB/GDRDMA``, ``COLLNET/SHARP``.
     transport: str
@@ -104,7 +104,7 @@ class EdgesSeen(NamedTuple):
 
 
 class Tuning(NamedTuple):
-    """An algorithm that NCCL chose."""
+    """NCCL's choice of algorithm and protocol for a collective."""
 
     collective: str  # ``AllReduce``.
     algorithm: str  # ``RING``, ``TREE``, ``NVLS``, ...
@@ -123,7 +123,7 @@ class WarningSeen(NamedTuple):
 
 
 class NcclJob(NamedTuple):
-    """Hosts that communicators join, and the reports of their processes."""
+    """Hosts with common communicators, and the reports of their processes."""
 
     hosts: tuple[str, ...] = ()  # By name.
     num_processes: int = 0
@@ -151,7 +151,7 @@ class NcclJob(NamedTuple):
 
 
 class NcclLog(NamedTuple):
-    """The content of a log."""
+    """Everything known from a log: jobs, time-outs, failures and lost messages."""
 
     jobs: tuple[NcclJob, ...]  # The one with most processes first.
     loose_versions: tuple[str, ...] = ()  # Versions without a process.
@@ -200,7 +200,7 @@ class _Part:
 
 @dataclass(eq=False)
 class _Comm:
-    """A communicator; ``ranks`` has the first part of each rank."""
+    """A communicator under construction; ``ranks`` has the first part of each rank."""
 
     name: str
     num_ranks: int | None
@@ -219,7 +219,7 @@ class _Comm:
 
 
 class _Collector:
-    """Collects messages; ``on_X`` handles those of the topic X."""
+    """Collects messages; the method ``on_X`` handles messages of topic X."""
 
     def __init__(self) -> None:
         self.processes: dict[tuple[str, int], _Process] = {}
@@ -256,7 +256,7 @@ class _Collector:
     def _note(
         self, process: _Process, topic: str, value: object, *details: object
     ) -> list[Any] | None:
-        """Count a value of a process; return its note, None if there are too many."""
+        """Count a reported value; return count and details, or None if out of room."""
         key = topic, value
         if key not in self.values:
             if self._num_values[topic] >= _MAX_VALUES:
@@ -356,7 +356,7 @@ class _Collector:
         rank: int | None = None,
         name: str | None = None,
     ) -> _Part:
-        """Return the part that a message belongs to, or a new one."""
+        """Return the rank's part of a communicator for a message, or a new one."""
         for key in keys:
             part = process.parts.get(key)
             if part is not None and (
@@ -375,7 +375,7 @@ class _Collector:
         return part
 
     def communicators(self) -> list[_Comm]:
-        """Return all; a part without a name joins the only one that it fits."""
+        """Return all communicators; unnamed parts join the only one that they fit."""
         comms: dict[tuple[object, ...], _Comm] = {}
         of_host: defaultdict[str, dict[_Comm, None]] = defaultdict(dict)
         for part in sorted(self.parts, key=lambda part: part.name is None):
@@ -394,7 +394,7 @@ class _Collector:
 
 
 def read_nccl_log(files: Iterable[BinaryIO]) -> NcclLog:
-    """Return the content of one log in one or several files.
+    """Return the content of a log that consists of one or several files.
 
     Raises:
         OSError: A file cannot be read.
@@ -464,10 +464,10 @@ def _located(
 
 
 def _join_alike(comms: Iterable[_Comm]) -> list[_Comm]:
-    """Join unnumbered communicators of one size without a rank in common.
+    """Join unnumbered communicators of equal size without a common rank.
 
-    Each host's log has some of the ranks. A rank that is there twice belongs to several
-    communicators, and nothing shows their parts.
+    Each host's log has some of the ranks. If a rank appears twice, there are several
+    communicators, and it is unknown which parts belong together.
     """
     alike: defaultdict[int | None, list[_Comm]] = defaultdict(list)
     joined: list[_Comm] = []
@@ -486,10 +486,10 @@ def _join_alike(comms: Iterable[_Comm]) -> list[_Comm]:
 
 
 def _mend_hosts(processes: Collection[_Process]) -> None:
-    """Correct the hosts of processes that only a few lines name.
+    """Correct damaged host names of processes with only a few lines.
 
-    The right host is the longest one that the name ends with, or that ends with the
-    name.
+    The right host name is the longest suffix of the name that is a known host, else the
+    known host that ends with the name.
     """
     of_host: Counter[str] = Counter()
     for process in processes:
@@ -517,7 +517,7 @@ def _mend_hosts(processes: Collection[_Process]) -> None:
 def _job_of(
     processes: Iterable[_Process], comms: Iterable[_Comm]
 ) -> dict[_Process, _Process]:
-    """Return a representative process of each process's job."""
+    """Return, for each process, the process that represents its job."""
     above: dict[_Process, _Process] = {}
 
     def top(process: _Process) -> _Process:

@@ -1,10 +1,9 @@
 """Split files of NCCL's log into messages, and match each with its known form.
 
-Files are read in pieces, so that a log of any size takes bounded memory. Lines of ranks
-that write into one file break each other. Every message begins with
-``host:pid:thread [device] NCCL INFO``: text before that on the line is the head of a
-cut message. Its tail may follow on a line of its own; both are joined if they make a
-message of a known form.
+Files are read in pieces, to bound the memory. Ranks that write into the same file may
+interrupt each other's lines. Every message begins with ``host:pid:thread [device] NCCL
+INFO``; text in front is the head of an interrupted message. Its tail may follow on a
+line of its own. Both are joined if the result is a message of a known form.
 """
 
 import gzip
@@ -20,7 +19,7 @@ from ronde.topology.nccl_log.failures import FailureReader
 from ronde.topology.nccl_log.watchdog import WatchdogReader
 
 MAX_LINE_CHARS = 1 << 16
-"""Of a longer line the rest is ignored; NCCL cuts its own at 1,023."""
+"""The rest of longer lines is ignored; NCCL cuts its own lines at 1,023 characters."""
 
 _INFO, _WARN = " NCCL INFO ", " NCCL WARN "
 _MARK = (
@@ -58,7 +57,7 @@ _HEAD_LASTS = 200  # Lines.
 
 
 class NcclMessage(NamedTuple):
-    """A message of a process."""
+    """A message with its prefix parsed: host, process, thread and severity."""
 
     host: str  # Empty for a version that names none.
     pid: int
@@ -69,7 +68,7 @@ class NcclMessage(NamedTuple):
 
 
 class MessageReader:
-    """Returns the messages in the lines of a log."""
+    """Parser of a log's lines; joins messages that other lines interrupt."""
 
     def __init__(self) -> None:
         self.watchdog, self.failures = WatchdogReader(), FailureReader()
@@ -108,7 +107,7 @@ class MessageReader:
         return [each for part in parts for each in self._feed_part(part)]
 
     def end(self) -> None:
-        """End a file: drop a message that lost its tail."""
+        """End a file; an interrupted message without its tail is dropped."""
         # A head without a prefix was probably no message.
         self.num_lost += "NCCL" in self._head
         self._head = ""
@@ -137,7 +136,7 @@ class MessageReader:
         return [message]
 
     def _split(self, line: str) -> Iterator[NcclMessage]:
-        """Yield the messages of a line that was broken by another."""
+        """Yield the messages of a line that contains several prefixes."""
         marks = list(_ANYWHERE.finditer(line))
         hosts: list[str] = []
         for mark in marks:
@@ -159,7 +158,7 @@ class MessageReader:
                 self.num_lost += 1
 
     def _lead(self, lead: str, *, is_cut: bool) -> Iterator[NcclMessage]:
-        """Yield the message that a piece without a prefix completes."""
+        """Yield the message, if any, that a piece without a prefix completes."""
         if is_cut and (match := _BEFORE_ALONE.match(lead)):
             # Leading blanks belong to the piece.
             lead = lead if match[0].isspace() else lead[match.end() :]
@@ -190,7 +189,7 @@ class MessageReader:
 
 
 def _longest_end(token: str, hosts: Container[str]) -> str:
-    """Return the longest host that a word ends with, or ""."""
+    """Return the longest known host name that is a suffix of a word, or ""."""
     ends = (token[start:] for start in range(len(token)))
     return next((end for end in ends if end in hosts), "")
 
@@ -342,7 +341,7 @@ def _group_of(word: str, text: str) -> str:
 def is_nccl_log(text: str) -> bool:
     """Return True for output of NCCL, or of torch about a time-out or failure.
 
-    Signals and Slurm may end programs of any kind, so their reports alone do not count.
+    Reports of signals and of Slurm alone do not count, as any program may cause them.
     """
     watchdog, failures = WatchdogReader(), FailureReader()
     for line in text.splitlines():

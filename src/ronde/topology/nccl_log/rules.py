@@ -1,6 +1,6 @@
 """The rules for NCCL's debug log: severity, consequence and remedy of each.
 
-Sources: NVIDIA's guide to NCCL's troubleshooting, NCCL's source, reports of its users.
+Sources: NVIDIA's guide to NCCL's troubleshooting, NCCL's source, bug reports.
 """
 
 import re
@@ -261,7 +261,7 @@ def _read(table: str) -> Iterator[tuple[str, str, tuple[Level, str, str]]]:
 _WARNINGS, _FAILURES = list(_read(_WARNING_TEXTS)), list(_read(_FAILURE_TEXTS))
 _TEXTS = (*_read(_RULE_TEXTS), *_WARNINGS, *_FAILURES)
 VERDICTS = {rule: verdict for rule, _, verdict in _TEXTS}
-"""By rule, with the word for its text where it has several."""
+"""Verdicts by rule; rules with several texts have a suffix for each."""
 
 
 def rule_of_warning(text: str) -> str:

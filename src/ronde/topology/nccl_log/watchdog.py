@@ -1,7 +1,7 @@
-"""Time-outs of collectives, from the lines of torch's watchdog and its reports.
+"""Find time-outs of collectives in the lines and reports of torch's watchdog.
 
-Forms: ProcessGroupNCCL.cpp of torch 1.13 to 2.13, TORCH_NCCL_DESYNC_DEBUG, the output
-of torchfrtrace, and Gloo's monitored barrier.
+Known formats: ProcessGroupNCCL.cpp of torch 1.13 to 2.13, TORCH_NCCL_DESYNC_DEBUG, the
+output of torchfrtrace, and Gloo's monitored barrier.
 """
 
 import re
@@ -51,7 +51,7 @@ _ABSENT = re.compile(
 
 
 class TimedOutWork(NamedTuple):
-    """A collective that ranks waited for in vain."""
+    """A collective that timed out, and the ranks that waited for it."""
 
     operation: str  # ``ALLREDUCE``; empty if unknown.
     seq: int  # Its number in the process group; -1 if unknown.
@@ -64,7 +64,7 @@ _UNKNOWN = TimedOutWork("", -1, -1, 0.0)
 
 
 class CollectiveTimeout(NamedTuple):
-    """The collectives of one or more process groups that timed out."""
+    """Collectives of process groups that timed out, and the ranks at fault."""
 
     groups: tuple[str, ...]  # ``0(default_pg)``; empty if unknown.
     works: tuple[TimedOutWork, ...]  # By number.
@@ -75,7 +75,7 @@ class CollectiveTimeout(NamedTuple):
 
 
 class WatchdogReport(NamedTuple):
-    """The content of torch's lines in a log."""
+    """Facts from torch's lines in a log: time-outs and states of ranks."""
 
     num_lines: int = 0
     timeouts: tuple[CollectiveTimeout, ...] = ()  # The one of most ranks first.
@@ -86,7 +86,7 @@ class WatchdogReport(NamedTuple):
 
 
 class WatchdogReader:
-    """Reads lines one by one; those of other programs are ignored."""
+    """Collects time-outs from single lines; ignores lines of other programs."""
 
     def __init__(self) -> None:
         self.num_lines = 0
@@ -106,7 +106,7 @@ class WatchdogReader:
         self._behind_seq = -1
 
     def feed(self, line: str) -> None:
-        """Read a line; ``feed_report`` does for one without a name of a library."""
+        """Read a line; ``feed_report`` suffices for lines that name no library."""
         for part in _RANK.sub("\n", line).split("\n") if "[rank" in line else [line]:
             members = _MEMBER.findall(part)
             if members and len(self._works) + len(self._statuses) < _MAX_KEPT:
@@ -141,7 +141,7 @@ class WatchdogReader:
         self.num_lines += bool(found)
 
     def feed_report(self, part: str) -> None:
-        """Read a line of a report on all ranks; the first of several counts."""
+        """Read a line of a report on all ranks; the first report counts."""
         if behind := _BEHIND.search(part):
             self._behind.update(map(int, _NUMBER.findall(behind[1])))
             self._behind_seq = int(behind[2])
@@ -163,7 +163,7 @@ class WatchdogReader:
     def report(
         self, known: Collection[int] = (), *, is_one_job: bool = True
     ) -> WatchdogReport:
-        """Return the report; ``known`` are the ranks in the log."""
+        """Return the facts from all lines; ``known`` are the ranks in the log."""
         # Ranks of an unknown group or call join those that name it.
         groups: defaultdict[TimedOutWork | int, set[str]] = defaultdict(set)
         calls: defaultdict[int, set[TimedOutWork]] = defaultdict(set)
@@ -198,7 +198,7 @@ class WatchdogReader:
             if is_one_job and (len(silent) <= most or is_sure):
                 found = found._replace(silent=_sorted(silent))
             bare = tuple(work._replace(ranks=()) for work in found.works)
-            # Groups that wait for the same silent ranks alone wait alike.
+            # Groups that wait only for the same silent ranks have the same time-out.
             is_clear = found.silent and not (found.late or found.ahead)
             key = found._replace(groups=(), works=() if is_clear else bare)
             folded[key] = _join(folded[key], found) if key in folded else found
@@ -222,7 +222,7 @@ class WatchdogReader:
         known: Collection[int],
         reporting: set[int],
     ) -> CollectiveTimeout:
-        """Add the ranks that a report names to the first time-out."""
+        """Return the first time-out with the ranks that a report names added."""
         behind = () if self._absent else _sorted(self._behind)
         work = self._reported._replace(ranks=behind)
         first = found[0] if found else CollectiveTimeout((), (work,))

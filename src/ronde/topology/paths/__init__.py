@@ -1,1 +1,1 @@
-"""Paths between the elements of a host, and their bandwidth, by NCCL's rules."""
+"""Paths between the elements of a host, and their bandwidth, as NCCL computes them."""

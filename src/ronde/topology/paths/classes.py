@@ -1,4 +1,4 @@
-"""Distances of GPUs and network adapters, in the words of ``nvidia-smi topo -m``."""
+"""Distances between GPUs and adapters, in the words of ``nvidia-smi topo -m``."""
 
 from collections import Counter
 from typing import NamedTuple
@@ -13,28 +13,28 @@ from ronde.topology.paths.network import (
 )
 
 UNKNOWN_WORD = "?"
-"""The word for an unknown pair."""
+"""The word for a pair of unknown distance."""
 
 
 class ClassTable(NamedTuple):
-    """A word for each pair of GPUs and adapters of a host."""
+    """The matrix of ``nvidia-smi topo -m``: a word for each pair of GPUs and ports."""
 
     names: tuple[str, ...]  # Of GPUs by number, then of ports, as in the graph.
     labels: tuple[str, ...]  # ``GPU0``, ``NIC0``, one each.
     titles: tuple[str, ...]  # Of ports: ``mlx5_0``.
-    # A row each, and in it a word each: ``X``, ``NV18``, ``PIX``, ``PXB``, ``PHB``,
-    # ``NODE``, ``SYS``, AMD's ``XGMI``, or ``UNKNOWN_WORD``. ``PHB`` may be ``NODE``
-    # where no source knows the host bridges.
+    # One row per element with one word per element: ``X``, ``NV18``, ``PIX``, ``PXB``,
+    # ``PHB``, ``NODE``, ``SYS``, AMD's ``XGMI``, or ``UNKNOWN_WORD``. If no source has
+    # the host bridges, ``PHB`` may really be ``NODE``.
     words: tuple[tuple[str, ...], ...]
     cpus: tuple[str, ...]  # Near each, as a list: ``0-47,96-143``.
     nodes: tuple[str, ...]  # NUMA node of each.
 
 
 def classify(host: HostTopology) -> ClassTable:
-    """Return words by PCI tree and NVLinks; without a tree, a source's own."""
+    """Return words from the PCI tree and NVLinks; without a tree, a source's words."""
     gpus = tuple(each.name for each in sorted(host.gpus, key=lambda gpu: gpu.number))
     paired = host.paired
-    # Other ports are no hardware.
+    # Other ports are virtual.
     ports = [each.name for each in host.ports if each.bus_id or each.name in paired]
     names = tuple(dict.fromkeys([*gpus, *ports]))
     pairs = _Pairs(host)
@@ -93,7 +93,7 @@ class _Pairs:
         chains = [bridges_above(self._devices, name) for name in ends]
         if not all(chains):
             return ""
-        # Functions of one adapter; other devices of a bus are at a host bridge.
+        # Functions of one adapter; other devices on the same bus are at a host bridge.
         if ends[0].rpartition(".")[0] == ends[1].rpartition(".")[0]:
             return "PIX"
         above = [each.bus_id for each in chains[1][1:]]

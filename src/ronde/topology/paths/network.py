@@ -1,9 +1,9 @@
 """The paths that NCCL finds between the elements of a host.
 
-Vertices have the names of elements: a NUMA node ``numa/0``, a PCI switch, GPU or
-adapter its bus address, a port ``net/mlx5_0``, all NVLink switches together
-``nvswitch``. The rules are NCCL 2.30's, without its vertex between a GPU and its links,
-which only makes paths a hop longer.
+Vertices have the names of elements: ``numa/0`` for a NUMA node, the bus address for a
+PCI switch, GPU or adapter, ``net/mlx5_0`` for a port, ``nvswitch`` for all NVLink
+switches. The rules are those of NCCL 2.30, but without NCCL's vertex between a GPU and
+its links, which only adds a hop.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,7 +33,7 @@ _END_CLASSES = (*speeds.GPU_CLASSES, 0x02)
 
 
 class PathKind(StrEnum):
-    """The farthest step of a path, nearest first; words and order are NCCL's."""
+    """The kind of a path's farthest step, nearest first, in NCCL's words and order."""
 
     LOC = "LOC"  # The element itself.
     NVL = "NVL"  # NVLink or xGMI, through its switches or directly.
@@ -67,13 +67,13 @@ class PathKind(StrEnum):
 
 _RANKS = {kind: rank for rank, kind in enumerate(PathKind)}
 _KINDS = tuple(PathKind)
-# nvidia-smi's words on PCI.
+# Kinds for nvidia-smi's words on PCI paths.
 _KINDS_OF_WORDS = {kind: PathKind(kind) for kind in ("PIX", "PXB", "PHB", "SYS")}
 _KINDS_OF_WORDS["NODE"] = PathKind.PHB
 
 
 class Path(NamedTuple):
-    """A way from one element to another."""
+    """A path between two elements, with its kind and bandwidth."""
 
     kind: PathKind  # Of its farthest step.
     gb_per_s: float  # Of its narrowest step, in one direction.
@@ -82,7 +82,7 @@ class Path(NamedTuple):
 
 
 class VertexKind(StrEnum):
-    """The kind of a vertex; words and order are NCCL's."""
+    """The kind of a vertex, in NCCL's words and order."""
 
     GPU = "GPU"
     PCI = "PCI"
@@ -93,7 +93,7 @@ class VertexKind(StrEnum):
 
 
 class Edge(NamedTuple):
-    """A step from a vertex to another."""
+    """A directed edge from a vertex to ``target``."""
 
     target: str
     kind: PathKind  # The nearest that a path with this step can be.
@@ -101,9 +101,9 @@ class Edge(NamedTuple):
 
 
 def join_switches(devices: Sequence[PciDevice]) -> dict[str, str]:
-    """Return the parent of each device, inner parts of switches left out."""
-    # Broadcom's for PCIe 4 and 5 in base mode show themselves as one above others
-    # (level 0 and 1), and yet sustain the full bandwidth between all their ports.
+    """Return the parent of each device, without the inner parts of switches."""
+    # Broadcom's PCIe 4 and 5 switches in base mode appear as one switch above others
+    # (levels 0 and 1), yet have the full bandwidth between all their ports.
     parents = {each.bus_id: each.parent for each in devices}
     by_bus_id = {each.bus_id: each for each in devices}
     for switch in devices:
@@ -121,7 +121,7 @@ def join_switches(devices: Sequence[PciDevice]) -> dict[str, str]:
 
 
 def _generation(switch: PciDevice, level: int) -> int:
-    """Return the PCIe generation of a Broadcom switch, 0 of others (``getBcmGen``)."""
+    """Return a Broadcom switch's PCIe generation, else 0 (NCCL's ``getBcmGen``)."""
     if (switch.vendor, switch.subsystem_vendor) != (_BROADCOM, _BROADCOM):
         return 0
     kind = switch.device, switch.subsystem_device & 0xF000
@@ -131,9 +131,9 @@ def _generation(switch: PciDevice, level: int) -> int:
 def find_numa_numbers(host: HostTopology) -> dict[str, int]:
     """Return the NUMA node of all devices, GPUs and adapters, by name.
 
-    All of one PCI tree are at one node, as one host bridge has them. Others are at the
-    only node, else at ``UNKNOWN``; virtual adapters at the first node, as in NCCL. An
-    adapter with a known distance from others is not virtual.
+    All devices of a PCI tree have the node of its host bridge. Other elements are at
+    the only node, or at ``UNKNOWN`` if there are several. Virtual adapters are at the
+    first node, as in NCCL; an adapter with a known distance is not virtual.
     """
     roots: dict[str, str] = {}
     numbers: dict[str, int] = {}
@@ -154,12 +154,12 @@ def find_numa_numbers(host: HostTopology) -> dict[str, int]:
 
 
 def adapter_name(port: NetPort) -> str:
-    """Return the name of a port's adapter; virtual ones of a NUMA node share one."""
+    """Return the name of a port's adapter; a NUMA node's virtual ports share one."""
     return port.bus_id or f"nic/{port.node}"
 
 
 def bridges_above(devices: Mapping[str, PciDevice], bus_id: str) -> list[PciDevice]:
-    """Return a device and the bridges above it; [] if it is not listed."""
+    """Return a device and the bridges above; [] if the device is not listed."""
     chain: list[PciDevice] = []
     device = devices.get(bus_id)
     while device and device not in chain:
@@ -171,8 +171,8 @@ def bridges_above(devices: Mapping[str, PciDevice], bus_id: str) -> list[PciDevi
 class PathNetwork:
     """The vertices of a host, in NCCL's order.
 
-    Elements without PCI device are at their NUMA node, as if by PCIe 3. PCI devices
-    without NUMA node are at node -1, as in NCCL. The first element of a name counts.
+    Elements without a PCI device are at their NUMA node, as if by PCIe 3. PCI devices
+    without a NUMA node are at node -1, as in NCCL. Of equal names, the first counts.
     """
 
     def __init__(self, host: HostTopology) -> None:
@@ -222,19 +222,19 @@ class PathNetwork:
                 self._hang(name, VertexKind.PCI, device)
 
     def _order_nodes(self) -> Iterator[NumaNode]:
-        """Yield the NUMA nodes by the devices' order, that of NCCL's files."""
+        """Yield the NUMA nodes in the order of the devices, as in NCCL's files."""
         known = {each.number: each for each in self.host.numa_nodes}
         devices = {each.bus_id for each in self.host.devices}
         numbers = [n for name, n in self._numbers.items() if name in devices]
         numbers += [n for n in self._numbers.values() if n != UNKNOWN]
         numbers += known
-        # Where no source has any, that all are near one another would be a guess.
+        # Without any known node, a common node for all elements would be a guess.
         if known or any(n != UNKNOWN for n in numbers):
             for number in dict.fromkeys(numbers):
                 yield known.get(number) or NumaNode(number)
 
     def _sorted(self, name: str) -> tuple[Edge, ...]:
-        """Return a vertex's edges; the first one upwards is last."""
+        """Return a vertex's edges by falling bandwidth, the one upwards last."""
         own = self._edges.get(name, {}).items()
         edges = [Edge(*end, speed) for end, speed in sorted(own, key=lambda e: -e[1])]
         above = self._above.get(name)
@@ -253,7 +253,7 @@ class PathNetwork:
     def _hang(
         self, vertex: str, kind: VertexKind, device: PciDevice, speed: float = 0.0
     ) -> None:
-        """Add a vertex, and join it by a device's link to the device above."""
+        """Add a vertex, connected to the device above by the link of ``device``."""
         self.kinds[vertex] = kind
         above = self._parents.get(device.bus_id, "")
         if self.kinds.get(above) != VertexKind.PCI:
@@ -272,7 +272,7 @@ class PathNetwork:
         if adapter not in self.kinds:
             limit = 0.0 if port.bus_id else speeds.LOCAL_GB_PER_S
             self._hang(adapter, VertexKind.NIC, PciDevice(adapter), limit)
-        # One that the source lists as a mere PCI device has a speed all the same.
+        # Even a port that the source lists only as a PCI device has a speed.
         is_known = port.mbit_per_s != 0 or port.number != UNKNOWN
         speed = speeds.port_gb_per_s(port) if is_known else speeds.LOCAL_GB_PER_S
         self.kinds[port.name] = VertexKind.NET
@@ -297,14 +297,14 @@ class PathNetwork:
             self.kinds[target] = VertexKind.NVS
         if target in self.kinds:
             self._connect(source, target, kind, speed)
-            # Between GPUs the other direction is a link of its own.
+            # Between GPUs the other direction is a separate link.
             if self.kinds[target] in (VertexKind.CPU, VertexKind.NVS):
                 self._connect(target, source, kind, speed)
         if not speeds.is_link_known(link, gpu):
             self.guessed.add(frozenset((source, target)))
 
     def _link_target(self, link: Link) -> str:
-        """Return the vertex at the end of a GPU's link, by its class or name."""
+        """Return the vertex at the end of a GPU's link, by its PCI class or name."""
         is_gpu = link.target in self._gpus
         is_processor = self.kinds.get(link.target) == VertexKind.CPU
         if link.target_class != UNKNOWN:
@@ -323,20 +323,20 @@ class Paths(NamedTuple):
     table: dict[tuple[str, str], Path]  # By the names of source and target.
 
     def between(self, source: str, target: str) -> Path | None:
-        """Return the path to a GPU, port, NUMA node or ``NVSWITCH``, from anything."""
+        """Return the path from any element to a GPU, port, NUMA node or NVSwitch."""
         return self.table.get((source, target))
 
     def is_known(self, path: Path) -> bool:
-        """Return True if all bandwidths of a path are NCCL's, and none is assumed."""
+        """Return True if no bandwidth on the path is a guess."""
         steps = zip(path.route, path.route[1:], strict=False)
         return not any(frozenset(step) in self.network.guessed for step in steps)
 
 
 def find_paths(host: HostTopology) -> Paths:
-    """Return the paths by the hardware, without NCCL's detours.
+    """Return the paths that the hardware allows, without NCCL's detours.
 
-    As in NCCL's ``ncclTopoSetPaths`` (src/graph/paths.cc), bandwidth is that from
-    target to source; it differs only if the two directions of a link do.
+    As in NCCL's ``ncclTopoSetPaths`` (src/graph/paths.cc), the bandwidth is that from
+    target to source, which matters only for links with different directions.
     """
     network = PathNetwork(host)
     search = _Search(network)
@@ -396,7 +396,7 @@ class _Search:
         return found
 
     def _extend(self, name: str, way: _Way) -> Iterator[_Way]:
-        # Through a GPU a path leads but by NVLink, and that GPU is next to the target.
+        # A path may pass a GPU only by NVLink, and only the GPU next to the target.
         num_hops = len(way.route) - 1
         passes_gpu = name in self._gpus and num_hops > 0
         for end, kind, gb_per_s in self._steps[name]:

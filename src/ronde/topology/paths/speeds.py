@@ -1,6 +1,6 @@
-"""Bandwidth of links in one direction, in GB/s: NCCL's figures, and theory.
+"""Bandwidth of links in one direction, in GB/s: NCCL's figures and theoretical ones.
 
-Unknown values have NCCL's defaults; lint reports them.
+Unknown values get NCCL's defaults; lint reports them.
 """
 
 import re
@@ -16,10 +16,10 @@ from ronde.topology.graph import (
 )
 
 LOCAL_GB_PER_S = 5000.0
-"""Within an element; NCCL's word for no limit."""
+"""NCCL's value for no limit, such as inside an element."""
 
 GPU_CLASSES = (0x03, 0x12)
-"""Of display controllers, and of AMD's accelerators."""
+"""PCI classes of display controllers, and of AMD's accelerators."""
 
 _AMD = 0x1002
 _MOST_AT_REST = 5.0  # GT/s.
@@ -28,7 +28,7 @@ _UNKNOWN_GT_PER_S = 8.0
 # The beginnings that NCCL knows: "16 GT/s" is PCIe 4, and "16.0 GT/s" alone is none.
 _NCCL_SPEED = re.compile(r"(2\.5|5|8|16|32) GT/s|(5|8|16|32|64)\.0 GT/s PCIe")
 _NCCL_SHARE_OF_THEORY = (60 / 80) / (8.0 * 128 / 130 / 8)
-# By least compute capability, GB/s of one NVLink; the most links of a GPU.
+# GB/s of one NVLink, and most links of a GPU, by lowest compute capability.
 _NVLINK_RATES = {100: 40.1, 90: 20.6, 87: 20.0, 86: 12.0, 70: 20.0, 60: 18.0}
 _NVLINK_COUNTS = ((90, 18), (80, 12), (70, 6), (60, 4))
 # Models on boards that join them by NVLink; those that may do without, in a slot or a
@@ -36,16 +36,16 @@ _NVLINK_COUNTS = ((90, 18), (80, 12), (70, 6), (60, 4))
 _BOARDS = re.compile(r"\b(SXM\d?|HBM3E?|H20|H[28]00|G?B[23]00)\b")
 _ALONE = re.compile(r"\b(PCIE|NVL|GH200)\b")
 _CUT, _CUT_NVLINKS = re.compile(r"\b[AH]800\b"), 8
-# By least model of family 6: Sapphire Rapids counts for more, Emerald Rapids for most.
+# GB/s between processors by lowest model of family 6: Emerald Rapids, Sapphire Rapids.
 _INTEL_RATES = ((0xCF, 40.0), (0x8F, 22.0), (0x55, 10.0))
 _SMP_BY_ARCH = {"ppc64": 32.0, "arm64": 6.0}
 
 
 def as_running(device: PciDevice) -> PciDevice:
-    """Return a device with its link as it runs now.
+    """Return a device with the current state of its link.
 
-    GPUs lower the speed at rest, to 2.5 or 5 GT/s, and never the number of lanes: such
-    a speed is ignored.
+    Idle GPUs lower the speed to 2.5 or 5 GT/s, which is ignored here, but never the
+    number of lanes.
     """
     width = device.width_now if device.width_now > 0 else device.width
     speed = "" if is_at_rest(device) else device.speed_now
@@ -56,7 +56,7 @@ def as_running(device: PciDevice) -> PciDevice:
 
 def is_at_rest(device: PciDevice) -> bool:
     """Return True if a link has the low speed of an idle GPU."""
-    # AMD's GPUs are behind a switch of their own, and rest at higher speeds, too.
+    # AMD's GPUs are behind a switch of their own; their idle speed may be higher.
     is_amd = device.vendor == _AMD and device.class_code >> 16 in (*GPU_CLASSES, 0x06)
     is_low = gt_per_s(device.speed_now) <= _MOST_AT_REST
     is_gpu = is_amd or (device.class_code >> 16 in GPU_CLASSES and is_low)
@@ -64,12 +64,12 @@ def is_at_rest(device: PciDevice) -> bool:
 
 
 def pci_gb_per_s(device: PciDevice) -> float:
-    """Return NCCL's figure for the link above a device, as the link runs now.
+    """Return NCCL's GB/s for the current state of the link above a device.
 
-    Source: src/graph/topo.cc. NCCL itself plans with the abilities of both ends.
+    Source: src/graph/topo.cc. NCCL itself plans with the maximum of both ends.
     """
     device = as_running(device)
-    # hwloc has only the rate of the link; take NCCL's share of it from PCIe 3 on.
+    # hwloc has only the link's rate; NCCL's figure is a share of it from PCIe 3 on.
     if device.gb_per_s > 0 and not device.speed:
         return round(device.gb_per_s * _NCCL_SHARE_OF_THEORY, 3)
     width = device.width if device.width > 0 else _UNKNOWN_LANES
@@ -88,19 +88,19 @@ def link_words(device: PciDevice) -> str:
 
 
 def is_pci_known(device: PciDevice) -> bool:
-    """Return True if a source shows more of a device than its address."""
+    """Return True if a source shows anything about a device besides its address."""
     is_seen = device.class_code != UNKNOWN or device.width != UNKNOWN
     return is_seen or bool(device.speed) or device.gb_per_s > 0
 
 
 def gt_per_s(speed: str) -> float:
-    """Return the number before GT/s; 0 for none."""
+    """Return the number in front of GT/s; 0 if there is none."""
     match = re.match(r"(\d{1,3}(?:\.\d{1,3})?)\s*GT/s", speed)
     return float(match[1]) if match else 0.0
 
 
 def pci_theory_gb_per_s(speed: str, width: int) -> float:
-    """Return the most that a PCI link carries; 0 if unknown."""
+    """Return the theoretical payload rate of a PCI link; 0 if unknown."""
     rate = gt_per_s(speed)
     if width <= 0 or rate not in (2.5, 5, 8, 16, 32, 64):
         return 0.0
@@ -120,7 +120,7 @@ def max_nvlinks(sm: int) -> int:
 
 
 def board_nvlinks(gpu: GpuDevice) -> int:
-    """Return the NVLinks of a GPU's board; 0 for models that need none."""
+    """Return the number of NVLinks of a GPU on its board; 0 if it may have none."""
     name = gpu.title.upper()
     if not _BOARDS.search(name) or _ALONE.search(name):
         return 0
@@ -138,8 +138,8 @@ def xgmi_gb_per_s(gcn: str) -> float:
 
 def link_gb_per_s(link: Link, gpu: GpuDevice) -> float:
     """Return NCCL's or RCCL's figure for direct links of a GPU; 0 if unknown."""
-    # It counts the links; where their number or the GPU's architecture is unknown, the
-    # source's own figure counts, and so it does for C2C.
+    # The figure is per link; if the number of links or the GPU's architecture is
+    # unknown, and for C2C, use the source's own figure.
     if link.kind == LinkKind.C2C or link.num_links <= 0:
         return link.gb_per_s
     if link.kind == LinkKind.XGMI:
@@ -159,7 +159,7 @@ def is_link_known(link: Link, gpu: GpuDevice) -> bool:
 
 
 def smp_gb_per_s(node: NumaNode, other: NumaNode) -> float:
-    """Return NCCL's figure between NUMA nodes; the sender's processor counts."""
+    """Return NCCL's GB/s between NUMA nodes; it depends on the sender's processor."""
     if node.number == other.number:
         return LOCAL_GB_PER_S
     if node.arch in _SMP_BY_ARCH:

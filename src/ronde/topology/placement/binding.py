@@ -1,4 +1,4 @@
-"""GPU, cores, memory node and network port of each rank of a host."""
+"""Assign GPUs, cores, memory nodes and network ports to the ranks of a host."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
@@ -32,7 +32,7 @@ class GpuView(StrEnum):
 
 
 class RankDevice(NamedTuple):
-    """A rank's GPU."""
+    """The GPU of a rank, and the variables that select it."""
 
     gpu: Gpu | None  # the one it is expected to use; None where it has none of its own
     env: dict[str, str]  # variables that make it so
@@ -74,20 +74,20 @@ def _seeing(gpus: Sequence[Gpu]) -> dict[str, str]:
     maker = gpus[0].maker
     env = {VISIBLE_DEVICES[maker]: ",".join(gpu.visible_as for gpu in gpus)}
     if maker == "nvidia":
-        # Our numbers are those of the bus; CUDA would count the fastest first.
+        # GPUs are numbered in bus order here; CUDA's default counts the fastest first.
         env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
     return env
 
 
 class BindMode(StrEnum):
-    """The cores that a rank is bound to."""
+    """The method of binding ranks to cores."""
 
     NONE = "none"  # not at all: the scheduler's choice
-    # each to cores of its own: an even part of those near its GPU, else of all
+    # each rank to its own cores: an equal share of those near its GPU, else of all
     CORE = "core"
-    # each to all cores of the memory node near its GPU, else of an even part
+    # each rank to all cores of a memory node: near its GPU, else of its equal share
     NUMA = "numa"
-    # ``numa`` with GPUs, else ``core``; nothing where that leaves cores unused
+    # ``numa`` with GPUs, else ``core``; no binding if cores would be unused
     AUTO = "auto"
 
 
@@ -102,11 +102,11 @@ def bind(
 ) -> tuple[RankResources, ...]:
     """Return the cores and memory node of all ranks of a host.
 
-    ``auto`` uses all CPUs or binds no rank. With ``core`` ranks share cores only if
-    there are fewer cores than ranks. Hardware threads stay together.
+    ``auto`` uses all CPUs or binds no rank. With ``core``, ranks share cores only if
+    there are fewer cores than ranks. The hardware threads of a core stay together.
     """
-    # It refuses no rank and leaves the parts as they are, so the many sets of memory
-    # nodes of a large host need not be tried.
+    # BEST_EFFORT refuses no rank and does not change the shares, so the many sets of
+    # memory nodes of a large host need not be tried.
     if policy is Policy.BEST_EFFORT or mode is BindMode.NONE:
         policy = Policy.NONE
     wanted = AlignmentRequest(num_ranks, policy)
@@ -126,7 +126,7 @@ def bind(
         num_cores = len(cores) if is_enough else 1
         why = part if len(share.ranks) > 1 else pool
         if mode is BindMode.NUMA:
-            # The whole memory node that its part lies in the middle of.
+            # The whole memory node that contains the middle of the rank's share.
             cores = [core for core in machine.cores if core.node == each.home]
             num_cores = len(cores) // homes.count(each.home)
             why, is_enough = f"memory node near {part}", True
@@ -152,7 +152,7 @@ def bind(
 def _obstacles(
     machine: Machine, num_ranks: int, mode: BindMode, gpus: Sequence[Gpu | None]
 ) -> Iterator[str]:
-    """Yield reasons not to bind any rank."""
+    """Yield the reasons, if any, to leave all ranks unbound."""
     cores, limit = machine.cores, machine.cpu_limit
     nodes = {core.node for core in cores}
     is_auto, has_gpus = mode is BindMode.AUTO, all(gpus)
@@ -190,13 +190,13 @@ class PlacementRequest(NamedTuple):
     mode: BindMode
     view: GpuView
     policy: Policy = Policy.BEST_EFFORT
-    # GPUs that they may use, as ``CUDA_VISIBLE_DEVICES`` has them; empty for all
+    # GPUs that the ranks may use, as in ``CUDA_VISIBLE_DEVICES``; empty for all
     gpus: tuple[str, ...] = ()
     named_at: str = ""  # where these are named, for messages
 
 
 UNPLACED = PlacementRequest(BindMode.NONE, GpuView.ALL)
-"""Each rank where the scheduler has it, with all GPUs in view."""
+"""No placement: ranks are not bound and see all GPUs."""
 
 
 def place_ranks(

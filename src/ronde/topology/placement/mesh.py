@@ -1,4 +1,4 @@
-"""The slowest link inside the groups of each axis of a layout.
+"""Find the slowest link in the groups along each axis of a parallel layout.
 
 ``ronde run`` numbers ranks host by host, and local rank r has GPU r by bus order.
 """
@@ -26,7 +26,7 @@ _ASK_FOR_RATE = "; --link-rate gives it"  # Of another command.
 
 
 class AxisPlan(NamedTuple):
-    """The groups along one axis."""
+    """The slowest link of the groups along one axis."""
 
     axis: str
     link: str  # The slowest of known ones in any group; empty if none is known.
@@ -36,7 +36,7 @@ class AxisPlan(NamedTuple):
 
 
 class MeshPlan(NamedTuple):
-    """The links of a layout."""
+    """A layout on hosts, and the slowest link of each axis."""
 
     layout: Layout  # Without -1.
     num_hosts: int
@@ -46,7 +46,7 @@ class MeshPlan(NamedTuple):
 def plan_mesh(
     hosts: Sequence[HostTopology], layout: Layout, ranks_per_host: int | None = None
 ) -> MeshPlan:
-    """Return the links of a layout; one host stands for as many as are needed.
+    """Return the links of a layout; a single host stands for any number of hosts.
 
     Raises:
         UsageError: The sizes do not fit.
@@ -79,7 +79,7 @@ def _count_ranks(hosts: Sequence[HostTopology], given: int | None) -> int:
 
 
 def _fit(layout: Layout, num_hosts: int, ranks_per_host: int) -> Layout:
-    """Return the layout without -1; its ranks must fill whole hosts."""
+    """Return the layout with -1 replaced; raise unless its ranks fill whole hosts."""
     sizes = astuple(layout)
     if num_hosts > 1 or -1 in sizes:
         layout = layout.resolve(num_hosts * ranks_per_host)
@@ -98,7 +98,7 @@ def _fit(layout: Layout, num_hosts: int, ranks_per_host: int) -> Layout:
 
 
 class _Links:
-    """The links inside groups of ranks; each is computed once."""
+    """Cache of the links inside groups of ranks."""
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
-"""Places the ranks of one host: GPU, an even part of the cores, an adapter.
+"""Place the ranks of one host: a GPU, an equal share of the cores, and an adapter.
 
-Hints of several resources are merged into one set of memory nodes, and admitted or not,
-by the rules of Kubernetes' TopologyManager. A set of nodes is the bits of a number; bit
-0 is the first node with CPUs. Nodes without CPUs have no bit.
+By the rules of Kubernetes' TopologyManager, hints for several resources are merged into
+one set of memory nodes, which a policy accepts or refuses. A set of nodes is a bit
+mask; bit 0 is the first node with CPUs. Nodes without CPUs have no bit.
 """
 
 from collections import Counter
@@ -18,7 +18,7 @@ _MAX_NODES = 16
 
 
 class Policy(StrEnum):
-    """The treatment of a request that cannot be aligned."""
+    """The policy for resources that are not on the same memory nodes."""
 
     NONE = "none"  # Nothing is aligned, no rank refused.
     BEST_EFFORT = "best-effort"  # Aligned if possible, no rank refused.
@@ -27,21 +27,21 @@ class Policy(StrEnum):
 
 
 class Hint(NamedTuple):
-    """A set of memory nodes that can meet a request for one resource."""
+    """A set of memory nodes that can satisfy a request for one resource."""
 
     mask: int | None  # Nodes that it takes; None where any will do.
     is_preferred: bool  # No smaller set could ever suffice.
 
 
 ANY = (Hint(None, is_preferred=True),)
-"""The hints of a resource without preference."""
+"""Hints for a resource that may come from any nodes."""
 
 NOWHERE = (Hint(None, is_preferred=False),)
-"""The hints of a request that no nodes can meet."""
+"""Hints for a request that no set of nodes can satisfy."""
 
 
 class Alignment(NamedTuple):
-    """The answer of a policy to a request."""
+    """The memory nodes for a request, and the policy's decision."""
 
     mask: int | None  # Nodes to use; None for any.
     is_preferred: bool
@@ -51,10 +51,10 @@ class Alignment(NamedTuple):
 def counted_hints(
     total: Sequence[int], free: Sequence[int], quantity: int
 ) -> tuple[Hint, ...]:
-    """Return a hint for each set of nodes that can meet a request now.
+    """Return a hint for each set of nodes that can satisfy a request now.
 
-    Preferred are the smallest sets that could meet it if all resources were free.
-    ``total`` and ``free`` are by bit of the node.
+    The smallest sets that could satisfy it if all resources were free are preferred.
+    ``total`` and ``free`` are indexed by the node's bit.
     """
     had, left = ([0], [0])
     for sums, counts in ((had, total), (left, free)):
@@ -69,9 +69,9 @@ def counted_hints(
 def decide(
     policy: Policy, resources: Sequence[Sequence[Hint]], all_mask: int
 ) -> Alignment:
-    """Merge the hints of each resource, in any order, by a policy.
+    """Merge the hints of all resources, and apply a policy to the result.
 
-    ``all_mask`` has all nodes with CPUs.
+    ``all_mask`` has the bits of all nodes with CPUs.
     """
     if policy is Policy.NONE:
         return Alignment(None, is_preferred=True, is_admitted=True)
@@ -88,11 +88,11 @@ def _of_one_node(hints: Iterable[Hint]) -> list[Hint]:
 
 
 def merge(resources: Sequence[Sequence[Hint]], all_mask: int) -> Hint:
-    """Return the best of all combinations of one hint a resource.
+    """Return the best combination of one hint per resource.
 
     A combination has the nodes that all its hints have in common. It is preferred if
-    all hints are and have the same nodes. Eight nodes and four resources have billions
-    of combinations: only their common masks are listed.
+    all its hints are preferred and have the same nodes. Eight nodes and four resources
+    have billions of combinations, so only the common masks are listed.
     """
     wanted = [{hint.mask for hint in hints if hint.is_preferred} for hints in resources]
     named = {mask for masks in wanted for mask in masks if mask}
@@ -106,10 +106,10 @@ def merge(resources: Sequence[Sequence[Hint]], all_mask: int) -> Hint:
 
 
 def compare(current: Hint | None, candidate: Hint, count: int) -> Hint | None:
-    """Return the better of two combinations; the first of equals.
+    """Return the better of two combinations; of equals, the first.
 
-    ``count`` is ``best_count``'s: sets that are not preferred are best at this size,
-    since a smaller one is too small for some resource.
+    ``count`` is the result of ``best_count``, the best size for sets that are not
+    preferred: a smaller set does not suffice for some resource.
     """
 
     def rank(hint: Hint) -> tuple[int, int, int, int]:
@@ -125,7 +125,7 @@ def compare(current: Hint | None, candidate: Hint, count: int) -> Hint | None:
 
 
 def best_count(resources: Iterable[Iterable[Hint]]) -> int:
-    """Return the size of the narrowest mask of the resource that needs the widest."""
+    """Return the number of nodes that the most demanding resource needs at least."""
     masks = ([h.mask for h in hints if h.mask is not None] for hints in resources)
     sizes = (min((mask.bit_count() for mask in each), default=0) for each in masks)
     return max(sizes, default=0)
@@ -133,8 +133,8 @@ def best_count(resources: Iterable[Iterable[Hint]]) -> int:
 
 def _common_masks(resources: Sequence[Sequence[Hint]], all_mask: int) -> set[int]:
     """Return the common masks of all combinations of hints, in ``n 2**n`` steps."""
-    # The number of combinations that have at least some nodes in common is a product
-    # over the resources; of those that have just these, its differences.
+    # The number of combinations with at least certain nodes in common is a product over
+    # the resources; differences of these give those with exactly these nodes.
     ways = [1] * (all_mask + 1)
     for hints in resources:
         counts = [0] * len(ways)
@@ -154,7 +154,7 @@ def _pairs(all_mask: int) -> Iterator[tuple[int, int]]:
 
 
 class NearDevice(NamedTuple):
-    """A GPU and its memory node."""
+    """A GPU in an inventory, with its memory node."""
 
     name: str  # In output and variables: ``0``.
     node: int  # ``UNKNOWN_NODE`` if unknown.
@@ -164,12 +164,12 @@ class Nearness(NamedTuple):
     """The distance of a network adapter from a GPU."""
 
     order: tuple[float, ...]  # Smaller is nearer; of equals, none is better.
-    word: str = ""  # The class of the way between them: ``PIX``; empty if unknown.
-    gb_per_s: float = 0.0  # Of that way; 0 if unknown.
+    word: str = ""  # The class of the path between them: ``PIX``; empty if unknown.
+    gb_per_s: float = 0.0  # Of that path; 0 if unknown.
 
 
 class Inventory(NamedTuple):
-    """The resources of one host."""
+    """The cores, GPUs and adapters of a host that ranks may use."""
 
     cores: tuple[Core, ...]  # Those that ranks may use.
     gpus: tuple[NearDevice, ...] = ()  # In the order of local ranks.
@@ -188,7 +188,7 @@ class Inventory(NamedTuple):
 def inventory_of_machine(
     machine: Machine, gpus: Sequence[Gpu | None], host: str = ""
 ) -> Inventory:
-    """Return a machine's inventory; ``gpus`` belong to the local ranks."""
+    """Return a machine's inventory; ``gpus`` has the GPU of each local rank."""
     names = tuple(dict.fromkeys(near.port for near in machine.near))
     indexes = {gpu.bus_id: index for index, gpu in enumerate(gpus) if gpu}
     none = NearDevice("", UNKNOWN_NODE)
@@ -206,14 +206,14 @@ def inventory_of_machine(
 
 
 class Scope(StrEnum):
-    """The unit of aligned cores and GPUs: a rank or the whole host."""
+    """The unit of alignment: cores and GPUs of each rank alone, or of all together."""
 
     RANK = "rank"  # Each rank by itself.
     JOB = "job"  # All ranks of the host together.
 
 
 class AlignmentRequest(NamedTuple):
-    """The ranks of a host, and their policy."""
+    """The number of ranks on a host, and the policy to align their resources."""
 
     num_ranks: int
     policy: Policy = Policy.BEST_EFFORT
@@ -221,11 +221,11 @@ class AlignmentRequest(NamedTuple):
 
 
 class PlacementError(UsageError):
-    """A policy refuses ranks."""
+    """Raised if a policy refuses ranks."""
 
 
 class CoreShare(NamedTuple):
-    """One rank's part of the cores that some ranks divide."""
+    """One rank's share of cores that are divided among several ranks."""
 
     pool: tuple[Core, ...]  # Those cores, by node and number.
     ranks: tuple[int, ...]  # The ranks that divide them, ascending.
@@ -236,11 +236,11 @@ class CoreShare(NamedTuple):
 
 
 class RankPlacement(NamedTuple):
-    """The resources of one rank."""
+    """The cores, GPU, memory nodes and adapter chosen for one rank."""
 
     rank: int  # Local rank.
     gpus: tuple[int, ...]  # Index of its GPU in the inventory; empty for none.
-    # By node and number; others have them too where its share has not enough.
+    # By node and number; shared with other ranks if there are too few cores.
     cores: tuple[Core, ...]
     nodes: tuple[int, ...]  # Memory nodes that its policy chose; empty for any.
     home: int  # Memory node in the middle of its cores, or ``UNKNOWN_NODE``.
@@ -255,15 +255,15 @@ class RankPlacement(NamedTuple):
 
 
 def place(inventory: Inventory, request: AlignmentRequest) -> tuple[RankPlacement, ...]:
-    """Place all ranks of a host, in their order; deterministic.
+    """Place all ranks of a host, in rank order; the result is deterministic.
 
-    Rank i has GPU i if there are as many GPUs as ranks, else no rank has one. Ranks
-    share cores only if there are fewer cores than ranks. The policies that refuse no
-    rank keep parts contiguous and only report misaligned ones; the others look for a
-    node with room.
+    Rank i gets GPU i if there are at least as many GPUs as ranks, else no rank has a
+    GPU. Ranks share cores only if there are fewer cores than ranks. Policies that
+    refuse no rank keep the shares contiguous, and report ranks that are not aligned;
+    the other policies search for a node with enough free cores.
 
     Raises:
-        PlacementError: The policy refuses a rank, or all together.
+        PlacementError: The policy refuses a rank, or the job as a whole.
         UsageError: The host has no cores to align with, or too many nodes.
     """
     placer, policy = _Placer(inventory, request), request.policy
@@ -283,8 +283,8 @@ def place(inventory: Inventory, request: AlignmentRequest) -> tuple[RankPlacemen
 
 
 def _share_cores(cores: tuple[Core, ...], homes: Sequence[int]) -> list[CoreShare]:
-    """Divide cores among ranks in blocks; the low ranks' have one core more."""
-    # With a GPU that is near no node with cores, all are divided among all.
+    """Divide cores among ranks in blocks; the first ranks may get one core more."""
+    # If a GPU is not near a node with cores, divide all cores among all ranks.
     known = {core.node for core in cores} - {UNKNOWN_NODE}
     is_near_gpu = known.issuperset(homes)
     homes = homes if is_near_gpu else [UNKNOWN_NODE] * len(homes)
@@ -298,7 +298,7 @@ def _share_cores(cores: tuple[Core, ...], homes: Sequence[int]) -> list[CoreShar
             own = pool[start : start + size + (index < extra)]
             home = _middle_node(own)
             if not size and pool:
-                # Each at another node, so that ranks are spread over all.
+                # Spread the home nodes of ranks over all nodes.
                 own = pool
                 home = pool[(2 * index + 1) * len(pool) // (2 * len(ranks))].node
             has_enough = size > 0 or not pool
@@ -348,12 +348,12 @@ class _Placer:
         return [self._inventory.gpus[rank] for rank in ranks if self._has_gpus]
 
     def _is_fixed(self, rank: int) -> bool:
-        """Return True if a rank has exactly the cores of its share."""
+        """Return True if a rank must use exactly the cores of its share."""
         is_lax = self._policy in {Policy.NONE, Policy.BEST_EFFORT}
         return is_lax or not self._shares[rank].has_enough
 
     def _wanted(self, ranks: Sequence[int]) -> tuple[int, list[int]]:
-        """Return the cores that ranks need, and the free ones of each node."""
+        """Return the number of cores that ranks need, and the free cores per node."""
         fixed = {c for r in ranks if self._is_fixed(r) for c in self._shares[r].cores}
         if not fixed:
             num_wanted = sum(len(self._shares[rank].cores) for rank in ranks)
@@ -397,7 +397,7 @@ class _Placer:
         return tuple(n for bit, n in enumerate(self.nodes) if mask >> bit & 1)
 
     def _allocate_cores(self, rank: int, mask: int | None) -> tuple[Core, ...]:
-        """Allocate cores of the mask, if possible near the GPU and on one node."""
+        """Allocate cores within the mask, if possible near the GPU and on one node."""
         inside = self.nodes if mask is None else self._numbers(mask)
         near = {gpu.node for gpu in self._gpus([rank])}
         order = sorted(self.nodes, key=lambda n: (n not in inside, n not in near, n))
@@ -413,7 +413,7 @@ class _Placer:
         return tuple(sorted(taken, key=lambda core: (core.node, core.cpus)))
 
     def _allocate_nic(self, gpu: int) -> tuple[int, ...]:
-        """Allocate the adapter nearest to a rank's GPU, of equals the least used."""
+        """Allocate the adapter nearest to a rank's GPU; of equals, the least used."""
         near = self._inventory.nearest_nics(gpu)
         if not near:
             return ()
@@ -424,7 +424,7 @@ class _Placer:
     def _explain(
         self, ranks: Sequence[int], hints: dict[str, tuple[Hint, ...]]
     ) -> tuple[str, ...]:
-        """Return the reasons against alignment, a sentence for each resource."""
+        """Return the reasons for failed alignment, one for each resource at fault."""
         is_one = self._policy is Policy.SINGLE_NUMA_NODE
         allowed = {n: _of_one_node(h) if is_one else h for n, h in hints.items()}
         good = {

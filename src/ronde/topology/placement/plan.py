@@ -1,4 +1,4 @@
-"""A placement on any host, by names, with the commands to apply it by hand."""
+"""Plan the placement on any host, with commands to apply the plan by hand."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -23,16 +23,16 @@ from ronde.topology.placement.placing import (
 
 _MAX_THREADS = 4
 _AMD = 0x1002
-# nvidia-smi's words that NCCL does not have, as NCCL's.
+# NCCL's kinds for words that only nvidia-smi has.
 _KINDS = {"NODE": PathKind.PHB, UNKNOWN_WORD: PathKind.DIS}
 _VERBS = ("mlx", "bnxt_re", "irdma", "ionic", "roce", "ibp")
 
 
 class NicChoice(NamedTuple):
-    """An adapter of a rank."""
+    """The adapter chosen for a rank, and the path from the rank's GPU."""
 
     name: str  # ``mlx5_0``.
-    path: str  # The class of the way from the rank's GPU: ``PIX``; empty if unknown.
+    path: str  # The class of the path from the rank's GPU: ``PIX``; empty if unknown.
     gb_per_s: float  # NCCL's figure for the path; 0 if unknown.
 
 
@@ -53,7 +53,7 @@ class PlannedRank(NamedTuple):
 
 
 class HostPlan(NamedTuple):
-    """The placement of the ranks of one host."""
+    """The placement of a host's ranks, with variables and remarks for the user."""
 
     host: str  # Its name; empty if unknown.
     policy: str
@@ -66,7 +66,7 @@ class HostPlan(NamedTuple):
 def plan_host(
     host: HostTopology, request: AlignmentRequest, allowed: Sequence[Core] | None = None
 ) -> HostPlan:
-    """Place ranks on a host; ``allowed`` are the cores that may be used, else all."""
+    """Place ranks on a host; ``allowed`` are the usable cores, None for all."""
     cores, notices = infer_cores(host) if allowed is None else (allowed, ())
     if not cores:
         notices = (*notices, "CPUs are unknown: ranks get none.")
@@ -110,10 +110,10 @@ def plan_host(
 def choose_gpus(
     host: HostTopology, num_ranks: int
 ) -> tuple[list[GpuDevice], dict[str, str]]:
-    """Return the GPUs, those of ranks first, and the variables to show them.
+    """Return the GPUs, those of ranks first, and the variables that select them.
 
-    NVLink or xGMI joins the first ones best: from each GPU on, the one with the best
-    links to the chosen ones is added; the set with the fastest slowest pair wins.
+    The GPUs with the best NVLinks or xGMI links are chosen. From each GPU, a set grows
+    by the GPU with the best links to it; the set with the best slowest pair wins.
     """
     gpus, variables = _order_gpus(host)
     if num_ranks >= len(gpus):
@@ -142,10 +142,10 @@ def _fit(rates: Sequence[float]) -> tuple[float, float]:
 
 
 def _order_gpus(host: HostTopology) -> tuple[list[GpuDevice], dict[str, str]]:
-    """Return the GPUs with the numbers that programs use, and the variables for them.
+    """Return the GPUs, numbered as programs count them, and the variables for that.
 
-    CUDA counts by bus address on request, HIP has no such setting. A variable with an
-    empty value lists the numbers.
+    CUDA can count by bus address; HIP has no such setting. The caller sets variables
+    with an empty value to the list of numbers.
     """
     vendors = {device.bus_id: device.vendor for device in host.devices}
     amd = [gpu for gpu in host.gpus if gpu.gcn or vendors.get(gpu.bus_id) == _AMD]
@@ -199,9 +199,9 @@ def _plan_rank(
 def _nic_env(
     inventory: Inventory, gpus: Sequence[int], ports: Sequence[NetPort]
 ) -> dict[str, str]:
-    """Return the variable that leaves NCCL all adapters nearest to the plan's GPUs.
+    """Return the variable that allows NCCL all adapters nearest to the plan's GPUs.
 
-    It must be equal for all ranks of a host.
+    All ranks of a host must have the same value.
 
     Source: https://github.com/NVIDIA/nccl/issues/1478.
     """
@@ -214,7 +214,7 @@ def _nic_env(
 
 
 def find_near_ports(host: HostTopology, bus_ids: set[str]) -> tuple[NearPort, ...]:
-    """Return the distances of ports to train over from some GPUs."""
+    """Return the distances between some GPUs and the ports for training."""
     gpus = [gpu for gpu in host.gpus if gpu.bus_id in bus_ids]
     ports = _training_ports(host)
     return tuple(
@@ -252,9 +252,9 @@ def infer_cores(host: HostTopology) -> tuple[tuple[Core, ...], tuple[str, ...]]:
 
 
 def _threads_by_index(cpus: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Return CPUs with the same index in each run of numbers: a core each.
+    """Return cores: the CPUs with the same index in each run of consecutive numbers.
 
-    Linux counts all first threads of a node before all second ones.
+    Linux numbers the first threads of a node's cores before the second threads.
     """
     by_run = groupby(enumerate(cpus), key=lambda each: each[1] - each[0])
     runs = [[cpu for _, cpu in run] for _, run in by_run]
@@ -271,7 +271,7 @@ def _is_rdma(port: NetPort) -> bool:
 
 
 def _training_ports(host: HostTopology) -> tuple[NetPort, ...]:
-    """Return RDMA ports of the usual rate, else all: others serve storage or logins."""
+    """Return RDMA ports (else all) of the usual rate; others may serve storage."""
     paired = host.paired
     placed = [
         port
@@ -310,7 +310,7 @@ def _find_nearness(
 
 
 def _verbs_name(port: NetPort) -> str:
-    """Return ``mlx5_0:1``; "" for ports that NCCL's InfiniBand code does not drive.
+    """Return ``mlx5_0:1``; "" for a port that NCCL's InfiniBand code does not use.
 
     Fused adapters (``mlx5_0+mlx5_1``) are named one by one.
     """

@@ -1,1 +1,1 @@
-"""Readers of topologies, one file a format."""
+"""Readers of topologies, one module per format."""

@@ -1,4 +1,4 @@
-"""Tables of ``rocm-smi --showtopo`` and ``amd-smi topology``."""
+"""Read the tables of ``rocm-smi --showtopo`` and ``amd-smi topology``."""
 
 import re
 from collections import defaultdict

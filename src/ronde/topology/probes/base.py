@@ -1,4 +1,4 @@
-"""The base of all readers of saved topologies: file, text, XML and errors."""
+"""Common code of all readers of saved topologies: files, text, XML and errors."""
 
 import codecs
 import re
@@ -14,9 +14,9 @@ from ronde.topology.graph import UNKNOWN, PciDevice, Topology
 from ronde.topology.paths.speeds import as_running, gt_per_s
 
 MAX_BYTES = 64 << 20
-"""Of a file; the largest real ones are a hundredth of that."""
+"""Maximum size of a file; the largest real files have a hundredth of it."""
 _MAX_DEPTH = 256
-"""Of XML's elements inside one another; real machines need about twenty."""
+"""Maximum depth of nested XML elements; real machines need about twenty."""
 _MAX_ELEMENTS = 1 << 17
 _MAX_NESTED = 4
 _LOOKED_AT = 1 << 16
@@ -32,7 +32,7 @@ _TAGS = (
 
 
 class Saved(NamedTuple):
-    """A saved file."""
+    """A file with the saved output of a tool, and its name for messages."""
 
     name: str  # For messages: its path as the user gave it.
     data: bytes
@@ -45,11 +45,11 @@ class Saved(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """A reader of one form of topology.
+    """A reader of one format.
 
-    ``recognises`` is quick, and true for damaged files, too. Oddities that can be read
-    become remarks of the host; else ``read`` raises ``UsageError`` with the position in
-    the file. Nothing is guessed.
+    ``recognises`` is quick, and also true for damaged files. Unusual but readable input
+    becomes a remark of the host; otherwise ``read`` raises ``UsageError`` with the
+    position in the file. Readers do not guess.
     """
 
     format: str  # For output: ``NCCL topology file``.
@@ -58,12 +58,12 @@ class Probe:
 
 
 def has_line(pattern: re.Pattern[str]) -> Callable[[Saved], bool]:
-    """Return a test for files with a pattern in one of their first lines."""
+    """Return a predicate: True for files with a pattern in one of their first lines."""
     return lambda saved: any(map(pattern.search, first_lines(saved.text)))
 
 
 def has_root(tag: str) -> Callable[[Saved], bool]:
-    """Return a test for XML by its outermost element."""
+    """Return a predicate: True for XML with this outermost element."""
     return lambda saved: outermost_tag(saved.data) == tag
 
 
@@ -75,7 +75,7 @@ def bad_value(origin: str, line: int, rule: str, got: object) -> UsageError:
 
 
 def untag(lines: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
-    """Return lines without their tags, and the hosts or ranks named there."""
+    """Return lines without launchers' tags, and the hosts or ranks in the tags."""
     plain: list[str] = list(lines)
     origins: tuple[str, ...] = ()
     for _ in range(_MAX_NESTED):
@@ -98,7 +98,7 @@ def _tags(lines: Sequence[str], form: str) -> list[str]:
     for line in lines:
         match = pattern.match(line)
         if match is None and line.strip():
-            return []  # most texts have none, and their first line shows it
+            return []  # most texts have no tags, as their first line shows
         tags.append(match[0] if match else "")
     return tags
 
@@ -128,9 +128,9 @@ def keep_lower_ends(
 ) -> tuple[PciDevice, ...]:
     """Return the devices at ``ends`` and those above, without the upper ends of links.
 
-    A link joins a device to a port above it, and a PCI switch is a port above others.
-    The lower end is kept, as NCCL does, with the abilities of both: a switch becomes
-    one device, and each device has the link above it.
+    A link connects a device to a port above; a PCI switch has a port above other ports.
+    As in NCCL, the lower end remains, with the link that both ends support: a switch
+    becomes one device, and each device has the link above it.
     """
     kept: dict[str, PciDevice] = {}
     redirecting: defaultdict[str, set[str]] = defaultdict(set)
@@ -156,9 +156,9 @@ def keep_lower_ends(
 
 
 def _with_both_ends(device: PciDevice, port: PciDevice | None) -> PciDevice:
-    """Return a device with the link that it and the port above can do."""
+    """Return a device with the best link that it and the port above support."""
     if port is None or not (port.speed or port.width > 0 or port.gb_per_s):
-        # The abilities of the slot are unknown, so the link may be at its best.
+        # The slot's maximum is unknown, so the link's current state may be its best.
         return as_running(device)
     ends = device, port
     rates = [each.gb_per_s for each in ends if each.gb_per_s > 0]
@@ -176,7 +176,7 @@ def small_number(text: str) -> int:
 
 
 class Element(NamedTuple):
-    """An element of XML."""
+    """An XML element with its position in the file."""
 
     tag: str
     attributes: dict[str, str]
@@ -197,7 +197,7 @@ class Element(NamedTuple):
 
 
 def outermost_tag(data: bytes) -> str:
-    """Return the first element's name in the first 64 KiB, or ""; also if damaged."""
+    """Return the first element's name in the first 64 KiB, or ""; allow damage."""
     # Without NULs, UTF-16 reads the same.
     head = _COMMENT.sub(b"", data[:_LOOKED_AT].replace(b"\0", b""))
     found = _TAG.search(head)
@@ -205,8 +205,8 @@ def outermost_tag(data: bytes) -> str:
 
 
 def parse_xml(data: bytes, origin: str, tag: str) -> Element:
-    """Return the outermost element; refuse others, entities and deep nesting."""
-    # Each open element is in the one before; the first is around the outermost.
+    """Return the outermost element; refuse other tags, entities and deep nesting."""
+    # Each open element is inside the previous one; the first contains the outermost.
     opened = [Element("", {}, 0, origin, [], [])]
     num_elements = 0
     parser = expat.ParserCreate()

@@ -1,4 +1,4 @@
-"""The XML of hwloc's ``lstopo``, versions 2 and 3.
+"""Read the XML of hwloc's ``lstopo``, versions 2 and 3.
 
 hwloc gives the bandwidth of a PCI link, not its speed.
 """
@@ -46,7 +46,7 @@ _TYPE = re.compile(
     re.IGNORECASE,
 )
 _PORT_STATE = re.compile(r"Port([0-9]{1,3})State")
-# GB/s that hwloc counts a link; by compute capability. Source: hwloc's
+# GB/s per NVLink in hwloc, by compute capability. Source: hwloc's
 # ``hwloc/topology-nvml.c``.
 _FIRST_NVLINK_SM, _FIRST_NVLINK_GB_PER_S, _NVLINK_GB_PER_S = 60, 20.0, 25.0
 
@@ -141,9 +141,9 @@ def _decimal(text: str) -> float:
 
 
 class _Nodes:
-    """The NUMA nodes of a machine.
+    """The NUMA nodes of a machine, each CPU in only one of them.
 
-    A CPU of several nodes belongs to the ordinary memory with the lowest number.
+    Nodes of ordinary memory come first, then those with fewer CPUs, then lower numbers.
     """
 
     def __init__(self, objects: Sequence[_Object], infos: Mapping[str, str]) -> None:
@@ -181,7 +181,7 @@ class _Nodes:
         )
 
     def near(self, cpus: int) -> int:
-        """Return the node that contains all of some CPUs, or ``UNKNOWN``."""
+        """Return the node that contains all these CPUs, or ``UNKNOWN``."""
         first = (cpus & -cpus).bit_length() - 1
         number = self._owner.get(first, UNKNOWN)
         return number if cpus & ~self._own.get(number, 0) == 0 else UNKNOWN
@@ -283,7 +283,7 @@ def _read_ports(
 
 
 def _names(objects: Iterable[_Object], nodes: _Nodes) -> dict[str, str]:
-    """Return the names of the ends of links by hwloc's numbers of objects."""
+    """Return the names of links' ends, by hwloc's number of the object."""
     found: dict[str, str] = {}
     for each in objects:
         is_device = each.kind == "OSDev" or each.element.get("pci_busid")

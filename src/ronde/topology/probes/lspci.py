@@ -1,4 +1,4 @@
-"""The list of PCI devices that ``lspci`` prints, with or without ids and details."""
+"""Read the PCI devices that ``lspci`` prints, with or without ids and details."""
 
 import re
 from collections.abc import Mapping
@@ -44,7 +44,7 @@ _CLASS_NAMES = {
     "Network controller": 0x0280,
 }
 _VENDOR_NAMES = {"NVIDIA": 0x10DE, "Advanced Micro Devices": 0x1002}
-# Details that -vv and -vvv add; root alone sees most of them.
+# Details that -vv and -vvv add; only root sees most of them.
 _NUMA = re.compile(r"\s+NUMA node: ([0-9]{1,5})")
 _BUSES = re.compile(r"\s+Bus: primary=[0-9a-f]{2}, secondary=([0-9a-f]{2}),.*")
 _LINK = re.compile(
@@ -91,7 +91,7 @@ def _device(origin: str, number: int, match: re.Match[str]) -> tuple[PciDevice, 
     bare, name, code, rest = kind.groups()
     rest = re.sub(r"^(\w{4}:\w{4})\b", r"[\1]", rest) if bare else rest
     ids = list(_IDS.finditer(rest))
-    # In a list with ids, a line without them was cut.
+    # In a list with ids, a line without ids was cut.
     if name in _CLASS_NAMES and code and not ids:
         rule = "a device must have its class and its ids in brackets, as lspci"
         raise bad_value(origin, number, f"{rule} -nn writes them", line)
@@ -102,7 +102,7 @@ def _device(origin: str, number: int, match: re.Match[str]) -> tuple[PciDevice, 
         rest = rest[: ids[-1].start()]
     class_code = (int(bare or code or "0", 16) or _CLASS_NAMES.get(name, 0)) << 8
     found = PciDevice(address, class_code=class_code, vendor=vendor, device=device)
-    # A lost device reads as ones.
+    # All bits of a lost device read as 1.
     found = found._replace(is_lost=" (rev ff)" in line)
     return found, _REVISION.sub("", rest)
 

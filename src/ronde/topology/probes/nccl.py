@@ -1,8 +1,8 @@
-"""NCCL's topology file, and AMD's of the same form.
+"""Read the topology files of NCCL, and of RCCL in the same format.
 
 NCCL writes one for ``NCCL_TOPO_DUMP_FILE`` and reads one for ``NCCL_TOPO_FILE``. Files
-of clouds hold processors and PCI devices alone: the PCI class tells GPUs and network
-adapters apart.
+of clouds have only processors and PCI devices: GPUs and network adapters are
+distinguished by PCI class.
 """
 
 import re
@@ -29,7 +29,7 @@ from ronde.topology.pci import bus_order, is_network, plain_address, port_kind
 from ronde.topology.probes.base import Element, Probe, Saved, has_root, parse_xml
 
 MAX_REMARKS = 100
-"""Of one file; more are only counted."""
+"""Maximum number of remarks about a file; further ones are only counted."""
 
 _INTEGER = re.compile(r"\s*[+-]?(0[xX][0-9a-fA-F]{1,15}|[0-9]{1,18})\s*")
 _CODE = re.compile(r"\s*(?:0[xX])?[0-9a-fA-F]{1,15}\s*")
@@ -160,7 +160,7 @@ class _HostReader:
                 self._on_bare(device)
 
     def _add_device(self, element: Element, device: PciDevice) -> PciDevice:
-        """Add a device; return the listed one."""
+        """Add a device; return it as listed, which may be under another address."""
         there = self._devices.setdefault(device.bus_id, device)
         if there is device:
             return device
@@ -232,7 +232,7 @@ class _HostReader:
             self._on_bare(device)
 
     def _add_port(self, port: NetPort) -> bool:
-        """Add a port under a title of its own; return False if it was there."""
+        """Add a port under a unique title; return False if it is already listed."""
         there = self._ports.get(port.title)
         if there and (there.number, there.port) != (port.number, port.port):
             # Two ports of an adapter, written as in NCCL's log.
@@ -242,7 +242,7 @@ class _HostReader:
 
 
 def _number_gpus(gpus: Iterable[GpuDevice]) -> tuple[GpuDevice, ...]:
-    """Number GPUs without a number by bus address, as drivers do."""
+    """Assign missing GPU numbers in the order of bus addresses, as drivers do."""
     taken = {gpu.number for gpu in gpus}
     bare = sorted((g.bus_id for g in gpus if g.number < 0), key=bus_order)
     free = (n for n in range(len(taken) + len(bare)) if n not in taken)

@@ -1,8 +1,7 @@
-"""The tables and lists of nvidia-smi about topology, as people save and send them.
+"""Read nvidia-smi's tables and lists about topology, as users save and paste them.
 
-A file may hold several outputs, and a shell's prompts between them. People paste them:
-tabs become blanks, columns grow together, the underlining of the header stays as
-escape sequences.
+A file may have several outputs, with shell prompts between them. In pasted text, tabs
+become blanks, columns touch, and escape sequences of the underlined header remain.
 """
 
 import re
@@ -81,7 +80,7 @@ def _read(saved: Saved) -> Topology:
 
 
 def _plain(text: str) -> str:
-    """Return text without escape sequences and blanks at lines' ends."""
+    """Return text without escape sequences and trailing blanks of lines."""
     plain = _ESCAPE.sub("", text)
     return "\n".join(line.rstrip() for line in plain.splitlines())
 
@@ -109,7 +108,7 @@ def _is_of_gpu(line: str) -> bool:
 
 
 def _link_rate(text: str) -> float | None:
-    """Return the GB/s at which a link signals, 0 for none, None if not shown."""
+    """Return a link's signalling rate in GB/s; 0 if inactive, None if not shown."""
     match = _RATE.fullmatch(text)
     return float(match[1]) if match else 0.0 if text == _INACTIVE else None
 
@@ -244,7 +243,7 @@ class _Reader:
             self._remarks.append(remark)
 
     def _lists(self, number: int, tail: str) -> list[int]:
-        """Return the lists behind a row's words as bits, in the order of headings."""
+        """Return the CPU, NUMA and GPU lists at the end of a row, as bits."""
         fields = tail.split()
         # Only an empty list of CPUs is left out; a list of CPUs may lack its node.
         is_list = len(self._headings) == 2 and ("-" in tail or "," in tail)
@@ -317,7 +316,7 @@ class _Reader:
     def _numa_nodes(self) -> tuple[dict[int, int], dict[str, int]]:
         """Return the CPUs of NUMA nodes as bits, and the node of each GPU by its name.
 
-        Without numbers of nodes, sets of CPUs stand for them, numbered by their lowest.
+        If the output has no node numbers, each set of CPUs counts as a node.
         """
         lists = self._lists_of
         if not any(near for _, near, _ in lists.values()):

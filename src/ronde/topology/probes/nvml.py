@@ -1,6 +1,6 @@
-"""GPUs as NVML reports them; it comes with NVIDIA's driver.
+"""Query GPUs through NVML, which is part of NVIDIA's driver.
 
-Each query may fail by itself, and in virtual machines many do: such a value is unknown.
+Single queries may fail, and many do in virtual machines; their values are unknown.
 """
 
 from collections import Counter
@@ -34,7 +34,7 @@ _NODE_WORDS = 16
 
 
 class Remote(NamedTuple):
-    """The end of an NVLink."""
+    """The remote end of an NVLink."""
 
     kind: int  # NVML's number: 0 a GPU, 2 a switch, 255 unknown.
     address: str  # As NVML spells it; empty if unknown.
@@ -55,9 +55,9 @@ class GpuAnswers(NamedTuple):
 
 
 def payload_gb_per_s(signalling_mb_per_s: float) -> float:
-    """Return the payload of an NVLink's signalling rate; 0 if unknown.
+    """Return the payload rate for an NVLink's signalling rate; 0 if unknown.
 
-    Source: NVLink 2 spends 1 bit in 33 on coding (25.781 -> 25), later ones 1 in 17
+    Source: NVLink 2 uses 1 bit in 33 for coding (25.781 -> 25), later versions 1 in 17
     (26.562 -> 25, 53.125 -> 50).
     """
     rate = max(0.0, signalling_mb_per_s / 1e3)
@@ -69,7 +69,7 @@ def payload_gb_per_s(signalling_mb_per_s: float) -> float:
 def graph_of(
     gpus: Sequence[GpuAnswers], peers: Mapping[tuple[int, int], int]
 ) -> HostTopology:
-    """Return NVML's answers as a topology; the kernel knows more about PCI devices."""
+    """Return NVML's answers as a topology, without details of PCI devices."""
     named: list[GpuDevice] = []
     links: list[Link] = []
     remarks: list[str] = []
@@ -117,7 +117,7 @@ def _target(remote: Remote) -> str:
 
 
 class NoNvmlError(Exception):
-    """NVML does not answer; the text has the reason and the remedy."""
+    """Raised if NVML does not answer; the text has the reason and the remedy."""
 
 
 @contextmanager
@@ -139,7 +139,7 @@ def open_nvml() -> Generator[Any]:
 
 
 def read_nvml() -> tuple[HostTopology | None, tuple[str, ...]]:
-    """Return this machine's GPUs, None without NVML; and notices."""
+    """Return this machine's GPUs (None without NVML), and notices."""
     handles: list[object] = []
     notices: list[str] = []
     status = "nvmlDeviceGetP2PStatus"

@@ -1,4 +1,4 @@
-"""Files without a topology, recognised by name, with a remedy."""
+"""Recognise files of other kinds, without a topology, to suggest another command."""
 
 import re
 
@@ -56,7 +56,7 @@ a page of HTML: \s*<(!(?i:doctype) html|html)\b
 an archive: PK\x03\x04|.{{257}}ustar
 packed: BZh\d1AY|\xfd7zXZ|\x28\xb5\x2f\xfd
 """
-"""What a file is, and how one of its lines begins."""
+"""The kind of a file, and a pattern for the beginning of one of its lines."""
 
 
 def recognise_other(saved: Saved) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""RDMA ports as ``ibstat``, ``ibstatus`` and ``ibv_devinfo`` print them."""
+"""Read RDMA ports from the output of ``ibstat``, ``ibstatus`` and ``ibv_devinfo``."""
 
 import re
 from collections.abc import Mapping
@@ -27,8 +27,8 @@ def read_rdma_ports(saved: Saved) -> dict[str, dict[str, Any]]:
     """Return ports by names such as ``mlx5_0:1``, in the kernel's words.
 
     Each has ``state`` (``ACTIVE``), ``physical_state`` (``LinkUp``), ``mbit_per_s``,
-    ``layer`` (``InfiniBand``), ``model`` (``MT4129``), ``card``, which its ports share,
-    and ``link`` (``4X``; ``DOWN, Polling``); empty or 0 if not printed.
+    ``layer`` (``InfiniBand``), ``model`` (``MT4129``), ``card`` (equal for the ports of
+    a card), and ``link`` (``4X``; ``DOWN, Polling``). Values are empty or 0 if unknown.
     """
     adapter = ""
     own = device = dict[str, str]()
@@ -72,7 +72,7 @@ def _port(fields: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _word(text: str) -> str:
-    """Return ``ACTIVE`` of ``4: ACTIVE`` and ``PORT_ACTIVE (4)``."""
+    """Return ``ACTIVE`` for the text ``4: ACTIVE`` or ``PORT_ACTIVE (4)``."""
     word = text.rpartition(": ")[2].partition(" (")[0].removeprefix("PORT_")
     word = _SPELLED.get(word.upper(), word)
     return word.capitalize() if word.isupper() else word

@@ -1,6 +1,6 @@
-"""Slurm's ``topology.conf``: switches, or blocks, between hosts.
+"""Read Slurm's ``topology.conf``: the switches or blocks between hosts.
 
-``scontrol show topology`` prints it in almost the same words.
+The output of ``scontrol show topology`` has almost the same format.
 """
 
 import re
@@ -63,7 +63,7 @@ def _read(saved: Saved) -> Topology:
 
 
 def _lines(text: str) -> Iterator[tuple[int, str]]:
-    """Yield lines that are not empty, joined with their continuations."""
+    """Yield numbered lines that are not empty, joined with their continuations."""
     pieces: list[str] = []
     first = 0
     for number, line in enumerate([*text.splitlines(), ""], 1):

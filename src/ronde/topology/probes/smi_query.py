@@ -1,4 +1,4 @@
-"""``nvidia-smi -q``, as text or XML, whole or with ``-d``: GPUs and their PCI links."""
+"""Read GPUs and their PCI links from ``nvidia-smi -q``, as text or XML."""
 
 import re
 from xml.etree import ElementTree as ET
@@ -31,11 +31,11 @@ _PAIRS = """
     temperature/gpu_t_limit_temp=gpu_temp_tlimit
 """
 _NAMES = {text: name for text, _, name in (p.partition("=") for p in _PAIRS.split())}
-"""The XML's name where it is not the text's, by section and the text's name."""
+"""Names in XML that differ from those in text, by section and name in text."""
 
 
 def read_query(saved: Saved) -> Element:
-    """Return the report under the XML's names, also if it is text."""
+    """Return the report as XML; text is converted to the names of XML."""
     if "<nvidia_smi_log" in saved.text:
         parse_xml(saved.data, saved.name, "nvidia_smi_log")
         return ET.fromstring(saved.data)  # noqa: S314  parse_xml refuses entities

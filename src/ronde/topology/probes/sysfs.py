@@ -1,6 +1,6 @@
-"""A host as its kernel shows it in /proc and /sys: this machine, or a saved tree.
+"""Read a host from /proc and /sys, of this machine or of a saved tree.
 
-Functions take ``root``: the directory that holds proc and sys; empty for this machine.
+The argument ``root`` is the directory with proc and sys; empty for this machine.
 """
 
 import re
@@ -35,7 +35,7 @@ from ronde.topology.paths.speeds import gt_per_s
 from ronde.topology.probes.base import keep_lower_ends, small_number
 
 SOURCE = "sysfs"
-"""How sources of this kind begin."""
+"""Prefix of the names of sources that this module reads."""
 
 _BUS = "sys/bus/pci/devices"
 _CODES = ("class", "vendor", "device", "subsystem_vendor", "subsystem_device")
@@ -52,9 +52,9 @@ _KINDS = {"1": "ethernet", "32": "infiniband"}
 
 
 def read_host(root: Path = Path("/")) -> HostTopology:
-    """Return all hardware of a host, usable by this process or not.
+    """Return all hardware of a host, even if this process may not use it.
 
-    No driver is asked. Files that cannot be read are left out, and are never an error.
+    No driver is queried. Unreadable files are skipped and never raise.
     """
     top = str(root).rstrip("/")
     functions = read_functions(top)
@@ -87,16 +87,16 @@ def read_host(root: Path = Path("/")) -> HostTopology:
 
 
 class Function(NamedTuple):
-    """A function of a device on the bus."""
+    """A PCI function: one of the parts of a device with addresses of their own."""
 
     chain: tuple[str, ...]  # Its address, then those of all bridges above it.
     class_code: int  # Class, subclass and interface.
     vendor: int
-    is_virtual: bool  # One of many that an adapter shows of itself (SR-IOV).
+    is_virtual: bool  # A virtual function (SR-IOV).
 
 
 def read_functions(root: str) -> dict[str, Function]:
-    """Return all functions on the bus by address, in the order of drivers."""
+    """Return all functions on the PCI bus by address, in the drivers' order."""
     found: dict[str, Function] = {}
     names = filter(pci.is_address, list_names(f"{root}/{_BUS}"))
     for address in sorted(names, key=pci.bus_order):
@@ -109,7 +109,7 @@ def read_functions(root: str) -> dict[str, Function]:
 
 
 def _device(root: str, chain: Sequence[str], nodes: Sequence[NumaNode]) -> PciDevice:
-    """Return the first device of a chain, with the link of this end alone."""
+    """Return the first device of a chain, with its link as seen from this end only."""
     own = f"{root}/{_BUS}/{chain[0]}"
     links = [f"{own}/{which}_link" for which in ("max", "current")]
     (speed, width), (speed_now, width_now) = map(_read_link, links)
@@ -133,7 +133,7 @@ def _read_link(path: str) -> tuple[str, int]:
 
 
 def _read_node(root: str, chain: Sequence[str], nodes: Sequence[NumaNode]) -> int:
-    """Return the node of a device, of the next above, or around its local CPUs."""
+    """Return the NUMA node of a device, of a bridge above, or of its local CPUs."""
     known = {node.number for node in nodes}
     for address in chain:
         node = read_number(f"{root}/{_BUS}/{address}/numa_node", UNKNOWN)
@@ -212,10 +212,10 @@ def _properties(path: str) -> dict[str, int]:
 
 
 def _read_nodes(root: str) -> tuple[tuple[NumaNode, ...], tuple[str, ...]]:
-    """Return the nodes that are online, by number, and remarks about them.
+    """Return the online NUMA nodes, sorted by number, and remarks.
 
-    Online CPUs of no such node form a node of unknown number. Without any node, as on
-    kernels without NUMA, all CPUs are node 0.
+    Online CPUs outside these nodes form a node of unknown number. If there are no
+    nodes, as on kernels without NUMA, all CPUs are in node 0.
     """
     left, online = machine.read_online(root), read_list(f"{root}/{_NODES}/online")
     plain = _read_processor(root)
@@ -270,7 +270,7 @@ def _with_cpus(root: str, node: NumaNode, cpus: int) -> NumaNode:
 
 
 def _read_memory(path: str) -> int:
-    """Return the bytes of a line such as ``Node 0 MemTotal: 8 kB``."""
+    """Return the bytes in a file with a line such as ``Node 0 MemTotal: 8 kB``."""
     found = re.search(r"\bMemTotal:\s*(\d{1,15}) kB", read_text(path))
     return int(found[1]) * 1024 if found else UNKNOWN
 
@@ -320,7 +320,7 @@ def _read_interfaces(root: str, ports: Sequence[NetPort]) -> tuple[Interface, ..
     above = [n for n in list_names(f"{root}/{_NET}") if n not in known]
     waiting = {name: _lower_names(root, name, ports) for name in above}
     found: list[Interface] = []
-    # A circle, which no kernel has, never gets ready.
+    # Interfaces in a cycle, which no kernel has, never get ready.
     while ready := [n for n, lower in waiting.items() if not waiting.keys() & lower]:
         for name in ready:
             lower = tuple(each for each in waiting.pop(name) if each in known)
