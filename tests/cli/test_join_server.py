@@ -398,7 +398,9 @@ def test_when_not_all_come_the_head_says_who_did(start_head, signals):
         socket.create_connection((HERE, head.port), HANG_S).close()  # wakes it
         error = head.done.exception(HANG_S)
         assert isinstance(error, HostError)
-        assert re.search(r"only 1 of 3 nodes joined within 5 s: node7\. Start", str(error))
+        assert re.search(
+            r"only 1 of 3 nodes joined within 5 s: node7\. Start", str(error)
+        )
         assert _read_one(channel) == b""
     assert not is_open(head.port)
 
