@@ -1,8 +1,8 @@
 """Find available memory; tune malloc and garbage collection for torch.
 
 Note [Malloc tuning]
-    By default glibc returns a tensor of 32 MiB and more to the kernel when it is freed,
-    and also returns free memory at the end of its heap. The next training step
+    By default glibc returns tensors of 32 MiB and more to the kernel when they are
+    freed, and also free memory at the end of its heap. The next training step
     allocates it again, and the kernel clears every page, which can take as long as the
     step. With higher thresholds the process keeps the memory. They are fractions of the
     memory of the machine or control group, divided by its ranks.

@@ -127,7 +127,7 @@ def _own_addresses(node: AgentNode) -> list[str]:
 def choose_addresses(
     own: Mapping[str, Sequence[str]], routed: Mapping[str, Collection[str]]
 ) -> dict[str, str]:
-    """Choose the address of each host to which most other hosts have a route.
+    """For each host, choose the address that most other hosts have a route to.
 
     Hosts with the same address, such as that of a container bridge, do not count: their
     route leads to themselves. ``own`` has the addresses of each host, best first.

@@ -141,7 +141,7 @@ def locked_memory(fleet: Fleet) -> Problems:
     """Enough memory may be locked for RDMA.
 
     reads: the limit on locked memory, RDMA adapters, and the capability to lock more
-    threshold: 32GiB with an RDMA adapter and GPUs; and 90 % of the limit of most hosts
+    threshold: 32GiB with an RDMA adapter and GPUs; and 90 % of the limit on most hosts
     source: 32GiB: AMD's Primus fd1eeab (preflight/node_smoke/cli.py); unlimited: NCCL
         2.30.7's manual, Troubleshooting NCCL errors; 90 %: ronde's own
     fix: docker run --ulimit memlock=-1; on the host LimitMEMLOCK=infinity for sshd or

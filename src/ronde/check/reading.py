@@ -167,7 +167,7 @@ def logged_errors(values: Values, _: Fleet) -> Problems:
 
 
 def read_saved_facts(saved: Saved) -> tuple[HostFacts, str]:
-    """Return the facts of a saved file, under its name as a host, and its kind.
+    """Return a saved file's facts, as of a host with its name, and the file's kind.
 
     Raises ``UsageError`` for a file of an unknown kind.
     """

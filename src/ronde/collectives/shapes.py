@@ -118,7 +118,7 @@ def _refused_elsewhere(call: str, refused: Sequence[int]) -> CollectiveError:
 
 
 def by_ranks(texts: Sequence[str]) -> str:
-    """Join the ranks' texts; a text of several ranks appears once, with all of them."""
+    """Join the ranks' texts. Ranks with the same text are listed together."""
     groups: dict[str, list[int]] = {}
     for rank, text in enumerate(texts):
         groups.setdefault(text, []).append(rank)

@@ -96,7 +96,7 @@ def as_real(tensor: Tensor, op: ReduceOp) -> Tensor:
 
 
 def memory_of(tensor: Tensor) -> Tensor | None:
-    """Return a tensor's memory as a vector; None if it is not contiguous."""
+    """Return a 1-D view of a tensor's memory; None if it is not contiguous."""
     detached = tensor.data
     return detached.view(-1) if detached.is_contiguous() else None
 

@@ -36,7 +36,7 @@ def as_backend_error(error: CollectiveError) -> CollectiveError:
 
 
 class Late(NamedTuple):
-    """Callbacks for a call that waits long; messages have no ``number``."""
+    """Callbacks for a call that has waited too long. Messages have no ``number``."""
 
     attendance: Attendance
     abort: Callable[[], None]

@@ -71,7 +71,7 @@ def _row(worker: WorkerInfo, awaited: Awaited) -> tuple[str, ...]:
 
 
 def _describe(worker: WorkerInfo) -> str:
-    """Return the collective or the state of a worker."""
+    """Describe a worker: its pending collective if it has one, else its state."""
     code = worker.exit_code
     if worker.state == "ended" and code is not None:
         return f"killed by {signal_name(-code)}" if code < 0 else f"exit code {code}"

@@ -137,7 +137,7 @@ def parse_ranks(text: str, option: str, *, is_local: bool = False) -> RankChoice
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
-    """Return ``0-3, 5``, or ``0, 2, 4, 6 and 60 more``."""
+    """Format numbers as ``0-3, 5``; a long list as ``0, 2, 4, 6 and 60 more``."""
     ordered = sorted(ranks)
     shown = format_list(ordered).split(",")[:_MAX_RANGES]
     last = shown[-1].rpartition("-")[2]

@@ -124,7 +124,7 @@ class Limit:
         return 100.0 * busbw_gb_per_s / self.bus_bandwidth_gb_per_s
 
     def warning(self, busbw_gb_per_s: float) -> str:
-        """Return why the bound is doubtful if a measured busbw exceeds it, else ""."""
+        """Return a warning if a measured busbw exceeds the bound, else ""."""
         if busbw_gb_per_s <= self.bus_bandwidth_gb_per_s:
             return ""
         cause = "that no switch reduces (NVLS, SHARP), or the number or rate of links"

@@ -343,7 +343,7 @@ def _store_gpus(reader: FactReader, gpus: Sequence[GpuReport]) -> None:
 
 
 def fold_gpus(host: str, problems: Iterable[Problem | None]) -> Problems:
-    """Yield the problems of a host's GPUs, equal ones once; None is a healthy GPU."""
+    """Yield each distinct problem of a host's GPUs once; a healthy GPU has None."""
     alike: dict[Problem, list[int]] = defaultdict(list)
     for number, problem in enumerate(problems):
         if problem is not None:

@@ -97,7 +97,7 @@ def read_smi(log: bytes, nvlinks: bytes) -> SmiReport:
 
 
 def read_answers(gpu: Element) -> dict[str, Value]:
-    """Return the answers of one GPU from its XML element."""
+    """Parse one GPU's values from its XML element."""
     answers: dict[str, Value] = {}
     for question, read in _QUESTIONS.items():
         with suppress(NotShownError):

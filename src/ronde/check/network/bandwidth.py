@@ -323,14 +323,14 @@ def _rates_of_pairs(rates: Rates) -> dict[HostPair, float]:
 
 
 class LackingPair(NamedTuple):
-    """Bandwidth of two hosts that is below ``--expect``, or far below their link's."""
+    """Bandwidth of two hosts below ``--expect``, or far below their link's rate."""
 
     rate: float  # GB/s
     required: str  # the expected rate, or the link
 
 
 def judge_links(fleet: Fleet) -> dict[HostPair, LackingPair]:
-    """Return the pairs below the rate of ``--expect``, or far below their link's."""
+    """Return the pairs below ``--expect``, or far below the rate of their link."""
     expected = fleet.settings.get(EXPECTED, {}).get("gb_per_s")
     links = {f.host: _link_of(f.values) for f in fleet.having(RATES, WAY)}
     ways = {*fleet.known(WAY).values()}
@@ -371,7 +371,7 @@ def _least_rate(link: HostLink) -> float:
 
 
 def _link_of(values: Values) -> HostLink:
-    """Return the measured link: for NCCL the RDMA ports, if any are up."""
+    """Return the measured link. NCCL uses the RDMA ports if any are up."""
     ports: Mapping[str, Any] = values.get(_PORTS, {}) if values[WAY] == "nccl" else {}
     up = [p["mbit_per_s"] / 8000 for p in ports.values() if p["state"] == "ACTIVE"]
     if not up:

@@ -63,7 +63,7 @@ def _send_datagrams(
     wanted: set[int],
     wait_s: float,
 ) -> set[int]:
-    """Send datagrams of some sizes; return the sizes that were answered."""
+    """Send a datagram of each size; return the sizes that got a reply."""
     arrived, token = set[int](), begin[:TOKEN_BYTES]
     for _ in range(_TRIES):
         for size in sorted(wanted - arrived, reverse=True):

@@ -90,7 +90,7 @@ class ControlChannel:
     def close(self) -> None:
         """Close the connections; every ``wait`` returns. May be called repeatedly.
 
-        Messages already sent are delivered, unless a receiver would have to be awaited.
+        Messages already sent are delivered if that needs no waiting for the receiver.
         """
         transports, self._transports = self._transports, ()
         self._connections = {}

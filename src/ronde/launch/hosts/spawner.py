@@ -36,7 +36,7 @@ class Spawner(ABC):
 
     @abstractmethod
     def command(self, host: Host, words: Sequence[str]) -> list[str]:
-        """Return the command that runs ``words`` on a host; other users can see it."""
+        """Return the command that runs ``words`` on a host. It must hold no secrets."""
 
     @abstractmethod
     def explain(self, host: Host, exit_code: int, errors: str) -> Failure:
@@ -122,7 +122,7 @@ def _copy_ronde(shell: str, python: str) -> str:
 
 
 class HelloReader:
-    """Reads the hello after a sentinel, which follows a login's own output."""
+    """Skips the login shell's output up to a sentinel, then reads the hello message."""
 
     def __init__(self, program: str, sentinel: bytes) -> None:
         self.found: RemotePython | None = None

@@ -117,7 +117,7 @@ def _failed(failures: Iterable[RankFailure]) -> str:
 
 
 def _on(ranks: Sequence[int], hosts: Mapping[int, str]) -> str:
-    """Return a text such as ``ranks 2-3 on node1``; empty without ranks."""
+    """Return a text such as ``ranks 2-3 on node1``; empty if there are none."""
     where = _named(sorted({hosts.get(rank, "") for rank in ranks} - {""}))
     return (_ranks(ranks) if ranks else "") + f" on {where}" * bool(where)
 

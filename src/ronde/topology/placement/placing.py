@@ -206,7 +206,7 @@ def inventory_of_machine(
 
 
 class Scope(StrEnum):
-    """The unit of alignment: cores and GPUs of each rank alone, or of all together."""
+    """The scope of alignment: the cores and GPUs of each rank, or of all ranks."""
 
     RANK = "rank"  # Each rank by itself.
     JOB = "job"  # All ranks of the host together.
