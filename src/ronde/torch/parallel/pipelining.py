@@ -138,9 +138,8 @@ def pipeline(
         for layer in cuts[index]:
             stage.add_module(layer_names[layer], layers[layer])
         if chunk and ties:
-            stage = deepcopy(
-                stage
-            )  # it may share weights with other stages of this rank
+            # It may share weights with other stages of this rank.
+            stage = deepcopy(stage)
         for name in map(layer_names.__getitem__, cuts[index]):
             own.add_module(name, stage.get_submodule(name))
         parallelize(stage, inner, **sharding)
