@@ -11,7 +11,7 @@ from ronde.cli import exits
 from ronde.errors import HostError, RondeError
 from ronde.launch.limits import USUAL, Timeouts
 
-_VERBS = ("run", "ps", "bench", "trace", "check", "topo", "plan", "alias", "horovodrun")
+_VERBS = ("run", "ps", "why", "bench", "trace", "check", "topo", "plan", "alias", "horovodrun")
 
 
 def main(argv: Sequence[str] | None = None, timeouts: Timeouts = USUAL) -> int:
@@ -84,7 +84,7 @@ def _dispatch(words: list[str], timeouts: Timeouts) -> int:
 
             return run_horovodrun(rest, partial(_run, timeouts=timeouts))
         case [
-            "ps" | "bench" | "trace" | "check" | "topo" | "plan" | "alias" as verb,
+            "ps" | "why" | "bench" | "trace" | "check" | "topo" | "plan" | "alias" as verb,
             *rest,
         ]:
             from importlib import import_module

@@ -9,10 +9,10 @@ Each line there is one version: a JSON object of the fields of a ``JobStatus``.
 """
 
 import json
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ronde.errors import LaunchError
 from ronde.launch.job.status import PREFIX, SOCKET
@@ -49,14 +49,39 @@ def watch(socket: Path) -> Generator[JobStatus]:
         OSError: The job is gone, another user's, or does not answer for 10 s.
         LaunchError: The job runs another version of ronde.
     """
+    for version in ask(socket):
+        if isinstance(version, JobStatus):
+            yield version
+
+
+class HostAnswer(NamedTuple):
+    """The answer of one host's observer to a question."""
+
+    host: str
+    answer: dict[str, object]
+
+
+def ask(
+    socket: Path, *questions: Mapping[str, object]
+) -> Generator[JobStatus | HostAnswer]:
+    """Ask the observers on all hosts of a job; yield answers and new versions.
+
+    Raises:
+        OSError: As ``watch``.
+        LaunchError: As ``watch``.
+    """
     with dial(str(socket), _ANSWER_S) as sock, sock.makefile("rb") as lines:
+        for question in questions:
+            sock.sendall(json.dumps(question).encode() + b"\n")
         for line in lines:
             yield _decode(socket, line)
 
 
-def _decode(socket: Path, line: bytes) -> JobStatus:
+def _decode(socket: Path, line: bytes) -> JobStatus | HostAnswer:
     try:
         plain: dict[str, Any] = json.loads(line)
+        if "answer" in plain:
+            return HostAnswer(plain["host"], plain["answer"])
         workers = [
             from_plain(WorkerInfo, {**row, "status": None})._replace(
                 status=decode_status(row["status"])

@@ -325,3 +325,5 @@ class Agent:
                 self._job.send(order.signal)
             case messages.TakeStacks():
                 self._job.ask_for_stacks(order.workers)
+            case messages.Observe():
+                self._job.observe(order.line)

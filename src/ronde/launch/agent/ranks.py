@@ -1,6 +1,7 @@
 """Bind, start, signal and reap one job's ranks on one host."""
 
 import errno
+import json
 import os
 import resource
 import select
@@ -53,6 +54,7 @@ from ronde.store.protocol import max_connections
 from ronde.topology.cpu_sets import format_list
 
 _NOTICES = "ronde.launch.agent.notices"
+_OBSERVER = "ronde.monitor.observer"
 _LEFTOVER_POLL_S = 0.02
 _FENCE_S = 20.0
 _USAGE_ERRORS = frozenset(
@@ -176,6 +178,7 @@ class LocalJob:
         self._port: socket.socket | None = None
         self.store: StoreRelay | None = None
         self._poller: RemoteProgram | None = None
+        self._observer: RemoteProgram | None = None
         self._signalled: set[tuple[int, int]] = set()  # processes, by pid and start
         self._has_spared = False  # some processes were not signalled
         self._is_orphaned = False  # a child has ended since
@@ -201,8 +204,8 @@ class LocalJob:
         if self.store is not None:
             yield from self.store.watched()
         yield from self.channels.watched()
-        if self._poller is not None:
-            yield from self._poller.watched()
+        for program in filter(None, (self._poller, self._observer)):
+            yield from program.watched()
         if not self._sender.is_full:
             for rank in self._by_pid.values():
                 for pipe in rank.pipes:
@@ -270,10 +273,24 @@ class LocalJob:
         leaving = kind == "leaving"
         self._sender.send((messages.HostLeaving if leaving else messages.Notice)(text))
 
-    def _end_poll(self) -> None:
-        if self._poller is not None:
-            self._poller.kill()
-            self._poller = None
+    def observe(self, line: str) -> None:
+        """Pass a question to the observer; start it first if it does not run."""
+        try:
+            if self._observer is None and self.phase is JobPhase.RUNNING:
+                self._observer = RemoteProgram(
+                    _OBSERVER, lambda line: self._sender.send(messages.Observed(line))
+                )
+        except OSError as error:
+            why = explain_shortage(error) or str(error.strerror)
+            self._sender.send(messages.Notice(f"the observer does not start: {why}"))
+        if self._observer is not None:
+            pids = {rank.rank: rank.pid for rank in self._running}
+            self._observer.write(json.dumps({**json.loads(line), "pids": pids}))
+
+    def _end_programs(self) -> None:
+        for program in filter(None, (self._poller, self._observer)):
+            program.kill()
+        self._poller = self._observer = None
 
     def start_more(self, specs: Sequence[messages.WorkerSpec]) -> None:
         if self.phase is not JobPhase.RUNNING or not self._is_elastic:
@@ -382,7 +399,7 @@ class LocalJob:
         elif self.phase is not JobPhase.RUNNING or self._is_elastic:
             return
         if is_over:
-            self._end_poll()
+            self._end_programs()
             swept = sweep(on_reaped=self.note_end)
             for rank in self._by_pid.values():
                 for pipe in rank.pipes:
@@ -419,6 +436,9 @@ class LocalJob:
             self._poller = None
             text = "--notice: the process that polls has ended"
             self._sender.send(messages.Notice(text))
+        if self._observer is not None and pid == self._observer.pid:
+            self._observer.close()
+            self._observer = None
         rank = self._by_pid.get(pid)
         if rank is None or not rank.is_running:
             return  # an adopted orphan
@@ -477,7 +497,7 @@ class LocalJob:
 
     def end(self) -> None:
         self.phase = JobPhase.OVER
-        self._end_poll()
+        self._end_programs()
         self._kernel.close()
         self._stacks.close()
         self.channels.close()

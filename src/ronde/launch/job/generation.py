@@ -168,7 +168,10 @@ class Generation(Handler):
         loop = self._loop
         with suppress(OSError):  # no room for a socket: the job goes on without
             loop.status = loop.status or StatusService(loop.job_id, self._argv)
-            loop.status.begin(self._epoch, self._rows)
+            loop.status.begin(self._epoch, self._rows, self._observe)
+
+    def _observe(self, line: str) -> None:
+        self._send(messages.Observe(line))
 
     def _rows(self) -> "Iterator[WorkerInfo]":
         from ronde.status.table import WorkerInfo
@@ -244,6 +247,9 @@ class Generation(Handler):
                 self._show_complete_stacks()
             case messages.Statuses():
                 self._on_statuses(message)
+            case messages.Observed():
+                if self._loop.status is not None:
+                    self._loop.status.on_observed(node.name, message.line)
             case messages.HostEnding():
                 self._on_host_ending(node, message.signal)
             case messages.Finished():

@@ -3,8 +3,13 @@
 A reader gets the newest version of the table as a line of JSON, at most once a second:
 see ``ronde.launch.status``. A reader that stalls misses versions, and is dropped
 after some seconds. No write blocks.
+
+A reader may also send questions, each a JSON object on a line of its own. They go to
+the observer on each host of the job, which is started for the first question. Each of
+its answers comes back as one more line, with the host's name.
 """
 
+import itertools
 import json
 import os
 import select
@@ -29,12 +34,20 @@ SOCKET = "status"
 _EVERY_S = 1.0
 _STALL_S = 10.0
 _MAX_READERS = 64
-_READ_BYTES = 4096
+_READ_BYTES = 64 << 10
+_MAX_QUESTION_BYTES = 1 << 20
+
+
+_numbers = itertools.count(1)
 
 
 class _Reader:
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
+        self.number = next(_numbers)
+        self.received = b""  # of a question
+        self.answers: list[bytes] = []  # to send after ``unsent``
+        self.has_asked = False
         self.unsent = memoryview(b"")
         self.next_at_s = 0.0
         self.took_at_s = time.monotonic()  # of its last read
@@ -50,6 +63,7 @@ class StatusService:
         self._job = JobInfo(job_id, tuple(argv), time.time(), head, pid, restarts=0)
         self._stall_s = stall_s
         self._rows: Callable[[], Iterable[WorkerInfo]] = tuple
+        self._observe: Callable[[str], object] = lambda _line: None
         self._statuses: dict[int, tuple[str, float]] = {}  # text, time
         self._version, self._line, self._built_at_s = 0, b"", 0.0
         self._readers: list[_Reader] = []
@@ -63,8 +77,15 @@ class StatusService:
             raise
         self._listener.setblocking(False)  # noqa: FBT003  the socket's own method
 
-    def begin(self, epoch: int, rows: Callable[[], Iterable[WorkerInfo]]) -> None:
+    def begin(
+        self,
+        epoch: int,
+        rows: Callable[[], Iterable[WorkerInfo]],
+        observe: Callable[[str], object],
+    ) -> None:
+        """Serve the table of a start; ``observe`` sends a line to all observers."""
         self._job, self._rows = self._job._replace(restarts=epoch), rows
+        self._observe = observe
         self._statuses.clear()
 
     def on_statuses(self, statuses: messages.Statuses) -> None:
@@ -73,6 +94,16 @@ class StatusService:
             with suppress(ValueError, RecursionError):  # a rank may write anything
                 if isinstance(json.loads(text, parse_constant=_refuse), dict):
                     self._statuses[worker] = text, now_s - age_s
+
+    def on_observed(self, host: str, line: str) -> None:
+        """Send an answer to the reader that asked, if it is still there."""
+        with suppress(ValueError, RecursionError, TypeError, KeyError):
+            number = json.loads(line)["reader"]
+            for reader in self._readers:
+                if reader.number == number:
+                    answer = f'{{"host": {json.dumps(host)}, "answer": {line}}}\n'
+                    reader.answers.append(answer.encode(errors="replace"))
+                    self._write(reader)
 
     @property
     def due_s(self) -> float:
@@ -100,6 +131,7 @@ class StatusService:
             self._write(reader)
 
     def close(self) -> None:
+        self._observe = lambda _line: None  # the agents are gone
         for reader in list(self._readers):
             self._drop(reader)
         self._listener.close()
@@ -139,15 +171,29 @@ class StatusService:
             return  # it was dropped since the poll
         self._write(reader)
         try:
-            is_open = bool(reader.sock.recv(_READ_BYTES))
+            data = reader.sock.recv(_READ_BYTES)
+            *lines, reader.received = (reader.received + data).split(b"\n")
+            is_open = bool(data) and len(reader.received) <= _MAX_QUESTION_BYTES
+            for line in lines:
+                self._ask(reader, json.loads(line))
+        except (ValueError, RecursionError):
+            is_open = False
         except OSError as error:
             is_open = isinstance(error, BlockingIOError)
         if not is_open:
             self._drop(reader)
 
+    def _ask(self, reader: _Reader, question: object) -> None:
+        if not isinstance(question, dict):
+            raise ValueError("a question is a JSON object")
+        reader.has_asked = True
+        self._observe(json.dumps({**question, "reader": reader.number}))
+
     def _write(self, reader: _Reader) -> None:
         with suppress(OSError):  # it is full, or its end is read later
-            while reader.unsent:
+            while reader.unsent or reader.answers:
+                if not reader.unsent:
+                    reader.unsent = memoryview(reader.answers.pop(0))
                 reader.unsent = reader.unsent[reader.sock.send(reader.unsent) :]
                 reader.took_at_s = time.monotonic()
 
@@ -155,6 +201,8 @@ class StatusService:
         if reader in self._readers:
             self._readers.remove(reader)
             reader.sock.close()
+            if reader.has_asked:
+                self._observe(json.dumps({"ask": "stop", "reader": reader.number}))
 
 
 def _refuse(constant: str) -> NoReturn:

@@ -21,7 +21,7 @@ from ronde.store.protocol import MAX_FRAME_BYTES, Splitter
 from ronde.topology.machine import Machine
 
 T = TypeVar("T")
-PROTOCOL = 14  # changes with any message; both sides must have the same
+PROTOCOL = 15  # changes with any message; both sides must have the same
 FIRST_CREDIT_BYTES = 16 << 10  # output that may be sent before any credit was granted
 
 _READ_BYTES = 256 << 10
@@ -115,6 +115,12 @@ class TakeStacks(NamedTuple):
     """To the agent: report the stacks of running workers."""
 
     workers: tuple[int, ...]  # empty for all
+
+
+class Observe(NamedTuple):
+    """To the agent: pass a question on to the observer of the job on this host."""
+
+    line: str  # JSON, see ``ronde.monitor.observer``
 
 
 class Credit(NamedTuple):
@@ -260,6 +266,12 @@ class Stacks(NamedTuple):
     processes: tuple[ProcessStack, ...]
 
 
+class Observed(NamedTuple):
+    """From the agent: a line of the observer."""
+
+    line: str
+
+
 class Notice(NamedTuple):
     """From the agent: a text to show to the user."""
 
@@ -281,11 +293,13 @@ class Finished(NamedTuple):
 
 
 ToWorkers = Start | StartWorkers | SignalWorker | SendToWorkers | Forward | TakeStacks
-JobOrder = ToWorkers | StopWorkers
+JobOrder = ToWorkers | StopWorkers | Observe
 ToAgent = NodeJob | JobOrder | Locate | StartProgram | ProgramLine | Credit | Ping
 FromStart = Hello | Located | ProgramLine | ProgramExited | Ready | Refused
 FromWorkers = Started | Exited | WorkerTexts | WorkerStopped | WorkerEnding | Stacks
-FromJob = FromWorkers | Statuses | HostEnding | HostLeaving | Notice | Pong | Finished
+FromJob = (
+    FromWorkers | Statuses | Observed | HostEnding | HostLeaving | Notice | Pong | Finished
+)
 FromAgent = FromStart | FromJob
 TO_AGENT: tuple[type[ToAgent], ...] = get_args(ToAgent)
 FROM_AGENT: tuple[type[FromAgent], ...] = get_args(FromAgent)

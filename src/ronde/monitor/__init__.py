@@ -1,0 +1,1 @@
+"""Looks into a running job: its hosts' observers, and the verdict on a hang."""

@@ -1,0 +1,163 @@
+"""The observer: a process on each host of a job that answers a watcher's questions.
+
+The agent of the host starts it for the first question, and ends it with the job. A
+question is a JSON object on a line of standard input, an answer one on a line of
+standard output. ``reader`` identifies the watcher; ``pids`` has the process of each
+worker of this host. ``ask`` is one of:
+
+- ``look``: the state of each worker's process, and its stack.
+- ``stop``: the watcher is gone; end its requests.
+
+Stacks come from py-spy, which reads the memory of a process without stopping it.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+from ronde.monitor.looks import Frame, HostLook, Look
+from ronde.plain_values import to_plain
+from ronde.processes import descendants, read_stat, read_text
+
+_SAMPLE_S = 0.3
+_STACK_S = 4.0  # py-spy takes 10 ms; a process that is exiting may hold it up
+_NUM_THREADS = 4
+_OWN_CODE = str(Path(__file__).parents[1]) + os.sep
+_INSTALLED = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen")
+_MISSING = "py-spy is not installed there: pip install 'ronde[monitor]'"
+_REFUSED = (
+    "the system forbids reading another process (ptrace); root, or in a container "
+    "--cap-add SYS_PTRACE, would help"
+)
+
+
+class Observer:
+    """Answers questions from standard input, each in a thread of its own."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(_NUM_THREADS)
+
+    def run(self) -> None:
+        for line in sys.stdin:
+            question = json.loads(line)
+            if question.get("ask") == "look":
+                self._pool.submit(self._answer, question)
+        self._pool.shutdown(cancel_futures=True)
+
+    def _answer(self, question: dict[str, Any]) -> None:
+        pids = {int(worker): int(pid) for worker, pid in question["pids"].items()}
+        found = cast("dict[str, object]", to_plain(look(pids)))
+        line = json.dumps({"reader": question["reader"], **found}) + "\n"
+        # In one write, since other threads write too.
+        os.write(1, line.encode())
+
+
+def main() -> None:
+    """Run the observer of this host until its standard input ends."""
+    Observer().run()
+
+
+def look(pids: Mapping[int, int]) -> HostLook:
+    """Look at the processes of workers, given by worker id."""
+    pids = {worker: find_python(pid) for worker, pid in pids.items()}
+    began_s = time.monotonic()
+    before = {worker: _read_usage(pid) for worker, pid in pids.items()}
+    with ThreadPoolExecutor(_NUM_THREADS) as pool:
+        stacks = dict(zip(pids, pool.map(read_stack, pids.values()), strict=True))
+    time.sleep(max(0.0, began_s + _SAMPLE_S - time.monotonic()))
+    took_s = time.monotonic() - began_s
+    looks: list[Look] = []
+    for worker, pid in pids.items():
+        usage, frames = _read_usage(pid), stacks[worker]
+        looks.append(
+            Look(
+                worker=worker,
+                pid=pid,
+                state=usage.state,
+                waits_in=read_text(f"/proc/{pid}/wchan").strip("0"),
+                cpu=max(0.0, usage.cpu_s - before[worker].cpu_s) / took_s,
+                faults_per_s=max(0, usage.num_faults - before[worker].num_faults)
+                / took_s,
+                rss_bytes=usage.rss_bytes,
+                frames=() if isinstance(frames, str) else frames,
+                problem=frames if isinstance(frames, str) else "",
+            )
+        )
+    return HostLook(tuple(looks))
+
+
+class _Usage(NamedTuple):
+    state: str
+    cpu_s: float
+    num_faults: int
+    rss_bytes: int
+
+
+def _read_usage(pid: int) -> _Usage:
+    try:
+        fields = read_stat(pid)
+    except OSError:
+        return _Usage("", 0.0, 0, 0)
+    # Numbers of fields as in proc(5), minus 2.
+    ticks = int(fields[12]) + int(fields[13])
+    return _Usage(
+        state=fields[1],
+        cpu_s=ticks / os.sysconf("SC_CLK_TCK"),
+        num_faults=int(fields[10]),
+        rss_bytes=int(fields[22]) * os.sysconf("SC_PAGE_SIZE"),
+    )
+
+
+def find_python(pid: int) -> int:
+    """Return the process itself if it is Python, else its first child that is."""
+    candidates = [pid, *(process.pid for process in descendants(pid))]
+    return next((each for each in candidates if _is_python(each)), pid)
+
+
+def _is_python(pid: int) -> bool:
+    try:
+        program = Path(f"/proc/{pid}/exe").readlink().name
+    except OSError:
+        return False
+    return program.startswith("python")
+
+
+def read_stack(pid: int) -> tuple[Frame, ...] | str:
+    """Return the main thread's stack, or the reason that there is none."""
+    scripts = sysconfig.get_path("scripts")
+    command = ("dump", "--json", "--nonblocking", "--pid", str(pid))
+    try:
+        done = subprocess.run(
+            [f"{scripts}/py-spy", *command],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=_STACK_S,
+        )
+    except FileNotFoundError:
+        return _MISSING
+    except subprocess.TimeoutExpired:
+        return f"py-spy did not read its stack within {_STACK_S:g} s"
+    except OSError as error:
+        return f"py-spy does not start: {error.strerror}"
+    if done.returncode:
+        if "ermission denied" in done.stderr or "not permitted" in done.stderr:
+            return _REFUSED
+        return f"py-spy: {done.stderr.strip().splitlines()[0]}"
+    for thread in json.loads(done.stdout):
+        if thread["os_thread_id"] == pid:
+            return tuple(map(_frame_of, thread["frames"]))
+    return "its main thread runs no Python"
+
+
+def _frame_of(frame: Mapping[str, Any]) -> Frame:
+    file = frame["filename"]
+    is_own = file.startswith(_OWN_CODE) or any(part in file for part in _INSTALLED)
+    return Frame(frame["name"], file, frame["line"], is_user=not is_own)
