@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from math import inf
 from typing import NamedTuple
 
 from ronde.errors import UsageError
@@ -11,6 +12,7 @@ from ronde.plain_values import from_plain
 from ronde.status.table import JobStatus
 
 _ANSWER_S = 3.0
+_REPORTED_S = 2.0  # a rank reports a change within a second, its agent within another
 
 
 class Picture(NamedTuple):
@@ -22,12 +24,12 @@ class Picture(NamedTuple):
 
 
 def choose_job(jobs: Sequence[JobStatus], name: str | None) -> JobStatus:
-    """Return the one job whose id contains ``name``, or the only job.
+    """Return the one job with ``name`` in its id or command, or the only job.
 
     Raises:
         UsageError: There is none, or there are several.
     """
-    found = [job for job in jobs if name is None or name in job.job.job_id]
+    found = [job for job in jobs if name is None or name in _names_of(job)]
     if len(found) == 1:
         return found[0]
     ids = ", ".join(job.job.job_id for job in jobs)
@@ -41,8 +43,15 @@ def choose_job(jobs: Sequence[JobStatus], name: str | None) -> JobStatus:
     raise UsageError(f"several jobs run, so JOB must be given: one of {ids}.")
 
 
+def _names_of(job: JobStatus) -> str:
+    return " ".join((job.job.job_id, *job.job.command))
+
+
 def take_picture(name: str | None = None) -> Picture:
-    """Look at every worker of a job once; a host that is silent takes 3 s.
+    """Look at every worker of a job once.
+
+    It takes 2 s more if ranks report their collectives: by then a report of each change
+    before the looks has arrived. A host that does not answer takes 3 s.
 
     Raises:
         UsageError: As ``choose_job``.
@@ -51,8 +60,11 @@ def take_picture(name: str | None = None) -> Picture:
     status = choose_job(list_jobs(), name)
     hosts = {row.host for row in status.workers if row.state == "running"}
     looks: dict[int, Look] = {}
-    due_s = time.monotonic() + _ANSWER_S
+    now_s = time.monotonic()
+    looks_by_s = now_s + _ANSWER_S
+    ends_s = inf
     for news in ask(status.socket, {"ask": "look"}):
+        now_s = time.monotonic()
         if isinstance(news, HostAnswer):
             plain = {k: v for k, v in news.answer.items() if k != "reader"}
             found = from_plain(HostLook, plain)
@@ -60,7 +72,10 @@ def take_picture(name: str | None = None) -> Picture:
             hosts.discard(news.host)
         else:
             status = news
-        # A version comes each second, so this is checked in time.
-        if not hosts or time.monotonic() > due_s:
+        # A version comes each second, so the limits hold.
+        if ends_s == inf and (not hosts or now_s >= looks_by_s):
+            is_reported = any(row.status for row in status.workers)
+            ends_s = now_s + (_REPORTED_S if is_reported else 0.0)
+        if now_s >= ends_s:
             break
     return Picture(status, looks, tuple(sorted(hosts)))

@@ -6,8 +6,8 @@ they wait for each other: then a cycle is at fault, or ranks that call different
 operations. All faults are reported, not just the first.
 """
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from ronde.monitor.looks import Frame, Look
@@ -15,8 +15,8 @@ from ronde.status.table import JobStatus, WorkerInfo
 from ronde.status.values import UNKNOWN, PendingCollective
 from ronde.topology.cpu_sets import format_list
 
-HANG_S = 2.0  # a shorter wait is not called a hang
-_BUSY = 0.5
+HANG_S = 3.0  # a shorter wait is no hang; it may have begun after the looks
+_BUSY = 0.3
 _IDLE = 0.05
 _MANY_FAULTS_PER_S = 500.0
 _LOADER = "/torch/utils/data/dataloader.py"
@@ -72,10 +72,20 @@ class _Job:
                 return True
         return False
 
-    def line_of(self, rank: int) -> str:
+    def is_frozen(self, rank: int) -> bool:
+        """Return True if a rank cannot report that it is outside of a collective."""
         look = self.looks.get(rank)
-        frame = look.user_frame if look else None
-        return f" at {frame.file}:{frame.line}" if frame else ""
+        is_running = look is None or look.state in ("R", "S")
+        return not is_running and not self.is_in_call(rank)
+
+    def line_of(self, rank: int) -> str:
+        """Return the user's line of a call, with the line that called its function."""
+        look = self.looks.get(rank)
+        own = [frame for frame in look.frames if frame.is_user] if look else []
+        if not own:
+            return ""
+        callers = [f", called from line {frame.line}" for frame in own[1:2]]
+        return f" at {own[0].file}:{own[0].line}{''.join(callers)}"
 
 
 def judge(status: JobStatus, looks: Mapping[int, Look]) -> Verdict:
@@ -89,9 +99,9 @@ def judge(status: JobStatus, looks: Mapping[int, Look]) -> Verdict:
     missing = {rank for wait in long for rank in wait.missing}
     guilty = sorted(missing - waiting)
     faults = [describe_rank(job, rank, long) for rank in guilty]
-    faults += _find_mismatches(job, long)
-    known = {rank for fault in faults for rank in fault.ranks}
-    faults += _find_cycles(job, long, known)
+    faults += (mismatches := _find_mismatches(job, long))
+    if not mismatches:
+        faults += _find_cycles(job, long)
     if long and not faults:
         unknown = {rank for wait in long for rank in wait.unknown} - waiting
         faults = [describe_rank(job, rank, long) for rank in sorted(unknown)]
@@ -101,13 +111,14 @@ def judge(status: JobStatus, looks: Mapping[int, Look]) -> Verdict:
 def _find_waits(job: _Job) -> list[Wait]:
     by_key: dict[object, list[tuple[int, PendingCollective]]] = defaultdict(list)
     for rank, row in job.rows.items():
-        if row.status is not None and row.state == "running":
-            for each in row.status.collectives:
-                by_key[each.key, each.ranks].append((rank, each))
+        if row.status is None or row.state != "running" or job.is_frozen(rank):
+            continue
+        for each in row.status.collectives:
+            by_key[each.key, each.ranks].append((rank, each))
     waits: list[Wait] = []
     for members in by_key.values():
         ranks, first = tuple(rank for rank, _ in members), members[0][1]
-        age_s = max(each.age_s + _silence_s(job.rows[rank]) for rank, each in members)
+        age_s = max(each.age_s + job.rows[rank].status_age_s for rank, each in members)
         group = first.ranks or tuple(job.rows)
         others = [rank for rank in group if rank not in ranks and rank != UNKNOWN]
         missing = tuple(r for r in others if _is_missing(job, r, first, age_s))
@@ -116,18 +127,13 @@ def _find_waits(job: _Job) -> list[Wait]:
     return sorted(waits, key=lambda wait: -wait.age_s)
 
 
-def _silence_s(row: WorkerInfo) -> float:
-    return row.status_age_s
-
-
 def _is_missing(
     job: _Job, rank: int, collective: PendingCollective, age_s: float
 ) -> bool:
     row = job.rows.get(rank)
-    if row is None or row.is_absent(collective.key, age_s):
+    if row is None or row.is_absent(collective, age_s):
         return True
-    look = job.looks.get(rank)
-    if look is not None and (look.state in ("", "T", "t", "Z", "X", "D")):
+    if job.is_frozen(rank):
         return True
     # It has not reported since the others wait: its stack decides.
     return row.status is not None and job.is_in_call(rank) is False
@@ -179,7 +185,7 @@ def _explain(look: Look) -> tuple[str, str]:
     inner = look.frames[0]
     if frame is not None and inner is not frame:
         place += f", in {inner.function} of {inner.file.rpartition('/')[2]}"
-    if look.cpu >= _BUSY:
+    if look.cpu >= _BUSY or look.state == "R":
         return "busy", f"computes{place} ({look.cpu:.0%} of a core)"
     if look.cpu <= _IDLE:
         return "sleeping", f"sleeps or waits{place} (no CPU time)"
@@ -191,43 +197,46 @@ def _place(frame: Frame | None) -> str:
 
 
 def _find_mismatches(job: _Job, waits: Sequence[Wait]) -> list[Fault]:
-    """Find ranks whose call of one group and number is another operation."""
-    calls: dict[object, list[Wait]] = defaultdict(list)
+    """Find calls of one group that wait for each other's ranks: all must be one."""
+    groups: dict[object, list[Wait]] = defaultdict(list)
     for wait in waits:
-        own = wait.collective
-        if own.sequence:
-            calls[own.group, own.sequence, own.ranks].append(wait)
+        groups[wait.collective.group, wait.collective.ranks].append(wait)
     faults: list[Fault] = []
-    for found in calls.values():
-        if len(found) < 2:
-            continue
-        sizes = Counter({wait.collective.kind: len(wait.ranks) for wait in found})
-        (_, most), (_, second) = sizes.most_common(2)
-        faults.append(_mismatch(job, found, is_tie=most == second))
+    for found in groups.values():
+        ranks = {rank for wait in found for rank in wait.ranks}
+        # A rank may be in several calls at once, such as named ones.
+        own = [w for w in found if ranks.intersection(w.missing) - set(w.ranks)]
+        own = [w for w in own if not set(w.ranks) & _ranks_of(own, w)]
+        if len(own) > 1:
+            faults.append(_describe_mismatch(job, own))
     return faults
 
 
-def _mismatch(job: _Job, found: Sequence[Wait], *, is_tie: bool) -> Fault:
-    ordered = sorted(found, key=lambda wait: len(wait.ranks))
-    texts = [
-        f"{_ranks(wait.ranks)} called {wait.collective.kind}"
-        f"{job.line_of(wait.ranks[0])}"
+def _ranks_of(waits: Sequence[Wait], other: Wait) -> set[int]:
+    return {rank for wait in waits if wait is not other for rank in wait.ranks}
+
+
+def _describe_mismatch(job: _Job, waits: Sequence[Wait]) -> Fault:
+    ordered = sorted(waits, key=lambda wait: len(wait.ranks))
+    *odd, most = ordered
+    is_tie = len(odd[-1].ranks) == len(most.ranks)
+    named = [
+        f"{_ranks(wait.ranks)} {'are' if len(wait.ranks) > 1 else 'is'} in "
+        f"{wait.collective.name}{job.line_of(wait.ranks[0])}"
         for wait in ordered
     ]
-    own = ordered[0].collective
-    text = f"Call {own.sequence} of {own.group} differs: {'; '.join(texts)}."
-    if is_tie:
-        return Fault("mismatch", tuple(r for w in found for r in w.ranks), text)
-    odd = tuple(rank for wait in ordered[:-1] for rank in wait.ranks)
-    return Fault("mismatch", odd, text)
+    advice = "All ranks of a group must call the same collectives in the same order."
+    text = f"{'; '.join(named[:-1])}, but {named[-1]}."
+    doubt = " As many ranks do one as the other, so either may be wrong." * is_tie
+    guilty = waits if is_tie else odd
+    ranks = tuple(sorted(rank for wait in guilty for rank in wait.ranks))
+    return Fault("mismatch", ranks, f"{text[0].upper()}{text[1:]}{doubt} {advice}")
 
 
-def _find_cycles(
-    job: _Job, waits: Sequence[Wait], known: Iterable[int]
-) -> list[Fault]:
-    """Find ranks that wait for each other in different collectives."""
+def _find_cycles(job: _Job, waits: Sequence[Wait]) -> list[Fault]:
+    """Find ranks that wait for each other in the collectives of several groups."""
     by_rank = {rank: wait for wait in reversed(waits) for rank in wait.ranks}
-    done = set(known)
+    done: set[int] = set()
     faults: list[Fault] = []
     for start in sorted(by_rank):
         path: list[int] = []
@@ -239,20 +248,25 @@ def _find_cycles(
         done.update(path)
         if rank in path:
             cycle = path[path.index(rank) :]
-            faults.append(_cycle(job, [(r, by_rank[r]) for r in cycle]))
+            faults.append(_describe_cycle(job, [(r, by_rank[r]) for r in cycle]))
     return faults
 
 
-def _cycle(job: _Job, cycle: Sequence[tuple[int, Wait]]) -> Fault:
+def _describe_cycle(job: _Job, cycle: Sequence[tuple[int, Wait]]) -> Fault:
     texts = [
-        f"rank {rank} is in {wait.collective.name} of {wait.collective.group}"
+        f"rank {rank} is in {wait.collective.name} of {_group(wait.collective)}"
         f"{job.line_of(rank)} and waits for rank {wait.missing[0]}"
         for rank, wait in cycle
     ]
     text = "; ".join(texts)
-    advice = "Call the collectives in the same order on all ranks."
+    advice = "Ranks must call the collectives of different groups in the same order."
     ranks = tuple(sorted(rank for rank, _ in cycle))
     return Fault("order", ranks, f"{text[0].upper()}{text[1:]}. {advice}")
+
+
+def _group(collective: PendingCollective) -> str:
+    ranks = collective.ranks
+    return f"the group of {_ranks(ranks)}" if ranks else collective.group
 
 
 def _judge_stacks(job: _Job) -> tuple[Fault, ...]:

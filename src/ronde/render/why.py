@@ -25,7 +25,7 @@ def draw_verdict(picture: Picture, verdict: Verdict) -> str:
     lines = [
         shorten(f"job {job.job_id}: {shlex.join(job.command)}, for {ran}", WIDTH),
         "",
-        wrap("", _headline(verdict), indent=0).rstrip(),
+        wrap("", _headline(picture, verdict), indent=0).rstrip(),
         *(wrap("", fault.text, indent=0).rstrip() for fault in verdict.faults),
     ]
     if picture.silent:
@@ -33,12 +33,15 @@ def draw_verdict(picture: Picture, verdict: Verdict) -> str:
     return "\n".join(lines) + "\n\n" + _draw_table(picture)
 
 
-def _headline(verdict: Verdict) -> str:
+def _headline(picture: Picture, verdict: Verdict) -> str:
     long = [wait for wait in verdict.waits if wait.age_s >= HANG_S]
     if long:
         return "The job hangs: " + "; ".join(map(_describe, long[:3])) + "."
-    if verdict.faults:
-        return "Some ranks are in a collective and others are not."
+    if not any(row.status for row in picture.status.workers):
+        some = " Some ranks are in a collective and others are not." * bool(
+            verdict.faults
+        )
+        return f"The program reports no collectives; its stacks show more.{some}"
     if verdict.waits:
         age = format_duration(verdict.waits[0].age_s)
         return f"The job does not hang: its oldest collective began {age} ago."
@@ -56,23 +59,30 @@ def _describe(wait: Wait) -> str:
 
 def _draw_table(picture: Picture) -> str:
     rows = sorted(picture.status.workers, key=lambda row: (row.rank is None, row.rank))
-    lines = [_TITLES, *(_row(row, picture.looks.get(row.worker)) for row in rows)]
-    return align(lines[: _MOST_ROWS + 1], right=_RIGHT)
+    table = [_TITLES, *(_row(row, picture.looks.get(row.worker)) for row in rows)]
+    shown = [
+        column
+        for column in zip(*table[: _MOST_ROWS + 1], strict=True)
+        if len(set(column)) > 2 or set(column[1:]) not in ({"-"}, {""})
+    ]
+    return align(list(zip(*shown, strict=True)), right=_RIGHT)
 
 
 def _row(row: WorkerInfo, look: Look | None) -> tuple[str, ...]:
     frame = look.user_frame if look else None
     collective, status = row.collective, row.status
+    state = look.state if look and row.state == "running" else row.state
+    place = f"{frame.file.rpartition('/')[2]}:{frame.line}" if frame else ""
     return (
         "-" if row.rank is None else str(row.rank),
-        shorten(row.host, 14),
+        shorten(row.host, 12),
         str(look.pid if look else row.pid),
-        row.state if row.state != "running" else (look.state if look else "?"),
+        state,
         f"{look.cpu:.0%}" if look else "",
         str(status.step) if status and status.step != UNKNOWN else "-",
-        shorten(collective.name, 20) if collective else "",
+        shorten(collective.name, 18) if collective else "",
         format_duration(row.collective_age_s) if collective else "",
-        f"{frame.file.rpartition('/')[2]}:{frame.line} {frame.function}" if frame else "",
+        shorten(place, 24),
     )
 
 

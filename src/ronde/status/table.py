@@ -1,7 +1,7 @@
 """The status table of a job: its workers, and the ranks that collectives wait for."""
 
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 from ronde.status.values import UNKNOWN, PendingCollective, RankStatus
 
@@ -47,8 +47,8 @@ class WorkerInfo(NamedTuple):
         is_still_in = self.status_age_s > _SILENCE_S
         return self.collective.age_s + (self.status_age_s if is_still_in else 0.0)
 
-    def is_absent(self, key: object, begun_s: float) -> bool:
-        """Return True if this worker is known not to be in the collective ``key``.
+    def is_absent(self, collective: PendingCollective, begun_s: float) -> bool:
+        """Return True if this worker is known not to be in a collective.
 
         Other ranks have been in the collective for ``begun_s``.
         """
@@ -56,7 +56,7 @@ class WorkerInfo(NamedTuple):
             return self.state in ("ended", "lost")
         status = self.status
         is_all = len(status.collectives) == status.num_collectives
-        is_in = any(each.key == key for each in status.collectives)
+        is_in = any(map(collective.is_same, status.collectives))
         return is_all and not is_in and self.status_age_s < begun_s
 
 
@@ -75,19 +75,20 @@ class JobStatus(NamedTuple):
         in it. Ranks that report nothing are left out.
         """
         by_rank = {row.rank: row for row in self.workers if row.rank is not None}
-        waiting: dict[tuple[object, ...], list[WorkerInfo]] = {}
+        waiting: dict[PendingCollective, list[WorkerInfo]] = {}
         for row in self.workers:
             if (own := row.collective) is not None and UNKNOWN not in own.ranks:
-                waiting.setdefault((own.key, own.ranks), []).append(row)
+                call = own._replace(age_s=0.0, num_bytes=0)
+                waiting.setdefault(call, []).append(row)
         found: dict[int, tuple[int, ...]] = {}
-        for (key, ranks), rows in waiting.items():
+        for call, rows in waiting.items():
             begun_s = max(row.collective_age_s for row in rows)
-            group = cast("tuple[int, ...]", ranks) or tuple(by_rank)
+            group = call.ranks or tuple(by_rank)
             members = [by_rank.get(rank) for rank in group]
             awaited = tuple(
                 rank
                 for rank, member in zip(group, members, strict=True)
-                if member is None or member.is_absent(key, begun_s)
+                if member is None or member.is_absent(call, begun_s)
             )
             found |= {row.worker: awaited for row in rows}
         return found

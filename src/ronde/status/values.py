@@ -23,8 +23,14 @@ class PendingCollective(NamedTuple):
 
     @property
     def key(self) -> tuple[str, str, str, int]:
-        """The identity of the collective, equal on all of its ranks."""
+        """The name of the call, equal on all of its ranks."""
         return self.name, self.group, self.kind, self.sequence
+
+    def is_same(self, other: "PendingCollective") -> bool:
+        """Return True if both are one call; groups may have the same name."""
+        own, others = self.ranks, other.ranks
+        is_group = own == others or UNKNOWN in own or UNKNOWN in others
+        return self.key == other.key and is_group
 
 
 class RankStatus(NamedTuple):

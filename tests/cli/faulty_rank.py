@@ -1,0 +1,100 @@
+"""A program with planted faults, one after another: ``faulty_rank.py BACKEND DIRECTORY``.
+
+It leaves a fault when the file of its name appears in the directory. The tests find the
+line of a fault by the comment there.
+"""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+backend, directory = sys.argv[1], Path(sys.argv[2])
+
+
+class Named:
+    """Named collectives of ronde.torch, and process sets."""
+
+    def __init__(self):
+        import ronde.torch as hvd
+
+        self.hvd = hvd
+        self.sets = [hvd.ProcessSet([0, 1, 2]), hvd.ProcessSet([0, 1, 3])]
+        hvd.init(process_sets=self.sets)
+        self.rank = hvd.rank()
+
+    def reduce(self, step):
+        self.hvd.allreduce(torch.ones(8), name=f"grad.{step}")
+
+    def broadcast(self, step):
+        self.hvd.broadcast(torch.ones(8), 0, name=f"weights.{step}")
+
+    def within(self, number):
+        self.hvd.allreduce(
+            torch.ones(8), name=f"pair.{number}", process_set=self.sets[number]
+        )
+
+
+class Grouped:
+    """Process groups of torch.distributed."""
+
+    def __init__(self):
+        dist.init_process_group(backend)
+        self.rank = dist.get_rank()
+        self.groups = [dist.new_group([0, 1, 2]), dist.new_group([0, 1, 3])]
+
+    def reduce(self, step):
+        dist.all_reduce(torch.ones(8))
+
+    def within(self, number):
+        dist.all_reduce(torch.ones(8), group=self.groups[number])
+
+
+def loop():
+    while not (directory / "loop").exists():  # loop
+        pass
+
+
+def sleep(name):
+    while not (directory / name).exists():
+        time.sleep(0.2)  # sleep
+
+
+def train(job):
+    for step in range(5):
+        job.reduce(step)
+    if job.rank == 2:
+        loop()
+    job.reduce(5)
+    if job.rank == 2:
+        os.kill(os.getpid(), signal.SIGSTOP)  # stopped
+    job.reduce(6)
+    if job.rank == 0:
+        sleep("two")
+    if job.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)  # second
+    job.reduce(7)
+    if job.rank != 3:
+        job.reduce(8)
+    elif backend == "named":
+        job.reduce(9)  # skips 8
+    else:
+        time.sleep(1000)  # has skipped one
+
+
+def deadlock(job):
+    first, second = (0, 1) if job.rank in (0, 2) else (1, 0)
+    job.within(first)  # first group
+    if job.rank < 2:
+        job.within(second)
+
+
+if __name__ == "__main__":
+    work = Named() if backend == "named" else Grouped()
+    if len(sys.argv) > 3:
+        deadlock(work)
+    train(work)

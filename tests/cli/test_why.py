@@ -1,0 +1,113 @@
+"""``ronde why`` on planted faults: the ranks at fault, their lines and the reasons."""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tests.cli.test_ps import running
+from tests.limits import HANG_S
+
+from ronde.launch import watch
+from ronde.monitor.asking import take_picture
+from ronde.monitor.verdict import judge
+from ronde.render.why import draw_verdict
+
+PROGRAM = Path(__file__).with_name("faulty_rank.py")
+SETTLED_S = 3.5  # the age of a hang at the end of the question
+
+
+def line_of(comment):
+    lines = PROGRAM.read_text().splitlines()
+    (found,) = [n for n, text in enumerate(lines, 1) if text.endswith(f"# {comment}")]
+    return f"{PROGRAM.name}:{found}"
+
+
+def ask(socket, before=()):
+    """Return the verdict on the next hang once it has settled, and its text."""
+    ends_s, earlier = time.monotonic() + HANG_S, None
+    while time.monotonic() < ends_s:
+        picture = take_picture(job_id(socket))
+        verdict = judge(picture.status, picture.looks)
+        faults = faults_of(verdict)
+        age_s = max((wait.age_s for wait in verdict.waits), default=0.0)
+        # A program that reports nothing has no waits.
+        is_settled = age_s >= SETTLED_S if verdict.waits else faults == earlier
+        if is_settled and faults != list(before):
+            return faults, draw_verdict(picture, verdict)
+        earlier = faults
+        time.sleep(0.5)
+    return pytest.fail("the job does not hang")
+
+
+def job_id(socket):
+    return next(watch(socket)).job.job_id
+
+
+def pid_of(socket, rank):
+    return next(watch(socket)).workers[rank].pid
+
+
+def faults_of(verdict):
+    return [(fault.kind, fault.ranks) for fault in verdict.faults]
+
+
+def flat(text):
+    return " ".join(text.split())
+
+
+@pytest.mark.parametrize("backend", ["ronde", "named", "gloo"])
+def test_each_planted_fault_is_named_with_its_line(ronde, tmp_path, backend):
+    words = ("-n", "4", "--", sys.executable, str(PROGRAM), backend, str(tmp_path))
+    with running(ronde, *words) as (_, socket):
+        faults, text = ask(socket)
+        assert faults == [("busy", (2,))]
+        assert line_of("loop") in text
+        (tmp_path / "loop").touch()
+
+        faults, text = ask(socket, faults)
+        assert faults == [("stopped", (2,))]
+        assert line_of("stopped") in text
+        stopped = pid_of(socket, 2)
+        assert f"kill -CONT {stopped}" in flat(text)
+        os.kill(stopped, signal.SIGCONT)
+
+        faults, text = ask(socket, faults)
+        assert faults == [("sleeping", (0,)), ("stopped", (1,))]
+        assert line_of("sleep") in text
+        assert line_of("second") in text
+        (tmp_path / "two").touch()
+        os.kill(pid_of(socket, 1), signal.SIGCONT)
+
+        faults, text = ask(socket, faults)
+        if backend == "named":
+            assert faults == [("mismatch", (3,))]
+            assert f"called from line {line_of('skips 8').partition(':')[2]}" in flat(text)
+        else:
+            assert faults == [("sleeping", (3,))]
+            assert line_of("has skipped one") in text
+
+
+@pytest.mark.parametrize("backend", ["ronde", "named"])
+def test_groups_used_in_another_order_are_a_cycle(ronde, tmp_path, backend):
+    program = (sys.executable, str(PROGRAM), backend, str(tmp_path), "deadlock")
+    with running(ronde, "-n", "4", "--", *program) as (_, socket):
+        faults, text = ask(socket)
+        assert faults == [("order", (0, 1))]
+        assert "waits for rank 1; rank 1 is in" in flat(text)
+        assert f"called from line {line_of('first group').partition(':')[2]}" in flat(text)
+
+
+def test_a_command_line_names_the_job(ronde, ronde_here):
+    with running(ronde, "-n", "2", "/bin/sleep", "1001") as (_, socket):
+        name = job_id(socket)
+        answer = json.loads(ronde_here("why", name, "--json").stdout)
+        assert [look["problem"] != "" for look in answer["looks"]] == [True, True]
+        assert answer["verdict"]["faults"] == []
+        text = ronde_here("why", "sleep 1001", "--stacks").stdout.decode()
+        assert "reports no collectives" in flat(text)
+    refused = ronde_here("why", name)
+    assert refused.returncode == 64
