@@ -1,4 +1,4 @@
-"""A program with planted faults, one after another: ``faulty_rank.py BACKEND DIRECTORY``.
+"""A program with planted faults: ``faulty_rank.py BACKEND DIRECTORY [deadlock]``.
 
 It leaves a fault when the file of its name appears in the directory. The tests find the
 line of a fault by the comment there.

@@ -12,9 +12,8 @@ from tests.cli.test_ps import running
 from tests.limits import HANG_S
 
 from ronde.launch import watch
-from ronde.monitor.asking import take_picture
-from ronde.monitor.verdict import judge
-from ronde.render.why import draw_verdict
+from ronde.monitor import explain_hang, inspect_job
+from ronde.render import draw_hang
 
 PROGRAM = Path(__file__).with_name("faulty_rank.py")
 SETTLED_S = 3.5  # the age of a hang at the end of the question
@@ -30,14 +29,14 @@ def ask(socket, before=()):
     """Return the verdict on the next hang once it has settled, and its text."""
     ends_s, earlier = time.monotonic() + HANG_S, None
     while time.monotonic() < ends_s:
-        picture = take_picture(job_id(socket))
-        verdict = judge(picture.status, picture.looks)
+        inspected = inspect_job(job_id(socket))
+        verdict = explain_hang(inspected.status, inspected.inspections)
         faults = faults_of(verdict)
         age_s = max((wait.age_s for wait in verdict.waits), default=0.0)
         # A program that reports nothing has no waits.
         is_settled = age_s >= SETTLED_S if verdict.waits else faults == earlier
         if is_settled and faults != list(before):
-            return faults, draw_verdict(picture, verdict)
+            return faults, draw_hang(inspected, verdict)
         earlier = faults
         time.sleep(0.5)
     return pytest.fail("the job does not hang")
@@ -85,7 +84,9 @@ def test_each_planted_fault_is_named_with_its_line(ronde, tmp_path, backend):
         faults, text = ask(socket, faults)
         if backend == "named":
             assert faults == [("mismatch", (3,))]
-            assert f"called from line {line_of('skips 8').partition(':')[2]}" in flat(text)
+            assert f"called from line {line_of('skips 8').partition(':')[2]}" in flat(
+                text
+            )
         else:
             assert faults == [("sleeping", (3,))]
             assert line_of("has skipped one") in text
@@ -98,14 +99,18 @@ def test_groups_used_in_another_order_are_a_cycle(ronde, tmp_path, backend):
         faults, text = ask(socket)
         assert faults == [("order", (0, 1))]
         assert "waits for rank 1; rank 1 is in" in flat(text)
-        assert f"called from line {line_of('first group').partition(':')[2]}" in flat(text)
+        assert f"called from line {line_of('first group').partition(':')[2]}" in flat(
+            text
+        )
 
 
 def test_a_command_line_names_the_job(ronde, ronde_here):
     with running(ronde, "-n", "2", "/bin/sleep", "1001") as (_, socket):
         name = job_id(socket)
         answer = json.loads(ronde_here("why", name, "--json").stdout)
-        assert [look["problem"] != "" for look in answer["looks"]] == [True, True]
+        assert [
+            inspection["problem"] != "" for inspection in answer["inspections"]
+        ] == [True, True]
         assert answer["verdict"]["faults"] == []
         text = ronde_here("why", "sleep 1001", "--stacks").stdout.decode()
         assert "reports no collectives" in flat(text)

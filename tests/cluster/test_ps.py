@@ -1,4 +1,4 @@
-"""``ronde ps`` on the host of ``ronde run``, for a job on three hosts."""
+"""``ronde ps`` and ``ronde why`` for a job on three hosts."""
 
 import json
 import os
@@ -14,10 +14,11 @@ pytestmark = pytest.mark.waits
 
 RANK = """
 import os, signal
-from ronde.status import RankStatus, encode_status
+from ronde.status import PendingCollective, RankStatus, encode_status
 from ronde.world.environment import send_to_agent
-step, progress = 7 + int(os.environ["RANK"]), {"loss": 0.5}
-status = RankStatus(os.getpid(), step, (), 0, 0, 0, progress)
+rank, progress = int(os.environ["RANK"]), {"loss": 0.5}
+pending = [PendingCollective("grad", "all", "allreduce", 1, 4, 100.0)] * (rank < 2)
+status = RankStatus(os.getpid(), 7 + rank, tuple(pending), len(pending), 0, 0, progress)
 assert send_to_agent(f"status {encode_status(status)}")
 print("there", flush=True)
 signal.pause()
@@ -25,12 +26,15 @@ signal.pause()
 ENV = {"PATH": os.defpath, "HOME": str(Path.home())}
 
 
-def ps(cluster, host):
-    words = [sys.executable, "-m", "ronde", "ps", "--json"]
-    done = cluster.run(host, words, env=ENV, timeout_s=HANG_S)
+def ask(cluster, *words):
+    command = [sys.executable, "-m", "ronde", *words, "--json"]
+    done = cluster.run(cluster.hosts[0], command, env=ENV, timeout_s=HANG_S)
     assert done.returncode == 0, done.stderr
-    jobs = json.loads(done.stdout)["jobs"]
-    return [job for job in jobs if job["command"][-1] == RANK]
+    return json.loads(done.stdout)
+
+
+def ps(cluster):
+    return [job for job in ask(cluster, "ps")["jobs"] if job["command"][-1] == RANK]
 
 
 def test_ranks_of_all_hosts_are_listed_where_the_job_was_started(cluster):
@@ -49,13 +53,18 @@ def test_ranks_of_all_hosts_are_listed_where_the_job_was_started(cluster):
             workers = [{"status": None}]
             while not all(each["status"] for each in workers):
                 assert process.poll() is None
-                workers = [
-                    w for job in ps(cluster, cluster.hosts[0]) for w in job["workers"]
-                ]
+                jobs = ps(cluster)
+                workers = [worker for job in jobs for worker in job["workers"]]
             hosts = [each["host"] for each in workers]
             assert hosts == ["node1", "node2", "node3"]
             assert [each["status"]["step"] for each in workers] == [7, 8, 9]
             assert workers[2]["status"]["progress"] == {"loss": 0.5}
+            found = ask(cluster, "why", jobs[0]["job_id"])
+            (fault,) = found["verdict"]["faults"]
+            assert (fault["kind"], fault["ranks"]) == ("sleeping", [2])
+            assert "(node3, pid " in fault["text"]
+            assert "<string>:10" in fault["text"]
+            assert found["silent_hosts"] == []
         finally:
             process.terminate()
             assert process.wait(HANG_S) == 143

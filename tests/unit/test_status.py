@@ -141,9 +141,15 @@ ROWS = tuple(worker(n, age_s=0.0) for n in range(2000))
 
 
 @pytest.fixture
-def service():
+def observed():
+    """Return the list of the lines that went to the observers."""
+    return []
+
+
+@pytest.fixture
+def service(observed):
     found = StatusService("a job", ("sleep", "100"), stall_s=0.5)
-    found.begin(1, lambda: ROWS)
+    found.begin(1, lambda: ROWS, lambda line: observed.append(json.loads(line)))
     with closing(found):
         yield found
 
@@ -200,6 +206,38 @@ def test_a_reader_that_stalls_or_dies_slows_nobody(service):
     assert decode_status(rows[999]["status"]) == status(collective())
     assert [rows[1000]["status"], rows[1999]["status"]] == [None, None]
     assert versions[0]["job"]["restarts"] == 1
+
+
+def test_questions_reach_the_observers_and_answers_their_reader(service, observed):
+    path = str(own_socket(service))
+    asking, other, bad = (socket.socket(socket.AF_UNIX) for _ in range(3))
+    with asking, other, bad:
+        for each in (asking, other, bad):
+            each.connect(path)
+        bad.sendall(b"[1]\n")
+        asking.sendall(b'{"ask": "inspect", "reader"')
+        asking.sendall(b": 99}\n")
+        serve(service, lambda: observed)
+        (question,) = observed
+        number = question.pop("reader")
+        assert (question, number != 99) == ({"ask": "inspect"}, True)
+        for line in ("no JSON", "[]", '{"reader": 1234567}', f'{{"reader": {number}}}'):
+            service.on_observed("node1", line)
+        received = bytearray()
+
+        def has_answer():
+            while wait_for([asking.fileno()], [], 0):
+                received.extend(asking.recv(1 << 20))
+            return b'"answer"' in received and received.endswith(b"\n")
+
+        serve(service, has_answer)
+        lines = [json.loads(line) for line in received.splitlines()]
+        answer = {"host": "node1", "answer": {"reader": number}}
+        assert [line for line in lines if "version" not in line] == [answer]
+        asking.shutdown(socket.SHUT_RDWR)
+        serve(service, lambda: len(observed) > 1)
+        assert observed[1:] == [{"ask": "stop", "reader": number}]
+        serve(service, lambda: len(list(service.watched())) == 2)
 
 
 def test_a_table_of_another_version_is_refused(tmp_path):

@@ -11,7 +11,8 @@ from ronde.cli import exits
 from ronde.errors import HostError, RondeError
 from ronde.launch.limits import USUAL, Timeouts
 
-_VERBS = ("run", "ps", "why", "bench", "trace", "check", "topo", "plan", "alias", "horovodrun")
+_TOOLS = ("ps", "why", "bench", "trace", "check", "topo", "plan", "alias")
+_VERBS = ("run", *_TOOLS, "horovodrun")
 
 
 def main(argv: Sequence[str] | None = None, timeouts: Timeouts = USUAL) -> int:
@@ -83,10 +84,7 @@ def _dispatch(words: list[str], timeouts: Timeouts) -> int:
             from ronde.cli.horovodrun import run_horovodrun
 
             return run_horovodrun(rest, partial(_run, timeouts=timeouts))
-        case [
-            "ps" | "why" | "bench" | "trace" | "check" | "topo" | "plan" | "alias" as verb,
-            *rest,
-        ]:
+        case [verb, *rest] if verb in _TOOLS:
             from importlib import import_module
 
             run_verb: Callable[..., int] = import_module(f"ronde.cli.{verb}").run

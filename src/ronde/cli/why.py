@@ -2,18 +2,21 @@
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 
 from ronde.arguments import CommandParser
-from ronde.monitor.asking import take_picture
-from ronde.monitor.verdict import judge
+from ronde.monitor.asking import inspect_job
+from ronde.monitor.verdict import explain_hang
 from ronde.plain_values import to_plain
-from ronde.render.why import draw_stacks, draw_verdict
+from ronde.render.why import draw_dumps, draw_hang, draw_stacks
 
 _HELP = """\
 usage: ronde why [JOB] [--stacks] [--json]
+       ronde why FILE ... [--json]
 
 Say which ranks hold up a running job, at which line, and why. The job goes on. Without
-JOB, a job id or a part of it, it is your only job on this host.
+JOB, a part of the job's id or command, it is your only job on this host. FILEs are the
+dumps of torch's flight recorder, one for each rank, of a job that has ended.
 
 options:
   --stacks    show the stack of each rank as well
@@ -26,21 +29,40 @@ host of ronde run.
 
 
 def run(words: Sequence[str]) -> int:
-    options = CommandParser("ronde why", _HELP, positionals={"job": "?"}).read(words)
+    parser = CommandParser("ronde why", _HELP, positionals={"jobs": "*"})
+    options = parser.read(words)
     if options is None:
         return 0
-    picture = take_picture(options.job)
-    verdict = judge(picture.status, picture.looks)
+    names: list[str] = options.jobs
+    if len(names) > 1 or any("/" in name or Path(name).exists() for name in names):
+        return _judge_files(names, is_json=options.json)
+    inspected = inspect_job(names[0] if names else None)
+    verdict = explain_hang(inspected.status, inspected.inspections)
     if options.json:
         plain = {
-            "job": picture.status.job._asdict(),
+            "job": inspected.status.job._asdict(),
             "verdict": to_plain(verdict),
-            "looks": [to_plain(look) for look in picture.looks.values()],
-            "silent_hosts": picture.silent,
+            "inspections": [
+                to_plain(inspection) for inspection in inspected.inspections.values()
+            ],
+            "silent_hosts": inspected.silent,
         }
         print(json.dumps(plain))
         return 0
-    print(draw_verdict(picture, verdict), end="")
+    print(draw_hang(inspected, verdict), end="")
     if options.stacks:
-        print("\n" + draw_stacks([*picture.looks.values()]), end="")
+        print("\n" + draw_stacks([*inspected.inspections.values()]), end="")
+    return 0
+
+
+def _judge_files(paths: Sequence[str], *, is_json: bool) -> int:
+    # Imported late: a running job needs no pickle.
+    from ronde.monitor.flight import explain_dumps, read_dumps
+
+    dumps = read_dumps(paths)
+    verdict = explain_dumps(dumps)
+    if is_json:
+        print(json.dumps({"verdict": to_plain(verdict)}))
+    else:
+        print(draw_dumps(verdict, len(dumps)), end="")
     return 0

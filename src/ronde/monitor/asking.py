@@ -1,4 +1,4 @@
-"""Questions to a running job: its table, and looks at its processes."""
+"""Questions to the observers of a running job."""
 
 import time
 from collections.abc import Sequence
@@ -7,19 +7,19 @@ from typing import NamedTuple
 
 from ronde.errors import UsageError
 from ronde.launch.status import HostAnswer, ask, list_jobs
-from ronde.monitor.looks import HostLook, Look
+from ronde.monitor.inspection import HostInspection, Inspection
 from ronde.plain_values import from_plain
 from ronde.status.table import JobStatus
 
 _ANSWER_S = 3.0
-_REPORTED_S = 2.0  # a rank reports a change within a second, its agent within another
+_REPORTED_S = 2.0  # one for a rank to report a change, and one for its agent
 
 
-class Picture(NamedTuple):
-    """A job's table, and the looks at its workers."""
+class InspectedJob(NamedTuple):
+    """A job's table, and the state of its workers' processes."""
 
     status: JobStatus
-    looks: dict[int, Look]  # by worker
+    inspections: dict[int, Inspection]  # by worker
     silent: tuple[str, ...]  # hosts whose observer did not answer in time
 
 
@@ -47,11 +47,11 @@ def _names_of(job: JobStatus) -> str:
     return " ".join((job.job.job_id, *job.job.command))
 
 
-def take_picture(name: str | None = None) -> Picture:
-    """Look at every worker of a job once.
+def inspect_job(name: str | None = None) -> InspectedJob:
+    """Inspect each worker of a job once.
 
-    It takes 2 s more if ranks report their collectives: by then a report of each change
-    before the looks has arrived. A host that does not answer takes 3 s.
+    A host without an answer is given up after 3 s. If ranks report their collectives,
+    it takes 2 s more, until their reports from before the inspections have arrived.
 
     Raises:
         UsageError: As ``choose_job``.
@@ -59,23 +59,23 @@ def take_picture(name: str | None = None) -> Picture:
     """
     status = choose_job(list_jobs(), name)
     hosts = {row.host for row in status.workers if row.state == "running"}
-    looks: dict[int, Look] = {}
+    inspections: dict[int, Inspection] = {}
     now_s = time.monotonic()
-    looks_by_s = now_s + _ANSWER_S
+    answers_by_s = now_s + _ANSWER_S
     ends_s = inf
-    for news in ask(status.socket, {"ask": "look"}):
+    for news in ask(status.socket, {"ask": "inspect"}):
         now_s = time.monotonic()
         if isinstance(news, HostAnswer):
             plain = {k: v for k, v in news.answer.items() if k != "reader"}
-            found = from_plain(HostLook, plain)
-            looks |= {look.worker: look for look in found.looks}
+            found = from_plain(HostInspection, plain)
+            inspections |= {each.worker: each for each in found.inspections}
             hosts.discard(news.host)
         else:
             status = news
         # A version comes each second, so the limits hold.
-        if ends_s == inf and (not hosts or now_s >= looks_by_s):
+        if ends_s == inf and (not hosts or now_s >= answers_by_s):
             is_reported = any(row.status for row in status.workers)
             ends_s = now_s + (_REPORTED_S if is_reported else 0.0)
         if now_s >= ends_s:
             break
-    return Picture(status, looks, tuple(sorted(hosts)))
+    return InspectedJob(status, inspections, tuple(sorted(hosts)))

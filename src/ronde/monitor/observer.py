@@ -5,7 +5,7 @@ question is a JSON object on a line of standard input, an answer one on a line o
 standard output. ``reader`` identifies the watcher; ``pids`` has the process of each
 worker of this host. ``ask`` is one of:
 
-- ``look``: the state of each worker's process, and its stack.
+- ``inspect``: the state of each worker's process, and its stack.
 - ``stop``: the watcher is gone; end its requests.
 
 Stacks come from py-spy, which reads the memory of a process without stopping it.
@@ -22,15 +22,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from ronde.monitor.looks import Frame, HostLook, Look
+from ronde.monitor.inspection import HostInspection, Inspection, StackFrame, make_frame
 from ronde.plain_values import to_plain
 from ronde.processes import descendants, read_stat, read_text
 
 _SAMPLE_S = 0.3
 _STACK_S = 4.0  # py-spy takes 10 ms; a process that is exiting may hold it up
 _NUM_THREADS = 4
-_OWN_CODE = str(Path(__file__).parents[1]) + os.sep
-_INSTALLED = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen")
 _MISSING = "py-spy is not installed there: pip install 'ronde[monitor]'"
 _REFUSED = (
     "the system forbids reading another process (ptrace); root, or in a container "
@@ -47,13 +45,13 @@ class Observer:
     def run(self) -> None:
         for line in sys.stdin:
             question = json.loads(line)
-            if question.get("ask") == "look":
+            if question.get("ask") == "inspect":
                 self._pool.submit(self._answer, question)
         self._pool.shutdown(cancel_futures=True)
 
     def _answer(self, question: dict[str, Any]) -> None:
         pids = {int(worker): int(pid) for worker, pid in question["pids"].items()}
-        found = cast("dict[str, object]", to_plain(look(pids)))
+        found = cast("dict[str, object]", to_plain(inspect(pids)))
         line = json.dumps({"reader": question["reader"], **found}) + "\n"
         # In one write, since other threads write too.
         os.write(1, line.encode())
@@ -64,8 +62,8 @@ def main() -> None:
     Observer().run()
 
 
-def look(pids: Mapping[int, int]) -> HostLook:
-    """Look at the processes of workers, given by worker id."""
+def inspect(pids: Mapping[int, int]) -> HostInspection:
+    """Inspect the processes of workers, given by worker id."""
     pids = {worker: find_python(pid) for worker, pid in pids.items()}
     began_s = time.monotonic()
     before = {worker: _read_usage(pid) for worker, pid in pids.items()}
@@ -73,11 +71,11 @@ def look(pids: Mapping[int, int]) -> HostLook:
         stacks = dict(zip(pids, pool.map(read_stack, pids.values()), strict=True))
     time.sleep(max(0.0, began_s + _SAMPLE_S - time.monotonic()))
     took_s = time.monotonic() - began_s
-    looks: list[Look] = []
+    inspections: list[Inspection] = []
     for worker, pid in pids.items():
         usage, frames = _read_usage(pid), stacks[worker]
-        looks.append(
-            Look(
+        inspections.append(
+            Inspection(
                 worker=worker,
                 pid=pid,
                 state=usage.state,
@@ -90,7 +88,7 @@ def look(pids: Mapping[int, int]) -> HostLook:
                 problem=frames if isinstance(frames, str) else "",
             )
         )
-    return HostLook(tuple(looks))
+    return HostInspection(tuple(inspections))
 
 
 class _Usage(NamedTuple):
@@ -129,35 +127,33 @@ def _is_python(pid: int) -> bool:
     return program.startswith("python")
 
 
-def read_stack(pid: int) -> tuple[Frame, ...] | str:
+def read_stack(pid: int) -> tuple[StackFrame, ...] | str:
     """Return the main thread's stack, or the reason that there is none."""
-    scripts = sysconfig.get_path("scripts")
-    command = ("dump", "--json", "--nonblocking", "--pid", str(pid))
+    program = f"{sysconfig.get_path('scripts')}/py-spy"
+    command = (program, "dump", "--json", "--nonblocking", "--pid", str(pid))
     try:
         done = subprocess.run(
-            [f"{scripts}/py-spy", *command],
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=_STACK_S,
+            command, capture_output=True, text=True, check=True, timeout=_STACK_S
         )
-    except FileNotFoundError:
-        return _MISSING
-    except subprocess.TimeoutExpired:
-        return f"py-spy did not read its stack within {_STACK_S:g} s"
-    except OSError as error:
-        return f"py-spy does not start: {error.strerror}"
-    if done.returncode:
-        if "ermission denied" in done.stderr or "not permitted" in done.stderr:
-            return _REFUSED
-        return f"py-spy: {done.stderr.strip().splitlines()[0]}"
+    except (OSError, subprocess.SubprocessError) as error:
+        return _explain(error)
     for thread in json.loads(done.stdout):
         if thread["os_thread_id"] == pid:
-            return tuple(map(_frame_of, thread["frames"]))
+            return tuple(
+                make_frame(frame["name"], frame["filename"], frame["line"])
+                for frame in thread["frames"]
+            )
     return "its main thread runs no Python"
 
 
-def _frame_of(frame: Mapping[str, Any]) -> Frame:
-    file = frame["filename"]
-    is_own = file.startswith(_OWN_CODE) or any(part in file for part in _INSTALLED)
-    return Frame(frame["name"], file, frame["line"], is_user=not is_own)
+def _explain(error: OSError | subprocess.SubprocessError) -> str:
+    match error:
+        case FileNotFoundError():
+            return _MISSING
+        case OSError():
+            return f"py-spy does not start: {error.strerror}"
+        case subprocess.CalledProcessError(stderr=text):
+            is_refused = "ermission denied" in text or "not permitted" in text
+            return _REFUSED if is_refused else f"py-spy: {text.strip().splitlines()[0]}"
+        case _:
+            return f"py-spy did not read its stack within {_STACK_S:g} s"

@@ -1,24 +1,24 @@
 """The verdict on a hang: the ranks that hold up the others, and the reasons.
 
-Each pending collective has a group, and each member of the group is in it or not. A
-member that is not, and that waits for nobody itself, is at fault. If all of them wait,
-they wait for each other: then a cycle is at fault, or ranks that call different
-operations. All faults are reported, not just the first.
+A member of a collective's group that is not in the collective, and is in no other one,
+is at fault. If each missing member is in another collective, the ranks wait for each
+other: they call different collectives, or use several groups in different orders. All
+faults are reported, not just the first.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from ronde.monitor.looks import Frame, Look
-from ronde.status.table import JobStatus, WorkerInfo
+from ronde.monitor.inspection import Inspection, StackFrame
+from ronde.status.table import JobStatus
 from ronde.status.values import UNKNOWN, PendingCollective
 from ronde.topology.cpu_sets import format_list
 
-HANG_S = 3.0  # a shorter wait is no hang; it may have begun after the looks
+HANG_S = 3.0  # a shorter wait is no hang; it may have begun after the inspections
 _BUSY = 0.3
-_IDLE = 0.05
 _MANY_FAULTS_PER_S = 500.0
+_BLOCKED = "a disk, a network file system or a driver does not answer"
 _LOADER = "/torch/utils/data/dataloader.py"
 _DISTRIBUTED = ("/ronde/", "/torch/distributed/")
 
@@ -28,7 +28,7 @@ class Fault(NamedTuple):
 
     kind: str
     ranks: tuple[int, ...]
-    text: str  # whole sentences: rank, place, cause and remedy
+    text: str  # whole sentences: rank, line, cause and remedy
 
 
 class Wait(NamedTuple):
@@ -42,30 +42,32 @@ class Wait(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """All that is wrong with a job now; without faults it does not hang."""
+    """The faults that make a job hang; none if it does not hang."""
 
     faults: tuple[Fault, ...]
     waits: tuple[Wait, ...]  # the longest first
 
 
 class _Job:
-    """The ranks of a job, their table rows and the looks at their processes."""
+    """A job's rows and inspections, by rank."""
 
-    def __init__(self, status: JobStatus, looks: Mapping[int, Look]) -> None:
+    def __init__(
+        self, status: JobStatus, inspections: Mapping[int, Inspection]
+    ) -> None:
         ranked = [row for row in status.workers if row.rank is not None]
         self.rows = {row.rank: row for row in ranked if row.rank is not None}
-        self.looks = {
-            rank: looks[row.worker]
+        self.inspections = {
+            rank: inspections[row.worker]
             for rank, row in self.rows.items()
-            if row.worker in looks
+            if row.worker in inspections
         }
 
     def is_in_call(self, rank: int) -> bool | None:
         """Return True if a rank's stack is in a collective; None without a stack."""
-        look = self.looks.get(rank)
-        if look is None or not look.frames:
+        inspection = self.inspections.get(rank)
+        if inspection is None or not inspection.frames:
             return None
-        for frame in look.frames:
+        for frame in inspection.frames:
             if frame.is_user:
                 return False
             if any(part in frame.file for part in _DISTRIBUTED):
@@ -74,23 +76,24 @@ class _Job:
 
     def is_frozen(self, rank: int) -> bool:
         """Return True if a rank cannot report that it is outside of a collective."""
-        look = self.looks.get(rank)
-        is_running = look is None or look.state in ("R", "S")
+        inspection = self.inspections.get(rank)
+        is_running = inspection is None or inspection.state in ("R", "S")
         return not is_running and not self.is_in_call(rank)
 
     def line_of(self, rank: int) -> str:
         """Return the user's line of a call, with the line that called its function."""
-        look = self.looks.get(rank)
-        own = [frame for frame in look.frames if frame.is_user] if look else []
+        inspection = self.inspections.get(rank)
+        frames = inspection.frames if inspection else ()
+        own = [frame for frame in frames if frame.is_user]
         if not own:
             return ""
         callers = [f", called from line {frame.line}" for frame in own[1:2]]
         return f" at {own[0].file}:{own[0].line}{''.join(callers)}"
 
 
-def judge(status: JobStatus, looks: Mapping[int, Look]) -> Verdict:
-    """Find the faults of a job from its table and looks at its workers, by worker."""
-    job = _Job(status, looks)
+def explain_hang(status: JobStatus, inspections: Mapping[int, Inspection]) -> Verdict:
+    """Find the faults of a running job; inspections are by worker id."""
+    job = _Job(status, inspections)
     waits = _find_waits(job)
     long = [wait for wait in waits if wait.age_s >= HANG_S]
     if not waits and not any(row.status for row in job.rows.values()):
@@ -98,13 +101,11 @@ def judge(status: JobStatus, looks: Mapping[int, Look]) -> Verdict:
     waiting = {rank for wait in waits for rank in wait.ranks}
     missing = {rank for wait in long for rank in wait.missing}
     guilty = sorted(missing - waiting)
-    faults = [describe_rank(job, rank, long) for rank in guilty]
-    faults += (mismatches := _find_mismatches(job, long))
-    if not mismatches:
-        faults += _find_cycles(job, long)
+    faults = [_describe_rank(job, rank, long) for rank in guilty]
+    faults += find_conflicts(long, job.line_of)
     if long and not faults:
         unknown = {rank for wait in long for rank in wait.unknown} - waiting
-        faults = [describe_rank(job, rank, long) for rank in sorted(unknown)]
+        faults = [_describe_rank(job, rank, long) for rank in sorted(unknown)]
     return Verdict(tuple(faults), tuple(waits))
 
 
@@ -139,64 +140,64 @@ def _is_missing(
     return row.status is not None and job.is_in_call(rank) is False
 
 
-def describe_rank(job: _Job, rank: int, waits: Sequence[Wait]) -> Fault:
-    """Describe a rank that others wait for: place, cause and remedy."""
-    row, look = job.rows.get(rank), job.looks.get(rank)
+def _describe_rank(job: _Job, rank: int, waits: Sequence[Wait]) -> Fault:
+    """Describe a rank that others wait for: line, cause and remedy."""
+    row, inspection = job.rows.get(rank), job.inspections.get(rank)
     late = [wait for wait in waits if rank in (*wait.missing, *wait.unknown)]
     name = late[0].collective.name if late else "a collective"
     if row is None:
         text = f"Rank {rank} is not in the job's view, but {name} waits for it."
         return Fault("gone", (rank,), text)
-    who = f"Rank {rank} ({row.host}, pid {look.pid if look else row.pid})"
+    who = f"Rank {rank} ({row.host}, pid {inspection.pid if inspection else row.pid})"
     if row.state == "ended":
         code = row.exit_code or 0
-        how = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
+        how = (
+            f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
+        )
         return Fault("dead" if code else "left", (rank,), f"{who} {how} before {name}.")
     if row.state == "lost":
         return Fault("dead", (rank,), f"{who} was lost with its host.")
-    if look is None:
+    if inspection is None:
         text = f"{who} is not in {name}; the observer on its host does not answer."
         return Fault("silent", (rank,), text)
-    kind, text = _explain(look)
+    kind, text = _explain(inspection)
     return Fault(kind, (rank,), f"{who} is not in {name}: it {text}.")
 
 
-def _explain(look: Look) -> tuple[str, str]:
-    frame = look.user_frame
-    place = _place(frame)
-    match look.state:
-        case "T" | "t":
-            kill = f"kill -CONT {look.pid}"
-            return "stopped", f"is stopped{place} (SIGSTOP or a debugger). Type: {kill}"
-        case "" | "Z" | "X":
-            return "dead", "has ended"
-        case "D":
-            where = f" ({look.waits_in})" if look.waits_in else ""
-            why = "a disk, a network file system or a driver does not answer"
-            return "blocked", f"hangs in the kernel{where}{place}: {why}"
-        case _:
-            pass
-    if look.faults_per_s > _MANY_FAULTS_PER_S:
-        return "memory", f"waits for memory pages from disk{place}: its host is full"
-    if not look.frames:
-        return "unknown", f"uses {look.cpu:.0%} of a core; no stack: {look.problem}"
-    if any(_LOADER in each.file for each in look.frames):
-        return "input", f"waits for its DataLoader{place}"
-    inner = look.frames[0]
-    if frame is not None and inner is not frame:
-        place += f", in {inner.function} of {inner.file.rpartition('/')[2]}"
-    if look.cpu >= _BUSY or look.state == "R":
-        return "busy", f"computes{place} ({look.cpu:.0%} of a core)"
-    if look.cpu <= _IDLE:
-        return "sleeping", f"sleeps or waits{place} (no CPU time)"
-    return "slow", f"runs{place} ({look.cpu:.0%} of a core)"
+def _explain(process: Inspection) -> tuple[str, str]:
+    """Return the kind of a fault, and its description as half a sentence."""
+    where, state = _where(process.user_frame), process.state
+    is_loading = any(_LOADER in frame.file for frame in process.frames)
+    kill, core = f"kill -CONT {process.pid}", f"({process.cpu:.0%} of a core)"
+    stopped = f"is stopped{where} (SIGSTOP or a debugger). Type: {kill}"
+    swapped = f"reads its memory back from disk{where}: the host's memory is full"
+    reasons = {
+        "dead": (state in ("", "Z", "X"), "has ended"),
+        "stopped": (state in ("T", "t"), stopped),
+        "blocked": (state == "D", f"hangs in the kernel{where}: {_BLOCKED}"),
+        "memory": (process.faults_per_s > _MANY_FAULTS_PER_S, swapped),
+        "unknown": (not process.frames, f"runs {core}; no stack: {process.problem}"),
+        "input": (is_loading, f"waits for its DataLoader{where}"),
+        "busy": (process.cpu >= _BUSY or state == "R", f"computes{where} {core}"),
+    }
+    found = [(kind, text) for kind, (applies, text) in reasons.items() if applies]
+    return found[0] if found else ("sleeping", f"sleeps or waits{where} {core}")
 
 
-def _place(frame: Frame | None) -> str:
+def _where(frame: StackFrame | None) -> str:
     return f" at {frame.file}:{frame.line} in {frame.function}()" if frame else ""
 
 
-def _find_mismatches(job: _Job, waits: Sequence[Wait]) -> list[Fault]:
+LineOf = Callable[[int], str]
+"""Returns the user's line of a rank's call as `` at FILE:LINE``, or no text."""
+
+
+def find_conflicts(waits: Sequence[Wait], line_of: LineOf) -> list[Fault]:
+    """Find ranks that wait for each other: in one group, or else across groups."""
+    return _find_mismatches(waits, line_of) or _find_cycles(waits, line_of)
+
+
+def _find_mismatches(waits: Sequence[Wait], line_of: LineOf) -> list[Fault]:
     """Find calls of one group that wait for each other's ranks: all must be one."""
     groups: dict[object, list[Wait]] = defaultdict(list)
     for wait in waits:
@@ -205,10 +206,10 @@ def _find_mismatches(job: _Job, waits: Sequence[Wait]) -> list[Fault]:
     for found in groups.values():
         ranks = {rank for wait in found for rank in wait.ranks}
         # A rank may be in several calls at once, such as named ones.
-        own = [w for w in found if ranks.intersection(w.missing) - set(w.ranks)]
-        own = [w for w in own if not set(w.ranks) & _ranks_of(own, w)]
+        own = [wait for wait in found if ranks.intersection(wait.missing)]
+        own = [wait for wait in own if not set(wait.ranks) & _ranks_of(own, wait)]
         if len(own) > 1:
-            faults.append(_describe_mismatch(job, own))
+            faults.append(_describe_mismatch(own, line_of))
     return faults
 
 
@@ -216,13 +217,13 @@ def _ranks_of(waits: Sequence[Wait], other: Wait) -> set[int]:
     return {rank for wait in waits if wait is not other for rank in wait.ranks}
 
 
-def _describe_mismatch(job: _Job, waits: Sequence[Wait]) -> Fault:
+def _describe_mismatch(waits: list[Wait], line_of: LineOf) -> Fault:
     ordered = sorted(waits, key=lambda wait: len(wait.ranks))
-    *odd, most = ordered
-    is_tie = len(odd[-1].ranks) == len(most.ranks)
+    odd, most = ordered[:-1], ordered[-1]
+    is_tie = max(len(wait.ranks) for wait in odd) == len(most.ranks)
     named = [
-        f"{_ranks(wait.ranks)} {'are' if len(wait.ranks) > 1 else 'is'} in "
-        f"{wait.collective.name}{job.line_of(wait.ranks[0])}"
+        f"{_ranks(wait.ranks)} {_be(wait.ranks)} in {wait.collective.name}"
+        f"{line_of(wait.ranks[0])}"
         for wait in ordered
     ]
     advice = "All ranks of a group must call the same collectives in the same order."
@@ -233,7 +234,7 @@ def _describe_mismatch(job: _Job, waits: Sequence[Wait]) -> Fault:
     return Fault("mismatch", ranks, f"{text[0].upper()}{text[1:]}{doubt} {advice}")
 
 
-def _find_cycles(job: _Job, waits: Sequence[Wait]) -> list[Fault]:
+def _find_cycles(waits: Sequence[Wait], line_of: LineOf) -> list[Fault]:
     """Find ranks that wait for each other in the collectives of several groups."""
     by_rank = {rank: wait for wait in reversed(waits) for rank in wait.ranks}
     done: set[int] = set()
@@ -248,14 +249,14 @@ def _find_cycles(job: _Job, waits: Sequence[Wait]) -> list[Fault]:
         done.update(path)
         if rank in path:
             cycle = path[path.index(rank) :]
-            faults.append(_describe_cycle(job, [(r, by_rank[r]) for r in cycle]))
+            faults.append(_describe_cycle([(r, by_rank[r]) for r in cycle], line_of))
     return faults
 
 
-def _describe_cycle(job: _Job, cycle: Sequence[tuple[int, Wait]]) -> Fault:
+def _describe_cycle(cycle: Sequence[tuple[int, Wait]], line_of: LineOf) -> Fault:
     texts = [
         f"rank {rank} is in {wait.collective.name} of {_group(wait.collective)}"
-        f"{job.line_of(rank)} and waits for rank {wait.missing[0]}"
+        f"{line_of(rank)} and waits for rank {wait.missing[0]}"
         for rank, wait in cycle
     ]
     text = "; ".join(texts)
@@ -275,8 +276,12 @@ def _judge_stacks(job: _Job) -> tuple[Fault, ...]:
     outside = [rank for rank in job.rows if rank not in inside]
     if not inside:
         return ()
-    return tuple(describe_rank(job, rank, ()) for rank in outside)
+    return tuple(_describe_rank(job, rank, ()) for rank in outside)
 
 
 def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {format_list(sorted(ranks))}"
+
+
+def _be(ranks: Sequence[int]) -> str:
+    return "are" if len(ranks) > 1 else "is"

@@ -292,6 +292,10 @@ class Agent:
                     self._job.end()
                 self._job = LocalJob(order, self._sender)
                 self._job.prepare(self._directory)
+            case messages.Forward(signal=signal.SIGSTOP):
+                # The controller is suspended too: wait until it sends again.
+                self._heard_at = _NEVER
+                self._handle_for_job(order)
             case _:
                 self._handle_for_job(order)
 
@@ -305,9 +309,6 @@ class Agent:
             self._sender.send(messages.ProgramExited(reason))
 
     def _handle_for_job(self, order: messages.JobOrder) -> None:
-        if isinstance(order, messages.Forward) and order.signal == signal.SIGSTOP:
-            # The controller is suspended too: wait until it sends again.
-            self._heard_at = _NEVER
         if self._job is None:
             return  # the order crossed Finished on the way
         match order:

@@ -25,7 +25,15 @@ from ronde.launch.signals import (
     suspend_self,
     wait_for,
 )
-from ronde.launch.wire.messages import Forward, FromAgent, Notice, Output, Pong, Relayed
+from ronde.launch.wire.messages import (
+    Forward,
+    FromAgent,
+    Notice,
+    Observed,
+    Output,
+    Pong,
+    Relayed,
+)
 from ronde.store.protocol import Splitter, StoreState
 from ronde.units import format_duration, list_first
 
@@ -263,12 +271,18 @@ class EventLoop:
                 handler.on_output(message)
             elif isinstance(message, Relayed):
                 self.store.on_relayed(node, message)
-            elif isinstance(message, Pong):
-                node.on_pong(message)
-            elif isinstance(message, Notice):
-                self.notice(node, message.text)
+            elif isinstance(message, (Pong, Notice, Observed)):
+                self._note(node, message)
             elif not node.is_over:
                 handler.on_message(node, message)
+
+    def _note(self, node: AgentNode, message: Pong | Notice | Observed) -> None:
+        if isinstance(message, Pong):
+            node.on_pong(message)
+        elif isinstance(message, Notice):
+            self.notice(node, message.text)
+        elif self.status is not None:
+            self.status.on_observed(node.name, message.line)
 
     def notice(self, node: AgentNode, text: str) -> None:
         where = f"{node.name}: " if len(self.nodes) > 1 else ""

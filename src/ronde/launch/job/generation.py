@@ -247,9 +247,6 @@ class Generation(Handler):
                 self._show_complete_stacks()
             case messages.Statuses():
                 self._on_statuses(message)
-            case messages.Observed():
-                if self._loop.status is not None:
-                    self._loop.status.on_observed(node.name, message.line)
             case messages.HostEnding():
                 self._on_host_ending(node, message.signal)
             case messages.Finished():

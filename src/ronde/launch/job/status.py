@@ -175,19 +175,15 @@ class StatusService:
             *lines, reader.received = (reader.received + data).split(b"\n")
             is_open = bool(data) and len(reader.received) <= _MAX_QUESTION_BYTES
             for line in lines:
-                self._ask(reader, json.loads(line))
-        except (ValueError, RecursionError):
-            is_open = False
+                question = {**json.loads(line), "reader": reader.number}
+                reader.has_asked = True
+                self._observe(json.dumps(question))
+        except (ValueError, TypeError, RecursionError):
+            is_open = False  # it sent something else than JSON objects
         except OSError as error:
             is_open = isinstance(error, BlockingIOError)
         if not is_open:
             self._drop(reader)
-
-    def _ask(self, reader: _Reader, question: object) -> None:
-        if not isinstance(question, dict):
-            raise ValueError("a question is a JSON object")
-        reader.has_asked = True
-        self._observe(json.dumps({**question, "reader": reader.number}))
 
     def _write(self, reader: _Reader) -> None:
         with suppress(OSError):  # it is full, or its end is read later

@@ -298,7 +298,14 @@ ToAgent = NodeJob | JobOrder | Locate | StartProgram | ProgramLine | Credit | Pi
 FromStart = Hello | Located | ProgramLine | ProgramExited | Ready | Refused
 FromWorkers = Started | Exited | WorkerTexts | WorkerStopped | WorkerEnding | Stacks
 FromJob = (
-    FromWorkers | Statuses | Observed | HostEnding | HostLeaving | Notice | Pong | Finished
+    FromWorkers
+    | Statuses
+    | Observed
+    | HostEnding
+    | HostLeaving
+    | Notice
+    | Pong
+    | Finished
 )
 FromAgent = FromStart | FromJob
 TO_AGENT: tuple[type[ToAgent], ...] = get_args(ToAgent)
