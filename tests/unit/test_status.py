@@ -24,7 +24,8 @@ from ronde.launch import (
     wait_for,
     watch,
 )
-from ronde.render import draw_jobs
+from ronde.monitor import Fault, InspectedJob, Verdict
+from ronde.render import draw_hang, draw_jobs
 from ronde.status import (
     UNKNOWN,
     JobInfo,
@@ -292,3 +293,16 @@ def test_a_source_that_fails_once_ends_no_reports():
                     assert any(json.loads(text)["step"] == 7 for text in texts)
             finally:
                 process.kill()
+
+
+def test_many_ranks_show_those_at_fault_first():
+    rows = tuple(worker(n, age_s=9.0) for n in range(1000))
+    own = InspectedJob(JobStatus(Path("x"), 1, JOB, rows), {}, ("node2",))
+    fault = Fault("dead", (612,), "Rank 612 has left.")
+    lines = draw_hang(own, Verdict((fault,), ())).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "Rank 612 has left." in lines
+    assert "No answer within 3 s from node2." in lines
+    first = [line.split()[0] for line in lines if line]
+    assert first[first.index("rank") :][:3] == ["rank", "612", "0"]
+    assert lines[-1] == "and 968 more ranks; --json shows all"

@@ -14,8 +14,8 @@ from ronde.units import counted, format_duration
 
 _MOST_ROWS = 32
 _MOST_FRAMES = 12
-_TITLES = ("rank", "host", "pid", "state", "CPU", "step", "in", "for", "line")
-_RIGHT = ("rank", "pid", "CPU", "step", "for")
+_TITLES = ("rank", "host", "state", "CPU", "step", "in", "for", "line")
+_RIGHT = ("rank", "CPU", "step", "for")
 
 
 def draw_hang(inspected: InspectedJob, verdict: Verdict) -> str:
@@ -30,7 +30,7 @@ def draw_hang(inspected: InspectedJob, verdict: Verdict) -> str:
     ]
     if inspected.silent:
         lines.append(f"No answer within 3 s from {', '.join(inspected.silent)}.")
-    return "\n".join(lines) + "\n\n" + _draw_table(inspected)
+    return "\n".join(lines) + "\n\n" + _draw_table(inspected, verdict)
 
 
 def draw_dumps(verdict: Verdict, num_dumps: int) -> str:
@@ -67,20 +67,20 @@ def _describe(wait: Wait) -> str:
     return f"{name_ranks(wait.ranks)} {have} waited {age} in {own.name}{for_whom}"
 
 
-def _draw_table(inspected: InspectedJob) -> str:
+def _draw_table(inspected: InspectedJob, verdict: Verdict) -> str:
+    """Return a row for each rank; of many ranks, those at fault come first."""
+    guilty = {rank for fault in verdict.faults for rank in fault.ranks}
     rows = sorted(
         inspected.status.workers, key=lambda row: (row.rank is None, row.rank)
     )
-    table = [
-        _TITLES,
-        *(_row(row, inspected.inspections.get(row.worker)) for row in rows),
-    ]
-    shown = [
-        column
-        for column in zip(*table[: _MOST_ROWS + 1], strict=True)
-        if len(set(column)) > 2 or set(column[1:]) not in ({"-"}, {""})
-    ]
-    return align(list(zip(*shown, strict=True)), right=_RIGHT)
+    if (num_left := len(rows) - _MOST_ROWS) > 0:
+        rows.sort(key=lambda row: row.rank not in guilty)
+    cells = [_row(row, inspected.inspections.get(row.worker)) for row in rows]
+    columns = zip(_TITLES, *cells[:_MOST_ROWS], strict=True)
+    # Without columns that say nothing.
+    shown = [each for each in columns if set(each[1:]) not in ({"-"}, {""})]
+    more = f"and {counted(num_left, 'more rank')}; --json shows all\n"
+    return align(list(zip(*shown, strict=True)), right=_RIGHT) + more * (num_left > 0)
 
 
 def _row(row: WorkerInfo, inspection: Inspection | None) -> tuple[str, ...]:
@@ -90,14 +90,13 @@ def _row(row: WorkerInfo, inspection: Inspection | None) -> tuple[str, ...]:
     where = f"{frame.file.rpartition('/')[2]}:{frame.line}" if frame else ""
     return (
         "-" if row.rank is None else str(row.rank),
-        shorten(row.host, 12),
-        str(inspection.pid if inspection else row.pid),
+        shorten(row.host, 10),
         state,
         f"{inspection.cpu:.0%}" if inspection else "",
         str(status.step) if status and status.step != UNKNOWN else "-",
-        shorten(collective.name, 18) if collective else "",
+        shorten(collective.name, 16) if collective else "",
         format_duration(row.collective_age_s) if collective else "",
-        shorten(where, 24),
+        shorten(where, 18),
     )
 
 
