@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset
 
 backend, directory = sys.argv[1], Path(sys.argv[2])
 
@@ -59,9 +60,21 @@ def loop():
         pass
 
 
-def sleep(name):
-    while not (directory / name).exists():
-        time.sleep(0.2)  # sleep
+class SlowImages(Dataset):
+    """One image, which cannot be read for a time."""
+
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        while not (directory / "two").exists():
+            time.sleep(0.05)
+        return torch.ones(1)
+
+
+def load():
+    for _ in DataLoader(SlowImages(), num_workers=1):  # input
+        pass
 
 
 def train(job):
@@ -74,7 +87,7 @@ def train(job):
         os.kill(os.getpid(), signal.SIGSTOP)  # stopped
     job.reduce(6)
     if job.rank == 0:
-        sleep("two")
+        load()
     if job.rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)  # second
     job.reduce(7)

@@ -75,8 +75,8 @@ def test_each_planted_fault_is_named_with_its_line(ronde, tmp_path, backend):
         os.kill(stopped, signal.SIGCONT)
 
         faults, text = ask(socket, faults)
-        assert faults == [("sleeping", (0,)), ("stopped", (1,))]
-        assert line_of("sleep") in text
+        assert faults == [("input", (0,)), ("stopped", (1,))]
+        assert line_of("input") in text
         assert line_of("second") in text
         (tmp_path / "two").touch()
         os.kill(pid_of(socket, 1), signal.SIGCONT)
