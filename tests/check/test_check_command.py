@@ -139,8 +139,11 @@ def test_no_host_can_be_asked(tmp_path):
         (["--bandwidth", "pigeon"], "--bandwidth must be auto, tcp, gloo or nccl, got"),
         (["--ranks", "0"], "--ranks must be"),
         (["--path", ""], "must not be empty"),
-        (["--save", "/proc"], "--save must be a file that can be written"),
-        (["--write-hostfile", "/none/good"], "--write-hostfile must be a file"),
+        (["--save", "/proc"], "cannot write the file of --save"),
+        (
+            ["--write-hostfile", "/none/good"],
+            "cannot write the file of --write-hostfile",
+        ),
         (["-H", "a", "--hostfile", "b"], "cannot be combined with"),
         (["--hostfile", "/none/hosts"], "--hostfile must be a file"),
         (["node1"], "unexpected word 'node1'. Type: ronde check --help"),
@@ -154,10 +157,10 @@ def test_what_cannot_be_is_refused(words, why):
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        (["--since", "/none/facts"], b"--since must be a file that can be read"),
+        (["--since", "/none/facts"], b"cannot read the --since file"),
         (["explain", "lockd-memory"], b"explain must be a check's id, got"),
-        (["explain"], b"explain must have one argument"),
-        (["list", "all"], b"list must have no argument"),
+        (["explain"], b"ronde check explain takes one argument"),
+        (["list", "all"], b"ronde check list takes no arguments"),
     ],
 )
 def test_bad_words_end_with_64(words, why):

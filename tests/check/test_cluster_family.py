@@ -146,7 +146,7 @@ def test_slow_hosts(walls, reported):
 
 def test_a_slow_host_is_reported_with_what_others_need():
     (slow,) = find(paces(a=0.5, b=0.5, c=5.0))
-    assert slow.message == "5 ms for a piece of work"
+    assert slow.message == "5 ms for a fixed computation"
     assert slow.usual == "0.5 ms on most hosts"
     assert slow.fix.startswith("Look for other programs")
 

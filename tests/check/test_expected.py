@@ -87,7 +87,7 @@ def test_a_rate_between_hosts_is_measured(word, gb_per_s):
     settings = read_check_request([*words, "-H", "a,b"], {}).settings
     assert settings["expected"]["gb_per_s"] == pytest.approx(gb_per_s)
     assert settings["bandwidth"] == "auto"
-    with pytest.raises(UsageError, match="must go with two hosts or more"):
+    with pytest.raises(UsageError, match="but there is only one host"):
         read_check_request(words, {})
 
 

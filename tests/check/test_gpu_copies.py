@@ -104,7 +104,7 @@ def test_a_gpu_is_examined_and_nothing_stays_pinned():
     ("given", "reason"),
     [
         ({"memory_bytes": 1 << 17}, "CUDA out of memory."),
-        ({"pins": False}, f"cannot be pinned: CUDA's error {PINNING_REFUSED}"),
+        ({"pins": False}, f"cannot pin host memory: CUDA error {PINNING_REFUSED}"),
     ],
 )
 def test_a_gpu_that_does_not_copy_is_reported(given, reason):

@@ -78,7 +78,7 @@ def test_what_does_not_apply_is_none_and_what_is_missing_is_left_out():
 def test_a_cut_text_is_unreadable(data):
     text = log(H100)
     cut = text[: data.draw(st.integers(0, len(text.rstrip()) - 1))]
-    with pytest.raises(UnreadableError, match="nvidia-smi -q -x prints no XML"):
+    with pytest.raises(UnreadableError, match="nvidia-smi -q -x is not XML"):
         read_smi(cut, NVLINKS)
 
 
@@ -132,5 +132,6 @@ def test_without_either_all_is_unreadable(smi, tmp_path):
     ask_driver(reader)
     assert not reader.values
     assert (
-        "nvidia-smi is here: pip install nvidia-ml-py" in reader.unreadable["gpu.count"]
+        "nvidia-smi is installed: pip install nvidia-ml-py"
+        in reader.unreadable["gpu.count"]
     )

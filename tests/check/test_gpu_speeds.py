@@ -152,7 +152,9 @@ def test_a_floor_is_reported_instead_of_a_warning_and_not_beside_a_failure():
 def test_memory_that_may_be_far_is_no_failure():
     (finding,) = find(COPIES, gpus(copied(20.0, is_near=False)))
     assert finding.severity is WARN
-    assert finding.message.endswith("(the host's memory may have been far from it)")
+    assert finding.message.endswith(
+        "(the host memory may have been on another NUMA node)"
+    )
     # The GPU's own memory is where it is.
     slow = copied(within=1000.0, is_near=False)
     (finding,) = find(COPIES, seven_and(slow, copied()))

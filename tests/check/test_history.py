@@ -71,9 +71,9 @@ def test_any_facts_come_back(tmp_path_factory, values):
 @pytest.mark.parametrize(
     ("content", "why"),
     [
-        (None, "--since must be a file that can be read"),
-        (b"", "has no run"),
-        (b"\xff\xfe", "--since must be a file that can be read"),
+        (None, "cannot read the --since file"),
+        (b"", "contains no saved run"),
+        (b"\xff\xfe", "cannot read the --since file"),
         (b"[1]\n", ":1: "),
         (b'{"schema": 9}\n', "schema must be 1, got 9"),
     ],

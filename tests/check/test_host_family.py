@@ -40,7 +40,7 @@ FAULTS = [
         "64MiB free of 64MiB",
     ),
     ("shared-memory", {"shm_free_bytes": 8 * GIB - 1}, WARN, "8GiB free of 128GiB"),
-    ("shared-memory", {"is_shm_writable": False}, FAIL, "nothing may be written"),
+    ("shared-memory", {"is_shm_writable": False}, FAIL, "no permission to write"),
     ("memory-left", {"memory_available_bytes": GIB - 1}, WARN, "1GiB"),
     ("memory-left", {"memory_available_bytes": GIB // 4 - 1}, FAIL, "for 1 rank"),
 ]

@@ -125,8 +125,8 @@ def test_a_name_does_not_matter_to_one_host_or_where_an_interface_is_chosen():
     [
         ("NCCL_SOCKET_IFNAME", "ib", "matches no interface here: eth0, lo, docker0"),
         ("NCCL_SOCKET_IFNAME", "=eth", "matches no interface"),
-        ("GLOO_SOCKET_IFNAME", "eth", "no eth is among eth0, lo, docker0"),
-        ("GLOO_SOCKET_IFNAME", "eth0,eth9", "no eth9 is among"),
+        ("GLOO_SOCKET_IFNAME", "eth", "there is no eth among eth0, lo, docker0"),
+        ("GLOO_SOCKET_IFNAME", "eth0,eth9", "there is no eth9 among"),
         ("GLOO_SOCKET_IFNAME", "ib0", "selects only ib0, which has no address"),
         ("GLOO_SOCKET_IFNAME", "lo", "selects only lo"),
         ("NCCL_SOCKET_IFNAME", "docker", "selects only docker0"),

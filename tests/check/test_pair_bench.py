@@ -192,9 +192,12 @@ def run_of(busbw, *, wrong=0, is_complete=True):
     ("record", "words"),
     [
         ("", "must be JSON"),
-        (to_record(run_of(1.5, wrong=3)).to_json(), "3 elements of the sums are wrong"),
-        (to_record(run_of(1.5, is_complete=False)).to_json(), "measured nothing"),
-        (to_record(run_of(None)).to_json(), "measured nothing"),
+        (
+            to_record(run_of(1.5, wrong=3)).to_json(),
+            "3 elements of the result are wrong",
+        ),
+        (to_record(run_of(1.5, is_complete=False)).to_json(), "ended without a result"),
+        (to_record(run_of(None)).to_json(), "ended without a result"),
     ],
     ids=["nothing", "wrong", "incomplete", "empty"],
 )

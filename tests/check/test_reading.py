@@ -80,7 +80,7 @@ FAULTS = """
 2 x gpu-lost: [Unknown Error] | Product Name: NVIDIA H200 > [Unknown Error]
 2 x gpu-lost: GPU requires reset | Current Temp: 41 C > [GPU requires reset]
 2 x logged-errors: no program may compute on it | Compute Mode: Default > Prohibited
-0 ! logged-errors: one program alone may use it | Mode: Default > Exclusive_Process
+0 ! logged-errors: only one program may use it | Mode: Default > Exclusive_Process
 0 ! logged-errors: ecc_mode changes from Enabled | Pending: Enabled > Disabled
 0 ! logged-errors: mig_mode changes from Disabled to | Pending: Disabled > Enabled
 0 i logged-errors: split into instances (MIG) | Current +: Disabled > Enabled
@@ -259,7 +259,7 @@ LOGGED = """
   amdgpu 0000:3a:00.0: amdgpu: GPU reset(1) failed
 2 x logged-errors: uncorrectable errors in a GPU's memory or caches: 0000:3a:00.0
   amdgpu 0000:3a:00.0: amdgpu: 1 uncorrectable hardware errors detected in umc block
-0 ! logged-errors: an adapter reports of its cable or transceiver: High Temperature:
+0 ! logged-errors: an adapter reports a cable or transceiver error: High Temperature:
   mlx5_core 0000:29:00.0: Port module event[error]: module 0, High Temperature
 0 ! logged-errors: 0000:29:00.0 lost its link 1 time and is down
   mlx5_core 0000:29:00.0: Port module event: module 0, Cable unplugged
@@ -381,15 +381,15 @@ UP = ("Active", "LinkUp", "400", "InfiniBand")
         ([("Initializing", "LinkUp", "400", "InfiniBand")], 2,
          "x rdma-port: a\n    mlx5_0:1 is INIT/LinkUp"),
         ([UP, UP, ("Active", "LinkUp", "100", "InfiniBand")], 0,
-         "! logged-errors: a\n    mlx5_2:1 has 100 of 400 Gb/s, which"),
+         "! logged-errors: a\n    mlx5_2:1 runs at 100 Gb/s, but others at 400"),
         ([UP, UP, ("Active", "LinkUp", "200", "InfiniBand")], 0,
-         "i logged-errors: a\n    mlx5_2:1 has 200 of 400 Gb/s, which others"),
+         "i logged-errors: a\n    mlx5_2:1 runs at 200 Gb/s, but others at 400"),
         ([UP] * 7 + [("Active", "LinkUp", "200", "InfiniBand")], 0,
-         "! logged-errors: a\n    mlx5_7:1 has 200 of 400 Gb/s, which others"),
+         "! logged-errors: a\n    mlx5_7:1 runs at 200 Gb/s, but others at 400"),
         ([UP] * 8 + [("Active", "LinkUp", "200", "InfiniBand")] * 2, 0,
-         "i logged-errors: a\n    mlx5_8:1 has 200 of 400 Gb/s, which others"),
+         "i logged-errors: a\n    mlx5_8:1 runs at 200 Gb/s, but others at 400"),
         ([UP, ("Active", "LinkUp", "100", "Ethernet")], 0,
-         "i logged-errors: a\n    ports are of Ethernet and InfiniBand"),
+         "i logged-errors: a\n    ports have different link layers: Ethernet and"),
     ],
 )  # fmt: skip
 def test_ports(judged, ports, code, found):
@@ -469,20 +469,20 @@ def test_warnings_count_with_strict_and_json_has_it_all(judged):
     [
         (
             "\tGPU0\tGPU1\nGPU0\t X \tNV18\nGPU1\tNV18\t X \n",
-            "got nvidia-smi topo -m. Type: ronde topo lint a\n",
+            "but nvidia-smi topo -m. Type: ronde topo lint a\n",
         ),
         (
             "gn1:12:34 [0] NCCL INFO Bootstrap: Using eth0\n",
             "a log of NCCL or torch. Type: ronde topo log a\n",
         ),
-        ("Architecture:            x86_64\n", "got output of lscpu."),
-        ("once upon a time\n", "got an unknown format."),
+        ("Architecture:            x86_64\n", "but output of lscpu."),
+        ("once upon a time\n", "but an unknown format."),
     ],
 )
 def test_other_files_are_refused_by_name(judged, text, words):
     code, shown = judged(text)
     assert code == 64
-    assert "a must be output of nvidia-smi -q, dmesg or ibstat, got " in shown
+    assert "a is not output of nvidia-smi -q, dmesg or ibstat, but " in shown
     assert words in shown
 
 

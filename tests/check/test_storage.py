@@ -193,13 +193,16 @@ def test_a_missing_folder_to_start_in_is_found_with_what_to_do():
 
 @pytest.mark.parametrize(
     ("change", "why"),
-    [({"is_directory": False}, "no folder"), ({"is_enterable": False}, "may not be")],
+    [
+        ({"is_directory": False}, "not a folder"),
+        ({"is_enterable": False}, "no permission"),
+    ],
 )
 def test_what_cannot_be_entered_is_found(change, why):
     (finding,) = found(fleet(facts(paths={"/data": folder(["shared"], **change)})))
     assert finding.message.startswith(f"/data: {why}")
     is_file = "it is a file: name a folder" in finding.fix
-    assert is_file == (why == "no folder")
+    assert is_file == (why == "not a folder")
 
 
 @pytest.mark.parametrize(

@@ -248,7 +248,7 @@ def test_when_it_is_cleared_who_waits_is_refused_and_it_goes_on_empty():
     assert ask(state, "waits too", Op.WAIT, b"b", b"c") == []
     refused = [(client, decode(reply[4:])) for client, reply in state.clear()]
     assert [client for client, _ in refused] == ["waits", "waits too"]
-    assert all(r.kind == 1 and b"dropped" in r.fields[0] for _, r in refused)
+    assert all(r.kind == 1 and b"cleared" in r.fields[0] for _, r in refused)
     assert state.clear() == []
     assert ask(state, "waits", Op.COUNT)[0][1].fields == (b"0",)
     # Nobody waits any more, and there is room as at first.

@@ -21,10 +21,10 @@ def read(reader: FactReader) -> None:
 
 
 def read_links(root: str) -> dict[str, Value]:
-    """Return the current and maximum PCI link of each network port, by port name.
+    """Return the current and maximum PCI link behind each network port, by port name.
 
-    ``mbit_per_s`` is the port's rate, 0 if unknown or down. Speeds are in GT/s, 0 if
-    unknown. Virtual functions have no link.
+    ``mbit_per_s`` is the port's rate, or 0 if it is unknown or the port is down. Speeds
+    are in GT/s, 0 if unknown. Virtual functions have no link.
     """
     host = read_host(Path(f"{root}/"))
     devices = {device.bus_id: device for device in host.devices}
@@ -46,13 +46,14 @@ def read_links(root: str) -> dict[str, Value]:
 def adapter_pcie(values: Values, _: Fleet) -> Problems:
     """The PCI links of network adapters are as fast as their ports.
 
-    reads: PCI width and speed of adapter and slot in sysfs; rates of ports that are up
-    threshold: the port's rate from 25 Gbit/s on (a warning if both ends can do no more,
-        and in virtual machines); all lanes of both ends (a warning)
-    source: PCI Express Base Specification 6.0: bits per lane and coding; 25: ronde's
-        own, since slower ports are seldom used for training
+    reads: PCI width and speed of adapter and slot in sysfs, and the rates of ports that
+        are up
+    threshold: the rate of the port, from 25 Gbit/s on (only a warning if both ends can
+        do no more, and in virtual machines); all lanes that both ends have (a warning)
+    source: PCI Express Base Specification 6.0: bits per lane and coding; ronde's
+        choice: 25 Gbit/s, since slower ports are seldom used for training
     fix: reseat the card or its riser; look at the slot's lanes in the BIOS
-    why: The link, not the port, then sets the pace of every reduction.
+    why: The PCI link, and not the port, sets the pace of every reduction.
     """
     for name, link in values[_LINKS].items():
         if link["mbit_per_s"] < _MIN_MBIT_PER_S:
