@@ -6,14 +6,13 @@ import pty
 import re
 import signal
 import subprocess
-import time
 from contextlib import suppress
 
 import pytest
 from tests.cli.conftest import Ronde, clean_environment
 from tests.limits import HANG_S
 
-from ronde.check import Collected, Fleet, HostFacts, all_checks, judge, load_last
+from ronde.check import Collected, HostFacts, all_checks
 from ronde.cli import judge_request, read_check_request
 from ronde.errors import UsageError
 from ronde.launch import parse_hostfile, parse_hosts
@@ -54,16 +53,6 @@ def test_this_machine_is_looked_at(looked):
     assert verdict["ready"] + verdict["warned"] + verdict["not_ready"] == [HERE]
     (line,) = saved.read_text().splitlines()
     assert json.loads(line)["values"]["hosts"] == reported["hosts"]
-
-
-def test_64_such_hosts_are_judged_in_a_second(looked):
-    """CPU time; a fiftieth of it is usual."""
-    (host,) = load_last(looked[1])[1].hosts
-    hosts = [host._replace(host=f"node{number}") for number in range(64)]
-    begun_s = time.process_time()
-    judgement = judge(Fleet(tuple(hosts), {}), all_checks())
-    assert time.process_time() - begun_s < 1.0
-    assert len({host for host, _ in judgement.made}) == 64
 
 
 def test_what_has_changed_since(looked, tmp_path):
@@ -131,21 +120,15 @@ def test_no_host_can_be_asked(tmp_path):
     ("words", "why"),
     [
         (["--only", "hots"], r"--only must be .* got 'hots'. Type: host"),
-        (["--only", "zzzzzz"], r"Type: ronde check list"),
         (["--skip", "host-anwsers"], r"got 'host-anwsers'. Type: host-answers"),
         (["--only", "host-answers", "--skip", "host-answers"], "--skip leaves no"),
         (["--burn", "soon"], "--burn: duration must be"),
-        (["--burn", "100d"], "--burn must be at most a day"),
         (["--bandwidth", "pigeon"], "--bandwidth must be auto, tcp, gloo or nccl, got"),
         (["--ranks", "0"], "--ranks must be"),
         (["--path", ""], "must not be empty"),
         (["--save", "/proc"], "cannot write the file of --save"),
-        (
-            ["--write-hostfile", "/none/good"],
-            "cannot write the file of --write-hostfile",
-        ),
+        (["--write-hostfile", "/none/good"], "cannot write the file of --write-h"),
         (["-H", "a", "--hostfile", "b"], "cannot be combined with"),
-        (["--hostfile", "/none/hosts"], "--hostfile must be a file"),
         (["node1"], "unexpected word 'node1'. Type: ronde check --help"),
     ],
 )

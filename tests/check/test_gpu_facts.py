@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pynvml
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from tests.check.nvml_fake import SavedNvml, asking, healthy, refusal
 from tests.check.nvml_library import FakeLibrary
 from tests.limits import HANG_S
@@ -105,16 +105,9 @@ def test_answers_become_facts_in_the_order_of_gpus():
     assert reading.values.keys() == set(ALL_ANSWERS)
 
 
-def test_what_one_gpu_does_not_report_leaves_the_others():
-    reading = keep(healthy(2, vbios=refusal(UNKNOWN, "Unknown Error")))
-    assert reading.unreadable == {"gpu.vbios": "of GPU 1: Unknown Error"}
-    assert reading.values["gpu.vbios"] == ["96.00.74.00.01", None]
-
-
-@pytest.mark.parametrize("code", [LOST, RESET])
-def test_a_gpu_that_is_gone_is_reported_once_and_not_as_unreadable(code):
+def test_a_gpu_that_is_gone_is_reported_once_and_not_as_unreadable():
     record = healthy(2)
-    record["gpus"][1] = {q: refusal(code, "GPU is lost") for q in GPU_QUESTIONS}
+    record["gpus"][1] = {q: refusal(LOST, "GPU is lost") for q in GPU_QUESTIONS}
     reading = keep(record)
     assert reading.values["gpu.lost"] == ["", "GPU is lost"]
     assert reading.unreadable == {}
@@ -164,8 +157,8 @@ def test_what_the_driver_answers_becomes_facts(use_library):
     assert reading.unreadable == {}
 
 
-# Error 999 is unknown, 8 a power cable, 10 and 11 a time-out and an interrupt.
-@pytest.mark.parametrize("code", [LOST, RESET, UNKNOWN, 8, 10, 11])
+# Error 8 is a power cable, 11 an interrupt.
+@pytest.mark.parametrize("code", [LOST, 8, 11])
 def test_a_gpu_without_a_handle_is_lost_and_none_but_it(use_library, code):
     use_library(record=healthy(4), gone={2: code})
     reading = FactReader({})
@@ -370,12 +363,6 @@ def test_acs_is_found_on_the_bridge_that_has_it(tmp_path):
     assert read_acs(str(tmp_path), [CARD]) == [PORT]
 
 
-def test_acs_that_is_off_is_not_found(tmp_path):
-    # Translation blocking alone leaves traffic where it is.
-    plug_card(tmp_path, control=0x02)
-    assert read_acs(str(tmp_path), [CARD]) == []
-
-
 def test_what_only_root_may_read_is_unreadable(tmp_path):
     plug_card(tmp_path, ACS_REDIRECTION)
     own = tmp_path / "sys/bus/pci/devices" / PORT / "config"
@@ -395,10 +382,7 @@ def test_a_virtual_machine_needs_acs(tmp_path):
     ("vendor", "product", "is_virtual"),
     [
         ("QEMU", "KVM Virtual Machine", True),
-        ("Amazon EC2", "g5g.xlarge", True),
         ("Amazon EC2", "g5g.metal", False),
-        ("Microsoft Corporation", "Virtual Machine", True),
-        ("Supermicro", "ARS-111GL-NHR", False),
         ("", "", False),
     ],
 )
@@ -409,19 +393,3 @@ def test_cpus_without_flags_leave_it_to_the_firmware(
     write(tmp_path, "sys/class/dmi/id/sys_vendor", f"{vendor}\n")
     write(tmp_path, "sys/class/dmi/id/product_name", f"{product}\n")
     assert read_is_virtual(str(tmp_path)) is is_virtual
-
-
-PLACES = st.sampled_from([0, 0x20, 0x100, 0x140, 0x148, 0xFF8, 0xFFC])
-
-
-@settings(deadline=None)
-@given(chain=st.dictionaries(PLACES, st.tuples(PLACES, st.integers(0xC, 0xE))))
-def test_no_registers_hang_the_reader(tmp_path_factory, chain):
-    root = tmp_path_factory.mktemp("bus")
-    plug_card(root)
-    registers = bytearray(4096)
-    for place, (following, number) in chain.items():
-        struct.pack_into("<I", registers, place, number | following << 20)
-    own = root / "sys/bus/pci/devices" / PORT / "config"
-    own.write_bytes(registers)
-    assert read_acs(str(root), [CARD]) in ([], [PORT])

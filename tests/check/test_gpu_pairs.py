@@ -86,7 +86,6 @@ def test_wrong_bytes_are_a_failure():
 @pytest.mark.parametrize(
     "values",
     [
-        {"gpu.count": 0, "versions.torch_build": "CUDA 12.8"},
         {"gpu.count": 1, "versions.torch_build": "CUDA 12.8"},
         {"gpu.count": 8, "versions.torch_build": "CPU"},
         {},

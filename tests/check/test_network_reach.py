@@ -96,11 +96,6 @@ def test_who_refuses_is_to_be_looked_at():
     assert reported["reachable", "n3"].message.endswith("refused; datagrams arrive")
 
 
-def test_two_hosts_that_cannot_connect_are_both_reported():
-    reported = found(fleet_of(2, dict.fromkeys([("n1", "n2"), ("n2", "n1")], CLOSED)))
-    assert set(reported) == {("reachable", "n1"), ("reachable", "n2")}
-
-
 def test_a_smaller_mtu_is_reported_once():
     """Packets of n2's size arrive: that its size is another is all there is to say."""
     small = {("n2", "n1"): 1280, ("n2", "n3"): 1280, ("n1", "n2"): 1280,

@@ -3,7 +3,6 @@
 import base64
 import json
 import secrets
-import socket
 import zlib
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -166,15 +165,6 @@ def test_the_ranks_logs_come_back_packed(context, run_first):
     assert zlib.decompress(base64.b64decode(reported["log"])) == b"word\nword\n"
 
 
-def test_a_port_is_held_for_one_job_alone(context):
-    place = held(context)
-    assert place["port"] > 0
-    bench(context, ask(**place) | {"limit_s": 0.0})
-    assert context.memory == {}
-    with pytest.raises(ConnectionRefusedError):
-        socket.create_connection((LOOPBACK, place["port"]))
-
-
 def run_of(busbw, *, wrong=0, is_complete=True):
     side = Side(1.0, busbw, busbw, wrong)
     rows = (Row(1024, 256, "float", "sum", -1, None, side),)
@@ -192,14 +182,10 @@ def run_of(busbw, *, wrong=0, is_complete=True):
     ("record", "words"),
     [
         ("", "must be JSON"),
-        (
-            to_record(run_of(1.5, wrong=3)).to_json(),
-            "3 elements of the result are wrong",
-        ),
+        (to_record(run_of(1.5, wrong=3)).to_json(), "3 elements of the result are"),
         (to_record(run_of(1.5, is_complete=False)).to_json(), "ended without a result"),
-        (to_record(run_of(None)).to_json(), "ended without a result"),
     ],
-    ids=["nothing", "wrong", "incomplete", "empty"],
+    ids=["nothing", "wrong", "incomplete"],
 )
 def test_what_is_no_result_is_not_taken_for_one(record, words):
     with pytest.raises(UsageError, match=words):
@@ -212,10 +198,6 @@ def log_of(**changes):
     lines = job.lines()
     half = len(lines) // 2
     return [("\n".join(each) + "\n").encode() for each in (lines[:half], lines[half:])]
-
-
-def test_of_a_healthy_job_there_is_nothing_to_remark():
-    assert judge_logs(log_of()) == {}
 
 
 def test_sockets_despite_adapters_are_remarked():
@@ -231,29 +213,12 @@ def remarked(is_error, rule="sockets-between-nodes"):
 
 
 @pytest.mark.parametrize(
-    ("values", "severity"),
-    [
-        ({REMARKS: remarked(is_error=False)}, WARN),
-        ({REMARKS: remarked(is_error=True)}, FAIL),
-        (
-            {
-                REMARKS: remarked(is_error=False),
-                "network.rdma_ports": {"mlx5_0:1": {"state": "ACTIVE"}},
-            },
-            FAIL,
-        ),
-        (
-            {
-                REMARKS: remarked(is_error=False),
-                "network.rdma_ports": {"mlx5_0:1": {"state": "DOWN"}},
-            },
-            WARN,
-        ),
-    ],
-    ids=["warning", "error", "adapter", "adapter-down"],
+    ("is_error", "state", "severity"),
+    [(False, "DOWN", WARN), (True, "DOWN", FAIL), (False, "ACTIVE", FAIL)],
 )
-def test_sockets_are_worse_where_an_adapter_is_up(values, severity):
-    reported = findings_of({"a": values})
+def test_sockets_are_worse_where_an_adapter_is_up(is_error, state, severity):
+    ports = {"network.rdma_ports": {"mlx5_0:1": {"state": state}}}
+    reported = findings_of({"a": {REMARKS: remarked(is_error)} | ports})
     what = "sockets-between-nodes: It is slow"
     assert reported == [("nccl-choice", "a", severity, what)]
 
@@ -327,9 +292,7 @@ class Recorder:
     ("engine", "settings", "num"),
     [
         ("nccl", {}, 4),
-        ("nccl", {"num_ranks": 2}, 2),
         ("nccl", {"num_ranks": 16}, 4),
-        ("gloo", {}, 1),
         ("gloo", {"num_ranks": 3}, 3),
     ],
 )

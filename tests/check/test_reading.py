@@ -58,7 +58,6 @@ FAULTS = """
 2 x gpu-ecc-errors: 9 uncorrectable errors in its caches | SEC-DED: 0 > 9
 2 x logged-errors: 2 uncorrectable errors in its memory | DRAM Uncorrectable: 0 > 2
 2 x logged-errors: a repair of its memory waits for a reset | Blacklist: N/A > Yes
-2 x logged-errors: a repair of its memory waits for a | Repair Pending: No > Yes
 2 x logged-errors: the driver asks for a reset | Reset Required: Requested.* > Yes
 2 x logged-errors: its caches (SRAM) had more errors | Exceeded: No > Yes
 0 ! logged-errors: it is above its temperature limit | T.Limit Temp: 44 C > -1 C
@@ -68,21 +67,16 @@ FAULTS = """
 0 ! gpu-fabric: the fabric has less bandwidth than it | Bandwidth: Full > Degraded
 2 x logged-errors: its memory cannot be repaired | Unrepairable Memory: No > Yes
 2 x logged-errors: 60 or more pages of its memory | Single Bit ECC: N/A > 64
-2 x gpu-fabric: its registration with the fabric goes | State: Completed > In Progress
 2 x gpu-fabric: its registration with the fabric ended in error T | Status: Success > T
-2 x gpu-fabric: the fabric is unhealthy | Summary: Healthy > Unhealthy
 2 x gpu-pcie: its PCI link has 8 lanes of 16 | Current: 16x > 8x
 2 x gpu-clocks: it is too hot (hardware | HW Thermal Slowdown: Not Active > Active
-2 x gpu-clocks: the power supply slows | Power Brake Slowdown: Not Active > Active
 2 x gpu-advice: the driver advises a reboot of the host | Action: None > Reboot
 2 x logged-errors: the driver advises: Bus Reset | Action: None > Bus Reset
 2 x gpu-lost: GPU is lost | Product Name: NVIDIA H200 > GPU is lost
-2 x gpu-lost: [Unknown Error] | Product Name: NVIDIA H200 > [Unknown Error]
 2 x gpu-lost: GPU requires reset | Current Temp: 41 C > [GPU requires reset]
 2 x logged-errors: no program may compute on it | Compute Mode: Default > Prohibited
 0 ! logged-errors: only one program may use it | Mode: Default > Exclusive_Process
 0 ! logged-errors: ecc_mode changes from Enabled | Pending: Enabled > Disabled
-0 ! logged-errors: mig_mode changes from Disabled to | Pending: Disabled > Enabled
 0 i logged-errors: split into instances (MIG) | Current +: Disabled > Enabled
 0 i logged-errors: persistence mode is off | Persistence Mode: Enabled > Disabled
 """
@@ -237,14 +231,10 @@ def test_lines_of_other_programs_in_a_syslog_are_none_of_the_kernels(judged):
 LOGGED = """
 2 x logged-errors: fatal PCI errors (AER): 0000:3a:00.0 in line 7 (8123.004711)
   nvidia 0000:3a:00.0: PCIe Bus Error: severity=Uncorrected (Fatal), type=x, (Receiver
-0 ! logged-errors: uncorrected PCI errors (AER): 0000:3a:00.0 in line 7
-  nvidia 0000:3a:00.0: AER: PCIe Bus Error: severity=Uncorrectable (Non-Fatal), type=x
 0 i logged-errors: corrected PCI errors (AER): 0000:3a:00.0 in line 7
   nvidia 0000:3a:00.0: PCIe Bus Error: severity=Correctable, type=Data Link Layer, (Tr
 2 x logged-errors: the adapter's firmware has failed: 0000:29:00.0 in line 7
   mlx5_core 0000:29:00.0: poll_health:801:(pid 0): device's health compromised
-2 x logged-errors: the adapter's firmware has failed: 0000:29:00.0 in line 7
-  mlx5_core 0000:29:00.0: print_health_info:431: Health issue, severity(3) ERROR:
 2 x logged-errors: NVIDIA's driver could not start: 0000:3a:00.0 in line 7
   NVRM: GPU 0000:3a:00.0: RmInitAdapter failed! (0x62:0x40:2192)
 2 x logged-errors: a GPU has fallen off the bus: 0000:3a:00.0 in line 7
@@ -255,8 +245,6 @@ LOGGED = """
   nvidia: probe of 0000:3a:00.0 failed with error -1|NVRM: The NVIDIA probe routine fail
 2 x logged-errors: the driver has reset a GPU: 0000:3a:00.0 in line 7
   amdgpu 0000:3a:00.0: amdgpu: GPU reset begin!
-2 x logged-errors: the driver could not reset a GPU: 0000:3a:00.0 in line 7
-  amdgpu 0000:3a:00.0: amdgpu: GPU reset(1) failed
 2 x logged-errors: uncorrectable errors in a GPU's memory or caches: 0000:3a:00.0
   amdgpu 0000:3a:00.0: amdgpu: 1 uncorrectable hardware errors detected in umc block
 0 ! logged-errors: an adapter reports a cable or transceiver error: High Temperature:
@@ -268,21 +256,15 @@ LOGGED = """
 0 ! logged-errors: errors of the host's memory or processor in line 7
   mce: [Hardware Error]: CPU 7: Machine Check Exception: 5 Bank 9: be0000000005017a
 0 ! logged-errors: errors of the host's memory or processor in line 7
-  {1}[Hardware Error]: event severity: fatal
-0 ! logged-errors: errors of the host's memory or processor in line 7
   EDAC MC3: 1 UE memory read error on CPU_SrcID#1_MC#1_Chan#0_DIMM#0
 0 ! logged-errors: a processor was stuck in line 7
   watchdog: BUG: soft lockup - CPU#31 stuck for 26s! [python3:7351]
-0 ! logged-errors: a program was blocked for minutes: python3 in line 7
-  INFO: task python3:7351 blocked for more than 120 seconds.
 0 ! logged-errors: a file server does not answer: store4 in line 7
   nfs: server store4 not responding, still trying
 0 ! logged-errors: a program crashed in libnccl.so.2.27.3 in line 7
   python3[7351]: segfault at 10 ip 00007f3a sp 00007ffd error 4 in libnccl.so.2.27.3[7
 2 x gpu-xid: Xid 154 (the driver advises a reset of the GPU) at 0000:3a:00.0 in line
   NVRM: Xid (PCI:0000:3a:00): 154, GPU recovery action changed from 0x0 () to 0x1 (R
-2 x gpu-xid: Xid 154 (the driver advises a reboot of the host) at 0000:3a:00.0
-  NVRM: Xid (PCI:0000:3a:00): 154, GPU recovery action changed from 0x0 () to 0x2 (R
 0 i gpu-xid: Xid 63 (a row or page of memory will be replaced) at 0000:3a:00.0 in line
   NVRM: Xid (PCI:0000:3a:00): 63, pid=9, name=python, Row Remapper: New row (0x1) mark
 0 i gpu-xid: Xid 45 (it follows from Xid 149) at 0000:3a:00.0 in line 7 (8123.004711)
@@ -291,14 +273,10 @@ LOGGED = """
   NVRM: Xid (PCI:0000:3a:00): 48, DBE|NVRM: Xid (PCI:0000:3a:00): 45, Ch 8
 0 i logged-errors: a program has reached its cgroup's limit of memory: job_8812 in
   oom-kill:oom_memcg=/uid_7/job_8812/x,task=py|Memory cgroup out of memory: Kill process
-0 i logged-errors: a program has reached its cgroup's limit of memory in line 7
-  Memory cgroup out of memory: Kill process 71 (python3) score 999 or sacrifice child
 0 ! logged-errors: a file server does not answer: nas2 in line 8
   nfs: server nas1 not responding|nfs: server nas2 not responding|nfs: server nas1 OK
 0 ! logged-errors: the kernel has killed programs for lack of memory: python3 in line 7
   Out of memory: Killed process 71 (python3) total-vm:9kB, anon-rss:8kB
-0 i gpu-xid: Xid 31 (access to unmapped memory) at 0000:3a:00.0 in line 7
-  NVRM: Xid (PCI:0000:3a:00): 31, pid=9, name=python, Ch 0000000b, MMU Fault
 2 x gpu-xid: SXid 20034 at 0000:c1:00.0 in line 7 (8123.004711)
   nvidia-nvswitch3: SXid (PCI:0000:c1:00.0): 20034, Fatal, Link 30 LTSSM Fault Up
 0 ! logged-errors: 0000:29:00.0 ens41np0 lost its link 1 time and is down
@@ -374,16 +352,10 @@ UP = ("Active", "LinkUp", "400", "InfiniBand")
          "! rdma-port: a\n    mlx5_7:1 is DOWN/Polling"),
         ([UP] * 7 + [("Down", "Disabled", "40", "InfiniBand")], 0,
          "! rdma-port: a\n    mlx5_7:1 is DOWN/Disabled\n    fix: sudo ibportstate -C"),
-        ([UP] * 6 + [("Down", "Polling", "40", "InfiniBand")] * 2, 0,
-         "i rdma-port: a\n    mlx5_6:1, mlx5_7:1 are DOWN/Polling"),
         ([UP, ("Initializing", "LinkUp", "400", "InfiniBand")], 0,
          "mlx5_1:1 is INIT/LinkUp\n    fix: sminfo -C mlx5_1 -P 1; if none answers"),
-        ([("Initializing", "LinkUp", "400", "InfiniBand")], 2,
-         "x rdma-port: a\n    mlx5_0:1 is INIT/LinkUp"),
         ([UP, UP, ("Active", "LinkUp", "100", "InfiniBand")], 0,
          "! logged-errors: a\n    mlx5_2:1 runs at 100 Gb/s, but others at 400"),
-        ([UP, UP, ("Active", "LinkUp", "200", "InfiniBand")], 0,
-         "i logged-errors: a\n    mlx5_2:1 runs at 200 Gb/s, but others at 400"),
         ([UP] * 7 + [("Active", "LinkUp", "200", "InfiniBand")], 0,
          "! logged-errors: a\n    mlx5_7:1 runs at 200 Gb/s, but others at 400"),
         ([UP] * 8 + [("Active", "LinkUp", "200", "InfiniBand")] * 2, 0,

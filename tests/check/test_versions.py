@@ -101,12 +101,6 @@ PIP = "/usr/bin/python3 -m pip install "
     ("error", "changes", "fix"),
     [
         ("ModuleNotFoundError: No module named 'torch'", {}, f"{PIP}torch==2.13.0"),
-        ("OSError: libcudnn.so.9", {}, f"{PIP}torch==2.13.0"),
-        (
-            "/lib/torch has no __init__.py",
-            {"packages": {"torch": "2.13.0"}},
-            f"{PIP}--force-reinstall torch==2.13.0",
-        ),
         (
             "ModuleNotFoundError: No module named 'torch._C'",
             {"packages": {"torch": "2.13.0"}},
@@ -207,11 +201,6 @@ def test_packages_that_differ_are_reported_together_and_not_without_end():
     [
         ({"NCCL_DEBUG": "WARN", "A": ""}, "A=", "(not set) on 2 hosts"),
         (
-            {"NCCL_DEBUG": "WARN", "NCCL_ALGO": "Ring", "NCCL_IB_HCA": "x"},
-            "NCCL_ALGO=Ring, NCCL_IB_HCA=x",
-            "(not set) on 2 hosts",
-        ),
-        (
             {"NCCL_ALGO": "Ring"},
             "NCCL_ALGO=Ring, NCCL_DEBUG=(not set)",
             "NCCL_ALGO=(not set) on 2 hosts; NCCL_DEBUG=WARN on 2 hosts",
@@ -288,26 +277,6 @@ def test_a_torch_that_was_cut_off_is_unreadable_and_the_rest_is_reported(tmp_pat
         read_torch(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("text", "driver"),
-    [
-        (
-            "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19\n",
-            "NVIDIA 535.104.05",
-        ),
-        (
-            "NVRM version: NVIDIA UNIX Open Kernel Module for arm64  570.86.15\nGCC\n",
-            "NVIDIA 570.86.15",
-        ),
-    ],
-)
-def test_the_driver_reports_its_version(tmp_path, text, driver):
-    path = tmp_path / "proc/driver/nvidia/version"
-    path.parent.mkdir(parents=True)
-    path.write_text(text)
-    assert read_driver(str(tmp_path)) == driver
-
-
 def test_a_driver_of_amd_a_strange_one_and_none(tmp_path):
     assert read_driver(str(tmp_path)) == ABSENT
     amd = tmp_path / "sys/module/amdgpu/version"
@@ -316,6 +285,8 @@ def test_a_driver_of_amd_a_strange_one_and_none(tmp_path):
     assert read_driver(str(tmp_path)) == "amdgpu 6.8.5"
     nvidia = tmp_path / "proc/driver/nvidia/version"
     nvidia.parent.mkdir(parents=True)
+    nvidia.write_text("NVRM version: NVIDIA UNIX Open Kernel Module  570.86.15\nGCC\n")
+    assert read_driver(str(tmp_path)) == "NVIDIA 570.86.15"
     nvidia.write_text("something else\n")
     with pytest.raises(UnreadableError, match="something else"):
         read_driver(str(tmp_path))
