@@ -97,12 +97,6 @@ def test_a_product_that_differs_from_the_first_is_counted():
     assert reported["num_wrong"] == 1
 
 
-@pytest.mark.parametrize("size", [0, MAX_SIZE + 1])
-def test_a_size_that_is_not_exact_is_refused(size):
-    with pytest.raises(ValueError, match=f"from 1 to {MAX_SIZE}, got {size}"):
-        make_factor(torch, size, 1)
-
-
 @pytest.fixture
 def run_first(monkeypatch, tmp_path):
     """Give a function from a text to programs that begin with it."""
@@ -131,7 +125,6 @@ def test_a_program_that_dies_is_reported_and_one_without_torch_is_unreadable(
 
 
 COMPUTED = {"checksum": "c0ffee", "num_wrong": 0, "model": "M"}
-RATE = {"model": "M", "is_near": True, "host_to_device_gb_per_s": 25.0}
 TWO_GPUS = """
 import sys
 if "ronde.check" in " ".join(sys.orig_argv):
@@ -186,15 +179,6 @@ def burn_answering(answer, num_gpus=None):
 
 
 FAILED = {"failure": "out of memory"}
-
-
-def test_gpus_that_fail_are_reported_beside_those_that_do_not():
-    copies = {"cuda:0": RATE, "cuda:1": FAILED}
-    products = {"cpu": COMPUTED, "cuda:0": COMPUTED, "cuda:1": COMPUTED}
-    facts = burn_answering({"products": products, "copies": copies})
-    assert facts.values[PRODUCTS] == products
-    assert facts.values[COPIES] == copies
-    assert facts.unreadable == {}
 
 
 @pytest.mark.parametrize(

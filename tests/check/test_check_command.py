@@ -2,14 +2,11 @@
 
 import json
 import os
-import pty
 import re
 import signal
-import subprocess
-from contextlib import suppress
 
 import pytest
-from tests.cli.conftest import Ronde, clean_environment
+from tests.cli.conftest import Ronde
 from tests.limits import HANG_S
 
 from ronde.check import Collected, HostFacts, all_checks
@@ -205,34 +202,6 @@ def test_help_and_lists():
     done = check("check", "explain", "host-answers")
     assert done.stdout.startswith(b"host-answers: the host can be reached")
     assert b"check" in check("--help").stdout
-
-
-def test_progress_is_shown_on_a_terminal():
-    written = on_terminal()
-    assert b"ronde: connecting" in written
-    assert b"x host-answers" in written
-
-
-def on_terminal():
-    """Return what a check of a host that does not answer writes on a terminal."""
-    head, terminal = pty.openpty()
-    words = check.command("check", "-H", ABSENT, *NO_SSH)
-    with subprocess.Popen(
-        words,
-        stdin=subprocess.DEVNULL,
-        stdout=terminal,
-        stderr=terminal,
-        env=clean_environment(),
-    ) as process:
-        os.close(terminal)
-        written = b""
-        # A terminal that nobody holds any more cannot be read.
-        with suppress(OSError):
-            while more := os.read(head, 4096):
-                written += more
-        assert process.wait(HANG_S) == 3
-    os.close(head)
-    return written
 
 
 def test_ctrl_c_ends_it(tmp_path):

@@ -132,10 +132,6 @@ def test_the_verdict_is_the_last_line(num_hosts, odd, last):
     assert reported[-1] == last.rpartition("... ")[2]
 
 
-def test_nobody_answered():
-    assert draw_verdict(decide(["a"], judged([]), 0), []).startswith("no host answered")
-
-
 def pair(host, other, severity=Severity.FAIL):
     return Finding("latency", severity, name_pair(host, other), "slow")
 

@@ -133,8 +133,6 @@ def test_less_memory_than_most_is_reported_and_a_little_less_is_not():
         ({"a": 1.0, "b": 1.0, "c": 2.1}, {"c": WARN}),
         ({"a": 1.0, "b": 1.0, "c": 10.0}, {"c": FAIL}),
         ({"a": 1.0, "b": 10.0}, {"a": WARN, "b": WARN}),
-        # One that is quick does not make the others slow.
-        ({"a": 1.0, "b": 10.0, "c": 10.0}, {}),
         ({"a": 99.0}, {}),
     ],
 )
@@ -147,7 +145,7 @@ def test_slow_hosts(walls, reported):
 def test_a_slow_host_is_reported_with_what_others_need():
     (slow,) = find(paces(a=0.5, b=0.5, c=5.0))
     assert slow.message == "5 ms for a fixed computation"
-    assert slow.usual == "0.5 ms on most hosts"
+    assert slow.usual == "0.5 ms for a fixed computation on most hosts"
     assert slow.fix.startswith("Look for other programs")
 
 

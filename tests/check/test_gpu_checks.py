@@ -270,17 +270,6 @@ def test_narrow_links_that_are_alike_are_only_shown(is_virtual):
     assert ("reseat" in found.fix) is not is_virtual
 
 
-def test_a_slot_that_is_narrower_than_the_others_is_odd():
-    finding = only(find(host(pcie=PCIE | {"width": 8, "max_width": 8})), "gpu-pcie")
-    assert finding.usual == "PCI link x16 on most GPUs of this model"
-
-
-def test_the_odd_gpu_is_found_among_all_hosts():
-    hosts = [host(name, num_gpus=1) for name in "abc"]
-    finding = only(find(*hosts, host("d", num_gpus=1, vbios="other")), "gpu-firmware")
-    assert finding.host == "d"
-
-
 def test_adapters_without_a_way_to_memory_matter_between_hosts():
     facts = {"gpu.direct_rdma": {"adapters": 2, "way": ""}}
     assert find(host(facts=facts)) == ()
@@ -310,13 +299,6 @@ def test_a_driver_that_does_not_answer_is_reported_with_its_words():
     finding = only(find(bare(nvml_error=error)), "gpu-answers")
     assert error in finding.message
     assert "reboot" in finding.fix
-
-
-def test_a_container_without_its_gpus_learns_how_to_get_them():
-    no_library = "NVML Shared Library Not Found"
-    finding = only(find(bare(files={}, nvml_error=no_library)), "gpu-answers")
-    assert finding.severity is FAIL
-    assert "--gpus all" in finding.fix
 
 
 def test_a_card_without_a_driver_is_a_warning():

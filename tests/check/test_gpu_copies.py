@@ -4,7 +4,7 @@ import os
 from types import SimpleNamespace
 
 import pytest
-from tests.check.copies_suite import RATES, check_copies
+from tests.check.copies_suite import RATES
 from tests.check.cuda_fake import PINNING_REFUSED, FakeTorch
 
 from ronde.check import Rounds, address_of, measure_copies, measure_gpu, staying_near
@@ -86,12 +86,6 @@ def test_a_gpu_that_is_nowhere_is_near_no_cpu(tmp_path, address):
 
 
 # All of it
-
-
-def test_a_gpu_is_examined_and_nothing_stays_pinned():
-    fake = FakeTorch(FIRST, SECOND)
-    check_copies(measure_gpu(fake, 1))
-    assert fake.runtime.pinned == {}
 
 
 @pytest.mark.parametrize(

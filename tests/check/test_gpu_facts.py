@@ -28,7 +28,6 @@ from ronde.check import (
     read_acs,
     read_direct_rdma,
     read_is_virtual,
-    read_module,
     read_xids,
     store_answers,
 )
@@ -36,11 +35,6 @@ from ronde.check import (
 ROOT = Path(__file__).parents[2]
 NOT_SUPPORTED, NO_PERMISSION, LOST, RESET, UNKNOWN = 3, 4, 15, 16, 999
 VERSION_MISMATCH = 18
-CLOSED = (
-    "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56\n"
-    "GCC version:  gcc version 12.3.0\n"
-)
-OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  560.35.03  Release"
 CARD, BRIDGE, PORT = "0000:1b:00.0", "0000:1a:00.0", "0000:19:01.0"
 ACS_REDIRECTION = 0x1D
 
@@ -94,23 +88,6 @@ def config(control):
 
 
 # NVML's answers
-
-
-def test_answers_become_facts_in_the_order_of_gpus():
-    reading = keep(healthy(3, margin_celsius=7))
-    assert reading.unreadable == {}
-    assert reading.values["gpu.count"] == 3
-    assert reading.values["gpu.margin_celsius"] == [50, 50, 7]
-    assert reading.values["gpu.lost"] == ["", "", ""]
-    assert reading.values.keys() == set(ALL_ANSWERS)
-
-
-def test_a_gpu_that_is_gone_is_reported_once_and_not_as_unreadable():
-    record = healthy(2)
-    record["gpus"][1] = {q: refusal(LOST, "GPU is lost") for q in GPU_QUESTIONS}
-    reading = keep(record)
-    assert reading.values["gpu.lost"] == ["", "GPU is lost"]
-    assert reading.unreadable == {}
 
 
 @given(
@@ -212,15 +189,6 @@ def test_an_answer_that_breaks_a_process_is_none_and_no_gpu_is_lost(use_library)
 
 
 # The kernel
-
-
-@pytest.mark.parametrize(
-    ("text", "version"),
-    [(CLOSED, "550.54.15"), (OPEN, "560.35.03 (open)"), ("", ""), ("NVRM", "")],
-)
-def test_the_module_reports_its_version(tmp_path, text, version):
-    write(tmp_path, "proc/driver/nvidia/version", text)
-    assert read_module(str(tmp_path)) == version
 
 
 def test_files_that_cannot_be_opened_are_reported(tmp_path):

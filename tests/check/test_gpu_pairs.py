@@ -97,9 +97,3 @@ def test_one_host_without_two_gpus_for_torch_has_nothing_to_pair(values):
     run_step("GPU pairs", hosts)
     (unread,) = judge(Fleet((hosts.facts["a"],), {}), [gpu_pair_speed]).unread
     assert unread.reason.startswith("torch cannot use two GPUs here; name more")
-
-
-def test_of_several_hosts_one_without_gpus_is_no_complaint():
-    hosts = HostSet(None, {"a": "", "b": ""}, {})
-    run_step("GPU pairs", hosts)
-    assert hosts.facts["a"].unreadable == {}

@@ -113,11 +113,6 @@ def test_without_the_binding_nvidia_smi_is_asked(smi):
     assert "pip install nvidia-ml-py" in reader.unreadable["gpu.has_valid_inforom"]
 
 
-def test_a_gpu_without_a_name_is_lost(smi):
-    reader = smi(PRINT, log(H100, "[Unknown Error]"))
-    assert reader.values["gpu.lost"] == ["", "[Unknown Error]"]
-
-
 def test_a_driver_that_nvidia_smi_cannot_ask_is_a_fault(smi):
     why = "NVIDIA-SMI has failed because it couldn't communicate with the driver."
     reader = smi(f'echo "{why}"; exit 9')

@@ -1,7 +1,6 @@
 """Facts that are kept, and what has changed since."""
 
 import pytest
-from hypothesis import given, strategies as st
 from tests.check.fleets import CHECKS, make_fleet
 
 from ronde.check import (
@@ -13,7 +12,6 @@ from ronde.check import (
     compare,
     judge,
     load_last,
-    name_pair,
     save,
 )
 from ronde.errors import UsageError
@@ -46,26 +44,6 @@ def test_what_is_saved_last_is_loaded(tmp_path):
     assert load_last(path)[1] == last
     assert len(path.read_text().splitlines()) == 2
     assert path.stat().st_mode & 0o777 == 0o600
-
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.text(max_size=4),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(st.text(max_size=3), inner, max_size=3)
-    ),
-    max_leaves=6,
-)
-FACTS = st.dictionaries(st.text(max_size=4), JSON, max_size=4)
-
-
-@given(FACTS)
-def test_any_facts_come_back(tmp_path_factory, values):
-    path = tmp_path_factory.mktemp("kept") / "facts"
-    save(path, SavedRun((HostFacts("a", values, {}, {}),), (), ()))
-    again = load_last(path)[1]
-    assert again.hosts[0].values == values
-    assert not any(compare(again, again))
 
 
 @pytest.mark.parametrize(
@@ -148,15 +126,6 @@ def test_findings_that_came_and_went():
         ("locked-memory", "node1")
     ]
     assert changes.facts == (Change("node1", "host.memlock_gib", "64", "8"),)
-
-
-def test_a_pair_of_hosts_that_is_slow_now_is_new():
-    fleet = make_fleet(3)
-    slow = Finding("latency", Severity.FAIL, name_pair("node1", "node3"), "slow")
-    then, now = SavedRun(fleet.hosts, (), IDS), SavedRun(fleet.hosts, (slow,), IDS)
-    assert compare(then, now).new == compare(now, then).gone == (slow,)
-    with_others = SavedRun(fleet.hosts[:2], (), IDS)
-    assert compare(with_others, now).new == ()
 
 
 def test_a_finding_in_other_words_is_no_new_one():

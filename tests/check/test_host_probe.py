@@ -1,13 +1,8 @@
 """Facts of hosts: from trees written here, and from this one."""
 
 import json
-import os
-import resource
-import subprocess
-import sys
 
 from hypothesis import given, settings, strategies as st
-from tests.limits import HANG_S
 from tests.topology.saved_trees import Tree
 
 from ronde.check import (
@@ -86,26 +81,6 @@ def test_a_machine_that_was_written(tmp_path):
     assert {name: reported.get(name) for name in expected} == expected
     assert reported.keys() == expected.keys()
     assert json.loads(json.dumps(reading.values)) == reading.values
-
-
-def test_this_machine_has_its_own_limits():
-    before = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    code = (
-        "import resource, json; "
-        "from ronde.check import PROBES, FactReader, read_facts; "
-        f"resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, {before[1]})); "
-        "reading = FactReader({}); read_facts(reading, PROBES['host'].modules); "
-        "print(json.dumps([reading.values, reading.unreadable]))"
-    )
-    ended = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, check=True, timeout=HANG_S
-    )
-    values, unreadable = json.loads(ended.stdout)
-    assert values["host.memlock_bytes"] == 65536
-    assert values["host.num_cpus"] == len(os.sched_getaffinity(0))
-    room = os.statvfs("/dev/shm")  # noqa: S108
-    assert values["host.shm_size_bytes"] == room.f_blocks * room.f_frsize
-    assert not unreadable
 
 
 @settings(max_examples=20, deadline=None)

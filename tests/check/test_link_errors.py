@@ -23,12 +23,6 @@ def test_errors_are_read_by_port_as_far_as_they_are_counted(tmp_path):
     assert read_errors(str(tmp_path / "none")) == {}
 
 
-def test_counters_of_a_virtual_function_are_left_alone(tmp_path):
-    count(tmp_path, counters__symbol_error=7)
-    (tmp_path / "sys/class/infiniband/mlx5_0/device/physfn").mkdir(parents=True)
-    assert read_errors(str(tmp_path)) == {}
-
-
 def test_what_has_grown_since_an_earlier_run_is_shown(tmp_path):
     runs = []
     for number in (7, 9):

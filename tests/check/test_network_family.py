@@ -124,9 +124,7 @@ def test_a_name_does_not_matter_to_one_host_or_where_an_interface_is_chosen():
     ("variable", "setting", "said"),
     [
         ("NCCL_SOCKET_IFNAME", "ib", "matches no interface here: eth0, lo, docker0"),
-        ("NCCL_SOCKET_IFNAME", "=eth", "matches no interface"),
         ("GLOO_SOCKET_IFNAME", "eth", "there is no eth among eth0, lo, docker0"),
-        ("GLOO_SOCKET_IFNAME", "eth0,eth9", "there is no eth9 among"),
         ("GLOO_SOCKET_IFNAME", "ib0", "selects only ib0, which has no address"),
         ("GLOO_SOCKET_IFNAME", "lo", "selects only lo"),
         ("NCCL_SOCKET_IFNAME", "docker", "selects only docker0"),
@@ -285,7 +283,6 @@ ELSEWHERE = ROCE["gids"]["3"] | {"address": f"{'0000:' * 5}ffff:a9fe:0001"}
         ({"an:1": NO_GID, "ib:1": IB}, {"an:1": ROCE, "ib:1": IB}, 8, FAIL),
         # There is no port but this, and NCCL would try it.
         ({"an:1": NO_GID}, {"an:1": NO_GID}, 8, FAIL),
-        ({"an:1": NO_GID}, {"an:1": NO_GID}, 0, INFORM),
         ({"an:1": ROCE | {"gids": {"3": ELSEWHERE}}}, {"an:1": ROCE}, 8, FAIL),
     ],
 )

@@ -47,18 +47,19 @@ def findings_of(facts):
     ]
 
 
-def test_two_hosts_reduce_together():
-    """Through the programs that real hosts run; the ranks are real, and so is Gloo."""
+@pytest.mark.parametrize("way", ["tcp", "gloo"])
+def test_two_hosts_are_measured(way):
+    """Through the programs that real hosts run, with real streams or real ranks."""
     addresses = dict.fromkeys(("a", "b"), LOOPBACK)
-    with start_hosts(addresses, {"bandwidth": "gloo"}) as hosts:
+    with start_hosts(addresses, {"bandwidth": way}) as hosts:
         run_step("bandwidth", hosts)
     facts = {name: facts.values for name, facts in hosts.facts.items()}
     assert [facts[name][FAILURES] for name in facts] == [{}, {}]
-    assert [facts[name][WAY] for name in facts] == ["gloo", "gloo"]
-    rate = facts["a"][RATES]["b"]
-    assert facts["b"][RATES] == {"a": rate}
-    # Any machine passes on a megabyte a second to itself; none a petabyte.
-    assert 0.001 < rate < 1e6
+    assert [facts[name][WAY] for name in facts] == [way, way]
+    there, back = facts["a"][RATES]["b"], facts["b"][RATES]["a"]
+    assert there > 0
+    assert back > 0
+    assert (there == back) == (way == "gloo")
 
 
 def test_what_a_rank_complains_of_is_reported_with_its_host():

@@ -417,15 +417,6 @@ def test_other_programs_print_the_same_ports(text):
     assert (second["state"], second["physical_state"]) == ("DOWN", "Polling")
 
 
-def test_a_port_that_is_up_elsewhere_is_a_fault(judged):
-    down = ("Down", "Polling", "40", "InfiniBand")
-    code, shown = judged(ibstat(UP, UP), ibstat(UP, down), ibstat(UP, UP))
-    assert (code, "x rdma-port: b\n    mlx5_1:1 is DOWN/Polling, but" in shown) == (
-        2,
-        True,
-    )
-
-
 def test_warnings_count_with_strict_and_json_has_it_all(judged):
     text = query("Mode: Default > Exclusive_Process")
     assert judged(text)[0] == 0

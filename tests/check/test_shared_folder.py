@@ -114,20 +114,6 @@ def test_the_host_with_a_folder_of_its_own_is_named(tmp_path):
     assert not [*own.glob("*/*"), *common.glob("*/*")]
 
 
-def test_a_host_without_the_folder_is_left_out(tmp_path):
-    common = tmp_path / "common"
-    (common / "data").mkdir(parents=True)
-    folders = {"a": common, "b": common, "c": tmp_path / "none"}
-    hosts = hosts_of(Programs(folders), paths=["/data"])
-    find_shared(hosts, 0.0)
-    assert shared_of(hosts) == {
-        "a": {"/data": {"b": True}},
-        "b": {"/data": {"a": True}},
-        "c": {},
-    }
-    assert findings_of(hosts) == []
-
-
 def test_what_a_lost_host_has_left_is_taken_away_by_the_others(tmp_path):
     programs = Programs(dict.fromkeys(("a", "b", "c"), tmp_path))
     programs.lost_after = ("b", "mark")
@@ -197,13 +183,6 @@ def judged(*hosts):
         for check in sharing_checks()
         for f in check.find(fleet)
     ]
-
-
-def test_a_host_that_sees_nothing_is_named_where_who_left_it_is_gone():
-    sight: dict[str, dict[str, bool]] = {"a": {"z": True}, "b": {"z": True}}
-    sight["c"] = {"z": False}
-    found = judged(*(host(name, "/d", seen) for name, seen in sight.items()))
-    assert [each[1:3] for each in found] == [("c", "/d shows files of no host")]
 
 
 def test_a_folder_that_nobody_may_write_to_is_unknown():

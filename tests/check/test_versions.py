@@ -60,8 +60,13 @@ def found(of):
     ]
 
 
-def test_this_host_reports_all_its_facts():
+def test_this_host_reports_all_its_facts_without_secrets(monkeypatch):
+    monkeypatch.setenv("RONDE_API_KEY", "hunter2")
+    monkeypatch.setenv("NCCL_PROXY", "https://me:hunter2@host/")
     outcome = run_probes({"versions": PROBES["versions"]}, {})["versions"]
+    environment = outcome.values["versions.environment"]
+    assert {"RONDE_API_KEY", "NCCL_PROXY"} <= set(environment)
+    assert "hunter2" not in str(outcome)
     assert outcome.failure == ""
     assert set(outcome.values) == set(HEALTHY) - {"torch.import_error"}
     assert outcome.unreadable == {}
@@ -72,26 +77,6 @@ def test_this_host_reports_all_its_facts():
 def test_a_healthy_fleet_gives_no_findings():
     for size in (1, 2, 3):
         assert found(fleet(*NOTHING * size)) == []
-
-
-def test_a_fleet_without_gpus_or_torch_says_only_that_there_is_no_torch():
-    bare: dict[str, Any] = {
-        "torch": ABSENT,
-        "torch_build": ABSENT,
-        "nccl": ABSENT,
-        "driver": ABSENT,
-        "packages": {},
-        "environment": {},
-        "torch.import_error": "ModuleNotFoundError: No module named 'torch'",
-    }
-    findings = found(fleet(bare, bare, bare))
-    assert {(f.check, f.severity) for f in findings} == {
-        ("torch-installed", Severity.FAIL)
-    }
-    assert findings[0].message == (
-        "/usr/bin/python3 cannot import torch: ModuleNotFoundError: No module named "
-        "'torch'"
-    )
 
 
 PIP = "/usr/bin/python3 -m pip install "
@@ -307,12 +292,3 @@ def test_settings_are_those_that_ranks_would_find():
         "NCCL_ALGO": "Ring",
         "NCCL_DEBUG": "INFO",
     }
-
-
-def test_secrets_are_not_among_the_facts(monkeypatch):
-    monkeypatch.setenv("RONDE_API_KEY", "hunter2")
-    monkeypatch.setenv("NCCL_PROXY", "https://me:hunter2@host/")
-    outcome = run_probes({"versions": PROBES["versions"]}, {})["versions"]
-    environment = outcome.values["versions.environment"]
-    assert {"RONDE_API_KEY", "NCCL_PROXY"} <= set(environment)
-    assert "hunter2" not in str(outcome)

@@ -9,7 +9,7 @@ from random import Random
 import pytest
 from tests.limits import HANG_S
 from tests.ranks import job_store
-from torch.distributed import HashStore, PrefixStore, ProcessGroupGloo, TCPStore
+from torch.distributed import HashStore, PrefixStore, TCPStore
 
 from ronde.collectives import RendezvousStore, remote_store, store_at
 from ronde.errors import StoreError
@@ -147,13 +147,6 @@ def test_waiting_ends_with_an_error_in_time(pair):
     assert one.get("after") == b""
 
 
-def test_get_waits_as_long_as_the_store_does(bare):
-    one, _ = bare
-    one.set_timeout(SOON)
-    with pytest.raises(RuntimeError, match=r"(?i)timeout"):
-        one.get("never")
-
-
 def test_who_waits_keeps_no_thread_off():
     """Not even with the very same object; torch's own needs a clone for that."""
     with job_store() as path:
@@ -167,30 +160,6 @@ def test_who_waits_keeps_no_thread_off():
         for thread in threads:
             thread.join(HANG_S)
         assert not any(thread.is_alive() for thread in threads)
-
-
-def make_groups(claim):
-    """Several groups at once, from threads, by one object."""
-    store = store_at(claim.store, HANG_S)
-
-    def make(number):
-        prefix = PrefixStore(f"group{number}", store)
-        limit = timedelta(seconds=HANG_S)
-        group = ProcessGroupGloo(prefix, claim.rank, claim.size, limit)
-        group.barrier().wait()
-        made.append(number)
-
-    made = []
-    threads = [threading.Thread(target=make, args=(n,)) for n in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(HANG_S)
-    return sorted(made)
-
-
-def test_groups_of_torchs_are_made_by_it_from_several_threads(run_ranks_bare):
-    assert run_ranks_bare(3, make_groups) == [[0, 1, 2]] * 3
 
 
 def ask(state, client, kind, *fields):

@@ -48,10 +48,8 @@ def drain(sock):
     "said",
     [
         b"GET / HTTP/1.0\r\n\r\n",
-        b"\0" * 5000,
         encode(Op.SET, [b"key", b"mine"]),
         encode(0, [b"n" * NONCE_BYTES, b"", b"p" * 32]),
-        encode(0, [b"", b"", b""]),
         encode(0, [b"n" * NONCE_BYTES, b"c" * 8000, b"p" * 32]),
         (1 << 31).to_bytes(4, "big"),
     ],

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 from ronde.check.check import FAIL, INFORM, WARN, Family, Problem, Problems, check
 from ronde.check.fleet import Fleet, Value
 from ronde.check.hosts import HostSet, NodeContext, ProbeStep
-from ronde.check.majority import find_low, find_odd
+from ronde.check.majority import find_less, find_odd
 from ronde.check.probing import FactReader, run_probe
 from ronde.processes import die_with_parent
 from ronde.topology.cpu_sets import members
@@ -447,19 +447,11 @@ def find_slow_devices(
     for device, amount in amounts.items():
         models[device.model][device] = amount
     for of_model in models.values():
-        few = find_low(of_model, measure.slow)
-        fewest = find_low(of_model, measure.very_slow)
-        for device in few.hosts:
-            if few.is_draw:
-                others = [a for other, a in of_model.items() if other != device]
-                ends = (measure.show(min(others)), measure.show(max(others)))
-                usual = f"{' to '.join(dict.fromkeys(ends))} elsewhere"
-            else:
-                kind = "hosts" if device.name == CPU else "GPUs of this model"
-                usual = f"{measure.show(few.usual)} on most {kind}"
-            # In a draw either device may be the slow one.
-            is_bad = device in fewest.hosts and not fewest.is_draw
-            severity = FAIL if is_bad else WARN
+        is_cpu = next(iter(of_model)).name == CPU
+        kind = "hosts" if is_cpu else "GPUs of this model"
+        for device, severity, usual in find_less(
+            of_model, measure.show, measure.slow, measure.very_slow, kind
+        ):
             message = f"{measure.action} {measure.show(amounts[device])}"
             found[device] = Problem(message, severity, usual)
     return found

@@ -3,9 +3,9 @@
 A check is a function with the decorator ``check`` (for all hosts together),
 ``each_host``, ``same_everywhere`` or ``each_gpu``. The function's name becomes the id.
 Its docstring consists of the title and a paragraph ``name: text`` for each of
-``reads``, ``threshold``, ``source``, ``fix``, ``needs`` and ``why``. The default family
-is the prefix of the first fact, such as ``host.``. ``catalogue`` lists the modules with
-checks.
+``reads``, ``threshold``, ``source``, ``fix``, ``needs`` and ``why``. The default source
+is "ronde's choice", and the default family the prefix of the first fact, such as
+``host.``. ``catalogue`` lists the modules with checks.
 """
 
 from collections.abc import Callable, Iterator
@@ -110,6 +110,7 @@ def make_check(
     title = title.removesuffix(".")
     title = title if title[1:2].isupper() else title[:1].lower() + title[1:]
     texts: dict[str, str] = dict.fromkeys(_FIELDS, "")
+    texts["source"] = "ronde's choice"
     last = ""
     for line in filter(None, map(str.strip, lines)):
         begin, _, rest = line.partition(": ")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from ronde.check.check import FAIL, WARN, Family, Problem, Problems, check
 from ronde.check.fleet import Fleet, Value
 from ronde.check.hosts import HostSet, NodeContext, ProbeStep, Reply
-from ronde.check.majority import find_low, having_less, show_usual
+from ronde.check.majority import find_low, having_less
 from ronde.check.probing import ENDED, FAILED
 from ronde.units import format_duration, format_size
 
@@ -222,18 +222,9 @@ def slow_host(fleet: Fleet) -> Problems:
     needs: several hosts
     why: Every collective waits for the slowest host.
     """
-    speeds = _speeds(fleet.known(PACE))
-    few, fewest = find_low(speeds, 1 / _SLOW), find_low(speeds, 1 / _VERY_SLOW)
-
-    def show(speed: float) -> str:
-        return f"{1000 / speed:.2g} ms"
-
-    for host in few.hosts:
-        # In a draw either host may be the slow one.
-        is_bad = host in fewest.hosts and not fewest.is_draw
-        yield Problem(
-            f"{show(speeds[host])} for a fixed computation",
-            FAIL if is_bad else WARN,
-            show_usual(host, speeds, few, show),
-            host=host,
-        )
+    return having_less(
+        _speeds(fleet.known(PACE)),
+        lambda speed: f"{1000 / speed:.2g} ms for a fixed computation",
+        1 / _SLOW,
+        1 / _VERY_SLOW,
+    )

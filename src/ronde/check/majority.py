@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Generic, NamedTuple, TypeVar
 
-from ronde.check.check import WARN, Check, Problem, Problems, Severity, make_check
+from ronde.check.check import FAIL, WARN, Check, Problem, Problems, Severity, make_check
 from ronde.check.fleet import Fleet, Value
 from ronde.units import list_first
 
@@ -94,27 +94,35 @@ def find_low(amounts: Mapping[K, float], share: float) -> LowAmounts[K]:
     return LowAmounts(few, usual, is_draw=False)
 
 
-def show_usual(
-    host: str,
-    amounts: Mapping[str, float],
-    few: LowAmounts[str],
+def find_less(
+    amounts: Mapping[K, float],
     show: Callable[[float], str],
-) -> str:
-    """Return a text on the amounts of the other hosts, for ``Finding.usual``."""
-    if not few.is_draw:
-        return f"{show(few.usual)} on most hosts"
-    others = {show(a): None for name, a in amounts.items() if name != host}
-    return f"{', '.join(others)} elsewhere"
+    share: float,
+    fail_share: float = 0.0,
+    kind: str = "hosts",
+) -> Iterator[tuple[K, Severity, str]]:
+    """Yield the keys of ``find_low``, with severity and a text on the other amounts."""
+    few, fewest = find_low(amounts, share), find_low(amounts, fail_share)
+    for key in few.hosts:
+        usual = f"{show(few.usual)} on most {kind}"
+        if few.is_draw:
+            others = [a for other, a in amounts.items() if other != key]
+            ends = dict.fromkeys((show(min(others)), show(max(others))))
+            usual = f"{' to '.join(ends)} elsewhere"
+        # In a draw either one may be the slow one.
+        is_bad = key in fewest.hosts and not fewest.is_draw
+        yield key, FAIL if is_bad else WARN, usual
 
 
 def having_less(
-    amounts: Mapping[str, float], show: Callable[[float], str], share: float = 1.0
+    amounts: Mapping[str, float],
+    show: Callable[[float], str],
+    share: float = 1.0,
+    fail_share: float = 0.0,
 ) -> Problems:
     """Yield a problem for each host below ``share`` of the usual amount."""
-    few = find_low(amounts, share)
-    for host in few.hosts:
-        usual = show_usual(host, amounts, few, show)
-        yield Problem(show(amounts[host]), WARN, usual, host=host)
+    for host, severity, usual in find_less(amounts, show, share, fail_share):
+        yield Problem(show(amounts[host]), severity, usual, host=host)
 
 
 def once_a_host(*problems: Problems) -> Problems:

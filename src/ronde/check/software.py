@@ -158,7 +158,6 @@ def torch(fleet: Fleet) -> Problems:
 
     reads: torch/version.py, without importing torch
     threshold: the same version, built for the same CUDA or HIP, everywhere
-    source: ronde's choice: the value of most hosts, of three or more
     fix: Install the version and build of the other hosts there, with python -m pip
         install: pytorch.org/get-started/locally names the index of each build
     needs: several hosts
@@ -287,7 +286,6 @@ def packages(fleet: Fleet) -> Problems:
     reads: the names of *.dist-info and *.egg-info in Python's path; a hash of ronde's
         code
     threshold: the same names and versions; torch and NCCL have their own checks
-    source: ronde's choice: the value of most hosts, of three or more
     fix: python -m pip freeze >lock.txt on a correct host, and python -m pip install -r
         lock.txt on the others
     needs: several hosts
@@ -310,7 +308,6 @@ def environment(fleet: Fleet) -> Problems:
 
     reads: NCCL_*, TORCH_*, CUDA_*, GLOO_*, OMP_*, UCX_*, RONDE_*, LD_* of ranks
     threshold: the same values everywhere
-    source: ronde's choice: the value of most hosts, of three or more
     fix: look for leftovers there: grep -s NAME ~/.bashrc ~/.profile /etc/environment
     needs: several hosts
     why: Ranks choose different networks, algorithms or libraries, or hang.
@@ -329,7 +326,6 @@ def gpu_driver(version: str) -> str:
 
     reads: /proc/driver/nvidia/version, else /sys/module/amdgpu/version
     threshold: the same version everywhere
-    source: ronde's choice: the value of most hosts, of three or more
     fix: install the driver of the other hosts there, and reboot
     needs: several hosts
     why: Drivers differ in peer access, NVLink, and the CUDA versions that they support.

@@ -330,7 +330,6 @@ def shared_folder(fleet: Fleet) -> Problems:
 
     reads: a file that each host writes to each --path and later removes
     threshold: each host sees the files of all others within 3 s
-    source: ronde's choice: the value of most hosts, of three or more
     fix: findmnt -T FOLDER on each host; mount the same file system there
     needs: several hosts, --path, and permission to write there
     why: Checkpoints are not found at a restart, or ranks write below a missing mount.
