@@ -23,7 +23,7 @@ X16_GEN5 = {"max_link_width": "16", "max_link_speed": "32.0 GT/s PCIe"}
 
 @pytest.fixture
 def probe(tmp_path):
-    """Return what reads an adapter of 400 Gbit/s from x16 of generation 5."""
+    """Return a function that reads an adapter of 400 Gbit/s, at x16 of generation 5."""
 
     def read(slot=16, width=16, speed=32, **files):
         now = {

@@ -1,4 +1,4 @@
-"""The tournament of hosts: its schedule, what is concluded, and the streams."""
+"""Rounds of pairs, and the slow hosts and links found in their rates."""
 
 import json
 from itertools import combinations
@@ -80,7 +80,7 @@ VETH, WIFI = link_of("virtual", 10_000), link_of("wireless", 0)
         # Of a fast link 10 Gbit/s count: four streams may not fill more.
         (BOND, 0.38, ""),
         (BOND, 0.37, "up0 carries 2 times 25 Gbit/s"),
-        # What the kernel says of the rate of a virtual link means nothing.
+        # The kernel's rate of a virtual link means nothing.
         (VETH, 0.004, ""),
         (VETH, 0.0037, UNKNOWN.format("virtual")),
         (WIFI, 0.004, ""),
@@ -88,7 +88,7 @@ VETH, WIFI = link_of("virtual", 10_000), link_of("wireless", 0)
     ],
 )
 @pytest.mark.parametrize("num", [2, 3])
-def test_hosts_that_are_all_slow_are_found_by_their_links(num, link, rate, but):
+def test_hosts_that_are_all_slow_are_found_by_link_rate(num, link, rate, but):
     found = findings_of(even_rates(num, rate), link)
     severity = Severity.FAIL if but else Severity.INFORM
     assert {(f.check, f.severity, f.usual) for f in found} == {
@@ -128,7 +128,7 @@ def test_a_host_that_is_slower_than_others_is_reported_once():
         slow_down(rates, "h1", other, 0.001)
     failed = [f for f in findings_of(rates, ETHERNET) if f.severity is Severity.FAIL]
     assert [(f.check, f.host) for f in failed] == [("slow-host-link", "h1")]
-    # Two of four hosts draw down the medians of all: their links tell.
+    # Two of four hosts lower the medians of all; their links are slow as well.
     for other in ("h0", "h2"):
         slow_down(rates, "h3", other, 0.001)
     failed = [f for f in findings_of(rates, ETHERNET) if f.severity is Severity.FAIL]
@@ -138,7 +138,7 @@ def test_a_host_that_is_slower_than_others_is_reported_once():
     ]
 
 
-def test_nccl_is_judged_by_its_ports():
+def test_nccl_is_compared_with_its_ports():
     port = {"state": "ACTIVE", "mbit_per_s": 400_000}
     fleet = fleet_of(even_rates(2, 0.2), ETHERNET, "nccl")
     for facts in fleet.hosts:
@@ -149,7 +149,7 @@ def test_nccl_is_judged_by_its_ports():
 
 
 @given(st.integers(0, 40))
-def test_each_meets_each_once_and_nobody_is_in_two_places(num):
+def test_rounds_cover_all_pairs_once(num):
     played = list(rounds(hosts_of(num)))
     for pairs in played:
         present = [host for pair in pairs for host in pair]
@@ -163,7 +163,7 @@ def test_each_meets_each_once_and_nobody_is_in_two_places(num):
 
 
 @given(st.integers(3, 12), st.data())
-def test_one_slow_host_is_named_and_nobody_else(num, data):
+def test_only_the_slow_host_is_named(num, data):
     slow = data.draw(st.sampled_from(hosts_of(num)))
     rates = even_rates(num)
     for other in rates:
@@ -235,7 +235,7 @@ class Hosts:
 
 
 @pytest.mark.parametrize("num", [2, 3, 4, 7])
-def test_all_rates_are_taken_down(num):
+def test_all_rates_are_stored(num):
     rates = even_rates(num)
     rates["h1"]["h0"] = 9.0
     hosts = Hosts(rates).host_set(bandwidth="tcp")
@@ -243,7 +243,7 @@ def test_all_rates_are_taken_down(num):
     assert {n: f.values[RATES] for n, f in hosts.facts.items()} == rates
 
 
-def test_a_busy_moment_is_no_slow_link():
+def test_a_slow_pair_is_measured_again():
     rates = even_rates(4)
     first = {("h0", "h1"): 0.1, ("h2", "h1"): 0.1}
     hosts = Hosts(rates, first).host_set(bandwidth="tcp")
@@ -251,7 +251,7 @@ def test_a_busy_moment_is_no_slow_link():
     assert {n: f.values[RATES] for n, f in hosts.facts.items()} == rates
 
 
-def test_of_many_hosts_each_meets_only_so_many():
+def test_many_hosts_are_measured_with_some_others():
     num = 80
     hosts = Hosts(even_rates(num)).host_set(bandwidth="tcp")
     run_step("bandwidth", hosts)
@@ -259,7 +259,7 @@ def test_of_many_hosts_each_meets_only_so_many():
         assert 20 <= len(facts.values[RATES]) <= Streams.max_rounds
 
 
-def test_a_host_that_nobody_meets_is_unread_with_its_reason():
+def test_a_host_without_partners_is_unread():
     rates = even_rates(3)
     rates["h2"] = {}
     for other in ("h0", "h1"):

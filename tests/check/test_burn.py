@@ -112,9 +112,7 @@ def run_first(monkeypatch, tmp_path):
 QUESTION = {"do": "burn_host", "seconds": 0.01, "size": 8, "seed": 5}
 
 
-def test_a_program_that_dies_is_reported_and_one_without_torch_is_unreadable(
-    context, run_first
-):
+def test_a_crash_is_reported_and_missing_torch_is_unreadable(context, run_first):
     reported = burn_host(context, QUESTION | {"size": MAX_SIZE + 1})["products"]
     (failed,) = reported.values()
     assert "ended with code 1" in failed["failure"]
@@ -135,7 +133,7 @@ if "ronde.check" in " ".join(sys.orig_argv):
 """
 
 
-def test_the_product_is_that_of_whole_numbers_and_each_gpu_copies(context, run_first):
+def test_products_are_exact_and_each_gpu_copies(context, run_first):
     """Its GPUs are this machine's memory; see ``cuda_fake``."""
     run_first(TWO_GPUS)
     reported = burn_host(context, QUESTION | {"size": 33})
@@ -153,7 +151,7 @@ def test_the_product_is_that_of_whole_numbers_and_each_gpu_copies(context, run_f
         assert products[name]["num_products"] % NUM_IN_ROUND == 0
 
 
-def test_copies_that_end_the_program_leave_the_products(context, run_first):
+def test_crashed_copies_leave_the_products(context, run_first):
     # The first that copies ask for, and products do not.
     first = "fake.cuda.get_device_properties = lambda _: os.kill(os.getpid(), 11)"
     run_first(f"{TWO_GPUS}    import os\n    {first}\n")
@@ -165,7 +163,7 @@ def test_copies_that_end_the_program_leave_the_products(context, run_first):
 
 
 def burn_answering(answer, num_gpus=None):
-    """Return the facts of a host whose program gives an answer to what it is asked."""
+    """Return the facts of a host whose program gives this answer."""
     program = f"while input(): print({json.dumps(answer)!r}, flush=True)"
 
     def start(_name, **popen):
@@ -189,13 +187,13 @@ FAILED = {"failure": "out of memory"}
         ({"error": "OSError: torch cannot be imported"}, "torch cannot be imported"),
     ],
 )
-def test_a_gpu_that_torch_does_not_use_is_unreadable(answer, reason):
+def test_copies_of_an_unused_gpu_are_unreadable(answer, reason):
     facts = burn_answering(answer, num_gpus=2)
     assert COPIES not in facts.values
     assert reason in facts.unreadable[COPIES]
 
 
-def test_a_host_that_is_gone_is_not_known():
+def test_a_lost_host_is_unreadable():
     def start(_name, **popen):
         return subprocess.Popen([sys.executable, "-c", "input()"], **popen)
 

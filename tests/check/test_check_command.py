@@ -18,7 +18,7 @@ from ronde.render import write_hostfile
 ABSENT = "nosuchhost.invalid"
 HERE = os.uname().nodename
 NO_SSH = ("--ssh-args", "-F /none/ssh_config")
-"""With it ssh ends at once, whatever the network's resolver says of a name."""
+"""With this option ssh ends at once, for any resolver."""
 
 check = Ronde()
 
@@ -29,14 +29,14 @@ def request(*words, environ=None):
 
 @pytest.fixture(scope="module")
 def looked(tmp_path_factory):
-    """Look at this machine once; return what was printed and saved."""
+    """Check this machine once; return the output and the saved file."""
     folder = tmp_path_factory.mktemp("looked")
     saved = folder / "facts.jsonl"
     done = check("check", "--json", "--save", str(saved))
     return done, saved
 
 
-def test_this_machine_is_looked_at(looked):
+def test_this_machine_is_checked(looked):
     done, saved = looked
     assert done.stderr == b""
     reported = json.loads(done.stdout)
@@ -73,7 +73,7 @@ def test_a_table_and_a_verdict():
     assert b"\x1b" not in done.stdout
 
 
-def test_a_host_that_cannot_be_asked_is_a_finding(tmp_path):
+def test_an_unreachable_host_is_a_finding(tmp_path):
     good = tmp_path / "good.txt"
     good.write_text("old\n")
     names = f"localhost:2,{ABSENT}:2"
@@ -90,7 +90,7 @@ def test_a_host_that_cannot_be_asked_is_a_finding(tmp_path):
     )
 
 
-def test_a_host_whose_gpus_cannot_be_asked_ends_with_3():
+def test_a_host_with_unknown_gpus_ends_with_3():
     gpus = {"gpu.count": "neither nvidia-ml-py nor nvidia-smi is here"}
     asked = Collected((HostFacts(HERE, {}, gpus, {}),), ())
     assert judge_request(request("--only", "gpu"), asked).exit_code == 3
@@ -102,7 +102,7 @@ def test_a_host_whose_gpus_cannot_be_asked_ends_with_3():
         assert checked.verdict.is_unread
 
 
-def test_no_host_can_be_asked(tmp_path):
+def test_no_host_answers(tmp_path):
     good = tmp_path / "good.txt"
     done = check("check", "-H", ABSENT, *NO_SSH, "--write-hostfile", str(good))
     assert done.returncode == 3
@@ -129,7 +129,7 @@ def test_no_host_can_be_asked(tmp_path):
         (["node1"], "unexpected word 'node1'. Type: ronde check --help"),
     ],
 )
-def test_what_cannot_be_is_refused(words, why):
+def test_bad_options_are_refused(words, why):
     with pytest.raises(UsageError, match=why):
         request(*words)
 
@@ -143,20 +143,20 @@ def test_what_cannot_be_is_refused(words, why):
         (["list", "all"], b"ronde check list takes no arguments"),
     ],
 )
-def test_bad_words_end_with_64(words, why):
+def test_a_bad_command_line_ends_with_64(words, why):
     done = check("check", *words)
     assert done.returncode == 64
     assert done.stderr.startswith(b"ronde: " + why)
     assert done.stdout == b""
 
 
-def test_settings_are_what_probes_know():
+def test_options_become_settings_of_probes():
     asked = request(
         *("--path", "data", "--path", "/b", "--file", "f", "--burn", "2m"),
         *("--ranks", "4", "--bandwidth"),
         environ={"NCCL_DEBUG": "INFO"},
     ).settings
-    here = os.getcwd()  # noqa: PTH109 - what the words are relative to
+    here = os.getcwd()  # noqa: PTH109 - the words are relative to it
     assert asked["directory"] == here
     assert request("--chdir", "job").settings["directory"] == f"{here}/job"
     assert asked["paths"] == [f"{here}/data", "/b"]
@@ -166,7 +166,7 @@ def test_settings_are_what_probes_know():
     assert asked["environment"] == {"NCCL_DEBUG": "INFO"}
 
 
-def test_slots_are_ranks_unless_said_otherwise():
+def test_slots_are_the_default_number_of_ranks():
     assert request("-H", "a:2,b:4").settings["num_ranks"] == 4
     assert "num_ranks" not in request("-H", "a,b").settings
 
@@ -205,7 +205,7 @@ def test_help_and_lists():
 
 
 def test_ctrl_c_ends_it(tmp_path):
-    """A host whose ssh never says a word is being waited for."""
+    """The command waits for a host whose ssh prints nothing."""
     started = tmp_path / "started"
     os.mkfifo(started)
     proxy = f"-o 'ProxyCommand=sh -c \"echo > {started}; exec sleep 60\"'"

@@ -59,7 +59,7 @@ def test_each_mark_is_the_worst_of_its_cell():
     assert rows(table(fleet))[2] == ["node2", "ok", "-", "!", "-"]
 
 
-def test_what_is_partly_read_is_not_called_ok():
+def test_a_partly_read_family_is_not_ok():
     fleet = make_fleet(1)
     unread = Unread("gpu-heat", "node1", "no reading")
     made = {("node1", Family.GPU): 5, ("node1", Family.HOST): 2}
@@ -69,7 +69,7 @@ def test_what_is_partly_read_is_not_called_ok():
     assert shown[1] == ["node1", "-", "?", "ok", "-"]
 
 
-def test_a_host_whose_gpus_cannot_be_asked_is_not_called_ready():
+def test_a_host_with_unknown_gpus_is_not_ready():
     names = ["a", "b", "c", "d"]
     unread = [Unread("gpu-count", host, "no nvidia-smi") for host in "cd"]
     bad = Finding("memlock", Severity.FAIL, "d", "8MiB")
@@ -97,7 +97,7 @@ def test_equal_findings_are_reported_once():
     )
 
 
-def test_a_hundred_values_do_not_flood():
+def test_a_hundred_values_are_shortened():
     odd = {f"node{n}": {"memlock": n % 31} for n in range(1, 101)}
     text = draw_findings(judge(make_fleet(100, **odd), CHECKS).findings)
     assert "more\n" in text
@@ -136,7 +136,7 @@ def pair(host, other, severity=Severity.FAIL):
     return Finding("latency", severity, name_pair(host, other), "slow")
 
 
-def test_a_pair_that_is_not_ready_is_so_everywhere_it_is_reported():
+def test_a_pair_that_is_not_ready_is_marked_on_both_hosts():
     names = [f"node{n}" for n in range(1, 5)]
     found = (pair("node1", "node2"),)
     judgement = Judgement(found, (), dict.fromkeys(((n, NETWORK) for n in names), 1))
@@ -157,7 +157,7 @@ def test_a_pair_that_is_not_ready_is_so_everywhere_it_is_reported():
     assert reported["verdict"]["not_ready"] == reported["verdict"]["warned_pairs"] == []
 
 
-def test_a_pair_with_a_warning_is_one():
+def test_a_pair_with_a_warning_is_a_warning():
     found = [pair("a", "b", Severity.WARN)]
     decided = decide(["a", "b"], judged(found), 2)
     assert decided.is_warned

@@ -1,4 +1,4 @@
-"""Checks of GPUs: each fires on what it is for, and is silent on healthy hosts."""
+"""Checks of GPUs find faults, and find nothing on healthy hosts."""
 
 import pytest
 from tests.check.fleets import of_family
@@ -32,7 +32,7 @@ CHECKS = of_family(Family.GPU)
 
 
 def kernel_facts(num_gpus):
-    """Return what the kernel of a healthy host shows."""
+    """Return the kernel's facts of a healthy host."""
     names = [f"nvidia{n}" for n in range(num_gpus)] + ["nvidiactl", "nvidia-uvm"]
     return {
         "gpu.cards": [CARD] * num_gpus,
@@ -150,7 +150,7 @@ MPS = {"pid": 4243, "memory_bytes": GIB, "command": "nvidia-cuda-mps-server"}
         ("processes", [TRAINER], "gpu-busy", FAIL, "4242"),
     ],
 )
-def test_a_gpu_in_trouble_is_named(question, answer, check, severity, what):
+def test_a_faulty_gpu_is_named(question, answer, check, severity, what):
     finding = only(find(host(**{question: answer})), check)
     assert finding.severity is severity
     assert finding.message.startswith("GPU 7: ")
@@ -176,7 +176,7 @@ def test_a_gpu_in_trouble_is_named(question, answer, check, severity, what):
         ("pcie", PCIE | {"generation": 5}),
     ],
 )
-def test_what_is_within_its_threshold_is_not_reported(question, answer):
+def test_values_within_the_threshold_are_not_reported(question, answer):
     assert find(host(**{question: answer})) == ()
 
 
@@ -187,7 +187,7 @@ def test_a_lost_gpu_is_reported_once():
     assert (finding.severity, finding.message) == (FAIL, "GPU 3: GPU is lost")
 
 
-def test_a_server_that_shares_a_gpu_is_not_in_the_way():
+def test_the_mps_server_does_not_make_a_gpu_busy():
     values = {"gpu.processes": [[]] * 7 + [[MPS]]}
     assert find(host(facts=values)) == ()
 
@@ -259,7 +259,7 @@ def test_of_an_unknown_model_the_gpu_with_fewer_links_is_odd():
 
 
 @pytest.mark.parametrize("is_virtual", [True, False])
-def test_narrow_links_that_are_alike_are_only_shown(is_virtual):
+def test_equally_narrow_links_are_notes(is_virtual):
     facts = {"gpu.is_virtual": is_virtual}
     alone, odd = (
         host(num_gpus=num, facts=facts, pcie=PCIE | {"width": 8}) for num in (1, 2)
@@ -270,14 +270,14 @@ def test_narrow_links_that_are_alike_are_only_shown(is_virtual):
     assert ("reseat" in found.fix) is not is_virtual
 
 
-def test_adapters_without_a_way_to_memory_matter_between_hosts():
+def test_gpudirect_rdma_matters_between_hosts():
     facts = {"gpu.direct_rdma": {"adapters": 2, "way": ""}}
     assert find(host(facts=facts)) == ()
     finding = only(find(host(facts=facts), host("b")), "gpu-direct-rdma")
     assert (finding.severity, finding.host) == (FAIL, "a")
 
 
-def test_acs_is_reported_where_devices_speak_with_each_other():
+def test_acs_is_reported_if_devices_have_peers():
     facts = {"gpu.acs": ["0000:19:01.0"]}
     finding = only(find(host(facts=facts)), "gpu-acs")
     assert "0000:19:01.0" in finding.fix
@@ -289,12 +289,12 @@ def test_acs_is_reported_where_devices_speak_with_each_other():
 
 
 def bare(**facts):
-    """Return a host of which NVML has told nothing."""
+    """Return a host without answers from NVML."""
     values = kernel_facts(1) | {f"gpu.{name}": value for name, value in facts.items()}
     return HostFacts("a", values, {}, {})
 
 
-def test_a_driver_that_does_not_answer_is_reported_with_its_words():
+def test_a_driver_that_does_not_answer_is_reported_with_its_error():
     error = "Driver/library version mismatch"
     finding = only(find(bare(nvml_error=error)), "gpu-answers")
     assert error in finding.message
@@ -312,7 +312,7 @@ def test_a_card_without_a_driver_is_a_warning():
     )
 
 
-def test_files_of_gpus_that_a_job_was_not_given_do_not_matter():
+def test_device_files_of_other_jobs_gpus_do_not_matter():
     files = {f"/dev/nvidia{n}": "Operation not permitted" for n in range(7)}
     mine = {"/dev/nvidia7": "", "/dev/nvidiactl": ""}
     assert find(host(num_gpus=1, facts={"gpu.files": files | mine})) == ()
@@ -328,7 +328,7 @@ def test_a_gpu_that_the_driver_could_not_start_is_reported_though_others_work():
     assert "reboot" in finding.fix
 
 
-def test_a_gpu_that_nvml_does_not_know_is_missed():
+def test_a_gpu_unknown_to_nvml_is_missing():
     facts = {"gpu.files": kernel_facts(8)["gpu.files"]}
     finding = only(find(host(num_gpus=7, facts=facts)), "gpu-lost")
     assert finding.message == "NVML knows 7 GPUs, but 8 have device files"
@@ -389,7 +389,7 @@ def test_errors_since_the_start_are_reported_with_their_age():
 
 
 @pytest.mark.parametrize(("action", "severity"), [(0, WARN), (1, FAIL), (None, FAIL)])
-def test_an_error_may_have_been_dealt_with(action, severity):
+def test_an_error_before_a_reset_is_a_warning(action, severity):
     """The driver takes its advice back when the GPU was reset."""
     facts = {
         "gpu.xids": [xid(95)],

@@ -1,4 +1,4 @@
-"""Facts of GPUs: NVML's answers as facts, and what a saved tree of the kernel shows."""
+"""Facts of GPUs from NVML, and from a saved tree of the kernel."""
 
 import json
 import os
@@ -95,7 +95,7 @@ def config(control):
         st.sampled_from(list(GPU_QUESTIONS)), st.integers(1, 1000).map(refusal)
     )
 )
-def test_whatever_is_refused_every_fact_is_reported_or_unreadable(refused):
+def test_each_fact_is_reported_or_unreadable(refused):
     reading = keep(healthy(2, **refused))
     assert reading.values.keys() | reading.unreadable.keys() == set(ALL_ANSWERS)
     for name in refused:
@@ -126,7 +126,7 @@ def use_library(monkeypatch, tmp_path):
     return use
 
 
-def test_what_the_driver_answers_becomes_facts(use_library):
+def test_answers_become_facts(use_library):
     use_library(record=healthy(2, margin_celsius=-1))
     reading = FactReader({})
     ask_driver(reading)
@@ -136,7 +136,7 @@ def test_what_the_driver_answers_becomes_facts(use_library):
 
 # Error 8 is a power cable, 11 an interrupt.
 @pytest.mark.parametrize("code", [LOST, 8, 11])
-def test_a_gpu_without_a_handle_is_lost_and_none_but_it(use_library, code):
+def test_only_a_gpu_without_a_handle_is_lost(use_library, code):
     use_library(record=healthy(4), gone={2: code})
     reading = FactReader({})
     ask_driver(reading)
@@ -149,7 +149,7 @@ def test_a_gpu_without_a_handle_is_lost_and_none_but_it(use_library, code):
     assert reading.unreadable == {}
 
 
-def test_a_gpu_that_may_not_be_asked_is_not_lost(use_library):
+def test_a_gpu_without_permission_is_not_lost(use_library):
     use_library(record=healthy(2), gone={1: NO_PERMISSION})
     reading = FactReader({})
     ask_driver(reading)
@@ -163,7 +163,7 @@ def test_a_driver_that_does_not_start_makes_all_unreadable(use_library):
     reading = FactReader({})
     ask_driver(reading)
     assert reading.unreadable.keys() == set(ALL_ANSWERS)
-    # What is judged by these words tells the user to reboot.
+    # The check recognises these words, and advises a reboot.
     assert "version mismatch" in reading.values["gpu.nvml_error"]
 
 
@@ -178,7 +178,7 @@ def test_a_gpu_that_hangs_the_driver_leaves_the_facts_of_the_others(use_library)
     assert reading.unreadable == {}
 
 
-def test_an_answer_that_breaks_a_process_is_none_and_no_gpu_is_lost(use_library):
+def test_a_crashed_query_makes_no_gpu_lost(use_library):
     broken = healthy(2, margin_celsius="nine")
     use_library(record=broken)
     reading = FactReader({})
@@ -211,7 +211,7 @@ def open_here(path):
     return str(path) in [os.path.realpath(each) for each in descriptors]
 
 
-def test_files_are_held_open_so_that_the_driver_stays_with_its_gpus(tmp_path):
+def test_device_files_are_held_open(tmp_path):
     write(tmp_path, "dev/nvidia0")
     with opened_files(str(tmp_path)):
         assert open_here(tmp_path / "dev/nvidia0")
@@ -263,7 +263,7 @@ JOURNAL = """\
     reason="a /dev/kmsg of one's own needs root and unshare",
 )
 @pytest.mark.parametrize("journal", [JOURNAL, ""], ids=["whole", "empty"])
-def test_where_the_log_is_closed_the_journal_is_read(tmp_path, journal):
+def test_the_journal_replaces_an_unreadable_log(tmp_path, journal):
     begun = int(time.time()) - 3600
     write(tmp_path, "bin/journalctl", f"#!/bin/sh\ncat {tmp_path}/journal\n")
     (tmp_path / "bin/journalctl").chmod(0o755)
@@ -297,7 +297,7 @@ def test_where_the_log_is_closed_the_journal_is_read(tmp_path, journal):
 )
 def test_the_log_has_a_clock_that_no_container_changes():
     code = "from ronde.topology.kernel_log import read_clock_s; print(read_clock_s(''))"
-    # Here /proc/uptime says that the host has been up for years.
+    # Here the host has been up for years, according to /proc/uptime.
     command = ["unshare", "--time", "--boottime", "100000000", sys.executable, "-c"]
     begun_s = time.monotonic()
     done = subprocess.run(
@@ -317,7 +317,7 @@ def test_the_log_has_a_clock_that_no_container_changes():
         ("560.35 (open)", "5.4.0", False, ""),
     ],
 )
-def test_adapters_reach_memory_in_two_ways(tmp_path, module, kernel, peermem, way):
+def test_gpudirect_rdma_has_two_methods(tmp_path, module, kernel, peermem, way):
     write(tmp_path, "proc/sys/kernel/osrelease", kernel)
     write(tmp_path, "sys/class/infiniband/mlx5_0/device/vendor", "0x15b3\n")
     write(tmp_path, "sys/class/infiniband/rxe0/ports/1/state", "4: ACTIVE")
@@ -331,7 +331,7 @@ def test_acs_is_found_on_the_bridge_that_has_it(tmp_path):
     assert read_acs(str(tmp_path), [CARD]) == [PORT]
 
 
-def test_what_only_root_may_read_is_unreadable(tmp_path):
+def test_registers_for_root_are_unreadable(tmp_path):
     plug_card(tmp_path, ACS_REDIRECTION)
     own = tmp_path / "sys/bus/pci/devices" / PORT / "config"
     own.write_bytes(own.read_bytes()[:64])
@@ -354,9 +354,7 @@ def test_a_virtual_machine_needs_acs(tmp_path):
         ("", "", False),
     ],
 )
-def test_cpus_without_flags_leave_it_to_the_firmware(
-    tmp_path, vendor, product, is_virtual
-):
+def test_the_firmware_names_virtual_machines(tmp_path, vendor, product, is_virtual):
     write(tmp_path, "proc/cpuinfo", "processor : 0\nFeatures\t: fp asimd\n")
     write(tmp_path, "sys/class/dmi/id/sys_vendor", f"{vendor}\n")
     write(tmp_path, "sys/class/dmi/id/product_name", f"{product}\n")

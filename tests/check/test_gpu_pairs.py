@@ -48,7 +48,7 @@ def test_all_pairs_are_measured_both_ways():
     assert all(rate > 0 for rate in found.values())
 
 
-def test_what_does_not_arrive_is_no_rate():
+def test_changed_data_has_no_rate():
     found = measure_pairs(make_torch(broken="cuda:1"), 3, QUICK)
     assert (found["0-1"], found["1-2"]) == (0, 0)
     assert found["0-2"] > 0

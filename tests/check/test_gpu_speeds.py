@@ -25,7 +25,7 @@ def copied(up=55.0, down=55.0, within=2600.0, model=H100, *, is_near=True):
 
 
 def find(fact, *hosts, **optional):
-    """Return what is found on hosts a, b and so on, whose GPUs tell this."""
+    """Return the findings on hosts a, b and so on with these facts."""
     checks = {
         fact: [check for check in all_checks() if fact in check.facts]
         for fact in (PRODUCTS, COPIES)
@@ -69,7 +69,7 @@ def test_models_are_not_compared_with_each_other():
     assert find(PRODUCTS, gpus(computed(60.0), *three, computed(60.0))) == ()
 
 
-def test_of_two_gpus_none_is_blamed():
+def test_two_different_gpus_are_both_reported():
     found = find(PRODUCTS, gpus(computed(10.0), computed(100.0)))
     assert {(f.severity, f.message, f.usual) for f in found} == {
         (WARN, "cuda:0 computed at 10 GFLOP/s", "100 GFLOP/s elsewhere"),
@@ -105,7 +105,7 @@ def test_a_gpu_that_copies_slower_than_its_model(part, words, share, severity):
     ("model", "floor"),
     [(A100, 21), ("A100-SXM4-40GB", 21), (H100, 48), ("NVIDIA H200", 48)],
 )
-def test_a_known_model_has_a_floor_even_alone(model, floor):
+def test_a_known_model_has_a_minimum(model, floor):
     assert find(COPIES, gpus(copied(floor, floor, model=model))) == ()
     (finding,) = find(COPIES, gpus(copied(floor - 1, floor, model=model)))
     assert finding.severity is FAIL
@@ -122,11 +122,11 @@ def test_a_known_model_has_a_floor_even_alone(model, floor):
         CARD,
     ],
 )
-def test_what_is_only_named_alike_has_no_floor(model):
+def test_models_with_similar_names_have_no_minimum(model):
     assert find(COPIES, gpus(copied(1.0, 1.0, 1.0, model))) == ()
 
 
-def test_memory_that_may_be_far_is_no_failure():
+def test_host_memory_on_another_node_is_a_warning():
     (finding,) = find(COPIES, gpus(copied(20.0, is_near=False)))
     assert finding.severity is WARN
     assert finding.message.endswith(

@@ -1,4 +1,4 @@
-"""Facts that are kept, and what has changed since."""
+"""Saved facts, and changes since."""
 
 import pytest
 from tests.check.fleets import CHECKS, make_fleet
@@ -34,7 +34,7 @@ def changed(before, after):
     return {each.fact: (each.before, each.after) for each in facts}
 
 
-def test_what_is_saved_last_is_loaded(tmp_path):
+def test_the_last_saved_run_is_loaded(tmp_path):
     path = tmp_path / "facts.jsonl"
     first, last = kept(make_fleet(3)), kept(make_fleet(2, node2={"memlock": 8}))
     assert last.findings
@@ -56,7 +56,7 @@ def test_what_is_saved_last_is_loaded(tmp_path):
         (b'{"schema": 9}\n', "schema must be 1, got 9"),
     ],
 )
-def test_what_holds_no_run_is_refused(tmp_path, content, why):
+def test_a_file_without_a_run_is_refused(tmp_path, content, why):
     path = tmp_path / "facts"
     if content is not None:
         path.write_bytes(content)
@@ -72,7 +72,7 @@ def test_a_run_of_another_form_is_refused(tmp_path):
         load_last(path)
 
 
-def test_changed_facts_are_reported_by_place():
+def test_changed_facts_are_reported_by_key():
     before = {"host.kernel": "5.15", "network.nics": {"eth0": {"mtu": 1500}}}
     after = {"host.kernel": "6.1", "network.nics": {"eth0": {"mtu": 9000}}}
     assert changed(before, after) == {
@@ -88,7 +88,7 @@ def test_items_of_lists_are_distinguished():
     assert changed({"a": [1, 2]}, {"a": [1, 3]}) == {"a": ("[1, 2]", "[1, 3]")}
 
 
-def test_what_is_measured_anew_has_not_changed():
+def test_measurements_are_no_changes():
     assert changed({"rtt_s": 0.1}, {"rtt_s": 0.9}) == {}
     assert changed({"free_bytes": 100 << 20}, {"free_bytes": 95 << 20}) == {}
     assert changed({"free_bytes": 100 << 20}, {"free_bytes": 80 << 20})
@@ -104,11 +104,11 @@ def test_what_is_measured_anew_has_not_changed():
         ("cluster.products", {"cpu": {"num_products": 9}}, {"cpu": {}}),
     ],
 )
-def test_what_is_of_its_moment_has_not_changed(fact, before, after):
+def test_momentary_values_are_no_changes(fact, before, after):
     assert changed({fact: before}, {fact: after}) == {}
 
 
-def test_what_could_not_be_read_has_not_changed():
+def test_unreadable_facts_are_no_changes():
     assert changed({"a": 1}, {}) == {}
     assert changed({}, {"a": 1}) == {}
     assert changed({"a": {"b": 1}}, {"a": {"b": 1, "c": 2}}) == {
@@ -116,7 +116,7 @@ def test_what_could_not_be_read_has_not_changed():
     }
 
 
-def test_findings_that_came_and_went():
+def test_new_and_gone_findings():
     before, after = make_fleet(3, node1={"memlock": 8}), make_fleet(3)
     changes = compare(kept(before), kept(after))
     assert [each.host for each in changes.gone] == ["node1"]
@@ -128,21 +128,21 @@ def test_findings_that_came_and_went():
     assert changes.facts == (Change("node1", "host.memlock_gib", "64", "8"),)
 
 
-def test_a_finding_in_other_words_is_no_new_one():
+def test_a_finding_with_another_value_is_not_new():
     before = make_fleet(1, node1={"memlock": 8})
     after = make_fleet(1, node1={"memlock": 9})
     changes = compare(kept(before), kept(after))
     assert (changes.new, changes.gone) == ((), ())
 
 
-def test_a_check_that_was_not_made_finds_nothing_new():
+def test_skipped_checks_have_no_new_findings():
     fleet = make_fleet(1, node1={"memlock": 8})
     one, other = kept(fleet), SavedRun(fleet.hosts, (), ("governor",))
     assert compare(one, other).gone == ()
     assert compare(other, one).new == ()
 
 
-def test_hosts_that_came_and_went():
+def test_new_and_gone_hosts():
     before, after = make_fleet(2), make_fleet(3, node3={"memlock": 8})
     changes = compare(kept(before), kept(after))
     assert (changes.new_hosts, changes.gone_hosts) == (("node3",), ())
@@ -151,7 +151,7 @@ def test_hosts_that_came_and_went():
     assert (changes.new_hosts, changes.gone_hosts) == ((), ("node3",))
 
 
-def test_a_host_that_answers_no_more_is_a_new_finding():
+def test_a_host_that_stopped_answering_is_a_new_finding():
     absent = Finding("host-answers", Severity.FAIL, "node2", "no answer: refused")
     after = SavedRun(make_fleet(1).hosts, (absent,), IDS)
     changes = compare(kept(make_fleet(2)), after)
@@ -159,7 +159,7 @@ def test_a_host_that_answers_no_more_is_a_new_finding():
     assert changes.gone_hosts == ()
 
 
-def test_changes_in_words():
+def test_changes_are_formatted():
     before = make_fleet(8)
     odd = {f"node{n}": {"memlock": 8} for n in (3, 4, 5)}
     text = draw_changes(compare(kept(before), kept(make_fleet(8, **odd))), "noon")
@@ -172,7 +172,7 @@ def test_changes_in_words():
     assert draw_changes(same, "noon") == "since noon:\n  nothing has changed\n"
 
 
-def test_of_long_values_the_difference_is_reported():
+def test_long_values_are_cut_to_their_difference():
     line = "quiet " * 40
     before, after = host(cmdline=f"{line}iommu=on"), host(cmdline=f"{line}iommu=pt")
     text = draw_changes(compare(before, after), "noon")

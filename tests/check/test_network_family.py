@@ -1,4 +1,4 @@
-"""What is known of names, interfaces and RDMA ports is judged."""
+"""Checks of host names, interfaces and RDMA ports."""
 
 import pytest
 from tests.check.fleets import of_family
@@ -86,7 +86,7 @@ def test_nothing_is_found_on_healthy_hosts(num, usual):
     assert not found(fleet_of(num, usual=usual))
 
 
-def test_a_name_that_leads_to_loopback_is_reported_with_what_to_write():
+def test_a_name_that_resolves_to_loopback_is_reported():
     own = {"name": "me", "addresses": ["127.0.1.1"], "error": ""}
     changed = {"network.own_name": own, "network.address": "10.0.0.1"}
     finding = only(fleet_of(3, changed))
@@ -107,12 +107,12 @@ def test_a_name_that_leads_to_loopback_is_reported_with_what_to_write():
         ({"error": "no answer within 2 s"}, "does not resolve: no answer"),
     ],
 )
-def test_a_name_that_leads_elsewhere_is_reported(own, said):
+def test_a_name_without_a_usable_address_is_reported(own, said):
     own = PLAIN["network.own_name"] | own
     assert said in only(fleet_of(2, {"network.own_name": own})).message
 
 
-def test_a_name_does_not_matter_to_one_host_or_where_an_interface_is_chosen():
+def test_a_name_does_not_matter_if_gloo_does_not_use_it():
     own = {"name": "me", "addresses": ["127.0.1.1"], "error": ""}
     usual = PLAIN | {"network.own_name": own}
     assert not found(fleet_of(1, usual=usual))
@@ -130,7 +130,7 @@ def test_a_name_does_not_matter_to_one_host_or_where_an_interface_is_chosen():
         ("NCCL_SOCKET_IFNAME", "docker", "selects only docker0"),
     ],
 )
-def test_a_chosen_interface_that_is_not_there_is_reported(variable, setting, said):
+def test_a_missing_chosen_interface_is_reported(variable, setting, said):
     changed = {"network.variables": {variable: setting}}
     if "ib0" in setting:
         idle = {"ib0": ETH0 | {"kind": "infiniband", "addresses": []}}
@@ -151,11 +151,11 @@ def test_a_chosen_interface_that_is_not_there_is_reported(variable, setting, sai
         ("GLOO_SOCKET_IFNAME", ""),
     ],
 )
-def test_a_chosen_interface_that_is_there_is_fine(variable, setting):
+def test_an_existing_chosen_interface_is_no_finding(variable, setting):
     assert not found(fleet_of(2, {"network.variables": {variable: setting}}))
 
 
-def test_the_way_to_choose_is_nccls():
+def test_interfaces_are_selected_as_in_nccl():
     names = ["eth0", "eth1", "ib0", "lo"]
     assert [n for n in names if chooses("eth", n)] == ["eth0", "eth1"]
     assert [n for n in names if chooses("=eth0,lo", n)] == ["eth0", "lo"]
@@ -181,7 +181,7 @@ def test_a_slower_link_is_reported():
 
 
 @pytest.mark.parametrize("kind", ["paravirtual", "wireless"])
-def test_what_a_hypervisor_or_the_air_says_of_a_link_is_not_judged(kind):
+def test_rates_of_virtual_and_wireless_links_are_ignored(kind):
     link = ETH0 | {"kind": kind}
     usual = {"network.interfaces": {"eth0": link | {"mbit_per_s": 20_000}}}
     changed = {"network.interfaces": {"eth0": link}}
@@ -237,7 +237,7 @@ def test_a_port_that_is_down_everywhere_may_have_no_cable(
     "variables",
     [{"NCCL_IB_HCA": "mlx5_1"}, {"NCCL_IB_DISABLE": "1"}, {"NCCL_NET": "Socket"}],
 )
-def test_a_port_that_is_not_chosen_is_not_looked_at(variables):
+def test_an_excluded_port_is_ignored(variables):
     changed = port(DOWN) | {"network.variables": variables}
     assert not found(fleet_of(3, changed, PLAIN | WITH_IB))
 
@@ -286,7 +286,7 @@ ELSEWHERE = ROCE["gids"]["3"] | {"address": f"{'0000:' * 5}ffff:a9fe:0001"}
         ({"an:1": ROCE | {"gids": {"3": ELSEWHERE}}}, {"an:1": ROCE}, 8, FAIL),
     ],
 )
-def test_a_port_without_an_address_is_as_bad_as_it_is_needed(
+def test_a_port_without_an_address_is_a_failure_if_needed(
     ports, usual, num_gpus, severity
 ):
     gpus = {"host.num_gpus": num_gpus}
@@ -295,7 +295,7 @@ def test_a_port_without_an_address_is_as_bad_as_it_is_needed(
     assert reported["roce-gid", "n2"].severity == severity
 
 
-def test_an_adapter_that_leads_nowhere_needs_no_device_files():
+def test_an_unusable_adapter_needs_no_device_files():
     """Virtual machines of a cloud have one for TCP's sake, and no library."""
     bare = {"network.rdma_device_files": {}, "network.has_rdma_library": False}
     usual = PLAIN | WITH_IB | bare | {"host.num_gpus": 0}

@@ -1,4 +1,4 @@
-"""Small jobs of two hosts: real ranks, what they measure, and what is made of it."""
+"""Small jobs on two hosts: real ranks, their results and findings."""
 
 import base64
 import json
@@ -62,7 +62,7 @@ def test_two_hosts_are_measured(way):
     assert (there == back) == (way == "gloo")
 
 
-def test_what_a_rank_complains_of_is_reported_with_its_host():
+def test_the_error_of_a_rank_is_reported_with_its_host():
     """Both would reduce on a GPU, and there is none."""
     settings = {"bandwidth": "nccl", "environment": {"CUDA_VISIBLE_DEVICES": ""}}
     with start_hosts(dict.fromkeys(("a", "b"), LOOPBACK), settings) as hosts:
@@ -115,7 +115,7 @@ def ranks_of(name):
     return found
 
 
-def test_ranks_whose_partners_never_come_are_killed_at_their_limit(context):
+def test_ranks_without_partners_are_killed_at_the_limit(context):
     job = secrets.token_hex(8)
     question = ask(**held(context)) | {"limit_s": 0.5, "token": job}
     answer = bench(context, question)
@@ -144,7 +144,7 @@ signal.pause()
 """
 
 
-def test_ranks_that_wait_for_a_failed_one_are_not_waited_for(context, run_first):
+def test_a_failed_rank_ends_the_job(context, run_first):
     question = ask(**held(context), environment=run_first(WAITING), limit_s=3600.0)
     reported = bench(context, question, 0.1)
     assert reported["failure"] == "ronde bench ended with code 1: it broke"
@@ -158,7 +158,7 @@ os._exit(0)
 """
 
 
-def test_the_ranks_logs_come_back_packed(context, run_first):
+def test_the_logs_of_ranks_are_returned(context, run_first):
     """In place of NCCL, which writes there where it finds a GPU."""
     question = ask(**held(context), environment=run_first(LOGGING), has_log=True)
     reported = bench(context, question)
@@ -188,20 +188,20 @@ def run_of(busbw, *, wrong=0, is_complete=True):
     ],
     ids=["nothing", "wrong", "incomplete"],
 )
-def test_what_is_no_result_is_not_taken_for_one(record, words):
+def test_bad_results_are_refused(record, words):
     with pytest.raises(UsageError, match=words):
         busbw_of(record)
 
 
 def log_of(**changes):
-    """Return what NCCL says on each of two hosts."""
+    """Return NCCL's logs of two hosts."""
     job = JobLog(**changes)
     lines = job.lines()
     half = len(lines) // 2
     return [("\n".join(each) + "\n").encode() for each in (lines[:half], lines[half:])]
 
 
-def test_sockets_despite_adapters_are_remarked():
+def test_sockets_despite_adapters_are_found():
     remarks = judge_logs(log_of(network="Socket", inter="NET/Socket/0"))
     assert remarks["sockets-despite-infiniband"]["is_error"]
     assert remarks["sockets-despite-infiniband"]["remedy"]
@@ -217,7 +217,7 @@ def remarked(is_error, rule="sockets-between-nodes"):
     ("is_error", "state", "severity"),
     [(False, "DOWN", WARN), (True, "DOWN", FAIL), (False, "ACTIVE", FAIL)],
 )
-def test_sockets_are_worse_where_an_adapter_is_up(is_error, state, severity):
+def test_sockets_are_a_failure_if_an_adapter_is_up(is_error, state, severity):
     ports = {"network.rdma_ports": {"mlx5_0:1": {"state": state}}}
     reported = findings_of({"a": {REMARKS: remarked(is_error)} | ports})
     what = "sockets-between-nodes: It is slow"
@@ -236,21 +236,21 @@ def failing(pairs, hosts=("a", "b", "c", "d"), way="gloo"):
     return facts
 
 
-def test_a_host_that_can_do_it_with_nobody_is_reported_alone():
+def test_a_host_that_fails_with_all_others_is_reported():
     facts = failing([{"b", other} for other in "acd"])
     assert findings_of(facts) == [
         ("pair-job", "b", FAIL, "no all_reduce by gloo with a, c, d: it broke")
     ]
 
 
-def test_two_that_can_do_it_with_others_are_reported_as_a_pair():
+def test_two_hosts_that_fail_together_are_a_pair():
     assert findings_of(failing([{"b", "c"}])) == [
         ("pair-job", "b - c", FAIL, "no all_reduce by gloo between the two: it broke")
     ]
 
 
 def chosen(facts, asked="auto"):
-    """Return what is measured, with which facts known before."""
+    """Return the measured way, given these facts."""
     with start_hosts(dict.fromkeys(facts, ""), {"bandwidth": asked}) as hosts:
         for name, values in facts.items():
             hosts.facts[name].values.update(values)
@@ -268,7 +268,7 @@ def chosen(facts, asked="auto"):
     ],
     ids=["all", "no-cuda", "no-gpu", "unknown"],
 )
-def test_nccl_is_chosen_where_all_hosts_have_it(second, way):
+def test_nccl_is_chosen_if_all_hosts_have_it(second, way):
     first = {"gpu.count": 8, "versions.torch_build": "CUDA 12.8"}
     assert chosen({"a": first, "b": second}) == {way}
 
@@ -297,7 +297,7 @@ class Recorder:
         ("gloo", {"num_ranks": 3}, 3),
     ],
 )
-def test_how_many_ranks_a_host_of_a_pair_has(engine, settings, num):
+def test_the_number_of_ranks_per_host(engine, settings, num):
     programs = Recorder()
     addresses = dict.fromkeys(("a", "b"), LOOPBACK)
     hosts = HostSet(programs, addresses, settings | {"bandwidth": engine})

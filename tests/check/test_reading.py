@@ -42,13 +42,13 @@ def judged(tmp_path, capsys, monkeypatch):
             Path(name).write_text(text)
         code = main(["check", "read", *names, *options])
         shown = capsys.readouterr()
-        # Without what a narrow terminal needs.
+        # Without the line breaks of a narrow terminal.
         return code, re.sub("\n {6,}", " ", shown.out + shown.err)
 
     return judge
 
 
-def test_sound_gpus_at_rest_with_a_job_are_no_finding(judged):
+def test_healthy_gpus_have_no_findings(judged):
     assert judged(query()) == (0, "a: nothing found in nvidia-smi -q of 8 GPUs\n")
 
 
@@ -107,7 +107,7 @@ def test_gpus_with_the_same_fault_share_a_finding_and_its_fix(judged):
     assert "--gpu-reset -i 0,1\n" in shown
 
 
-def test_a_section_alone_is_judged_by_what_it_has(judged):
+def test_a_single_section_is_checked(judged):
     """As nvidia-smi -q -d prints it, and with the ends of lines of Windows."""
     section = "\n".join(
         f"GPU 0000000{n}:00:00.0\n    Retired Pages\n"
@@ -125,7 +125,7 @@ def test_a_section_alone_is_judged_by_what_it_has(judged):
         assert "GPU 1: a repair of its memory waits" in shown
 
 
-def test_xml_is_judged_like_text(judged):
+def test_xml_is_read_like_text(judged):
     gpu = XML.format(bus="1B", title="NVIDIA H100", width=8, hot="Active")
     head = '<?xml version="1.0" ?>\n<!DOCTYPE nvidia_smi_log SYSTEM "v13.dtd">\n'
     code, shown = judged(f"{head}<nvidia_smi_log>{gpu}</nvidia_smi_log>")
@@ -158,7 +158,7 @@ the driver|Failed to initialize NVML: Driver/library version mismatch
 
 
 @pytest.mark.parametrize("row", NO_GPUS.strip().splitlines())
-def test_what_nvidia_smi_prints_in_place_of_gpus(judged, row):
+def test_errors_of_nvidia_smi(judged, row):
     what, line = row.split("|")
     code, shown = judged(f"{line}\n")
     assert shown.startswith("a: 1 finding in 1 line\n")
@@ -167,7 +167,7 @@ def test_what_nvidia_smi_prints_in_place_of_gpus(judged, row):
     assert code == 2
 
 
-def test_files_are_hosts_that_are_compared(judged):
+def test_files_are_compared_like_hosts(judged):
     fewer = query(version="570.86.15").partition("GPU 00000000:DB")[0]
     code, shown = judged(query(), query(), fewer)
     assert code == 2
@@ -222,7 +222,7 @@ def test_every_form_of_a_kernel_log(judged, stamp):
     assert "Xid 79 (it has fallen off the bus) at 0000:3a:00.0 in line 7" in shown
 
 
-def test_lines_of_other_programs_in_a_syslog_are_none_of_the_kernels(judged):
+def test_lines_of_other_programs_are_ignored(judged):
     text = log("", STAMPS["kern.log"])
     text += "Nov 26 04:12:00 gn17 agent[99]: NVRM: Xid (PCI:0000:3a:00): 79, seen\n"
     assert judged(text) == (0, NOTHING)
@@ -287,14 +287,14 @@ LOGGED = """
 @pytest.mark.parametrize(
     ("row", "line"), [*zip(LOGGED[::2], LOGGED[1::2], strict=True)]
 )
-def test_what_a_kernel_has_logged(judged, row, line):
+def test_errors_in_a_kernel_log(judged, row, line):
     code, mark, check, what = row.split(" ", 3)
     has, shown = judged(log(line.strip().replace("|", "\n")))
     assert f"\n{mark} {check} a\n    {what}" in shown
     assert has == int(code)
 
 
-def test_what_is_logged_often_is_one_finding(judged):
+def test_repeated_errors_are_one_finding(judged):
     error = "nvidia 0000:3a:00.0: PCIe Bus Error: severity=Corrected, type=x\n"
     shown = judged(log(error * 3))[1]
     assert "(AER): 0000:3a:00.0, 3 times, last in line 9 (8123.004711)\n" in shown
@@ -442,14 +442,14 @@ def test_warnings_count_with_strict_and_json_has_it_all(judged):
         ("once upon a time\n", "but an unknown format."),
     ],
 )
-def test_other_files_are_refused_by_name(judged, text, words):
+def test_other_files_are_refused(judged, text, words):
     code, shown = judged(text)
     assert code == 64
     assert "a is not output of nvidia-smi -q, dmesg or ibstat, but " in shown
     assert words in shown
 
 
-def test_harm_is_none():
+def test_hostile_files_are_harmless():
     def read(data: bytes) -> None:
         read_saved_facts(Saved("a", data))
 

@@ -1,4 +1,4 @@
-"""Whether hosts share a folder: files left and looked for, and what that tells."""
+"""Hosts find out if they share a folder: they write files and look for others."""
 
 import json
 import os
@@ -85,7 +85,7 @@ def sharing_checks():
     return (check for check in all_checks() if check.id.startswith("shared-folder"))
 
 
-def test_hosts_that_share_a_folder_see_each_other_and_leave_nothing(tmp_path):
+def test_hosts_that_share_a_folder_leave_nothing_behind(tmp_path):
     hosts = hosts_of(Programs(dict.fromkeys(("a", "b", "c"), tmp_path)), paths=[""])
     find_shared(hosts)
     assert shared_of(hosts) == {
@@ -97,7 +97,7 @@ def test_hosts_that_share_a_folder_see_each_other_and_leave_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_host_with_a_folder_of_its_own_is_named(tmp_path):
+def test_a_host_with_another_folder_is_named(tmp_path):
     own = tmp_path / "own"
     common = tmp_path / "common"
     for each in (own, common):
@@ -114,7 +114,7 @@ def test_the_host_with_a_folder_of_its_own_is_named(tmp_path):
     assert not [*own.glob("*/*"), *common.glob("*/*")]
 
 
-def test_what_a_lost_host_has_left_is_taken_away_by_the_others(tmp_path):
+def test_files_of_a_lost_host_are_removed(tmp_path):
     programs = Programs(dict.fromkeys(("a", "b", "c"), tmp_path))
     programs.lost_after = ("b", "mark")
     hosts = hosts_of(programs, paths=[""])
@@ -124,7 +124,7 @@ def test_what_a_lost_host_has_left_is_taken_away_by_the_others(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_end_in_between_leaves_nothing(tmp_path):
+def test_an_interruption_leaves_nothing_behind(tmp_path):
     class Ended(Exception):  # noqa: N818
         pass
 
@@ -141,7 +141,7 @@ def test_an_end_in_between_leaves_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_that_comes_late_is_waited_for(tmp_path):
+def test_late_files_are_waited_for(tmp_path):
     file = tmp_path / "x"
     os.mkfifo(file)
 
@@ -185,7 +185,7 @@ def judged(*hosts):
     ]
 
 
-def test_a_folder_that_nobody_may_write_to_is_unknown():
+def test_a_read_only_folder_is_unknown():
     found = judged(host("a", "/d", {}), host("b", "/d", {}))
     assert [(each[0], each[1]) for each in found] == [
         ("shared-folder", "a"),
@@ -195,6 +195,6 @@ def test_a_folder_that_nobody_may_write_to_is_unknown():
     assert judged(host("a", "/d", {})) == []
 
 
-def test_a_host_that_may_only_read_shares_what_it_sees():
+def test_a_host_without_write_permission_shares_the_folder():
     sight: dict[str, dict[str, bool]] = {"a": {"b": True}, "b": {}, "c": {"b": True}}
     assert judged(*(host(name, "/d", seen) for name, seen in sight.items())) == []

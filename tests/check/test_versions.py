@@ -1,4 +1,4 @@
-"""What is installed on hosts: read from files, and judged among hosts."""
+"""Installed software: read from files, and compared between hosts."""
 
 from importlib.metadata import version
 from typing import Any
@@ -113,7 +113,7 @@ def test_torch_that_cannot_be_imported_is_a_fault_with_its_cure(error, changes, 
     assert findings[0].fix.startswith(fix)
 
 
-def test_what_an_import_ends_in_is_the_answer(tmp_path, monkeypatch):
+def test_the_error_of_an_import_is_reported(tmp_path, monkeypatch):
     """One of each, by the probe itself: with torch's name, before the real one."""
     (tmp_path / "left_over_a").mkdir()
     texts = {
@@ -170,7 +170,7 @@ def test_the_one_of_three_that_differs_is_named(fact, value, check, severity):
     assert not {"VERSION", "FOLDER", "INTERFACE"}.intersection(finding.fix.split())
 
 
-def test_packages_that_differ_are_reported_together_and_not_without_end():
+def test_different_packages_are_reported_together():
     usual = {f"p{n}": "1.0" for n in range(9)}
     other = usual | {f"p{n}": "2.0" for n in range(5)}
     (finding,) = found(
@@ -226,12 +226,12 @@ hip: Optional[str] = {hip}
         ("None", "None", "CPU"),
     ],
 )
-def test_torch_reports_what_it_was_built_for(tmp_path, cuda, hip, build):
+def test_the_build_of_torch_is_read(tmp_path, cuda, hip, build):
     (tmp_path / "version.py").write_text(VERSION_FILE.format(cuda=cuda, hip=hip))
     assert read_torch(tmp_path) == ("2.9.0+cu126", build)
 
 
-def test_packages_are_known_by_the_names_of_their_directories(tmp_path):
+def test_packages_are_read_from_directory_names(tmp_path):
     first, second = tmp_path / "first", tmp_path / "second"
     for name in (
         "first/PyYAML-6.0.3.dist-info",
@@ -256,13 +256,13 @@ def test_packages_are_known_by_the_names_of_their_directories(tmp_path):
     assert find_nccl({}) == ABSENT
 
 
-def test_a_torch_that_was_cut_off_is_unreadable_and_the_rest_is_reported(tmp_path):
+def test_a_truncated_version_file_is_unreadable(tmp_path):
     (tmp_path / "version.py").write_text("__version__ = '2.13.0'\ncuda: str = (")
     with pytest.raises(UnreadableError, match="reinstall torch"):
         read_torch(tmp_path)
 
 
-def test_a_driver_of_amd_a_strange_one_and_none(tmp_path):
+def test_versions_of_drivers(tmp_path):
     assert read_driver(str(tmp_path)) == ABSENT
     amd = tmp_path / "sys/module/amdgpu/version"
     amd.parent.mkdir(parents=True)
@@ -277,7 +277,7 @@ def test_a_driver_of_amd_a_strange_one_and_none(tmp_path):
         read_driver(str(tmp_path))
 
 
-def test_settings_are_those_that_ranks_would_find():
+def test_settings_are_those_of_ranks():
     own = {
         "NCCL_DEBUG": "WARN",
         "NCCL_ALGO": "Ring",

@@ -116,7 +116,6 @@ def burn_host(
 
 
 def copy_pairs(_: NodeContext, question: dict[str, Value]) -> dict[str, Value]:
-    """Return the copy rate of each pair of this host's GPUs, as ``pairs``."""
     copied = run_probe(__name__, float(question["seconds"]), question)
     reason = copied.unreadable.get("products") or copied.unreadable.get("pairs", "")
     if failure := copied.failure or reason:

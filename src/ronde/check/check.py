@@ -103,7 +103,6 @@ def make_check(
     optional: tuple[str, ...] = (),
     family: Family | None = None,
 ) -> Check:
-    """Make a check from the name and the docstring of a function."""
     # Under python -OO there are no docstrings; checks work without them.
     title, *lines = (named.__doc__ or "\n").splitlines()
     # A sentence in the docstring, part of a line in ``ronde check list``.

@@ -102,10 +102,7 @@ def compare(before: SavedRun, after: SavedRun) -> Changes:
 def _not_in(
     other: SavedRun, findings: Sequence[Finding], hosts: set[str]
 ) -> tuple[Finding, ...]:
-    """Return the findings that ``other`` lacks.
-
-    Only findings on ``hosts``, by checks that ``other`` ran as well, count.
-    """
+    """Return the findings on ``hosts`` by checks that ``other`` made without them."""
     known = {finding[:3] for finding in other.findings}
     return tuple(
         each

@@ -66,7 +66,6 @@ def usual_value(usual: str) -> str:
 def differing(
     fleet: Fleet, fact: str, title: str, show: Callable[[Value], str] = spell
 ) -> Problems:
-    """Yield a problem for each host that differs from the majority."""
     shown = {host: show(value) for host, value in fleet.known(fact).items()}
     for host, value, usual in find_odd(shown):
         yield Problem(f"{title} {value}", usual=usual, host=host)

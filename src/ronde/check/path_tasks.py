@@ -45,7 +45,6 @@ def run_tasks(
 
 
 def read(reader: FactReader) -> None:
-    """Run the tasks in the setting ``tasks``."""
     outcomes: list[TaskOutcome] = []
     for task in reader.settings["tasks"]:
         try:

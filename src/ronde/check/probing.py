@@ -188,12 +188,10 @@ def _kill(process: "subprocess.Popen[bytes]") -> str:
 def run_probe(
     module: str, deadline_s: float, settings: Mapping[str, Value]
 ) -> ProbeOutcome:
-    """Run the function ``read`` of one module as a probe."""
     return run_probes({"": ProbeEntry((module,), deadline_s, "", settings)}, {})[""]
 
 
 def read_facts(reader: FactReader, modules: Sequence[str]) -> None:
-    """Run the modules of a probe in this process."""
     for module in modules:
         import_module(module).read(reader)
 

@@ -128,7 +128,6 @@ def folder_missing(values: Values, _: Fleet) -> Problems:
 
 
 def digest_files(_: NodeContext, question: dict[str, Value]) -> dict[str, Value]:
-    """Run ``path_tasks.digest`` on each of ``paths``."""
     groups: dict[str, list[str]] = {}
     for path in question["paths"]:
         groups.setdefault(path.rpartition("/")[0], []).append(path)
@@ -139,7 +138,6 @@ def digest_files(_: NodeContext, question: dict[str, Value]) -> dict[str, Value]
 
 
 def compare_files(hosts: HostSet) -> None:
-    """Make all hosts read the files of ``--file`` at the same time."""
     paths: Sequence[str] = hosts.settings["files"]
     limit_s = MOST_DEADLINES * _HANG_S * len(paths) + _SLACK_S
     question = {"do": "digest_files", "paths": paths}

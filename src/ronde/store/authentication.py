@@ -196,7 +196,6 @@ def dial_network(
 
 
 def read_secret(path: Path) -> bytes:
-    """Return the user's secret, and create its file if it is missing."""
     try:
         if not path.exists():
             _make_secret(path)

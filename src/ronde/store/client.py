@@ -93,7 +93,6 @@ class PlainConnection:
         self._sock = sock
 
     def ask(self, frame: bytes, timeout_s: float) -> bytes:
-        """Send a request, and return the body of its reply."""
         due_s = time.monotonic() + timeout_s
         self._sock.settimeout(max(timeout_s, 0.001))
         self._sock.sendall(frame)

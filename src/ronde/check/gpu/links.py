@@ -67,10 +67,7 @@ def read_is_virtual(root: str) -> bool:
 
 
 def read_direct_rdma(root: str, module: str) -> Value:
-    """Return the number of NVIDIA's RDMA adapters, and the method of GPUDirect RDMA.
-
-    ``way`` is empty if GPUDirect RDMA cannot work.
-    """
+    """Return the number of NVIDIA's RDMA adapters, and the way to GPU memory or ""."""
     top, way = f"{root}/sys/class/infiniband", ""
     vendors = [read_text(f"{top}/{name}/device/vendor") for name in list_names(top)]
     if list_names(f"{root}/sys/module/nvidia_peermem"):
@@ -83,10 +80,7 @@ def read_direct_rdma(root: str, module: str) -> Value:
 
 
 def read_acs(root: str, cards: Iterable[str]) -> list[str]:
-    """Return the PCI bridges above ``cards`` that redirect traffic because of ACS.
-
-    In a virtual machine the list is empty.
-    """
+    """Return the PCI bridges above ``cards`` that redirect traffic because of ACS."""
     if read_is_virtual(root):
         return []
     functions = read_functions(root)

@@ -204,10 +204,7 @@ def _nvlinks(ask: _AskedGpu) -> Value:
 
 
 def _processes(ask: _AskedGpu) -> Value:
-    """Return the GPU's compute processes.
-
-    A process that also draws belongs to a desktop, and is left out.
-    """
+    """Return the GPU's compute processes, without those of a desktop."""
     computing, drawing = ask("GetComputeRunningProcesses"), set[int]()
     with suppress(RefusedError):
         if computing:
@@ -309,7 +306,6 @@ def ask_driver(reader: FactReader, deadline_s: float = _DEADLINE_S) -> None:
 
 
 def store_report(reader: FactReader, report: SmiReport) -> None:
-    """Store ``ALL_ANSWERS`` from the output of nvidia-smi."""
     cuda_version, gpus = report
     reader.values |= {COUNT: len(gpus), "gpu.cuda_version": cuda_version}
     why = "nvidia-smi does not print it; nvidia-ml-py has it: pip install nvidia-ml-py"
@@ -390,10 +386,7 @@ def each_gpu(
 def odd_gpus(
     fleet: Fleet, fact: str, show: Callable[[Value], str], severity: Severity
 ) -> Problems:
-    """Yield a problem for each GPU that differs from most GPUs of its model.
-
-    ``show`` formats a value; equal texts are equal values.
-    """
+    """Yield a problem for each GPU that differs from most GPUs of its model."""
     shown: dict[str, list[tuple[str, str]]] = {}
     counts: dict[str, Counter[str]] = defaultdict(Counter)
     for facts in fleet.having(fact, "gpu.titles"):

@@ -99,7 +99,6 @@ def read_smi(log: bytes, nvlinks: bytes) -> SmiReport:
 
 
 def read_answers(gpu: Element) -> dict[str, Value]:
-    """Return the answers of one GPU from its XML element."""
     answers: dict[str, Value] = {}
     for question, read in _QUESTIONS.items():
         with suppress(NotShownError):
@@ -224,7 +223,6 @@ def _mig(gpu: Element) -> Value:
 
 
 def _processes(gpu: Element) -> Value:
-    """Return the GPU's compute processes, without those that also draw."""
     return [
         {"pid": _count(each, "pid"), "memory_bytes": _count(each, "used_memory", 2**20)}
         for each in gpu.findall("processes/process_info")

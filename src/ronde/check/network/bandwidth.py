@@ -92,7 +92,6 @@ class Streams:
         self._listeners: dict[str, dict[str, Value]] = {}
 
     def open(self, hosts: HostSet) -> dict[str, str]:
-        """Make all hosts listen, and return the failures by host."""
         replies = hosts.ask_all({"do": "listen"}, _LISTEN_S)
         for name, (values, failure, _, _) in replies.items():
             if not failure:

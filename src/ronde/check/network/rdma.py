@@ -132,7 +132,6 @@ def _read_gids(own: str) -> dict[str, Value]:
 
 
 def _chosen(values: Values) -> dict[str, Port]:
-    """Return the ports that NCCL would use."""
     variables: Mapping[str, str] = values[_VARIABLES]
     is_off = variables.get("NCCL_IB_DISABLE") == "1"
     if is_off or variables.get("NCCL_NET", "").lower() == "socket":
@@ -217,10 +216,6 @@ def _is_odd(values: Values, port: Port) -> bool:
 
 
 def _weigh_port(values: Values, port: Port, num_up: int, num_others: int) -> Severity:
-    """Return the severity for a port that is not up.
-
-    Many ports have no cable on purpose.
-    """
     is_named = values[_VARIABLES].get(_CHOICE, "").startswith("=")
     if 2 * num_up > num_others or (is_named and num_others):
         return FAIL

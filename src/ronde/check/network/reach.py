@@ -65,10 +65,7 @@ _QUICK_S = 0.02  # frames that take less time are made longer
 
 
 class ReachServer:
-    """A server on two TCP ports and a UDP port.
-
-    ``heard`` has the number of datagrams received from each sender.
-    """
+    """A server on TCP ports and a UDP port; ``heard`` counts datagrams by sender."""
 
     def __init__(self) -> None:
         listeners = [_open(socket.SOCK_STREAM) for _ in range(_NUM_PORTS)]
@@ -292,7 +289,6 @@ def _reason(error: OSError) -> str:
 
 
 def _echo(connection: socket.socket, size_bytes: int) -> None:
-    """Send a frame, and wait for its reply."""
     connection.settimeout(_ANSWER_S)
     connection.sendall(FRAME.pack(size_bytes) + bytes(size_bytes))
     receive_exactly(connection, 1)
@@ -355,7 +351,6 @@ def better(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
 def _ask_to_reach(
     hosts: HostSet, listening: Mapping[str, Reply], plan: Mapping[str, Sequence[str]]
 ) -> dict[str, dict[str, Any]]:
-    """Make hosts connect to their targets, and return the results."""
     questions: dict[str, dict[str, Value]] = {}
     for host, others in plan.items():
         targets = [
