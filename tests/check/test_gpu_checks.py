@@ -294,22 +294,23 @@ def bare(**facts):
     return HostFacts("a", values, {}, {})
 
 
-def test_a_driver_that_does_not_answer_is_reported_with_its_error():
-    error = "Driver/library version mismatch"
-    finding = only(find(bare(nvml_error=error)), "gpu-answers")
-    assert error in finding.message
-    assert "reboot" in finding.fix
-
-
-def test_a_card_without_a_driver_is_a_warning():
-    cards = [CARD | {"driver": "nouveau"}, CARD | {"driver": ""}]
-    finding = only(
-        find(bare(files={}, kernel_module="", cards=cards, count=0)), "gpu-answers"
-    )
-    assert finding.severity is WARN
-    assert finding.message.endswith(
-        "2 NVIDIA cards without NVIDIA's driver: they have no driver, nouveau"
-    )
+@pytest.mark.parametrize(
+    ("facts", "severity", "message", "fix"),
+    [
+        ({"nvml_error": "version mismatch"}, FAIL, "NVML does not answer: version mism",
+         "reboot"),
+        ({"files": {}}, FAIL, "the driver is loaded, but there is no file /dev/nvidia0",
+         "docker run --gpus all"),
+        ({"files": {}, "kernel_module": "", "count": 0,
+          "cards": [CARD | {"driver": "nouveau"}, CARD | {"driver": ""}]}, WARN,
+         "2 NVIDIA cards without NVIDIA's driver: they have no driver, nouveau", ""),
+    ],
+)  # fmt: skip
+def test_a_driver_that_does_not_answer_is_reported(facts, severity, message, fix):
+    finding = only(find(bare(**facts)), "gpu-answers")
+    assert finding.severity is severity
+    assert finding.message.startswith(message)
+    assert fix in finding.fix
 
 
 def test_device_files_of_other_jobs_gpus_do_not_matter():

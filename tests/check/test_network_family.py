@@ -172,12 +172,24 @@ def test_interfaces_are_selected_as_in_nccl():
     assert [n for n in ports if chooses("=mlx5_1::0:0", n)] == ["mlx5_1:1"]
 
 
-def test_a_slower_link_is_reported():
-    slow = {"network.interfaces": INTERFACES | {"eth0": ETH0 | {"mbit_per_s": 1000}}}
-    finding = only(fleet_of(3, slow))
-    assert (finding.check, finding.host) == ("link-speed", "n2")
-    assert finding.message == "eth0 runs at 1 Gbit/s"
-    assert finding.usual == "10 Gbit/s on 2 hosts"
+SLOW = {"network.interfaces": INTERFACES | {"eth0": ETH0 | {"mbit_per_s": 1000}}}
+
+
+@pytest.mark.parametrize(
+    ("changed", "check", "message", "usual"),
+    [
+        (SLOW, "link-speed", "eth0 runs at 1 Gbit/s", "10 Gbit/s on 2 hosts"),
+        (port(DOWN), "rdma-port", "mlx5_0:1 is DOWN/Polling",
+         "ACTIVE/LinkUp on 2 hosts"),
+        (port({"mbit_per_s": 200_000}), "rdma-rate", "mlx5_0:1 runs at 200 Gbit/s",
+         "400 Gbit/s on 2 hosts"),
+    ],
+)  # fmt: skip
+def test_a_link_unlike_the_others_is_reported(changed, check, message, usual):
+    finding = only(fleet_of(3, changed, PLAIN | WITH_IB))
+    assert (finding.check, finding.host) == (check, "n2")
+    assert finding.severity == (WARN if check == "link-speed" else FAIL)
+    assert (finding.message, finding.usual) == (message, usual)
 
 
 @pytest.mark.parametrize("kind", ["paravirtual", "wireless"])
@@ -200,14 +212,6 @@ def test_flaps_of_rdma_ports_count_on_the_first_day():
     assert finding.message == "mlx5_0:1 went down 5 times within 24 hours"
     week = {"network.uptime_s": 7 * 86400.0}
     assert not found(fleet_of(2, port({"downs": 500}) | week, PLAIN | WITH_IB))
-
-
-def test_a_port_that_is_up_elsewhere_is_reported():
-    finding = only(fleet_of(3, port(DOWN), PLAIN | WITH_IB))
-    assert (finding.check, finding.host) == ("rdma-port", "n2")
-    assert finding.severity == FAIL
-    assert finding.message == "mlx5_0:1 is DOWN/Polling"
-    assert finding.usual == "ACTIVE/LinkUp on 2 hosts"
 
 
 @pytest.mark.parametrize(
@@ -240,12 +244,6 @@ def test_a_port_that_is_down_everywhere_may_have_no_cable(
 def test_an_excluded_port_is_ignored(variables):
     changed = port(DOWN) | {"network.variables": variables}
     assert not found(fleet_of(3, changed, PLAIN | WITH_IB))
-
-
-def test_a_slower_port_is_reported():
-    finding = only(fleet_of(3, port({"mbit_per_s": 200000}), PLAIN | WITH_IB))
-    assert (finding.check, finding.host) == ("rdma-rate", "n2")
-    assert finding.message == "mlx5_0:1 runs at 200 Gbit/s"
 
 
 @pytest.mark.parametrize(
