@@ -43,12 +43,6 @@ def givers(*checks):
     return {*plan.probes, *(step.name for step in plan.steps)}
 
 
-def test_all_run_for_all_checks():
-    plan = plan_for(all_checks(), ALL)
-    assert plan.probes == tuple(PROBES)
-    assert plan.steps == all_steps()
-
-
 @pytest.mark.parametrize(
     ("words", "probes", "steps"),
     [
