@@ -121,7 +121,7 @@ def _draw_causes(same: Sequence[Finding], width: int) -> str:
 
 
 def draw_unread(unread: Sequence[Unread], width: int = WIDTH) -> str:
-    """Format the reasons that checks could not run, each reason once."""
+    """Format the reasons for checks that could not run, each reason once."""
     hosts = grouped(((each.reason, each.check), each.host) for each in unread)
     groups = grouped(
         ((reason, fold_hosts(names, _MAX_NAMES)), check)

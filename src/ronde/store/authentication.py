@@ -97,7 +97,9 @@ class FrameMac:
         """Return the body of a frame; raise ``StoreError`` if it was changed."""
         body = signed[:-_PROOF_BYTES]
         if not hmac.compare_digest(signed[-_PROOF_BYTES:], self._next(body)):
-            raise StoreError("a message of the store was changed on the way.")
+            raise StoreError(
+                "a message on a connection to the store was changed in transit."
+            )
         return body
 
     def _next(self, body: bytes) -> bytes:
@@ -143,11 +145,11 @@ class ServerSession:
     def _authenticate(self, key: SharedKey, hello: bytes) -> None:
         fields = decode(hello).fields
         if len(fields) != 3 or len(fields[0]) != NONCE_BYTES:
-            raise StoreError("a peer sent no nonce, claim and proof.")
+            raise StoreError("a peer sent a handshake without nonce, claim or proof.")
         nonce, claim, proof = fields
         handshake = HandshakeData(self._greeting, nonce, claim, self._certificate)
         if not hmac.compare_digest(proof, key.prove(b"client", handshake)):
-            raise StoreError("the peer does not belong to this job.")
+            raise StoreError("the peer does not know the key of this job.")
         self.is_trusted, self.claim = True, claim
         self._splitter = Splitter()
         self.unsent += encode(0, (key.prove(b"server", handshake),))
@@ -211,10 +213,10 @@ def read_secret(path: Path) -> bytes:
     is_private = is_file and not found.st_mode & 0o077
     if not is_private or found.st_uid != os.geteuid() or len(content) < _KEY_BYTES:
         raise UsageError(
-            f"{path} must be a file of user {os.geteuid()} with mode 600 and at least "
+            f"{path} must belong to user {os.geteuid()} and have mode 600 and at least "
             f"{_KEY_BYTES} characters, got owner {found.st_uid}, mode "
-            f"{stat.S_IMODE(found.st_mode):o} and {len(content)}. Remove it: ronde "
-            "creates a new one."
+            f"{stat.S_IMODE(found.st_mode):o} and {len(content)} characters. Remove "
+            "it: ronde creates a new one."
         )
     return content
 
