@@ -1,4 +1,4 @@
-"""What whoever measures copies of a GPU must tell of it."""
+"""The form of a GPU's measured copies."""
 
 RATES = ("host_to_device_gb_per_s", "device_to_host_gb_per_s", "device_memory_gb_per_s")
 

@@ -1,4 +1,4 @@
-"""torch with GPUs whose memory is this machine's, for what needs few of its calls."""
+"""A fake torch whose GPUs use this machine's memory; it has only a few functions."""
 
 import math
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ PINNING_REFUSED = 999
 
 
 class FakeRuntime:
-    """CUDA's runtime; remembers what is pinned."""
+    """CUDA's runtime; records the pinned memory."""
 
     def __init__(self, *, pins):
         self.pins = pins
@@ -44,7 +44,7 @@ def _shrunk(size):
 
 
 class FakeTorch:
-    """Has what ``--burn`` takes of torch; what is not here is torch's own.
+    """The part of torch that ``--burn`` uses on GPUs; the rest is torch itself.
 
     Args:
         addresses: Of its GPUs, domain, bus and device each.

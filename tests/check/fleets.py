@@ -30,7 +30,7 @@ def make_check(name, family, severity, judge, *facts, fix="do the right thing"):
 
 
 def alike(fact, title):
-    """Return a judge that finds hosts in which a fact is not what most have."""
+    """Return a judge that finds hosts that differ from most in a fact."""
     return lambda fleet: differing(fleet, fact, title)
 
 
@@ -98,7 +98,7 @@ NO_GPU = "/dev/nvidia0: permission denied; root would help"
 
 
 def make_host(name, *, memlock=64, governor="performance", torch="2.13"):
-    """Return facts of a host; nobody looked at its network, its GPU is unreadable."""
+    """Return facts of a host without network facts and with an unreadable GPU."""
     values = {
         "host.memlock_gib": memlock,
         "host.governor": governor,
@@ -108,6 +108,6 @@ def make_host(name, *, memlock=64, governor="performance", torch="2.13"):
 
 
 def make_fleet(num_hosts, **odd):
-    """Return hosts node1, node2, ...; ``node2={...}`` says what is odd in one."""
+    """Return hosts node1, node2, ...; ``node2={...}`` changes the facts of one."""
     names = [f"node{number}" for number in range(1, num_hosts + 1)]
     return Fleet(tuple(make_host(name, **odd.get(name, {})) for name in names), {})

@@ -40,7 +40,7 @@ H100 = {
 
 
 def refusal(code, reason="NVML says no"):
-    """Return how a record tells that a question was not answered."""
+    """Return a refused answer, as a record has it."""
     return {"error": code, "reason": reason}
 
 
@@ -55,7 +55,7 @@ def healthy(num_gpus=8, **changes):
 
 
 def asking(nvml):
-    """Return what asks ``nvml`` for all GPUs, in this process."""
+    """Return a function that queries all GPUs of ``nvml`` in this process."""
     return lambda count: [ask_gpu(nvml, number) for number in range(count)]
 
 
@@ -79,7 +79,7 @@ class SavedNvml:
 
 
 def record(nvml):
-    """Ask everything; return the answers. A refusal is what ``refusal`` returns."""
+    """Query everything, and return the answers; refusals are those of ``refusal``."""
     host = {q: _answer_of(lambda q=q: nvml.ask_host(q)) for q in HOST_QUESTIONS}
     count = host["count"]
     numbers = range(count if isinstance(count, int) else 0)

@@ -20,7 +20,7 @@ COUNTERS = {
     (CORRECTED, SINCE_LOADED, DRAM): "dram_corrected",
 }
 NUMBERS = {
-    # Function: question, and what of its answer.
+    # Function: question, and the part of its answer.
     "CurrentClocksEventReasons": ("clock_events", None),
     "CurrPcieLinkWidth": ("pcie", "width"),
     "MaxPcieLinkWidth": ("pcie", "max_width"),
@@ -31,7 +31,7 @@ TEXTS = {"Name": "titles", "VbiosVersion": "vbios"}
 
 
 def at(pointer):
-    """Return what a pointer of ``byref`` leads to."""
+    """Return the target of a pointer of ``byref``."""
     return pointer._obj
 
 
@@ -40,7 +40,7 @@ class RefusalError(Exception):
 
 
 class FakeLibrary:
-    """Exports the functions of NVML that are asked.
+    """Exports the functions of NVML that ronde calls.
 
     Args:
         record: See ``nvml_fake``.
@@ -198,7 +198,7 @@ class FakeLibrary:
     def DeviceGetGraphicsRunningProcesses_v3(self, device, count, processes):
         self._list(self._drawing(device), count, processes)
 
-    # The forms differ in what a process is told to be besides.
+    # The forms differ in further fields of a process.
 
     def _drawing(self, device):
         pids = self._desktop if device.number == 0 else ()

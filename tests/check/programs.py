@@ -15,7 +15,7 @@ from ronde.launch import Answer
 WORDS = [sys.executable, "-c", "from ronde.check import main; main()"]
 
 Start = Callable[..., "subprocess.Popen[str]"]
-"""Starts the program: takes the host's name and what ``subprocess.Popen`` takes."""
+"""Starts the program: takes the host's name and the options of ``subprocess.Popen``."""
 
 
 class PipedPrograms:

@@ -17,13 +17,13 @@ from ronde.check import (
 
 SLOT, CARD = "pci0000:5d/0000:5d:01.0", "pci0000:5d/0000:5d:01.0/0000:5e:00.0"
 PORT = f"sys/devices/{CARD}/infiniband/mlx5_0/ports/1"
-EIGHT = "its PCI link has 8 lanes of 32 GT/s"
+EIGHT = "The link runs at 32.0 GT/s PCIe x8 and its most is 32.0 GT/s PCIe x16"
 X16_GEN5 = {"max_link_width": "16", "max_link_speed": "32.0 GT/s PCIe"}
 
 
 @pytest.fixture
 def probe(tmp_path):
-    """Return what reads an adapter of 400 Gbit/s from x16 of generation 5."""
+    """Return a function that reads an adapter of 400 Gbit/s, at x16 of generation 5."""
 
     def read(slot=16, width=16, speed=32, **files):
         now = {
@@ -45,52 +45,27 @@ def probe(tmp_path):
     return read
 
 
-def find(values):
-    fleet = Fleet((HostFacts("a", values, {}, {}),), {})
-    found = judge(fleet, [adapter_pcie]).findings
-    return [(each.severity, each.message) for each in found]
-
-
-def test_a_link_that_carries_its_port_is_no_finding(probe):
-    values = probe()
-    assert list(values["network.pci_links"]) == ["mlx5_0"]
-    assert find(values) == []
-
-
-def test_half_the_lanes_are_found(probe):
-    assert find(probe(width=8)) == [
-        (FAIL, f"mlx5_0: {EIGHT}, 252 Gbit/s, and its port 400 Gbit/s")
-    ]
-
-
-def test_in_a_virtual_machine_it_is_a_warning(probe):
-    guest = {"proc/cpuinfo": "flags : fpu hypervisor"}
-    assert [severity for severity, _ in find(probe(width=8, **guest))] == [WARN]
-
-
-def test_a_slot_with_fewer_lanes_is_how_the_host_was_built(probe):
-    found = find(probe(slot=8, width=8))
-    assert [severity for severity, _ in found] == [WARN]
-
-
-def test_a_slower_generation_is_found(probe):
-    found = find(probe(speed=16))
-    assert [severity for severity, _ in found] == [FAIL]
-    assert "16 lanes of 16 GT/s, 252 Gbit/s" in found[0][1]
-
-
-def test_fewer_lanes_that_are_enough_are_a_warning(probe):
-    assert find(probe(width=8, rate="200 Gb/sec (4X HDR)")) == [
-        (WARN, f"mlx5_0: {EIGHT}, where 16 lanes are possible")
-    ]
+GUEST = {"proc/cpuinfo": "flags : fpu hypervisor"}
+HDR, SDR = {"rate": "200 Gb/sec (4X HDR)"}, {"rate": "10 Gb/sec (4X SDR)"}
 
 
 @pytest.mark.parametrize(
-    "port", [{"state": "1: DOWN"}, {"rate": "10 Gb/sec (4X SDR)"}], ids=["down", "slow"]
+    ("changes", "severity", "message"),
+    [
+        ({}, None, ""),
+        ({"width": 8}, FAIL, f"{EIGHT}. It carries 252 Gbit/s, and the port 400"),
+        ({"width": 8, **GUEST}, WARN, EIGHT),
+        # The slot has no more lanes: the host was built like that.
+        ({"slot": 8, "width": 8}, WARN, "The adapter's port carries 50 GB/s, its PCI"),
+        ({"speed": 16}, FAIL, "The link runs at 16.0 GT/s PCIe x16 and its most is 32"),
+        ({"width": 8, **HDR}, WARN, EIGHT),
+        ({"width": 1, "state": "1: DOWN"}, None, ""),
+        ({"width": 1, **SDR}, None, ""),
+        ({"width": 255}, None, ""),  # unknown
+    ],
 )
-def test_ports_that_are_down_or_slow_are_left_alone(probe, port):
-    assert find(probe(width=1, **port)) == []
-
-
-def test_adapters_without_a_link_are_left_alone(probe):
-    assert probe(width=255)["network.pci_links"] == {}
+def test_a_pci_link_is_compared_with_its_port(probe, changes, severity, message):
+    fleet = Fleet((HostFacts("a", probe(**changes), {}, {}),), {})
+    found = judge(fleet, [adapter_pcie]).findings
+    assert [each.severity for each in found] == [severity] * bool(severity)
+    assert all(each.message.startswith(f"mlx5_0: {message}") for each in found)

@@ -1,4 +1,4 @@
-"""What is left out because no check that is to be made needs it."""
+"""Probes and steps run only if a check needs them."""
 
 import json
 
@@ -20,7 +20,7 @@ from ronde.cli import read_check_request
 ronde = Ronde()
 
 ALL = {"burn_s": 1.0, "bandwidth": "tcp", "files": ["/f"]}
-"""Settings with which every step is asked for."""
+"""Settings with which every step runs."""
 
 
 def planned(*words):
@@ -41,12 +41,6 @@ def givers(*checks):
     """Return the names of the probes and steps that run for some checks."""
     plan = plan_for(checks, ALL)
     return {*plan.probes, *(step.name for step in plan.steps)}
-
-
-def test_all_run_for_all_checks():
-    plan = plan_for(all_checks(), ALL)
-    assert plan.probes == tuple(PROBES)
-    assert plan.steps == all_steps()
 
 
 @pytest.mark.parametrize(
@@ -70,18 +64,18 @@ def test_all_run_for_all_checks():
         ("--skip storage", set(PROBES) - {"storage"}, {"clock", "reaching", "pace"}),
     ],
 )
-def test_what_is_needed_runs_alone(words, probes, steps):
+def test_only_needed_probes_and_steps_run(words, probes, steps):
     assert planned(*words.split()) == (probes, steps)
 
 
 @pytest.mark.parametrize("check", all_checks(), ids=lambda check: check.id)
-def test_what_a_check_needs_is_given(check: Check):
+def test_a_plan_collects_the_facts_of_its_check(check: Check):
     facts = {*check.facts, *check.optional} - {FAILED}
     assert {giver_of(fact) for fact in facts} <= givers(check)
 
 
 class Watched(dict):
-    """Facts that remember which of them were asked for."""
+    """Facts that record which of them were read."""
 
     def __init__(self, values):
         super().__init__(values)
@@ -100,7 +94,7 @@ class Watched(dict):
         return super().get(name, default)
 
 
-def test_no_check_reads_more_than_it_says():
+def test_no_check_reads_undeclared_facts():
     """Of hosts as this machine is, several times."""
     done = ronde("check", "--json")
     (host,) = json.loads(done.stdout)["hosts"]
@@ -111,8 +105,8 @@ def test_no_check_reads_more_than_it_says():
         assert {giver_of(name) for name in asked} <= givers(check), (check.id, asked)
 
 
-def test_nothing_is_started_or_written_for_what_is_left_out(tmp_path):
-    """Whoever makes a file changes its folder's time, even if it is removed."""
+def test_skipped_checks_start_and_write_nothing(tmp_path):
+    """Creating a file changes its folder's time, even if it is removed."""
     words = ("--path", str(tmp_path), "--json")
     before = tmp_path.stat().st_mtime_ns
     for chosen in (("--only", "versions"), ("--skip", "storage")):

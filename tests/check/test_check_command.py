@@ -2,18 +2,14 @@
 
 import json
 import os
-import pty
 import re
 import signal
-import subprocess
-import time
-from contextlib import suppress
 
 import pytest
-from tests.cli.conftest import Ronde, clean_environment
+from tests.cli.conftest import Ronde
 from tests.limits import HANG_S
 
-from ronde.check import Collected, Fleet, HostFacts, all_checks, judge, load_last
+from ronde.check import Collected, HostFacts, all_checks
 from ronde.cli import judge_request, read_check_request
 from ronde.errors import UsageError
 from ronde.launch import parse_hostfile, parse_hosts
@@ -22,7 +18,7 @@ from ronde.render import write_hostfile
 ABSENT = "nosuchhost.invalid"
 HERE = os.uname().nodename
 NO_SSH = ("--ssh-args", "-F /none/ssh_config")
-"""With it ssh ends at once, whatever the network's resolver says of a name."""
+"""With this option ssh ends at once, for any resolver."""
 
 check = Ronde()
 
@@ -33,14 +29,14 @@ def request(*words, environ=None):
 
 @pytest.fixture(scope="module")
 def looked(tmp_path_factory):
-    """Look at this machine once; return what was printed and saved."""
+    """Check this machine once; return the output and the saved file."""
     folder = tmp_path_factory.mktemp("looked")
     saved = folder / "facts.jsonl"
     done = check("check", "--json", "--save", str(saved))
     return done, saved
 
 
-def test_this_machine_is_looked_at(looked):
+def test_this_machine_is_checked(looked):
     done, saved = looked
     assert done.stderr == b""
     reported = json.loads(done.stdout)
@@ -54,16 +50,6 @@ def test_this_machine_is_looked_at(looked):
     assert verdict["ready"] + verdict["warned"] + verdict["not_ready"] == [HERE]
     (line,) = saved.read_text().splitlines()
     assert json.loads(line)["values"]["hosts"] == reported["hosts"]
-
-
-def test_64_such_hosts_are_judged_in_a_second(looked):
-    """CPU time; a fiftieth of it is usual."""
-    (host,) = load_last(looked[1])[1].hosts
-    hosts = [host._replace(host=f"node{number}") for number in range(64)]
-    begun_s = time.process_time()
-    judgement = judge(Fleet(tuple(hosts), {}), all_checks())
-    assert time.process_time() - begun_s < 1.0
-    assert len({host for host, _ in judgement.made}) == 64
 
 
 def test_what_has_changed_since(looked, tmp_path):
@@ -87,7 +73,7 @@ def test_a_table_and_a_verdict():
     assert b"\x1b" not in done.stdout
 
 
-def test_a_host_that_cannot_be_asked_is_a_finding(tmp_path):
+def test_an_unreachable_host_is_a_finding(tmp_path):
     good = tmp_path / "good.txt"
     good.write_text("old\n")
     names = f"localhost:2,{ABSENT}:2"
@@ -104,7 +90,7 @@ def test_a_host_that_cannot_be_asked_is_a_finding(tmp_path):
     )
 
 
-def test_a_host_whose_gpus_cannot_be_asked_ends_with_3():
+def test_a_host_with_unknown_gpus_ends_with_3():
     gpus = {"gpu.count": "neither nvidia-ml-py nor nvidia-smi is here"}
     asked = Collected((HostFacts(HERE, {}, gpus, {}),), ())
     assert judge_request(request("--only", "gpu"), asked).exit_code == 3
@@ -116,7 +102,7 @@ def test_a_host_whose_gpus_cannot_be_asked_ends_with_3():
         assert checked.verdict.is_unread
 
 
-def test_no_host_can_be_asked(tmp_path):
+def test_no_host_answers(tmp_path):
     good = tmp_path / "good.txt"
     done = check("check", "-H", ABSENT, *NO_SSH, "--write-hostfile", str(good))
     assert done.returncode == 3
@@ -131,22 +117,19 @@ def test_no_host_can_be_asked(tmp_path):
     ("words", "why"),
     [
         (["--only", "hots"], r"--only must be .* got 'hots'. Type: host"),
-        (["--only", "zzzzzz"], r"Type: ronde check list"),
         (["--skip", "host-anwsers"], r"got 'host-anwsers'. Type: host-answers"),
         (["--only", "host-answers", "--skip", "host-answers"], "--skip leaves no"),
         (["--burn", "soon"], "--burn: duration must be"),
-        (["--burn", "100d"], "--burn must be at most a day"),
         (["--bandwidth", "pigeon"], "--bandwidth must be auto, tcp, gloo or nccl, got"),
         (["--ranks", "0"], "--ranks must be"),
         (["--path", ""], "must not be empty"),
-        (["--save", "/proc"], "--save must be a file that can be written"),
-        (["--write-hostfile", "/none/good"], "--write-hostfile must be a file"),
+        (["--save", "/proc"], "cannot write the file of --save"),
+        (["--write-hostfile", "/none/good"], "cannot write the file of --write-h"),
         (["-H", "a", "--hostfile", "b"], "cannot be combined with"),
-        (["--hostfile", "/none/hosts"], "--hostfile must be a file"),
         (["node1"], "unexpected word 'node1'. Type: ronde check --help"),
     ],
 )
-def test_what_cannot_be_is_refused(words, why):
+def test_bad_options_are_refused(words, why):
     with pytest.raises(UsageError, match=why):
         request(*words)
 
@@ -154,26 +137,26 @@ def test_what_cannot_be_is_refused(words, why):
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        (["--since", "/none/facts"], b"--since must be a file that can be read"),
+        (["--since", "/none/facts"], b"cannot read the --since file"),
         (["explain", "lockd-memory"], b"explain must be a check's id, got"),
-        (["explain"], b"explain must have one argument"),
-        (["list", "all"], b"list must have no argument"),
+        (["explain"], b"ronde check explain takes one argument"),
+        (["list", "all"], b"ronde check list takes no arguments"),
     ],
 )
-def test_bad_words_end_with_64(words, why):
+def test_a_bad_command_line_ends_with_64(words, why):
     done = check("check", *words)
     assert done.returncode == 64
     assert done.stderr.startswith(b"ronde: " + why)
     assert done.stdout == b""
 
 
-def test_settings_are_what_probes_know():
+def test_options_become_settings_of_probes():
     asked = request(
         *("--path", "data", "--path", "/b", "--file", "f", "--burn", "2m"),
         *("--ranks", "4", "--bandwidth"),
         environ={"NCCL_DEBUG": "INFO"},
     ).settings
-    here = os.getcwd()  # noqa: PTH109 - what the words are relative to
+    here = os.getcwd()  # noqa: PTH109 - the words are relative to it
     assert asked["directory"] == here
     assert request("--chdir", "job").settings["directory"] == f"{here}/job"
     assert asked["paths"] == [f"{here}/data", "/b"]
@@ -183,7 +166,7 @@ def test_settings_are_what_probes_know():
     assert asked["environment"] == {"NCCL_DEBUG": "INFO"}
 
 
-def test_slots_are_ranks_unless_said_otherwise():
+def test_slots_are_the_default_number_of_ranks():
     assert request("-H", "a:2,b:4").settings["num_ranks"] == 4
     assert "num_ranks" not in request("-H", "a,b").settings
 
@@ -221,36 +204,8 @@ def test_help_and_lists():
     assert b"check" in check("--help").stdout
 
 
-def test_progress_is_shown_on_a_terminal():
-    written = on_terminal()
-    assert b"ronde: connecting" in written
-    assert b"x host-answers" in written
-
-
-def on_terminal():
-    """Return what a check of a host that does not answer writes on a terminal."""
-    head, terminal = pty.openpty()
-    words = check.command("check", "-H", ABSENT, *NO_SSH)
-    with subprocess.Popen(
-        words,
-        stdin=subprocess.DEVNULL,
-        stdout=terminal,
-        stderr=terminal,
-        env=clean_environment(),
-    ) as process:
-        os.close(terminal)
-        written = b""
-        # A terminal that nobody holds any more cannot be read.
-        with suppress(OSError):
-            while more := os.read(head, 4096):
-                written += more
-        assert process.wait(HANG_S) == 3
-    os.close(head)
-    return written
-
-
 def test_ctrl_c_ends_it(tmp_path):
-    """A host whose ssh never says a word is being waited for."""
+    """The command waits for a host whose ssh prints nothing."""
     started = tmp_path / "started"
     os.mkfifo(started)
     proxy = f"-o 'ProxyCommand=sh -c \"echo > {started}; exec sleep 60\"'"

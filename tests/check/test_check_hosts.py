@@ -28,7 +28,7 @@ def test_folded(names, folded):
     assert fold_hosts(names) == folded
 
 
-def test_what_is_long_is_counted():
+def test_long_lists_are_counted():
     names = [f"{letter}{number}" for letter in "abcdef" for number in range(3)]
     assert fold_hosts(names, most=2) == "a[0-2], b[0-2] and 12 more"
     odd = [f"n{number}" for number in range(1, 20, 2)]
@@ -44,5 +44,5 @@ NAMES = st.lists(
 
 
 @given(NAMES)
-def test_a_list_of_hosts_says_again_what_was_folded(names):
+def test_folded_hosts_expand_to_the_same_hosts(names):
     assert sorted(expand_list(fold_hosts(names), "test")) == sorted(names)

@@ -1,4 +1,4 @@
-"""Every check says what it is, and the documentation says the same."""
+"""Every check has all its texts, and the documentation has the same."""
 
 import re
 import subprocess
@@ -20,7 +20,7 @@ TOLD = ("title", "reads", "threshold", "source", "fix", "why")
 
 
 @pytest.mark.parametrize("check", all_checks(), ids=lambda check: check.id)
-def test_a_check_says_all_of_itself(check):
+def test_a_check_has_all_its_texts(check):
     lacking = [name for name in TOLD if not getattr(check, name).strip()]
     assert not lacking
     assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", check.id)
@@ -34,20 +34,20 @@ def test_no_two_checks_share_an_id():
     assert not counts.keys() & {str(family) for family in Family}
 
 
-def test_checks_are_made_where_python_drops_their_texts():
+def test_checks_work_without_docstrings():
     words = [sys.executable, "-OO", "-m", "ronde", "check", "list"]
     done = subprocess.run(words, capture_output=True, check=True, timeout=HANG_S)
     listed = re.findall(r"^  (\S+)", done.stdout.decode(), re.MULTILINE)
     assert sorted(listed) == sorted(check.id for check in all_checks())
 
 
-def test_the_page_is_what_the_checks_say():
+def test_the_page_is_up_to_date():
     assert (DOCS / "checks.md").read_text() == draw_page(all_checks()), (
         "type: python scripts/check_pages.py"
     )
 
 
-def test_all_about_one_check():
+def test_one_check_is_explained():
     text = explain_check(CHECKS[0], width=50)
     assert text.splitlines() == [
         "locked-memory: locked-memory is as it should be",
@@ -60,7 +60,7 @@ def test_all_about_one_check():
     ]
 
 
-def test_the_guide_names_what_there_is(capsys):
+def test_the_guide_names_existing_options_and_checks(capsys):
     assert main(["check", "--help"]) == 0
     known = set(re.findall(r"(?<!\S)--[a-z-]+", capsys.readouterr().out))
     guide = (DOCS / "check.md").read_text()

@@ -1,4 +1,4 @@
-"""``--expect``: what the user says that each host has."""
+"""``--expect``: the equipment that each host must have."""
 
 import pytest
 from tests.check.test_network_family import ETH0
@@ -28,7 +28,7 @@ def find(words, **changes):
 
 
 @pytest.mark.parametrize("words", ["8xH100,8x400G,2TiB", "8xh100", "4x200Gb/s", ""])
-def test_what_is_there_is_no_finding(words):
+def test_expected_equipment_is_no_finding(words):
     assert find(words) == []
 
 
@@ -65,7 +65,7 @@ def test_less_memory_is_found():
     ]
 
 
-def test_the_words_may_be_a_file(tmp_path):
+def test_the_value_may_be_a_file(tmp_path):
     file = tmp_path / "node.txt"
     file.write_text("8xH100  # SXM\n\n8x400G, 2TiB\n")
     assert read_expected(str(file)) == read_expected("8xH100,8x400G,2TiB")
@@ -87,13 +87,13 @@ def test_a_rate_between_hosts_is_measured(word, gb_per_s):
     settings = read_check_request([*words, "-H", "a,b"], {}).settings
     assert settings["expected"]["gb_per_s"] == pytest.approx(gb_per_s)
     assert settings["bandwidth"] == "auto"
-    with pytest.raises(UsageError, match="must go with two hosts or more"):
+    with pytest.raises(UsageError, match="but there is only one host"):
         read_check_request(words, {})
 
 
 @pytest.mark.parametrize(
     "words", ["", "8", "H100", "10G/s", "4GB/s,1GB/s", "8xH100,4xA100", "8x", "x400G,"]
 )
-def test_other_words_are_an_error(words):
+def test_bad_values_are_refused(words):
     with pytest.raises(UsageError, match=r"--expect must name .* Type, for example"):
         read_expected(words)

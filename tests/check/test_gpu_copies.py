@@ -1,10 +1,10 @@
-"""What a GPU copies; the GPU is this machine's memory."""
+"""Copies of a GPU, which uses this machine's memory."""
 
 import os
 from types import SimpleNamespace
 
 import pytest
-from tests.check.copies_suite import RATES, check_copies
+from tests.check.copies_suite import RATES
 from tests.check.cuda_fake import PINNING_REFUSED, FakeTorch
 
 from ronde.check import Rounds, address_of, measure_copies, measure_gpu, staying_near
@@ -50,13 +50,7 @@ def test_rounds_that_warm_up_do_not_count():
     assert rates["host_to_device_gb_per_s"] == 8.0
 
 
-def test_rounds_go_on_for_their_time():
-    stopwatch = Stopwatch(*[1e-6] * 10, 0.5e-6, then_s=1e-6)
-    rates, _, _ = measure(stopwatch, measured_s=10.5e-6)
-    assert rates["host_to_device_gb_per_s"] == 16.0
-
-
-def test_it_is_the_data_that_is_copied():
+def test_copies_copy_the_data():
     _, host, (source, target) = measure(Stopwatch(then_s=1e-6))
     assert torch.equal(host, torch.arange(1000).to(torch.uint8))
     assert torch.equal(source[:1000], host)
@@ -66,13 +60,13 @@ def test_it_is_the_data_that_is_copied():
 # Which GPU
 
 
-def test_an_address_of_cuda_is_spelt_as_the_kernel_writes_it():
+def test_an_address_of_cuda_is_formatted_as_in_sysfs():
     properties = SimpleNamespace(pci_domain_id=1, pci_bus_id=0xC2, pci_device_id=0)
     assert address_of(properties) == "0001:c2:00.0"
     assert address_of(SimpleNamespace(name="of an older torch")) == ""
 
 
-def test_this_thread_stays_next_to_the_gpu_and_comes_back(tmp_path):
+def test_a_thread_is_bound_next_to_its_gpu_and_released(tmp_path):
     before = os.sched_getaffinity(0)
     own = tmp_path / "sys/bus/pci/devices" / ADDRESS
     own.mkdir(parents=True)
@@ -84,7 +78,7 @@ def test_this_thread_stays_next_to_the_gpu_and_comes_back(tmp_path):
 
 
 @pytest.mark.parametrize("address", ["", "0000:ff:00.0"])
-def test_a_gpu_that_is_nowhere_is_near_no_cpu(tmp_path, address):
+def test_an_unknown_gpu_is_near_no_cpu(tmp_path, address):
     before = os.sched_getaffinity(0)
     with staying_near(address, str(tmp_path)) as is_near:
         assert not is_near
@@ -94,17 +88,11 @@ def test_a_gpu_that_is_nowhere_is_near_no_cpu(tmp_path, address):
 # All of it
 
 
-def test_a_gpu_is_examined_and_nothing_stays_pinned():
-    fake = FakeTorch(FIRST, SECOND)
-    check_copies(measure_gpu(fake, 1))
-    assert fake.runtime.pinned == {}
-
-
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
         ({"memory_bytes": 1 << 17}, "CUDA out of memory."),
-        ({"pins": False}, f"cannot be pinned: CUDA's error {PINNING_REFUSED}"),
+        ({"pins": False}, f"cannot pin host memory: CUDA error {PINNING_REFUSED}"),
     ],
 )
 def test_a_gpu_that_does_not_copy_is_reported(given, reason):

@@ -1,4 +1,4 @@
-"""Facts of GPUs: NVML's answers as facts, and what a saved tree of the kernel shows."""
+"""Facts of GPUs from NVML, and from a saved tree of the kernel."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pynvml
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from tests.check.nvml_fake import SavedNvml, asking, healthy, refusal
 from tests.check.nvml_library import FakeLibrary
 from tests.limits import HANG_S
@@ -28,7 +28,6 @@ from ronde.check import (
     read_acs,
     read_direct_rdma,
     read_is_virtual,
-    read_module,
     read_xids,
     store_answers,
 )
@@ -36,11 +35,6 @@ from ronde.check import (
 ROOT = Path(__file__).parents[2]
 NOT_SUPPORTED, NO_PERMISSION, LOST, RESET, UNKNOWN = 3, 4, 15, 16, 999
 VERSION_MISMATCH = 18
-CLOSED = (
-    "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56\n"
-    "GCC version:  gcc version 12.3.0\n"
-)
-OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  560.35.03  Release"
 CARD, BRIDGE, PORT = "0000:1b:00.0", "0000:1a:00.0", "0000:19:01.0"
 ACS_REDIRECTION = 0x1D
 
@@ -96,36 +90,12 @@ def config(control):
 # NVML's answers
 
 
-def test_answers_become_facts_in_the_order_of_gpus():
-    reading = keep(healthy(3, margin_celsius=7))
-    assert reading.unreadable == {}
-    assert reading.values["gpu.count"] == 3
-    assert reading.values["gpu.margin_celsius"] == [50, 50, 7]
-    assert reading.values["gpu.lost"] == ["", "", ""]
-    assert reading.values.keys() == set(ALL_ANSWERS)
-
-
-def test_what_one_gpu_does_not_report_leaves_the_others():
-    reading = keep(healthy(2, vbios=refusal(UNKNOWN, "Unknown Error")))
-    assert reading.unreadable == {"gpu.vbios": "of GPU 1: Unknown Error"}
-    assert reading.values["gpu.vbios"] == ["96.00.74.00.01", None]
-
-
-@pytest.mark.parametrize("code", [LOST, RESET])
-def test_a_gpu_that_is_gone_is_reported_once_and_not_as_unreadable(code):
-    record = healthy(2)
-    record["gpus"][1] = {q: refusal(code, "GPU is lost") for q in GPU_QUESTIONS}
-    reading = keep(record)
-    assert reading.values["gpu.lost"] == ["", "GPU is lost"]
-    assert reading.unreadable == {}
-
-
 @given(
     st.dictionaries(
         st.sampled_from(list(GPU_QUESTIONS)), st.integers(1, 1000).map(refusal)
     )
 )
-def test_whatever_is_refused_every_fact_is_reported_or_unreadable(refused):
+def test_each_fact_is_reported_or_unreadable(refused):
     reading = keep(healthy(2, **refused))
     assert reading.values.keys() | reading.unreadable.keys() == set(ALL_ANSWERS)
     for name in refused:
@@ -156,7 +126,7 @@ def use_library(monkeypatch, tmp_path):
     return use
 
 
-def test_what_the_driver_answers_becomes_facts(use_library):
+def test_answers_become_facts(use_library):
     use_library(record=healthy(2, margin_celsius=-1))
     reading = FactReader({})
     ask_driver(reading)
@@ -164,9 +134,9 @@ def test_what_the_driver_answers_becomes_facts(use_library):
     assert reading.unreadable == {}
 
 
-# Error 999 is unknown, 8 a power cable, 10 and 11 a time-out and an interrupt.
-@pytest.mark.parametrize("code", [LOST, RESET, UNKNOWN, 8, 10, 11])
-def test_a_gpu_without_a_handle_is_lost_and_none_but_it(use_library, code):
+# Error 8 is a power cable, 11 an interrupt.
+@pytest.mark.parametrize("code", [LOST, 8, 11])
+def test_only_a_gpu_without_a_handle_is_lost(use_library, code):
     use_library(record=healthy(4), gone={2: code})
     reading = FactReader({})
     ask_driver(reading)
@@ -179,7 +149,7 @@ def test_a_gpu_without_a_handle_is_lost_and_none_but_it(use_library, code):
     assert reading.unreadable == {}
 
 
-def test_a_gpu_that_may_not_be_asked_is_not_lost(use_library):
+def test_a_gpu_without_permission_is_not_lost(use_library):
     use_library(record=healthy(2), gone={1: NO_PERMISSION})
     reading = FactReader({})
     ask_driver(reading)
@@ -193,7 +163,7 @@ def test_a_driver_that_does_not_start_makes_all_unreadable(use_library):
     reading = FactReader({})
     ask_driver(reading)
     assert reading.unreadable.keys() == set(ALL_ANSWERS)
-    # What is judged by these words tells the user to reboot.
+    # The check recognises these words, and advises a reboot.
     assert "version mismatch" in reading.values["gpu.nvml_error"]
 
 
@@ -208,7 +178,7 @@ def test_a_gpu_that_hangs_the_driver_leaves_the_facts_of_the_others(use_library)
     assert reading.unreadable == {}
 
 
-def test_an_answer_that_breaks_a_process_is_none_and_no_gpu_is_lost(use_library):
+def test_a_crashed_query_makes_no_gpu_lost(use_library):
     broken = healthy(2, margin_celsius="nine")
     use_library(record=broken)
     reading = FactReader({})
@@ -219,15 +189,6 @@ def test_an_answer_that_breaks_a_process_is_none_and_no_gpu_is_lost(use_library)
 
 
 # The kernel
-
-
-@pytest.mark.parametrize(
-    ("text", "version"),
-    [(CLOSED, "550.54.15"), (OPEN, "560.35.03 (open)"), ("", ""), ("NVRM", "")],
-)
-def test_the_module_reports_its_version(tmp_path, text, version):
-    write(tmp_path, "proc/driver/nvidia/version", text)
-    assert read_module(str(tmp_path)) == version
 
 
 def test_files_that_cannot_be_opened_are_reported(tmp_path):
@@ -250,7 +211,7 @@ def open_here(path):
     return str(path) in [os.path.realpath(each) for each in descriptors]
 
 
-def test_files_are_held_open_so_that_the_driver_stays_with_its_gpus(tmp_path):
+def test_device_files_are_held_open(tmp_path):
     write(tmp_path, "dev/nvidia0")
     with opened_files(str(tmp_path)):
         assert open_here(tmp_path / "dev/nvidia0")
@@ -302,7 +263,7 @@ JOURNAL = """\
     reason="a /dev/kmsg of one's own needs root and unshare",
 )
 @pytest.mark.parametrize("journal", [JOURNAL, ""], ids=["whole", "empty"])
-def test_where_the_log_is_closed_the_journal_is_read(tmp_path, journal):
+def test_the_journal_replaces_an_unreadable_log(tmp_path, journal):
     begun = int(time.time()) - 3600
     write(tmp_path, "bin/journalctl", f"#!/bin/sh\ncat {tmp_path}/journal\n")
     (tmp_path / "bin/journalctl").chmod(0o755)
@@ -336,7 +297,7 @@ def test_where_the_log_is_closed_the_journal_is_read(tmp_path, journal):
 )
 def test_the_log_has_a_clock_that_no_container_changes():
     code = "from ronde.topology.kernel_log import read_clock_s; print(read_clock_s(''))"
-    # Here /proc/uptime says that the host has been up for years.
+    # Here the host has been up for years, according to /proc/uptime.
     command = ["unshare", "--time", "--boottime", "100000000", sys.executable, "-c"]
     begun_s = time.monotonic()
     done = subprocess.run(
@@ -356,7 +317,7 @@ def test_the_log_has_a_clock_that_no_container_changes():
         ("560.35 (open)", "5.4.0", False, ""),
     ],
 )
-def test_adapters_reach_memory_in_two_ways(tmp_path, module, kernel, peermem, way):
+def test_gpudirect_rdma_has_two_methods(tmp_path, module, kernel, peermem, way):
     write(tmp_path, "proc/sys/kernel/osrelease", kernel)
     write(tmp_path, "sys/class/infiniband/mlx5_0/device/vendor", "0x15b3\n")
     write(tmp_path, "sys/class/infiniband/rxe0/ports/1/state", "4: ACTIVE")
@@ -370,13 +331,7 @@ def test_acs_is_found_on_the_bridge_that_has_it(tmp_path):
     assert read_acs(str(tmp_path), [CARD]) == [PORT]
 
 
-def test_acs_that_is_off_is_not_found(tmp_path):
-    # Translation blocking alone leaves traffic where it is.
-    plug_card(tmp_path, control=0x02)
-    assert read_acs(str(tmp_path), [CARD]) == []
-
-
-def test_what_only_root_may_read_is_unreadable(tmp_path):
+def test_registers_for_root_are_unreadable(tmp_path):
     plug_card(tmp_path, ACS_REDIRECTION)
     own = tmp_path / "sys/bus/pci/devices" / PORT / "config"
     own.write_bytes(own.read_bytes()[:64])
@@ -395,33 +350,12 @@ def test_a_virtual_machine_needs_acs(tmp_path):
     ("vendor", "product", "is_virtual"),
     [
         ("QEMU", "KVM Virtual Machine", True),
-        ("Amazon EC2", "g5g.xlarge", True),
         ("Amazon EC2", "g5g.metal", False),
-        ("Microsoft Corporation", "Virtual Machine", True),
-        ("Supermicro", "ARS-111GL-NHR", False),
         ("", "", False),
     ],
 )
-def test_cpus_without_flags_leave_it_to_the_firmware(
-    tmp_path, vendor, product, is_virtual
-):
+def test_the_firmware_names_virtual_machines(tmp_path, vendor, product, is_virtual):
     write(tmp_path, "proc/cpuinfo", "processor : 0\nFeatures\t: fp asimd\n")
     write(tmp_path, "sys/class/dmi/id/sys_vendor", f"{vendor}\n")
     write(tmp_path, "sys/class/dmi/id/product_name", f"{product}\n")
     assert read_is_virtual(str(tmp_path)) is is_virtual
-
-
-PLACES = st.sampled_from([0, 0x20, 0x100, 0x140, 0x148, 0xFF8, 0xFFC])
-
-
-@settings(deadline=None)
-@given(chain=st.dictionaries(PLACES, st.tuples(PLACES, st.integers(0xC, 0xE))))
-def test_no_registers_hang_the_reader(tmp_path_factory, chain):
-    root = tmp_path_factory.mktemp("bus")
-    plug_card(root)
-    registers = bytearray(4096)
-    for place, (following, number) in chain.items():
-        struct.pack_into("<I", registers, place, number | following << 20)
-    own = root / "sys/bus/pci/devices" / PORT / "config"
-    own.write_bytes(registers)
-    assert read_acs(str(root), [CARD]) in ([], [PORT])

@@ -48,7 +48,7 @@ def test_all_pairs_are_measured_both_ways():
     assert all(rate > 0 for rate in found.values())
 
 
-def test_what_does_not_arrive_is_no_rate():
+def test_changed_data_has_no_rate():
     found = measure_pairs(make_torch(broken="cuda:1"), 3, QUICK)
     assert (found["0-1"], found["1-2"]) == (0, 0)
     assert found["0-2"] > 0
@@ -86,7 +86,6 @@ def test_wrong_bytes_are_a_failure():
 @pytest.mark.parametrize(
     "values",
     [
-        {"gpu.count": 0, "versions.torch_build": "CUDA 12.8"},
         {"gpu.count": 1, "versions.torch_build": "CUDA 12.8"},
         {"gpu.count": 8, "versions.torch_build": "CPU"},
         {},
@@ -98,9 +97,3 @@ def test_one_host_without_two_gpus_for_torch_has_nothing_to_pair(values):
     run_step("GPU pairs", hosts)
     (unread,) = judge(Fleet((hosts.facts["a"],), {}), [gpu_pair_speed]).unread
     assert unread.reason.startswith("torch cannot use two GPUs here; name more")
-
-
-def test_of_several_hosts_one_without_gpus_is_no_complaint():
-    hosts = HostSet(None, {"a": "", "b": ""}, {})
-    run_step("GPU pairs", hosts)
-    assert hosts.facts["a"].unreadable == {}

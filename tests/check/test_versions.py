@@ -1,4 +1,4 @@
-"""What is installed on hosts: read from files, and judged among hosts."""
+"""Installed software: read from files, and compared between hosts."""
 
 from importlib.metadata import version
 from typing import Any
@@ -60,8 +60,13 @@ def found(of):
     ]
 
 
-def test_this_host_reports_all_its_facts():
+def test_this_host_reports_all_its_facts_without_secrets(monkeypatch):
+    monkeypatch.setenv("RONDE_API_KEY", "hunter2")
+    monkeypatch.setenv("NCCL_PROXY", "https://me:hunter2@host/")
     outcome = run_probes({"versions": PROBES["versions"]}, {})["versions"]
+    environment = outcome.values["versions.environment"]
+    assert {"RONDE_API_KEY", "NCCL_PROXY"} <= set(environment)
+    assert "hunter2" not in str(outcome)
     assert outcome.failure == ""
     assert set(outcome.values) == set(HEALTHY) - {"torch.import_error"}
     assert outcome.unreadable == {}
@@ -74,26 +79,6 @@ def test_a_healthy_fleet_gives_no_findings():
         assert found(fleet(*NOTHING * size)) == []
 
 
-def test_a_fleet_without_gpus_or_torch_says_only_that_there_is_no_torch():
-    bare: dict[str, Any] = {
-        "torch": ABSENT,
-        "torch_build": ABSENT,
-        "nccl": ABSENT,
-        "driver": ABSENT,
-        "packages": {},
-        "environment": {},
-        "torch.import_error": "ModuleNotFoundError: No module named 'torch'",
-    }
-    findings = found(fleet(bare, bare, bare))
-    assert {(f.check, f.severity) for f in findings} == {
-        ("torch-installed", Severity.FAIL)
-    }
-    assert findings[0].message == (
-        "/usr/bin/python3 cannot import torch: ModuleNotFoundError: No module named "
-        "'torch'"
-    )
-
-
 PIP = "/usr/bin/python3 -m pip install "
 
 
@@ -101,12 +86,6 @@ PIP = "/usr/bin/python3 -m pip install "
     ("error", "changes", "fix"),
     [
         ("ModuleNotFoundError: No module named 'torch'", {}, f"{PIP}torch==2.13.0"),
-        ("OSError: libcudnn.so.9", {}, f"{PIP}torch==2.13.0"),
-        (
-            "/lib/torch has no __init__.py",
-            {"packages": {"torch": "2.13.0"}},
-            f"{PIP}--force-reinstall torch==2.13.0",
-        ),
         (
             "ModuleNotFoundError: No module named 'torch._C'",
             {"packages": {"torch": "2.13.0"}},
@@ -134,7 +113,7 @@ def test_torch_that_cannot_be_imported_is_a_fault_with_its_cure(error, changes, 
     assert findings[0].fix.startswith(fix)
 
 
-def test_what_an_import_ends_in_is_the_answer(tmp_path, monkeypatch):
+def test_the_error_of_an_import_is_reported(tmp_path, monkeypatch):
     """One of each, by the probe itself: with torch's name, before the real one."""
     (tmp_path / "left_over_a").mkdir()
     texts = {
@@ -191,7 +170,7 @@ def test_the_one_of_three_that_differs_is_named(fact, value, check, severity):
     assert not {"VERSION", "FOLDER", "INTERFACE"}.intersection(finding.fix.split())
 
 
-def test_packages_that_differ_are_reported_together_and_not_without_end():
+def test_different_packages_are_reported_together():
     usual = {f"p{n}": "1.0" for n in range(9)}
     other = usual | {f"p{n}": "2.0" for n in range(5)}
     (finding,) = found(
@@ -206,11 +185,6 @@ def test_packages_that_differ_are_reported_together_and_not_without_end():
     ("environment", "what", "usual"),
     [
         ({"NCCL_DEBUG": "WARN", "A": ""}, "A=", "(not set) on 2 hosts"),
-        (
-            {"NCCL_DEBUG": "WARN", "NCCL_ALGO": "Ring", "NCCL_IB_HCA": "x"},
-            "NCCL_ALGO=Ring, NCCL_IB_HCA=x",
-            "(not set) on 2 hosts",
-        ),
         (
             {"NCCL_ALGO": "Ring"},
             "NCCL_ALGO=Ring, NCCL_DEBUG=(not set)",
@@ -252,12 +226,12 @@ hip: Optional[str] = {hip}
         ("None", "None", "CPU"),
     ],
 )
-def test_torch_reports_what_it_was_built_for(tmp_path, cuda, hip, build):
+def test_the_build_of_torch_is_read(tmp_path, cuda, hip, build):
     (tmp_path / "version.py").write_text(VERSION_FILE.format(cuda=cuda, hip=hip))
     assert read_torch(tmp_path) == ("2.9.0+cu126", build)
 
 
-def test_packages_are_known_by_the_names_of_their_directories(tmp_path):
+def test_packages_are_read_from_directory_names(tmp_path):
     first, second = tmp_path / "first", tmp_path / "second"
     for name in (
         "first/PyYAML-6.0.3.dist-info",
@@ -282,33 +256,13 @@ def test_packages_are_known_by_the_names_of_their_directories(tmp_path):
     assert find_nccl({}) == ABSENT
 
 
-def test_a_torch_that_was_cut_off_is_unreadable_and_the_rest_is_reported(tmp_path):
+def test_a_truncated_version_file_is_unreadable(tmp_path):
     (tmp_path / "version.py").write_text("__version__ = '2.13.0'\ncuda: str = (")
     with pytest.raises(UnreadableError, match="reinstall torch"):
         read_torch(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("text", "driver"),
-    [
-        (
-            "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19\n",
-            "NVIDIA 535.104.05",
-        ),
-        (
-            "NVRM version: NVIDIA UNIX Open Kernel Module for arm64  570.86.15\nGCC\n",
-            "NVIDIA 570.86.15",
-        ),
-    ],
-)
-def test_the_driver_reports_its_version(tmp_path, text, driver):
-    path = tmp_path / "proc/driver/nvidia/version"
-    path.parent.mkdir(parents=True)
-    path.write_text(text)
-    assert read_driver(str(tmp_path)) == driver
-
-
-def test_a_driver_of_amd_a_strange_one_and_none(tmp_path):
+def test_versions_of_drivers(tmp_path):
     assert read_driver(str(tmp_path)) == ABSENT
     amd = tmp_path / "sys/module/amdgpu/version"
     amd.parent.mkdir(parents=True)
@@ -316,12 +270,14 @@ def test_a_driver_of_amd_a_strange_one_and_none(tmp_path):
     assert read_driver(str(tmp_path)) == "amdgpu 6.8.5"
     nvidia = tmp_path / "proc/driver/nvidia/version"
     nvidia.parent.mkdir(parents=True)
+    nvidia.write_text("NVRM version: NVIDIA UNIX Open Kernel Module  570.86.15\nGCC\n")
+    assert read_driver(str(tmp_path)) == "NVIDIA 570.86.15"
     nvidia.write_text("something else\n")
     with pytest.raises(UnreadableError, match="something else"):
         read_driver(str(tmp_path))
 
 
-def test_settings_are_those_that_ranks_would_find():
+def test_settings_are_those_of_ranks():
     own = {
         "NCCL_DEBUG": "WARN",
         "NCCL_ALGO": "Ring",
@@ -336,12 +292,3 @@ def test_settings_are_those_that_ranks_would_find():
         "NCCL_ALGO": "Ring",
         "NCCL_DEBUG": "INFO",
     }
-
-
-def test_secrets_are_not_among_the_facts(monkeypatch):
-    monkeypatch.setenv("RONDE_API_KEY", "hunter2")
-    monkeypatch.setenv("NCCL_PROXY", "https://me:hunter2@host/")
-    outcome = run_probes({"versions": PROBES["versions"]}, {})["versions"]
-    environment = outcome.values["versions.environment"]
-    assert {"RONDE_API_KEY", "NCCL_PROXY"} <= set(environment)
-    assert "hunter2" not in str(outcome)

@@ -1,4 +1,4 @@
-"""The job's store means what torch's stores mean, alone and under ``PrefixStore``."""
+"""The job's store behaves like torch's stores, alone and under ``PrefixStore``."""
 
 import socket
 import threading
@@ -9,7 +9,7 @@ from random import Random
 import pytest
 from tests.limits import HANG_S
 from tests.ranks import job_store
-from torch.distributed import HashStore, PrefixStore, ProcessGroupGloo, TCPStore
+from torch.distributed import HashStore, PrefixStore, TCPStore
 
 from ronde.collectives import RendezvousStore, remote_store, store_at
 from ronde.errors import StoreError
@@ -52,7 +52,7 @@ def stores(kind):
 
 @contextmanager
 def network_store(**limits):
-    """Answer on a port of the loopback for those who know the key; yield the port."""
+    """Serve clients with the key on a port of the loopback; yield the port."""
     listener = socket.create_server((HERE, 0))
     server = serve_network(listener, SharedKey(KEY), 64, **limits)
     try:
@@ -74,7 +74,7 @@ def pair(request, bare):
     return tuple(PrefixStore("a", PrefixStore("b", store)) for store in bare)
 
 
-def test_what_one_sets_the_other_gets(pair):
+def test_values_are_shared(pair):
     one, other = pair
     one.set("key", "text")
     assert other.get("key") == b"text"
@@ -85,13 +85,13 @@ def test_what_one_sets_the_other_gets(pair):
     assert not one.check(["key", "another"])
 
 
-def test_numbers_are_counted_by_all(pair):
+def test_numbers_are_added(pair):
     one, other = pair
     assert [one.add("n", 1), other.add("n", 5), one.add("n", -2)] == [1, 6, 4]
     assert other.get("n") == b"4"
 
 
-def test_compare_set_sets_what_was_expected_alone(pair):
+def test_compare_set_sets_only_expected_values(pair):
     one, other = pair
     assert one.compare_set("key", "", "first") == b"first"
     assert other.compare_set("key", "no", "second") == b"first"
@@ -122,7 +122,7 @@ def test_several_at_once(bare):
     assert one.has_extended_api()
 
 
-def test_who_waits_is_answered_when_all_keys_are_there(pair):
+def test_wait_returns_when_all_keys_exist(pair):
     one, other = pair
     done = threading.Event()
 
@@ -139,7 +139,7 @@ def test_who_waits_is_answered_when_all_keys_are_there(pair):
     assert done.is_set()
 
 
-def test_waiting_ends_with_an_error_in_time(pair):
+def test_waiting_times_out(pair):
     one, _ = pair
     with pytest.raises(RuntimeError, match=r"(?i)timeout"):
         one.wait(["never"], SOON)
@@ -147,14 +147,7 @@ def test_waiting_ends_with_an_error_in_time(pair):
     assert one.get("after") == b""
 
 
-def test_get_waits_as_long_as_the_store_does(bare):
-    one, _ = bare
-    one.set_timeout(SOON)
-    with pytest.raises(RuntimeError, match=r"(?i)timeout"):
-        one.get("never")
-
-
-def test_who_waits_keeps_no_thread_off():
+def test_a_wait_blocks_no_other_thread():
     """Not even with the very same object; torch's own needs a clone for that."""
     with job_store() as path:
         store = store_at(path, HANG_S)
@@ -169,36 +162,12 @@ def test_who_waits_keeps_no_thread_off():
         assert not any(thread.is_alive() for thread in threads)
 
 
-def make_groups(claim):
-    """Several groups at once, from threads, by one object."""
-    store = store_at(claim.store, HANG_S)
-
-    def make(number):
-        prefix = PrefixStore(f"group{number}", store)
-        limit = timedelta(seconds=HANG_S)
-        group = ProcessGroupGloo(prefix, claim.rank, claim.size, limit)
-        group.barrier().wait()
-        made.append(number)
-
-    made = []
-    threads = [threading.Thread(target=make, args=(n,)) for n in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(HANG_S)
-    return sorted(made)
-
-
-def test_groups_of_torchs_are_made_by_it_from_several_threads(run_ranks_bare):
-    assert run_ranks_bare(3, make_groups) == [[0, 1, 2]] * 3
-
-
 def ask(state, client, kind, *fields):
     replies = state.handle(client, encode(kind, fields)[4:])
     return [(each, decode(reply[4:])) for each, reply in replies]
 
 
-def test_a_groups_places_are_asked_for_many_at_once():
+def test_addresses_of_a_group_are_fetched_together():
     class Counting(HashStore):
         num_asked = 0
 
@@ -216,7 +185,7 @@ def test_a_groups_places_are_asked_for_many_at_once():
     assert counting.num_asked == 3
 
 
-def test_what_is_kept_is_bounded():
+def test_the_content_is_bounded():
     state = StoreState(Limits(key_bytes=10, value_bytes=100, total_bytes=1000))
     for fields in ((b"k" * 11, b""), (b"k", b"v" * 101)):
         ((_, reply),) = ask(state, 1, Op.SET, *fields)
@@ -229,7 +198,7 @@ def test_what_is_kept_is_bounded():
     assert ask(state, 1, Op.ADD, b"new", b"1")[0][1].kind == 1  # it is no number
 
 
-def test_who_leaves_is_forgotten_and_answered_no_more():
+def test_a_disconnected_client_gets_no_reply():
     state = StoreState()
     assert ask(state, "gone", Op.WAIT, b"a", b"b") == []
     assert ask(state, "here", Op.WAIT, b"a") == []
@@ -241,17 +210,17 @@ def test_who_leaves_is_forgotten_and_answered_no_more():
     assert [c for c, _ in ask(state, "setter", Op.SET, b"b", b"1")] == ["setter"]
 
 
-def test_when_it_is_cleared_who_waits_is_refused_and_it_goes_on_empty():
+def test_clear_refuses_waiting_clients():
     state = StoreState(Limits(total_bytes=1000))
     ask(state, "setter", Op.SET, b"a", b"v" * 700)
     assert ask(state, "waits", Op.GET, b"a", b"b") == []
     assert ask(state, "waits too", Op.WAIT, b"b", b"c") == []
     refused = [(client, decode(reply[4:])) for client, reply in state.clear()]
     assert [client for client, _ in refused] == ["waits", "waits too"]
-    assert all(r.kind == 1 and b"dropped" in r.fields[0] for _, r in refused)
+    assert all(r.kind == 1 and b"cleared" in r.fields[0] for _, r in refused)
     assert state.clear() == []
     assert ask(state, "waits", Op.COUNT)[0][1].fields == (b"0",)
-    # Nobody waits any more, and there is room as at first.
+    # No client waits now, and there is room as at first.
     for name in (b"a", b"b", b"c"):
         assert len(ask(state, "setter", Op.SET, name, b"")) == 1
     assert ask(state, "setter", Op.SET, b"a", b"v" * 190)[0][1].kind == 0
@@ -270,12 +239,12 @@ def test_when_it_is_cleared_who_waits_is_refused_and_it_goes_on_empty():
         b"\x02\xff\xff\xff\xffa",
     ],
 )
-def test_what_is_no_request_is_refused(body):
+def test_bad_requests_are_refused(body):
     with pytest.raises(StoreError):
         StoreState().handle(1, body)
 
 
-def test_frames_come_out_however_they_are_cut():
+def test_frames_are_split_at_any_boundary():
     drawing = Random(7)
     bodies = [drawing.randbytes(drawing.randrange(1, 300)) for _ in range(200)]
     stream = b"".join(len(b).to_bytes(4, "big") + b for b in bodies)
@@ -293,7 +262,7 @@ def test_an_impossible_length_is_refused_at_once(length):
         Splitter().feed(length.to_bytes(4, "big"))
 
 
-def test_rubbish_ends_its_own_connection_alone():
+def test_bad_data_ends_only_its_connection():
     with job_store() as path:
         store = store_at(path, HANG_S)
         store.set("key", "value")
@@ -304,7 +273,7 @@ def test_rubbish_ends_its_own_connection_alone():
         assert store.get("key") == b"value"
 
 
-def test_a_rank_that_cannot_come_to_the_socket_is_told_what_it_needs(tmp_path):
+def test_a_missing_socket_is_explained(tmp_path):
     """As one in a container that does not share ``/tmp`` with its launcher."""
     store = store_at(str(tmp_path / "store"), HANG_S)
     with pytest.raises(StoreError, match=r"share /tmp with its launcher") as caught:

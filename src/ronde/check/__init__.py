@@ -1,4 +1,4 @@
-"""Checks that hosts are ready for training: collect facts, then compare all hosts."""
+"""Check that hosts are ready for training: collect facts, and compare the hosts."""
 
 from ronde.lazy_exports import lazy_exports
 

@@ -1,14 +1,15 @@
 """Measurements with torch: matrix products and GPU copies.
 
-``--burn`` runs a long matrix product on all processors, then copies to and from each
-GPU; ``--bandwidth`` copies between the GPUs of a host. Each runs in its own process.
+``--burn`` multiplies matrices on all CPUs and GPUs, then measures the copies of each
+GPU. ``--bandwidth`` measures copies between the GPUs of a host. Each measurement runs
+in its own process.
 
 Note [Exact products]
     The factors are integers of at most 2^20. A product of two is at most 2^40, and a
     sum of ``size`` products at most ``size * 2^40``. For sizes up to 2^13 that is at
     most 2^53, and float64 represents all integers up to 2^53. So no step rounds, in
     any order of the sums, with or without fused operations, blocks and threads. All
-    processors and libraries give the same bits; a processor that does not is broken.
+    processors and libraries give the same bits, except broken processors.
 """
 
 import ctypes
@@ -31,7 +32,7 @@ from typing import Any, NamedTuple
 from ronde.check.check import FAIL, INFORM, WARN, Family, Problem, Problems, check
 from ronde.check.fleet import Fleet, Value
 from ronde.check.hosts import HostSet, NodeContext, ProbeStep
-from ronde.check.majority import find_low, find_odd
+from ronde.check.majority import find_less, find_odd
 from ronde.check.probing import FactReader, run_probe
 from ronde.processes import die_with_parent
 from ronde.topology.cpu_sets import members
@@ -78,7 +79,7 @@ Tensor = Any
 
 
 class Rounds(NamedTuple):
-    """Durations of the warm-up and of the measurement; the quickest round counts."""
+    """Durations of the warm-up and of the measurement of a benchmark."""
 
     # Clocks and PCI link of an idle GPU are slow, and take some time to speed up.
     warm_up_s: float = 0.1
@@ -92,10 +93,12 @@ _ROUNDS = Rounds()
 def burn_host(
     _: NodeContext, question: dict[str, Value], overhead_s: float = _OVERHEAD_S
 ) -> dict[str, Value]:
-    """Multiply two seeded matrices of ``size`` for ``seconds``, on all processors.
+    """Multiply matrices on the CPU and on all GPUs, then measure each GPU's copies.
 
-    Then measure copies of each GPU in turn. The answer has ``products`` of ``multiply``
-    and ``copies`` of ``measure_gpu``, keyed by device; ``failure`` replaces a result.
+    ``question`` has ``seconds``, ``size`` and ``seed``. The answer has ``products``,
+    the results of ``multiply`` by device, and ``copies``, the results of
+    ``measure_gpu`` by device. A device that failed has ``failure`` instead, with the
+    reason.
     """
     limit_s = float(question["seconds"]) + overhead_s
     multiplied = run_probe(__name__, limit_s, question)
@@ -113,7 +116,6 @@ def burn_host(
 
 
 def copy_pairs(_: NodeContext, question: dict[str, Value]) -> dict[str, Value]:
-    """Measure copies between all pairs of GPUs; return the rates as ``pairs``."""
     copied = run_probe(__name__, float(question["seconds"]), question)
     reason = copied.unreadable.get("products") or copied.unreadable.get("pairs", "")
     if failure := copied.failure or reason:
@@ -122,7 +124,7 @@ def copy_pairs(_: NodeContext, question: dict[str, Value]) -> dict[str, Value]:
 
 
 def read(reader: FactReader) -> None:
-    """Run one measurement in this process; the reader's settings are its question."""
+    """Run the measurement that the setting ``do`` names, in this process."""
     # This computes for long, and the parent may be killed.
     die_with_parent(os.getppid(), signal.SIGKILL)
     try:
@@ -174,7 +176,10 @@ def _multiply_all(
 
 
 def make_factor(torch: Torch, size: int, seed: int) -> Tensor:
-    """Return a seeded square float64 matrix, identical with all torch versions."""
+    """Return a square float64 matrix that depends on ``size`` and ``seed`` only.
+
+    The numbers do not come from torch's generator, so all versions of torch agree.
+    """
     if not 1 <= size <= MAX_SIZE:
         raise ValueError(f"size must be from 1 to {MAX_SIZE}, got {size}")
     drawn = bytearray(random.Random(seed).randbytes(4 * size * size))  # noqa: S311
@@ -185,9 +190,10 @@ def make_factor(torch: Torch, size: int, seed: int) -> Tensor:
 def multiply(
     torch: Torch, device: str, factors: list[Tensor], seconds: float
 ) -> dict[str, Value]:
-    """Multiply two factors repeatedly for some seconds.
+    """Multiply two factors again and again for ``seconds``.
 
-    ``checksum`` is that of the first product; all later products must equal it.
+    Return the checksum of the first product, the number of products, the number of
+    products that differ from the first one, and the speed.
     """
     left, right = (factor.to(device) for factor in factors)
     first = left @ right
@@ -213,14 +219,17 @@ def multiply(
 
 
 def sum_up(torch: Torch, product: Tensor) -> str:
-    """Return a checksum of a matrix of integers; -0.0 counts as 0."""
+    """Return a checksum of an integer-valued matrix; -0.0 and 0.0 are equal."""
     numbers = product.to("cpu").to(torch.int64).contiguous()
     data = ctypes.string_at(numbers.data_ptr(), 8 * numbers.numel())
     return hashlib.sha256(data).hexdigest()[:16]
 
 
 def measure_gpu(torch: Torch, number: int) -> dict[str, Value]:
-    """Measure copies of a GPU; ``is_near`` if the host's buffer was close to it."""
+    """Measure the rates of a GPU's copies.
+
+    ``is_near`` is True if the host's buffer was allocated from a CPU next to the GPU.
+    """
     try:
         model = torch.cuda.get_device_name(number)
         address = address_of(torch.cuda.get_device_properties(number))
@@ -246,7 +255,10 @@ def measure_copies(
     wait: Callable[[], None],
     rounds: Rounds = _ROUNDS,
 ) -> dict[str, float]:
-    """Return the best GB/s (1e9); for device memory, reads and writes both count."""
+    """Return the best rate of each kind of copy in GB/s (1e9 bytes).
+
+    A copy within device memory counts twice, as a read and as a write.
+    """
     source, target = buffers
     part = source[: host.numel()]
 
@@ -266,7 +278,7 @@ def measure_copies(
 
 
 def quickest_s(work: Callable[[], None], rounds: Rounds = _ROUNDS) -> float:
-    """Return the duration of the quickest round after a warm-up."""
+    """Return the duration of the quickest call of ``work`` after a warm-up."""
     taken: list[float] = []
     now_s = rounds.clock()
     warm_s, end_s = now_s + rounds.warm_up_s, math.inf
@@ -282,12 +294,12 @@ def quickest_s(work: Callable[[], None], rounds: Rounds = _ROUNDS) -> float:
 
 @contextmanager
 def _pinned(torch: Torch) -> Generator[Tensor]:
-    """Yield a new pinned buffer in the memory node of this thread."""
+    """Yield a new pinned buffer on the NUMA node of this thread."""
     memory = torch.empty(_HOST_BYTES, dtype=torch.uint8)
     runtime = torch.cuda.cudart()
     code = int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
     if code:
-        raise RuntimeError(f"the host's memory cannot be pinned: CUDA's error {code}")
+        raise RuntimeError(f"cannot pin host memory: CUDA error {code}")
     try:
         yield memory
     finally:
@@ -300,7 +312,7 @@ def _pinned(torch: Torch) -> Generator[Tensor]:
 
 
 def address_of(properties: Any) -> str:  # noqa: ANN401  torch's, without types
-    """Return the PCI address of a GPU as sysfs spells it; empty if unknown."""
+    """Return a GPU's PCI address as sysfs writes it, or an empty string if unknown."""
     try:
         domain, bus = properties.pci_domain_id, properties.pci_bus_id
         device = properties.pci_device_id
@@ -311,7 +323,7 @@ def address_of(properties: Any) -> str:  # noqa: ANN401  torch's, without types
 
 @contextmanager
 def staying_near(address: str, root: str = "") -> Generator[bool]:
-    """Bind this thread, and so its new memory, to CPUs next to a GPU.
+    """Bind this thread to the CPUs next to a GPU, so that it allocates memory there.
 
     Yield False if that is not possible.
     """
@@ -354,7 +366,7 @@ BURN_STEP = ProbeStep("burning", run_burn, (PRODUCTS, COPIES), (_NUM_GPUS,), "bu
 def measure_pairs(
     torch: Torch, num_gpus: int, rounds: Rounds = _ROUNDS
 ) -> dict[str, float]:
-    """Return the copy rate of each pair of GPUs; pairs are measured one by one."""
+    """Return the copy rate of each pair of GPUs, measured one pair at a time."""
     found: dict[str, float] = {}
     zeros = partial(torch.zeros, _DEVICE_BYTES, dtype=torch.uint8)
     for one, other in combinations(range(num_gpus), 2):
@@ -367,7 +379,7 @@ def measure_pairs(
 
 
 def _pair_rate(torch: Torch, source: Tensor, target: Tensor, rounds: Rounds) -> float:
-    """Return the best GB/s of a copy; 0 if the data arrives changed."""
+    """Return the best rate of a copy in GB/s, or 0 if the data arrives changed."""
 
     def copy() -> None:
         target.copy_(source, non_blocking=True)
@@ -402,7 +414,7 @@ PAIRS_STEP = ProbeStep(
 
 
 class CheckedDevice(NamedTuple):
-    """A CPU or GPU of a host; it is compared with the others of its model."""
+    """The CPUs or one GPU of a host, compared with others of the same model."""
 
     host: str
     name: str  # ``cpu`` for all CPUs of the host, or ``cuda:0`` and so on
@@ -410,7 +422,7 @@ class CheckedDevice(NamedTuple):
 
 
 class SpeedMeasure(NamedTuple):
-    """A kind of speed, with its limits as shares of the speed of most devices."""
+    """A measured speed, with its limits as shares of the usual speed."""
 
     action: str  # with the preposition before the amount: ``computed at``
     unit: str = "GB/s"
@@ -425,25 +437,20 @@ class SpeedMeasure(NamedTuple):
 def find_slow_devices(
     amounts: Mapping[CheckedDevice, float], measure: SpeedMeasure
 ) -> dict[CheckedDevice, Problem]:
-    """Return problems of devices slower than most of their model; in a draw, of all."""
+    """Return a problem for each device that is slower than most devices of its model.
+
+    If there is no majority, each device of the model gets a problem.
+    """
     found: dict[CheckedDevice, Problem] = {}
     models: dict[str, dict[CheckedDevice, float]] = defaultdict(dict)
     for device, amount in amounts.items():
         models[device.model][device] = amount
     for of_model in models.values():
-        few = find_low(of_model, measure.slow)
-        fewest = find_low(of_model, measure.very_slow)
-        for device in few.hosts:
-            if few.is_draw:
-                others = [a for other, a in of_model.items() if other != device]
-                ends = (measure.show(min(others)), measure.show(max(others)))
-                usual = f"{' to '.join(dict.fromkeys(ends))} elsewhere"
-            else:
-                kind = "hosts" if device.name == CPU else "GPUs of this model"
-                usual = f"{measure.show(few.usual)} on most {kind}"
-            # In a draw either device may be the slow one.
-            is_bad = device in fewest.hosts and not fewest.is_draw
-            severity = FAIL if is_bad else WARN
+        is_cpu = next(iter(of_model)).name == CPU
+        kind = "hosts" if is_cpu else "GPUs of this model"
+        for device, severity, usual in find_less(
+            of_model, measure.show, measure.slow, measure.very_slow, kind
+        ):
             message = f"{measure.action} {measure.show(amounts[device])}"
             found[device] = Problem(message, severity, usual)
     return found
@@ -457,14 +464,16 @@ def _of_hosts(found: Iterable[tuple[CheckedDevice, Problem]]) -> Problems:
 
 @check(FAIL, PRODUCTS)
 def product_checksum(fleet: Fleet) -> Problems:
-    """All processors compute the same result.
+    """All CPUs and GPUs compute the same result.
 
-    reads: the checksum of a float64 matrix product on CPUs and GPUs, for --burn's time
-    threshold: the same bits on all; float64 sums below 2^53 are exact in any order
-    source: IEEE 754; silent errors of processors are common in large clusters: Dixit et
-        al., Silent Data Corruptions at Scale, arXiv 2102.11245
-    fix: Take the host out and test it: dcgmi diag -r 3; memtester 1G 1; stress-ng --cpu
-        0 --verify -t 10m
+    reads: the checksum of a float64 matrix product, computed on CPUs and GPUs for the
+        time of --burn
+    threshold: the same bits everywhere; sums of integers below 2^53 are exact in
+        float64, in any order
+    source: IEEE 754; Dixit et al., Silent Data Corruptions at Scale, arXiv 2102.11245:
+        silent errors of processors are common in large clusters
+    fix: Remove the host from the job and test it: dcgmi diag -r 3; memtester 1G 1;
+        stress-ng --cpu 0 --verify -t 10m
     needs: --burn, torch
     why: A processor that silently computes wrong results corrupts the whole model.
     """
@@ -490,15 +499,15 @@ _GPU_SPEED = SpeedMeasure("computed at", "GFLOP/s")
 
 @check(FAIL, PRODUCTS)
 def product_speed(fleet: Fleet) -> Problems:
-    """All processors compute at the same speed under load.
+    """All CPUs and GPUs compute equally fast under load.
 
-    reads: the speed of the matrix product of product-checksum on CPUs and GPUs
-    threshold: CPUs: 80% of the speed of most hosts, below 50% a failure; GPUs: 90% of
-        the speed of most GPUs of the model, below 80% a failure
-    source: ronde's own: CPUs of equal hosts differ more than GPUs of one model
-    fix: Look at clocks, power cap and heat of that device while it computes
+    reads: the speed of the matrix products of product-checksum
+    threshold: CPUs: 80% of the speed of most hosts; below 50% is a failure. GPUs: 90%
+        of the speed of most GPUs of the model; below 80% is a failure
+    source: ronde's choice: CPUs of equal hosts differ more than GPUs of one model
+    fix: Look at the clocks, power cap and temperature of the device while it computes
     needs: --burn, torch; several hosts, or several GPUs of one model
-    why: Every collective waits for the slowest.
+    why: Every collective waits for the slowest rank.
     """
     cpus: dict[CheckedDevice, float] = {}
     gpus: dict[CheckedDevice, float] = {}
@@ -521,19 +530,20 @@ _MEASURES = {
 
 @check(FAIL, COPIES, family=Family.GPU)
 def gpu_copy_speed(fleet: Fleet) -> Problems:
-    """GPUs of one model copy at the same speed.
+    """GPUs of one model copy equally fast.
 
-    reads: copies from and to pinned memory of the host, and within the GPU's memory
-        (bytes read plus bytes written). The best of several rounds counts. One GPU at a
-        time is measured, by CPUs close to it, after the matrix product of --burn
-    threshold: 90% of the rate of most GPUs of the model on all hosts, below 80% a
-        failure; copies from and to the host: at least 21 GB/s on A100 SXM, 48 GB/s on
-        H100 SXM and H200 SXM. Only a warning if no CPU close to the GPU can be used
-    source: shares: ronde's own; 21 and 48 GB/s: Azure's node health checks 0e0a1ac
-        (nd96asr_v4.conf, nd96isr_h100_v5.conf, nd96isr_h200_v5.conf: check_gpu_bw)
-    fix: Look at its PCI link under load (sudo lspci -vv | grep Lnk) and clocks; reseat
-        it; for its own memory: dcgmi diag -r 3
-    needs: --burn, torch, GPUs; to compare, several of one model
+    reads: copies to and from pinned host memory, and within GPU memory (bytes read plus
+        bytes written). The best of several rounds counts. GPUs are measured one at a
+        time, from CPUs next to them, after the matrix products of --burn
+    threshold: 90% of the rate of most GPUs of the model on all hosts; below 80% is a
+        failure. Copies to and from the host: at least 21 GB/s on A100 SXM, and 48 GB/s
+        on H100 SXM and H200 SXM; only a warning if no CPU next to the GPU can be used
+    source: ronde's choice: the shares; Azure's node health checks 0e0a1ac
+        (nd96asr_v4.conf, nd96isr_h100_v5.conf, nd96isr_h200_v5.conf: check_gpu_bw): 21
+        and 48 GB/s
+    fix: Look at the GPU's clocks and its PCI link under load (sudo lspci -vv | grep
+        Lnk), and reseat it; if copies within its own memory are slow: dcgmi diag -r 3
+    needs: --burn, torch and GPUs; for the comparison several GPUs of one model
     why: Every step waits for the slowest GPU.
     """
     known: dict[CheckedDevice, Value] = {}
@@ -561,16 +571,17 @@ def _judge_with_host(
     slow: dict[CheckedDevice, Problem],
     measure: SpeedMeasure,
 ) -> dict[CheckedDevice, Problem]:
-    """Return the slow devices, including those below the minimum of their model."""
+    """Return ``slow``, plus the devices below the minimum rate of their model."""
     found: dict[CheckedDevice, Problem] = {}
     for device, rate in rates.items():
         problem = slow.get(device)
         floor = _FLOORS_GB_PER_S.get(device.model.removeprefix("NVIDIA "), 0.0)
         if rate < floor and (problem is None or problem.severity is not FAIL):
             message = f"{measure.action} {measure.show(rate)}, below the {floor:g}"
-            problem = Problem(f"{message} of a sound {device.model}", FAIL)
+            problem = Problem(f"{message} of a healthy {device.model}", FAIL)
         if problem is not None and not known[device]["is_near"]:
-            message = f"{problem.message} (the host's memory may have been far from it)"
+            message = problem.message
+            message += " (the host memory may have been on another NUMA node)"
             problem = problem._replace(severity=WARN, message=message)
         if problem is not None:
             found[device] = problem
@@ -579,15 +590,19 @@ def _judge_with_host(
 
 @check(FAIL, PAIRS, optional=(_NVLINKS,))
 def gpu_pair_speed(fleet: Fleet) -> Problems:
-    """All pairs of GPUs of a host copy at the same speed, and correctly.
+    """All pairs of GPUs on a host copy correctly and equally fast.
 
-    reads: copies of 256 MiB in both directions between all pairs of GPUs, one by one
-    threshold: the data arrives unchanged; with NVLinks, below 90 % of the median of the
-        host's pairs a warning, below 70 % a failure; without, below 70 % a warning
-    source: ronde's own: 10 % is more than the noise of short copies, 30 % slows a job
-    fix: nvidia-smi topo -m; nvidia-smi nvlink -e; without NVLinks: ACS and the slots
+    reads: copies of 256 MiB in both directions between each two GPUs, one pair at a
+        time
+    threshold: the data arrives unchanged. With NVLinks: below 90 % of the median of the
+        host's pairs is a warning, below 70 % a failure. Without NVLinks: below 70 % is
+        a warning
+    source: ronde's choice: 10 % is more than the noise of short copies, and 30 % slows
+        a job
+    fix: nvidia-smi topo -m; nvidia-smi nvlink -e; without NVLinks look at ACS and the
+        slots
     needs: --bandwidth, torch, two GPUs
-    why: A ring goes through all GPUs: the slowest pair sets the pace of every step.
+    why: A ring goes through all GPUs, so the slowest pair sets the pace of every step.
     """
     for facts in fleet.having(PAIRS):
         pairs: dict[str, float] = facts.values[PAIRS]

@@ -1,4 +1,4 @@
-"""All probes, steps, operations and checks, and the plan for a choice of checks."""
+"""Lists of all probes, steps, operations and checks, and the plan of a run."""
 
 from collections.abc import Mapping, Sequence
 from importlib import import_module
@@ -59,7 +59,7 @@ def all_steps() -> tuple[ProbeStep, ...]:
 
 
 class CollectPlan(NamedTuple):
-    """Everything that a run starts on the hosts."""
+    """The probes and steps that a run starts on the hosts."""
 
     probes: tuple[str, ...]  # names; they run concurrently
     steps: tuple[ProbeStep, ...]  # they run after the probes, in order
@@ -68,8 +68,8 @@ class CollectPlan(NamedTuple):
 def plan_for(checks: Sequence[Check], settings: Mapping[str, Value]) -> CollectPlan:
     """Return the probes and steps that collect the facts of these checks.
 
-    The check ``probe-hung`` adds no probes to those of other checks; alone, it needs
-    all probes.
+    The check ``probe-hung`` reads the outcome of the probes that other checks need. If
+    it is the only check, all probes run.
     """
     wanted = {fact for check in checks for fact in (*check.facts, *check.optional)}
     steps: list[ProbeStep] = []

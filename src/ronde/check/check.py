@@ -1,10 +1,11 @@
-"""Checks, which evaluate the facts of hosts, and their findings.
+"""The definition of a check: a rule that finds problems in the facts of hosts.
 
 A check is a function with the decorator ``check`` (for all hosts together),
 ``each_host``, ``same_everywhere`` or ``each_gpu``. The function's name becomes the id.
-Its docstring has the title and a paragraph ``name: text`` for each of ``reads``,
-``threshold``, ``source``, ``fix``, ``needs`` and ``why``. The default family is the
-prefix of the first fact, such as ``host.``. ``catalogue`` lists the modules.
+Its docstring consists of the title and a paragraph ``name: text`` for each of
+``reads``, ``threshold``, ``source``, ``fix``, ``needs`` and ``why``. The default source
+is "ronde's choice", and the default family the prefix of the first fact, such as
+``host.``. ``catalogue`` lists the modules with checks.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ from ronde.check.fleet import Fleet, Values
 
 
 class Family(StrEnum):
-    """A group of checks; each is a column in the table of hosts."""
+    """A group of checks, which is a column in the table of hosts."""
 
     VERSIONS = "versions"
     GPU = "gpu"
@@ -39,7 +40,7 @@ _BETWEEN = " - "
 
 
 class Finding(NamedTuple):
-    """A problem of one host, or between two, with the check that found it."""
+    """A problem on one host or between two hosts, and the check that found it."""
 
     check: str
     severity: Severity
@@ -54,7 +55,7 @@ class Finding(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """A problem found in the facts; its check turns it into a ``Finding``."""
+    """A problem that the function of a check yields; it becomes a ``Finding``."""
 
     message: str
     severity: Severity | None = None  # default: the check's
@@ -68,7 +69,7 @@ Judge = Callable[[Fleet], Problems]
 
 
 class Check(NamedTuple):
-    """A rule for hosts, with the text for ``explain`` and docs/checks.md."""
+    """A rule for hosts, with its texts for ``explain`` and docs/checks.md."""
 
     id: str
     family: Family
@@ -102,13 +103,13 @@ def make_check(
     optional: tuple[str, ...] = (),
     family: Family | None = None,
 ) -> Check:
-    """Return a check with the name and the docstring of a function."""
     # Under python -OO there are no docstrings; checks work without them.
     title, *lines = (named.__doc__ or "\n").splitlines()
     # A sentence in the docstring, part of a line in ``ronde check list``.
     title = title.removesuffix(".")
     title = title if title[1:2].isupper() else title[:1].lower() + title[1:]
     texts: dict[str, str] = dict.fromkeys(_FIELDS, "")
+    texts["source"] = "ronde's choice"
     last = ""
     for line in filter(None, map(str.strip, lines)):
         begin, _, rest = line.partition(": ")
@@ -134,14 +135,14 @@ def check(
     optional: tuple[str, ...] = (),
     family: Family | None = None,
 ) -> Callable[[Judge], Check]:
-    """Make a check from a function that yields the problems of all hosts."""
+    """Return a decorator for a function that yields the problems of all hosts."""
     return lambda judge: make_check(judge, judge, severity, facts, optional, family)
 
 
 def each_host(
     severity: Severity, *facts: str, optional: tuple[str, ...] = ()
 ) -> Callable[[Callable[[Values, Fleet], Problems]], Check]:
-    """Make a check from a function that yields the problems of one host."""
+    """Return a decorator for a function that yields the problems of one host."""
 
     def make(judge: Callable[[Values, Fleet], Problems]) -> Check:
         def judge_all(fleet: Fleet) -> Problems:

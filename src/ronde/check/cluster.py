@@ -1,4 +1,4 @@
-"""Checks of whole hosts: reachability, clocks, size and speed."""
+"""Checks of whole hosts: reachability, clocks, memory size and CPU speed."""
 
 import time
 from collections.abc import Mapping
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from ronde.check.check import FAIL, WARN, Family, Problem, Problems, check
 from ronde.check.fleet import Fleet, Value
 from ronde.check.hosts import HostSet, NodeContext, ProbeStep, Reply
-from ronde.check.majority import find_low, having_less, show_usual
+from ronde.check.majority import find_low, having_less
 from ronde.check.probing import ENDED, FAILED
 from ronde.units import format_duration, format_size
 
@@ -34,11 +34,12 @@ _TIMEOUT_S = 3.0
 def host_answers(fleet: Fleet) -> Problems:
     """The host can be reached, and ronde starts there.
 
-    reads: the first answer of an agent, started as ronde run starts it
-    threshold: an answer within 30 s, with the same ronde and minor version of Python
-    source: ronde's own: ronde run cannot start ranks there otherwise
+    reads: the first message of an agent that is started as ronde run starts it
+    threshold: an answer within 30 s, by the same version of ronde and the same minor
+        version of Python
+    source: ronde's choice: otherwise ronde run cannot start ranks there
     fix: ssh HOST true, and read its error
-    why: ronde run starts no rank while one of its hosts is missing.
+    why: ronde run starts no ranks if one of its hosts is missing.
     """
     for host, why in fleet.settings.get(ABSENT, {}).items():
         yield Problem(f"no answer: {why['reason']}", fix=why["cure"], host=host)
@@ -46,13 +47,13 @@ def host_answers(fleet: Fleet) -> Problems:
 
 @check(FAIL, FAILED, family=Family.CLUSTER)
 def probe_hung(fleet: Fleet) -> Problems:
-    """No probe of the host hangs or crashes.
+    """No probe hangs or crashes on the host.
 
-    reads: the exit of each probe, which runs in its own process
-    threshold: the probe ends within 5 to 60 s, depending on the probe (for GPUs see
-        gpu-lost); a crash is a warning, a crash while importing torch a failure
-    source: ronde's own: several times the duration of a probe on a slow host
-    fix: Find the process that hangs: ps -eo pid,stat,wchan:32,cmd; usually a reboot
+    reads: the exit status of each probe, which runs in its own process
+    threshold: a probe ends within 5 to 60 s, depending on the probe (for GPUs see
+        gpu-lost). A crash is a warning; a crash while importing torch is a failure
+    source: ronde's choice: several times the duration of a probe on a slow host
+    fix: Find the process that hangs with ps -eo pid,stat,wchan:32,cmd; usually a reboot
         helps
     why: A rank that makes the same call hangs as well, and all other ranks wait.
     """
@@ -71,7 +72,10 @@ def clock(_: NodeContext, _question: dict[str, Value]) -> dict[str, Value]:
 
 
 def compare_clocks(hosts: HostSet) -> None:
-    """Compare all clocks with this machine's; the quickest answer counts (RFC 5905)."""
+    """Compare each host's clock with this machine's, several times.
+
+    The exchange with the shortest round trip counts, as in NTP (RFC 5905).
+    """
     best: dict[str, tuple[float, float]] = {}
     failures: dict[str, str] = {}
     for _ in range(_NUM_EXCHANGES):
@@ -94,7 +98,7 @@ def compare_clocks(hosts: HostSet) -> None:
 
 
 def estimate_offset(reply: Reply, epoch_s: float) -> tuple[float, float]:
-    """Return a host's clock minus this machine's, and the largest error."""
+    """Return a host's clock minus this machine's, and the maximum error, in seconds."""
     middle_s = (reply.asked_s + reply.answered_s) / 2
     offset_s = reply.values["time_ns"] / 1e9 - (epoch_s + middle_s)
     return offset_s, (reply.answered_s - reply.asked_s) / 2
@@ -107,13 +111,13 @@ STEP = ProbeStep("clock", compare_clocks, (OFFSET, ERROR))
 def clock_offset(fleet: Fleet) -> Problems:
     """All clocks show the same time.
 
-    reads: the offset of each host's clock, beyond the error of the measurement
-    threshold: 100 ms from the median host; a failure above 5 s
-    source: ronde's own: below 100 ms traces of several hosts can be laid side by side,
-        above 5 s no time service runs
+    reads: the offset of each host's clock, minus the error of the measurement
+    threshold: 100 ms from the median host; more than 5 s is a failure
+    source: ronde's choice: up to 100 ms, traces of several hosts can be compared; above
+        5 s, no time service is running
     fix: As root: timedatectl set-ntp true, or chronyc makestep
     needs: several hosts
-    why: Logs and traces of several hosts contradict each other; at several minutes,
+    why: Logs and traces of several hosts contradict each other. At several minutes
         authentication fails (Kerberos: 5 minutes, RFC 4120).
     """
     known = {f.host: f.values for f in fleet.having(OFFSET, ERROR)}
@@ -153,10 +157,13 @@ def memory_alike(fleet: Fleet) -> Problems:
 
     reads: MemTotal of /proc/meminfo
     threshold: 90% of the memory of most hosts
-    source: ronde's own: one memory module of eight is more, the firmware's share less
-    fix: Look for memory that firmware has taken out: dmidecode -t memory, the BMC's log
+    source: ronde's choice: one memory module of eight is more than 10%, and the memory
+        that firmware reserves is less
+    fix: Look for memory that firmware has disabled: dmidecode -t memory, and the BMC's
+        log
     needs: several hosts
-    why: A memory module may have failed; a job that fits elsewhere does not fit there.
+    why: A memory module may have failed. A job that fits into the other hosts' memory
+        does not fit there.
     """
     return having_less(
         fleet.known("host.memory_bytes"),
@@ -177,7 +184,7 @@ def spin(_: NodeContext, question: dict[str, Value]) -> dict[str, Value]:
 
 
 def measure_pace(hosts: HostSet) -> None:
-    """Measure all hosts at once; repeat while one seems slow; the best time counts."""
+    """Measure all hosts at once, and keep the best times; repeat if one seems slow."""
     for _ in range(_MAX_ROUNDS):
         replies = hosts.ask_all({"do": "spin", "seconds": _SPIN_S}, _SPIN_TIMEOUT_S)
         for host, reply in replies.items():
@@ -202,28 +209,19 @@ def _speeds(paces: Mapping[str, float]) -> dict[str, float]:
 
 @check(FAIL, PACE)
 def slow_host(fleet: Fleet) -> Problems:
-    """All hosts compute at the same speed.
+    """All hosts compute equally fast.
 
-    reads: the time of a fixed computation, on all hosts at once
-    threshold: twice the time of most hosts; four times is a failure
-    source: ronde's own: hosts that share two busy CPUs stay below twice
-    fix: Look for other programs and limits: top, taskset -p $$, nice, cpu.max; then for
-        the governor, power cap and heat
+    reads: the time of a fixed computation, which runs on all hosts at once
+    threshold: twice the time of most hosts is a warning, four times a failure
+    source: ronde's choice: hosts that share two busy CPUs stay below twice
+    fix: Look for other programs and limits: top, taskset -p $$, nice, cpu.max; then
+        look at the governor, the power cap and the temperature
     needs: several hosts
     why: Every collective waits for the slowest host.
     """
-    speeds = _speeds(fleet.known(PACE))
-    few, fewest = find_low(speeds, 1 / _SLOW), find_low(speeds, 1 / _VERY_SLOW)
-
-    def show(speed: float) -> str:
-        return f"{1000 / speed:.2g} ms"
-
-    for host in few.hosts:
-        # In a draw either host may be the slow one.
-        is_bad = host in fewest.hosts and not fewest.is_draw
-        yield Problem(
-            f"{show(speeds[host])} for a piece of work",
-            FAIL if is_bad else WARN,
-            show_usual(host, speeds, few, show),
-            host=host,
-        )
+    return having_less(
+        _speeds(fleet.known(PACE)),
+        lambda speed: f"{1000 / speed:.2g} ms for a fixed computation",
+        1 / _SLOW,
+        1 / _VERY_SLOW,
+    )

@@ -1,4 +1,4 @@
-"""Collect facts of hosts; an agent on each host starts ``ronde.check.node``."""
+"""Collect facts of hosts through agents, which start ``ronde.check.node`` there."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
@@ -19,7 +19,7 @@ _SLACK_S = 5.0
 
 
 class Collected(NamedTuple):
-    """Facts of the hosts that answered, and failures of the others."""
+    """The facts of the hosts that answered, and the failures of the others."""
 
     hosts: tuple[HostFacts, ...]
     failures: tuple[HostFailure, ...]
@@ -34,7 +34,7 @@ def collect(
     plan: CollectPlan,
     report: Callable[[str], None],
 ) -> Collected:
-    """Start agents and collect facts; all processes end, even after an exception."""
+    """Start agents, collect facts, and end all processes, also after an exception."""
     controller = Controller(NoOutput(), signal_fd, starter)
     try:
         report("connecting")
@@ -54,7 +54,7 @@ def collect_from(
     plan: CollectPlan,
     report: Callable[[str], None],
 ) -> Collected:
-    """Collect facts through connected agents, which stay connected."""
+    """Collect facts through connected agents, and leave the agents connected."""
     nodes, addresses, lost = _locate(controller, nodes)
     programs = controller.start_programs(nodes, "ronde.check.node")
     host_set = HostSet(programs, addresses, settings)
@@ -89,7 +89,7 @@ def _run_probes(hosts: HostSet, names: Sequence[str]) -> None:
 def _locate(
     controller: Controller, nodes: Sequence[AgentNode]
 ) -> tuple[list[AgentNode], Mapping[str, str], tuple[HostFailure, ...]]:
-    """Return the hosts still connected, their addresses, and the failures of others."""
+    """Return the connected hosts, their addresses, and the failures of the others."""
     left, lost = list(nodes), ()
     while True:
         try:
@@ -129,8 +129,9 @@ def choose_addresses(
 ) -> dict[str, str]:
     """For each host, choose the address that most other hosts have a route to.
 
-    Hosts with the same address, such as that of a container bridge, do not count: their
-    route leads to themselves. ``own`` has the addresses of each host, best first.
+    An address that two hosts have, such as that of a container bridge, does not count
+    between them: it leads each of them to itself. ``own`` has the addresses of each
+    host, the best one first.
     """
 
     def count_routes(address: str) -> int:

@@ -1,4 +1,4 @@
-"""Checks of hosts against ``--expect 8xH100,8x400G,2TiB,10GB/s``."""
+"""Compare hosts with the equipment in ``--expect 8xH100,8x400G,2TiB,10GB/s``."""
 
 import re
 from pathlib import Path
@@ -18,10 +18,11 @@ _RATE_UNITS = {"k": 1e-6, "M": 1e-3, "G": 1.0, "T": 1e3}
 
 
 def read_expected(text: str) -> dict[str, Value]:
-    """Parse the value of ``--expect``, or the file that it names.
+    """Parse ``--expect``, which is a list of equipment or a file with such a list.
 
-    All keys are optional: ``gpus`` (number and part of the model's name), ``ports``
-    (number and Mbit/s), ``memory_bytes``, and ``gb_per_s``, the rate between hosts.
+    All keys of the result are optional: ``gpus`` (a number and a part of the model's
+    name), ``ports`` (a number and Mbit/s), ``memory_bytes``, and ``gb_per_s``, the rate
+    between hosts.
     """
     expected: dict[str, Value] = {}
     path = Path(text)
@@ -62,12 +63,12 @@ def _bad(word: str, rule: str = "GPUs, ports, memory or a rate") -> UsageError:
 def expected_gpus(fleet: Fleet) -> Problems:
     """Each host has the GPUs that --expect names.
 
-    reads: NVML's number and names of the GPUs
-    threshold: this number of GPUs whose name contains the model
+    reads: the number and the names of the GPUs in NVML
+    threshold: at least this number of GPUs with the model in their name
     source: --expect
-    fix: nvidia-smi -L; lspci -d 10de:  # shows cards that the driver does not
+    fix: nvidia-smi -L; lspci -d 10de:  # also shows cards that the driver does not find
     needs: --expect with GPUs, such as 8xH100
-    why: Ranks there find no GPU, or a slower one, and all other ranks wait.
+    why: Ranks find no GPU there, or a slower one, and all other ranks wait.
     """
     number, model = fleet.settings.get(EXPECTED, {}).get("gpus", (0, ""))
     for facts in fleet.having("gpu.count") if number else ():
@@ -86,10 +87,11 @@ def expected_gpus(fleet: Fleet) -> Problems:
 def expected_ports(fleet: Fleet) -> Problems:
     """Each host has the ports that --expect names.
 
-    reads: /sys/class/net, /sys/class/infiniband: speed and state
-    threshold: this number of RDMA ports or physical interfaces that are up and as fast
+    reads: speed and state in /sys/class/net and /sys/class/infiniband
+    threshold: at least this number of RDMA ports, or else of physical interfaces, that
+        are up and at least as fast
     source: --expect
-    fix: ip -br link; ibstat  # look at cable, transceiver and switch port
+    fix: ip -br link; ibstat  # then look at cable, transceiver and switch port
     needs: --expect with ports, such as 8x400G
     why: The host with fewer or slower ports sets the pace of every reduction.
     """
@@ -114,9 +116,10 @@ def expected_memory(fleet: Fleet) -> Problems:
     """Each host has the memory that --expect names.
 
     reads: MemTotal of /proc/meminfo
-    threshold: 90 % of it; firmware and kernel take the rest
-    source: --expect; 90 %: ronde's own
-    fix: dmidecode -t memory  # and the BMC's log: has firmware taken memory out?
+    threshold: 90 % of the size, since firmware and kernel use the rest
+    source: --expect; ronde's choice: 90 %
+    fix: dmidecode -t memory  # and look into the BMC's log: has firmware disabled
+        memory?
     needs: --expect with a size, such as 2TiB
     why: A job that fits into other hosts' memory runs out of memory there.
     """

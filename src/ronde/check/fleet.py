@@ -1,4 +1,4 @@
-"""The collected facts, and the settings of the command line."""
+"""The facts collected from all hosts, and the settings of the command line."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ HostPair = tuple[str, str]
 
 
 class HostFacts(NamedTuple):
-    """Facts read on one host, and the reasons for unreadable ones."""
+    """The facts read on one host, and the reason for each fact that is unreadable."""
 
     host: str
     values: dict[str, Value]  # by fact, such as ``host.memlock_bytes``
@@ -20,7 +20,7 @@ class HostFacts(NamedTuple):
 
 
 class Fleet(NamedTuple):
-    """All hosts, in the user's order, with the settings of the command line."""
+    """All hosts in the user's order, and the settings of the command line."""
 
     hosts: tuple[HostFacts, ...]
     settings: dict[str, Value]

@@ -1,4 +1,4 @@
-"""Saved runs of ``ronde check``, and changes since the last one."""
+"""Saved runs of ``ronde check``, and the changes since a saved run."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -31,7 +31,7 @@ _SHARE = 0.1
 
 
 class SavedRun(NamedTuple):
-    """One run of ``ronde check`` as saved in a file."""
+    """One run of ``ronde check``, as saved in a file."""
 
     hosts: tuple[HostFacts, ...]
     findings: tuple[Finding, ...]
@@ -64,23 +64,23 @@ def save(path: Path, kept: SavedRun) -> None:
 
 
 def load_last(path: Path) -> tuple[str, SavedRun]:
-    """Return the time of the last run in a file (UTC in ISO 8601), and the run."""
+    """Return the time (UTC in ISO 8601) and the data of the last run in a file."""
     try:
         records = read_records(path, KIND)
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(
-            f"--since must be a file that can be read, got {path}: {error}. "
-            "Check the path."
+            f"cannot read the --since file: {error}. Check the path."
         ) from None
     if not records:
         raise UsageError(
-            f"--since must be a file that ronde check --save wrote, got {path}, which "
-            "has no run. Type: ronde check --save FILE"
+            f"{path} contains no saved run. Give --since a file of ronde check --save."
         )
     try:
         kept = from_plain(SavedRun, records[-1].values, f"{path}: run")
     except PlainValueError as error:
-        raise UsageError(f"{error} Was it written by ronde check --save?") from None
+        raise UsageError(
+            f"cannot parse the saved run: {error} Was it written by ronde check --save?"
+        ) from None
     return records[-1].created_at, kept
 
 
@@ -102,7 +102,7 @@ def compare(before: SavedRun, after: SavedRun) -> Changes:
 def _not_in(
     other: SavedRun, findings: Sequence[Finding], hosts: set[str]
 ) -> tuple[Finding, ...]:
-    """Return the findings that another run, which included ``hosts``, lacks."""
+    """Return the findings on ``hosts`` by checks that ``other`` made without them."""
     known = {finding[:3] for finding in other.findings}
     return tuple(
         each
@@ -142,7 +142,7 @@ def _differs(before: Value, after: Value) -> bool:
 
 
 def _leaves(name: str, value: Value) -> Iterator[tuple[str, Value]]:
-    """Yield the paths and values of the leaves; a list without objects is a leaf."""
+    """Yield the path and the value of each leaf; a list without objects is a leaf."""
     if isinstance(value, Mapping):
         entries = cast("Mapping[str, Value]", value)
         for key, each in entries.items():

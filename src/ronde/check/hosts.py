@@ -1,9 +1,10 @@
 """Send questions to all hosts at once, and store facts from their answers.
 
-A step makes all hosts work at the same time. Each host runs ``ronde.check.node``, which
-calls an operation for each question: a function of the ``NodeContext`` and the question
-that returns the answer. Operations limit their own duration. ``OSError``,
-``ValueError`` and ``KeyError`` become the answer's ``error``.
+In a step, all hosts work at the same time. Each host runs ``ronde.check.node``, which
+calls the operation that the question names. An operation is a function of the
+``NodeContext`` and the question, and returns the answer. Operations limit their own
+duration. If an operation raises ``OSError``, ``ValueError`` or ``KeyError``, the answer
+has ``error``.
 """
 
 import json
@@ -21,14 +22,14 @@ _END_S = 5.0
 
 
 class NodeContext(NamedTuple):
-    """State of the program on a host that outlives a single question."""
+    """State that the program on a host keeps between questions."""
 
     memory: dict[str, Any]
     closing: ExitStack  # closed when the program ends: sockets, files
 
 
 class Reply(NamedTuple):
-    """The answer of one host; times are from this machine's monotonic clock."""
+    """The answer of one host, with times of this machine's monotonic clock."""
 
     values: dict[str, Any]
     failure: str  # the reason if there is no answer, else empty
@@ -37,9 +38,10 @@ class Reply(NamedTuple):
 
 
 class HostSet:
-    """The connected hosts by name, with the facts collected so far.
+    """The connected hosts, and the facts collected from them.
 
-    ``addresses`` has the address of each host for the others; empty without a route.
+    ``addresses`` has, for each host, its address for the other hosts; it is empty
+    without a route.
     """
 
     def __init__(
@@ -60,7 +62,7 @@ class HostSet:
     def ask(
         self, questions: Mapping[str, Mapping[str, Value]], timeout_s: float
     ) -> dict[str, Reply]:
-        """Send a question to each of some hosts and wait for all answers."""
+        """Send a question to each host in ``questions``, and wait for all answers."""
         lines = {name: json.dumps(each) for name, each in questions.items()}
         answers = self._programs.ask(lines, timeout_s) if lines else {}
         replies: dict[str, Reply] = {}
@@ -89,7 +91,7 @@ class HostSet:
 
 
 class ProbeStep(NamedTuple):
-    """Work of all hosts at the same time, done only if a check needs its facts."""
+    """A measurement on all hosts at once, run only if a check needs its facts."""
 
     name: str
     run: Callable[[HostSet], None]

@@ -14,7 +14,7 @@ _SIGNS_OF_GPU = ("gpu.count", "gpu.cards", "gpu.kernel_module", "gpu.files")
 
 
 class Unread(NamedTuple):
-    """A check that could not be made on a host, and why."""
+    """A check that could not run on a host, and the reason."""
 
     check: str
     host: str
@@ -60,7 +60,10 @@ def judge(fleet: Fleet, checks: Sequence[Check]) -> Judgement:
 
 
 def _why_unread(facts: HostFacts, names: tuple[str, ...]) -> str | None:
-    """Return the reason for a missing fact, "" if unknown; None if all are there."""
+    """Return the reason for the first missing fact, or None if no fact is missing.
+
+    The reason is empty if it is unknown.
+    """
     for name in names:
         if name not in facts.values:
             # The failure of a whole probe is stored under the prefix of its facts.
@@ -70,7 +73,7 @@ def _why_unread(facts: HostFacts, names: tuple[str, ...]) -> str | None:
 
 
 class Readiness(NamedTuple):
-    """The hosts in four groups of readiness, each in the user's order."""
+    """All hosts in four groups of readiness, each group in the user's order."""
 
     ready: tuple[str, ...]
     warned: tuple[str, ...]  # ready, but not with --strict
@@ -102,7 +105,7 @@ def decide(
 ) -> Readiness:
     """Group all hosts, and pairs of hosts, by their worst finding.
 
-    With ``families``, a host on which no check of these families was made is unknown.
+    With ``families``, a host is unknown if no check of these families ran there.
     """
     found: dict[tuple[str, ...], set[Severity]] = defaultdict(set)
     for each in judgement.findings:
@@ -129,7 +132,7 @@ def decide(
 def fit_together(
     hosts: Sequence[str], readiness: Readiness, *, is_strict: bool
 ) -> tuple[str, ...]:
-    """Return hosts of which all pairs are ready; drops those with most bad pairs."""
+    """Return hosts that are ready in all pairs, without the hosts in most bad pairs."""
     left_out = {*readiness.faulty, *readiness.unknown}
     left_out |= {*(readiness.warned if is_strict else ())}
     pairs = {*readiness.faulty_pairs, *(readiness.warned_pairs if is_strict else ())}

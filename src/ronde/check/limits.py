@@ -1,4 +1,4 @@
-"""Checks of the limits and the memory that a rank gets on a host."""
+"""Checks of the limits and the memory of ranks on a host."""
 
 import math
 import os
@@ -65,12 +65,12 @@ def read(reader: FactReader) -> None:
     reader.store(_TOTAL, lambda: int(memory["MemTotal"].split()[0]) * 1024)
     with reader.reading(_LEFT):
         if "MemAvailable" not in memory:
-            raise UnreadableError("/proc/meminfo has no MemAvailable")
+            raise UnreadableError("/proc/meminfo has no line MemAvailable")
         reader.values[_LEFT] = available_memory(Path(f"{root}/")).num_bytes
 
 
 def parse_limit(text: str, row: str, column: int = 0) -> int:
-    """Return a limit of ``/proc/PID/limits``: the soft (column 0) or hard one (1)."""
+    """Return the soft limit (column 0) or the hard one (1) in ``/proc/PID/limits``."""
     for line in text.splitlines():
         if line.startswith(row):
             limit = line[len(row) :].split()[column : column + 1]
@@ -78,23 +78,23 @@ def parse_limit(text: str, row: str, column: int = 0) -> int:
                 return UNLIMITED
             if limit and limit[0].isdecimal():
                 return int(limit[0])
-    raise UnreadableError(f"/proc/self/limits has no {row!r}")
+    raise UnreadableError(f"/proc/self/limits has no line {row!r}")
 
 
 def _read_capabilities(own: Path) -> list[str]:
-    """Return capabilities that lift limits; none in a user namespace."""
+    """Return the capabilities that lift limits; a user namespace has none."""
     if (own / "uid_map").read_text().split()[2:] != ["4294967295"]:
         return []
     effective = re.search(
         r"^CapEff:\s*(\w+)", (own / "status").read_text(), re.MULTILINE
     )
     if effective is None:
-        raise UnreadableError("/proc/self/status has no CapEff")
+        raise UnreadableError("/proc/self/status has no line CapEff")
     return [name for name, bit in _BITS.items() if int(effective[1], 16) >> bit & 1]
 
 
 def _read_pids(root: str) -> tuple[int, int]:
-    """Return the lowest limit on processes, and the number still allowed."""
+    """Return the lowest process limit of the control groups, and the number left."""
     highest, left = NO_PID_LIMIT, NO_PID_LIMIT
     for group in list_groups(root, "pids"):
         limit = read_number(f"{group}/pids.max", NO_PID_LIMIT)
@@ -104,7 +104,7 @@ def _read_pids(root: str) -> tuple[int, int]:
 
 
 def _read_room(directory: Path) -> tuple[int, int]:
-    """Return the bytes of a file system and the free ones; 0 without the directory."""
+    """Return size and free bytes of a file system; zeros without the directory."""
     try:
         room = os.statvfs(directory)
     except FileNotFoundError:
@@ -117,7 +117,7 @@ def _limit(value: int) -> float:
 
 
 def _raise_limit(option: str, item: str, wanted: int, hard: int | None) -> str:
-    """Return the command that raises a limit; root's if the hard limit is too low."""
+    """Return the command that raises a limit, for root if the hard limit is too low."""
     if hard is not None and _limit(hard) >= wanted:
         return f"ulimit -{option} {wanted}  # there, also in ~/.bashrc"
     lines = shlex.quote(f"* - {item} {wanted}\\nroot - {item} {wanted}\\n")
@@ -138,12 +138,13 @@ def _show_files(amount: float) -> str:
 
 @check(FAIL, _LOCKED, _ADAPTERS, _CAPABILITIES)
 def locked_memory(fleet: Fleet) -> Problems:
-    """Enough memory may be locked for RDMA.
+    """Ranks may lock enough memory for RDMA.
 
-    reads: the limit on locked memory, RDMA adapters, and the capability to lock more
-    threshold: 32GiB with an RDMA adapter and GPUs; and 90 % of the limit on most hosts
+    reads: the limit on locked memory, the RDMA adapters, and the capability to lock
+        more
+    threshold: 32GiB with an RDMA adapter and GPUs, and 90 % of the limit on most hosts
     source: 32GiB: AMD's Primus fd1eeab (preflight/node_smoke/cli.py); unlimited: NCCL
-        2.30.7's manual, Troubleshooting NCCL errors; 90 %: ronde's own
+        2.30.7's manual, Troubleshooting NCCL errors; ronde's choice: 90 %
     fix: docker run --ulimit memlock=-1; on the host LimitMEMLOCK=infinity for sshd or
         slurmd, and memlock unlimited in /etc/security/limits.conf
     why: RDMA pins its buffers. If pinning fails, NCCL aborts or falls back to sockets.
@@ -162,7 +163,7 @@ def _lacking_memory(fleet: Fleet) -> Problems:
             # Only NCCL uses the adapter, and only between hosts.
             is_used = len(fleet.hosts) > 1 and values.get("host.num_gpus") != 0
             message = (
-                f"{_show_locked(_limit(values[_LOCKED]))}, {adapters[0]} needs more"
+                f"{_show_locked(_limit(values[_LOCKED]))}, and {adapters[0]} needs more"
             )
             yield Problem(message, FAIL if is_used else WARN, host=facts.host)
 
@@ -172,12 +173,15 @@ def open_files(fleet: Fleet) -> Problems:
     """A rank may open enough files.
 
     reads: the soft limit on open files that a rank inherits
-    threshold: 65536 and no less than most hosts; below 4096 a warning, 256 a failure
+    threshold: 65536, and no less than most hosts; below 4096 is a warning, below 256 a
+        failure
     source: torch.multiprocessing's manual: file_descriptor opens a file for each
-        tensor; ronde's own: 65536 leaves room for these and a connection to each rank
+        tensor; ronde's choice: 65536, enough for these files and a connection to each
+        rank
     fix: ulimit -n 65536, or nofile in /etc/security/limits.conf; docker run --ulimit
         nofile=65536
-    why: Connections and shared tensors are files: 'Too many open files' after hours.
+    why: Connections and shared tensors are open files: training fails with 'Too many
+        open files', sometimes after hours.
     """
     limits = {host: _limit(value) for host, value in fleet.known(_FILES).items()}
     grades = (_MIN_OPEN_FILES, FAIL), (_FEW_OPEN_FILES, WARN), (math.inf, INFORM)
@@ -198,12 +202,13 @@ def open_files(fleet: Fleet) -> Problems:
 def process_limit(values: Values, _: Fleet) -> Problems:
     """Ranks may start enough processes and threads.
 
-    reads: the limit on a user's processes; pids.max and pids.current of control groups
-    threshold: 4096 in all (a warning); 64 free in the control group, else a failure
-    source: ronde's own: eight ranks have a few thousand threads in all
+    reads: the limit on a user's processes; pids.max and pids.current of the control
+        groups
+    threshold: 4096 in all, else a warning; 64 left in the control group, else a failure
+    source: ronde's choice: eight ranks have a few thousand threads in all
     fix: ulimit -u unlimited, or nproc in /etc/security/limits.conf; docker run
         --pids-limit -1; TasksMax=infinity in the unit; podPidsLimit of the kubelet
-    why: Threads count too: libraries fail with 'Resource temporarily unavailable'.
+    why: Threads count as well: libraries fail with 'Resource temporarily unavailable'.
     """
     limit, left = _limit(values[_USER_PIDS]), values[_PIDS_LEFT]
     fix = process_limit.fix.partition("limits.conf; ")[2]
@@ -226,11 +231,12 @@ def cpu_quota(values: Values, fleet: Fleet) -> Problems:
     """Each rank has a CPU of its own.
 
     reads: cpu.max (cfs_quota_us) of control groups; CPUs of affinity and cpuset
-    threshold: a CPU for each rank; a quota below the number of visible CPUs is shown
-    source: Linux' cgroup-v2.rst, cpu.max, and sched-bwc.rst; one per rank: ronde's own
+    threshold: a CPU for each rank; a quota below the number of visible CPUs is a note
+    source: Linux' cgroup-v2.rst, cpu.max, and sched-bwc.rst; ronde's choice: one CPU
+        per rank
     fix: Raise the limit (docker run --cpus, resources.limits.cpu, sbatch
         --cpus-per-task), or run fewer ranks there
-    why: Ranks beyond their quota are stopped for the rest of each 100 ms.
+    why: Ranks that exceed their quota are stopped for the rest of each 100 ms.
     """
     quota, seen, wanted = values[_QUOTA], values[_CPUS], fleet.num_ranks
     ranks = counted(wanted, "rank")
@@ -247,15 +253,16 @@ def cpu_quota(values: Values, fleet: Fleet) -> Problems:
 
 @each_host(FAIL, _SIZE, _FREE, _TOTAL, _LEFT)
 def shared_memory(values: Values, _: Fleet) -> Problems:
-    """Shared memory (/dev/shm) has free space.
+    """Shared memory (/dev/shm) has enough free space.
 
-    reads: size and free space of /dev/shm, and write permission
-    threshold: above 64MiB; a warning below 8GiB or 40 % of the memory, the smaller one
+    reads: the size, free space and write permission of /dev/shm
+    threshold: more than 64MiB free; a warning below 8GiB or 40 % of the memory,
+        whichever is less
     source: 64MiB: Docker's default, too little for NCCL 2.30.7 (manual, Shared memory);
-        8GiB: AMD's Primus fd1eeab (preflight/node_smoke/cli.py); 40 %: ronde's own
+        8GiB: AMD's Primus fd1eeab (preflight/node_smoke/cli.py); ronde's choice: 40 %
     fix: docker run --shm-size 8g, or --ipc=host; in Kubernetes an emptyDir with medium
         Memory at /dev/shm; else mount -o remount,size=8g /dev/shm
-    why: Data loaders and NCCL have buffers there: without space, a rank gets a SIGBUS.
+    why: Data loaders and NCCL keep buffers there: without space, SIGBUS kills a rank.
     """
     size, free = values[_SIZE], values[_FREE]
     usual = min(values[_TOTAL], values[_LEFT]) * _USUAL_SHARED_SHARE
@@ -263,7 +270,7 @@ def shared_memory(values: Values, _: Fleet) -> Problems:
         yield Problem("there is no /dev/shm")
     elif not values.get(_WRITABLE, True):
         fix = f"As root: mount -o remount,rw {_SHARED} && chmod 1777 {_SHARED}"
-        yield Problem(f"nothing may be written to {_SHARED}", fix=fix)
+        yield Problem(f"no permission to write to {_SHARED}", fix=fix)
     elif free <= _MIN_SHARED_BYTES or free < min(_GOOD_SHARED_BYTES, usual):
         message = f"{_SHARED} has {format_size(free)} free of {format_size(size)}"
         yield Problem(message, FAIL if free <= _MIN_SHARED_BYTES else WARN)
@@ -271,11 +278,11 @@ def shared_memory(values: Values, _: Fleet) -> Problems:
 
 @each_host(FAIL, _LEFT)
 def memory_left(values: Values, fleet: Fleet) -> Problems:
-    """There is memory for the ranks.
+    """Enough memory is free for the ranks.
 
     reads: MemAvailable, and the free memory of the control groups
-    threshold: 1GiB for each rank; a failure below 256MiB
-    source: ronde's own: a process that has imported torch holds 200 to 500MiB
+    threshold: 1GiB for each rank; below 256MiB for each rank is a failure
+    source: ronde's choice: a process that has imported torch uses 200 to 500MiB
     fix: End other programs (ps aux --sort -rss), run fewer ranks, or raise the limit of
         the container or job
     why: The kernel kills a rank when memory runs out.

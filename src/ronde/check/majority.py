@@ -1,4 +1,4 @@
-"""Find the hosts that differ from most, or have less; without a majority, all hosts."""
+"""Find hosts that differ from the majority; without a majority, all hosts."""
 
 import json
 import statistics
@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Generic, NamedTuple, TypeVar
 
-from ronde.check.check import WARN, Check, Problem, Problems, Severity, make_check
+from ronde.check.check import FAIL, WARN, Check, Problem, Problems, Severity, make_check
 from ronde.check.fleet import Fleet, Value
 from ronde.units import list_first
 
@@ -17,7 +17,10 @@ MIN_MAJORITY = 3  # with fewer hosts there is no majority
 def same_everywhere(
     severity: Severity, fact: str, title: str
 ) -> Callable[[Callable[[Value], str]], Check]:
-    """Make a check that a fact is equal on all hosts; the function formats the fact."""
+    """Return a decorator that makes a check of one fact, equal on all hosts.
+
+    The decorated function formats the fact.
+    """
 
     def make(show: Callable[[Value], str]) -> Check:
         def judge(fleet: Fleet) -> Problems:
@@ -29,7 +32,7 @@ def same_everywhere(
 
 
 def spell(value: Value) -> str:
-    """Format a value for output; equal values have equal text."""
+    """Format a value for output; equal values have equal texts."""
     if isinstance(value, str):
         return value or "(empty)"
     if isinstance(value, bool):
@@ -38,7 +41,10 @@ def spell(value: Value) -> str:
 
 
 def find_odd(shown: Mapping[K, str], of: str = "hosts") -> Iterator[tuple[K, str, str]]:
-    """Yield hosts that differ from most: host, value, and text on the others' value."""
+    """Yield the hosts that differ from the majority, or all hosts without a majority.
+
+    Each host comes with its value, and with a text on the values of the others.
+    """
     counts = Counter(shown.values())
     if len(counts) < 2:
         return
@@ -53,21 +59,20 @@ def find_odd(shown: Mapping[K, str], of: str = "hosts") -> Iterator[tuple[K, str
 
 
 def usual_value(usual: str) -> str:
-    """Return the others' value from the text of ``find_odd``; "" without a majority."""
+    """Return the majority's value from a text of ``find_odd``, or "" without one."""
     return usual.rpartition(" on ")[0]
 
 
 def differing(
     fleet: Fleet, fact: str, title: str, show: Callable[[Value], str] = spell
 ) -> Problems:
-    """Yield the hosts with another value than most hosts."""
     shown = {host: show(value) for host, value in fleet.known(fact).items()}
     for host, value, usual in find_odd(shown):
         yield Problem(f"{title} {value}", usual=usual, host=host)
 
 
 class LowAmounts(NamedTuple, Generic[K]):
-    """Hosts or devices with less than most others; in a draw, all of them."""
+    """The hosts or devices with less than most others; in a draw, all of them."""
 
     hosts: tuple[K, ...]
     usual: float  # the amount of most hosts; in a draw, the largest
@@ -75,7 +80,10 @@ class LowAmounts(NamedTuple, Generic[K]):
 
 
 def find_low(amounts: Mapping[K, float], share: float) -> LowAmounts[K]:
-    """Find the keys below a share of the upper median; if half are, it is a draw."""
+    """Find the keys with an amount below ``share`` of the upper median.
+
+    The result is a draw if these are half of the keys or more.
+    """
     if not amounts:
         return LowAmounts((), 0.0, is_draw=False)
     usual = statistics.median_high(amounts.values())
@@ -85,31 +93,39 @@ def find_low(amounts: Mapping[K, float], share: float) -> LowAmounts[K]:
     return LowAmounts(few, usual, is_draw=False)
 
 
-def show_usual(
-    host: str,
-    amounts: Mapping[str, float],
-    few: LowAmounts[str],
+def find_less(
+    amounts: Mapping[K, float],
     show: Callable[[float], str],
-) -> str:
-    """Return text on the amounts of other hosts, for ``Finding.usual``."""
-    if not few.is_draw:
-        return f"{show(few.usual)} on most hosts"
-    others = {show(a): None for name, a in amounts.items() if name != host}
-    return f"{', '.join(others)} elsewhere"
+    share: float,
+    fail_share: float = 0.0,
+    kind: str = "hosts",
+) -> Iterator[tuple[K, Severity, str]]:
+    """Yield the keys of ``find_low``, with severity and a text on the other amounts."""
+    few, fewest = find_low(amounts, share), find_low(amounts, fail_share)
+    for key in few.hosts:
+        usual = f"{show(few.usual)} on most {kind}"
+        if few.is_draw:
+            others = [a for other, a in amounts.items() if other != key]
+            ends = dict.fromkeys((show(min(others)), show(max(others))))
+            usual = f"{' to '.join(ends)} elsewhere"
+        # In a draw either one may be the slow one.
+        is_bad = key in fewest.hosts and not fewest.is_draw
+        yield key, FAIL if is_bad else WARN, usual
 
 
 def having_less(
-    amounts: Mapping[str, float], show: Callable[[float], str], share: float = 1.0
+    amounts: Mapping[str, float],
+    show: Callable[[float], str],
+    share: float = 1.0,
+    fail_share: float = 0.0,
 ) -> Problems:
-    """Yield the hosts below a share of the amount of most hosts."""
-    few = find_low(amounts, share)
-    for host in few.hosts:
-        usual = show_usual(host, amounts, few, show)
-        yield Problem(show(amounts[host]), WARN, usual, host=host)
+    """Yield a problem for each host below ``share`` of the usual amount."""
+    for host, severity, usual in find_less(amounts, show, share, fail_share):
+        yield Problem(show(amounts[host]), severity, usual, host=host)
 
 
 def once_a_host(*problems: Problems) -> Problems:
-    """Yield problems from several sources; for each host, those of one source only."""
+    """Yield the problems of several sources, for each host those of the first one."""
     known: set[str] = set()
     for each in problems:
         found = [problem for problem in each if problem.host not in known]

@@ -1,6 +1,6 @@
 """The program on each host, which reads questions and writes answers.
 
-Both are JSON objects, one per line. The question's ``do`` names the operation. An
+Questions and answers are JSON objects, one per line. ``do`` names the operation. An
 answer with ``error`` reports a failure.
 """
 

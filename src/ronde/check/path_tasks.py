@@ -1,4 +1,4 @@
-"""Tasks on paths, in separate processes: a hanging mount blocks only its own tasks.
+"""Run file tasks in processes, so that a hanging mount blocks only its own tasks.
 
 Threads would not work: a process cannot exit while a thread is blocked in the kernel.
 """
@@ -26,9 +26,10 @@ _PAUSE_S = 0.02
 def run_tasks(
     groups: Sequence[Sequence[Task]], deadline_s: float
 ) -> list[list[TaskOutcome]]:
-    """Run groups of tasks concurrently; the tasks of a group run in sequence.
+    """Run groups of tasks concurrently, and the tasks of a group in sequence.
 
-    Put the tasks of one mount into one group: a timeout makes the whole group hung.
+    Put the tasks of one mount into one group: if one of them hangs, the whole group
+    counts as hung.
     """
     entries = {
         str(number): ProbeEntry((__name__,), deadline_s, "", {"tasks": group})
@@ -44,7 +45,6 @@ def run_tasks(
 
 
 def read(reader: FactReader) -> None:
-    """Run the group of tasks in the setting ``tasks``."""
     outcomes: list[TaskOutcome] = []
     for task in reader.settings["tasks"]:
         try:
@@ -69,7 +69,7 @@ def inspect(path: str) -> TaskOutcome:
 
 
 def digest(path: str) -> TaskOutcome:
-    """Return a file's size, the start of its hash, and the number of bytes hashed."""
+    """Return a file's size, the first digits of its SHA-256, and the bytes hashed."""
     with Path(path).open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -92,7 +92,7 @@ def mark(path: str, name: str) -> TaskOutcome:
 
 
 def find(path: str, names: Sequence[str], patience_s: float) -> TaskOutcome:
-    """Wait for files that other hosts write; return the names that appeared."""
+    """Wait for files that other hosts write, and return the names that appeared."""
     begun_s = time.monotonic()
     Path(path).stat()
     while True:
@@ -110,7 +110,7 @@ def _is_complete(path: Path) -> bool:
 
 
 def remove(path: str, names: Sequence[str]) -> TaskOutcome:
-    """Remove files of ``mark``; other hosts may remove the same files meanwhile."""
+    """Remove files of ``mark``, which other hosts may remove at the same time."""
     for name in names:
         Path(path, name).unlink(missing_ok=True)
     return {}

@@ -1,4 +1,4 @@
-"""Probes, each in its own process, so that a hanging driver blocks only one probe.
+"""Run probes in separate processes, so that a hanging driver blocks only one probe.
 
 ``main`` is the program of a probe. It reads settings and writes facts as JSON.
 """
@@ -40,7 +40,7 @@ class UnreadableError(Exception):
 
 
 class FactReader:
-    """Collects the facts of a probe, and the reasons for unreadable facts."""
+    """The facts that a probe has read, and the reason for each unreadable fact."""
 
     def __init__(self, settings: dict[str, Value]) -> None:
         self.settings = settings
@@ -61,7 +61,7 @@ class FactReader:
 
     @contextmanager
     def reading(self, *names: str) -> Generator[None]:
-        """Store these facts as unreadable if the block raises an error."""
+        """Record these facts as unreadable if the block raises an error."""
         try:
             yield
         except UnreadableError as error:
@@ -78,7 +78,7 @@ class FactReader:
 
 
 class ProbeEntry(NamedTuple):
-    """A probe: modules with a function ``read(reader)``, all run in one process."""
+    """A probe: modules with a function ``read(reader)``, which share a process."""
 
     modules: tuple[str, ...]
     deadline_s: float  # it is killed then, unless it waits for a processor
@@ -87,7 +87,7 @@ class ProbeEntry(NamedTuple):
 
 
 class ProbeOutcome(NamedTuple):
-    """Facts of a finished probe, or its failure."""
+    """The facts of a finished probe, or its failure."""
 
     values: dict[str, Value]
     unreadable: dict[str, str]  # the reason, by fact
@@ -188,12 +188,10 @@ def _kill(process: "subprocess.Popen[bytes]") -> str:
 def run_probe(
     module: str, deadline_s: float, settings: Mapping[str, Value]
 ) -> ProbeOutcome:
-    """Run the ``read`` of a module in its own process."""
     return run_probes({"": ProbeEntry((module,), deadline_s, "", settings)}, {})[""]
 
 
 def read_facts(reader: FactReader, modules: Sequence[str]) -> None:
-    """Run the modules of a probe in this process."""
     for module in modules:
         import_module(module).read(reader)
 

@@ -1,6 +1,7 @@
-"""Read saved ``nvidia-smi -q``, kernel logs and ``ibstat`` as facts of a host each.
+"""Read saved output of ``nvidia-smi -q``, the kernel log and ``ibstat`` as facts.
 
-The checks for live hosts evaluate these facts; ``logged-errors`` reports other errors.
+Each file counts as a host. The checks for live hosts evaluate its facts, and
+``logged-errors`` reports other errors in it.
 """
 
 import re
@@ -68,7 +69,7 @@ fail replace 60 or more pages of its memory are retired
   retired_pages/\w+(?:/retired_count)?: (?:[6-9]\d|\d{{3,}})$
 fail mode no program may compute on it (compute mode Prohibited)
   /compute_mode: Prohibited
-warn mode one program alone may use it (compute mode {{}})
+warn mode only one program may use it (compute mode {{}})
   /compute_mode: (Exclusive\w*)
 warn reset {{}} with the next reset
   gpu/(\w+ changes from .*)
@@ -76,11 +77,11 @@ inform instances split into instances (MIG)
   /current_mig: Enabled
 inform persist persistence mode is off
   /persistence_mode: Disabled
-fail reboot nvidia-smi cannot ask the GPU
+fail reboot nvidia-smi cannot query the GPU
   Unable to determine the device handle for (?:[Gg][Pp][Uu]\w*:? *)?(?P<at>[\w:.]+):
 fail replace a GPU's InfoROM is damaged
   WARNING: info[Rr][Oo][Mm] is corrupted at gpu (?P<at>[\w:.]+)
-fail driver nvidia-smi cannot ask the driver
+fail driver nvidia-smi cannot query the driver
   No devices were found|NVIDIA-SMI has failed|Failed to initialize NVML
 fail reboot NVIDIA's driver could not start
   NVRM: (?:GPU {_AT}: )?(?:RmInitAdapter failed|API mismatch)
@@ -102,7 +103,7 @@ fail reboot the driver has reset a GPU
   amdgpu {_AT}: .*GPU reset begin
 fail reboot uncorrectable errors in a GPU's memory or caches
   amdgpu {_AT}: .*\b[1-9]\d* (?:new )?uncorrectable hardware errors
-warn link an adapter reports of its cable or transceiver: {{1}}
+warn link an adapter reports a cable or transceiver error: {{1}}
   mlx5_core {_AT}: .*Port module event\[error\]: module \d+, (?:Cable error, )?(.+)
 warn cool an adapter is too hot
   mlx5_core {_AT}: .*High temperature on sensors
@@ -150,16 +151,16 @@ _Error = tuple[str, str, str]  # message, severity and fix
 
 @each_host(FAIL, _ERRORS)
 def logged_errors(values: Values, _: Fleet) -> Problems:
-    """A saved file is complete and reports no hardware or host error.
+    """A saved file is complete, and shows no hardware or host error.
 
-    reads: for ronde check read: nvidia-smi -q, a saved kernel log, ibstat
-    threshold: no uncorrectable or pending error, no GPU or adapter that was lost, no
-        link lost three times or permanently; settings, corrected errors, and GPUs or
-        ports that differ from the others are warnings or notes
+    reads: the files given to ronde check read: nvidia-smi -q, a kernel log, ibstat
+    threshold: no uncorrectable or pending error, no lost GPU or adapter, and no link
+        that was lost three times or is still down. Settings, corrected errors, and GPUs
+        or ports that differ from the others are warnings or notes
     source: nvidia-smi's manual; NVIDIA's Dynamic Page Retirement guide (60 pages);
         Linux' drivers/pci/pcie/aer.c, mlx5/core/health.c and events.c, mm/oom_kill.c
-    fix: read the reported line in its context
-    needs: a file
+    fix: read the reported line with the lines around it
+    needs: a saved file
     why: The same fault will end the next job.
     """
     for message, severity, fix in values[_ERRORS]:
@@ -167,9 +168,9 @@ def logged_errors(values: Values, _: Fleet) -> Problems:
 
 
 def read_saved_facts(saved: Saved) -> tuple[HostFacts, str]:
-    """Return a saved file's facts, as of a host with its name, and the file's kind.
+    """Return the facts in a saved file, as those of a host, and the kind of the file.
 
-    Raises ``UsageError`` for a file of an unknown kind.
+    Raise ``UsageError`` for a file of an unknown kind.
     """
     (other, cure), probe = recognise_other(saved), find_probe(saved)
     is_log = other == KERNEL_LOG
@@ -195,7 +196,7 @@ def read_saved_facts(saved: Saved) -> tuple[HostFacts, str]:
         cure = f"Type: ronde topo lint {saved.name}" if probe else cure
         cure = f" {cure}" * cure.startswith("Type: ")
         raise UsageError(
-            f"{saved.name} must be output of nvidia-smi -q, dmesg or ibstat, got "
+            f"{saved.name} is not output of nvidia-smi -q, dmesg or ibstat, but "
             f"{name}.{cure}"
         )
     is_gone = any(each["code"] == 79 for each in values.get("gpu.xids", ()))
@@ -224,7 +225,7 @@ def _log_lines(saved: Saved) -> Iterator[tuple[str, str]]:
 
 
 def _find_errors(lines: _Lines) -> list[_Error]:
-    """Return the errors that the rules find in lines, without duplicates."""
+    """Return the errors that the rules find in the lines, each error once."""
     rows = _RULES.strip().splitlines()
     patterns = [re.compile(row.strip()) for row in rows[1::2]]
     found: dict[_Error, list[tuple[str, str]]] = {}
@@ -310,7 +311,7 @@ def _read_query(
 
 
 def _compare_gpus(gpus: list[Element], attached: str) -> Iterator[_Error]:
-    """Yield errors for GPUs that are missing, cut off in the file, or unusual."""
+    """Yield errors for GPUs that are missing, cut off, or unlike the others."""
     num = len(gpus)
     if attached.isdecimal() and num < int(attached):
         severity = "inform" if num == 1 else "warn"  # as of nvidia-smi -q -i 3
@@ -330,7 +331,7 @@ def _compare_gpus(gpus: list[Element], attached: str) -> Iterator[_Error]:
 
 
 def _flatten(section: Element, path: str) -> Iterator[str]:
-    """Yield all values as ``section/name: value``, and modes with a pending change."""
+    """Yield all values as ``section/name: value``, and all pending changes of modes."""
     values: dict[str, str] = {}
     for each in section:
         text = (each.text or "").strip()
@@ -350,10 +351,14 @@ def _read_ports(values: dict[str, Value], saved: Saved) -> tuple[str, Iterable[_
 
 
 def _compare_ports(up: dict[str, dict[str, Any]]) -> Iterator[_Error]:
-    """Yield ports slower than others of their model, and mixed link layers."""
+    """Yield errors for ports slower than others, and for mixed link layers."""
     layers = sorted({own["layer"] for own in up.values()})
     if len(layers) > 1:
-        yield f"ports are of {' and '.join(layers)}", "inform", _FIXES["choose"]
+        yield (
+            f"ports have different link layers: {' and '.join(layers)}",
+            "inform",
+            _FIXES["choose"],
+        )
     for name, own in up.items():
         alike = [each for each in up.values() if each["model"] == own["model"]]
         alike = [each["mbit_per_s"] for each in alike if each["layer"] == own["layer"]]
@@ -363,5 +368,5 @@ def _compare_ports(up: dict[str, dict[str, Any]]) -> Iterator[_Error]:
         is_slow = is_odd or 4 * rate <= most
         severity, fix = ("warn", "link") if is_slow else ("inform", "choose")
         if 0 < rate < most:
-            message = f"{name} has {rate:g} of {most:g} Gb/s, which others have"
+            message = f"{name} runs at {rate:g} Gb/s, but others at {most:g} Gb/s"
             yield message, severity, _FIXES[fix]

@@ -1,6 +1,6 @@
-"""Checks that software and environment variables are equal on all hosts.
+"""Checks that software and environment variables are the same on all hosts.
 
-All facts come from files; the module ``torch_import`` imports torch.
+The probe only reads files; ``torch_import`` is the probe that imports torch.
 """
 
 import ast
@@ -30,7 +30,7 @@ from ronde.topology.kernel_files import list_names, read_text
 from ronde.units import list_first
 
 ABSENT = "not installed"  # in place of a version
-# From ronde's own requirements.
+# From ronde's requirements.
 _OLDEST_TORCH = (2, 11)
 _TORCH, _BUILD = "versions.torch", "versions.torch_build"
 _NCCL = "versions.nccl"
@@ -74,7 +74,7 @@ def _digest_code(package: Path) -> str:
 
 
 def read_torch(package: Path | None) -> tuple[str, str]:
-    """Return the version of torch, and its build, such as ``CUDA 12.8``."""
+    """Return the version of torch and its build, such as ``CUDA 12.8``."""
     if package is None:
         return ABSENT, ABSENT
     try:
@@ -99,7 +99,7 @@ def read_torch(package: Path | None) -> tuple[str, str]:
 
 
 def read_packages(directories: Iterable[str]) -> dict[str, str]:
-    """Return package versions by normalised name, from names of metadata folders."""
+    """Return package versions by normalised name, read from metadata folders."""
     found: dict[str, str] = {}
     for directory in filter(None, directories):
         for match in filter(None, map(_INFO.fullmatch, list_names(directory))):
@@ -125,7 +125,7 @@ def read_driver(root: str) -> str:
     if module := read_module(root):
         return f"NVIDIA {module.removesuffix(' (open)')}"
     if text := read_text(f"{root}/proc/driver/nvidia/version"):
-        raise UnreadableError(f"no version in {text.splitlines()[0]}")
+        raise UnreadableError(f"found no version in {text.splitlines()[0]!r}")
     amdgpu = read_text(f"{root}/sys/module/amdgpu/version")
     return f"amdgpu {amdgpu}" if amdgpu else ABSENT
 
@@ -133,7 +133,7 @@ def read_driver(root: str) -> str:
 def select_environment(
     own: Mapping[str, str], forwarded: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the environment variables of a rank here that affect training."""
+    """Return the environment variables of ranks that affect training."""
     known = base_environment(own) | dict(forwarded)
     return {
         name: _show_setting(value)
@@ -158,9 +158,8 @@ def torch(fleet: Fleet) -> Problems:
 
     reads: torch/version.py, without importing torch
     threshold: the same version, built for the same CUDA or HIP, everywhere
-    source: ronde's own; the value of most hosts, of three or more
-    fix: python -m pip install there the version of the other hosts, with their build:
-        pytorch.org/get-started/locally names the index of each
+    fix: Install the version and build of the other hosts there, with python -m pip
+        install: pytorch.org/get-started/locally names the index of each build
     needs: several hosts
     why: Ranks compute different results, disagree on messages, or hang.
     """
@@ -180,7 +179,7 @@ def _pip_install(values: Values, *words: str) -> str:
 
 
 def _with_pip(problem: Problem, fleet: Fleet, package: str) -> Problem:
-    """Add the command that installs most hosts' version, if there is a majority."""
+    """Add the command that installs the majority's version, if there is a majority."""
     version = usual_value(problem.usual)
     # A package index may lack the local version behind the plus sign.
     number = version.partition("+")[0]
@@ -197,9 +196,9 @@ def _with_pip(problem: Problem, fleet: Fleet, package: str) -> Problem:
 def torch_installed(values: Values, fleet: Fleet) -> Problems:
     """Torch can be imported, and is new enough.
 
-    reads: import torch, by the Python that ronde runs with; torch/version.py
+    reads: an import of torch by the Python that runs ronde; torch/version.py
     threshold: the import succeeds, and torch is at least 2.11
-    source: ronde's own requirements
+    source: ronde's requirements
     fix: python -m pip install 'torch>=2.11', or name the ranks' Python with --python.
         Ranks that need no torch: --skip torch-installed
     why: No rank can start training.
@@ -235,8 +234,10 @@ def nccl(fleet: Fleet) -> Problems:
 
     reads: the installed nvidia-nccl wheel
     threshold: the same version everywhere
-    source: NCCL 2.30.7 refuses (src/init.cc): Mismatched NCCL version detected
-    fix: python -m pip install there the nvidia-nccl wheel of the other hosts
+    source: NCCL 2.30.7 (src/init.cc), which refuses with: Mismatched NCCL version
+        detected
+    fix: Install the nvidia-nccl wheel of the other hosts there, with python -m pip
+        install
     needs: several hosts
     why: NCCL does not form a communicator, so training does not start.
     """
@@ -253,9 +254,9 @@ def _differing_names(
     absent: str,
     find_fix: Callable[[Values, Mapping[str, str]], str],
 ) -> Problems:
-    """Yield one problem per host with different values, which lists their names.
+    """Yield one problem per differing host, which lists the names that differ.
 
-    ``find_fix`` gets, by name, the text of ``find_odd`` on the value of most hosts.
+    ``find_fix`` gets a text of ``find_odd`` for each of these names.
     """
     known: dict[str, dict[str, str]] = fleet.known(fact)
     values: dict[str, list[str]] = defaultdict(list)
@@ -282,11 +283,11 @@ def _differing_names(
 def packages(fleet: Fleet) -> Problems:
     """All hosts have the same Python packages.
 
-    reads: names of *.dist-info and *.egg-info in Python's path; a hash of ronde's code
+    reads: the names of *.dist-info and *.egg-info in Python's path; a hash of ronde's
+        code
     threshold: the same names and versions; torch and NCCL have their own checks
-    source: ronde's own; the value of most hosts, of three or more
-    fix: python -m pip freeze >lock.txt on a host that is right, and python -m pip
-        install -r lock.txt on the others
+    fix: python -m pip freeze >lock.txt on a correct host, and python -m pip install -r
+        lock.txt on the others
     needs: several hosts
     why: Ranks run different code: an import fails, or results differ.
     """
@@ -294,7 +295,7 @@ def packages(fleet: Fleet) -> Problems:
 
 
 def _install_usual(values: Values, usual: Mapping[str, str]) -> str:
-    """Return the command that installs most hosts' versions; "" without a majority."""
+    """Return the command that installs the majority's versions, or ""."""
     # Except ronde, whose version here contains a hash of the code.
     versions = {n: usual_value(text) for n, text in usual.items() if n != "ronde"}
     wanted = [f"{name}=={v}" for name, v in versions.items() if v and v != ABSENT]
@@ -303,11 +304,10 @@ def _install_usual(values: Values, usual: Mapping[str, str]) -> str:
 
 @check(WARN, _SETTINGS)
 def environment(fleet: Fleet) -> Problems:
-    """Ranks find the same settings on all hosts.
+    """Variables that affect training have the same values on all hosts.
 
     reads: NCCL_*, TORCH_*, CUDA_*, GLOO_*, OMP_*, UCX_*, RONDE_*, LD_* of ranks
     threshold: the same values everywhere
-    source: ronde's own; the value of most hosts, of three or more
     fix: look for leftovers there: grep -s NAME ~/.bashrc ~/.profile /etc/environment
     needs: several hosts
     why: Ranks choose different networks, algorithms or libraries, or hang.
@@ -326,9 +326,8 @@ def gpu_driver(version: str) -> str:
 
     reads: /proc/driver/nvidia/version, else /sys/module/amdgpu/version
     threshold: the same version everywhere
-    source: ronde's own; the value of most hosts, of three or more
     fix: install the driver of the other hosts there, and reboot
     needs: several hosts
-    why: Features differ: peer access, NVLink and CUDA's limits on the driver.
+    why: Drivers differ in peer access, NVLink, and the CUDA versions that they support.
     """
     return version

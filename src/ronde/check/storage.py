@@ -1,4 +1,4 @@
-"""Checks of folders, files and mounts."""
+"""Checks of directories, files and mounts."""
 
 import re
 import secrets
@@ -66,7 +66,7 @@ def read(reader: FactReader) -> None:
 def _locate(
     found: dict[str, Value], root: str, mounts: dict[str, str]
 ) -> dict[str, Any]:
-    """Replace ``real_path`` with its mount point and type of file system."""
+    """Replace ``real_path`` by its mount point and the type of the file system."""
     if "real_path" not in found:
         return found
     point = find_mount(found.pop("real_path").removeprefix(root), mounts)
@@ -105,20 +105,20 @@ def folder_missing(values: Values, _: Fleet) -> Problems:
 
     reads: the folders of --path; the folder where ranks start (the current one, or
         --chdir); TMPDIR, else /tmp
-    threshold: each can be entered; a warning if temporary files cannot be written
-    source: ronde's own: ronde run refuses such a host; Python needs temporary files
+    threshold: each can be entered; only a warning if temporary files cannot be written
+    source: ronde's choice: ronde run refuses such a host; Python needs temporary files
     fix: mount it there, or, if it need not be shared, mkdir -p
     why: Ranks there cannot start, or do not find their data and checkpoints.
     """
     for path, each in _answering(values):
         wrong = each.get("error", "")
         if not wrong and not each["is_directory"]:
-            wrong = "no folder"
+            wrong = "not a folder"
         elif not wrong and not each["is_enterable"]:
-            wrong = "may not be entered"
+            wrong = "no permission to enter it"
         if wrong and each["roles"] != [_TEMPORARY]:
             fix = f"mkdir -p {shlex.quote(path)}  # if it may be empty; else mount it"
-            if wrong == "no folder":
+            if wrong == "not a folder":
                 fix = f"ls -l {shlex.quote(path)}  # it is a file: name a folder"
             fix = fix if _SHARED in each["roles"] else _ELSEWHERE
             yield Problem(f"{path}: {wrong}", fix=fix)
@@ -128,7 +128,6 @@ def folder_missing(values: Values, _: Fleet) -> Problems:
 
 
 def digest_files(_: NodeContext, question: dict[str, Value]) -> dict[str, Value]:
-    """Run ``path_tasks.digest`` on each of ``paths``."""
     groups: dict[str, list[str]] = {}
     for path in question["paths"]:
         groups.setdefault(path.rpartition("/")[0], []).append(path)
@@ -139,7 +138,6 @@ def digest_files(_: NodeContext, question: dict[str, Value]) -> dict[str, Value]
 
 
 def compare_files(hosts: HostSet) -> None:
-    """Make all hosts read the files of ``--file`` at the same time."""
     paths: Sequence[str] = hosts.settings["files"]
     limit_s = MOST_DEADLINES * _HANG_S * len(paths) + _SLACK_S
     question = {"do": "digest_files", "paths": paths}
@@ -157,13 +155,14 @@ FILES_STEP = ProbeStep("files", compare_files, (_FILES,), setting="files")
 
 @check(FAIL, _FILES)
 def dataset_files(fleet: Fleet) -> Problems:
-    """Files are the same on all hosts.
+    """The files of --file are the same on all hosts.
 
-    reads: size and SHA-256 of the files of --file, whole up to 1GiB; of larger ones 64
-        pieces of 1MiB from the first byte to the last
-    threshold: each exists, with the same size and hash everywhere
-    source: ronde's own; the value of most hosts, of three or more; 1GiB takes seconds:
-        a disk reads 150 MB/s or more, a processor hashes 400 MB/s or more
+    reads: size and SHA-256 of each file: of the whole file up to 1GiB, of a larger one
+        64 pieces of 1MiB from the first byte to the last
+    threshold: each file exists, with the same size and hash everywhere
+    source: ronde's choice: the value of most hosts, of three or more; 1GiB takes
+        seconds, since a disk reads 150 MB/s or more, and a processor hashes 400 MB/s or
+        more
     fix: copy it again: rsync -ac HOST:FILE FILE
     needs: --file
     why: Ranks train on different data, or take fewer steps than the others and hang.
@@ -213,11 +212,14 @@ def _show_file(file: Mapping[str, Any]) -> str:
 def hung_mount(values: Values, _: Fleet) -> Problems:
     """All file systems answer.
 
-    reads: statfs of network file systems, the folder where ranks start, TMPDIR, --path
+    reads: statfs of network file systems, the folder where ranks start, TMPDIR and
+        --path
     threshold: an answer within 5 s
-    source: ronde's own; a usual answer takes milliseconds
-    fix: look at its file server; then umount -f -l MOUNT, and mount it again
-    why: Every process that uses it hangs, and even kill -9 does not end it.
+    source: ronde's choice; a usual answer takes milliseconds
+    fix: look at the file server of the mount; then umount -f -l MOUNT, and mount it
+        again
+    why: Every process that uses the file system hangs, and even kill -9 does not end
+        it.
     """
     hung: list[str] = values[_HUNG]
     for path in hung:
@@ -230,14 +232,15 @@ def hung_mount(values: Values, _: Fleet) -> Problems:
 
 @each_host(FAIL, _PATHS)
 def disk_space(values: Values, _: Fleet) -> Problems:
-    """There is room on disk, for bytes and for inodes.
+    """The disk has free space and free inodes.
 
     reads: statfs of the folder where ranks start, of TMPDIR and of --path
-    threshold: 5 % or 50GiB free, and 1GiB; 5 % of inodes; 16MiB or 0 inodes: a failure
+    threshold: 5 % or 50GiB free, and 1GiB; 5 % of the inodes. Below 16MiB, or without a
+        free inode, it is a failure
     source: 5 % of the bytes: Imbue's cluster-health 8f5964a (health_checks.py); of the
-        inodes: the kubelet's default for evicting pods; sizes: ronde's own
-    fix: make room there: du -xh FOLDER | sort -h | tail; du --inodes -x FOLDER
-    why: Writing a checkpoint fails, after hours of training.
+        inodes: the kubelet's default for evicting pods; ronde's choice: the sizes
+    fix: remove files there: du -xh FOLDER | sort -h | tail; du --inodes -x FOLDER
+    why: Writing a checkpoint fails after hours of training.
     """
     seen: set[str] = set()
     for path, each in _answering(values):
@@ -281,7 +284,10 @@ def find_shared(hosts: HostSet, patience_s: float = _PATIENCE_S) -> None:
 def _try_path(
     hosts: HostSet, path: str, patience_s: float
 ) -> dict[str, dict[str, bool]]:
-    """Return the other hosts' files that each host sees, without hosts that fail."""
+    """Return, for each host, the files of other hosts that it sees.
+
+    Hosts that fail are left out.
+    """
     token = secrets.token_hex(8)
     files = {h: f".ronde-check-{token}.{n}" for n, h in enumerate(hosts.names)}
 
@@ -318,11 +324,10 @@ STEP = ProbeStep("sharing", find_shared, (SHARED,))
 
 @check(FAIL, SHARED)
 def shared_folder(fleet: Fleet) -> Problems:
-    """A shared folder is the same one on all hosts.
+    """A shared folder is the same folder on all hosts.
 
-    reads: a file that each host writes to each --path for the others, then removes
+    reads: a file that each host writes to each --path and later removes
     threshold: each host sees the files of all others within 3 s
-    source: ronde's own; the value of most hosts, of three or more
     fix: findmnt -T FOLDER on each host; mount the same file system there
     needs: several hosts, --path, and permission to write there
     why: Checkpoints are not found at a restart, or ranks write below a missing mount.

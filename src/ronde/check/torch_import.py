@@ -26,7 +26,7 @@ def read(reader: FactReader) -> None:
 
 
 def find_error(name: str) -> str:
-    """Import a package; return the error message, or ""."""
+    """Import a package, and return the error message, or ""."""
     try:
         package = import_module(name)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - any of them is the answer

@@ -172,9 +172,9 @@ def run(words: Sequence[str], timeouts: Timeouts = USUAL) -> int:
         case ["read", *rest]:
             return _read(rest)
         case [("list" | "explain") as verb, *_]:
-            number = "one argument" if verb == "explain" else "no argument"
+            number = "one argument" if verb == "explain" else "no arguments"
             raise UsageError(
-                f"{verb} must have {number}, got {' '.join(words)!r}. "
+                f"ronde check {verb} takes {number}, got {' '.join(words[1:])!r}. "
                 "Type: ronde check --help"
             )
         case _:
@@ -186,7 +186,7 @@ def run(words: Sequence[str], timeouts: Timeouts = USUAL) -> int:
 
 
 def _read(words: Sequence[str]) -> int:
-    """Check files of facts, each as one host."""
+    """Run ``ronde check read``: check files, each of which counts as a host."""
     parser = CommandParser("ronde check read", _READ_HELP, positionals={"files": "+"})
     options = parser.read(words)
     if options is None:
@@ -269,8 +269,8 @@ def read_check_request(
     way, has_rate = options.bandwidth, "gb_per_s" in settings.get(EXPECTED, {})
     if has_rate and len(hosts) < 2:
         raise UsageError(
-            f"--expect {options.expect} must go with two hosts or more for its rate "
-            "between hosts, got 1. Name hosts with -H, or leave the rate out."
+            f"--expect {options.expect} has a rate between hosts, but there is only "
+            "one host. Name hosts with -H, or leave the rate out."
         )
     if way is not None or has_rate:
         settings["bandwidth"] = read_one_of("--bandwidth", way or "auto", _WAYS)
@@ -319,15 +319,13 @@ def _unknown(name: str, known: Sequence[str], option: str, kind: str) -> UsageEr
 
 
 def _unwritable(option: str, got: str) -> UsageError:
-    return UsageError(
-        f"{option} must be a file that can be written, got {got}. Name another."
-    )
+    return UsageError(f"cannot write the file of {option}: {got}. Name another file.")
 
 
 def make_preflight(directory: str, env: dict[str, str]) -> Preflight:
-    """Return the preflight of ``ronde run``: all checks but ``torch-installed``.
+    """Return the preflight of ``ronde run``: all checks except ``torch-installed``.
 
-    Torch is not imported: ranks that need it will import it in a moment.
+    The preflight does not import torch, since ranks that need torch import it soon.
     """
     checks = [each for each in all_checks() if each.id != "torch-installed"]
 
@@ -427,7 +425,7 @@ def _writing(option: str, file: str) -> Generator[None]:
 
 @contextmanager
 def _progress() -> Generator[Callable[[str], None]]:
-    """Show the name of the step on a terminal, and clear it at the end."""
+    """Show the current step on a terminal, and clear it at the end."""
 
     def show(text: str) -> None:
         if sys.stderr.isatty():

@@ -1,4 +1,4 @@
-"""The output of ``ronde check``: hosts, findings, changes, JSON, list of checks."""
+"""Format the output of ``ronde check``."""
 
 import json
 import re
@@ -42,7 +42,7 @@ def tabulate_hosts(
     checks: Sequence[Check],
     width: int = WIDTH,
 ) -> str:
-    """Draw a table of marks, by host and family of checks; equal hosts share a line."""
+    """Format a table of marks by host and family; equal hosts share a line."""
     families = [f for f in Family if any(check.family is f for check in checks)]
     marks = _marks(hosts, judgement, {check.id: check.family for check in checks})
     rows: dict[tuple[str, ...], list[str]] = {}
@@ -65,7 +65,7 @@ def tabulate_hosts(
 def _marks(
     hosts: Sequence[str], judgement: Judgement, families: Mapping[str, Family]
 ) -> dict[tuple[str, Family], str]:
-    """Return the worst mark of each host and family that were checked."""
+    """Return the worst mark for each host and family in which checks ran."""
     marks = dict.fromkeys(judgement.made, _FINE)
     for unread in judgement.unread:
         family = families.get(unread.check)
@@ -81,7 +81,7 @@ def _marks(
 
 
 def _wrap_names(text: str, width: int) -> list[str]:
-    """Break names into lines at commas; return at least one line."""
+    """Break a list of names into lines at commas; return at least one line."""
     lines = [""]
     for piece in re.split("(?<=,)", text):
         if lines[-1] and len(lines[-1]) + len(piece) > width:
@@ -91,7 +91,7 @@ def _wrap_names(text: str, width: int) -> list[str]:
 
 
 def draw_findings(findings: Sequence[Finding], width: int = WIDTH) -> str:
-    """Draw findings, the worst first; equal ones of several hosts are drawn once."""
+    """Format findings, the worst first; equal ones of several hosts appear once."""
     groups = grouped(((each.check, each.severity, each.fix), each) for each in findings)
     text = ""
     for (check, severity, fix), same in groups.items():
@@ -121,7 +121,7 @@ def _draw_causes(same: Sequence[Finding], width: int) -> str:
 
 
 def draw_unread(unread: Sequence[Unread], width: int = WIDTH) -> str:
-    """Draw the reasons that checks could not run; each appears once."""
+    """Format the reasons for checks that could not run, each reason once."""
     hosts = grouped(((each.reason, each.check), each.host) for each in unread)
     groups = grouped(
         ((reason, fold_hosts(names, _MAX_NAMES)), check)
@@ -181,7 +181,7 @@ def _draw_ready(verdict: Readiness) -> str:
 
 
 def draw_changes(changes: Changes, since: str, width: int = WIDTH) -> str:
-    """Draw changes; equal changes of several hosts appear together."""
+    """Format changes; equal changes of several hosts appear once."""
     same: dict[str, list[str]] = {}
     for word, findings in (("new", changes.new), ("gone", changes.gone)):
         for each in findings:
@@ -205,7 +205,7 @@ def draw_changes(changes: Changes, since: str, width: int = WIDTH) -> str:
 
 
 def _difference(before: str, after: str) -> tuple[str, str]:
-    """Cut long values to the part where they begin to differ."""
+    """Cut two long values to the part where they begin to differ."""
     if max(len(before), len(after)) <= _MAX_VALUE:
         return before, after
     same = takewhile(lambda pair: pair[0] == pair[1], zip(before, after, strict=False))

@@ -1,4 +1,4 @@
-"""Hosts as text, in the forms that ``ronde.launch`` reads."""
+"""Format hosts as text that ``ronde.launch`` reads."""
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -10,10 +10,10 @@ _MAX_DIGITS = 9
 
 
 def fold_hosts(names: Iterable[str], most: int = 1 << 16) -> str:
-    """Return names in their order as ``-H`` reads them: ``node[1-2,4-64], login``.
+    """Format host names in their order as ``-H`` reads them: ``node[1-2,4-64], login``.
 
-    Names that differ in one number alone share brackets. Beyond ``most`` ranges only
-    the number of hosts is shown.
+    Names that differ in a single number share brackets. After ``most`` ranges only the
+    number of remaining hosts is shown.
     """
     parts = [_NUMBERS.split(name) for name in dict.fromkeys(names)]
     varying = _varying_numbers(parts)
@@ -42,7 +42,10 @@ def fold_hosts(names: Iterable[str], most: int = 1 << 16) -> str:
 
 
 def _varying_numbers(parts: list[list[str]]) -> dict[tuple[str, ...], int]:
-    """Return the last varying number's index, or 0, by the text between numbers."""
+    """Return the index of the last varying number, or 0, for each kind of name.
+
+    The key is the text between the numbers.
+    """
     alike: dict[tuple[str, ...], list[list[str]]] = {}
     for part in parts:
         alike.setdefault(tuple(part[::2]), []).append(part)
@@ -56,7 +59,7 @@ def _varying_numbers(parts: list[list[str]]) -> dict[tuple[str, ...], int]:
 
 
 def _runs(numbers: Iterable[str]) -> Iterator[tuple[str, int]]:
-    """Yield ranges such as ``04-64``, and the count of numbers in each."""
+    """Yield ranges such as ``04-64``, each with the count of its numbers."""
     ordered = sorted(numbers, key=lambda text: (int(text), len(text)))
     first, count = ordered[0], 1
     for text in [*ordered[1:], ""]:
@@ -69,7 +72,7 @@ def _runs(numbers: Iterable[str]) -> Iterator[tuple[str, int]]:
 
 
 def write_hostfile(hosts: Sequence[Host]) -> str:
-    """Return a host file; without hosts a comment, which ``ronde run`` refuses."""
+    """Format a host file; without hosts a comment, which ``ronde run`` refuses."""
     if not hosts:
         return "# no host is ready\n"
     text = ""

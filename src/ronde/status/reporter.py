@@ -29,7 +29,7 @@ _NOTHING: Mapping[str, float] = MappingProxyType({})
 
 
 class Part(NamedTuple):
-    """The fields of a status that one source fills in."""
+    """The fields of a status that one source provides."""
 
     collectives: Sequence[PendingCollective] = ()
     step: int = UNKNOWN  # the number of steps that an optimizer has applied
@@ -38,7 +38,10 @@ class Part(NamedTuple):
 
 
 class StatusReporter:
-    """A thread that samples its sources, bound methods held by weak references."""
+    """A thread that samples the sources of a rank's status, and reports the result.
+
+    A source is a bound method, held by a weak reference.
+    """
 
     def __init__(self) -> None:
         self.pid = os.getpid()  # a forked child has no thread and reports nothing
@@ -104,7 +107,7 @@ def _read_device_bytes() -> int:
 
 
 def add_source(source: Callable[[], Part]) -> None:
-    """Add a source to this rank's status; it is called in another thread."""
+    """Add a source to this rank's status; another thread will call it."""
     reporter = _own_reporter()
     if reporter is not None and reporter.pid == os.getpid():
         reporter.add(source)

@@ -9,7 +9,7 @@ _SILENCE_S = 2.5
 
 
 class JobInfo(NamedTuple):
-    """Constant facts of a job, and its number of restarts."""
+    """The facts of a job that never change, and its number of restarts."""
 
     job_id: str
     command: tuple[str, ...]
@@ -48,9 +48,9 @@ class WorkerInfo(NamedTuple):
         return self.collective.age_s + (self.status_age_s if is_still_in else 0.0)
 
     def is_absent(self, collective: PendingCollective, begun_s: float) -> bool:
-        """Return True if this worker is known not to be in a collective.
+        """Return True if this worker is known to be outside of a collective.
 
-        Other ranks have been in the collective for ``begun_s``.
+        ``begun_s`` is the time since other ranks entered the collective.
         """
         if self.status is None or self.state != "running":
             return self.state in ("ended", "lost")
@@ -61,7 +61,7 @@ class WorkerInfo(NamedTuple):
 
 
 class JobStatus(NamedTuple):
-    """One version of a job's table."""
+    """One version of the status table of a job."""
 
     socket: Path
     version: int  # grows, also by more than one
@@ -69,10 +69,10 @@ class JobStatus(NamedTuple):
     workers: tuple[WorkerInfo, ...]
 
     def find_awaited(self) -> dict[int, tuple[int, ...]]:
-        """Return the ranks that each worker's oldest collective waits for, by worker.
+        """Return, for each worker, the ranks that its oldest collective waits for.
 
-        These ranks of its group have ended, or have reported since it began and are not
-        in it. Ranks that report nothing are left out.
+        These are ranks of its group that have ended, or that have reported since the
+        collective began and are not in it. Ranks that report nothing are left out.
         """
         by_rank = {row.rank: row for row in self.workers if row.rank is not None}
         waiting: dict[PendingCollective, list[WorkerInfo]] = {}

@@ -1,4 +1,4 @@
-"""The status of one rank as a value, and as one line of JSON."""
+"""The status of one rank, as a value and as one line of JSON."""
 
 import json
 from typing import NamedTuple
@@ -11,7 +11,7 @@ MAX_BYTES = 8 << 10
 
 
 class PendingCollective(NamedTuple):
-    """One collective that a rank is in."""
+    """One collective that a rank has entered and not left."""
 
     name: str  # of the tensor or bucket; in a torch process group the kind
     group: str  # ``all``, ``set 2``, or the name of a torch process group
@@ -46,7 +46,7 @@ class RankStatus(NamedTuple):
 
 
 def encode_status(status: RankStatus) -> str:
-    """Return a status as a line of at most ``MAX_BYTES``, shortened if necessary."""
+    """Return a status as one line of at most ``MAX_BYTES``, shortened if necessary."""
     line = _dump(status)
     if len(line) > MAX_BYTES:
         first = [each._replace(ranks=(UNKNOWN,)) for each in status.collectives[:1]]
@@ -59,7 +59,7 @@ def _dump(status: RankStatus) -> str:
 
 
 def decode_status(plain: object) -> RankStatus | None:
-    """Return the status of a JSON value; None if another version of ronde wrote it."""
+    """Return the status in a JSON value; None if another version wrote it."""
     try:
         return from_plain(RankStatus, plain)
     except PlainValueError:

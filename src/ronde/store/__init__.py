@@ -1,4 +1,4 @@
-"""The key-value store of a job, for rendezvous; it needs no framework."""
+"""The key-value store through which the ranks of a job rendezvous."""
 
 from ronde.lazy_exports import lazy_exports
 

@@ -1,7 +1,8 @@
 """Mutual authentication of two processes over a network, by a shared key.
 
-Ranks authenticate to the job's store, and joining nodes to their head. The store's key
-was given to all ranks, or is derived from a file in the user's home on all hosts.
+Ranks authenticate to the job's store, and joining nodes to the head node. The store's
+key is passed to all ranks, or derived from a file in the user's home, which must be the
+same on all hosts.
 
 Note [Mutual authentication]
     A peer without the key receives only a random number::
@@ -51,7 +52,7 @@ class HandshakeData(NamedTuple):
 
 
 class SharedKey:
-    """A secret of at least 128 bits, which has no ``repr``."""
+    """A secret of at least 128 bits, which does not appear in ``repr``."""
 
     __slots__ = ("_key",)
 
@@ -64,7 +65,7 @@ class SharedKey:
     def answer(
         self, greeting: bytes, claim: bytes = b"", certificate: bytes = b""
     ) -> tuple[HandshakeData, bytes, bytes]:
-        """Return the handshake, the client's answer, and the reply to expect."""
+        """Return the handshake, the client's message, and the expected reply."""
         nonce = secrets.token_bytes(NONCE_BYTES)
         handshake = HandshakeData(greeting, nonce, claim, certificate)
         hello = encode(0, (nonce, claim, self.prove(b"client", handshake)))
@@ -72,17 +73,17 @@ class SharedKey:
 
 
 def user_key(job: str, directory: Path) -> SharedKey:
-    """Return a key of a job that only this user's processes know.
+    """Return the key of a job, derived from this user's secret.
 
-    It is derived from a file in ``directory``, which is made if there is none, and must
-    be the same on all hosts.
+    The secret is a file in ``directory``, which is created if it is missing. It must be
+    the same on all hosts. Only this user's processes can read it.
     """
     secret = read_secret(directory / "secret")
     return SharedKey(hmac.digest(secret, b"ronde job " + job.encode(), "sha256"))
 
 
 class FrameMac:
-    """Message authentication codes of the frames of one direction, in order."""
+    """Authenticate the frames that are sent in one direction, in their order."""
 
     def __init__(self, key: SharedKey, role: bytes, handshake: HandshakeData) -> None:
         self._key = key.prove(b"from " + role, handshake)
@@ -96,7 +97,9 @@ class FrameMac:
         """Return the body of a frame; raise ``StoreError`` if it was changed."""
         body = signed[:-_PROOF_BYTES]
         if not hmac.compare_digest(signed[-_PROOF_BYTES:], self._next(body)):
-            raise StoreError("a message on the store's connection was changed.")
+            raise StoreError(
+                "a message on a connection to the store was changed in transit."
+            )
         return body
 
     def _next(self, body: bytes) -> bytes:
@@ -107,7 +110,7 @@ class FrameMac:
 class ServerSession:
     """The server's side of a connection to the store.
 
-    Without a key the kernel has authenticated the peer.
+    Without a key, the kernel has already authenticated the peer.
     """
 
     def __init__(
@@ -142,11 +145,11 @@ class ServerSession:
     def _authenticate(self, key: SharedKey, hello: bytes) -> None:
         fields = decode(hello).fields
         if len(fields) != 3 or len(fields[0]) != NONCE_BYTES:
-            raise StoreError("a peer must send a nonce, a claim and a proof.")
+            raise StoreError("a peer sent a handshake without nonce, claim or proof.")
         nonce, claim, proof = fields
         handshake = HandshakeData(self._greeting, nonce, claim, self._certificate)
         if not hmac.compare_digest(proof, key.prove(b"client", handshake)):
-            raise StoreError("the peer does not belong to this job.")
+            raise StoreError("the peer does not know the key of this job.")
         self.is_trusted, self.claim = True, claim
         self._splitter = Splitter()
         self.unsent += encode(0, (key.prove(b"server", handshake),))
@@ -168,7 +171,7 @@ class ProvenConnection(PlainConnection):
             reply = receive(sock, len(expected), due_s)
             is_proven = hmac.compare_digest(reply, expected)
         if not is_proven:
-            raise StoreError("the peer at this address is not the store of this job.")
+            raise StoreError("the server at this address is not the store of this job.")
         self._sent = FrameMac(key, b"client", handshake)
         self._received = FrameMac(key, b"server", handshake)
 
@@ -182,7 +185,7 @@ def dial_network(
     """Connect to the store.
 
     Raises:
-        StoreError: Another job's store listens there.
+        StoreError: The server at this address is not the store of this job.
         OSError: No connection is possible.
     """
     sock = socket.create_connection((address, port), timeout_s)
@@ -195,7 +198,6 @@ def dial_network(
 
 
 def read_secret(path: Path) -> bytes:
-    """Return the user's secret; make it if there is none."""
     try:
         if not path.exists():
             _make_secret(path)
@@ -205,23 +207,22 @@ def read_secret(path: Path) -> bytes:
             content = file.read(4096).strip() if is_file else b""
     except OSError as error:
         raise UsageError(
-            f"{path} must be a file that can be made and read, got: "
-            f"{error.strerror}. Set XDG_CONFIG_HOME to a directory that all hosts "
-            "share, or start the ranks with ronde run."
+            f"cannot create or read {path}: {error.strerror}. Set XDG_CONFIG_HOME to "
+            "a directory that all hosts share, or start the ranks with ronde run."
         ) from error
     is_private = is_file and not found.st_mode & 0o077
     if not is_private or found.st_uid != os.geteuid() or len(content) < _KEY_BYTES:
         raise UsageError(
-            f"{path} must be a file of user {os.geteuid()} with mode 600 and at least "
+            f"{path} must belong to user {os.geteuid()} and have mode 600 and at least "
             f"{_KEY_BYTES} characters, got owner {found.st_uid}, mode "
-            f"{stat.S_IMODE(found.st_mode):o} and {len(content)}. Remove it: ronde "
-            "makes a new one."
+            f"{stat.S_IMODE(found.st_mode):o} and {len(content)} characters. Remove "
+            "it: ronde creates a new one."
         )
     return content
 
 
 def _make_secret(path: Path) -> None:
-    """Make the file atomically; if another process is faster, use its file."""
+    """Create the file atomically; if another process is faster, keep its file."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     with open(draft, "x", opener=_open_own) as file:

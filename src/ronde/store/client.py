@@ -19,7 +19,7 @@ class StoreClient:
     """A client of the store, with one connection for each concurrent call.
 
     Args:
-        dial: Makes a connection, within a time limit in seconds.
+        dial: Opens a connection, within a time limit in seconds.
     """
 
     def __init__(self, dial: Callable[[float], "PlainConnection"]) -> None:
@@ -33,7 +33,7 @@ class StoreClient:
     def ask(
         self, op: Op, fields: Sequence[str | bytes], timeout_s: float
     ) -> tuple[bytes, ...]:
-        """Send a request; return the fields of the answer: see ``Op``."""
+        """Send a request, and return the fields of its answer; see ``Op``."""
         parts = [each.encode() if isinstance(each, str) else each for each in fields]
         frame = encode(op, parts)
         due_s = time.monotonic() + timeout_s
@@ -53,7 +53,7 @@ class StoreClient:
             ) from None
         except OSError as error:
             raise StoreError(
-                f"the store that the ranks meet in is gone: connection closed ({error})"
+                f"lost the connection to the rendezvous store: {error}"
             ) from error
         with self._lock:
             self._busy.discard(connection)
@@ -75,7 +75,7 @@ class StoreClient:
     def _begin(self, connection: "PlainConnection") -> None:
         with self._lock:
             if self._is_ended:
-                raise ConnectionAbortedError("it was ended")
+                raise ConnectionAbortedError("the client was closed")
             self._busy.add(connection)
 
     def _take(self) -> "PlainConnection | None":
@@ -87,19 +87,18 @@ class StoreClient:
 
 
 class PlainConnection:
-    """A connection through a socket on this host, without authentication."""
+    """A connection to the store without authentication."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
 
     def ask(self, frame: bytes, timeout_s: float) -> bytes:
-        """Send a request; return the body of its reply, or raise ``OSError``."""
         due_s = time.monotonic() + timeout_s
         self._sock.settimeout(max(timeout_s, 0.001))
         self._sock.sendall(frame)
         length = int.from_bytes(receive(self._sock, 4, due_s), "big")
         if length > MAX_FRAME_BYTES:
-            raise ConnectionResetError(f"a reply of {length} bytes")
+            raise ConnectionResetError(f"the store sent a reply of {length} bytes")
         return receive(self._sock, length, due_s)
 
     def interrupt(self) -> None:
@@ -123,13 +122,13 @@ def receive(sock: socket.socket, size: int, due_s: float) -> bytes:
         sock.settimeout(left_s)
         data = sock.recv(min(size - len(received), _READ_BYTES))
         if not data:
-            raise ConnectionResetError("the store has closed it")
+            raise ConnectionResetError("the store closed the connection")
         received += data
     return bytes(received)
 
 
 def _explain_lateness(op: Op, keys: Sequence[bytes]) -> str:
     if op not in (Op.GET, Op.WAIT):
-        return "the store that the ranks meet in does not answer"
+        return "the rendezvous store does not answer"
     shown = list_first([key.decode(errors="replace") for key in keys], most=4)
-    return f"other ranks must have set {shown} in the store, but some did not"
+    return f"other ranks did not set {shown} in the rendezvous store"

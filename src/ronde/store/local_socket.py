@@ -17,7 +17,7 @@ _CREDENTIALS = Struct("3i")
 
 
 def temporary_directory() -> Path:
-    """Return the parent of all directories of sockets, one for the whole host."""
+    """Return the directory for all socket directories, the same for a whole host."""
     # Not ``/run/user``: it is emptied at logout, and containers often lack it. Not
     # ``TMPDIR``: it may differ between ranks, and be too long for a socket.
     for path in ("/tmp", "/var/tmp"):  # noqa: S108  a private directory in it
@@ -39,7 +39,7 @@ def listen(path: Path) -> socket.socket:
 
 
 def dial(path: str, timeout_s: float) -> socket.socket:
-    """Return a connection to a socket of this user's, or raise ``OSError``."""
+    """Connect to a socket of this user; raise ``OSError`` if another user owns it."""
     with ExitStack() as undo:
         sock = undo.enter_context(socket.socket(socket.AF_UNIX))
         sock.settimeout(timeout_s)
@@ -56,7 +56,7 @@ def is_own(sock: socket.socket) -> bool:
 
 
 def own_directories(prefix: str) -> Iterator[Path]:
-    """Yield this user's directories of sockets with a prefix and mode 0700."""
+    """Yield the directories with a prefix and mode 0700 that belong to this user."""
     for path in temporary_directory().glob(f"{prefix}*"):
         with suppress(OSError):
             found = path.lstat()
@@ -66,7 +66,7 @@ def own_directories(prefix: str) -> Iterator[Path]:
 
 
 def live_directories(prefix: str) -> list[Path]:
-    """Return ``own_directories`` after removing those of killed processes."""
+    """Return ``own_directories``, and remove those of processes that were killed."""
     found: list[Path] = []
     for directory in own_directories(prefix):
         if remove_stale(directory):
@@ -84,7 +84,7 @@ def remove(directory: Path) -> None:
 
 
 def remove_stale(directory: Path) -> bool:
-    """Remove sockets without a listener; return True if there were any."""
+    """Remove sockets without a listener, and return True if there were any."""
     was_stale = False
     with suppress(OSError):
         for path in directory.glob("[!.]*"):

@@ -1,8 +1,8 @@
 """The state of the store, and the frames of its requests and replies.
 
-A frame is a 4-byte length (big endian, of the rest), a byte for its kind, and fields,
-each a 4-byte length and its bytes. Every length is checked before data of that size is
-received. Nothing is evaluated or unpickled.
+A frame is a 4-byte length (big endian), a byte for its kind, and fields; the length
+does not include its own bytes. A field is a 4-byte length and its bytes. Every length
+is checked before data of that size is received. Nothing is evaluated or unpickled.
 """
 
 from collections.abc import Hashable, Sequence
@@ -21,7 +21,7 @@ C = TypeVar("C", bound=Hashable)
 
 
 class Op(IntEnum):
-    """Kinds of requests; comments show the fields of request -> answer."""
+    """Kinds of requests; the comments show the fields of request -> answer."""
 
     SET = 1  # key, value, key, value, ... -> none
     GET = 2  # keys -> their values, once all keys exist
@@ -35,7 +35,7 @@ class Op(IntEnum):
 
 
 class Status(IntEnum):
-    """Kinds of replies; comments show their fields."""
+    """Kinds of replies; the comments show their fields."""
 
     DONE = 0  # with the fields of the answer
     REFUSED = 1  # with one field, the reason as a sentence
@@ -49,7 +49,7 @@ class Frame(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """Limits on the content of the store."""
+    """Limits on the size of the store's content."""
 
     key_bytes: int = 4096
     value_bytes: int = 8 << 20
@@ -64,9 +64,9 @@ def encode(kind: int, fields: Sequence[bytes]) -> bytes:
     length = 1 + sum(_LENGTH.size + len(field) for field in fields)
     if length > MAX_FRAME_BYTES or len(fields) > _MAX_FIELDS:
         raise StoreError(
-            f"a request to the store and its reply must be at most {MAX_FRAME_BYTES} "
-            f"bytes and {_MAX_FIELDS} fields, got {length} and {len(fields)}. Ask for "
-            "less at once."
+            f"a request to the store and its reply must have at most {MAX_FRAME_BYTES} "
+            f"bytes and {_MAX_FIELDS} fields, got {length} and {len(fields)}. Use more "
+            "and smaller requests."
         )
     parts = [_LENGTH.pack(length), bytes((kind,))]
     for field in fields:
@@ -82,12 +82,12 @@ def decode(body: bytes) -> Frame:
         at += _LENGTH.size + length
         fields.append(body[at - length : at])
     if not body or at != end:
-        raise StoreError("a frame of the store is cut off.")
+        raise StoreError("received an incomplete frame on a connection to the store.")
     return Frame(body[0], tuple(fields))
 
 
 class Splitter:
-    """Splits received bytes into the bodies of frames."""
+    """Split received bytes into the bodies of frames."""
 
     def __init__(self, max_bytes: int = MAX_FRAME_BYTES) -> None:
         self._max_bytes = max_bytes
@@ -114,7 +114,7 @@ class Splitter:
 class StoreState(Generic[C]):
     """The keys, values and waiting clients of the store.
 
-    A client has one request at a time, and can cancel it only by disconnecting.
+    A client has at most one pending request, and cancels it by disconnecting.
     """
 
     def __init__(self, limits: Limits | None = None) -> None:
@@ -125,7 +125,7 @@ class StoreState(Generic[C]):
         self._by_key: dict[bytes, dict[C, None]] = {}
 
     def handle(self, client: C, body: bytes) -> list[tuple[C, bytes]]:
-        """Handle a request; return the replies that are due now, with their clients."""
+        """Handle a request; return the replies that are due now, by client."""
         request = decode(body)
         if client in self._waiting:
             raise StoreError("a client sent a second request before its first reply.")
@@ -147,8 +147,8 @@ class StoreState(Generic[C]):
                 del self._by_key[key]
 
     def clear(self) -> list[tuple[C, bytes]]:
-        """Delete all keys; return the error replies of the waiting clients."""
-        reason = b"the keys of the store were dropped while this request waited for one"
+        """Delete all keys; return the waiting clients, with error replies."""
+        reason = b"the store was cleared while this request waited for a key"
         reply = encode(Status.REFUSED, [reason])
         refused = [(client, reply) for client in self._waiting]
         for kept in (self._values, self._waiting, self._by_key):
@@ -159,7 +159,7 @@ class StoreState(Generic[C]):
     def _carry_out(
         self, kind: int, fields: Sequence[bytes]
     ) -> tuple[Sequence[bytes], Sequence[tuple[bytes, bytes]]]:
-        """Return the answer to a request that never waits, and the pairs to set."""
+        """Return the answer to a request that never waits, and the values to set."""
         values = self._values
         answer, changed = (), ()
         match kind, fields:
@@ -185,7 +185,7 @@ class StoreState(Generic[C]):
                 changed = ((key, new),) if is_met else ()
             case _:
                 raise StoreError(
-                    f"request {kind} with {len(fields)} fields is unknown."
+                    f"unknown request: kind {kind} with {len(fields)} fields."
                 )
         return answer, changed
 
@@ -202,8 +202,8 @@ class StoreState(Generic[C]):
             grown += _size(key, value) - _size(key, self._values.get(key))
         if grown > 0 and self._num_bytes + grown > limits.total_bytes:
             raise _RefusedError(
-                f"the store must hold at most {limits.total_bytes} bytes, got "
-                f"{self._num_bytes + grown} with {_shown(pairs[0][0])}"
+                f"the store is full: it holds at most {limits.total_bytes} bytes, but "
+                f"would have {self._num_bytes + grown} with {_shown(pairs[0][0])}"
             )
         ready: list[tuple[C, Frame]] = []
         for key, value in pairs:
@@ -234,7 +234,7 @@ class StoreState(Generic[C]):
 
 
 class _RefusedError(Exception):
-    """A well-formed request that the store refuses."""
+    """Raised for a well-formed request that the store refuses."""
 
 
 def _size(key: bytes, value: bytes | None) -> int:
@@ -245,7 +245,7 @@ def _integer(text: bytes) -> int:
     with suppress(ValueError):
         if len(text) <= 20:
             return int(text)
-    raise _RefusedError(f"a value to add to must be a number, got {text[:20]!r}")
+    raise _RefusedError(f"only numbers can be added, got {text[:20]!r}")
 
 
 def _shown(key: bytes) -> str:

@@ -1,4 +1,4 @@
-"""A server of the store in a thread, for rank 0 of a job without ``ronde run``."""
+"""The server of the store, in a thread."""
 
 import os
 import selectors
@@ -19,7 +19,7 @@ _MAX_UNSENT_BYTES = 32 << 20
 
 
 class PendingLimits(NamedTuple):
-    """Limits on clients that are not authenticated yet; the oldest is dropped."""
+    """Limits for clients before authentication; the oldest one is dropped."""
 
     most: int = 256
     each_s: float = 5.0
@@ -36,12 +36,12 @@ class _Client:
 
 
 class StoreServer:
-    """A store behind a listening socket.
+    """The server of a store, behind a listening socket.
 
     Clients that are not authenticated yet do not count towards ``max_clients``.
 
     Args:
-        accept: Returns the session of a connection, or None to refuse it.
+        accept: Returns the session for a new connection, or None to refuse it.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class StoreServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Close all connections."""
+        """Close all connections, and end the thread."""
         if self._thread.is_alive():
             os.write(self._closing, b"x")
             self._thread.join()
@@ -126,7 +126,7 @@ class StoreServer:
         self._update(client)
 
     def _update(self, client: _Client) -> None:
-        """Send queued data; drop the client if it is gone or exceeds the limit."""
+        """Send queued data; drop the client if it is gone or exceeds a limit."""
         if client not in self._clients:
             return
         unsent = client.session.unsent

@@ -1,4 +1,4 @@
-"""Checks of the health of GPUs: memory, clocks, temperature, firmware."""
+"""Checks of the health of GPUs: memory, clocks, temperature and firmware."""
 
 from ronde.check.check import FAIL, WARN, Problem, Problems, check
 from ronde.check.fleet import Fleet, Value
@@ -34,15 +34,15 @@ _CLOCK_EVENTS = (
 
 @each_gpu(FAIL, "gpu.recovery_action")
 def gpu_advice(action: Value) -> Problems:
-    """The driver asks for no recovery of any GPU.
+    """The driver advises no recovery action for any GPU.
 
     reads: NVML's field 230, the recovery action
-    threshold: 0, none
-    source: NVIDIA's nvml.h 13 (go-nvml 2f9e261), GET_GPU_RECOVERY_ACTION; actions 6
-        and 7: NVML's change log for 615
+    threshold: 0 (none)
+    source: NVIDIA's nvml.h 13 (go-nvml 2f9e261), GET_GPU_RECOVERY_ACTION; actions 6 and
+        7: NVML's change log for 615
     fix: stop all programs on the GPU, then: sudo nvidia-smi --gpu-reset -i N
     needs: an NVIDIA GPU, a driver from 570 on
-    why: The GPU has met an error that it cannot recover from by itself.
+    why: The GPU had an error that it cannot recover from by itself.
     """
     if action:
         message, fix = ADVICE.get(action, (f"action {action}", _RESET))
@@ -51,16 +51,17 @@ def gpu_advice(action: Value) -> Problems:
 
 @each_gpu(FAIL, "gpu.remapped_rows")
 def gpu_rows(rows: Value) -> Problems:
-    """No broken row of a GPU's memory is in use.
+    """Broken rows of GPU memory have been replaced.
 
-    reads: NVML's remapped rows
-    threshold: none failed, none pending, at most 512 replaced (uncorrectable errors)
+    reads: the remapped rows in NVML
+    threshold: no failed and no pending row, and at most 512 rows replaced after
+        uncorrectable errors
     source: Azure's node health checks 0e0a1ac (azure_gpu_ecc.nhc); 512: NVIDIA's GPU
         Memory Error Management, RMA Policy, and DCGM 72fa3fe
     fix: stop all programs on the GPU, then: sudo nvidia-smi --gpu-reset -i N
     needs: an NVIDIA GPU from Ampere on
-    why: Errors in these rows end jobs. Until the reset, their pages are not used; when
-        no spare rows are left, more jobs end.
+    why: Errors in these rows end jobs. Until the reset, their pages are not used;
+        without spare rows, more jobs end.
     """
     if rows["has_failed"]:
         yield Problem("a broken row of its memory could not be replaced", fix=_REPLACE)
@@ -73,17 +74,19 @@ def gpu_rows(rows: Value) -> Problems:
 
 @each_gpu(FAIL, "gpu.ecc_errors")
 def gpu_ecc_errors(counts: Value) -> Problems:
-    """GPUs had no errors that ECC cannot correct, and few others.
+    """GPUs had no uncorrectable ECC errors, and few corrected ones.
 
-    reads: NVML's error counters of caches (SRAM) and memory (DRAM)
-    threshold: since the driver was loaded, caches: 0 uncorrectable, 10000 corrected;
-        memory: 20000000 corrected; caches, ever: 4 uncorrectable
+    reads: the error counters of caches (SRAM) and memory (DRAM) in NVML
+    threshold: since the driver was loaded: 0 uncorrectable and 10000 corrected errors
+        in caches, and 20000000 corrected errors in memory; since manufacture: 4
+        uncorrectable errors in caches
     source: Azure's node health checks 0e0a1ac (azure_gpu_ecc.nhc and
-        nd96isr_h100_v5.conf), with 0 ever as well; 4 ever: Stas Bekman's ML Engineering
-        744d01e (nvidia/debug.md), similar to NVIDIA's RMA policy, which counts by bank
+        nd96isr_h100_v5.conf), which also allow 0 since manufacture; 4 since
+        manufacture: Stas Bekman's ML Engineering 744d01e (nvidia/debug.md), similar to
+        NVIDIA's RMA policy, which counts by bank
     fix: stop all programs on the GPU, then: sudo nvidia-smi --gpu-reset -i N
     needs: an NVIDIA GPU with ECC
-    why: Uncorrectable errors end the job; many corrected ones announce them.
+    why: Uncorrectable errors end the job, and often follow many corrected errors.
     """
     ever = counts["sram_uncorrected_ever"]
     if ever > _MAX_SRAM_UNCORRECTED_EVER:
@@ -100,12 +103,13 @@ def gpu_ecc_errors(counts: Value) -> Problems:
 
 @each_gpu(FAIL, "gpu.clock_events")
 def gpu_clocks(reasons: Value) -> Problems:
-    """Nothing slows the GPUs' clocks down.
+    """Nothing reduces the clocks of the GPUs.
 
-    reads: NVML's reasons for clocks below the highest, at this moment
-    threshold: no slowdown by heat or power supply; a bare hardware slowdown warns
+    reads: the current reasons for reduced clocks in NVML
+    threshold: no slowdown because of heat or power supply; a hardware slowdown without
+        another reason is a warning
     source: NVIDIA's nvml.h 13 (go-nvml 2f9e261): clocks event reasons; gpud 4a8de33
-        (hw-slowdown), which waits for 6 in 10 minutes; warnings: ronde's own
+        (hw-slowdown), which waits for 6 in 10 minutes; ronde's choice: the warnings
     fix: check fans, airflow and power supplies; nvidia-smi -q -d PERFORMANCE
     needs: an NVIDIA GPU
     why: One slow GPU slows every step of all ranks.
@@ -119,12 +123,13 @@ def gpu_clocks(reasons: Value) -> Problems:
 def gpu_temperature(margin: Value) -> Problems:
     """GPUs are well below their temperature limit.
 
-    reads: NVML's margin temperature
-    threshold: 5 degrees Celsius below; 0 and less is no reading (H100, older GPUs)
+    reads: the margin temperature in NVML
+    threshold: 5 degrees Celsius below the limit; a margin of 0 or less is not a reading
+        (H100, older GPUs)
     source: gpud 4a8de33 (temperature/component.go) skips 0 and less, and has no default
-        limit; 5: ronde's own, since idle GPUs are tens of degrees below
+        limit; ronde's choice: 5, since idle GPUs are tens of degrees below the limit
     fix: check fans, dust and airflow
-    needs: an NVIDIA GPU from Ada on, a driver from 570 on
+    needs: an NVIDIA GPU from Ada on, and a driver from 570 on
     why: At the limit the GPU lowers its clocks, and all ranks wait.
     """
     if 0 < margin < _MIN_MARGIN_CELSIUS:
@@ -133,15 +138,15 @@ def gpu_temperature(margin: Value) -> Problems:
 
 @check(FAIL, "gpu.titles", optional=("gpu.has_valid_inforom", "gpu.vbios"))
 def gpu_firmware(fleet: Fleet) -> Problems:
-    """GPUs of one model have the same VBIOS, and no damaged InfoROM.
+    """GPUs of one model have the same VBIOS and an intact InfoROM.
 
-    reads: NVML's VBIOS version, and its validation of the InfoROM
-    threshold: a valid InfoROM; the version of most GPUs of the model, else a warning
-    source: NVIDIA's nvml.h 13 (go-nvml 2f9e261): NVML_ERROR_CORRUPTED_INFOROM;
-        versions: ronde's own
-    fix: install the firmware of the others; ask the vendor for it
-    needs: an NVIDIA GPU; to compare, three of one model
-    why: Firmware controls clocks, power and errors; the InfoROM keeps counts of errors.
+    reads: the VBIOS version in NVML, and NVML's validation of the InfoROM
+    threshold: a valid InfoROM; another VBIOS than most GPUs of the model is a warning
+    source: NVIDIA's nvml.h 13 (go-nvml 2f9e261): NVML_ERROR_CORRUPTED_INFOROM; ronde's
+        choice: equal versions
+    fix: install the firmware version of the other GPUs; ask the vendor for it
+    needs: an NVIDIA GPU; for the comparison three GPUs of one model
+    why: Firmware controls clocks, power and errors; the InfoROM stores error counters.
     """
     fix = "have the GPU replaced, or its InfoROM rewritten by the vendor"
     damaged = Problem("its InfoROM is damaged", fix=fix)

@@ -1,4 +1,4 @@
-"""Checks of GPU links: PCI lanes, NVLinks, NVLink fabric, GPUDirect RDMA, ACS."""
+"""Checks of GPU links: PCI lanes, NVLinks, NVLink fabric, GPUDirect RDMA and ACS."""
 
 import re
 import struct
@@ -53,7 +53,7 @@ _COMPARE = "sudo lspci -vv  # on the bare machine: LnkCap of the GPU and its bri
 
 
 def read_is_virtual(root: str) -> bool:
-    """Return True in a virtual machine; False if that is unknown."""
+    """Return True in a virtual machine, and False if that is unknown."""
     cpu = read_text(f"{root}/proc/cpuinfo", _CPUINFO_BYTES)
     flags = re.search(r"^flags\s*:(.*)", cpu, re.MULTILINE)
     if flags is not None:
@@ -67,7 +67,7 @@ def read_is_virtual(root: str) -> bool:
 
 
 def read_direct_rdma(root: str, module: str) -> Value:
-    """Return the number of NVIDIA's RDMA adapters, and the method of GPUDirect RDMA."""
+    """Return the number of NVIDIA's RDMA adapters, and the way to GPU memory or ""."""
     top, way = f"{root}/sys/class/infiniband", ""
     vendors = [read_text(f"{top}/{name}/device/vendor") for name in list_names(top)]
     if list_names(f"{root}/sys/module/nvidia_peermem"):
@@ -80,7 +80,7 @@ def read_direct_rdma(root: str, module: str) -> Value:
 
 
 def read_acs(root: str, cards: Iterable[str]) -> list[str]:
-    """Return the bridges above cards that redirect traffic by ACS; [] in a VM."""
+    """Return the PCI bridges above ``cards`` that redirect traffic because of ACS."""
     if read_is_virtual(root):
         return []
     functions = read_functions(root)
@@ -112,12 +112,14 @@ def _redirects(root: str, bridge: str) -> bool:
 def gpu_pcie(fleet: Fleet) -> Problems:
     """The GPUs' PCI links have all their lanes.
 
-    reads: NVML's current and maximum width of each link; not its generation, which is
-        low when the GPU is idle
-    threshold: the maximum width (in virtual machines a warning; a note if no GPU of the
-        model on the host has more lanes); and the width of most GPUs of the model
+    reads: the current and the maximum width of each link in NVML; not the generation,
+        which is low when the GPU is idle
+    threshold: the maximum width (only a warning in a virtual machine, and only a note
+        if no GPU of the model on the host has more lanes), and the width of most GPUs
+        of the model
     source: NVIDIA's nvml.h 13 (go-nvml 2f9e261): nvmlDeviceGetMaxPcieLinkWidth is the
-        width of GPU and slot, but also 16 for cards of 8 lanes; the rest: ronde's own
+        width of GPU and slot, but also 16 for cards of 8 lanes; ronde's choice: the
+        rest
     fix: reseat the card or its cable; look at the slot's settings in the BIOS
     needs: an NVIDIA GPU
     why: Copies to the host and to network adapters take several times as long.
@@ -158,15 +160,15 @@ def _narrow_link(values: Values, link: dict[str, int], most: int) -> Problem | N
 def gpu_nvlink(fleet: Fleet) -> Problems:
     """All NVLinks of a GPU are active.
 
-    reads: NVML's state of each NVLink
-    threshold: 12 of A100 SXM; 8 of A800 and H800 SXM; 18 of H100, H200, H20, B200 and
-        B300 SXM, GH200, GB200, GB300; the number of most GPUs of the model
+    reads: the state of each NVLink in NVML
+    threshold: 12 links on A100 SXM; 8 on A800 and H800 SXM; 18 on H100, H200, H20, B200
+        and B300 SXM, GH200, GB200 and GB300; and the number of most GPUs of the model
     source: NVIDIA Health Validation, nvlink_bandwidth_count_speed (H100, GB200, GB300);
-        the others: NVIDIA's data sheets: bandwidth of all NVLinks over that of one in
-        both directions (Ampere and Hopper 50, Blackwell 100 GB/s)
+        the other numbers: NVIDIA's data sheets, the bandwidth of all NVLinks divided by
+        that of one in both directions (Ampere and Hopper 50, Blackwell 100 GB/s)
     fix: stop all jobs; sudo nvidia-smi --gpu-reset, or reseat the bridge; or reboot
     needs: an NVIDIA GPU with NVLink
-    why: NCCL uses as many links as the GPU with the fewest has, or none.
+    why: NCCL uses only as many NVLinks as the GPU with the fewest has, or none.
     """
 
     def show(links: list[bool]) -> str:
@@ -198,8 +200,9 @@ def _lacking_links(links: Value, title: str) -> Problem | None:
 def gpu_fabric(fabric: Value) -> Problems:
     """GPUs behind NVSwitches are registered with the fabric.
 
-    reads: NVML's fabric state, status and health
-    threshold: the registration completed without an error, and the GPU is healthy
+    reads: the state, status and health of the fabric in NVML
+    threshold: the registration has completed without an error, and the fabric is
+        healthy
     source: NVIDIA's nvml.h 13 (go-nvml 2f9e261): fabric state, health mask, summary;
         NVIDIA's Fabric Manager guide 2.3
     fix: stop all programs on the GPUs; install the driver's Fabric Manager version,
@@ -229,16 +232,16 @@ def gpu_fabric(fabric: Value) -> Problems:
 
 @each_host(FAIL, _DIRECT, COUNT)
 def gpu_direct_rdma(values: Values, fleet: Fleet) -> Problems:
-    """RDMA adapters can reach the GPUs' memory.
+    """RDMA adapters can access the memory of the GPUs.
 
     reads: /sys/class/infiniband, /sys/module/nvidia_peermem, driver and kernel version
-    threshold: nvidia_peermem is loaded, or the open driver on Linux from 5.12
+    threshold: nvidia_peermem is loaded, or the open driver runs on Linux 5.12 or newer
     source: NCCL 2.30.7's manual, GPU-to-NIC communication; open driver and 5.12:
         NVIDIA's GPU Operator manual, GPUDirect RDMA (cloud-native-docs 52dcb7b)
     fix: sudo modprobe nvidia-peermem (after MLNX_OFED or DOCA-OFED is installed), or
         install the open GPU driver
-    needs: several hosts, GPUs and RDMA adapters of NVIDIA's
-    why: All traffic between hosts is copied through the host's memory.
+    needs: several hosts with NVIDIA GPUs and NVIDIA RDMA adapters
+    why: All traffic between hosts is copied through host memory.
     """
     adapters, way = values[_DIRECT]["adapters"], values[_DIRECT]["way"]
     if len(fleet.hosts) > 1 and values[COUNT] and adapters and not way:
@@ -247,15 +250,17 @@ def gpu_direct_rdma(values: Values, fleet: Fleet) -> Problems:
 
 @each_host(WARN, "gpu.acs", COUNT, _DIRECT)
 def gpu_acs(values: Values, _: Fleet) -> Problems:
-    """PCI bridges pass traffic between devices directly.
+    """PCI bridges pass traffic directly between devices.
 
     reads: the ACS control register of each bridge above a GPU; not in virtual machines
-    threshold: no source validation, redirection or forwarding upstream
+    threshold: no source validation, no redirection of requests or completions, and no
+        upstream forwarding
     source: NCCL 2.30.7's manual, PCI Access Control Services
     fix: sudo setpci -s BRIDGE ECAP_ACS+0x6.w=0000 after each boot, or switch ACS off in
         the BIOS
     needs: root; two GPUs, or a GPU and an RDMA adapter
-    why: Traffic between GPUs and adapters goes up to the processor and is slow.
+    why: Traffic between GPUs and adapters goes up to the processor first, which is
+        slow.
     """
     bridges = values["gpu.acs"]
     # A single device has no peer.

@@ -1,9 +1,10 @@
-"""NVML's answers about the GPUs of this host, queried in one process for each GPU.
+"""Query the GPUs of this host with NVML, each GPU in its own process.
 
-So a GPU that hangs or crashes the driver affects only its own answers. Each question is
-a fact: a list of answers in NVML's order, with None if the question does not apply to a
-GPU. Calls that the installed module or driver lacks count as refused. ``each_gpu`` and
-``odd_gpus`` check such lists; GPUs of a host with the same problem share a finding.
+A GPU that hangs, or crashes the driver, loses only its own answers. Each question
+becomes a fact: a list of answers in NVML's order, with None if the question does not
+apply to a GPU. A function that nvidia-ml-py or the driver lacks counts as a refusal.
+``each_gpu`` and ``odd_gpus`` check such lists. GPUs of a host with the same problem
+share a finding.
 """
 
 from collections import Counter, defaultdict
@@ -37,7 +38,7 @@ HOST_QUESTIONS = ("count", "cuda_version")
 
 
 class RefusedError(UnreadableError):
-    """Raised if NVML does not answer a question; ``code`` is NVML's error number."""
+    """Raised if NVML refuses a question; ``code`` is NVML's error number."""
 
     def __init__(self, code: int, reason: str) -> None:
         super().__init__(f"{reason}{'; root would help' * (code == NO_PERMISSION)}")
@@ -59,7 +60,10 @@ _MAX_LINKS = 36
 
 
 class NvmlDriver:
-    """This host's NVIDIA driver, queried by ``pynvml``; may raise ``RefusedError``."""
+    """The NVIDIA driver of this host, queried through ``pynvml``.
+
+    All methods raise ``RefusedError`` if NVML does not answer.
+    """
 
     def __init__(self, nvml: Any) -> None:  # noqa: ANN401  a module without types
         self.nvml = nvml
@@ -107,13 +111,13 @@ def _text(answer: Any) -> str:  # noqa: ANN401  str, or bytes by release of the 
 
 
 def _memory(ask: _AskedGpu) -> Value:
-    """Return the GPU's total and used bytes, without those of the driver."""
+    """Return the total and used bytes, without those that the driver reserves."""
     memory = ask("GetMemoryInfo", getattr(ask.driver.nvml, "nvmlMemory_v2", None))
     return {"total": int(memory.total), "used": int(memory.used)}
 
 
 def _fabric(ask: _AskedGpu) -> Value:
-    """Query the fabric state with the newest struct that module and driver know."""
+    """Query the fabric with the newest struct that nvidia-ml-py and the driver know."""
     refusal = RefusedError(FUNCTION_NOT_FOUND, "nvidia-ml-py is too old")
     for form in ("c_nvmlGpuFabricInfo_v3_t", "c_nvmlGpuFabricInfo_v2_t"):
         make = getattr(ask.driver.nvml, form, None)
@@ -152,7 +156,7 @@ def _recovery(ask: _AskedGpu) -> Value:
         # A driver that does not know the field reports an invalid argument.
         code = int(field.nvmlReturn)
         code = NOT_SUPPORTED if code == INVALID_ARGUMENT else code
-        raise RefusedError(code, f"NVML refuses the field with error {code}")
+        raise RefusedError(code, f"NVML cannot read the field: error {code}")
     return int(field.value.uiVal)
 
 
@@ -178,7 +182,7 @@ _PCIE = {
 
 
 def _clock_events(ask: _AskedGpu) -> Value:
-    """Return NVML's bits of the reasons for reduced clocks."""
+    """Return the reasons for reduced clocks as NVML's bit mask."""
     try:
         return int(ask("GetCurrentClocksEventReasons"))
     except RefusedError as error:
@@ -200,7 +204,7 @@ def _nvlinks(ask: _AskedGpu) -> Value:
 
 
 def _processes(ask: _AskedGpu) -> Value:
-    """Return the GPU's compute processes; those that also draw are a desktop's."""
+    """Return the GPU's compute processes, without those of a desktop."""
     computing, drawing = ask("GetComputeRunningProcesses"), set[int]()
     with suppress(RefusedError):
         if computing:
@@ -239,7 +243,7 @@ ALL_ANSWERS = [f"gpu.{name}" for name in (*HOST_QUESTIONS, *GPU_QUESTIONS, "lost
 
 
 class GpuReport(NamedTuple):
-    """Answers and failures of one GPU, by question."""
+    """The answers of one GPU, and the reasons for missing answers, by question."""
 
     answers: Mapping[str, Value]  # None if the question does not apply
     unread: Mapping[str, str]  # the reason
@@ -277,14 +281,14 @@ def ask_apart(count: int, deadline_s: float) -> list[GpuReport]:
 
 
 def read(reader: FactReader) -> None:
-    """Query the GPU with the number in the setting ``gpu``."""
+    """Query the GPU numbered by the setting ``gpu``."""
     with open_nvml() as nvml:
         report = ask_gpu(NvmlDriver(nvml), reader.settings["gpu"])
     reader.values |= report._asdict()
 
 
 def ask_driver(reader: FactReader, deadline_s: float = _DEADLINE_S) -> None:
-    """Store the facts ``ALL_ANSWERS`` from NVML, or without it from nvidia-smi."""
+    """Store ``ALL_ANSWERS`` from NVML, or from nvidia-smi without nvidia-ml-py."""
     with reader.reading(*ALL_ANSWERS):
         try:
             with open_nvml() as nvml:
@@ -302,7 +306,6 @@ def ask_driver(reader: FactReader, deadline_s: float = _DEADLINE_S) -> None:
 
 
 def store_report(reader: FactReader, report: SmiReport) -> None:
-    """Store the facts ``ALL_ANSWERS`` from a report of nvidia-smi."""
     cuda_version, gpus = report
     reader.values |= {COUNT: len(gpus), "gpu.cuda_version": cuda_version}
     why = "nvidia-smi does not print it; nvidia-ml-py has it: pip install nvidia-ml-py"
@@ -317,7 +320,7 @@ def store_report(reader: FactReader, report: SmiReport) -> None:
 def store_answers(
     reader: FactReader, nvml: NvmlDriver, ask_gpus: Callable[[int], Sequence[GpuReport]]
 ) -> None:
-    """Store the facts ``ALL_ANSWERS``; call ``ask_gpus`` with the number of GPUs."""
+    """Store ``ALL_ANSWERS`` from NVML; ``ask_gpus`` gets the number of GPUs."""
     for question in HOST_QUESTIONS:
         with reader.reading(f"gpu.{question}"):
             reader.values[f"gpu.{question}"] = nvml.ask_host(question)
@@ -343,7 +346,10 @@ def _store_gpus(reader: FactReader, gpus: Sequence[GpuReport]) -> None:
 
 
 def fold_gpus(host: str, problems: Iterable[Problem | None]) -> Problems:
-    """Yield each distinct problem of a host's GPUs once; a healthy GPU has None."""
+    """Yield each distinct problem of a host's GPUs once, with the numbers of the GPUs.
+
+    ``problems`` has one entry per GPU, which is None for a healthy GPU.
+    """
     alike: dict[Problem, list[int]] = defaultdict(list)
     for number, problem in enumerate(problems):
         if problem is not None:
@@ -357,7 +363,10 @@ def fold_gpus(host: str, problems: Iterable[Problem | None]) -> Problems:
 def each_gpu(
     severity: Severity, *facts: str
 ) -> Callable[[Callable[..., Problems]], Check]:
-    """Make a check from a function of one GPU's answers; its first problem counts."""
+    """Return a decorator for a function that yields the problems of one GPU.
+
+    The function gets the GPU's answers. Only the first problem counts.
+    """
 
     def make(judge: Callable[..., Problems]) -> Check:
         def judge_all(fleet: Fleet) -> Problems:
@@ -377,7 +386,7 @@ def each_gpu(
 def odd_gpus(
     fleet: Fleet, fact: str, show: Callable[[Value], str], severity: Severity
 ) -> Problems:
-    """Yield GPUs with another formatted value than most GPUs of their model."""
+    """Yield a problem for each GPU that differs from most GPUs of its model."""
     shown: dict[str, list[tuple[str, str]]] = {}
     counts: dict[str, Counter[str]] = defaultdict(Counter)
     for facts in fleet.having(fact, "gpu.titles"):

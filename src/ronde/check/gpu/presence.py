@@ -1,4 +1,4 @@
-"""Checks of GPUs: they respond, equal other hosts' GPUs, work with torch, are idle."""
+"""Checks that GPUs answer, are the same on all hosts, work with torch and are idle."""
 
 import errno
 import os
@@ -36,7 +36,7 @@ _SERVER = "nvidia-cuda-mps"  # the MPS server uses GPUs on behalf of other progr
 
 
 def read(reader: FactReader) -> None:
-    """Read all facts ``gpu.*``; ``gpu.count`` is 0 without NVIDIA's driver."""
+    """Read the facts ``gpu.*``; without NVIDIA's driver ``gpu.count`` is 0."""
     root = reader.root
     cards, module = read_cards(root), read_module(root)
     with opened_files(root) as files:
@@ -55,7 +55,7 @@ def read(reader: FactReader) -> None:
 
 
 def read_cards(root: str) -> list[Value]:
-    """Return address and driver (empty if none) of each NVIDIA card on the PCI bus."""
+    """Return the PCI address and the driver, "" if none, of each NVIDIA card."""
     found: list[Value] = []
     for address, each in read_functions(root).items():
         if each.vendor == _NVIDIA and is_gpu(each.class_code, each.vendor):
@@ -66,11 +66,11 @@ def read_cards(root: str) -> list[Value]:
 
 @contextmanager
 def opened_files(root: str) -> Generator[dict[str, str]]:
-    """Open the device files and keep them open; yield each file's error, or "".
+    """Hold the device files of all GPUs open, and yield the error of each file.
 
-    Without persistence mode, the driver takes seconds to initialise a GPU when its file
-    is first opened, and stops it when the last handle is closed. Opening all files
-    initialises all GPUs concurrently.
+    The error is empty if the file was opened. Without persistence mode the driver
+    initialises a GPU when its file is first opened, which takes seconds, and stops it
+    when the last handle is closed. Opening all files initialises all GPUs concurrently.
     """
     names = [name for name in list_names(f"{root}/dev") if _CARD.fullmatch(name)]
     if names:
@@ -94,11 +94,12 @@ def _open(path: str, closing: ExitStack) -> str:
 def gpu_answers(values: Values, _: Fleet) -> Problems:
     """Every GPU has a driver that answers.
 
-    reads: NVIDIA's cards on the PCI bus, their driver and files, NVML's first answer
-    threshold: NVML answers if the driver is loaded or device files exist; a warning for
-        cards without NVIDIA's driver
+    reads: NVIDIA cards on the PCI bus, their drivers and device files, and NVML's first
+        answer
+    threshold: NVML answers if the driver is loaded or device files exist; cards without
+        NVIDIA's driver are a warning
     source: NVIDIA's nvml.h 13 (go-nvml 2f9e261): errors of nvmlInit_v2
-    fix: nvidia-smi, and read its error; sudo dmesg | grep NVRM
+    fix: run nvidia-smi and read its error; sudo dmesg | grep NVRM
     needs: an NVIDIA GPU
     why: CUDA does not start, or training silently runs on the CPU.
     """
@@ -122,9 +123,10 @@ def gpu_answers(values: Values, _: Fleet) -> Problems:
 def gpu_files(values: Values, _: Fleet) -> Problems:
     """The GPUs' device files can be opened.
 
-    reads: /dev/nvidiactl, /dev/nvidia-uvm, /dev/nvidia0 and so on: opens them
-    threshold: the common files and one GPU's can be opened; no 'Input/output error'
-    source: NVIDIA's driver README, FAQ: device files are made with mode 0666
+    reads: the result of opening /dev/nvidiactl, /dev/nvidia-uvm, /dev/nvidia0 and so on
+    threshold: the common files and the file of at least one GPU can be opened, and none
+        fails with 'Input/output error'
+    source: NVIDIA's driver README, FAQ: device files are created with mode 0666
     fix: docker run --gpus all; srun --gres=gpu:N; sudo chmod 666 /dev/nvidiactl
         /dev/nvidia-uvm /dev/nvidia[0-9]*
     needs: an NVIDIA GPU
@@ -149,13 +151,15 @@ def gpu_files(values: Values, _: Fleet) -> Problems:
 
 @check(FAIL, LOST, _FILES, COUNT)
 def gpu_lost(fleet: Fleet) -> Problems:
-    """Every GPU answers.
+    """No GPU is lost or hangs.
 
     reads: NVML's answers for each GPU, in its own process, and the device files
-    threshold: no GPU is reported as lost or in need of a reset, lacks a name, or takes
-        more than 15 s for all answers; no fewer GPUs than device files
+    threshold: no GPU is reported as lost or in need of a reset, has no name, or takes
+        more than 15 s for all answers; and NVML finds at least as many GPUs as there
+        are device files
     source: NVIDIA's nvml.h 13 (go-nvml 2f9e261): GPU_IS_LOST, RESET_REQUIRED; 15 s:
-        AMD's Primus fd1eeab (preflight/node_smoke/cli.py); device files: ronde's own
+        AMD's Primus fd1eeab (preflight/node_smoke/cli.py); ronde's choice: the device
+        files
     fix: reboot the host; if it happens again, the GPU or its slot is broken
     needs: an NVIDIA GPU
     why: A rank on this GPU fails at its first CUDA call, and so does the job.
@@ -175,10 +179,10 @@ def gpu_lost(fleet: Fleet) -> Problems:
 def gpu_count(count: Value) -> str:
     """All hosts have the same number of GPUs.
 
-    reads: NVML's number of GPUs
+    reads: the number of GPUs in NVML
     threshold: the number of most hosts
-    source: ronde's own: all hosts get the same number of ranks
-    fix: give each host its ranks with -H host:ranks, or find the missing GPU
+    source: ronde's choice: all hosts get the same number of ranks
+    fix: give each host its number of ranks with -H host:ranks, or find the missing GPU
     needs: several hosts
     why: A host gets more ranks than it has GPUs.
     """
@@ -187,11 +191,12 @@ def gpu_count(count: Value) -> str:
 
 @check(WARN, "gpu.titles")
 def gpu_model(fleet: Fleet) -> Problems:
-    """All hosts have the same models of GPUs, with the same memory.
+    """All hosts have the same models of GPUs with the same memory.
 
-    reads: NVML's names of the GPUs, and the total memory of each
-    threshold: models as on most hosts; memory in whole GiB as on most of the model
-    source: ronde's own: each step waits for the slowest rank
+    reads: the name and the total memory of each GPU in NVML
+    threshold: the models of most hosts; the memory of most GPUs of the model, in whole
+        GiB
+    source: ronde's choice: each step waits for the slowest rank
     fix: train on hosts of one model; nvidia-smi -q -d MEMORY: look for MIG, ECC or
         retired memory
     needs: several hosts with GPUs
@@ -214,11 +219,12 @@ def gpu_model(fleet: Fleet) -> Problems:
 def gpu_torch(values: Values, _: Fleet) -> Problems:
     """Torch can use the GPUs.
 
-    reads: torch's build in its version.py, and the number of GPUs
+    reads: the build of torch in its version.py, and the number of GPUs
     threshold: a CUDA build if there are NVIDIA GPUs
-    source: torch's own version.py: cuda is None in builds for CPUs
-    fix: python -m pip install --force-reinstall torch: for Linux the package index has
+    source: version.py of torch: cuda is None in builds for CPUs
+    fix: python -m pip install --force-reinstall torch: on Linux the package index has
         builds for CUDA. pytorch.org/get-started/locally names the index of each CUDA
+        version
     needs: an NVIDIA GPU
     why: Training runs on the CPU, many times slower.
     """
@@ -228,14 +234,15 @@ def gpu_torch(values: Values, _: Fleet) -> Problems:
 
 @each_host(FAIL, "gpu.cuda_version", _BUILD)
 def gpu_cuda(values: Values, _: Fleet) -> Problems:
-    """The driver supports the CUDA that torch was built for.
+    """The driver supports the CUDA version that torch was built for.
 
-    reads: NVML's CUDA version, and torch's in its version.py
-    threshold: at least torch's; a warning if only the minor version is older
+    reads: the CUDA version in NVML, and that of torch in its version.py
+    threshold: at least torch's version; an older minor version is only a warning
     source: NVIDIA's CUDA Compatibility R590, Minor Version Compatibility
-    fix: install a newer driver, or a torch for an older CUDA
+    fix: install a newer driver, or a torch built for an older CUDA version
     needs: an NVIDIA GPU
-    why: CUDA does not start: the driver is insufficient for the runtime.
+    why: CUDA does not start: the driver version is insufficient for the runtime
+        version.
     """
     match = re.fullmatch(r"CUDA (\d+)\.(\d+).*", values[_BUILD])
     driver = values["gpu.cuda_version"]
@@ -249,10 +256,11 @@ def gpu_cuda(values: Values, _: Fleet) -> Problems:
 def gpu_busy(memory: Value, processes: Value, percent: Value) -> Problems:
     """No other program uses the GPUs.
 
-    reads: NVML's computing processes, used memory and utilization of each GPU
-    threshold: no process except MPS and a desktop's, below 2 GiB used, below 20 % busy
+    reads: compute processes, used memory and utilization of each GPU in NVML
+    threshold: no process except MPS and a desktop's, less than 2 GiB used, and below 20
+        % busy
     source: AMD's Primus fd1eeab (preflight/node_smoke/cli.py)
-    fix: nvidia-smi; end leftovers of your own jobs
+    fix: nvidia-smi; end processes that are left over from your own jobs
     needs: an NVIDIA GPU
     why: Memory runs out, or all ranks wait for the rank that shares its GPU.
     """
@@ -272,14 +280,15 @@ def gpu_busy(memory: Value, processes: Value, percent: Value) -> Problems:
 def gpu_mig(fleet: Fleet) -> Problems:
     """No GPU is split into instances (MIG).
 
-    reads: NVML's MIG mode
-    threshold: off; only a note for a job of one rank, such as on one GPU
+    reads: the MIG mode in NVML
+    threshold: off; only a note for a job of one rank, such as on a host with one GPU
     source: NVIDIA's MIG guide: no peer access between instances; NCCL 2.32's manual:
-        experimental support for instances from 2.31 on, without NVLinks
+        experimental support for instances since 2.31, without NVLinks
     fix: stop all programs on the GPU, then: sudo nvidia-smi -i N -mig 0  # removes all
         its instances
     needs: an NVIDIA GPU from Ampere on
-    why: NCCL up to 2.30 cannot connect instances; later ones copy through the host.
+    why: NCCL up to 2.30 cannot connect instances; later versions copy through host
+        memory.
     """
     count = fleet.hosts[0].values.get(COUNT) if len(fleet.hosts) == 1 else 0
     is_alone = count and (fleet.settings.get("num_ranks") or count) == 1

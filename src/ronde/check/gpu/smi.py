@@ -1,4 +1,4 @@
-"""``nvidia-smi`` as a replacement for NVML, for hosts without nvidia-ml-py."""
+"""Query GPUs with ``nvidia-smi``, for hosts without nvidia-ml-py."""
 
 import re
 import subprocess
@@ -12,7 +12,7 @@ from ronde.check.probing import UnreadableError
 from ronde.topology.pci import plain_address
 
 _DEADLINE_S = 20.0
-_MISSING = "neither nvidia-ml-py nor nvidia-smi is here: pip install nvidia-ml-py"
+_MISSING = "neither nvidia-ml-py nor nvidia-smi is installed: pip install nvidia-ml-py"
 _ACTIONS = ("none", "reset", "reboot", "drain p2p", "drain and reset")
 _ACTIVE = {  # by NVML's bit
     0x80: "hw_power_brake_slowdown",
@@ -40,7 +40,7 @@ class NotShownError(Exception):
 
 
 class FailedError(Exception):
-    """Raised with nvidia-smi's message if it cannot query the driver."""
+    """Raised if nvidia-smi cannot query the driver; the message is nvidia-smi's."""
 
 
 # CUDA's version, and the answers of each GPU by question: None if the question does not
@@ -49,11 +49,11 @@ SmiReport = tuple[list[int] | None, list[dict[str, Value]]]
 
 
 def ask_smi() -> SmiReport:
-    """Run ``nvidia-smi``.
+    """Run nvidia-smi, and return the values that it prints.
 
     Raises:
-        UnreadableError: It is not installed, or does not answer.
-        FailedError: It cannot query the driver.
+        UnreadableError: nvidia-smi is not installed, or does not answer.
+        FailedError: nvidia-smi cannot query the driver.
     """
     return read_smi(_run("-q", "-x"), _run("nvlink", "-s"))
 
@@ -80,7 +80,9 @@ def read_smi(log: bytes, nvlinks: bytes) -> SmiReport:
     try:
         top = ET.fromstring(log)  # noqa: S314  what root has installed
     except ET.ParseError as error:
-        raise UnreadableError(f"nvidia-smi -q -x prints no XML: {error}") from error
+        raise UnreadableError(
+            f"the output of nvidia-smi -q -x is not XML: {error}"
+        ) from error
     found = re.fullmatch(r"(\d+)\.(\d+)", top.findtext("cuda_version", "").strip())
     links: dict[int, list[bool]] = {}
     gpu = -1
@@ -97,7 +99,6 @@ def read_smi(log: bytes, nvlinks: bytes) -> SmiReport:
 
 
 def read_answers(gpu: Element) -> dict[str, Value]:
-    """Parse one GPU's values from its XML element."""
     answers: dict[str, Value] = {}
     for question, read in _QUESTIONS.items():
         with suppress(NotShownError):
@@ -106,13 +107,13 @@ def read_answers(gpu: Element) -> dict[str, Value]:
 
 
 def find_error(title: str) -> str:
-    """Return a GPU's name if nvidia-smi printed an error in its place, else ""."""
+    """Return a GPU's name if it is an error message of nvidia-smi, else ""."""
     words = r"unknown error|is lost|requires reset|err!"
     return title if re.search(words, title, re.IGNORECASE) else ""
 
 
 def _text(element: Element, *paths: str) -> str:
-    """Return the text at the first existing path, or raise ``NotShownError``."""
+    """Return the text at the first path that exists, or raise ``NotShownError``."""
     for path in paths:
         text = element.findtext(path)
         if text is not None:
@@ -125,7 +126,7 @@ def _known(text: str) -> str | None:
 
 
 def _count(element: Element, path: str, factor: int = 1) -> int | None:
-    """Return the number in front of a unit, times a factor; None if not applicable."""
+    """Return a number without its unit, times ``factor``; None if it is "N/A"."""
     text = _known(_text(element, path))
     if text is None:
         return None
@@ -138,7 +139,7 @@ def _count(element: Element, path: str, factor: int = 1) -> int | None:
 def _counts(
     gpu: Element, section: str, paths: dict[str, str], factor: int = 1
 ) -> Value:
-    """Return a section's numbers by name; None if one of them does not apply."""
+    """Return the numbers of a section by name, or None if one of them is "N/A"."""
     counts = {n: _count(gpu, f"{section}/{path}", factor) for n, path in paths.items()}
     return None if None in counts.values() else counts
 
@@ -222,7 +223,6 @@ def _mig(gpu: Element) -> Value:
 
 
 def _processes(gpu: Element) -> Value:
-    """Return the GPU's compute processes, without those that also draw."""
     return [
         {"pid": _count(each, "pid"), "memory_bytes": _count(each, "used_memory", 2**20)}
         for each in gpu.findall("processes/process_info")

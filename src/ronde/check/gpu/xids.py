@@ -1,9 +1,10 @@
-"""Errors of GPUs (Xid) and NVSwitches (SXid) that the driver logged since the boot.
+"""GPU errors (Xid) and NVSwitch errors (SXid) in the kernel log since the boot.
 
 The fix for each number is the immediate action in NVIDIA's catalogue of Xid errors, as
-copied by gpud 4a8de33 (nvidia/xid/catalog_generated.go, of 2025-10). Its workflows (45,
-48, 74, 144 to 150) are replaced by their usual outcome. It has no action for 167, 171
-and 172, which get that of 48: 171 and 172 accompany a 48; 167 is ronde's own choice.
+copied by gpud 4a8de33 (nvidia/xid/catalog_generated.go, of 2025-10). For 45, 48, 74 and
+144 to 150 the catalogue names a workflow; here they have its usual outcome. The
+catalogue has no action for 167, 171 and 172. They have the fix of 48, since 171 and 172
+come together with a 48; for 167 that is ronde's choice.
 """
 
 import re
@@ -112,10 +113,10 @@ def read_xids(root: str) -> list[Value]:
 
 
 def find_xids(lines: Iterable[tuple[float, str]]) -> list[Value]:
-    """Return the last error for each kind, GPU and number, with the number of errors.
+    """Return the last error of each kind, GPU and number, with a count of them.
 
-    Each line comes with its age in seconds. The driver logs ``is_fatal`` for SXids, and
-    since Blackwell for Xids of NVLinks.
+    ``lines`` are pairs of a line's age in seconds and its text. The driver logs
+    ``is_fatal`` for SXids, and since Blackwell also for the Xids of NVLinks.
     """
     found: dict[tuple[str, str, int], Value] = {}
     for age_s, line in lines:
@@ -141,17 +142,17 @@ def find_xids(lines: Iterable[tuple[float, str]]) -> list[Value]:
 
 @each_host(FAIL, "gpu.xids", optional=(_ADVICE, _ADDRESSES))
 def gpu_xid(values: Values, _: Fleet) -> Problems:
-    """The driver has logged no GPU error since the host was started.
+    """The driver has logged no GPU error since the boot.
 
-    reads: Xid and SXid in /dev/kmsg, else journalctl -k; NVML's recovery action (in
-        saved logs, that of Xid 154)
-    threshold: no error that needs a reset, reboot or repair, no fatal SXid; a warning
-        if the driver advises no action now; a note for errors of programs, and for
-        NVLink errors that are not fatal
+    reads: Xid and SXid errors in /dev/kmsg, else in journalctl -k; the recovery action
+        in NVML (in saved logs that of Xid 154)
+    threshold: no error that needs a reset, reboot or repair, and no fatal SXid; only a
+        warning if the driver now advises no action. Errors of programs, and NVLink
+        errors that are not fatal, are notes
     source: NVIDIA's catalogue of Xid errors, by gpud 4a8de33 (nvidia/xid); fatal SXid:
         Fabric Manager guide, by gpud 4a8de33 (nvidia/sxid)
     fix: look the number up in NVIDIA's catalogue of Xid errors; drain the host
-    needs: an NVIDIA GPU; root where kernel.dmesg_restrict is 1
+    needs: an NVIDIA GPU; root if kernel.dmesg_restrict is 1
     why: Until its reset or repair, the GPU ends jobs or computes wrong results.
     """
     numbers = zip(values.get(_ADDRESSES) or (), values.get(_ADVICE) or (), strict=False)

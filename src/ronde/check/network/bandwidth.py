@@ -1,7 +1,8 @@
-"""Bandwidth between all pairs of hosts, and the slow hosts and links.
+"""Measure the bandwidth between pairs of hosts, and find slow hosts and links.
 
-Pairs are measured in rounds, as in a tournament. The pairs of a round are disjoint and
-are measured at the same time, by TCP streams or by a job on both hosts of a pair.
+Pairs are measured in rounds, as in a round-robin tournament. A round consists of
+disjoint pairs, which are measured at the same time: by TCP streams, or by a job on both
+hosts of each pair.
 """
 
 import base64
@@ -71,7 +72,7 @@ Rates = Mapping[str, Mapping[str, float]]
 
 
 class PairRates(NamedTuple):
-    """The bandwidths measured between two hosts."""
+    """The bandwidth between two hosts, or the reason for its absence."""
 
     rates: tuple[float, float] = (0.0, 0.0)  # GB/s that each of the two receives
     failure: str = ""  # the reason if there are no rates
@@ -79,9 +80,10 @@ class PairRates(NamedTuple):
 
 
 class Streams:
-    """TCP streams in both directions at once, to ports of ``reach.listen``.
+    """Measure pairs with TCP streams in both directions at once.
 
-    NCCL or RDMA may be faster: on fast links, copying in the CPU may be the limit.
+    The streams connect to ports of ``reach.listen``. NCCL and RDMA may be faster, since
+    the CPU may limit TCP on fast links.
     """
 
     max_rounds = 32
@@ -90,7 +92,6 @@ class Streams:
         self._listeners: dict[str, dict[str, Value]] = {}
 
     def open(self, hosts: HostSet) -> dict[str, str]:
-        """Make all hosts listen; return the failures by host."""
         replies = hosts.ask_all({"do": "listen"}, _LISTEN_S)
         for name, (values, failure, _, _) in replies.items():
             if not failure:
@@ -104,7 +105,7 @@ class Streams:
     def measure(
         self, hosts: HostSet, pairs: Sequence[HostPair]
     ) -> dict[HostPair, PairRates]:
-        """Make the hosts of each pair send to each other for a fixed time."""
+        """Make the two hosts of each pair send to each other for a fixed time."""
         common = {"do": "stream", "seconds": _STREAM_S}
         ways = [way for pair in pairs for way in (pair, pair[::-1])]
         questions = {one: {**common, **self._listeners[other]} for one, other in ways}
@@ -118,7 +119,7 @@ class Streams:
 
 
 class Benches:
-    """Measure pairs by ``ronde bench all_reduce`` with ``gloo`` or ``nccl``."""
+    """Measure pairs with ``ronde bench all_reduce``, over ``gloo`` or ``nccl``."""
 
     max_rounds = 8  # each takes seconds: torch's import and the engine's start
 
@@ -133,13 +134,12 @@ class Benches:
         ]
 
     def open(self, _: HostSet) -> dict[str, str]:
-        """Do nothing: ``measure`` starts a store for each pair."""
+        """Return no failures: ``measure`` starts a store for each pair."""
         return {}
 
     def measure(
         self, hosts: HostSet, pairs: Sequence[HostPair]
     ) -> dict[HostPair, PairRates]:
-        """Run a job on each pair and return its results."""
         addresses = {first: hosts.addresses[first] for first, _ in pairs}
         holds = {
             h: {"do": "hold_rendezvous", "address": a} for h, a in addresses.items()
@@ -187,7 +187,7 @@ class Benches:
 def busbw_of(record: str) -> float:
     run: Run = from_record(Record.from_json(record))
     if run.num_out_of_bounds:
-        raise UsageError(f"{run.num_out_of_bounds} elements of the sums are wrong")
+        raise UsageError(f"{run.num_out_of_bounds} elements of the result are wrong")
     rates = [
         side.busbw_gb_per_s
         for row in run.rows
@@ -195,12 +195,12 @@ def busbw_of(record: str) -> float:
         if side is not None and side.busbw_gb_per_s is not None
     ]
     if not rates or not run.is_complete:
-        raise UsageError("ronde bench measured nothing")
+        raise UsageError("ronde bench ended without a result")
     return max(rates)
 
 
 def judge_logs(logs: Sequence[bytes]) -> dict[str, Value]:
-    """Return the findings in the NCCL logs of two hosts, keyed by rule."""
+    """Return the findings on the NCCL logs of two hosts, keyed by rule."""
     log = read_nccl_log(io.BytesIO(text) for text in logs)
     return {
         finding.rule: {
@@ -216,7 +216,7 @@ def judge_logs(logs: Sequence[bytes]) -> dict[str, Value]:
 def hold_rendezvous(
     context: NodeContext, question: dict[str, Value]
 ) -> dict[str, Value]:
-    """Serve a store at ``address`` for one job; return ``port`` and ``key``."""
+    """Serve a store for one job, and return its ``port`` and ``key``."""
     held, key = hold_port(question["address"]), secrets.token_bytes(_KEY_BYTES)
     port = held.getsockname()[1]
     held.listen()
@@ -231,8 +231,8 @@ def bench(
 ) -> dict[str, Value]:
     """Run this host's ranks of a job on two hosts until they end.
 
-    The question has the fields of ``HalfJob``. The answer has the ``record`` of rank 0,
-    the compressed NCCL ``log``, and ``failure``.
+    The question has the fields of ``HalfJob`` and ``limit_s``. The answer has the
+    ``record`` of rank 0, the compressed NCCL ``log``, and ``failure``.
     """
     given: dict[str, Any] = {name: question[name] for name in HalfJob._fields}
     job = HalfJob(**given)._replace(key=bytes.fromhex(question["key"]))
@@ -249,7 +249,7 @@ def bench(
 
 
 def rounds(hosts: Sequence[str]) -> Iterator[tuple[HostPair, ...]]:
-    """Yield rounds of disjoint pairs that cover all pairs, by the circle method."""
+    """Yield rounds of disjoint pairs that together cover all pairs (circle method)."""
     circle: list[str | None] = [*hosts]
     if len(circle) % 2:
         circle.append(None)
@@ -261,7 +261,10 @@ def rounds(hosts: Sequence[str]) -> Iterator[tuple[HostPair, ...]]:
 
 
 class SlowHost(NamedTuple):
-    """A host that is slow with most others; rates are medians over them, in GB/s."""
+    """A host that is slow with most other hosts.
+
+    The rates are medians over the other hosts, in GB/s (1e9 bytes).
+    """
 
     host: str
     rate: float  # of the slower direction
@@ -281,12 +284,13 @@ class SlowLink(NamedTuple):
 
 
 def judge_pairs(rates: Rates) -> tuple[tuple[SlowHost, ...], tuple[SlowLink, ...]]:
-    """Return the slow hosts and links; pairs without both directions do not count.
+    """Return the slow hosts, and the slow links between the other hosts.
 
-    A pair is as fast as its slower direction. A host is slow if the median over its
-    partners is below a share of the median of all hosts' medians. With three partners,
-    a single slow link does not make a host slow. Links of slow hosts are not listed
-    again; the remaining links are compared with their own median.
+    Only pairs measured in both directions count, with the rate of the slower direction.
+    A host is slow if the median rate of its pairs is below a share of the median of all
+    hosts' medians. So one slow link among three does not make a host slow. Links of
+    slow hosts are not reported again. The remaining links are compared with their own
+    median.
     """
     pairs = _rates_of_pairs(rates)
     met: dict[str, dict[str, float]] = {}
@@ -314,7 +318,7 @@ def judge_pairs(rates: Rates) -> tuple[tuple[SlowHost, ...], tuple[SlowLink, ...
 
 
 def _rates_of_pairs(rates: Rates) -> dict[HostPair, float]:
-    """Return the slower direction of each pair measured in both directions."""
+    """Return the slower rate of each pair that was measured in both directions."""
     return {
         (a, b): min(rates[a][b], rates[b][a])
         for a, b in combinations(rates, 2)
@@ -323,7 +327,7 @@ def _rates_of_pairs(rates: Rates) -> dict[HostPair, float]:
 
 
 class LackingPair(NamedTuple):
-    """Bandwidth of two hosts below ``--expect``, or far below their link's rate."""
+    """A pair with less bandwidth than ``--expect``, or much less than its link."""
 
     rate: float  # GB/s
     required: str  # the expected rate, or the link
@@ -351,7 +355,10 @@ def judge_links(fleet: Fleet) -> dict[HostPair, LackingPair]:
 def _find_lacking(
     rates: Rates, lacking: Mapping[HostPair, LackingPair]
 ) -> dict[str, LackingPair]:
-    """Return hosts with only lacking pairs, each with its best; then other pairs."""
+    """Return the hosts that lack bandwidth in all pairs, and the pairs of other hosts.
+
+    A host comes with its best pair. A pair is named by ``name_pair``.
+    """
     own: dict[str, list[HostPair]] = {}
     for pair in _rates_of_pairs(rates):
         for host in pair:
@@ -371,7 +378,7 @@ def _least_rate(link: HostLink) -> float:
 
 
 def _link_of(values: Values) -> HostLink:
-    """Return the measured link. NCCL uses the RDMA ports if any are up."""
+    """Return the link that was measured: with NCCL the RDMA ports, if any are up."""
     ports: Mapping[str, Any] = values.get(_PORTS, {}) if values[WAY] == "nccl" else {}
     up = [p["mbit_per_s"] / 8000 for p in ports.values() if p["state"] == "ACTIVE"]
     if not up:
@@ -381,10 +388,10 @@ def _link_of(values: Values) -> HostLink:
 
 
 def run(hosts: HostSet) -> None:
-    """Measure the pairs of hosts.
+    """Measure the pairs of hosts in rounds, and the slow pairs twice.
 
     All pairs of a round are measured at the same time, to load the network like a job.
-    Slow pairs are measured again, in case the network was busy the first time.
+    The second measurement counts if the network was busy during the first.
     """
     if len(hosts.names) < 2:
         return
@@ -415,7 +422,7 @@ def run(hosts: HostSet) -> None:
     for facts in hosts.facts.values():
         if not facts.values[RATES]:
             del facts.values[RATES]
-            reasons = [*facts.values[FAILURES].values(), "it was in no pair"]
+            reasons = [*facts.values[FAILURES].values(), "it was in no measured pair"]
             facts.unreadable.setdefault(RATES, reasons[0])
 
 
@@ -433,7 +440,7 @@ def _choose_engine(hosts: HostSet) -> str:
 
 
 def _num_ranks(hosts: HostSet, engine: str) -> int:
-    """Return the number of ranks per host: with NCCL at most one per GPU."""
+    """Return the number of ranks per host, with NCCL at most one per GPU."""
     wanted = int(hosts.settings.get("num_ranks") or 0)
     if engine == "gloo":
         return wanted or 1
@@ -442,7 +449,7 @@ def _num_ranks(hosts: HostSet, engine: str) -> int:
 
 
 def _measure(hosts: HostSet, way: Streams | Benches, pairs: Sequence[HostPair]) -> None:
-    """Measure disjoint pairs; the better of new and earlier results counts."""
+    """Measure disjoint pairs, and keep the better of the new and earlier results."""
     if not pairs:
         return
     for pair, (rates, failure, remarks) in way.measure(hosts, pairs).items():
@@ -470,16 +477,18 @@ def _show_gbit(gb_per_s: float) -> str:
 
 @check(FAIL, RATES, WAY, optional=(ADDRESS, INTERFACES, VIRTUAL, _PORTS))
 def link_rate(fleet: Fleet) -> Problems:
-    """The bandwidth between hosts is that of their links; it is always shown.
+    """The bandwidth between hosts matches the rate of their links.
 
-    reads: the bandwidth between all pairs of hosts, as for slow-host-link; the rate of
-        the interface or RDMA ports between them, which is unknown for virtual ones
-    threshold: the rate of --expect, such as 10GB/s; else 30 % of the link's rate, at
-        most of 10 Gbit/s; an unknown rate counts as 100 Mbit/s. Gloo: only --expect
-    source: ronde's own: four streams use more than half of a healthy link of up to 10
-        Gbit/s, even if it is shared; on faster links, one CPU may be the limit
+    reads: the bandwidth between pairs of hosts, as for slow-host-link, which is always
+        shown; the rate of the interfaces or RDMA ports between them, which is unknown
+        for virtual ones
+    threshold: the rate of --expect, such as 10GB/s; else 30 % of the link's rate, of
+        which at most 10 Gbit/s count. An unknown rate counts as 100 Mbit/s. Gloo is
+        compared with --expect only
+    source: ronde's choice: four streams use more than half of a healthy link of up to
+        10 Gbit/s, even if it is shared; on faster links, one CPU may be the limit
     fix: ethtool, ip -s link and tc qdisc show the link's rate, errors and limits; then
-        look at cables and switches. A link that is meant to be slow: --expect RATE.
+        look at cables and switches. If the link is meant to be slow: --expect RATE.
     needs: several hosts, and --bandwidth
     why: If all hosts are slow, comparisons find nothing, and every step is slow.
     """
@@ -527,14 +536,16 @@ def _is_very_slow(found: SlowHost | SlowLink) -> bool:
 def slow_host_link(fleet: Fleet) -> Problems:
     """Each host has as much bandwidth as the others.
 
-    reads: the bandwidth between all pairs of hosts, by TCP or by ronde bench
-    threshold: 70 % of the median of all hosts, below 30 % a failure; 3 hosts or more
-    source: ronde's own: a link at half its rate is below 70 %, a short measurement of a
-        healthy link above; below 30 %, the link has less than half its rate
-    fix: ethtool, ip -s link and tc qdisc show its link's rate, errors and limits; then
-        look at its cable, its port of the switch, and the cloud's limit.
+    reads: the bandwidth between pairs of hosts, by TCP or by ronde bench
+    threshold: 70 % of the median of all hosts; below 30 % is a failure. At least 3
+        hosts
+    source: ronde's choice: a link at half its rate is below 70 %, and a short
+        measurement of a healthy link above; below 30 %, more than half of the rate is
+        lost
+    fix: ethtool, ip -s link and tc qdisc show the link's rate, errors and limits; then
+        look at the cable, the switch port, and the cloud's limit.
     needs: several hosts, and --bandwidth
-    why: Gradients go through all hosts: the slowest sets the pace of every step.
+    why: Gradients go through all hosts, so the slowest one sets the pace of every step.
     """
     for slow in judge_pairs(fleet.known(RATES))[0]:
         limit = _SLOW_SHARE * slow.usual
@@ -555,15 +566,17 @@ def slow_host_link(fleet: Fleet) -> Problems:
 
 @check(FAIL, RATES)
 def slow_pair(fleet: Fleet) -> Problems:
-    """No two hosts have less bandwidth than each has with the others.
+    """No two hosts have less bandwidth with each other than with the rest.
 
-    reads: the bandwidth between all pairs of hosts, as for slow-host-link
-    threshold: 70 % of the median of pairs without a slow host, below 30 % a failure
+    reads: the bandwidth between pairs of hosts, as for slow-host-link
+    threshold: 70 % of the median of the pairs without a slow host; below 30 % is a
+        failure
     source: as for slow-host-link
-    fix: Look at the way between the two: traceroute, and the switches on it. ronde run
-        -H ONE,OTHER ronde bench sendrecv -b 64M -e 64M measures it with an engine.
+    fix: Look at the path between the two: traceroute, and the switches on it. ronde run
+        -H ONE,OTHER ronde bench sendrecv -b 64M -e 64M measures it with a collective
+        engine.
     needs: several hosts, and --bandwidth
-    why: A ring that has the two as neighbours is as slow as they are.
+    why: A ring in which the two hosts are neighbours is as slow as their link.
     """
     for link in judge_pairs(fleet.known(RATES))[1]:
         fix = (
@@ -583,9 +596,9 @@ def slow_pair(fleet: Fleet) -> Problems:
 def pair_job(fleet: Fleet) -> Problems:
     """Any two hosts can run a collective together.
 
-    reads: ronde bench all_reduce on two hosts: a rank per GPU (NCCL) or per slot (Gloo)
-    threshold: each job ends with correct sums; else the pair, or a host that always
-        fails, is reported
+    reads: ronde bench all_reduce on two hosts, a rank per GPU (NCCL) or per slot (Gloo)
+    threshold: each job ends with correct sums. Otherwise the pair is reported, or a
+        host that fails with all others
     source: NVIDIA's nccl-tests a0b82b2 (src/common.cu): a run with a wrong element has
         failed
     fix: ronde run -H ONE,OTHER -x NCCL_DEBUG=INFO ronde bench all_reduce shows more.
@@ -619,12 +632,13 @@ def pair_job(fleet: Fleet) -> Problems:
 def nccl_choice(values: Values, _: Fleet) -> Problems:
     """NCCL uses the fast path between hosts and between GPUs.
 
-    reads: NCCL's log of the jobs of pair-job, as ronde topo log reads it
-    threshold: no error or warning of ronde topo log; no sockets if an RDMA port is up
+    reads: NCCL's log of the jobs of pair-job, read as by ronde topo log
+    threshold: no error or warning of ronde topo log, and no sockets if an RDMA port is
+        up
     source: NCCL 2.30.7's manual, Logging; docs/topology-log.md has the rules
-    fix: See docs/topology-log.md for the named rule.
+    fix: Look the rule up in docs/topology-log.md.
     needs: several hosts with GPUs, and --bandwidth
-    why: Over sockets or host memory only a fraction of the bandwidth is left.
+    why: Sockets and host memory have only a fraction of the bandwidth.
     """
     # The kernel shows an RDMA port that is up, even if NCCL found none.
     ports = values.get(_PORTS, {}).values()

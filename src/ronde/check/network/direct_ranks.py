@@ -1,7 +1,7 @@
 """Run ``ronde bench`` on two hosts without ``ronde run``.
 
-Ranks get the environment that ``ronde run`` would set. Their output goes to memory
-files, through inherited descriptors.
+The ranks get the environment that ``ronde run`` would set. They write to memory files,
+through inherited descriptors.
 """
 
 import os
@@ -40,7 +40,7 @@ sys.exit(main())
 
 
 class HalfJob(NamedTuple):
-    """The part of a job on two hosts that runs on this host."""
+    """The half of a job on two hosts that runs on this host."""
 
     words: Sequence[str]  # arguments of ``ronde bench``
     half: int  # 0 on the host of rank 0, else 1
@@ -54,9 +54,10 @@ class HalfJob(NamedTuple):
 
 
 def run_half(job: HalfJob, limit_s: float, grace_s: float) -> tuple[bytes, bytes, str]:
-    """Run the ranks until they end; after a failure, the others get ``grace_s`` more.
+    """Run the ranks until they end; return the record, NCCL's log and the failure.
 
-    Return the record of the first rank, NCCL's log, and the failure, if any.
+    The record is that of the first rank. After a failure, the other ranks get
+    ``grace_s`` more to end. The failure is empty if all ranks succeeded.
     """
     with ExitStack() as closing:
         ranks = [
@@ -116,7 +117,7 @@ def _environment(job: HalfJob, local_rank: int) -> dict[str, str]:
 
 
 def _follow(ranks: Sequence[_Rank], limit_s: float, grace_s: float) -> str:
-    """Wait for the ranks; return the first failure, or ""."""
+    """Wait for the ranks, and return the first failure, or an empty string."""
     due_s, failure = time.monotonic() + limit_s, ""
     while time.monotonic() < due_s:
         is_over = all(rank.process.poll() is not None for rank in ranks)

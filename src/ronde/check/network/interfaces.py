@@ -1,4 +1,4 @@
-"""Checks of network interfaces, the host's name, and variables that name interfaces."""
+"""Checks of network interfaces, the host name, and variables that choose interfaces."""
 
 import math
 import os
@@ -63,9 +63,9 @@ def read(reader: FactReader) -> None:
 
 
 def read_interfaces(root: str) -> dict[str, Value]:
-    """Return the interfaces by name; a saved tree has no addresses.
+    """Return the network interfaces by name, without addresses for a saved tree.
 
-    An unknown ``mbit_per_s`` is 0; an unknown ``carrier_changes`` is -1.
+    An unknown ``mbit_per_s`` is 0, and an unknown ``carrier_changes`` -1.
     """
     directory = f"{root}/sys/class/net"
     found: dict[str, dict[str, Any]] = {}
@@ -89,9 +89,10 @@ def read_interfaces(root: str) -> dict[str, Value]:
 
 
 def read_link_downs(root: str, values: Values) -> dict[str, int]:
-    """Count the times that each physical link went down in the last 24 hours.
+    """Return the number of times that each physical link went down in 24 hours.
 
-    On the first day after the boot, the kernel's counter is used as well as its log.
+    On the first day after the boot, the kernel's counter is used in addition to its
+    log.
     """
     links = values.get(INTERFACES, {})
     own = {name: i for name, i in links.items() if i["kind"] == "physical"}
@@ -125,7 +126,7 @@ def _kind(own: str) -> str:
 
 
 def list_carriers(directory: str, name: str) -> list[str]:
-    """Return the adapters that carry an interface's traffic, such as a bond's."""
+    """Return the adapters that carry an interface's traffic: several for a bond."""
     own = f"{directory}/{name}"
     if _kind(own) in ("physical", "infiniband"):
         return [name]
@@ -136,7 +137,7 @@ def list_carriers(directory: str, name: str) -> list[str]:
 
 
 def find_name(values: Values) -> str:
-    """Return the name of the interface with ``ADDRESS``; empty if unknown."""
+    """Return the name of the interface with ``ADDRESS``, or "" if it is unknown."""
     interfaces: Interfaces = values.get(INTERFACES, {})
     address = values.get(ADDRESS)
     found = (name for name, each in interfaces.items() if address in each["addresses"])
@@ -144,14 +145,14 @@ def find_name(values: Values) -> str:
 
 
 class HostLink(NamedTuple):
-    """A host's link to the other hosts, and its rate."""
+    """The link from a host to the other hosts, and its rate."""
 
     text: str  # with a verb: ``eth0 carries 25 Gbit/s``
     gb_per_s: float | None  # of one adapter; None if unknown
 
 
 def find_link(values: Values) -> HostLink:
-    """Return the link of ``ADDRESS``; the rate of a virtual link is unknown."""
+    """Return the link with ``ADDRESS``; the rate of a virtual link is unknown."""
     if not (name := find_name(values)):
         return HostLink("the rate of its link is unknown", None)
     interfaces: Interfaces = values[INTERFACES]
@@ -169,7 +170,7 @@ def find_link(values: Values) -> HostLink:
 
 
 def read_variables(root: str, forwarded: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of ranks here that choose interfaces and adapters."""
+    """Return the environment variables of ranks that choose interfaces and adapters."""
     # Read the file, since a saved tree has it as well.
     lines = Path(f"{root}/proc/self/environ").read_bytes().split(b"\0")
     pairs = (line.decode(errors="replace").partition("=") for line in lines)
@@ -184,9 +185,9 @@ def read_variables(root: str, forwarded: Mapping[str, str]) -> dict[str, str]:
 def look_up_own_name(
     name: str, resolve: Callable[[str], list[str]]
 ) -> Callable[..., dict[str, Value]]:
-    """Look up the host's own name in a thread, since a name server may never answer.
+    """Start to look up the host's own name; return a function that awaits the result.
 
-    Return a function that waits for the answer.
+    The lookup runs in a thread, since a name server may never answer.
     """
     found: dict[str, Value] = {}
 
@@ -215,9 +216,9 @@ def _resolve(name: str) -> list[str]:
 def chooses(setting: str, name: str) -> bool:
     """Return True if a setting of NCCL selects an interface, or a port of an adapter.
 
-    The setting is a list of name prefixes. With ``=`` in front it has whole names; with
-    ``^`` it lists exclusions. An adapter may have a port: ``mlx5_0:1``; further fields,
-    rail and plane, are ignored.
+    The setting is a list of name prefixes. A list after ``=`` has whole names, and a
+    list after ``^`` has exclusions. An adapter may have a port, as in ``mlx5_0:1``.
+    Further fields, the rail and the plane, are ignored.
 
     Source: NCCL 2.30.7's manual on ``NCCL_SOCKET_IFNAME`` and ``NCCL_IB_HCA``.
     """
@@ -236,10 +237,12 @@ def chooses(setting: str, name: str) -> bool:
 
 @each_host(WARN, _OWN_NAME, INTERFACES, _VARIABLES, optional=(ADDRESS,))
 def host_name(values: Values, fleet: Fleet) -> Problems:
-    """The host's own name resolves to an address that others reach.
+    """The host's own name resolves to an address that other hosts can reach.
 
-    reads: the addresses of the host's name; not if GLOO_SOCKET_IFNAME is set
-    threshold: the first one on this host is neither loopback nor a container bridge's
+    reads: the addresses that the host's name resolves to, unless GLOO_SOCKET_IFNAME is
+        set
+    threshold: the first address of this host is neither loopback nor that of a
+        container bridge
     source: torch's ProcessGroupGloo.cpp, createDefaultDevice: Gloo listens at an
         address of the name, else at loopback; ronde run sets an interface
     fix: Correct /etc/hosts, or export GLOO_SOCKET_IFNAME (ronde run does).
@@ -271,21 +274,22 @@ def _unreached_name(own: Mapping[str, Any], interfaces: Interfaces) -> str:
     if is_loopback(first):
         return f"{leads} {first}, which no other host reaches"
     if _OF_CONTAINERS.fullmatch(at.get(first, "")):
-        return f"{leads} {first} of {at[first]}, for containers here"
+        return f"{leads} {first} of {at[first]}, which only containers here reach"
     if at and not first:
         named = ", ".join(own["addresses"]) or "nothing"
-        return f"{leads} {named}, no address of this host"
+        return f"{leads} {named}, which is no address of this host"
     return ""
 
 
 @each_host(FAIL, INTERFACES, _VARIABLES)
 def chosen_interface(values: Values, fleet: Fleet) -> Problems:
-    """The interface chosen by variables exists.
+    """The interfaces that environment variables choose exist.
 
     reads: NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME, TP_SOCKET_IFNAME
-    threshold: one matches, has an address, and other hosts reach it; Gloo: all exist
+    threshold: one matches, has an address, and can be reached by other hosts. For Gloo
+        all names must exist
     source: NCCL 2.30.7's manual, NCCL_SOCKET_IFNAME; torch.distributed's manual,
-        GLOO_SOCKET_IFNAME; reachability: ronde's own
+        GLOO_SOCKET_IFNAME; ronde's choice: the reachability
     fix: Unset the variable, or name an interface of this host: ip -br address.
     why: Ranks find no interface and fail, or listen where no other host can connect.
     """
@@ -299,7 +303,7 @@ def chosen_interface(values: Values, fleet: Fleet) -> Problems:
             chosen = setting.split(",")
         # Of those chosen by whole name each must exist.
         if missing := [name for name in chosen if name not in interfaces]:
-            message = f": no {', '.join(missing)} is among {known}"
+            message = f": there is no {', '.join(missing)} among {known}"
         elif not chosen:
             message = f" matches no interface here: {known}"
         elif len(fleet.hosts) < 2 or setting.startswith("^"):
@@ -313,7 +317,7 @@ def chosen_interface(values: Values, fleet: Fleet) -> Problems:
 
 
 def _unreached(names: Sequence[str], interfaces: Interfaces) -> str:
-    """Return the reason if no other host reaches these interfaces, else empty."""
+    """Return the reason if no other host can reach these interfaces, else ""."""
     if all(
         interfaces[name]["kind"] == "loopback" or _OF_CONTAINERS.fullmatch(name)
         for name in names
@@ -330,8 +334,8 @@ def find_slower(
 ) -> Iterator[tuple[str, Problem]]:
     """Yield interfaces or ports slower than those of the same name on most hosts.
 
-    Of equally frequent rates the fastest counts, since no link is faster than intended.
-    ``pick`` returns the Mbit/s of an interface or port, or 0 to skip it.
+    If two rates are equally frequent, the faster one counts, since no link is faster
+    than intended. ``pick`` returns the Mbit/s of an interface or port, or 0 to skip it.
     """
     hosts = fleet.known(fact)
     for name in dict.fromkeys(name for each in hosts.values() for name in each):
@@ -348,13 +352,13 @@ def find_slower(
 
 @check(WARN, INTERFACES)
 def link_speed(fleet: Fleet) -> Problems:
-    """Links run as fast as on the other hosts.
+    """Network links are as fast as on the other hosts.
 
     reads: /sys/class/net/*/speed of physical interfaces that are up
     threshold: the speed of the interface of the same name on most hosts
-    source: ronde's own: hosts of a job have equal links; of two equally frequent speeds
-        the faster one counts
-    fix: ethtool INTERFACE: look at speed and errors; then cable and switch port.
+    source: ronde's choice: hosts of a job have equal links; of two equally frequent
+        speeds the faster one counts
+    fix: ethtool INTERFACE shows speed and errors; then look at cable and switch port.
     needs: several hosts
     why: The slowest link sets the pace of every reduction.
     """
@@ -370,14 +374,14 @@ def link_speed(fleet: Fleet) -> Problems:
 
 @each_host(WARN, _DOWNS, _UPTIME)
 def link_flaps(values: Values, _: Fleet) -> Problems:
-    """Links stay up.
+    """Network links stay up.
 
-    reads: the kernel's log of physical interfaces (/dev/kmsg, else journalctl -k); on
-        the first day carrier_changes, and link_downed of RDMA ports
-    threshold: less than 5 times within the last 24 hours
+    reads: the losses of physical links in the kernel log (/dev/kmsg, else journalctl
+        -k); on the first day also carrier_changes, and link_downed of RDMA ports
+    threshold: fewer than 5 losses within the last 24 hours
     source: Azure's node health checks 0e0a1ac (azure_ib_link_flapping.nhc)
     fix: Find the times: journalctl -k | grep -i 'link is'. Check cable, transceiver and
-        switch port; drain the host while it goes on.
+        switch port; drain the host while the losses continue.
     why: A link that is down for seconds ends a run, or stalls it for minutes.
     """
     downs: dict[str, int] = dict(values[_DOWNS])

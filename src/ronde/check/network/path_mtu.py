@@ -29,7 +29,7 @@ def measure_mtu(
     own_mtu: int,
     wait_s: float = ANSWER_S,
 ) -> int | None:
-    """Return the largest packet in bytes, up to ``own_mtu``, that arrives."""
+    """Return the size of the largest packet that arrives, None without one."""
     family = family_of(address)
     headers, least = (28, 576) if family == socket.AF_INET else (48, 1280)
     with socket.socket(family, socket.SOCK_DGRAM) as sending:
@@ -63,7 +63,6 @@ def _send_datagrams(
     wanted: set[int],
     wait_s: float,
 ) -> set[int]:
-    """Send a datagram of each size; return the sizes that got a reply."""
     arrived, token = set[int](), begin[:TOKEN_BYTES]
     for _ in range(_TRIES):
         for size in sorted(wanted - arrived, reverse=True):

@@ -1,4 +1,4 @@
-"""Checks of InfiniBand and RoCE adapters: ports are up, fast and usable."""
+"""Checks that InfiniBand and RoCE ports are up, fast and usable."""
 
 import ctypes
 import os
@@ -72,7 +72,7 @@ def read(reader: FactReader) -> None:
 
 
 def _list_ports(root: str) -> Iterator[tuple[str, str, bool]]:
-    """Yield name and folder of each port, and True if it is a virtual function's."""
+    """Yield the name and directory of each port, and True for a virtual function."""
     top = f"{root}/sys/class/infiniband"
     for adapter in list_names(top):
         is_function = Path(f"{top}/{adapter}/device/physfn").exists()
@@ -83,7 +83,8 @@ def _list_ports(root: str) -> Iterator[tuple[str, str, bool]]:
 def read_ports(root: str) -> dict[str, Value]:
     """Return the ports of all adapters, keyed by names such as ``mlx5_0:1``.
 
-    ``downs`` is the number of link losses (-1 if unknown). Empty GIDs are left out.
+    ``downs`` is the number of link losses, or -1 if it is unknown. Empty GIDs are left
+    out.
     """
     found: dict[str, Value] = {}
     for name, own, is_function in _list_ports(root):
@@ -112,7 +113,7 @@ def read_errors(root: str) -> dict[str, dict[str, int]]:
 
 
 def _behind_colon(own: str, name: str) -> str:
-    """Return ``ACTIVE`` if a file of sysfs contains ``4: ACTIVE``."""
+    """Return the text after the colon of a sysfs file, such as ``4: ACTIVE``."""
     return Path(f"{own}/{name}").read_text(encoding="ascii").partition(":")[2].strip()
 
 
@@ -131,7 +132,6 @@ def _read_gids(own: str) -> dict[str, Value]:
 
 
 def _chosen(values: Values) -> dict[str, Port]:
-    """Return the ports that NCCL would use."""
     variables: Mapping[str, str] = values[_VARIABLES]
     is_off = variables.get("NCCL_IB_DISABLE") == "1"
     if is_off or variables.get("NCCL_NET", "").lower() == "socket":
@@ -146,7 +146,7 @@ def _is_up(port: Port) -> bool:
 
 
 def _has_gpus(values: Values) -> bool:
-    """Return False if a host has no GPUs, and so NCCL, the user of RDMA, cannot run."""
+    """Return False if a host has no GPUs, so that NCCL uses no RDMA port there."""
     return values.get(_NUM_GPUS) != 0
 
 
@@ -154,16 +154,18 @@ def _has_gpus(values: Values) -> bool:
 def rdma_port(fleet: Fleet) -> Problems:
     """RDMA ports are up.
 
-    reads: state and phys_state in /sys/class/infiniband, of ports of NCCL_IB_HCA
-    threshold: ACTIVE and LinkUp; Disabled and Sleep count as intended, except for the
-        only port that is not up of four or more of a model
+    reads: state and phys_state in /sys/class/infiniband, of the ports that NCCL_IB_HCA
+        selects
+    threshold: ACTIVE and LinkUp. Disabled and Sleep count as intended, except if it is
+        the only port, of four or more of its model, that is not up
     source: NCCL 2.30.7's manual, NIC-level diagnostics; Disabled and Sleep: AMD's
-        Primus fd1eeab (preflight/node_smoke/cli.py); a failure if the port is up on
-        most hosts or is named by NCCL_IB_HCA: ronde's own
+        Primus fd1eeab (preflight/node_smoke/cli.py); ronde's choice: a failure if the
+        port is up on most hosts, or if NCCL_IB_HCA names it
     fix: look at its cable and transceiver, and at the switch's port; if nothing is
-        plugged in, leave it out: NCCL_IB_HCA. INIT: start a subnet manager
+        plugged in, exclude it with NCCL_IB_HCA. In state INIT: start a subnet manager
     needs: an RDMA adapter
-    why: NCCL silently skips the port: half the bandwidth, or sockets in place of RDMA.
+    why: NCCL silently skips the port: the host has half the bandwidth, or uses sockets
+        instead of RDMA.
     """
     hosts = list(fleet.having(_PORTS, _VARIABLES))
     for facts in hosts:
@@ -206,7 +208,7 @@ def _cure(values: Values, state: str, names: list[str]) -> str:
 
 
 def _is_odd(values: Values, port: Port) -> bool:
-    """Return True if only one of the four or more ports of this model is not up."""
+    """Return True if exactly one of four or more ports of this model is not up."""
     kind = port.get("model"), port["layer"]
     ports = values[_PORTS].values() if kind[0] else ()
     alike = [_is_up(each) for each in ports if (each["model"], each["layer"]) == kind]
@@ -214,7 +216,6 @@ def _is_odd(values: Values, port: Port) -> bool:
 
 
 def _weigh_port(values: Values, port: Port, num_up: int, num_others: int) -> Severity:
-    """Return the severity of a port that is not up; many ports need no cable."""
     is_named = values[_VARIABLES].get(_CHOICE, "").startswith("=")
     if 2 * num_up > num_others or (is_named and num_others):
         return FAIL
@@ -232,13 +233,14 @@ def _weigh_port(values: Values, port: Port, num_up: int, num_others: int) -> Sev
 
 @check(FAIL, _PORTS)
 def rdma_rate(fleet: Fleet) -> Problems:
-    """RDMA ports run as fast as on the other hosts.
+    """RDMA ports are as fast as on the other hosts.
 
     reads: rate in /sys/class/infiniband, of ports that are up
     threshold: the rate of the port of the same name on most hosts
-    source: ronde's own: hosts of a job have equal ports; of two equally frequent rates
-        the faster one counts
-    fix: ibstat; ibdiagnet: reseat the cable or transceiver, look at the switch.
+    source: ronde's choice: hosts of a job have equal ports; of two equally frequent
+        rates the faster one counts
+    fix: ibstat; ibdiagnet; then reseat the cable or transceiver, and look at the
+        switch.
     needs: several hosts with RDMA adapters
     why: The slowest port sets the pace of every reduction.
     """
@@ -251,17 +253,18 @@ def rdma_rate(fleet: Fleet) -> Problems:
 
 @check(FAIL, _PORTS, _VARIABLES, optional=(_NUM_GPUS,))
 def roce_gid(fleet: Fleet) -> Problems:
-    """Every RoCE port has an address that others can reach.
+    """Every RoCE port has an address that other hosts can reach.
 
     reads: gids and gid_attrs in /sys/class/infiniband, and NCCL_IB_GID_INDEX
-    threshold: a routable GID of RoCE v2; a note if most hosts have none
-    source: NCCL 2.30.7's manual, RoCE: unset the index from 2.21 on; its
+    threshold: a routable GID of RoCE v2; only a note if most hosts lack one, unless
+        NCCL needs this port
+    source: NCCL 2.30.7's manual, RoCE: the index should be unset since 2.21; NCCL's
         net_ib/connect.cc skips link-local GIDs; RoCE v2 is routed, v1 is not
-    fix: Give the port's interface an IP address; unset NCCL_IB_GID_INDEX: NCCL finds
-        it. Or leave the port out: NCCL_IB_HCA=^NAME; if it is the only one,
+    fix: Give the port's interface an IP address, and unset NCCL_IB_GID_INDEX, since
+        NCCL finds it. Or exclude the port: NCCL_IB_HCA=^NAME; if it is the only one:
         NCCL_IB_DISABLE=1.
     needs: several hosts with RoCE adapters
-    why: Queue pairs do not connect: the run hangs, or ends in error 12.
+    why: Queue pairs do not connect: the run hangs, or ends with error 12.
     """
     hosts = list(fleet.having(_PORTS, _VARIABLES)) if len(fleet.hosts) > 1 else []
     for facts in hosts:
@@ -291,7 +294,10 @@ def _is_usable(port: Port) -> bool:
 
 
 def _weigh_gids(facts: HostFacts, name: str, hosts: Iterable[HostFacts]) -> Severity:
-    """Return the severity of a port without an address, which storage may not need."""
+    """Return the severity for a port without an address.
+
+    A port for storage may not need one.
+    """
     others = [each.values[_PORTS].get(name) for each in hosts if each is not facts]
     num_usable = sum(other is not None and _is_usable(other) for other in others)
     has_another = any(map(_is_usable, _chosen(facts.values).values()))
@@ -320,7 +326,8 @@ def rdma_devices(values: Values, fleet: Fleet) -> Problems:
     """Ranks may use the RDMA adapters.
 
     reads: /dev/infiniband/uverbs* and libibverbs.so.1, if a port is up
-    threshold: one file can be opened, and the library exists; without GPUs a warning
+    threshold: at least one file can be opened, and the library is installed; on hosts
+        without GPUs a warning
     source: NCCL 2.30.7 loads this library (src/misc/ibvsymbols.cc), which opens the
         files
     fix: In a container: --device=/dev/infiniband --ulimit memlock=-1, and install

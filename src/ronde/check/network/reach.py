@@ -1,12 +1,12 @@
-"""Test connections between all hosts with small and large messages; TCP streams.
+"""Test connections and packets between all hosts, and measure TCP streams.
 
-Every host listens and then connects to the others. If several pairs fail, the host that
-they have in common is reported.
+Every host listens, and then connects to the others. If several pairs fail, the host
+that they have in common is reported.
 
-A client first sends the host's token. A frame on a TCP connection has a length and as
-many bytes; one byte is the reply. Datagrams are sent with "don't fragment"; the reply
-is their size. The sockets close when the program on the host ends, and idle connections
-after a few seconds.
+A client first sends the token of the host. A frame on a TCP connection has a length and
+as many bytes; the reply is one byte. Datagrams are sent with "don't fragment"; the
+reply is their size. The sockets close when the program on the host ends. Idle
+connections close after a few seconds.
 """
 
 import hmac
@@ -65,7 +65,7 @@ _QUICK_S = 0.02  # frames that take less time are made longer
 
 
 class ReachServer:
-    """Server on TCP ports and a UDP port; ``heard`` has the datagrams by sender."""
+    """A server on TCP ports and a UDP port; ``heard`` counts datagrams by sender."""
 
     def __init__(self) -> None:
         listeners = [_open(socket.SOCK_STREAM) for _ in range(_NUM_PORTS)]
@@ -115,7 +115,7 @@ class ReachServer:
 
 
 def _open(kind: socket.SocketKind) -> socket.socket:
-    """Return a socket on all addresses, of IPv6 and IPv4 if possible."""
+    """Return a non-blocking socket on all addresses, for IPv6 and IPv4 if possible."""
     is_dual = socket.has_dualstack_ipv6()
     opened = socket.socket(socket.AF_INET6 if is_dual else socket.AF_INET, kind)
     if is_dual:
@@ -153,7 +153,7 @@ def receive_exactly(connection: socket.socket, size_bytes: int) -> bytes:
     while len(data) < size_bytes:
         chunk = connection.recv(size_bytes - len(data))
         if not chunk:
-            raise ConnectionAbortedError("the other end closes the connection")
+            raise ConnectionAbortedError("the other host closed the connection")
         data += chunk
     return data
 
@@ -171,7 +171,7 @@ def _connect(address: str, port: int, token: bytes) -> socket.socket:
 
 
 def listen(context: NodeContext, _: dict[str, Value]) -> dict[str, Value]:
-    """Open ports once; return ports, token, and datagrams received by sender."""
+    """Start the server once; return its ports, its token and the senders heard."""
     reception: ReachServer | None = context.memory.get("reception")
     if reception is None:
         context.memory["reception"] = reception = ReachServer()
@@ -185,10 +185,10 @@ def listen(context: NodeContext, _: dict[str, Value]) -> dict[str, Value]:
 
 
 def stream(_: NodeContext, question: dict[str, Value]) -> dict[str, Value]:
-    """Send to another host in several streams for ``seconds``.
+    """Send to another host over several TCP streams for ``seconds``.
 
     The question has the other host's ``address``, ``port`` and ``token``. The answer
-    has ``gb_per_s`` (1e9), the received rate.
+    has ``gb_per_s`` (1e9 bytes), the rate at which the other host received.
     """
     target = question["address"], question["port"], question["token"].encode()
     with ExitStack() as closing:
@@ -201,10 +201,10 @@ def stream(_: NodeContext, question: dict[str, Value]) -> dict[str, Value]:
 
 
 def _pump(line: socket.socket, begun_s: float, due_s: float) -> float:
-    """Send frames, two in flight; return the received bytes per second.
+    """Send frames, two of them in flight, and return the bytes received per second.
 
-    The time starts with the first byte of any stream: a thread that starts late does
-    not make the link seem faster.
+    The time starts with the first byte of any stream, so that a thread that starts late
+    does not make the link seem faster.
     """
     limit_s = due_s - begun_s + _ANSWER_S
     line.settimeout(limit_s)
@@ -289,7 +289,6 @@ def _reason(error: OSError) -> str:
 
 
 def _echo(connection: socket.socket, size_bytes: int) -> None:
-    """Send a frame and wait for its answer."""
     connection.settimeout(_ANSWER_S)
     connection.sendall(FRAME.pack(size_bytes) + bytes(size_bytes))
     receive_exactly(connection, 1)
@@ -326,7 +325,10 @@ def run(hosts: HostSet) -> None:
 
 
 def plan_partners(names: Sequence[str]) -> dict[str, list[str]]:
-    """Return the same number of targets for each host; with few hosts, all others."""
+    """Return the hosts that each host connects to: all others, or a sample.
+
+    All samples have the same size.
+    """
     num = len(names)
     shifts = list(range(1, num))
     if num > _MAX_ALL_PAIRS:
@@ -339,7 +341,7 @@ def plan_partners(names: Sequence[str]) -> dict[str, list[str]]:
 
 
 def better(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """Return the better of two results for a target; one success is enough."""
+    """Return the better of two results for the same target."""
     if second["error"] or (second["lost_bytes"] and not first["error"]):
         return first if not first["error"] else second
     mtu = max(first.get("mtu") or 0, second.get("mtu") or 0)
@@ -349,7 +351,6 @@ def better(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
 def _ask_to_reach(
     hosts: HostSet, listening: Mapping[str, Reply], plan: Mapping[str, Sequence[str]]
 ) -> dict[str, dict[str, Any]]:
-    """Make hosts connect to their targets; return results, and store failures."""
     questions: dict[str, dict[str, Value]] = {}
     for host, others in plan.items():
         targets = [
@@ -382,8 +383,8 @@ def failing_pairs(reached: Reached) -> list[HostPair]:
 def lost_pairs(reached: Reached) -> list[HostPair]:
     """Return the failed pairs, without directions in which packets arrive.
 
-    A connection needs both directions. If neither host can connect to the other, but
-    datagrams arrive in one direction, only the opposite direction has a fault.
+    A connection needs both directions. If two hosts cannot connect to each other, but
+    datagrams arrive in one direction, the fault is in the opposite direction.
     """
     failing = dict.fromkeys(failing_pairs(reached))
     arriving = {(a, b) for a, b in failing if reached[a][b].get("is_heard")}
@@ -404,7 +405,7 @@ def lossy_pairs(reached: Reached) -> list[HostPair]:
 
 
 def own_mtu(others: Mapping[str, Mapping[str, Any]]) -> int:
-    """Return the MTU of the interface that routes to most others; 0 without one."""
+    """Return the MTU of the interface that routes to most other hosts, or 0."""
     counts = Counter(each["own_mtu"] for each in others.values() if each["own_mtu"])
     return counts.most_common(1)[0][0] if counts else 0
 
@@ -412,10 +413,12 @@ def own_mtu(others: Mapping[str, Mapping[str, Any]]) -> int:
 def blame(
     pairs: Collection[HostPair], at_receiver: Collection[HostPair] = ()
 ) -> dict[str, list[HostPair]]:
-    """Return the hosts that explain the faulty pairs, each with its pairs.
+    """Return the hosts that explain the faulty pairs, with the pairs of each host.
 
-    The host with the most faulty pairs is chosen repeatedly; of equals, all are. Of an
-    isolated pair the sender is chosen, or the receiver if it is in ``at_receiver``.
+    The host with the most faulty pairs is chosen first, then the next among the
+    remaining pairs. Hosts with equally many pairs are chosen together. Of a pair that
+    shares no host with other pairs, the sender is chosen, or the receiver if the pair
+    is in ``at_receiver``.
     """
     left = list(dict.fromkeys(pairs))
     blamed: dict[str, list[HostPair]] = {}
@@ -438,7 +441,7 @@ def blame(
 def _name_ways(
     host: str, pairs: Sequence[HostPair], outwards: str, inwards: str
 ) -> str:
-    """Return text that lists the other hosts of faulty pairs, by direction."""
+    """Return a text that lists the other hosts of faulty pairs, by direction."""
     to = [other for sender, other in pairs if sender == host]
     by = [sender for sender, other in pairs if other == host]
     ways = ((outwards, to), (inwards, by))
@@ -449,11 +452,14 @@ def _name_ways(
 def reachable(fleet: Fleet) -> Problems:
     """Hosts can connect to each other at ports that the kernel chooses.
 
-    reads: TCP and datagrams between all pairs; above 32 hosts, a ring and eight others
-    threshold: every connection succeeds within a second, in one of two attempts
+    reads: TCP and datagrams between all pairs; of more than 32 hosts, between
+        neighbours in a ring and eight other hosts
+    threshold: each connection succeeds within a second, in one of two attempts
     source: NCCL 2.30.7's manual, IP ports: ranks listen at ports that the kernel
-        chooses, and so does Gloo; a second: TCP's first retry (RFC 6298), ronde's own
-    fix: Let TCP through: nft list ruleset, or iptables -S; then routes and cloud rules.
+        chooses, and so does Gloo; ronde's choice: a second, as TCP's first retry (RFC
+        6298)
+    fix: Let TCP through: nft list ruleset, or iptables -S; then look at routes and the
+        cloud's firewall rules.
     needs: several hosts
     why: The start of a job hangs until its timeout, and the error names no host.
     """
@@ -486,7 +492,7 @@ def mtu(fleet: Fleet) -> Problems:
     threshold: the MTU of most hosts
     source: RFC 4861, 4.6.4: all nodes of a link use one MTU; TCP uses the smaller of
         two (RFC 9293, 3.7.1) and hides the difference
-    fix: ip link set dev INTERFACE mtu BYTES, and in the network's configuration.
+    fix: ip link set dev INTERFACE mtu BYTES, and the same in the network configuration.
     needs: several hosts
     why: Small packets take more CPU; RDMA over Ethernet may lose large ones.
     """
@@ -510,15 +516,15 @@ def _set_mtu(fleet: Fleet, host: str, size_bytes: Value) -> str:
 
 @check(FAIL, REACH, optional=(ADDRESS, INTERFACES))
 def path_mtu(fleet: Fleet) -> Problems:
-    """Packets as large as both ends allow arrive.
+    """Packets as large as the MTU of both hosts arrive.
 
-    reads: datagrams of several sizes with "don't fragment"; 64KiB by TCP
-    threshold: the smaller MTU of both ends
+    reads: datagrams of several sizes with "don't fragment"; 64KiB over TCP
+    threshold: the smaller MTU of the two hosts
     source: path MTU discovery (RFC 1191, RFC 8899)
-    fix: Give switches and tunnels between them the hosts' MTU, or the hosts theirs: ip
-        link set dev INTERFACE mtu BYTES; and let ICMP 'too big' through.
+    fix: Set one MTU on the hosts and on all switches and tunnels between them: ip link
+        set dev INTERFACE mtu BYTES; and let ICMP 'too big' through.
     needs: several hosts
-    why: Small messages pass, large ones hang or are very slow.
+    why: Small messages pass; large ones hang, or are very slow.
     """
     reached = fleet.known(REACH)
     for host, own in blame(lossy_pairs(reached)).items():
