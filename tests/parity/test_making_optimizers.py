@@ -166,7 +166,7 @@ def test_different_models_are_an_error_on_all_ranks(way):
     expected = (
         "parameters must be the same on all ranks, got 0.weight (4, 5) strides (5, 1) "
         "torch.float64 on cpu on rank 0 and 0.weight (6, 5) strides (5, 1) "
-        "torch.float64 on cpu on rank 2. Build the same model everywhere."
+        "torch.float64 on cpu on rank 2. Build the same model on all ranks."
     )
     assert run_sessions(3, work) == [expected] * 3
 

@@ -126,7 +126,9 @@ def test_one_rank_has_nothing_to_average_twice():
 def test_sharded_parameters_are_refused(wrap):
     def work():
         model = wrap(build())
-        with pytest.raises(UsageError, match="must not be sharded, got") as caught:
+        with pytest.raises(
+            UsageError, match="not support sharded parameters"
+        ) as caught:
             distribute(model)
         return str(caught.value)
 
@@ -140,7 +142,7 @@ def test_sharded_tensors_are_refused():
         optimizer = torch.optim.Adam(model.parameters())
         backward(model)
         optimizer.step()
-        with pytest.raises(UsageError, match="must not be sharded"):
+        with pytest.raises(UsageError, match="not support sharded parameters"):
             distribute(model, op=hvd.Adasum)
         tensor = next(model.parameters())
         for fn, args in (
@@ -154,7 +156,7 @@ def test_sharded_tensors_are_refused():
             (hvd.alltoall, (tensor,)),
             (hvd.reducescatter, (tensor,)),
         ):
-            with pytest.raises(UsageError, match="must not be sharded, got"):
+            with pytest.raises(UsageError, match="not support sharded tensors, got"):
                 fn(*args)
         (one_row,) = model[1].weight.to_local().detach().split(1)
         hvd.broadcast_parameters({"mine": one_row}, 0)

@@ -103,7 +103,7 @@ def forget():
         if not skips():
             loss_of(model, step).backward()
             for too_early in (optimizer.zero_grad, loss_of(model).backward):
-                assert "must be called before" in message_of(AssertionError, too_early)
+                assert "are not reduced yet" in message_of(AssertionError, too_early)
         hvd.allreduce(torch.ones(1), name="loss")
         optimizer.synchronize()
         if step == 1:

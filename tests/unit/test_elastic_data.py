@@ -317,18 +317,18 @@ def test_a_loader_leaves_the_generator_alone_and_returns_to_its_state():
     before = torch.get_rng_state()
     loader = ElasticLoader(Numbers(20), 8, micro_batch=2, num_workers=1)
     loader.seek(Position(), 0, 1)
-    with pytest.raises(UsageError, match="one micro-batch to have inputs, got 4"):
+    with pytest.raises(UsageError, match="single micro-batch, got 4"):
         _ = next(loader).inputs
     old = next(loader)
     state = loader.state_dict()
     assert state == {"epoch": 0, "samples": 16}
     expected = next(loader)
     want = ids_of(expected)
-    with pytest.raises(UsageError, match="must be used before the next step"):
+    with pytest.raises(UsageError, match="after its step had ended"):
         next(old.micro_batches)
     left = next(loader)
     loader.load_state_dict(state)
-    with pytest.raises(UsageError, match="must be used before the next step"):
+    with pytest.raises(UsageError, match="after its step had ended"):
         next(left.micro_batches)
     assert ids_of(next(loader)) == want
     assert torch.equal(torch.get_rng_state(), before)
@@ -352,14 +352,14 @@ class Stream(IterableDataset):
 @pytest.mark.parametrize("data", [Stream(), DataLoader([1, 2]), iter([1]), 3])
 def test_data_without_a_position_is_refused_with_the_reason(data):
     model = torch.nn.Linear(1, 1)
-    with pytest.raises(UsageError, match="other ranks could not continue at"):
+    with pytest.raises(UsageError, match="Other ranks could not continue"):
         hvd.elastic.Loop(model, torch.optim.SGD(model.parameters()), data)
-    with pytest.raises(UsageError, match="other ranks could not continue at"):
+    with pytest.raises(UsageError, match="Other ranks could not continue"):
         ElasticLoader(data, 1)
 
 
 def test_a_sampler_of_the_users_own_is_refused():
-    with pytest.raises(UsageError, match="DataLoader's but for the order, got sampler"):
+    with pytest.raises(UsageError, match="does not accept sampler"):
         ElasticLoader([1], 1, sampler=[0])
 
 
@@ -477,13 +477,13 @@ def batches_of(shares):
 
 
 def test_shards_without_state_or_for_too_many_ranks_are_refused():
-    with pytest.raises(UsageError, match=r"must have state_dict\(\).*list as number 0"):
+    with pytest.raises(UsageError, match=r"shard 0 must have state_dict.*got list"):
         ElasticShards([[1, 2]])
     with pytest.raises(UsageError, match="at most the number of shards, 5, got 6"):
         ElasticShards(own_shards()).seek(Position(), 0, 6)
     source = ElasticShards([Shard(0, 0)], add_up=lambda own: own)
     source.seek(Position(), 0, 1)
-    with pytest.raises(UsageError, match="must have batches"):
+    with pytest.raises(UsageError, match="had no batch"):
         next(source)
 
 

@@ -73,7 +73,7 @@ def plan_buckets(
     limits: BucketLimits,
     groups: Sequence[Sequence[int]] = (),
 ) -> tuple[BucketPlan, ...]:
-    """Cut gradients into buckets along ``order``, the order of backward.
+    """Divide gradients into buckets in ``order``, the order of backward.
 
     ``order`` has indices into ``specs``. The gradients of a group share a bucket of any
     size (or one for each kind), at the position of the group's last gradient in
@@ -183,7 +183,7 @@ class Scaling:
 
     @property
     def keep(self) -> float:
-        """The factor that makes a result come out of another round unchanged."""
+        """The factor by which a result enters another round to come out unchanged."""
         return 1.0 / (self.size * self.before * self.after)
 
 
@@ -413,8 +413,8 @@ class GradientBucket:
             gradient.is_open = False
             if gradient.is_written:
                 raise UsageError(
-                    "synchronize() must be called outside of backward(), got a call "
-                    f"while backward makes {gradient.name}. Call it after backward()."
+                    "synchronize() was called during backward(), while it computed "
+                    f"{gradient.name}. Call it after backward()."
                 )
             if not gradient.was_used:
                 self._views[slot].zero_()
@@ -450,7 +450,7 @@ class GradientBucket:
         return round(float(self.flags[flag].real))
 
     def finish(self, scaling: Scaling, keep: Callable[[], float]) -> bool:
-        """Assign the results to ``grad``; return True if backward added to one.
+        """Assign the results to ``grad``; return True if backward has added to one.
 
         ``keep`` returns the factor for a result that enters the next round.
         """

@@ -244,7 +244,7 @@ def require_equal(everyone: Sequence[list[str] | None]) -> None:
             if here != there:
                 raise CollectiveError(
                     f"{name} must be the same on all ranks, got {here} on rank {one} "
-                    f"and {there} on rank {another}. Build the same model everywhere."
+                    f"and {there} on rank {another}. Build the same model on all ranks."
                 )
 
 
