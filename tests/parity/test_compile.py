@@ -206,9 +206,7 @@ def test_every_collective_is_among_the_functions():
         (2, "auto", FUNCTIONS, "eager"),
         (2, "auto", FEW, "aot_eager"),
         pytest.param(2, "auto", FEW, "inductor", marks=pytest.mark.soak),
-        pytest.param(2, "gloo", FUNCTIONS, "inductor", marks=pytest.mark.long),
         pytest.param(3, "gloo", FUNCTIONS, "aot_eager", marks=pytest.mark.long),
-        pytest.param(4, "hierarchical", FEW, "aot_eager", marks=pytest.mark.long),
     ],
 )
 def test_collectives(environment, size, engine, names, backend):
@@ -277,22 +275,11 @@ def compare_gradients(names: Collection[str], backend: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("names", "backend"),
-    [
-        (DIFFERENTIABLE, "aot_eager"),
-        pytest.param(["allreduce", "alltoall"], "inductor", marks=pytest.mark.soak),
-        pytest.param(DIFFERENTIABLE, "inductor", marks=pytest.mark.long),
-    ],
-    ids=["all", "code", "all_code"],
+    "backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)]
 )
-def test_gradients(environment, names, backend):
-    run_sessions(
-        2,
-        compare_gradients,
-        list(names),
-        backend,
-        environment=environment,
-    )
+def test_gradients(environment, backend):
+    names = list(DIFFERENTIABLE)
+    run_sessions(2, compare_gradients, names, backend, environment=environment)
 
 
 class Net(nn.Module):
@@ -375,11 +362,8 @@ def compare_training(*, is_synchronized: bool, backend: str, is_mixed: bool) -> 
     ("size", "is_synchronized", "backend", "is_mixed"),
     [
         (3, True, "aot_eager", True),
-        pytest.param(3, True, "aot_eager", False, marks=pytest.mark.soak),
         pytest.param(3, True, "inductor", False, marks=pytest.mark.soak),
         pytest.param(2, False, "inductor", False, marks=pytest.mark.long),
-        pytest.param(2, True, "inductor", False, marks=pytest.mark.long),
-        pytest.param(3, False, "inductor", False, marks=pytest.mark.long),
     ],
 )
 def test_training(environment, size, is_synchronized, backend, is_mixed):

@@ -16,17 +16,11 @@ import ronde.torch as hvd
 PATIENT = DYNAMIC | {"HOROVOD_GLOO_TIMEOUT_SECONDS": "600"}
 """Who only gave up on a rank that is silent would do so after the test."""
 CALLS = {
-    "allreduce": hvd.allreduce,
     "named": lambda t: hvd.allreduce(t, name="x"),
     "adasum": lambda t: hvd.allreduce(t, op=hvd.Adasum),
-    "in_place": hvd.allreduce_,
-    "group": lambda t: hvd.grouped_allreduce([t, t]),
     "handle": lambda t: hvd.synchronize(hvd.allreduce_async(t)),
-    "allgather": hvd.allgather,
     "broadcast_from_it": lambda t: hvd.broadcast(t, 1),
-    "broadcast": lambda t: hvd.broadcast(t, 0),
     "alltoall": hvd.alltoall,
-    "reducescatter": hvd.reducescatter,
     "barrier": lambda t: hvd.barrier(),
     "join": lambda t: hvd.join(),
     "object": lambda t: hvd.broadcast_object("x", 1),

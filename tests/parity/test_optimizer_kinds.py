@@ -100,7 +100,7 @@ def train_tables_alone(maker, op, size):
 
 @pytest.mark.parametrize(
     ("size", "names"),
-    [(3, list(SPARSE)), *((size, ["sgd, average, sparse"]) for size in (1, 2, 4))],
+    [(3, list(SPARSE)), (2, ["sgd, average, sparse"])],
 )
 def test_sparse_gradients(size, names):
     cases = {name: partial(train_tables, *SPARSE[name]) for name in names}
@@ -196,13 +196,12 @@ def test_groups_split_what_is_trained():
         assert group_indices(named, None, 1) == ((0, 1, 3, 4, 5, 6, 7),)
 
 
-def train_deltas(passes, compression="none"):
+def train_deltas(passes):
     torch.manual_seed(0)
     model = OddMlp().double()
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
         model.named_parameters(),
-        compression=getattr(hvd.Compression, compression),
         backward_passes_per_step=passes,
         op=hvd.Adasum,
     )
@@ -220,7 +219,7 @@ def sample(rank, number):
     return inputs, torch.randn(4, 3, generator=generator, dtype=torch.float64)
 
 
-@pytest.mark.parametrize(("size", "passes"), [(1, 1), (2, 1), (2, 2), (4, 1)])
+@pytest.mark.parametrize(("size", "passes"), [(1, 1), (2, 2), (4, 1)])
 def test_adasum_combines_the_ranks_steps(size, passes):
     results = run_sessions(size, train_deltas, passes)
     torch.manual_seed(0)
@@ -255,11 +254,6 @@ def test_adasum_has_nothing_to_synchronize():
     run_sessions(2, check)
 
 
-def test_adasum_of_compressed_deltas_keeps_ranks_equal():
-    mine, theirs = run_sessions(2, train_deltas, 1, "fp16")
-    assert_close(mine, theirs, num_steps=0)
-
-
 def test_adasum_is_kept_up_with():
     def check():
         torch.manual_seed(0)
@@ -282,22 +276,6 @@ def test_adasum_is_kept_up_with():
         optimizer.step()
     # Nobody else went anywhere: the delta is the last rank's own.
     assert_close(results[1][1], weights(model), num_steps=3)
-
-
-def test_adasum_refuses():
-    def check():
-        model = OddMlp()
-        some = hvd.add_process_set([0, 1])
-        options = {"op": hvd.Adasum}
-        message = "Running Adasum with non-power of 2 ranks is not supported yet."
-        with pytest.raises(NotImplementedError, match=message):
-            hvd.DistributedOptimizer(sgd(model), **options)
-        if some.included():
-            message = "Adasum does not support non-global process sets yet."
-            with pytest.raises(NotImplementedError, match=message):
-                hvd.DistributedOptimizer(sgd(model), process_set=some, **options)
-
-    run_sessions(3, check)
 
 
 class Notebook:

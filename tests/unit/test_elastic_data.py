@@ -90,45 +90,6 @@ def test_each_sample_counts_once_in_any_schedule(sampler, seed, num_epochs):
     assert problems == []
 
 
-@given(samplers(), st.integers(0, 1 << 60))
-def test_the_ledger_shows_what_was_lost_or_doubled(sampler, seed):
-    rng = random.Random(seed)
-    entries = run_schedule(sampler, rng, 1)
-    witness = rng.choice([entry for entry in entries if entry.is_applied])
-    step = [e for e in entries if (e.view, e.step) == (witness.view, witness.step)]
-    victim = rng.choice([entry for entry in step if entry.ids])
-    own = [entry for entry in step if entry.member == victim.member]
-    rest = [entry for entry in entries if entry not in own]
-    ids = {
-        "a sample lost": victim.ids[1:],
-        "a sample doubled": (*victim.ids, victim.ids[0]),
-        "another sample": (*victim.ids[1:], sampler.num_samples),
-    }
-    broken = {
-        **{how: rest + [e._replace(ids=new) for e in own] for how, new in ids.items()},
-        "applied twice": [*entries, witness._replace(attempt=7)],
-        "in two epochs": [*rest, *(e._replace(epoch=2) for e in own)],
-        "a step ahead": [e._replace(step=e.step + (e in step)) for e in entries],
-    }
-    if not sampler.drop_last:
-        broken["a step lost"] = [entry for entry in entries if entry not in step]
-    for how, changed in broken.items():
-        problems = ledger.problems_of(
-            changed, sampler.num_samples, 1, drop_last=sampler.drop_last
-        )
-        assert problems, how
-
-
-def test_ledgers_of_killed_ranks_are_read(tmp_path):
-    entry = ledger.Entry(3, 0, 0, 1, 0, 2, (4, 5), is_applied=False)
-    path = tmp_path / "3"
-    ledger.write(path, entry)
-    ledger.write(path, entry._replace(is_applied=True))
-    with path.open("a") as file:
-        file.write("[3, 0, 0, 2, 0")
-    assert ledger.read([path]) == [entry, entry._replace(is_applied=True)]
-
-
 @given(st.integers(0, 300), st.integers(1, 40), st.integers(1, 20))
 def test_shares_are_even(num_samples, size, micro_batch):
     parts = [shard_batch(num_samples, rank, size, micro_batch) for rank in range(size)]
@@ -151,16 +112,6 @@ def test_an_order_is_a_permutation_that_seed_and_epoch_decide(length, seed, epoc
     if length > 100:
         assert not np.array_equal(order, order_of(length, seed, epoch + 1))
         assert not np.array_equal(order, order_of(length, seed + 1, epoch))
-
-
-def test_seeds_differ():
-    seeds = {
-        hvd.elastic.derive_seed(*numbers)
-        for numbers in [(1,), (2,), (1, 2), (2, 1), (12,), (1, 2, 3), (-1, 2)]
-    }
-    assert len(seeds) == 7
-    assert all(0 <= seed < 1 << 63 for seed in seeds)
-    torch.manual_seed(max(seeds))
 
 
 def test_weights_are_one_where_shares_are_equal_and_sum_to_the_ranks_otherwise():

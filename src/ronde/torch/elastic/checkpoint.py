@@ -32,9 +32,11 @@ class Checkpoints:
 
     @property
     def has_directory(self) -> bool:
+        """True if checkpoints are enabled."""
         return self._directory is not None
 
     def is_due(self, step: int) -> bool:
+        """Return True if a checkpoint is due after ``step`` steps."""
         return self.has_directory and step % self._every == 0
 
     def write(self, step: int, state: dict[str, Any]) -> None:

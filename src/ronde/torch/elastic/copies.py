@@ -71,6 +71,7 @@ class ShareCopies:
         return max((each.step for each in self._versions), default=NEW)
 
     def is_due(self, step: int) -> bool:
+        """Return True if a version is due after ``step`` steps."""
         return step % self._every == 0
 
     def make(self, training: Training) -> None:

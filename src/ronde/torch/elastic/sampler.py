@@ -51,6 +51,7 @@ class ElasticSampler(Sampler[int]):
         self.divide(size(), rank())
 
     def divide(self, num_replicas: int, rank: int) -> None:
+        """Divide the remaining samples among ``num_replicas`` ranks."""
         self.num_replicas = num_replicas
         self.rank = rank
         order = list(range(len(self.dataset)))

@@ -140,10 +140,12 @@ class LearningRateScale:
         self.factor = self._ramp.at(step)
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the state of the factor, for a checkpoint."""
         ramps = {"before": tuple(self._before), "ramp": tuple(self._ramp)}
         return {"step": self._step, **ramps}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the factor's state from a checkpoint."""
         self._step = state_dict["step"]
         self._before = Ramp(*state_dict["before"])
         self._ramp = Ramp(*state_dict["ramp"])
