@@ -102,19 +102,9 @@ def other_memory(training):
         parameter.data = parameter.data.clone()
 
 
-def cast_and_back(training):
-    if training.step % 2:
-        training.model.float().double()
-
-
 def single(training):
     if training.step == 2:
         training.model.float()
-
-
-def channels_last(training):
-    if training.step == 2:
-        training.model.to(memory_format=torch.channels_last)
 
 
 def frozen_meanwhile(training):
@@ -123,7 +113,7 @@ def frozen_meanwhile(training):
 
 AFTER_BACKWARD = [
     *(assigned, clamped, detached, set_anew, resized, replaced, other_memory),
-    *(cast_and_back, single, channels_last, frozen_meanwhile),
+    *(single, frozen_meanwhile),
 ]
 
 

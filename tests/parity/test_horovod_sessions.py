@@ -23,7 +23,7 @@ _PR_SET_THP_DISABLE = 41
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
-@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.long), 3])
+@pytest.mark.parametrize("size", [1, 3])
 def test_a_hundred_sessions(size):
     run_ranks_bare(size, _cycles, timeout_s=HANG_S)
 

@@ -86,32 +86,6 @@ def test_made_in_another_order():
     assert_equal(results, [w for width in widths for w in alone(width, range(3))])
 
 
-@pytest.mark.parametrize(
-    ("size", "engine"),
-    [
-        *((3, engine) for engine in ("auto", "gloo", "scheduled")),
-        (4, "hierarchical"),
-    ],
-)
-def test_made_and_used_in_another_order(size, engine):
-    """``backward()`` gives way where ranks wait for each other to connect."""
-
-    def work():
-        order = [4, 6] if hvd.rank() % 2 == 0 else [6, 4]
-        models = {width: build(width) for width in order}
-        optimizers = {width: distributed(models[width]) for width in order}
-        for step in range(NUM_STEPS):
-            for width in order:
-                optimizers[width].zero_grad()
-                loss_of(models[width], hvd.rank(), step).backward()
-            for width in order:
-                optimizers[width].step()
-        return weights(models[4], models[6])
-
-    results = run_sessions(size, work, engine=engine)
-    assert_equal(results, alone(4, range(size)) + alone(6, range(size)))
-
-
 def test_a_spare_copy_on_one_rank_does_not_shift_what_all_make_later():
     """Rank 0's second one is the others' first: they are alike, and none else waits."""
 
@@ -262,22 +236,3 @@ def test_a_rank_that_joined_without_the_optimizer_is_an_error_on_the_others():
     assert "connect.optimizer.0.weight" in first
     assert "before" in first
     assert "joins" in first
-
-
-def test_a_session_after_the_first():
-    """An optimizer that was used goes on, in another order than it was made in."""
-
-    def work():
-        order = [4, 6] if hvd.rank() == 0 else [6, 4]
-        models = {width: build(width) for width in order}
-        optimizers = {width: distributed(models[width]) for width in order}
-        for width in (4, 6):
-            train(models[width], optimizers[width])
-        hvd.shutdown()
-        hvd.init()
-        for width in (6, 4):
-            train(models[width], optimizers[width])
-        return weights(models[4], models[6])
-
-    first, second = run_sessions(2, work)
-    assert_equal([first], second)

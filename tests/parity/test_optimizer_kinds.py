@@ -1,11 +1,8 @@
-"""Sparse gradients, process sets, groups, deltas and what is told of buckets."""
+"""Sparse gradients, process sets, groups, Adasum and recorded buckets."""
 
 import copy
-import logging
-import os
 import warnings
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -279,7 +276,7 @@ def test_adasum_is_kept_up_with():
 
 
 class Notebook:
-    """Takes operations down."""
+    """A recorder that keeps all operations."""
 
     def __init__(self) -> None:
         self.taken: list[Recorded] = []
@@ -291,7 +288,7 @@ class Notebook:
         pass
 
 
-def test_buckets_are_taken_down():
+def test_buckets_are_recorded():
     def check():
         notebook = Notebook()
         current_session().states[0].coordinator.execution.recorder = notebook
@@ -313,45 +310,6 @@ def test_buckets_are_taken_down():
         assert each.kind == "ALLREDUCE"
         assert each.num_fused == 6
         assert 0 < each.submitted_ns <= each.begun_ns <= each.ended_ns
-
-
-class Telling(logging.Handler):
-    """Writes what is logged to a pipe, and keeps it."""
-
-    def __init__(self, pipe: Path) -> None:
-        super().__init__()
-        self.pipe = pipe
-        self.told: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if not self.told:
-            self.told.append(record.getMessage())
-            self.pipe.write_text("stalled")
-
-
-def test_a_rank_that_does_not_reduce_is_named(tmp_path):
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-
-    def check():
-        handler = Telling(pipe)
-        model = OddMlp()
-        optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters())
-        for number in range(2):
-            if number and hvd.rank() == 0:
-                logging.getLogger("ronde").addHandler(handler)
-            if number and hvd.rank() == 1:
-                pipe.read_text()  # returns once rank 0 complains
-            optimizer.zero_grad()
-            mse(model, torch.ones(2, 7), torch.ones(2, 3)).backward()
-            optimizer.step()
-        return handler.told
-
-    environment = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1"}
-    (text,), nothing = run_sessions(2, check, environment=environment)
-    assert nothing == []
-    assert "Missing ranks:\n1: [gradients.scale]" in text
-    assert "rank 1: nothing pending" in text
 
 
 def test_an_optimizer_outlives_its_session():

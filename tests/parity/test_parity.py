@@ -66,7 +66,7 @@ def with_adam(name):
     return replace(with_sgd(name), make_optimizer=adam)
 
 
-@problems(torch.float32, torch.bfloat16)
+@problems(torch.bfloat16)
 def dtypes(dtype):
     # Rounding feeds back through bfloat16's weights: few steps, so that it stays small.
     num_steps = 50 if dtype == torch.float32 else 5
@@ -85,7 +85,7 @@ def strides() -> bool:
 CNN32 = replace(CNN, dtype=torch.float32)
 
 
-@problems(True, False)
+@problems(False)
 def zero_grad(set_to_none):
     def step(model, optimizer, inputs, targets, number):
         optimizer.zero_grad(set_to_none=set_to_none)
@@ -182,7 +182,7 @@ def any_number_of_passes_before_a_step(passes):
     return replace(MLP, step=step, options=lambda _: options)
 
 
-@problems(hvd.Average, hvd.Sum)
+@problems(hvd.Sum)
 def two_backward_passes_on_a_sum_or_average(op):
     def step(model, optimizer, inputs, targets, number):
         optimizer.zero_grad(set_to_none=number % 2 == 0)
@@ -308,7 +308,7 @@ def decaying_sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.1)
 
 
-@problems(True, False)
+@problems(True)
 def frozen_unused_and_shared_parameters(set_to_none):
     def step(model, optimizer, inputs, targets, number):
         optimizer.zero_grad(set_to_none=set_to_none)
