@@ -183,7 +183,7 @@ class Scaling:
 
     @property
     def keep(self) -> float:
-        """The factor by which a result enters another round to come out unchanged."""
+        """The factor for a result that another round must not change."""
         return 1.0 / (self.size * self.before * self.after)
 
 
@@ -324,7 +324,6 @@ class GradientBucket:
         communicator: Communicator,
         num_flags: int,
     ) -> None:
-        """Allocate the memory of the planned bucket; collective."""
         self.slots = plan.slots
         self.gradients = [gradients[slot.index] for slot in plan.slots]
         # Strided as autograd would make gradients, such as channels_last: optimizers
@@ -349,7 +348,6 @@ class GradientBucket:
         self._stage = 0
 
     def _use(self, memory: Tensor, num_uses: int) -> None:
-        """Switch the bucket to ``memory``, which ``num_uses`` tensors share so far."""
         self.memory, self.control = memory, memory[self._num_values :]
         self.values, self.all_flags = memory[: self._num_values], memory[self._end :]
         self.flags, self.drift = memory[self._end : self._drift], memory[self._drift :]
@@ -402,7 +400,6 @@ class GradientBucket:
         self.adopt()
 
     def fill(self, scaling: Scaling) -> None:
-        """Copy in all available gradients, before the sum."""
         self.is_launched = True
         self._ones.fill_(1)
         for slot, gradient in enumerate(self.gradients):

@@ -11,7 +11,7 @@ from ronde.errors import UsageError
 
 
 class Compressor(Protocol):
-    """Deterministic functions to compress and decompress equally many elements."""
+    """Protocol of deterministic functions that keep the number of elements."""
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:
@@ -50,7 +50,7 @@ class FP16Compressor:
 
 
 class BF16Compressor(FP16Compressor):
-    """Sends floating-point gradients as bfloat16, with float32's range but 8 bits."""
+    """Sends floating-point gradients as bfloat16, with 8 bits of precision."""
 
     wire_dtype = torch.bfloat16
 

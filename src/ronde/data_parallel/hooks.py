@@ -20,7 +20,7 @@ from ronde.data_parallel.buckets import Gradient
 def add_hook(
     gradient: Gradient, index: int, method: Callable[[int], None], *, is_before: bool
 ) -> RemovableHandle:
-    """Call a bound method after backward adds to a gradient, or before.
+    """Call a bound method after, or before, backward adds to a gradient.
 
     The method's object is held weakly. Frozen parameters are hooked too.
     """

@@ -95,7 +95,6 @@ class Reducer:
         self.close.atexit = False
 
     def add(self, named_parameters: Sequence[tuple[str, Tensor]]) -> None:
-        """Add parameters from the next round on; collective."""
         for name, parameter in named_parameters:
             siblings = _siblings.setdefault(id(parameter), [])
             gradient = Gradient(name, parameter, siblings=siblings)
@@ -110,12 +109,10 @@ class Reducer:
 
     @property
     def num_fused(self) -> int:
-        """The number of gradients that backward has written into buckets."""
         return sum(gradient.num_fused for gradient in self._gradients)
 
     @property
     def last_round(self) -> int:
-        """The number of the last round that this rank contributed to."""
         return self.rounds.last_round
 
     @property
@@ -131,7 +128,6 @@ class Reducer:
 
     @torch.no_grad()
     def synchronize(self) -> None:
-        """Reduce all gradients that are not reduced yet; collective."""
         with self._lock:
             self._raise_failure()
             self._owner = threading.get_ident()
@@ -154,11 +150,9 @@ class Reducer:
             self._lock.release()
 
     def forget(self) -> None:
-        """Require a new round for the next step."""
         self._has_run = False
 
     def refuse_put_off(self) -> None:
-        """Raise ``AssertionError`` while a round is postponed."""
         if self._under_way is not None:
             raise AssertionError(_NOT_OVER)
 
@@ -181,7 +175,6 @@ class Reducer:
 
     @torch.no_grad()
     def participate_with_zeros(self) -> None:
-        """Participate with zeros in other ranks' rounds, until all ranks do so."""
         with self._lock:
             self._raise_failure()
             if self._under_way is not None:

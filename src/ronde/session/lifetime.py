@@ -180,13 +180,6 @@ def _identity(info: RankInfo) -> str:
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
 
-def _mark_rank() -> None:
-    """Set variables that mark child processes as children of this rank."""
-    info = read_rank_info()  # the values at process start, not those of a view
-    if info.launcher is not Launcher.NONE:
-        mark_rank(_identity(info))
-
-
 def _connect_alone(engine: str, sets: list[ProcessSet]) -> None:
     """Begin a session of this rank alone, while the other ranks still train."""
     info = read_rank_info()
@@ -327,13 +320,12 @@ def _begin(session: Session) -> None:
     _tune_malloc(session.world.local_size)
     global_process_set.ranks = list(session.sets[0])
     sessions.append(session)
-    _mark_rank()
+    info = read_rank_info()  # the values at process start, not those of a view
+    if info.launcher is not Launcher.NONE:
+        mark_rank(_identity(info))  # for child processes
     atexit.register(_leave, os.getpid())
-    if session.expected is None:  # else this rank is still alone
-        _begin_recordings(session)
-
-
-def _begin_recordings(session: Session) -> None:
+    if session.expected is not None:
+        return  # this rank is still alone
     config, recordings = session.config, session.recordings
     recordings.open()
     if config.timeline not in ("", DYNAMIC):

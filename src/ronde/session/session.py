@@ -137,7 +137,6 @@ class ProcessSetState:
         return number
 
     def close(self) -> None:
-        """Notify the other ranks, fail pending operations and release resources."""
         self.coordinator.close()
         for participant in list(self.participants):
             participant.unbind()

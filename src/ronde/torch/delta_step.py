@@ -20,8 +20,6 @@ from ronde.collectives.adasum import adasum_all_reduce
 from ronde.data_parallel import Compressor, GroupConnector, ReducerKey
 from ronde.data_parallel.group import run
 
-Kind = tuple[torch.dtype, torch.device]
-
 
 class DeltaStep:
     """An optimizer step on each rank, followed by Adasum of the deltas.
@@ -103,7 +101,7 @@ class DeltaStep:
         return self._communicator
 
     def _kinds(self) -> list[list[int]]:
-        kinds: dict[Kind, list[int]] = {}
+        kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         for index, parameter in enumerate(self._parameters):
             kind = (parameter.dtype, parameter.device)
             kinds.setdefault(kind, []).append(index)

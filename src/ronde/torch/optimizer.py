@@ -138,8 +138,7 @@ class DistributedOptimizer(OptimizerProxy):
         zero: int = 0,
         zero_elementwise: bool = False,
     ) -> None:
-        _check(op, backward_passes_per_step, gradient_predivide_factor)
-        _check_zero(zero, op)
+        _check(op, backward_passes_per_step, gradient_predivide_factor, zero)
         if zero:
             require_elementwise(optimizer, is_declared=zero_elementwise)
         named = _name_parameters(optimizer, named_parameters)
@@ -421,7 +420,7 @@ def _make_delta_step(
     return delta
 
 
-def _check(op: int, passes: int, predivide: float) -> None:
+def _check(op: int, passes: int, predivide: float, zero: int) -> None:
     if op not in (Average, Sum, Adasum):
         raise UsageError(f"op must be Average, Sum or Adasum, got {op}.")
     if predivide != 1.0 and op != Average:
@@ -429,9 +428,6 @@ def _check(op: int, passes: int, predivide: float) -> None:
     if predivide <= 0.0:
         raise UsageError(f"gradient_predivide_factor must be > 0, got {predivide}.")
     _check_passes(passes)
-
-
-def _check_zero(zero: int, op: int) -> None:
     if zero not in (0, 1):
         raise UsageError(
             f"zero must be 0 or 1, got {zero}. Use torch's fully_shard for stages 2 "

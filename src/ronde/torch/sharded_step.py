@@ -104,7 +104,6 @@ def require_elementwise(optimizer: Optimizer, *, is_declared: bool) -> None:
 
 
 def _own_step(kind: Any) -> object:  # noqa: ANN401  a class
-    """Return a class's ``step`` without torch's wrappers."""
     return inspect.unwrap(kind.step)
 
 
@@ -430,7 +429,6 @@ class ShardedStep:
 def _cut(
     members: Sequence[int], lengths: Sequence[int], share: int, size: int
 ) -> list[list[_Part]]:
-    """Cut a row of parameters into shares; return each rank's parts."""
     parts: list[list[_Part]] = [[] for _ in range(size)]
     position = 0
     for index, length in zip(members, lengths, strict=True):
@@ -453,7 +451,6 @@ def _flat(tensor: Tensor, like: Tensor | None = None) -> Tensor:
 
 
 def _cut_out(key: str, value: object, parameter: Tensor, part: _Part) -> object:
-    """Return a rank's part of one value of a parameter's state."""
     if key == _STEP or not isinstance(value, Tensor) or value.shape != parameter.shape:
         return value
     return _flat(value, like=parameter)[part.start : part.stop].clone()

@@ -260,7 +260,6 @@ class Loop:
             self._member.step = self._training.num_applied
 
     def _store_state(self, is_over: str) -> None:
-        """Make copies, and write a checkpoint, if they are due."""
         training, copies, member = self._training, self._copies, self._member
         step = training.num_applied
         is_due = step != self._written and self._checkpoints.is_due(step)
@@ -298,7 +297,6 @@ class Loop:
                     kept.copy_(tensor)
 
     def _undone_tensors(self) -> dict[str, Tensor]:
-        """Return the tensors to restore if a step fails."""
         if len(self._optimizers) > 1 and self._copies is None:
             return self._training.tensors()
         return dict(self._training.model.named_buffers())

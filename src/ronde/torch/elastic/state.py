@@ -469,7 +469,6 @@ class _Pause:
         self.step = NEW  # of the last failure
 
     def sleep(self, *, is_new: bool) -> None:
-        """Sleep; with ``is_new``, the pause starts again at 0."""
         if is_new:
             self.next_s = 0.0
         time.sleep(self.next_s)

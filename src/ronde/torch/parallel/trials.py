@@ -40,8 +40,6 @@ _PLAIN = {
 
 
 class _CallForm(NamedTuple):
-    """The mode and arguments of a trial call of a block."""
-
     is_training: bool
     has_batch: bool  # The input has three dimensions; else two.
     repeats_input: bool  # Other arguments are the input, too; else None.
@@ -221,7 +219,6 @@ def _run_whole(
 
 
 def _run(block: nn.Module, way: _CallForm, shape: tuple[int, ...]) -> dict[str, Tensor]:
-    """Return the first output and the gradients, by name."""
     block.train(way.is_training)
     block.zero_grad()
     weight = next(block.parameters())
