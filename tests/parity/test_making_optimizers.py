@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from tests.parity.problems import loss_of, weights_of
 from tests.parity.sessions import run_sessions
 from torch import nn
 
@@ -31,12 +32,6 @@ def distributed(model, **options):
     return hvd.DistributedOptimizer(sgd(model), model.named_parameters(), **options)
 
 
-def loss_of(model, rank, step):
-    generator = torch.Generator().manual_seed(1000 * rank + step)
-    inputs = torch.randn(4, 5, generator=generator, dtype=torch.float64)
-    return model(inputs).square().mean()
-
-
 def train(model, optimizer, num_steps=NUM_STEPS):
     for step in range(num_steps):
         optimizer.zero_grad()
@@ -44,21 +39,16 @@ def train(model, optimizer, num_steps=NUM_STEPS):
         optimizer.step()
 
 
-def weights(*models):
-    return [p.detach().clone() for model in models for p in model.parameters()]
-
-
-def alone(width, ranks, num_steps=NUM_STEPS, num_batches=None):
-    """Return the weights of one process; a rank without a batch adds zeros."""
+def alone(width, ranks):
+    """Return the weights of one process that trains on the batches of all ranks."""
     model = build(width)
     optimizer = sgd(model)
-    for step in range(num_steps):
+    for step in range(NUM_STEPS):
         optimizer.zero_grad()
         for rank in ranks:
-            if num_batches is None or step < num_batches[rank]:
-                (loss_of(model, rank, step) / len(ranks)).backward()
+            (loss_of(model, rank, step) / len(ranks)).backward()
         optimizer.step()
-    return weights(model)
+    return weights_of(model)
 
 
 def assert_equal(results, expected):
@@ -80,7 +70,7 @@ def test_made_in_another_order():
         )
         for model, optimizer in pairs:
             train(model, optimizer)
-        return weights(*[model for model, _ in pairs])
+        return weights_of(*[model for model, _ in pairs])
 
     results = run_sessions(3, work)
     assert_equal(results, [w for width in widths for w in alone(width, range(3))])
@@ -97,7 +87,7 @@ def test_a_spare_copy_on_one_rank_does_not_shift_what_all_make_later():
         train(model, optimizer)
         copies = copy.deepcopy((model, optimizer))
         train(*copies)
-        return weights(model)
+        return weights_of(model)
 
     assert_equal(run_sessions(3, work), alone(4, range(3)))
 
@@ -155,7 +145,7 @@ def test_models_of_different_lengths_are_an_error_on_all_ranks():
         # The session goes on.
         other = build(4)
         train(other, distributed(other))
-        return weights(other)
+        return weights_of(other)
 
     assert_equal(run_sessions(2, work), alone(4, range(2)))
 
@@ -179,7 +169,7 @@ def test_process_sets_that_overlap():
                 loss_of(models[width], hvd.rank(), step).backward()
             for optimizer in optimizers.values():
                 optimizer.step()
-        return {width: weights(models[width]) for width in optimizers}
+        return {width: weights_of(models[width]) for width in optimizers}
 
     ranks = {4: [0, 1], 6: [1, 2], 8: [0, 1, 2]}
     results = run_sessions(3, work)
@@ -203,7 +193,7 @@ def test_a_rank_joins_before_the_first_use():
         del unused
         hvd.broadcast_parameters(model.state_dict(), root_rank=last)
         train(model, optimizer)
-        return weights(model)
+        return weights_of(model)
 
     results = run_sessions(size, work)
     num_batches = [NUM_STEPS, 0, NUM_STEPS, NUM_STEPS]
@@ -216,7 +206,7 @@ def test_a_rank_joins_before_the_first_use():
                 if step < counts[rank]:
                     (loss_of(model, rank, step) / size).backward()
             optimizer.step()
-    assert_equal(results, weights(model))
+    assert_equal(results, weights_of(model))
 
 
 def test_a_rank_that_joined_without_the_optimizer_is_an_error_on_the_others():

@@ -161,9 +161,10 @@ def ids_of(share):
     return [int(i) for inputs in share.micro_batches for i in inputs[0]]
 
 
-@pytest.mark.parametrize("dataset", [Numbers(100), Together(100)])
-@pytest.mark.parametrize("micro_batch", [None, 3])
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize(
+    ("num_workers", "micro_batch", "dataset"),
+    [(0, None, Numbers(100)), (2, 3, Numbers(100)), (2, None, Together(100))],
+)
 def test_a_loader_goes_where_it_is_sent(num_workers, micro_batch, dataset):
     options = {"prefetch_factor": 4} if num_workers else {}
     loader = ElasticLoader(
