@@ -57,8 +57,7 @@ def assert_equal(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("size", [3])
-def test_all_of_a_state_is_restored_and_made_equal(run_ranks_bare, size) -> None:
+def test_all_of_a_state_is_restored_and_made_equal(run_ranks_bare) -> None:
     def fn():
         torch.manual_seed(hvd.rank())
         model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, momentum=None))
@@ -94,7 +93,7 @@ def test_all_of_a_state_is_restored_and_made_equal(run_ranks_bare, size) -> None
         assert all(int(s["step"]) == 1 for s in optimizer.state.values())
         return weights, committed
 
-    first, *others = on_ranks(run_ranks_bare, size, fn)
+    first, *others = on_ranks(run_ranks_bare, 3, fn)
     for other in others:
         assert_equal(first[0], other[0])
         assert_equal(first[1], other[1])
@@ -180,8 +179,7 @@ def test_every_rank_hears_what_rank_0_has_heard(run_ranks_bare) -> None:
     assert on_ranks(run_ranks_bare, 3, fn) == [expected] * 3
 
 
-@pytest.mark.parametrize("size", [1, 3])
-def test_training_goes_on_after_a_failed_collective(run_ranks_bare, size) -> None:
+def test_training_goes_on_after_a_failed_collective(run_ranks_bare) -> None:
     def fn():
         resets = []
         calls = []
@@ -193,8 +191,6 @@ def test_training_goes_on_after_a_failed_collective(run_ranks_bare, size) -> Non
                 state.total += int(hvd.allreduce(torch.ones(1), op=hvd.Sum, name="x"))
                 state.step += 1
                 if state.step == 3 and len(calls) == 1:
-                    if hvd.size() == 1:
-                        raise hvd.HorovodInternalError("on purpose")
                     hvd.allreduce(torch.ones(1 + hvd.rank()), name="wrong")
                 if state.step % 2 == 0:
                     state.commit()
@@ -204,8 +200,7 @@ def test_training_goes_on_after_a_failed_collective(run_ranks_bare, size) -> Non
         state.register_reset_callbacks([lambda: resets.append(hvd.size())])
         return train(state, 5), calls, resets
 
-    expected = (5 * size, [0, 2], [size])
-    assert on_ranks(run_ranks_bare, size, fn) == [expected] * size
+    assert on_ranks(run_ranks_bare, 3, fn) == [(15, [0, 2], [3])] * 3
 
 
 def always_fails(calls, most=float("inf")):

@@ -1,4 +1,4 @@
-"""What is refused, where, and in Horovod's words."""
+"""Errors of Horovod's calls: where they are raised, and Horovod's texts."""
 
 import threading
 

@@ -1,4 +1,4 @@
-"""Ranks whose data end earlier keep up with the others' optimizer steps."""
+"""Ranks with less data join, and the steps of other ranks stay correct."""
 
 import gc
 import os

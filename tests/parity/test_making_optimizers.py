@@ -1,4 +1,4 @@
-"""Making an optimizer concerns one rank alone: ranks meet when it is first used."""
+"""Making an optimizer is not collective: ranks connect at its first use."""
 
 import copy
 import re

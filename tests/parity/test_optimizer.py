@@ -1,4 +1,4 @@
-"""What DistributedOptimizer is, and what it refuses."""
+"""DistributedOptimizer as a proxy, its buckets, and its bad arguments."""
 
 import gc
 import weakref

@@ -1,4 +1,4 @@
-"""Copies and pickles of the wrapped optimizer, and Horovod's own class of one."""
+"""Copies and pickles of optimizers, and Horovod's own optimizer class."""
 
 import copy
 import io

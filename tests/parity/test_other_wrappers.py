@@ -1,4 +1,4 @@
-"""Models that torch's own wrappers average or shard: what is refused, and how."""
+"""Models that torch's own wrappers average or shard are refused."""
 
 import pytest
 import torch

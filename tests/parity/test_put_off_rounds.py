@@ -1,4 +1,4 @@
-"""Rounds of gradients that ``backward()`` put off, and what may befall them then."""
+"""Rounds of gradients that ``backward()`` has postponed."""
 
 import os
 import signal

@@ -1,7 +1,7 @@
-"""A rank that does not come, as users meet it: warned of, named, the end of the job.
+"""A rank that is missing in a collective: the warning, and the end of the job.
 
-The cases are those of Horovod's integration test of stalls, with what it leaves out:
-what is said, and for gradients too.
+The cases are those of Horovod's integration test of stalls, with the texts, and also
+for gradients.
 """
 
 import functools

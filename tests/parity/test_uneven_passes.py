@@ -1,7 +1,7 @@
-"""Ranks that run ``backward()`` unequally often before a step are told so, all of them.
+"""Ranks that run ``backward()`` unequally often before a step are an error on all.
 
-Each reduction would pair the gradients of one step with those of the next: weights that
-differ from rank to rank, and in the end a rank that waits for one that is gone.
+Else a reduction would add gradients of different steps, so that weights differ between
+ranks, and in the end one rank waits for one that has left.
 """
 
 import pytest
