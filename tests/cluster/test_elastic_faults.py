@@ -112,7 +112,7 @@ def resume(cluster, folder, hosts):
     with training(cluster, folder, hosts) as job:
         (folder / "finish").touch()
         assert job.launcher.wait(HANG_S) == 0, job.output()
-    assert f"Continuing from the checkpoint of step {newest}." in job.output()
+    assert f"Resuming from the checkpoint of step {newest}." in job.output()
     assert job.applied()[0].step == newest
     # What follows the checkpoint is done again, in a job whose views count anew.
     before = [e for e in ledger.read(lost.glob("ledger-*")) if e.step < newest]

@@ -83,13 +83,7 @@ def go_through_views(claim: Any, path: str, num_views: int) -> Any:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize(
-    "num_views",
-    [
-        pytest.param(60, marks=pytest.mark.soak),
-        pytest.param(200, marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.parametrize("num_views", [pytest.param(60, marks=pytest.mark.soak)])
 def test_nothing_is_left_behind(engine: str, num_views: int) -> None:
     with controlling(3) as (_, path):
         results = run_ranks_bare(

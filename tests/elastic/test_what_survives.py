@@ -54,7 +54,7 @@ def lose_and_grow(claim: Any, path: str) -> Any:
         until_lost()
         reform()
         found.append(sums_of(sets[:2]))
-        with pytest.raises(UsageError, match="are gone"):
+        with pytest.raises(UsageError, match="have left the job"):
             hvd.allreduce(torch.ones(1), process_set=sets[2])
         if channel.number == 0:
             channel.order("grow")

@@ -144,6 +144,21 @@ def mse(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
     return nn.functional.mse_loss(model(inputs), targets)
 
 
+def loss_of(model: nn.Module, rank: int, step: int) -> Tensor:
+    """Return the loss of a rank's random batch of 4 rows of 5 numbers."""
+    generator = torch.Generator().manual_seed(1000 * rank + step)
+    inputs = torch.randn(4, 5, generator=generator, dtype=torch.float64)
+    return model(inputs).square().mean()
+
+
+def weights_of(*models: nn.Module) -> list[Tensor]:
+    return [p.detach().clone() for model in models for p in model.parameters()]
+
+
+def assert_same_weights(result: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    torch.testing.assert_close(result, expected, rtol=1e-9, atol=1e-9)
+
+
 def plain_step(
     model: nn.Module, optimizer: Any, inputs: Tensor, targets: Tensor, number: int
 ) -> None:

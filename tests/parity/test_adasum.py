@@ -108,15 +108,6 @@ def test_fewer_elements_than_ranks():
             np.testing.assert_allclose(result[numel], oracle(samples), rtol=1e-13)
 
 
-def refuse(communicator):
-    with pytest.raises(UsageError, match="power of two for Adasum, got 3"):
-        adasum_all_reduce(communicator, torch.ones(2))
-
-
-def test_three_ranks_are_refused():
-    run_ranks(3, refuse)
-
-
 @pytest.mark.parametrize(
     ("tensor", "lengths", "message"),
     [

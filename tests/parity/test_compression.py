@@ -1,4 +1,4 @@
-"""What compressed gradients come out as, on ranks that all must agree to the bit."""
+"""Results of compressed gradients, which are bitwise equal on all ranks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -33,20 +33,6 @@ class Net(nn.Module):
         return self.head(torch.tanh(self.wide(inputs)))
 
 
-class Products(nn.Module):
-    """Weights of products that are not a layer's, the left and the right factor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.right = nn.Parameter(torch.randn(NARROW, WIDE) / 30)
-        self.left = nn.Parameter(torch.randn(WIDE, NARROW) / 30)
-        self.head = nn.Linear(NARROW, 3)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        hidden = torch.tanh(torch.mm(self.left, inputs.t()))
-        return self.head(torch.mm(self.right, hidden).t())
-
-
 class Twice(Net):
     """The wide layer's weight is used in two products."""
 
@@ -61,18 +47,6 @@ class Checkpointed(Net):
         inputs = inputs.clone().requires_grad_()
         hidden = checkpoint(self.wide, inputs, use_reentrant=False)
         return self.head(torch.tanh(hidden))
-
-
-def normed() -> nn.Module:
-    net = Net()
-    nn.utils.parametrizations.weight_norm(net.wide)
-    return net
-
-
-def compiled() -> nn.Module:
-    net = Net()
-    net.compile(backend="aot_eager")
-    return net
 
 
 def scaling_hook() -> nn.Module:
@@ -96,12 +70,6 @@ def autocast(model: Any, optimizer: Any, inputs: Tensor) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         loss = loss_of(model, inputs)
     loss.backward()
-    optimizer.step()
-
-
-def zeroing(model: Any, optimizer: Any, inputs: Tensor) -> None:
-    optimizer.zero_grad(set_to_none=False)
-    loss_of(model, inputs).backward()
     optimizer.step()
 
 
@@ -186,22 +154,16 @@ class Case(NamedTuple):
     is_fused: bool
     build: Callable[[], nn.Module] = Net
     step: Step = plain
-    shape: tuple[int, ...] = (5, NARROW)
 
 
 CASES = {
     "rows": Case(True),
-    "a sequence": Case(True, shape=(3, 4, NARROW)),
-    "products": Case(True, Products),
     "checkpointed": Case(True, Checkpointed),
     "several passes": Case(True, step=repeating),
     "crosswise": Case(True, step=crossing),
     "failing": Case(True, step=failing),
     "two products": Case(False, Twice),
-    "normed": Case(False, normed),
-    "compiled": Case(False, compiled),
     "autocast": Case(False, step=autocast),
-    "zeroed": Case(False, step=zeroing),
     "dispatch mode": Case(False, step=watched),
     "scaling hook": Case(False, scaling_hook),
     "hook before the leaf": Case(False, step=keeping),
@@ -244,7 +206,7 @@ def _train(case: Case, **options: bool) -> tuple[int, list[Tensor]]:
     # Those that are done join and add zeros; but all must reduce a metric.
     num_more = 0 if case.step is crossing else hvd.rank()
     for _ in range(NUM_STEPS + num_more):
-        case.step(model, optimizer, torch.randn(case.shape, generator=generator))
+        case.step(model, optimizer, torch.randn(5, NARROW, generator=generator))
     hvd.join()
     assert optimizer.reducer is not None
     return optimizer.reducer.num_fused, [p.detach() for p in model.parameters()]

@@ -2,7 +2,6 @@
 
 import random
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -74,7 +73,6 @@ def bool_() -> None:
 
 
 def integers_follow_horovod() -> None:
-    own = torch.tensor([-3, -4, 7][hvd.rank() :: 1][:1])
     own = torch.tensor([-3 if hvd.rank() == 0 else -4])
     assert hvd.allreduce(own).item() == -3  # truncated toward zero
     sevens = torch.tensor([7])
@@ -268,28 +266,15 @@ class Halved(hvd.Compression.none):
 def compressors() -> None:
     own = torch.tensor([1.0 + hvd.rank(), 2.5])
     expected = torch.tensor([3.0, 5.0])
-    calls: list[Callable[..., Any]] = [
-        lambda c: hvd.allreduce(own, op=hvd.Sum, compression=c),
-        lambda c: hvd.grouped_allreduce([own], op=hvd.Sum, compression=c)[0],
-        lambda c: torch.cat(
-            list(
-                hvd.allgather(hvd.reducescatter(own, op=hvd.Sum, compression=c)).split(
-                    1
-                )
-            )
-        ),
-        lambda c: hvd.allgather(
-            hvd.grouped_reducescatter([own], op=hvd.Sum, compression=c)[0]
-        ),
-    ]
-    for compressor in (
-        hvd.Compression.none,
-        hvd.Compression.fp16,
-        hvd.Compression.bf16,
-        Halved,
-    ):
-        for call in calls:
-            result = call(compressor)
+    for name in ("none", "fp16", "bf16", "halved"):
+        compressor = Halved if name == "halved" else getattr(hvd.Compression, name)
+        options = {"op": hvd.Sum, "compression": compressor}
+        for result in (
+            hvd.allreduce(own, **options),
+            hvd.grouped_allreduce([own], **options)[0],
+            hvd.allgather(hvd.reducescatter(own, **options)),
+            hvd.allgather(hvd.grouped_reducescatter([own], **options)[0]),
+        ):
             assert result.dtype == torch.float32
             assert torch.equal(result, expected)
     integers = hvd.allreduce(

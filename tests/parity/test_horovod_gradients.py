@@ -2,17 +2,10 @@
 
 import pytest
 import torch
-from tests.parity.sessions import run_sessions
+from tests.parity.sessions import run_cases
 from torch import Tensor
 
 import ronde.torch as hvd
-
-SIZES = [1, 3]
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_gradients(size):
-    run_sessions(size, _gradients)
 
 
 def leaf(*shape: int) -> Tensor:
@@ -98,11 +91,6 @@ def _scatter_gradients() -> None:
             assert gradient_of(result, x, seed).tolist() == expected
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_groups_and_seconds(size):
-    run_sessions(size, _groups)
-
-
 def _groups() -> None:
     size = hvd.size()
     x, y = leaf(3), leaf(2, 2)
@@ -123,11 +111,13 @@ def _groups() -> None:
         assert not hvd.allreduce(x).requires_grad
 
 
-def test_compression_keeps_gradients():
-    run_sessions(2, _compressed)
-
-
 def _compressed() -> None:
     x = torch.ones(4).requires_grad_()
     result = hvd.allreduce(x, op=hvd.Sum, compression=hvd.Compression.fp16)
-    assert gradient_of(result, x, torch.ones(4)).tolist() == [2.0] * 4
+    assert gradient_of(result, x, torch.ones(4)).tolist() == [1.0 * hvd.size()] * 4
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_gradients(size):
+    cases = {"all": _gradients, "groups": _groups, "compressed": _compressed}
+    run_cases(size, cases)

@@ -1,18 +1,14 @@
 """Parameters, optimizer state and objects become equal on all ranks."""
 
+import threading
 from typing import Any
 
 import pytest
 import torch
-from tests.parity.sessions import message_of, run_sessions
+from tests.parity.sessions import message_of, run_cases
 from torch import nn
 
 import ronde.torch as hvd
-
-
-@pytest.mark.parametrize("size", [1, 3])
-def test_parameters(size):
-    run_sessions(size, _parameters)
 
 
 def _parameters() -> None:
@@ -41,10 +37,6 @@ def _parameters() -> None:
     assert message == "invalid params of type: <class 'int'>"
 
 
-def test_optimizer_state():
-    run_sessions(3, _optimizer_state)
-
-
 def _optimizer_state() -> None:
     rank = hvd.rank()
     makers: list[Any] = [
@@ -71,11 +63,6 @@ def _optimizer_state() -> None:
     )
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_objects(size):
-    run_sessions(size, _objects)
-
-
 def _objects() -> None:
     rank, last = hvd.rank(), hvd.size() - 1
     # Horovod hangs here: it names the call after the class of each rank's object.
@@ -94,8 +81,6 @@ def _objects() -> None:
 
 
 def _both(names: list[str]) -> list[list[int]]:
-    import threading
-
     values = {"p": hvd.rank() * 2, "q": 1}
     results: dict[str, list[int]] = {}
 
@@ -110,16 +95,17 @@ def _both(names: list[str]) -> list[list[int]]:
     return [results[name] for name in names]
 
 
-def test_what_cannot_be_pickled():
-    run_sessions(2, _unpicklable)
-
-
 def _unpicklable() -> None:
-    import threading
-
     error = TypeError if hvd.rank() == 0 else hvd.HorovodInternalError
     lock = threading.Lock()
     message_of(error, hvd.broadcast_object, lock if hvd.rank() == 0 else None)
-    error = TypeError if hvd.rank() == 0 else hvd.HorovodInternalError
     message_of(error, hvd.allgather_object, lock if hvd.rank() == 0 else None)
-    assert hvd.allgather_object(1) == [1, 1]
+    assert hvd.allgather_object(1) == [1] * hvd.size()
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_broadcasts(size):
+    cases = {"parameters": _parameters, "objects": _objects}
+    if size > 1:
+        cases |= {"optimizer state": _optimizer_state, "unpicklable": _unpicklable}
+    run_cases(size, cases)

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 import torch
-from tests.parity.sessions import message_of, run_sessions
+from tests.parity.sessions import message_of, run_cases, run_sessions
 from tests.ranks import run_ranks_bare
 
 import ronde.torch as hvd
@@ -53,10 +53,6 @@ def _in_sets() -> None:
     assert not hvd.remove_process_set(hvd.global_process_set)
 
 
-def test_sets_come_and_go():
-    run_sessions(3, _come_and_go)
-
-
 def _come_and_go() -> None:
     ids: list[int | None] = []
     for _ in range(10):
@@ -70,8 +66,8 @@ def _come_and_go() -> None:
     assert hvd.allgather(torch.tensor(ids)).view(3, -1).unique(dim=0).shape[0] == 1
 
 
-def test_ranks_may_add_in_any_order():
-    run_sessions(3, _added_by_threads)
+def test_sets_are_added_and_removed():
+    run_cases(3, {"repeatedly": _come_and_go, "in any order": _added_by_threads})
 
 
 def _added_by_threads() -> None:
@@ -132,11 +128,7 @@ def _static(_: object) -> None:
     hvd.shutdown()
 
 
-def test_duplicates_are_refused_at_init():
-    run_ranks_bare(2, _duplicates)
-
-
-def _duplicates(_: object) -> None:
+def _duplicates() -> None:
     for ranks in ([0], [1, 0]):
         sets = [hvd.ProcessSet([0]), hvd.ProcessSet(ranks), hvd.ProcessSet([1])]
         message = message_of(ValueError, hvd.init, process_sets=sets)
@@ -152,11 +144,11 @@ def _duplicates(_: object) -> None:
     hvd.shutdown()
 
 
-def test_dynamic_by_argument():
-    run_ranks_bare(2, _dynamic)
+def test_sets_at_init():
+    run_ranks_bare(2, lambda _: [_duplicates(), _dynamic()])
 
 
-def _dynamic(_: object) -> None:
+def _dynamic() -> None:
     assert "dynamic" in message_of(ValueError, hvd.init, process_sets="static")
     hvd.init(process_sets="dynamic")
     assert hvd.remove_process_set(hvd.add_process_set([0]))

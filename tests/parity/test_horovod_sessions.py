@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.limits import HANG_S
+from tests.parity.sessions import named
 from tests.ranks import run_ranks_bare
 
 import ronde.torch as hvd
@@ -22,7 +23,7 @@ _PR_SET_THP_DISABLE = 41
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
-@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.long), 3])
+@pytest.mark.parametrize("size", [1, 3])
 def test_a_hundred_sessions(size):
     run_ranks_bare(size, _cycles, timeout_s=HANG_S)
 
@@ -66,10 +67,6 @@ def _held() -> tuple[int, int, int, int]:
     )
 
 
-def test_unnamed_operations_agree_after_a_new_start():
-    run_ranks_bare(2, _new_start)
-
-
 def _new_start(_: object) -> None:
     # As in elastic training: one rank is new and has counted nothing yet.
     hvd.init()
@@ -81,10 +78,6 @@ def _new_start(_: object) -> None:
     assert handle == 0
     assert hvd.synchronize(handle).tolist() == [2.0, 2.0]
     hvd.shutdown()
-
-
-def test_what_scripts_ask():
-    run_ranks_bare(2, _asked)
 
 
 def _asked(_: object) -> None:
@@ -106,10 +99,6 @@ def _asked(_: object) -> None:
     assert (hvd.Average, hvd.Sum, hvd.Adasum) == (0, 1, 2)
     assert (hvd.Min, hvd.Max, hvd.Product) == (3, 4, 5)
     hvd.shutdown()
-
-
-def test_part_of_the_ranks_is_refused():
-    run_ranks_bare(2, _part)
 
 
 def _part(_: object) -> None:
@@ -139,10 +128,6 @@ def _join(_: object) -> int:
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == size
     hvd.shutdown()
     return last
-
-
-def test_what_cannot_go_on_while_ranks_have_joined():
-    run_ranks_bare(2, _join_errors)
 
 
 def _join_errors(_: object) -> None:
@@ -186,10 +171,6 @@ def _pinned_nowhere(_: object) -> None:
     assert not hvd.is_initialized()
 
 
-def test_a_forked_process_that_ends_does_not_end_the_session():
-    run_ranks_bare(2, _forked)
-
-
 def _forked(_: object) -> None:
     hvd.init()
     child = os.fork()
@@ -200,6 +181,16 @@ def _forked(_: object) -> None:
     hvd.barrier()
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == 2
     hvd.shutdown()
+
+
+def _in_turn(_: object) -> None:
+    for case in (_asked, _new_start, _part, _join_errors, _forked):
+        with named(case.__name__):
+            case(None)
+
+
+def test_sessions_one_after_another():
+    run_ranks_bare(2, _in_turn)
 
 
 @pytest.mark.parametrize("engine", ["auto", "gloo"])

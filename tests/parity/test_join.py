@@ -1,4 +1,4 @@
-"""Ranks whose data end earlier keep up with the others' optimizer steps."""
+"""Ranks with less data join, and the steps of other ranks stay correct."""
 
 import gc
 import os
@@ -150,7 +150,7 @@ CASES = {
 
 @pytest.mark.parametrize(
     ("size", "names"),
-    [(3, list(CASES)), *((size, ["groups"]) for size in (1, 2, 4))],
+    [(3, list(CASES)), (4, ["groups"])],
 )
 def test_uneven_data_train_as_one_process_does(size, names):
     cases = {name: partial(train_and_join, CASES[name]) for name in names}
@@ -201,22 +201,6 @@ def test_several_optimizers_are_kept_up_with_at_once():
             assert_close(mine, weights(model), num_steps=6)
 
 
-def test_all_join_before_any_step_and_train_after():
-    def check():
-        model = build()
-        optimizer = make(model)
-        hvd.join()
-        hvd.join()
-        optimizer.zero_grad()
-        backward(model)
-        optimizer.step()
-        hvd.join()
-        return weights(model)
-
-    first, second = run_sessions(2, check)
-    assert_close(first, second, num_steps=0)
-
-
 def test_an_optimizer_that_one_rank_alone_still_has_is_given_up():
     def check():
         kept = []
@@ -254,27 +238,6 @@ def test_gradients_of_a_rank_that_has_joined_stay():
         return all(torch.equal(b, a) for b, a in pairs)
 
     assert run_sessions(2, check) == [True, False]
-
-
-def test_lossy_compression_keeps_ranks_equal():
-    def check():
-        model = build()
-        optimizer = make(model, compression=hvd.Compression.bf16)
-        for number in range(2 + 3 * hvd.rank()):
-            optimizer.zero_grad()
-            backward(model, number)
-            optimizer.step()
-        last = hvd.join()
-        hvd.broadcast_parameters(model.state_dict(), root_rank=last)
-        hvd.broadcast_optimizer_state(optimizer, root_rank=last)
-        optimizer.zero_grad()
-        backward(model, 9)
-        optimizer.step()
-        return last, weights(model)
-
-    (first, mine), (second, theirs) = run_sessions(2, check)
-    assert first == second == 1
-    assert_close(mine, theirs, num_steps=0)
 
 
 def test_an_optimizer_of_some_ranks():

@@ -74,7 +74,7 @@ def use_everything(_info, engine, folder):
         pickle.loads, pickle.load, cloudpickle.loads, cloudpickle.load = before
 
 
-@pytest.mark.parametrize("engine", ["auto", "gloo", "shared_memory", "hierarchical"])
+@pytest.mark.parametrize("engine", ["gloo", "hierarchical"])
 def test_ranks_train_without_reading_a_pickle(run_ranks_bare, tmp_path, engine):
     knobs = {
         "HOROVOD_DYNAMIC_PROCESS_SETS": "1",

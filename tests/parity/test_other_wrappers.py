@@ -1,4 +1,4 @@
-"""Models that torch's own wrappers average or shard: what is refused, and how."""
+"""Models that torch's own wrappers average or shard are refused."""
 
 import pytest
 import torch
@@ -65,10 +65,9 @@ def call(port, fn, *args):
     return result
 
 
-@pytest.mark.parametrize("has_views", [False, True])
-def test_two_that_average_gradients_are_refused(has_views):
+def test_two_that_average_gradients_are_refused():
     def work():
-        model = DistributedDataParallel(build(), gradient_as_bucket_view=has_views)
+        model = DistributedDataParallel(build(), gradient_as_bucket_view=True)
         with pytest.raises(UsageError, match=r"DistributedDataParallel.*bare model"):
             distribute(model)
         plain = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -122,16 +121,15 @@ def test_one_rank_has_nothing_to_average_twice():
     on_ranks(1, work)
 
 
-@pytest.mark.parametrize("wrap", [shard, shard_flat, shard_original, shard_tensors])
-def test_sharded_parameters_are_refused(wrap):
+def test_sharded_parameters_are_refused():
     def work():
-        model = wrap(build())
-        with pytest.raises(UsageError, match="must not be sharded, got") as caught:
-            distribute(model)
-        return str(caught.value)
+        for wrap in (shard, shard_flat, shard_original, shard_tensors):
+            model = wrap(build())
+            refused = r"not support sharded parameters.*(\.weight|_flat_param)"
+            with pytest.raises(UsageError, match=refused):
+                distribute(model)
 
-    for text in on_ranks(3, work):
-        assert ".weight" in text or "_flat_param" in text
+    on_ranks(3, work)
 
 
 def test_sharded_tensors_are_refused():
@@ -140,7 +138,7 @@ def test_sharded_tensors_are_refused():
         optimizer = torch.optim.Adam(model.parameters())
         backward(model)
         optimizer.step()
-        with pytest.raises(UsageError, match="must not be sharded"):
+        with pytest.raises(UsageError, match="not support sharded parameters"):
             distribute(model, op=hvd.Adasum)
         tensor = next(model.parameters())
         for fn, args in (
@@ -154,7 +152,7 @@ def test_sharded_tensors_are_refused():
             (hvd.alltoall, (tensor,)),
             (hvd.reducescatter, (tensor,)),
         ):
-            with pytest.raises(UsageError, match="must not be sharded, got"):
+            with pytest.raises(UsageError, match="not support sharded tensors, got"):
                 fn(*args)
         (one_row,) = model[1].weight.to_local().detach().split(1)
         hvd.broadcast_parameters({"mine": one_row}, 0)

@@ -1,19 +1,13 @@
 """SyncBatchNorm over ranks is BatchNorm over the whole batch."""
 
-import pytest
 import torch
-from tests.parity.sessions import message_of, run_sessions
+from tests.parity.sessions import message_of, run_cases, run_sessions
 from torch import Tensor, nn
 
 import ronde.torch as hvd
 
 # Rounding of sums of at most a few hundred elements, and of the division by n.
 TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-12}
-
-
-@pytest.mark.parametrize("size", [1, 3])
-def test_parity(size):
-    run_sessions(size, _parity)
 
 
 def _parity() -> None:
@@ -86,10 +80,6 @@ def _without_rows() -> None:
     torch.testing.assert_close(layer.running_var, plain.running_var)
 
 
-def test_halves_and_sets():
-    run_sessions(3, _halves_and_sets)
-
-
 def _halves_and_sets() -> None:
     pair = hvd.add_process_set([0, 2])
     torch.manual_seed(3)
@@ -110,3 +100,7 @@ def _halves_and_sets() -> None:
     message = message_of(ValueError, frozen, torch.ones(3))
     assert message == "expected at least 2D input (got 1D input)"
     assert "3 channels" in message_of(ValueError, frozen, torch.ones(2, 4))
+
+
+def test_parity():
+    run_cases(3, {"parity": _parity, "halves": _halves_and_sets})

@@ -1,7 +1,7 @@
-"""Ranks that run ``backward()`` unequally often before a step are told so, all of them.
+"""Ranks that run ``backward()`` unequally often before a step are an error on all.
 
-Each reduction would pair the gradients of one step with those of the next: weights that
-differ from rank to rank, and in the end a rank that waits for one that is gone.
+Else a reduction would add gradients of different steps, so that weights differ between
+ranks, and in the end one rank waits for one that has left.
 """
 
 import pytest
@@ -49,7 +49,7 @@ def assert_equal_weights(model):
 
 
 @pytest.mark.parametrize(
-    ("size", "engine"), [(3, "auto"), (3, "gloo"), (4, "hierarchical"), (2, "auto")]
+    ("size", "engine"), [(3, "auto"), (2, "gloo"), (4, "hierarchical")]
 )
 def test_one_pass_more_on_one_rank_is_an_error_on_all(size, engine):
     def work():
@@ -67,10 +67,10 @@ def test_one_pass_more_on_one_rank_is_an_error_on_all(size, engine):
     assert f"on 1 of {size} ranks, including this one." in second
 
 
-@pytest.mark.parametrize("options", [{}, {"compression": hvd.Compression.fp16}])
-def test_a_pass_less_than_on_the_others_is_an_error_on_all(options):
+def test_a_pass_less_than_on_the_others_is_an_error_on_all():
     def work():
-        model, optimizer = start(backward_passes_per_step=2, **options)
+        fp16 = hvd.Compression.fp16
+        model, optimizer = start(backward_passes_per_step=2, compression=fp16)
         last = 1 if hvd.rank() == 0 else 3
         with pytest.raises(hvd.HorovodInternalError) as caught:
             train(model, optimizer, [2, last, 2, 2])

@@ -36,15 +36,6 @@ HOROVOD = {
                 raise AssertionError
     """,
     "test/single/test_torch_elastic.py": ONE_RANK,
-    "examples/pytorch/pytorch_synthetic_benchmark.py": "from torchvision import models",
-    "examples/adasum/adasum_small_model.py": """
-        import sys
-
-        import horovod.torch as hvd
-
-        hvd.init()
-        print("given", *sys.argv[1:], "of", hvd.size())
-    """,
 }
 LAST_RANK_FAILS = """
     import horovod.torch as hvd
@@ -53,56 +44,7 @@ LAST_RANK_FAILS = """
         hvd.init()
         assert hvd.rank() != hvd.size() - 1
 """
-IGNITE = {
-    "pyproject.toml": "",
-    "ignite/__init__.py": "SIZE = 2",
-    "tests/__init__.py": "",
-    "tests/ignite/__init__.py": "",
-    "tests/ignite/conftest.py": """
-        import pytest
-
-        @pytest.fixture
-        def gloo_hvd_executor():
-            from horovod import run
-
-            return lambda fn: run(fn, use_gloo=True, num_proc=2)
-
-        def pytest_configure(config):
-            config.addinivalue_line("markers", "distributed: on several ranks")
-    """,
-    "tests/ignite/distributed/__init__.py": "",
-    "tests/ignite/distributed/test_horovod.py": """
-        import os
-        import subprocess
-        import sys
-
-        import pytest
-        from ignite import SIZE
-
-        def on_a_rank():
-            import horovod.torch as hvd
-
-            hvd.init()
-            return hvd.allgather_object(hvd.rank())
-
-        @pytest.mark.distributed
-        def test_gather(gloo_hvd_executor):
-            assert gloo_hvd_executor(on_a_rank) == [[0, 1]] * SIZE
-
-        @pytest.mark.distributed
-        def test_is_installed():
-            command = [sys.executable, "-c", "import horovod"]
-            subprocess.run(command, env=os.environ | {"PYTHONPATH": ""}, check=True)
-            show = "import sys; print(sys.executable)"
-            command = ["horovodrun", "-np", "1", "python", "-c", show]
-            shown = subprocess.run(command, check=True, capture_output=True, text=True)
-            assert shown.stdout == f"[0] {sys.executable}\\n"
-
-        def test_of_something_else():
-            raise AssertionError
-    """,
-    "tests/ignite/metrics/gan/test_fid.py": "import needs_what_is_not_there",
-}
+IGNITE = {"pyproject.toml": "", "tests/ignite/conftest.py": ""}
 TORCH = {
     "test/distributed/test_c10d_common.py": "",
     "test/distributed/tensor/test_dtensor.py": "",
@@ -195,25 +137,6 @@ def test_a_test_of_horovod_that_fails_on_one_rank(upstream_tests, tmp_path):
         ],
     ), errors
     assert rows[4].startswith("exit code 1; all output is in ")
-
-
-@pytest.mark.soak
-def test_examples_of_horovod(upstream_tests, tmp_path):
-    code, rows, errors = upstream_tests(write(tmp_path, HOROVOD), "--examples")
-    assert code == 0, (rows, errors)
-    assert [row for row in rows if row.endswith("exit code 0")] == [
-        "pytorch/pytorch_synthetic_benchmark.py: exit code 0",
-        "adasum/adasum_small_model.py: exit code 0",
-        "adasum/adasum_small_model.py --op Adasum: exit code 0",
-    ]
-    assert sum("given --op Adasum of 2" in row for row in rows) == 2
-
-
-@pytest.mark.soak
-def test_tests_of_ignite_that_pass(upstream_tests, tmp_path):
-    code, rows, errors = upstream_tests(write(tmp_path, IGNITE))
-    assert (code, rows[-1]) == (0, "ignite 0 2 0 0"), (rows, errors)
-    assert "left out, for it needs pytorch-fid: metrics/gan/test_fid.py" in rows
 
 
 @pytest.mark.soak

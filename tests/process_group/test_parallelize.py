@@ -211,16 +211,16 @@ def refusals() -> list[str]:
 
 def test_what_cannot_be_is_refused(found):
     starts = [
-        "model must have linear layers of known names with tp=2, such as",
-        "out_features of up must be a multiple of tp: 2, got 9.",
-        "mesh must have no pp, got pp=2. Use pipeline().",
+        "Linear has no linear layers with known names for tp=2, such as",
+        "out_features of up must be a multiple of tp=2, got 9.",
+        "parallelize() does not support pp=2. Use pipeline().",
         "zero must be 2 or 3, got 1.",
-        "plan must be None without tp, got one.",
-        "units must be classes of the model's modules, got Conv2d, but Model has none",
+        "plan cannot be used without tp.",
+        "Model has no module of the classes in units: Conv2d.",
         "parameters of a module must have one dtype, got torch.float32, torch.float64",
         "pp*dp_replicate*dp_shard*cp*tp must be the number of ranks: 1*1*3*1*1 = 3, ",
-        "rows of a batch must be a multiple of dp_replicate * dp_shard: 2, got 3.",
-        "estimate() must be called in a process without a process group",
+        "the rows of a batch must be a multiple of dp_replicate * dp_shard = 2, got 3.",
+        "estimate() cannot run in a process with a process group.",
     ]
     for messages in found["refused"]:
         for message, start in zip(messages, starts, strict=True):
@@ -236,7 +236,9 @@ def test_tp_stays_on_a_host(monkeypatch):
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     try:
         refused = message_of(UsageError, parallel.init_mesh, Layout(tp=4), "cpu")
-        assert refused.startswith("tp must divide the ranks of a host: 2, got tp=4")
+        assert refused.startswith(
+            "tp must divide the number of ranks per host, 2, got tp=4"
+        )
         mesh = parallel.init_mesh(Layout(tp=4), "cpu", allow_tp_over_hosts=True)
         assert mesh.mesh_dim_names == ("dp_shard", "tp")
         assert parallel.init_mesh(Layout(dp_shard=2, tp=2), "cpu")["tp"].size() == 2
@@ -370,9 +372,9 @@ def pipeline_refusals() -> list[str]:
 
 def test_pipelines_that_cannot_be_are_refused(found):
     starts = [
-        "mesh must have pp of at least 2, got none.",
+        "pipeline() needs a mesh with at least 2 ranks along pp.",
         "schedule must be one of GPipe, 1F1B, Interleaved1F1B, got 'ZBV'.",
-        "costs must be one for each layer: 5, got 1.",
+        "costs must have one value per layer, 5, got 1.",
         "num_chunks must be 1 with 1F1B, got 2.",
         "each stage needs a layer, got 5 layers for 6 stages.",
     ]
@@ -512,7 +514,7 @@ def load_missing() -> str:
 def test_a_checkpoint_that_is_not_there(found):
     for message in found["missing"]:
         assert message.startswith("path must be a folder that save() wrote, got ")
-        assert message.endswith("model.previous is the one before.")
+        assert message.endswith("model.previous.")
 
 
 # Memory

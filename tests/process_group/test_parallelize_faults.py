@@ -139,8 +139,8 @@ def sharded_in_two_ways() -> str:
 def test_a_shared_weight_that_stages_shard_in_two_ways_is_refused(found):
     for message in found["sharded in two ways-auto-4"]:
         assert message.startswith(
-            "a weight of several stages must be sharded alike in each, got 0.weight "
-            "whole in stage 0, 5.weight (Shard(dim=0),) in stage 1."
+            "all stages must shard a shared weight in the same way, got 0.weight whole "
+            "in stage 0, 5.weight (Shard(dim=0),) in stage 1."
         )
 
 
@@ -311,14 +311,13 @@ def tried(layout: str) -> tuple[dict[str, str], list[bool]]:
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
 def test_blocks_that_change_when_they_are_divided_are_refused(found, setting):
     tp = 3 if setting.size == 3 else 2
-    starts = dict.fromkeys(WRONG, "another output, off by 0.")
+    starts = dict.fromkeys(WRONG, "output is off by 0.")
     starts["fixed shape"] = "RuntimeError: shape"
-    starts["norm"] = starts["rotating norm"] = "another gradient of norm.weight, off by"
+    starts["norm"] = starts["rotating norm"] = "gradient of norm.weight is off by"
     for messages, kept in found[f"tried-{setting}"]:
         for name, start in starts.items():
             assert messages[name].startswith(
-                f"1 must give the same results whole and divided over tp={tp}, got "
-                f"{start}"
+                f"1 gives other results when divided over tp={tp}: {start}"
             ), name
         assert all(kept)
 
@@ -397,8 +396,8 @@ def test_stages_start_with_equal_copies_of_a_weight(found, setting):
 def test_ranks_with_other_models_are_refused(found):
     for message in found["other model-gloo-3"]:
         assert message.startswith(
-            "ranks must have the same model, got weight of (3, 3) torch.float32, "
-            "requires_grad on rank 0 and (4, 3) torch.float32, requires_grad on rank 1."
+            "ranks have different models: weight is (3, 3) torch.float32, "
+            "requires_grad on rank 0, but (4, 3) torch.float32, requires_grad on rank 1"
         )
 
 
@@ -524,15 +523,15 @@ def refusals() -> list[str]:
 
 def test_one_sentence_in_place_of_errors_of_torch(found):
     plain = "model must be a plain Sequential of consecutive layers, "
-    other = "path must be a checkpoint of this model, got PATH, where "
-    shared = "units must not share parameters, got blocks.1.q_proj.weight, which is "
+    other = "the checkpoint PATH does not fit this model: "
+    shared = "units must not share parameters, but blocks.1.q_proj.weight and "
     starts = [
-        f"{shared}also blocks.2.q_proj.weight.",
+        f"{shared}blocks.2.q_proj.weight are the same parameter.",
         f"{plain}got Attentive.",
         f"{plain}got Own.",
-        "rows of a batch must be a multiple of num_microbatches: 3, got 8.",
+        "the rows of a batch must be a multiple of num_microbatches = 3, got 8.",
         f"{other}0.weight has shape (3, 3), not (4, 3).",
-        f"{other}there is no 1.weight.",
+        f"{other}it has no 1.weight.",
     ]
     for messages in found["refused-auto-2"]:
         for message, start in zip(messages, starts, strict=True):

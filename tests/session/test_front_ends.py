@@ -137,7 +137,7 @@ def check_all() -> None:
     npd.shutdown()
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [2, 3])
 def test_a_front_end_over_numpy_makes_all_collectives(size):
     run_ranks_bare(size, lambda _: check_all(), environment=DYNAMIC)
 
@@ -172,20 +172,3 @@ def begins_empty(value: ast.expr | None) -> bool:
             function = func.value if isinstance(func, ast.Subscript) else func
             return ast.unparse(function).rpartition(".")[2] in _MUTABLE
     return False
-
-
-@pytest.mark.parametrize(
-    ("line", "is_state"),
-    [
-        ("sessions: list[int] = []", True),
-        ("handles = dict[int, str]()", True),
-        ("numbers = itertools.count()", True),
-        ("states = weakref.WeakSet()", True),
-        ("NAMES = {'a': 1}", False),
-        ("ORDER = ('a', 'b')", False),
-    ],
-)
-def test_state_is_found(line, is_state):
-    node = ast.parse(line).body[0]
-    assert isinstance(node, ast.Assign | ast.AnnAssign)
-    assert begins_empty(node.value) == is_state

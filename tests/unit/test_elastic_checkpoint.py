@@ -31,16 +31,16 @@ def test_a_full_disk_leaves_the_last_ones_and_a_warning(tmp_path, caplog):
     checkpoints = Checkpoints(str(tmp_path), 10)
     with full_disk():
         checkpoints.write(10, state_of(10))
-    assert f"of step 10 could not be written to {tmp_path}: File too" in caplog.text
-    assert "The newest there is none." in caplog.text
+    assert f"checkpoint of step 10 to {tmp_path}: File too" in caplog.text
+    assert "The newest complete checkpoint: none." in caplog.text
     assert names_in(tmp_path) == []
 
     checkpoints.write(20, state_of(20))
     caplog.clear()
     with full_disk():
         checkpoints.write(30, state_of(30))
-    assert "of step 30 could not be written" in caplog.text
-    assert "The newest there is of step 20." in caplog.text
+    assert "Could not write the checkpoint of step 30" in caplog.text
+    assert "The newest complete checkpoint: step-20.pt." in caplog.text
     assert names_in(tmp_path) == ["step-20.pt"]
     assert checkpoints.read_newest()["step"] == 20
 

@@ -90,45 +90,6 @@ def test_each_sample_counts_once_in_any_schedule(sampler, seed, num_epochs):
     assert problems == []
 
 
-@given(samplers(), st.integers(0, 1 << 60))
-def test_the_ledger_shows_what_was_lost_or_doubled(sampler, seed):
-    rng = random.Random(seed)
-    entries = run_schedule(sampler, rng, 1)
-    witness = rng.choice([entry for entry in entries if entry.is_applied])
-    step = [e for e in entries if (e.view, e.step) == (witness.view, witness.step)]
-    victim = rng.choice([entry for entry in step if entry.ids])
-    own = [entry for entry in step if entry.member == victim.member]
-    rest = [entry for entry in entries if entry not in own]
-    ids = {
-        "a sample lost": victim.ids[1:],
-        "a sample doubled": (*victim.ids, victim.ids[0]),
-        "another sample": (*victim.ids[1:], sampler.num_samples),
-    }
-    broken = {
-        **{how: rest + [e._replace(ids=new) for e in own] for how, new in ids.items()},
-        "applied twice": [*entries, witness._replace(attempt=7)],
-        "in two epochs": [*rest, *(e._replace(epoch=2) for e in own)],
-        "a step ahead": [e._replace(step=e.step + (e in step)) for e in entries],
-    }
-    if not sampler.drop_last:
-        broken["a step lost"] = [entry for entry in entries if entry not in step]
-    for how, changed in broken.items():
-        problems = ledger.problems_of(
-            changed, sampler.num_samples, 1, drop_last=sampler.drop_last
-        )
-        assert problems, how
-
-
-def test_ledgers_of_killed_ranks_are_read(tmp_path):
-    entry = ledger.Entry(3, 0, 0, 1, 0, 2, (4, 5), is_applied=False)
-    path = tmp_path / "3"
-    ledger.write(path, entry)
-    ledger.write(path, entry._replace(is_applied=True))
-    with path.open("a") as file:
-        file.write("[3, 0, 0, 2, 0")
-    assert ledger.read([path]) == [entry, entry._replace(is_applied=True)]
-
-
 @given(st.integers(0, 300), st.integers(1, 40), st.integers(1, 20))
 def test_shares_are_even(num_samples, size, micro_batch):
     parts = [shard_batch(num_samples, rank, size, micro_batch) for rank in range(size)]
@@ -151,16 +112,6 @@ def test_an_order_is_a_permutation_that_seed_and_epoch_decide(length, seed, epoc
     if length > 100:
         assert not np.array_equal(order, order_of(length, seed, epoch + 1))
         assert not np.array_equal(order, order_of(length, seed + 1, epoch))
-
-
-def test_seeds_differ():
-    seeds = {
-        hvd.elastic.derive_seed(*numbers)
-        for numbers in [(1,), (2,), (1, 2), (2, 1), (12,), (1, 2, 3), (-1, 2)]
-    }
-    assert len(seeds) == 7
-    assert all(0 <= seed < 1 << 63 for seed in seeds)
-    torch.manual_seed(max(seeds))
 
 
 def test_weights_are_one_where_shares_are_equal_and_sum_to_the_ranks_otherwise():
@@ -210,9 +161,10 @@ def ids_of(share):
     return [int(i) for inputs in share.micro_batches for i in inputs[0]]
 
 
-@pytest.mark.parametrize("dataset", [Numbers(100), Together(100)])
-@pytest.mark.parametrize("micro_batch", [None, 3])
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize(
+    ("num_workers", "micro_batch", "dataset"),
+    [(0, None, Numbers(100)), (2, 3, Numbers(100)), (2, None, Together(100))],
+)
 def test_a_loader_goes_where_it_is_sent(num_workers, micro_batch, dataset):
     options = {"prefetch_factor": 4} if num_workers else {}
     loader = ElasticLoader(
@@ -317,18 +269,18 @@ def test_a_loader_leaves_the_generator_alone_and_returns_to_its_state():
     before = torch.get_rng_state()
     loader = ElasticLoader(Numbers(20), 8, micro_batch=2, num_workers=1)
     loader.seek(Position(), 0, 1)
-    with pytest.raises(UsageError, match="one micro-batch to have inputs, got 4"):
+    with pytest.raises(UsageError, match="single micro-batch, got 4"):
         _ = next(loader).inputs
     old = next(loader)
     state = loader.state_dict()
     assert state == {"epoch": 0, "samples": 16}
     expected = next(loader)
     want = ids_of(expected)
-    with pytest.raises(UsageError, match="must be used before the next step"):
+    with pytest.raises(UsageError, match="after its step had ended"):
         next(old.micro_batches)
     left = next(loader)
     loader.load_state_dict(state)
-    with pytest.raises(UsageError, match="must be used before the next step"):
+    with pytest.raises(UsageError, match="after its step had ended"):
         next(left.micro_batches)
     assert ids_of(next(loader)) == want
     assert torch.equal(torch.get_rng_state(), before)
@@ -352,14 +304,14 @@ class Stream(IterableDataset):
 @pytest.mark.parametrize("data", [Stream(), DataLoader([1, 2]), iter([1]), 3])
 def test_data_without_a_position_is_refused_with_the_reason(data):
     model = torch.nn.Linear(1, 1)
-    with pytest.raises(UsageError, match="other ranks could not continue at"):
+    with pytest.raises(UsageError, match="Other ranks could not continue"):
         hvd.elastic.Loop(model, torch.optim.SGD(model.parameters()), data)
-    with pytest.raises(UsageError, match="other ranks could not continue at"):
+    with pytest.raises(UsageError, match="Other ranks could not continue"):
         ElasticLoader(data, 1)
 
 
 def test_a_sampler_of_the_users_own_is_refused():
-    with pytest.raises(UsageError, match="DataLoader's but for the order, got sampler"):
+    with pytest.raises(UsageError, match="does not accept sampler"):
         ElasticLoader([1], 1, sampler=[0])
 
 
@@ -477,13 +429,13 @@ def batches_of(shares):
 
 
 def test_shards_without_state_or_for_too_many_ranks_are_refused():
-    with pytest.raises(UsageError, match=r"must have state_dict\(\).*list as number 0"):
+    with pytest.raises(UsageError, match=r"shard 0 must have state_dict.*got list"):
         ElasticShards([[1, 2]])
     with pytest.raises(UsageError, match="at most the number of shards, 5, got 6"):
         ElasticShards(own_shards()).seek(Position(), 0, 6)
     source = ElasticShards([Shard(0, 0)], add_up=lambda own: own)
     source.seek(Position(), 0, 1)
-    with pytest.raises(UsageError, match="must have batches"):
+    with pytest.raises(UsageError, match="had no batch"):
         next(source)
 
 

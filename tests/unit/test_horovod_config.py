@@ -71,14 +71,10 @@ def test_empty_is_not_set(name: str) -> None:
     assert read_horovod_config(horovod(**{name: " "})) == HorovodConfig()
 
 
-@pytest.mark.parametrize("text", ["1", "2", "true", "Yes", "on"])
-def test_true(text: str) -> None:
-    assert read_horovod_config(horovod(AUTOTUNE=text)).is_autotuning
-
-
-@pytest.mark.parametrize("text", ["0", "-1", "false", "No", "off"])
-def test_false(text: str) -> None:
-    assert not read_horovod_config(horovod(AUTOTUNE=text)).is_autotuning
+def test_switches() -> None:
+    for is_on, texts in ((True, "1 2 true Yes on"), (False, "0 -1 false No off")):
+        for text in texts.split():
+            assert read_horovod_config(horovod(AUTOTUNE=text)).is_autotuning is is_on
 
 
 @pytest.mark.parametrize(

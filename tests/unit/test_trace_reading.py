@@ -180,12 +180,10 @@ def test_what_horovod_wrote_is_read_as_far_as_it_goes(tmp_path, ending):
     ("content", "why"),
     [
         (b"", "must be JSON"),
-        (b"hello\n", "must be JSON"),
         (b"[]", "must name its tensors or ranks"),
         (b'{"traceEvents": []}', "neither"),
         (gzip.compress(b"hello", mtime=0)[:-9], "must be a file that can be read"),
         (b'{"displayTimeUnit": "ms",\n"otherData": {"ronde_timeline": 99},\n', "99"),
-        (b'{"displayTimeUnit": "ms",\n"otherData": {"x',  "must be JSON"),
         (b'[{"ph": "B", "pid": 1}, 4]', "must be JSON"),
         (b"\xff\xfe\x00", "must be JSON"),
     ],

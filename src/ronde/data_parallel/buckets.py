@@ -73,7 +73,7 @@ def plan_buckets(
     limits: BucketLimits,
     groups: Sequence[Sequence[int]] = (),
 ) -> tuple[BucketPlan, ...]:
-    """Cut gradients into buckets along ``order``, the order of backward.
+    """Divide gradients into buckets in ``order``, the order of backward.
 
     ``order`` has indices into ``specs``. The gradients of a group share a bucket of any
     size (or one for each kind), at the position of the group's last gradient in
@@ -183,7 +183,7 @@ class Scaling:
 
     @property
     def keep(self) -> float:
-        """The factor that makes a result come out of another round unchanged."""
+        """The factor for a result that another round must not change."""
         return 1.0 / (self.size * self.before * self.after)
 
 
@@ -324,7 +324,6 @@ class GradientBucket:
         communicator: Communicator,
         num_flags: int,
     ) -> None:
-        """Allocate the memory of the planned bucket; collective."""
         self.slots = plan.slots
         self.gradients = [gradients[slot.index] for slot in plan.slots]
         # Strided as autograd would make gradients, such as channels_last: optimizers
@@ -349,7 +348,6 @@ class GradientBucket:
         self._stage = 0
 
     def _use(self, memory: Tensor, num_uses: int) -> None:
-        """Switch the bucket to ``memory``, which ``num_uses`` tensors share so far."""
         self.memory, self.control = memory, memory[self._num_values :]
         self.values, self.all_flags = memory[: self._num_values], memory[self._end :]
         self.flags, self.drift = memory[self._end : self._drift], memory[self._drift :]
@@ -402,7 +400,6 @@ class GradientBucket:
         self.adopt()
 
     def fill(self, scaling: Scaling) -> None:
-        """Copy in all available gradients, before the sum."""
         self.is_launched = True
         self._ones.fill_(1)
         for slot, gradient in enumerate(self.gradients):
@@ -413,8 +410,8 @@ class GradientBucket:
             gradient.is_open = False
             if gradient.is_written:
                 raise UsageError(
-                    "synchronize() must be called outside of backward(), got a call "
-                    f"while backward makes {gradient.name}. Call it after backward()."
+                    "synchronize() was called during backward(), while it computed "
+                    f"{gradient.name}. Call it after backward()."
                 )
             if not gradient.was_used:
                 self._views[slot].zero_()
@@ -450,7 +447,7 @@ class GradientBucket:
         return round(float(self.flags[flag].real))
 
     def finish(self, scaling: Scaling, keep: Callable[[], float]) -> bool:
-        """Assign the results to ``grad``; return True if backward added to one.
+        """Assign the results to ``grad``; return True if backward has added to one.
 
         ``keep`` returns the factor for a result that enters the next round.
         """

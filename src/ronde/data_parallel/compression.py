@@ -11,7 +11,7 @@ from ronde.errors import UsageError
 
 
 class Compressor(Protocol):
-    """A pair of deterministic functions that keep the number of elements."""
+    """Protocol of deterministic functions that keep the number of elements."""
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:
@@ -50,7 +50,7 @@ class FP16Compressor:
 
 
 class BF16Compressor(FP16Compressor):
-    """Sends floating-point gradients as bfloat16, with float32's range but 8 bits."""
+    """Sends floating-point gradients as bfloat16, with 8 bits of precision."""
 
     wire_dtype = torch.bfloat16
 
@@ -75,7 +75,7 @@ def require_compressor(compression: object) -> None:
     if not hasattr(compression, "compress") or not hasattr(compression, "decompress"):
         raise UsageError(
             "compression must be Compression.none, fp16, bf16 or a class with compress "
-            f"and decompress, got {compression!r}. Choose one of these."
+            f"and decompress, got {compression!r}."
         )
 
 

@@ -53,7 +53,6 @@ _PRODUCTS = ("AddmmBackward0", "MmBackward0")
 
 
 def is_fusible(parameter: Tensor) -> bool:
-    """Return True if the gradient may be fused; equal on all ranks."""
     return (
         parameter.is_cpu
         and parameter.ndim == 2

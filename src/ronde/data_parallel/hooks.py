@@ -20,7 +20,7 @@ from ronde.data_parallel.buckets import Gradient
 def add_hook(
     gradient: Gradient, index: int, method: Callable[[int], None], *, is_before: bool
 ) -> RemovableHandle:
-    """Call a bound method when backward has added to a gradient, or is about to.
+    """Call a bound method after, or before, backward adds to a gradient.
 
     The method's object is held weakly. Frozen parameters are hooked too.
     """
@@ -49,7 +49,7 @@ def add_hook(
 
 
 def is_last_hook(gradient: Gradient) -> bool:
-    """Return True if the reducer's hook on a gradient is the last; else make it so.
+    """Return True if the reducer's hook is the last one, else move it to the end.
 
     Later hooks would not find the gradient, as the reducer's hook removes it.
     """
@@ -66,7 +66,7 @@ def call_at_end_of_backward(
 ) -> None:
     """Call ``method`` after this backward pass.
 
-    If it cannot raise there, its exception is passed to ``keep_failure``.
+    Exceptions that cannot be raised there are passed to ``keep_failure``.
     """
     callback = method
     module = sys.modules.get("torch._dynamo.compiled_autograd")

@@ -8,9 +8,9 @@ Note [One round]
     zeros. The plan is made at the end of the first backward, when the order of
     gradients is known, and also which of them are sparse.
 
-    If ranks would wait for each other in a circle, a round is postponed (*gives way*):
-    see Note [Ranks that wait for each other]. Then ``backward()`` returns, and the rest
-    of the round runs during other waits of its thread, at the latest in
+    If ranks would deadlock, a round is postponed (*gives way*): see Note [Ranks that
+    wait for each other] in ``ronde.coordination.waits``. Then ``backward()`` returns,
+    and the rest of the round runs during other waits of its thread, at the latest in
     ``synchronize()`` or the next ``backward()``.
 
     ``synchronize()`` runs a round if none has run since the last step, or if gradients
@@ -49,9 +49,9 @@ from ronde.data_parallel.rounds import ReducerOptions, ReductionRounds
 from ronde.errors import UsageError
 
 _NOT_OVER = (
-    "optimizer.step() or optimizer.synchronize() must be called before zero_grad() or "
-    "another backward(), got neither: the gradients of the last backward() still wait "
-    "for ranks that wait for this one elsewhere."
+    "the gradients of the last backward() are not reduced yet, as other ranks wait for "
+    "this one in another operation. Call optimizer.step() or optimizer.synchronize() "
+    "before zero_grad() or another backward()."
 )
 
 _siblings: dict[int, list[Gradient]] = {}
@@ -95,7 +95,6 @@ class Reducer:
         self.close.atexit = False
 
     def add(self, named_parameters: Sequence[tuple[str, Tensor]]) -> None:
-        """Add parameters from the next round on; collective."""
         for name, parameter in named_parameters:
             siblings = _siblings.setdefault(id(parameter), [])
             gradient = Gradient(name, parameter, siblings=siblings)
@@ -110,12 +109,10 @@ class Reducer:
 
     @property
     def num_fused(self) -> int:
-        """The number of gradients that backward has written into buckets."""
         return sum(gradient.num_fused for gradient in self._gradients)
 
     @property
     def last_round(self) -> int:
-        """The number of the last round that this rank contributed to."""
         return self.rounds.last_round
 
     @property
@@ -124,14 +121,13 @@ class Reducer:
         return self._communicators[-1]
 
     def set_passes(self, passes: int) -> None:
-        """Accumulate ``passes`` backward passes before a reduction from now on."""
+        """Set the number of backward passes to accumulate before a reduction."""
         self._options = dataclasses.replace(self._options, passes=passes)
         self.rounds.set_options(self._options)
         self._prepare_additions()
 
     @torch.no_grad()
     def synchronize(self) -> None:
-        """Reduce all gradients that are not reduced yet; collective."""
         with self._lock:
             self._raise_failure()
             self._owner = threading.get_ident()
@@ -154,11 +150,9 @@ class Reducer:
             self._lock.release()
 
     def forget(self) -> None:
-        """Require a new round for the next step."""
         self._has_run = False
 
     def refuse_put_off(self) -> None:
-        """Raise if a postponed round is not finished."""
         if self._under_way is not None:
             raise AssertionError(_NOT_OVER)
 
@@ -174,14 +168,13 @@ class Reducer:
         """Begin to connect with the other ranks, if necessary; returns at once."""
         if not self._options.can_join:
             raise UsageError(
-                "join() must not be called with zero=1, got a call: this rank's share "
-                "of the parameters would not be stepped. Give all ranks as many steps."
+                "join() cannot be used with zero=1, as this rank's share of the "
+                "parameters would not be updated. Run equally many steps on all ranks."
             )
         self.rounds.start()
 
     @torch.no_grad()
     def participate_with_zeros(self) -> None:
-        """Participate with zeros in other ranks' rounds, until all ranks do so."""
         with self._lock:
             self._raise_failure()
             if self._under_way is not None:

@@ -184,11 +184,9 @@ class RoundChecks:
 
     @property
     def odd(self) -> list[int]:
-        """The indices of step flags that this rank sets to zero."""
         return [_STEPS + i for i in range(_NUM_STEP_FLAGS) if i != self.steps.flag]
 
     def write(self, bucket: GradientBucket) -> None:
-        """Write the flags of the last drift check."""
         looked = self.drift.pop_flags() if self.drift.sums else None
         if looked is not None:
             bucket.drift.copy_(looked)
@@ -244,7 +242,7 @@ def require_equal(everyone: Sequence[list[str] | None]) -> None:
             if here != there:
                 raise CollectiveError(
                     f"{name} must be the same on all ranks, got {here} on rank {one} "
-                    f"and {there} on rank {another}. Build the same model everywhere."
+                    f"and {there} on rank {another}. Build the same model on all ranks."
                 )
 
 
@@ -317,7 +315,6 @@ class ReductionRounds:
 
     @property
     def is_complete(self) -> bool:
-        """True if all gradients of this round have arrived."""
         return (
             self._next == len(self.buckets)
             and not self._has_new_parameters
@@ -441,7 +438,7 @@ class ReductionRounds:
         return check(bucket, group, gradients, ranks, has_joined=has_joined)
 
     def _add_zeros(self) -> tuple[bool, bool]:
-        """Add zeros in one round; return flags 0 and 1: see Note [Control flags]."""
+        """Add zeros in one round; return flags 0 and 1 of Note [Control flags]."""
         self._open_buckets()
         first, *others = self.buckets
         first.odd_flags = (_JOINED,)

@@ -3,8 +3,9 @@
 Note [Connecting at first use]
     When an optimizer is first used, it requests a communicator from the coordinator.
     The request's name is a digest of the parameters' names, shapes and dtypes, plus the
-    optimizer's number among equal ones of this rank. Like any named request it may come
-    in any order and is watched for stalls. The ranks connect once all have sent it.
+    optimizer's number among this rank's optimizers with equal parameters. Like all
+    named requests, such requests may come in any order and are watched for stalls. The
+    ranks connect once all have sent the same name.
 
     In two cases all ranks of a set wait under different names. If their models differ,
     all raise an error that shows the difference. If one rank has made an additional

@@ -78,13 +78,13 @@ def init(
         comm: None, the list of all ranks, or an mpi4py communicator of all ranks.
         process_sets: Sets to register; or ``"dynamic"``, to allow ``add_process_set()``
             later. Must be equal on all ranks.
-        engine: The engine that moves tensors, equal on all ranks; if empty, the
-            environment's.
+        engine: The engine that moves tensors, equal on all ranks; by default that of
+            the environment.
 
     Raises:
         UsageError: The engine is not available, two process sets have the same ranks,
-            or (WorldError) the environment contradicts itself.
-        CollectiveError: The other ranks could not be reached.
+            or (as ``WorldError``) the environment is contradictory.
+        CollectiveError: The other ranks cannot be reached.
     """
     sets = _static_sets(process_sets)
     if sessions:
@@ -180,13 +180,6 @@ def _identity(info: RankInfo) -> str:
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
 
-def _mark_rank() -> None:
-    """Set variables that mark child processes as children of this rank."""
-    info = read_rank_info()  # the values at process start, not those of a view
-    if info.launcher is not Launcher.NONE:
-        mark_rank(_identity(info))
-
-
 def _connect_alone(engine: str, sets: list[ProcessSet]) -> None:
     """Begin a session of this rank alone, while the other ranks still train."""
     info = read_rank_info()
@@ -208,9 +201,7 @@ def reform(reason: str = "") -> ViewBegins:
     """
     member, session = own_member(), current_session(NotInitializedError)
     if member is None:
-        raise UsageError(
-            "the job must be elastic. Start it with ronde run --min-ranks."
-        )
+        raise UsageError("the job is not elastic. Start it with ronde run --min-ranks.")
     sets = SetTable(session.process_sets, session.view)
     return _enter_view(member, session.engine, sets, reason)
 
@@ -329,13 +320,12 @@ def _begin(session: Session) -> None:
     _tune_malloc(session.world.local_size)
     global_process_set.ranks = list(session.sets[0])
     sessions.append(session)
-    _mark_rank()
+    info = read_rank_info()  # the values at process start, not those of a view
+    if info.launcher is not Launcher.NONE:
+        mark_rank(_identity(info))  # for child processes
     atexit.register(_leave, os.getpid())
-    if session.expected is None:  # else this rank is still alone
-        _begin_recordings(session)
-
-
-def _begin_recordings(session: Session) -> None:
+    if session.expected is not None:
+        return  # this rank is still alone
     config, recordings = session.config, session.recordings
     recordings.open()
     if config.timeline not in ("", DYNAMIC):
@@ -352,8 +342,8 @@ def _report(config: HorovodConfig, rank_info: RankInfo) -> None:
         report_ignored(config)
     if rank_info.rank == 0 and rank_info.stray:
         _logger.warning(
-            "Ignored %s: no launcher sets only that. This is rank 0 of %s. Unset "
-            "it, or start the program with ronde run.",
+            "Ignored the incomplete launcher environment: %s. This process is rank 0 "
+            "of %s. Unset the variables, or start the program with ronde run.",
             ", ".join(rank_info.stray),
             rank_info.size,
         )
@@ -410,7 +400,7 @@ def _check_comm(comm: Sequence[int] | Any, rank_info: RankInfo) -> None:  # noqa
         return
     raise UsageError(
         f"comm must be None or all ranks in order, got {comm} with size "
-        f"{rank_info.size}. Leave it out; give process_sets for some of the ranks."
+        f"{rank_info.size}. To use only some of the ranks, pass process_sets."
     )
 
 
@@ -423,8 +413,8 @@ def _tuning_options(config: HorovodConfig, rank: int) -> TuningOptions | None:
             log = TuningLog(Path(config.autotune_log))
         except OSError as error:
             raise UsageError(
-                "HOROVOD_AUTOTUNE_LOG must be a file that can be written, got "
-                f"{config.autotune_log}: {error.strerror}. Give another path."
+                f"cannot write HOROVOD_AUTOTUNE_LOG={config.autotune_log}: "
+                f"{error.strerror}."
             ) from error
     return TuningOptions(
         config.autotune_warmup_samples,

@@ -97,8 +97,8 @@ def require_whole(tensors: Iterable[Tensor]) -> None:
     for tensor in tensors:
         if is_sharded(tensor):
             raise UsageError(
-                "a tensor of a collective must not be sharded, got a DTensor of shape "
-                f"{list(tensor.shape)}. Give it to_local() or full_tensor()."
+                "collectives do not support sharded tensors, got a DTensor of shape "
+                f"{list(tensor.shape)}. Pass its to_local() or full_tensor()."
             )
 
 
@@ -135,7 +135,7 @@ class NamedCollective:
         in_place: bool = False,
         convert: Callable[[Any], Any] = lambda result: result,
     ) -> int:
-        """Start, and return a handle for ``synchronize``, which converts the result."""
+        """Start the collective; return a handle, with a result made by ``convert``."""
         given = tuple(tensors)
         work = self.start(given, in_place=in_place) if given else Work[Any](())
 
@@ -317,9 +317,10 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 def join(device: int = -1) -> int:
     """Contribute zeros to other ranks' reductions until all ranks have joined.
 
-    For ranks with less data. Averages still divide by the number of all ranks; other
-    collectives fail on the ranks that call them. ``device`` is ignored. Returns the
-    rank that joined last, or with optimizers a rank that took the last step.
+    A rank with less data than others calls it at the end. Averages still divide by the
+    number of all ranks. Collectives other than reductions fail on the ranks that call
+    them. ``device`` is ignored. Returns the rank that joined last, or with optimizers a
+    rank that took the last step.
     """
     del device
     states = current_session().states

@@ -71,8 +71,8 @@ def register(
     is_there = bool(ranks) and 0 <= ranks[0] <= ranks[-1] < size
     if not is_there or len(set(ranks)) != len(ranks):
         raise UsageError(
-            f"ranks of a process set must be different and in 0..{size - 1}, got "
-            f"{process_set.ranks}. Name each rank once."
+            f"the ranks of a process set must be distinct and in 0..{size - 1}, got "
+            f"{process_set.ranks}."
         )
     if ranks in session.sets.values() and not can_equal:
         return False

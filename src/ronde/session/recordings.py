@@ -69,7 +69,7 @@ class Recordings:
             recording.recorder.cycle(at_ns)
 
     def open(self) -> None:
-        """Begin the timeline of ``ronde run --timeline``, if that was given."""
+        """Begin the timeline of ``ronde run --timeline``, if it is requested."""
         variables = select_variables([_DIRECTORY, _LIMIT])
         if variables.get(_LIMIT):
             self._limit_bytes = parse_size_bytes(variables[_LIMIT])
@@ -81,7 +81,7 @@ class Recordings:
             self._launcher = RankRecording(header, shared, folder, limit_bytes=limit)
         except OSError as error:
             _logger.warning(
-                "The timeline cannot be written: %s. The job goes on without one.",
+                "Cannot write the timeline: %s. The job continues without one.",
                 error,
             )
 
@@ -111,8 +111,8 @@ class Recordings:
             except OSError as error:
                 is_writable = False
                 _logger.warning(
-                    "HOROVOD_TIMELINE must be a file that rank 0 can write, got %s: "
-                    "%s. The job goes on without a timeline.",
+                    "Cannot write HOROVOD_TIMELINE=%s: %s. The job continues without a "
+                    "timeline.",
                     path,
                     error.strerror,
                 )

@@ -79,7 +79,7 @@ class ProcessSet:
     lost: tuple[int, ...] = ()  # its former ranks, after all have left an elastic job
 
     def __init__(self, ranks_or_comm: Iterable[int] | Any) -> None:  # noqa: ANN401  mpi4py's
-        """Take the ranks, in any order, or an mpi4py communicator of them."""
+        """Accept ranks in any order, or an mpi4py communicator."""
         ranks: Any = ranks_or_comm
         if not isinstance(ranks_or_comm, Iterable):
             ranks = _ranks_of(ranks_or_comm)
@@ -137,7 +137,6 @@ class ProcessSetState:
         return number
 
     def close(self) -> None:
-        """Notify the other ranks, fail pending operations and release resources."""
         self.coordinator.close()
         for participant in list(self.participants):
             participant.unbind()
@@ -285,8 +284,8 @@ def state_of(process_set: ProcessSet, kind: OpKind) -> ProcessSetState:
         return state
     if process_set.lost:
         raise UsageError(
-            f"{kind.name.capitalize()}: a process set must have ranks, but those of "
-            f"this one, {process_set.lost}, are gone. Make another one."
+            f"{kind.name.capitalize()}: all ranks of this process set, "
+            f"{process_set.lost}, have left the job. Make another process set."
         )
     problem = f"Rank {session.world.rank} is not a member of the provided process set."
     if session.sets.get(set_id or -1) != tuple(process_set.ranks):

@@ -1,7 +1,8 @@
 """Local optimizer steps, combined over all ranks by Adasum.
 
-A step's *delta* is its change of the parameters. Adasum combines deltas rather than
-gradients, so that each rank's own momentum and scaling count.
+The *delta* of a step is the change that it makes to the parameters. Adasum combines
+deltas instead of gradients, so that the momentum and scaling of each rank's optimizer
+affect the result.
 
 Source: Maleki et al., "Scaling Distributed Training with Adaptive Summation", 2021,
 section 4.
@@ -19,14 +20,13 @@ from ronde.collectives.adasum import adasum_all_reduce
 from ronde.data_parallel import Compressor, GroupConnector, ReducerKey
 from ronde.data_parallel.group import run
 
-Kind = tuple[torch.dtype, torch.device]
-
 
 class DeltaStep:
-    """A local optimizer step, followed by Adasum of all ranks' deltas.
+    """An optimizer step on each rank, followed by Adasum of the deltas.
 
-    Each step begins with an all-reduce that counts the stepping ranks: if none is left,
-    joined ranks stop. ``last_round`` is the number of this rank's last step.
+    Each step begins with an all-reduce that counts the ranks that still train. Ranks
+    that have joined stop when the count is 0. ``last_round`` is the number of this
+    rank's last step.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class DeltaStep:
         self._parameters += [p for p in parameters if p.is_floating_point()]
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:  # noqa: ANN401 - the optimizer's
-        """Step locally, then combine the deltas of all ranks; collective."""
+        """Run the optimizer's step, then combine the deltas; collective."""
         starts = [parameter.detach().clone() for parameter in self._parameters]
         result = optimizer.step(closure) if closure else optimizer.step()
         self._combine_steps(starts)
@@ -62,7 +62,7 @@ class DeltaStep:
 
     @torch.no_grad()
     def participate_with_zeros(self) -> None:
-        """Contribute zeros to other ranks' steps until no rank steps any more."""
+        """Contribute zeros to other ranks' steps until no rank trains."""
         communicator = self._connected(is_watched=False)
         while communicator.all_reduce(torch.zeros(1, device="cpu")).wait().item():
             self._num_steps += 1
@@ -71,7 +71,7 @@ class DeltaStep:
                 self._combine(communicator, nothing)
 
     def unbind(self, *, is_abrupt: bool = False) -> None:
-        """Disconnect; with ``is_abrupt``, calls in progress on other ranks fail."""
+        """Disconnect; with ``is_abrupt``, abort calls in progress on other ranks."""
         self._connector.give_up()
         communicator, self._communicator = self._communicator, None
         if communicator is None:
@@ -101,7 +101,7 @@ class DeltaStep:
         return self._communicator
 
     def _kinds(self) -> list[list[int]]:
-        kinds: dict[Kind, list[int]] = {}
+        kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         for index, parameter in enumerate(self._parameters):
             kind = (parameter.dtype, parameter.device)
             kinds.setdefault(kind, []).append(index)

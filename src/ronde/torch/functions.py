@@ -1,4 +1,4 @@
-"""Broadcasts of parameters and optimizer state, and a check that ranks agree."""
+"""Broadcast of parameters and optimizer state, and their comparison over ranks."""
 
 from collections.abc import Iterable, Mapping
 from functools import cached_property
@@ -30,7 +30,7 @@ from ronde.torch.state_trees import rebuild_tree, split_tree
 def broadcast_parameters(
     params: Mapping[str, Any] | Iterable[Any], root_rank: int
 ) -> None:
-    """Copy ``root_rank``'s parameters into every rank's, in place; collective.
+    """Broadcast parameters from ``root_rank`` to all ranks, in place; collective.
 
     ``params`` is a ``state_dict()``, ``(name, tensor)`` pairs like those of
     ``named_parameters()``, or tensors matched by order; other values are
@@ -50,12 +50,12 @@ def broadcast_parameters(
 def broadcast_optimizer_state(
     optimizer: Optimizer, root_rank: int, model: torch.nn.Module | None = None
 ) -> None:
-    """Give every rank ``root_rank``'s optimizer state and options; collective.
+    """Broadcast an optimizer's state and options from ``root_rank``; collective.
 
-    The optimizer has the same class and parameters on every rank; its state may be
-    empty on any. As in Horovod, a rank without state gives parameters that have no
-    gradient one of zeros, except sparse embeddings of ``model``. ``UsageError`` is
-    raised for LBFGS, and for state other than tensors, numbers and text.
+    The optimizer must have the same class and parameters on every rank; its state may
+    be empty. As in Horovod, a rank without state fills missing gradients with zeros,
+    except those of sparse embeddings of ``model``. ``UsageError`` is raised for LBFGS,
+    and for state other than tensors, numbers and strings.
     """
     state = OptimizerState(optimizer, model)
     carrier = NamedTransport("", global_process_set)
@@ -72,7 +72,6 @@ class OptimizerState:
     def __init__(
         self, optimizer: Optimizer, model: torch.nn.Module | None = None
     ) -> None:
-        """Read the state: see ``broadcast_optimizer_state``."""
         if isinstance(optimizer, torch.optim.LBFGS):
             raise UsageError("cannot broadcast torch.optim.LBFGS state")
         require_whole(p for group in optimizer.param_groups for p in group["params"])
@@ -109,11 +108,12 @@ def check_parity(
     optimizer: Optimizer | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Drift:
-    """Return the bitwise differences of weights and state between ranks; collective.
+    """Compare weights and optimizer state bitwise between ranks; collective.
 
-    Compares the model's parameters, and the optimizer's state and options. Buffers are
-    left out, as ranks may differ in them, such as the statistics of ``BatchNorm``. With
-    ``zero=1`` the state is left out too. Sharded parameters raise ``UsageError``.
+    This compares the model's parameters, and the optimizer's state and options. It
+    leaves out buffers, such as the statistics of ``BatchNorm``, which may differ
+    between ranks, and with ``zero=1`` the state. Sharded parameters raise
+    ``UsageError``.
     """
     named = [(plain_name(name), p) for name, p in model.named_parameters()]
     require_whole(parameter for _, parameter in named)

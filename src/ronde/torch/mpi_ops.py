@@ -1,7 +1,7 @@
 """Horovod's collectives on tensors, and the rest of ``horovod.torch.mpi_ops``.
 
-Calls on different ranks are matched by ``name``, or without one by their order. Unless
-a function's docstring differs:
+Calls on different ranks are matched by ``name``; without names, by their order. Unless
+a function's docstring states an exception:
 
 * ``tensor`` has any shape and layout, equal on all ranks, on CPU or CUDA; results have
   its layout. Sparse tensors: see ``sparse_allreduce_async``.
@@ -9,12 +9,13 @@ a function's docstring differs:
   deprecated form. Averages divide by the size of the process set; those of integers
   truncate toward zero. Any dtype can be gathered, broadcast and exchanged.
 * ``prescale_factor`` multiplies the input, ``postscale_factor`` the result.
-* ``process_set`` is the ranks of the collective; all of them must call.
-* A group starts once all its tensors are ready on all ranks.
-* ``UsageError`` (a ValueError) is raised at the call, on this rank only: the dtype has
-  no such reduction, the set does not exist or lacks this rank, the name is in use.
-* ``CollectiveError`` (``HorovodInternalError``) is raised when the operation fails:
-  shapes, dtypes or operations do not match, a rank is lost, there is no session.
+* All ranks of ``process_set`` must call the function.
+* A grouped operation starts once all its tensors are ready on all ranks.
+* ``UsageError`` (a ValueError) is raised by the call, on this rank only, if the dtype
+  does not support the reduction, the process set does not exist or does not include
+  this rank, or the name is in use.
+* ``CollectiveError`` (``HorovodInternalError``) is raised if the operation fails: if
+  shapes, dtypes or operations do not match, a rank is lost, or there is no session.
 
 The functions without ``async`` and without trailing underscore support autograd, also
 of higher order, as their backward calls the same functions. Those with ``async`` return
@@ -245,9 +246,9 @@ def grouped_allreduce_async_(
 def sparse_allreduce_async(
     tensor: Tensor, name: str | None, op: int, process_set: ProcessSet = _ALL
 ) -> Callable[[], Tensor]:
-    """Start to sum, or with ``op=Average`` to average, sparse (COO) tensors.
+    """Start the sum, or with ``op=Average`` the average, of sparse (COO) tensors.
 
-    The returned function waits for the result: all ranks' entries, not coalesced.
+    Returns a function that waits for the result, which is not coalesced.
     """
     num_ranks = len(state_of(process_set, OpKind.ALLGATHER).ranks)
     # Transposed, as entries are gathered along the first dimension.
@@ -296,7 +297,7 @@ def allgather_async(
 def grouped_allgather(
     tensors: Sequence[Tensor], name: Name = None, process_set: ProcessSet = _ALL
 ) -> tuple[Tensor, ...]:
-    """Return the ``allgather`` of several tensors, as one group."""
+    """Gather several tensors as one group."""
     if not tensors:
         return ()
     return _run(Allgather(process_set, name, is_group=True), tensors)
@@ -356,7 +357,8 @@ def reducescatter(
 ) -> Tensor:
     """Reduce over all ranks and return this rank's rows of dimension 0.
 
-    ``op`` is Average or Sum. With uneven rows the first ranks get one more each.
+    ``op`` is Average or Sum. If the rows do not divide evenly, each of the first ranks
+    gets one more.
     """
     factors = (op, prescale_factor, postscale_factor)
     collective = Reducescatter(process_set, name, False, *factors)
@@ -414,12 +416,12 @@ def alltoall(
     name: Name = None,
     process_set: ProcessSet = _ALL,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Send rows of dimension 0 to the ranks and return those they sent here.
+    """Send rows of dimension 0 to each rank, and return the received rows.
 
     ``splits`` has the number of rows for each rank, as a list or a one-dimensional
     int32 tensor; rows past their sum are not sent. Without ``splits`` rows are divided
-    evenly. With it the result is a pair: the received rows in rank order, and the
-    number from each rank as an int32 tensor on the device of ``splits``.
+    evenly. With ``splits`` the result is a pair: the received rows in rank order, and
+    the number from each rank as an int32 tensor on the device of ``splits``.
     """
     received, counts = _run(Alltoall(process_set, name, splits=splits), (tensor,))
     return received if splits is None else (received, counts)
@@ -432,7 +434,7 @@ def alltoall_async(
     name: Name = None,
     process_set: ProcessSet = _ALL,
 ) -> int:
-    """Start ``alltoall``; the handle's result is always the pair."""
+    """Start ``alltoall``; the handle's result is a pair even without ``splits``."""
     return Alltoall(process_set, name, splits=splits).start_handle((tensor,))
 
 

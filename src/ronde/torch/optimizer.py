@@ -1,4 +1,4 @@
-"""The optimizer that reduces gradients over all ranks, and Horovod's own class."""
+"""``DistributedOptimizer``, and Horovod's class ``_DistributedOptimizer``."""
 
 import copy
 import gc
@@ -48,7 +48,7 @@ _SYNCHRONIZED_TWICE = (
 
 
 class OptimizerProxy(Optimizer if TYPE_CHECKING else object):
-    """Proxy that forwards all attributes but its own to the wrapped optimizer."""
+    """Proxy that forwards every attribute that it does not define to an optimizer."""
 
     wrapped: Optimizer
 
@@ -81,15 +81,15 @@ class DistributedOptimizer(OptimizerProxy):
     """Optimizer wrapper that reduces gradients over all ranks.
 
     Gradients are reduced while ``backward()`` runs and are complete when it returns,
-    so clipping, ``GradScaler``, inspecting and several passes before a step work
-    unchanged. All other attributes are the wrapped optimizer's own, hooks and
-    ``isinstance`` included. With ``op=Adasum`` each rank steps alone on its own
+    so clipping, ``GradScaler``, gradient accumulation and inspection of gradients work
+    unchanged. All other attributes are those of the wrapped optimizer, including hooks,
+    and ``isinstance`` sees its class. With ``op=Adasum`` each rank steps with its own
     gradients, and the changes of the parameters are combined.
 
     Creating one is not collective: ranks connect at the first use. Every rank of the
     process set must make one over parameters with the same names and shapes in the same
-    order. Several such optimizers are matched by the order in which each rank made
-    them. On ranks outside the process set it acts as the plain optimizer.
+    order. Several optimizers over equal parameters are matched by the order of their
+    creation. On ranks outside the process set it acts as the plain optimizer.
 
     Args:
         optimizer: Any ``torch.optim.Optimizer``.
@@ -107,12 +107,11 @@ class DistributedOptimizer(OptimizerProxy):
         process_set: The ranks that reduce gradients together.
         average_aggregated_gradients: Divide by ``backward_passes_per_step`` as well.
         gradient_accumulation_fusion: Have backward write the gradients of large linear
-            layers straight into the reduction's buffer, where the program cannot see
-            the difference. Only for CPU tensors; must be equal on all ranks.
+            layers straight into the reduction's buffer, if the program cannot see the
+            difference. Only for CPU tensors; must be equal on all ranks.
         zero: 1 gives each rank a share of the optimizer's state and step.
-        zero_elementwise: Declares, for ``zero=1``, that an optimizer that is not
-            torch's steps each element by that element's gradient and state alone. LARS
-            and LAMB do not.
+        zero_elementwise: Declares, for ``zero=1``, that a custom optimizer updates each
+            element from that element's gradient and state alone. LARS and LAMB do not.
 
     Raises:
         UsageError: A value is out of range, or names and parameters do not fit.
@@ -139,8 +138,7 @@ class DistributedOptimizer(OptimizerProxy):
         zero: int = 0,
         zero_elementwise: bool = False,
     ) -> None:
-        _check(op, backward_passes_per_step, gradient_predivide_factor)
-        _check_zero(zero, op)
+        _check(op, backward_passes_per_step, gradient_predivide_factor, zero)
         if zero:
             require_elementwise(optimizer, is_declared=zero_elementwise)
         named = _name_parameters(optimizer, named_parameters)
@@ -273,7 +271,7 @@ class DistributedOptimizer(OptimizerProxy):
 
     @contextmanager
     def skip_synchronize(self) -> Generator[None]:
-        """Keep ``step()`` from reducing again, after an explicit ``synchronize()``."""
+        """Context in which ``step()`` does not call ``synchronize()``."""
         if self._delta is not None:
             raise AssertionError(
                 "Skipping synchronization is not supported when using Adasum optimizer."
@@ -295,7 +293,7 @@ class DistributedOptimizer(OptimizerProxy):
         return cast("int", self._settings["backward_passes_per_step"])
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Accumulate ``passes`` backward passes before a reduction from now on."""
+        """Set the number of backward passes to accumulate before a reduction."""
         _check_passes(passes)
         self._settings["backward_passes_per_step"] = passes
         if self._reducer is not None:
@@ -354,8 +352,8 @@ class DistributedOptimizer(OptimizerProxy):
         """
         if self._sharded is not None:
             raise UsageError(
-                "an optimizer with zero=1 must not be copied or pickled, got a call: "
-                "it has a share of the state. Use its state_dict()."
+                "an optimizer with zero=1 cannot be copied or pickled, as it has only "
+                "a share of the state. Use its state_dict()."
             )
         names = list(self._parameter_names.values())
         return _restore, (self.wrapped, names, self._groups, self._settings)
@@ -422,7 +420,7 @@ def _make_delta_step(
     return delta
 
 
-def _check(op: int, passes: int, predivide: float) -> None:
+def _check(op: int, passes: int, predivide: float, zero: int) -> None:
     if op not in (Average, Sum, Adasum):
         raise UsageError(f"op must be Average, Sum or Adasum, got {op}.")
     if predivide != 1.0 and op != Average:
@@ -430,15 +428,16 @@ def _check(op: int, passes: int, predivide: float) -> None:
     if predivide <= 0.0:
         raise UsageError(f"gradient_predivide_factor must be > 0, got {predivide}.")
     _check_passes(passes)
-
-
-def _check_zero(zero: int, op: int) -> None:
     if zero not in (0, 1):
         raise UsageError(
-            f"zero must be 0 or 1, got {zero}. Stages 2 and 3 are torch's fully_shard."
+            f"zero must be 0 or 1, got {zero}. Use torch's fully_shard for stages 2 "
+            "and 3 of ZeRO."
         )
     if zero and op == Adasum:
-        raise UsageError("zero must be 0 with op=Adasum, got 1: each rank steps alone.")
+        raise UsageError(
+            "zero=1 and op=Adasum cannot be used together, as with Adasum each rank "
+            "takes its own step."
+        )
 
 
 def _check_passes(passes: int) -> None:
@@ -447,7 +446,7 @@ def _check_passes(passes: int) -> None:
 
 
 class _DistributedOptimizer(Optimizer):
-    """Horovod's class: hooks start to reduce gradients, and ``step()`` waits for all.
+    """Horovod's optimizer class: hooks start reductions, ``step()`` waits for them.
 
     For programs that override Horovod's hook, or mix these methods into a class derived
     from the wrapped optimizer's. Gradients are complete after ``synchronize()`` or
@@ -543,7 +542,6 @@ class _DistributedOptimizer(Optimizer):
 
     @contextmanager
     def skip_synchronize(self) -> Generator[None]:
-        """Keep ``step()`` from reducing again, after an explicit ``synchronize()``."""
         self._should_synchronize = False
         try:
             yield
@@ -561,7 +559,7 @@ def _default_name(group: int, index: int) -> str:
 
 
 def plain_name(name: str) -> str:
-    """Remove the prefix of ``torch.compile``, which some ranks may not use."""
+    """Remove the prefix that ``torch.compile`` adds, as not every rank may use it."""
     return name.replace("_orig_mod.", "")
 
 
@@ -610,7 +608,8 @@ def group_indices(
 ) -> tuple[tuple[int, ...], ...]:
     """Return the indices of trained parameters in each of Horovod's ``groups``.
 
-    ``groups`` is a number of consecutive groups of similar size, or each one's members.
+    ``groups`` is the number of groups, which then have consecutive parameters, or the
+    members of each group.
     """
     if num_groups:
         warnings.warn(
@@ -644,17 +643,16 @@ def _refuse_sharded(named: Iterable[tuple[str, Tensor]]) -> None:
     for name, parameter in named:
         if is_sharded(parameter) or getattr(parameter, "_fsdp_flattened", False):
             raise UsageError(
-                "the parameters of a DistributedOptimizer must not be sharded, got "
-                f"{name}, which FSDP or tensor parallelism has split over the ranks. "
-                "They reduce its gradient themselves: use the plain optimizer."
+                "DistributedOptimizer does not support sharded parameters, got "
+                f"{name}. FSDP and tensor parallelism reduce gradients themselves: use "
+                "the plain optimizer."
             )
 
 
 def _refuse_averaged(parameters: Iterable[Tensor]) -> None:
-    """Refuse parameters of a model that torch's DistributedDataParallel averages.
+    """Raise if DistributedDataParallel averages the gradients of these parameters.
 
-    Both would write to ``grad``. DistributedDataParallel leaves no mark on parameters,
-    hence the search.
+    It leaves no mark on parameters, so all objects are searched for such a model.
     """
     if not (distributed.is_available() and distributed.is_initialized()):
         return
@@ -665,7 +663,7 @@ def _refuse_averaged(parameters: Iterable[Tensor]) -> None:
             continue
         if any(id(parameter) in own for parameter in model.parameters()):
             raise UsageError(
-                "the model of a DistributedOptimizer must not be wrapped in "
-                "DistributedDataParallel, got one that is: both average its gradients. "
-                "Give DistributedOptimizer the bare model, or use the plain optimizer."
+                "DistributedOptimizer and DistributedDataParallel cannot be used for "
+                "the same model, as both average its gradients. Use the bare model, or "
+                "the plain optimizer."
             )

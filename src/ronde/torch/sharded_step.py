@@ -36,13 +36,13 @@ _ELEMENTWISE = (
 )
 _STEP = "step"  # torch's step counter: never cut, even if the parameter is a scalar
 _NOT_WHOLE = (
-    "consolidate_state_dict() must be called on all ranks before state_dict() on its "
-    "root with zero=1, got no call since the last step, or another root: each rank has "
-    "the state of its share."
+    "with zero=1 this rank has only its share of the state. Call "
+    "consolidate_state_dict() on all ranks after the last step, then state_dict() on "
+    "its root."
 )
 _SPARSE = (
-    "gradients must be dense with zero=1, got a sparse one. Give DistributedOptimizer "
-    "sparse_as_dense=True."
+    "zero=1 does not support sparse gradients. Pass sparse_as_dense=True to "
+    "DistributedOptimizer."
 )
 
 
@@ -84,27 +84,26 @@ class _Chunk(NamedTuple):
 
 
 def require_elementwise(optimizer: Optimizer, *, is_declared: bool) -> None:
-    """Raise ``UsageError`` if the optimizer may not step element by element."""
+    """Raise ``UsageError`` unless the optimizer updates elements independently."""
     # A subclass that does not override torch's step counts as torch's.
     step = _own_step(type(optimizer))
     known = any(step is _own_step(each) for each in _ELEMENTWISE)
     if isinstance(optimizer, _NOT_ELEMENTWISE):
-        cure = "Leave zero out."
+        cure = "Use zero=0."
     elif known or is_declared:
         return
     else:
         cure = (
-            "Give zero_elementwise=True if it steps each element by that element's own "
-            "gradient and state alone; else leave zero out."
+            "Pass zero_elementwise=True if it updates each element from that element's "
+            "gradient and state alone; otherwise use zero=0."
         )
     raise UsageError(
-        "optimizer must step every element by itself with zero=1, got "
+        "zero=1 needs an optimizer that updates each element independently, got "
         f"{type(optimizer).__name__}. {cure}"
     )
 
 
 def _own_step(kind: Any) -> object:  # noqa: ANN401  a class
-    """Return a class's ``step`` without torch's wrappers."""
     return inspect.unwrap(kind.step)
 
 
@@ -194,7 +193,7 @@ class ShardedStep:
         return self._rank, self._size
 
     def recut(self, rank: int, size: int) -> None:
-        """Cut new shares and drop all state; ``put`` restores it."""
+        """Cut new shares and drop all state, which ``put`` restores."""
         self._rank, self._size = rank, size
         self._rows, self._parts, self._cut = [], {}, set()
         self._whole = self._communicator = None
@@ -216,7 +215,7 @@ class ShardedStep:
 
     @torch.no_grad()
     def put(self, pieces: Sequence[SharePiece]) -> None:
-        """Load an old share's values, and this rank's part of its state."""
+        """Load the parameters of an old share, and this rank's part of its state."""
         own: dict[int, list[_Part]] = {}
         for part in (part for row in self._rows for part in row.parts[self._rank]):
             own.setdefault(part.parameter, []).append(part)
@@ -246,8 +245,8 @@ class ShardedStep:
         sizes = [len(group["params"]) for group in state_dict["param_groups"]]
         if sizes != [len(parameters) for parameters in whole]:
             raise UsageError(
-                "state_dict must have groups of as many parameters as the optimizer: "
-                f"{[len(parameters) for parameters in whole]}, got {sizes}."
+                "the groups in state_dict must have the optimizer's numbers of "
+                f"parameters, {[len(each) for each in whole]}, got {sizes}."
             )
         own = self._own_groups()
         parts = [part for group in own for part in group]
@@ -430,7 +429,6 @@ class ShardedStep:
 def _cut(
     members: Sequence[int], lengths: Sequence[int], share: int, size: int
 ) -> list[list[_Part]]:
-    """Cut a row of parameters into shares; return each rank's parts."""
     parts: list[list[_Part]] = [[] for _ in range(size)]
     position = 0
     for index, length in zip(members, lengths, strict=True):
@@ -453,7 +451,6 @@ def _flat(tensor: Tensor, like: Tensor | None = None) -> Tensor:
 
 
 def _cut_out(key: str, value: object, parameter: Tensor, part: _Part) -> object:
-    """Return a rank's part of one value of a parameter's state."""
     if key == _STEP or not isinstance(value, Tensor) or value.shape != parameter.shape:
         return value
     return _flat(value, like=parameter)[part.start : part.stop].clone()

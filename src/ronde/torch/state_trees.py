@@ -33,8 +33,8 @@ def split_tree(value: Any, tensors: list[Tensor]) -> Any:  # noqa: ANN401 - a tr
             return value
         case _:
             raise UsageError(
-                "optimizer's state must be made of tensors, numbers and text, got "
-                f"{type(value).__name__}. Send it as an object: "
+                "an optimizer's state must consist of tensors, numbers and strings, "
+                f"got {type(value).__name__}. Broadcast it as an object: "
                 "optimizer.load_state_dict(broadcast_object(optimizer.state_dict()))"
             )
 

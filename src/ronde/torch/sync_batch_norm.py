@@ -125,8 +125,8 @@ class _Normalize(torch.autograd.Function):
 def _moments(inputs: Tensor, process_set: ProcessSet) -> tuple[Tensor, Tensor, Tensor]:
     """Return each channel's mean and variance over all ranks, and its element count.
 
-    The ranks add up count, sum and sum of squares in float64, derived from each rank's
-    own mean and variance, so that a large mean costs no digits.
+    The ranks sum their counts, sums and sums of squares in float64. These are derived
+    from each rank's mean and variance, so that a large mean does not cost precision.
     """
     count = inputs.numel() // inputs.shape[1]
     channels = inputs.shape[1]

@@ -182,5 +182,5 @@ def _share_memory(
         return SharedMemoryTransport(exchange, ranks, tree)
     except NoSharedMemoryError as error:  # on all ranks of the host, or none
         if ranks[0] == tree.rank:
-            _logger.warning("Gloo sends the coordination messages: %s", error)
+            _logger.warning("Falling back to Gloo for coordination messages: %s", error)
         return None

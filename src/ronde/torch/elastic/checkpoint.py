@@ -1,4 +1,4 @@
-"""Checkpoints of an elastic training, to restart it after all ranks were lost."""
+"""Checkpoints of an elastic job, for a restart after the loss of all ranks."""
 
 import logging
 import os
@@ -16,14 +16,15 @@ _logger = logging.getLogger("ronde")
 
 
 class Checkpoints:
-    """Files ``step-N.pt`` in a directory; the newest is complete at any time."""
+    """Checkpoint files ``step-N.pt`` in a directory.
+
+    A file gets this name once it is complete.
+    """
 
     def __init__(self, directory: str, every: int) -> None:
-        """Write to ``directory`` every ``every`` steps; if it is empty, never."""
+        """Write to ``directory`` every ``every`` steps; an empty path disables this."""
         if every < 1:
-            raise UsageError(
-                f"checkpoint_every must be at least 1, got {every}. Give 1000."
-            )
+            raise UsageError(f"checkpoint_every must be at least 1, got {every}.")
         self._directory = Path(directory) if directory else None
         self._every = every
         if self._directory is not None:
@@ -31,17 +32,17 @@ class Checkpoints:
 
     @property
     def has_directory(self) -> bool:
-        """True if checkpoints are written."""
+        """True if checkpoints are enabled."""
         return self._directory is not None
 
     def is_due(self, step: int) -> bool:
-        """Return True if a checkpoint of this step is due."""
+        """Return True if a checkpoint is due after ``step`` steps."""
         return self.has_directory and step % self._every == 0
 
     def write(self, step: int, state: dict[str, Any]) -> None:
-        """Write a checkpoint and delete old ones, but the previous one.
+        """Write a checkpoint, and delete all older ones except the last.
 
-        If the file cannot be written, as on a full disk, a warning is logged.
+        A failure to write, for example on a full disk, is logged as a warning.
         """
         if self._directory is None:
             return
@@ -63,12 +64,12 @@ class Checkpoints:
                 raise
             newest = self._found()[-1:]
             _logger.warning(
-                "The checkpoint of step %d could not be written to %s: %s. The newest "
-                "there is %s. The training goes on.",
+                "Could not write the checkpoint of step %d to %s: %s. Training "
+                "continues. The newest complete checkpoint: %s.",
                 step,
                 self._directory,
                 reason.strerror,
-                f"of step {newest[0][0]}" if newest else "none",
+                newest[0][1].name if newest else "none",
             )
             return
         for _, old in self._found()[:-_NUM_KEPT]:

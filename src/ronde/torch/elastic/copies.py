@@ -1,12 +1,13 @@
-"""Copies of each rank's share of an optimizer with ``zero=1``, on another host.
+"""Copies of each rank's optimizer state with ``zero=1``, stored on another host.
 
 Note [Versions]
     Every ``copy_every`` steps each rank packs its share and sends a copy to a rank on
-    another host. All shares of one step are a *version*. Each rank keeps the last two,
-    as some ranks may not have the newest yet. When a rank is lost, all ranks return to
-    the newest version of which every share survives, as original or copy. They divide
-    it anew and repeat the later steps. Before a planned change of ranks, a version of
-    the last step is made.
+    another host. The shares of all ranks after one step are a *version*. Each rank
+    stores its last two versions, because other ranks may not have the newest one yet.
+    A version is complete if each share exists, as original or copy. When a rank is
+    lost, all ranks return to the newest complete version. They divide its state among
+    the remaining ranks and repeat the later steps. Before a planned change of ranks,
+    they make a version of the last step.
 """
 
 import json
@@ -36,7 +37,7 @@ _ALIGNMENT = 8  # bytes
 
 
 class Version(NamedTuple):
-    """A rank's part of a version: its shares, the buffers and all other state."""
+    """The part of a version that one rank stores."""
 
     step: int
     view: int  # number of the view in which it was made
@@ -47,7 +48,7 @@ class Version(NamedTuple):
 
 
 class CompleteVersion(NamedTuple):
-    """A version of which every share survives."""
+    """A version with each of its shares on some rank."""
 
     step: int
     view: int
@@ -55,11 +56,11 @@ class CompleteVersion(NamedTuple):
 
 
 class ShareCopies:
-    """Makes, keeps and restores versions of this rank's shares."""
+    """Makes, stores and restores versions: see Note [Versions]."""
 
     def __init__(self, shares: Sequence[ShardedStep], every: int) -> None:
         if every < 1:
-            raise UsageError(f"copy_every must be at least 1, got {every}. Give 10.")
+            raise UsageError(f"copy_every must be at least 1, got {every}.")
         self.shares = shares
         self._every = every
         self._versions: list[Version] = []
@@ -70,11 +71,11 @@ class ShareCopies:
         return max((each.step for each in self._versions), default=NEW)
 
     def is_due(self, step: int) -> bool:
-        """Return True if a version of this step is due."""
+        """Return True if a version is due after ``step`` steps."""
         return step % self._every == 0
 
     def make(self, training: Training) -> None:
-        """Make a version of the present step; collective."""
+        """Make a version of the current step; collective."""
         view = current_session().view
         hosts = [worker.host for worker in view.members] if view else [""]
         own = pack([each.pieces() for each in self.shares])
@@ -94,7 +95,7 @@ class ShareCopies:
         self._versions = [*self._versions[1 - _KEPT :], made]
 
     def find(self) -> CompleteVersion | None:
-        """Return the newest version of which every share survives; collective."""
+        """Return the newest complete version, or None; collective."""
         own = [
             (v.step, v.view, v.size, {r: s.numel() for r, s in v.shares.items()})
             for v in self._versions
@@ -114,14 +115,17 @@ class ShareCopies:
         )
 
     def begin(self, *, is_new: bool) -> None:
-        """Cut shares for the present ranks; with ``is_new`` keep those that fit."""
+        """Cut shares for the current ranks.
+
+        With ``is_new``, shares that are cut for the same rank and size stay.
+        """
         for each in self.shares:
             if not is_new or each.rank_and_size != (rank(), size()):
                 each.recut(rank(), size())
 
     @torch.no_grad()
     def restore(self, found: CompleteVersion, training: Training) -> None:
-        """Restore a version, and divide its shares anew among ranks; collective."""
+        """Restore a version, and divide it among the current ranks; collective."""
         self.begin(is_new=False)
         version, holder = self._version(found), found.sources[0][0]
         # Kept until the next version is complete; older ones are no longer needed.
@@ -153,7 +157,7 @@ class ShareCopies:
 
 
 def find_keepers(hosts: Sequence[str]) -> list[int]:
-    """Return the rank that keeps each rank's copy, on another host if possible."""
+    """Return the rank that stores each rank's copy, if possible on another host."""
     order = sorted(range(len(hosts)), key=lambda r: hosts.index(hosts[r]))
     shift = max(Counter(hosts).values()) % len(hosts) or 1
     keepers = [0] * len(hosts)

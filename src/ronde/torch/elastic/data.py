@@ -1,10 +1,10 @@
-"""The data of an elastic job, with each sample once per epoch on changing ranks.
+"""Data loading for elastic jobs: each sample once per epoch, even if ranks change.
 
 Note [The loader after a change of ranks]
-    The ``DataLoader``'s workers keep running, as they receive sample ids that do not
-    depend on ranks. Batches that they prefetched for the old ranks are dropped.
-    Requests are numbered, and only the expected number is returned, so no batch is lost
-    or repeated. Workers answer outdated requests without loading them.
+    The workers of the ``DataLoader`` keep running, as their requests contain sample ids
+    and no ranks. Batches that they prefetched for the old ranks are dropped. Requests
+    are numbered, and the loader returns only the batch with the expected number, so no
+    batch is lost or repeated. Workers do not load samples of outdated requests.
 """
 
 import ctypes
@@ -25,10 +25,11 @@ from ronde.torch.elastic.position import Position, StepSampler, StepShard, deriv
 
 
 class Share:
-    """The data of this rank in one step.
+    """One rank's samples of one step.
 
     ``batch_size`` counts the samples of all ranks; ``ids`` are this rank's samples.
-    ``seed`` depends only on step and rank, so a repeated step has the same dropout.
+    ``seed`` depends only on the step and the rank. A program that seeds torch with it
+    repeats a step with the same dropout.
     """
 
     def __init__(
@@ -43,24 +44,24 @@ class Share:
 
     @property
     def inputs(self) -> Any:
-        """The collated samples, if this rank has one micro-batch."""
+        """The collated samples of a share with a single micro-batch."""
         if len(self.weights) != 1:
             raise UsageError(
-                "a share must be one micro-batch to have inputs, got "
-                f"{len(self.weights)}. Use: for inputs in step.micro_batches."
+                f"inputs must be a single micro-batch, got {len(self.weights)}. "
+                "Iterate over step.micro_batches."
             )
         return self._inputs
 
 
 @runtime_checkable
 class DataSource(Protocol):
-    """Protocol for data of an elastic job, which other ranks can continue."""
+    """Protocol for data that any rank can continue to read from a saved position."""
 
     epochs: int | None  # None: endless
     position: Position  # after the share that was returned last
 
     def seek(self, position: Position, rank: int, size: int) -> None:
-        """Go to ``position``, as one of ``size`` ranks."""
+        """Continue at ``position`` as rank ``rank`` of ``size``."""
         ...
 
     def __next__(self) -> Share: ...
@@ -70,7 +71,7 @@ class DataSource(Protocol):
         ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load another source's state; the caller calls ``seek`` afterwards."""
+        """Load the state of another source; ``seek`` is called afterwards."""
         ...
 
     def close(self) -> None:
@@ -79,22 +80,23 @@ class DataSource(Protocol):
 
 
 class ElasticLoader:
-    """Loader of each rank's share of every step, from a map-style data set.
+    """Loads each rank's share of every step from a map-style data set.
 
-    All ranks pass equal arguments. With the policy "global", ``batch_size`` counts the
-    samples of all ranks together, so it does not depend on their number; with
-    "per-rank" it counts those of one rank. The last batch of an epoch may be short;
-    ``drop_last`` skips it. A share comes in micro-batches of ``micro_batch`` samples,
-    by default in one. If shares or micro-batches differ in size, gradients need
-    ``GradientWeights``. Batch norm computes its statistics per micro-batch.
+    Arguments must be equal on all ranks. With the policy "global", ``batch_size``
+    counts the samples of all ranks together, so it does not depend on their number;
+    with "per-rank" it counts those of one rank. The last batch of an epoch may be
+    short; ``drop_last`` skips it. ``micro_batch`` is the number of samples of a
+    micro-batch; by default each share is one. If shares or micro-batches differ in
+    size, gradients need ``GradientWeights``. Batch norm computes its statistics per
+    micro-batch.
 
     With ``seed_samples`` the generators of Python, NumPy and torch are seeded from
     (seed, epoch, id) before each sample is loaded, so that its augmentation is the same
-    on any rank. Without workers, this reseeds the training's own generators. Other
-    keywords are ``DataLoader``'s.
+    on any rank. Without workers, this also reseeds the generators that the training
+    uses. Other keywords are passed to ``DataLoader``.
 
     Raises:
-        UsageError: The data set has no ids, or a value is out of range.
+        UsageError: The data set is not map-style, or a value is out of range.
     """
 
     def __init__(
@@ -116,8 +118,8 @@ class ElasticLoader:
         foreign = {"sampler", "batch_sampler", "in_order"} & set(options)
         if foreign:
             raise UsageError(
-                f"keywords must be DataLoader's but for the order, got "
-                f"{', '.join(sorted(foreign))}. Leave them out: the position sets it."
+                f"ElasticLoader does not accept {', '.join(sorted(foreign))}, as it "
+                "chooses the samples and their order itself."
             )
         self.dataset = dataset
         self.epochs = epochs
@@ -147,9 +149,9 @@ class ElasticLoader:
         self._batches: Iterator[Any] | None = None
 
     def seek(self, position: Position, rank: int, size: int) -> None:
-        """Go to ``position``, as one of ``size`` ranks; drop prefetched batches.
+        """Continue at ``position`` as rank ``rank`` of ``size``.
 
-        Workers keep running.
+        Prefetched batches are dropped; workers keep running.
         """
         self._sampler.full_batch(size)
         self._rank_and_size = rank, size
@@ -200,7 +202,10 @@ class ElasticLoader:
         return self.epochs is not None and shard.start.epoch >= self.epochs
 
     def _next_request(self) -> "_Request":
-        """Return the next request; past the end an empty one, as seek may go back."""
+        """Return the next request, an empty one after the last epoch.
+
+        The requests never end, because ``seek`` may go back.
+        """
         if not self._unsent:
             shard = self._sampler.shard(self._ahead, *self._ranks())
             parts = shard.micro_batches
@@ -217,8 +222,8 @@ class ElasticLoader:
     def _fetch(self, expected: int) -> Any:
         if expected < max(self._num_arrived, self._oldest):
             raise UsageError(
-                "micro_batches must be used before the next step or seek, got one of "
-                "an earlier step. Use all of them inside their step."
+                "a micro-batch was requested after its step had ended. Use all "
+                "micro_batches of a step inside the step."
             )
         if self._batches is None:
             self._batches = iter(self._loader)
@@ -254,7 +259,7 @@ class _Requests:
 
 
 class _Loading:
-    """The workers' data set; skips requests from before the last ``seek``."""
+    """Data set of the workers; skips requests made before the last ``seek``."""
 
     def __init__(
         self,
@@ -298,18 +303,18 @@ def require_position(data: object) -> None:
     """Raise ``UsageError`` for data without sample ids from 0 to ``len() - 1``."""
     kind = type(data)
     if issubclass(kind, DataLoader):
-        cure = "Give ElasticLoader the data set of the DataLoader."
+        cure = "Pass the DataLoader's data set to ElasticLoader."
     elif issubclass(kind, IterableDataset) or not (
         hasattr(data, "__getitem__") and hasattr(data, "__len__")
     ):
         cure = (
-            "Give ElasticShards one iterable for each of at least --max-ranks shards, "
-            "with state_dict() and load_state_dict()."
+            "Or pass to ElasticShards at least --max-ranks iterables, each with "
+            "state_dict() and load_state_dict()."
         )
     else:
         return
     raise UsageError(
-        "data of an elastic job must have ids from 0 to len() - 1, got "
-        f"{kind.__name__}: other ranks could not continue at its position. "
-        f"{cure}"
+        "data of an elastic job must be a map-style data set, with ids from 0 to "
+        f"len() - 1, got {kind.__name__}. Other ranks could not continue where a lost "
+        f"rank stopped. {cure}"
     )

@@ -1,4 +1,4 @@
-"""The loop of an elastic training: a failed step is undone and repeated.
+"""The training loop of an elastic job, which undoes and repeats a failed step.
 
 Note [Undoing a step]
     Until ``optimizer.step()`` returns, a step changes gradients, the model's buffers
@@ -12,7 +12,8 @@ Note [Undoing a step]
     parameters, and the step is not repeated.
 
     An optimizer with ``zero=1`` communicates while it steps, and each rank has only a
-    share of its state. So all ranks return to older copies: see Note [Versions].
+    share of its state. So all ranks return to older copies: see Note [Versions] in
+    ``copies``.
 """
 
 import logging
@@ -47,9 +48,8 @@ from ronde.torch.optimizer import DistributedOptimizer
 _logger = logging.getLogger("ronde")
 _SAVE = "elastic.save"
 _NO_COPY = (
-    "each share of the optimizer's state must be left on some rank, but one was lost "
-    "together with its copy, and there is no checkpoint. Give Loop a checkpoint, with "
-    "a small checkpoint_every."
+    "a share of the optimizer's state was lost together with its copy, and there is no "
+    "checkpoint. Pass a checkpoint directory to Loop, with a small checkpoint_every."
 )
 
 
@@ -96,7 +96,7 @@ class Step(AbstractContextManager["Step"]):
 
 
 class Loop:
-    """The steps of a training during which ranks may be lost, leave and join.
+    """Training steps of a job in which ranks may fail, leave and join.
 
     ::
 
@@ -111,19 +111,20 @@ class Loop:
     Outside of an elastic job all ranks start with the state of rank 0.
 
     Args:
-        model: The same on all ranks; it may be wrapped afterwards.
+        model: The model, equal on all ranks. It may be wrapped afterwards.
         optimizer: A ``DistributedOptimizer``, or several. If one has ``zero=1``, all
             must; each rank then keeps a copy of another rank's share.
         data: An ``ElasticLoader`` or ``ElasticShards``, or a map-style data set.
-        batch: With a data set, the samples per step of all ranks together.
-        epochs: With a data set, the number of epochs.
+        batch: The samples per step of all ranks together; only with a data set.
+        epochs: The number of epochs; only with a data set.
         objects: Other objects with ``state_dict()`` and ``load_state_dict()``, such as
-            learning-rate schedulers and gradient scalers, by name. Same on all ranks.
+            learning-rate schedulers and gradient scalers, by name. All ranks must
+            pass the same names.
         on_change: Called at the start and after each change of ranks.
         copy_every: With ``zero=1``, the number of steps between copies. When a rank is
             lost, up to this number of steps is repeated.
-        checkpoint: A directory. Rank 0 writes the state there every
-            ``checkpoint_every`` steps; if no rank has a state yet, it is loaded.
+        checkpoint: A directory, to which rank 0 writes the state every
+            ``checkpoint_every`` steps. A job without state loads the newest checkpoint.
 
     Raises:
         UsageError: An argument is invalid, or this rank's model or version of torch
@@ -181,7 +182,7 @@ class Loop:
                 yield step
                 if self._step is step:
                     raise UsageError(
-                        "a step must run in its block, got none. Write: with step: ..."
+                        "a step was never entered. Write its code in: with step: ..."
                     )
             elif self._finish():
                 return
@@ -259,7 +260,6 @@ class Loop:
             self._member.step = self._training.num_applied
 
     def _store_state(self, is_over: str) -> None:
-        """Make copies, and write a checkpoint, if they are due."""
         training, copies, member = self._training, self._copies, self._member
         step = training.num_applied
         is_due = step != self._written and self._checkpoints.is_due(step)
@@ -297,7 +297,6 @@ class Loop:
                     kept.copy_(tensor)
 
     def _undone_tensors(self) -> dict[str, Tensor]:
-        """Return the tensors to restore if a step fails."""
         if len(self._optimizers) > 1 and self._copies is None:
             return self._training.tensors()
         return dict(self._training.model.named_buffers())
@@ -305,7 +304,7 @@ class Loop:
     # Views
 
     def _recover(self, error: CollectiveError) -> None:
-        _logger.info("Step %d fails: %s", self._training.num_applied, error)
+        _logger.info("Step %d failed: %s", self._training.num_applied, error)
         self._change_view(shorten(error))
 
     def _change_view(self, reason: str = "") -> None:
@@ -317,13 +316,13 @@ class Loop:
             try:
                 self._start_view(reform(reason))
             except CollectiveError as error:
-                _logger.info("The next view fails, too: %s", error)
+                _logger.info("The next view failed as well: %s", error)
                 reason = shorten(error)
             else:
                 return
 
     def _start_view(self, begins: ViewBegins | None) -> None:
-        """Get the newest state and this rank's part of the data."""
+        """Load the newest state, and find this rank's part of the data."""
         root = current_session().source
         newest = NEW if begins is None else begins.step
         if self._copies is not None:
@@ -343,11 +342,11 @@ class Loop:
         found = self._checkpoints.read_newest() if rank() == root else None
         if found is not None:
             self._training.load_state_dict(found)
-            _logger.warning("Continuing from the checkpoint of step %d.", found["step"])
+            _logger.warning("Resuming from the checkpoint of step %d.", found["step"])
         return found is not None
 
     def _restore_shares(self, copies: ShareCopies, root: int, newest: int) -> None:
-        """Restore the newest surviving version of all shares, or else a checkpoint."""
+        """Restore the newest complete version, or a checkpoint if there is none."""
         training, member = self._training, self._member
         found = copies.find()
         if found is not None:
@@ -382,13 +381,13 @@ def _as_source(data: Any, batch: int | None, epochs: int | None) -> DataSource:
         require_position(data)
         if batch is None or epochs is None:
             raise UsageError(
-                "batch and epochs must be given with a data set, got "
+                "batch and epochs are required with a data set, got "
                 f"batch={batch} and epochs={epochs}."
             )
         return ElasticLoader(data, batch, epochs=epochs)
     if batch is not None or epochs is not None:
         raise UsageError(
-            f"batch and epochs must be left out with {type(data).__name__}, which has "
+            f"batch and epochs cannot be used with {type(data).__name__}, which has "
             "its own."
         )
     return data

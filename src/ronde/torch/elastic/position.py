@@ -2,10 +2,10 @@
 
 Note [One cursor]
     The position of a whole job is two numbers, equal on all ranks: the epoch, and the
-    number of its samples in applied steps. The seed determines the order of an
-    epoch. Each step takes the next samples in that order and divides them among the
-    ranks. So ranks may come and go between two steps, and other ranks may repeat an
-    undone step: each sample still counts once.
+    number of its samples that applied steps have used. The seed determines the order of
+    an epoch. Each step takes the next samples in that order and divides them among the
+    ranks. So each sample counts once, even if ranks change between two steps, or other
+    ranks repeat an undone step.
 """
 
 from dataclasses import dataclass, field
@@ -59,7 +59,7 @@ def shard_batch(num_samples: int, rank: int, size: int, micro_batch: int = 1) ->
     """Return one rank's slice of a batch, in whole micro-batches.
 
     Only the last rank's last micro-batch may be short. Ranks differ by at most one
-    micro-batch, and the last rank never has fewer than another.
+    micro-batch, and no rank has more than the last one.
     """
     num_micro_batches = -(-num_samples // micro_batch)
     first, end = (num_micro_batches * each // size for each in (rank, rank + 1))
@@ -68,7 +68,10 @@ def shard_batch(num_samples: int, rank: int, size: int, micro_batch: int = 1) ->
 
 @dataclass(slots=True)
 class StepSampler:
-    """Divides samples among ranks, which must all pass equal arguments."""
+    """Divides the samples of each step among the ranks.
+
+    Arguments must be equal on all ranks.
+    """
 
     num_samples: int
     batch_size: int  # of all ranks together; with "per-rank" of each
@@ -90,13 +93,13 @@ class StepSampler:
             )
 
     def full_batch(self, size: int) -> int:
-        """Return the number of samples of a full step of ``size`` ranks."""
+        """Return the number of samples in a full step, of all ranks together."""
         batch = self.batch_size * (size if self.policy == "per-rank" else 1)
         if self.drop_last and batch > self.num_samples:
             raise UsageError(
-                "with drop_last a batch must be at most the data set: "
+                "with drop_last a batch must not be larger than the data set: "
                 f"{self.num_samples} samples, got {batch} with {size} ranks. "
-                "Lower batch_size, or keep the last batch."
+                "Lower batch_size, or leave drop_last out."
             )
         return batch
 

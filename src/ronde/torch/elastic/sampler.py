@@ -26,13 +26,13 @@ class ElasticSampler(Sampler[int]):
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch, with all samples left."""
+        """Begin an epoch, with no sample processed."""
         self.epoch = epoch
         self.processed_num = 0
         self.reset()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """Count a batch of ``batch_size`` samples on every rank as processed."""
+        """Count ``batch_size`` samples of each rank as processed."""
         del batch_idx
         self.processed_num += batch_size * self.num_replicas
 
@@ -41,17 +41,17 @@ class ElasticSampler(Sampler[int]):
         return {"epoch": self.epoch, "processed_num": self.processed_num}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue where another sampler stopped; divide the remaining samples."""
+        """Continue where the saved sampler stopped, with the current ranks."""
         self.epoch = state_dict["epoch"]
         self.processed_num = state_dict["processed_num"]
         self.reset()
 
     def reset(self) -> None:
-        """Divide the remaining samples among the present ranks."""
+        """Divide the remaining samples among the current ranks."""
         self.divide(size(), rank())
 
     def divide(self, num_replicas: int, rank: int) -> None:
-        """Divide the remaining samples among ``num_replicas``."""
+        """Divide the remaining samples among ``num_replicas`` ranks."""
         self.num_replicas = num_replicas
         self.rank = rank
         order = list(range(len(self.dataset)))

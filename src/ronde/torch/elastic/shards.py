@@ -15,7 +15,7 @@ from ronde.torch.mpi_ops import Sum, allreduce
 
 @runtime_checkable
 class Stateful(Protocol):
-    """An iterable of batches with a state; each epoch calls ``iter()`` again."""
+    """An iterable of batches with a state; each epoch begins with ``iter()``."""
 
     def __iter__(self) -> Iterator[Any]: ...
 
@@ -37,7 +37,7 @@ class ShardState(NamedTuple):
 
 
 def sum_over_ranks(value: int) -> int:
-    """Return the sum of each rank's value; collective."""
+    """Return the sum of ``value`` over all ranks; collective."""
     total = allreduce(torch.tensor([value]), op=Sum, name="elastic.samples")
     return int(total)
 
@@ -51,22 +51,22 @@ def first_length(batch: Any) -> int:
     if issubclass(type(batch), (list, tuple)) and batch:
         return first_length(batch[0])
     raise UsageError(
-        "a batch must begin with a tensor, for its length, got "
-        f"{type(batch).__name__}. Give ElasticShards num_samples=."
+        "a batch must begin with a tensor, whose length is the number of samples, got "
+        f"{type(batch).__name__}. Pass num_samples to ElasticShards."
     )
 
 
 class ElasticShards:
-    """Data of an elastic job in shards, each read by one rank at a time.
+    """Data of an elastic job in shards, each read by a single rank.
 
-    A step takes one batch from every shard that has one left. A rank gets those of its
-    own shards as micro-batches, possibly none. So the batch of all ranks together does
-    not depend on their number. ``next()`` is collective: the ranks add up their
-    samples.
+    A step takes one batch from every shard that is not at its end. Each rank gets the
+    batches of its own shards as micro-batches, possibly none. So the batch of all ranks
+    together does not depend on their number. ``next()`` is collective, as it sums the
+    numbers of samples over ranks.
 
-    ``position.samples`` counts the epoch's steps here. A lost rank's shards continue
+    ``position.samples`` counts steps of the epoch here. A lost rank's shards continue
     from the newest state that another rank got through ``load_state_dict`` or
-    ``merge_states``; batches since then are read again and dropped.
+    ``merge_states``; later batches are read again and dropped.
 
     Raises:
         UsageError: A shard has no state, or there are more ranks than shards.
@@ -84,9 +84,9 @@ class ElasticShards:
         for index, shard in enumerate(shards):
             if not isinstance(shard, Stateful):
                 raise UsageError(
-                    "a shard must have state_dict() and load_state_dict(), got "
-                    f"{type(shard).__name__} as number {index}: without them another "
-                    "rank could not continue after one was lost."
+                    f"shard {index} must have state_dict() and load_state_dict(), got "
+                    f"{type(shard).__name__}. Another rank needs them to continue "
+                    "after a rank is lost."
                 )
         self.epochs = epochs
         self.position = Position()
@@ -97,7 +97,7 @@ class ElasticShards:
         self._rank_and_size: tuple[int, int] | None = None
 
     def seek(self, position: Position, rank: int, size: int) -> None:
-        """Go to ``position``, as one of ``size`` ranks; release other ranks' shards."""
+        """Continue at ``position``, and release the shards of other ranks."""
         if size > len(self._shards):
             raise UsageError(
                 f"size must be at most the number of shards, {len(self._shards)}, got "
@@ -130,7 +130,7 @@ class ElasticShards:
                 shard = StepShard(start, self.position, total, (), (), weights)
                 seed = derive_seed(self._seed, *start, own_rank)
                 return Share(shard, seed, iter(batches))
-        raise UsageError("shards must have batches, got none in a whole epoch.")
+        raise UsageError("the shards had no batch in a whole epoch.")
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position and the shard states known to this rank.
@@ -163,7 +163,7 @@ class ElasticShards:
 
 
 class _Shard:
-    """One shard and its position; batches are drawn by number."""
+    """A shard, with the position of its iterator."""
 
     def __init__(self, source: Stateful) -> None:
         self._source = source
@@ -175,7 +175,7 @@ class _Shard:
         self._end = (-1, 0)  # the last finished epoch, and its number of batches
 
     def draw(self, epoch: int, number: int) -> list[Any]:
-        """Return batch ``number`` of ``epoch`` in a list, empty past the end."""
+        """Return a list with batch ``number`` of ``epoch``, empty past the end."""
         wanted = (epoch, number)
         is_drawn = self._last is not None and self._last[0] == wanted
         is_known = is_drawn or self._is_past_end(wanted)
@@ -183,7 +183,7 @@ class _Shard:
             self._rewind(wanted)
         while self._next <= wanted and not self._is_past_end(wanted):
             self._advance()
-        # The last batch again, if its step was undone.
+        # If its step was undone, the last batch is returned again.
         return [batch for at, batch in [self._last or ((), ())] if at == wanted]
 
     def save(self, position: Position) -> None:
@@ -213,8 +213,8 @@ class _Shard:
             self.saved = ShardState(0, 0, self._source.state_dict())
         if self.saved[:2] > wanted:
             raise UsageError(
-                f"a shard's state must be of (epoch, batch) {wanted} or before, got "
-                f"{self.saved[:2]}. Load the state that belongs to the position."
+                f"a shard cannot go back to (epoch, batch) {wanted}: its state was "
+                f"saved at {self.saved[:2]}. Load the state of that position."
             )
         self._source.load_state_dict(self.saved.state)
         self._next, self._end = self.saved[:2], (-1, 0)

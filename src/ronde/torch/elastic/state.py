@@ -36,7 +36,7 @@ _logger = logging.getLogger("ronde")
 
 
 class HostUpdateResult(IntFlag):
-    """Kinds of change of hosts, with Horovod's numbers."""
+    """Kinds of host changes, with Horovod's values."""
 
     no_update = 0
     removed = 1
@@ -45,7 +45,10 @@ class HostUpdateResult(IntFlag):
 
 
 class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818  Horovod's name
-    """Raised at a change of hosts; ``skip_sync`` if remaining ranks are in sync."""
+    """Raised when hosts were added or removed.
+
+    With ``skip_sync`` the remaining ranks have equal state.
+    """
 
     def __init__(self, skip_sync: bool) -> None:
         super().__init__(skip_sync)
@@ -79,16 +82,15 @@ notification_manager = WorkerNotificationManager()
 
 
 class State(ABC):
-    """The state of a training, restored after a failure or a change of hosts.
+    """Base class of training state that survives failures and changes of hosts.
 
     ``bcast_object`` returns the object of rank 0, or of ``root_rank``, on every rank;
     ``get_rank`` returns this process's rank.
 
     Note [Positions]
-        In an elastic job of ronde, each rank counts its checks for new hosts; every
-        commit includes one. The controller compares the counts: the rank with the
-        largest count has the newest state. A change of hosts takes effect after the
-        same check on all ranks.
+        In an elastic job, each rank counts its calls of ``check_host_updates``, which
+        ``commit`` calls too. The rank with the largest count has the newest state. A
+        change of hosts takes effect after the same call on all ranks.
     """
 
     def __init__(
@@ -116,7 +118,7 @@ class State(ABC):
         self._host_messages.put((timestamp, update_res))
 
     def commit(self) -> None:
-        """Save, and check for new hosts; collective."""
+        """Save the state, then check for changes of hosts; collective."""
         self.save()
         member = own_member()
         if member is not None:
@@ -167,7 +169,7 @@ def source() -> int:
 
 
 class ObjectState(State):
-    """A state made of picklable attributes, passed as keyword arguments."""
+    """State with picklable attributes, passed as keyword arguments."""
 
     def __init__(
         self,
@@ -274,8 +276,9 @@ class OptimizerStateHandler(StateDictHandler):
     def __init__(self, value: Any) -> None:
         if DistributedOptimizer.share_of(value) is not None:
             raise UsageError(
-                "zero must be 0 for the optimizer of a TorchState, got 1: a rank has "
-                "only its share of the state. Use hvd.elastic.Loop, which keeps copies."
+                "TorchState does not support an optimizer with zero=1, as each rank "
+                "has only its share of the state. Use hvd.elastic.Loop, which makes "
+                "copies."
             )
         super().__init__(value)
 
@@ -313,9 +316,9 @@ def set_handler_registry(registry: HandlerRegistry) -> None:
 
 
 class TorchState(ObjectState):
-    """The state of a training: ``model``, ``optimizer`` and keywords, as attributes.
+    """State with a model, an optimizer and keyword arguments as attributes.
 
-    Keywords may be modules, optimizers, learning-rate schedulers and samplers; other
+    Arguments may be modules, optimizers, learning-rate schedulers and samplers; other
     values are pickled.
     """
 
@@ -372,12 +375,12 @@ R = TypeVar("R")
 
 
 def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """Decorate a training function, so that it survives failures and new hosts.
+    """Decorate a training function to continue after failures and changes of hosts.
 
-    The function's first argument is the state, made equal on all ranks. When a
+    The function's first argument is the state, which is equal on all ranks. When a
     collective fails (``HorovodInternalError``), the state returns to its last commit;
-    when hosts change, it stays. In both cases the ranks connect anew and the function
-    is called again, after repeated quick failures with a pause of 0.1 s to 10 s.
+    when hosts change, it stays. In both cases the ranks reconnect, and the function is
+    called again. After repeated quick failures, this waits between 0.1 s and 10 s.
 
     Raises:
         CollectiveError: There were more resets than ``HOROVOD_RESET_LIMIT`` allows.
@@ -396,7 +399,7 @@ def _reset() -> ViewBegins | None:
 def run_fn(
     func: Callable[Concatenate[S, P], R], reset: Callable[[], object]
 ) -> Callable[Concatenate[S, P], R]:
-    """Decorate a training function as ``run`` does; ``reset`` connects the ranks."""
+    """Decorate a training function like ``run``; ``reset`` reconnects the ranks."""
 
     @functools.wraps(func)
     def wrapper(state: S, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -435,7 +438,9 @@ def _until_done(train: Callable[[], R], state: State, reset: Callable[[], object
         except CollectiveError as error:
             _count(number, limit, error)
             # Logged, as a fault of the program itself may recur each time.
-            _logger.warning("Training goes back to its last commit: %s", error)
+            _logger.warning(
+                "Training returns to its last commit after a failure: %s", error
+            )
             state.restore()
             is_synchronized = False
             is_new = time.monotonic() - pause.began_s > _LONGEST_PAUSE_S
@@ -456,7 +461,7 @@ def _notify() -> None:
 
 
 class _Pause:
-    """A pause that grows with quick failures; the first is 0."""
+    """Pause between attempts: 0 at first, then longer after each quick failure."""
 
     def __init__(self) -> None:
         self.began_s = 0.0
@@ -464,7 +469,6 @@ class _Pause:
         self.step = NEW  # of the last failure
 
     def sleep(self, *, is_new: bool) -> None:
-        """Sleep; with ``is_new``, after progress, the pause starts again at 0."""
         if is_new:
             self.next_s = 0.0
         time.sleep(self.next_s)
@@ -487,7 +491,6 @@ def _begin(member: Member, *, is_synchronized: bool) -> None:
 def _count(number: int, limit: int | None, reason: Exception) -> None:
     if limit is not None and number > limit:
         raise CollectiveError(
-            f"reset_limit must be at least the number of resets, {number}, "
-            f"got {limit}. Find out why training was interrupted so often "
-            f"(the last time: {reason}), or give a higher --reset-limit."
+            f"training was interrupted {number} times, more than the reset limit of "
+            f"{limit}. Find the cause (the last one: {reason}), or raise --reset-limit."
         ) from reason

@@ -38,7 +38,7 @@ class Training:
         self.position = data.position
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return all tensors that a step may change."""
+        """Return the tensors that a step may change."""
         tensors = self.model.state_dict()
         for index, each in enumerate(self.optimizers):
             states = enumerate(each.state.values())
@@ -83,21 +83,21 @@ class Training:
         self.load_small_state(state)
 
     def describe(self) -> list[str]:
-        """Return a description of torch, model and optimizers, for comparing ranks."""
+        """Return lines about torch, model and optimizers, to compare between ranks."""
         tensors = self.model.state_dict().items()
         return [
             f"torch {torch.__version__}",
-            *(f"{type(each).__name__} as optimizer" for each in self.optimizers),
-            *(f"{n} of {list(t.shape)} {t.dtype}" for n, t in tensors),
+            *(f"optimizer {type(each).__name__}" for each in self.optimizers),
+            *(f"{n} {list(t.shape)} {t.dtype}" for n, t in tensors),
         ]
 
     def broadcast(self, root: int, newest: int, member: Member | None) -> None:
-        """Give all ranks the root's state; collective.
+        """Copy the root's state to all ranks; collective.
 
         Args:
             root: A rank with the newest state.
             newest: The step of that state.
-            member: In an elastic job, this process with the step of its state.
+            member: This process in an elastic job, else None.
         """
         own = self.describe()
         optimizers = [OptimizerState(each, self.model) for each in self.optimizers]
@@ -144,11 +144,11 @@ def require_same(own: list[str], theirs: list[str]) -> None:
     for mine, other in zip(own, theirs, strict=False):
         if mine != other:
             raise UsageError(
-                f"a rank that joins must have the others' {other}, got {mine}. Start "
-                "the same program, with the same versions, on every host."
+                f"this rank has {mine}, but the other ranks have {other}. Start the "
+                "same program, with the same versions, on every host."
             )
     if len(own) != len(theirs):
         raise UsageError(
-            f"a rank that joins must have the others' model, got {len(own)} parts of "
-            f"{len(theirs)}. Start the same program on every host."
+            f"this rank has {len(own) - 1} optimizers and tensors, but the other ranks "
+            f"have {len(theirs) - 1}. Start the same program on every host."
         )

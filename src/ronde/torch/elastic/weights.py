@@ -12,7 +12,7 @@ from ronde.torch.optimizer import DistributedOptimizer
 
 
 class GradientWeights:
-    """Gradient factors that turn an average over ranks into one over samples.
+    """Scales gradients so that their average over ranks is one over samples.
 
     A loss is a mean over a micro-batch, and ``DistributedOptimizer`` averages over
     ranks. So each gradient is multiplied by ``micro_batch * size / batch``, and
@@ -20,8 +20,8 @@ class GradientWeights:
     micro-batches. While the factor is 1, parameters have no hooks.
 
     Args:
-        parameters: The model's.
-        optimizers: Those whose ``step()`` follows all micro-batches of a step.
+        parameters: The parameters of the model.
+        optimizers: The optimizers that step after the last micro-batch of a step.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Ramp(NamedTuple):
     num_steps: int = 0
 
     def at(self, step: int) -> float:
-        """Return the factor in step ``step``, counted from 0."""
+        """Return the factor of a step, counted from 0."""
         done = step + 1 - self.first_step
         if done >= self.num_steps:
             return self.end
@@ -99,7 +99,7 @@ class Ramp(NamedTuple):
 
 
 class LearningRateScale:
-    """Learning rates scaled with the number of ranks, for the policy "per-rank".
+    """Scales learning rates with the number of ranks, for the policy "per-rank".
 
     By the linear scaling rule, the factor is ``size / base_size``, as the rates were
     chosen for ``base_size`` ranks. It starts at 1; after a change of size it reaches
@@ -126,7 +126,7 @@ class LearningRateScale:
         ]
 
     def begin(self, step: int, size: int) -> None:
-        """Compute the factor of step ``step``, counted from 0, with ``size`` ranks.
+        """Compute the factor of a step, counted from 0, with ``size`` ranks.
 
         The factor depends only on applied steps, so a repeated step has the same one.
         """
@@ -140,12 +140,12 @@ class LearningRateScale:
         self.factor = self._ramp.at(step)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the factor."""
+        """Return the state of the factor, for a checkpoint."""
         ramps = {"before": tuple(self._before), "ramp": tuple(self._ramp)}
         return {"step": self._step, **ramps}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of the factor."""
+        """Restore the factor's state from a checkpoint."""
         self._step = state_dict["step"]
         self._before = Ramp(*state_dict["before"])
         self._ramp = Ramp(*state_dict["ramp"])

@@ -51,8 +51,8 @@ def save(
         model: The model that ``optimizer`` trains, sharded or not; for a pipeline, its
             ``stages``.
         optimizer: A plain torch optimizer.
-        layout: Stored as a note.
-        notes: Other JSON values to store: the step, the position in the data.
+        layout: The layout to record in the checkpoint.
+        notes: JSON values to store, such as the step and the position in the data.
     """
     target = Path(path)
     partial = target.with_name(f"{target.name}.partial")
@@ -86,13 +86,13 @@ def load(
         The notes given to ``save``.
 
     Raises:
-        UsageError: There is no such checkpoint, or it has another model.
+        UsageError: There is no checkpoint, or it does not fit the model.
     """
     target = Path(path)
     if not (target / _NOTES).is_file():
         previous = target.with_name(f"{target.name}.previous")
         is_left = (previous / _NOTES).is_file()
-        cure = f" {previous} is the one before." if is_left else ""
+        cure = f" The previous checkpoint is {previous}." if is_left else ""
         raise UsageError(
             f"path must be a folder that save() wrote, got {str(target)!r}, which has "
             f"no {_NOTES}.{cure}"
@@ -101,8 +101,7 @@ def load(
     for difference in gather_objects(_difference(target, model)):
         if difference:
             raise UsageError(
-                f"path must be a checkpoint of this model, got {str(target)!r}, where "
-                f"{difference}."
+                f"the checkpoint {str(target)!r} does not fit this model: {difference}."
             )
     state = _state_of(model, optimizer)
     checkpoint.load(state, checkpoint_id=target)  # in place
@@ -122,7 +121,7 @@ def _difference(path: Path, model: nn.Module) -> str:
     for name, value in get_model_state_dict(model).items():
         entry = stored.get(f"model.{name}")
         if entry is None:
-            return f"there is no {name}"
+            return f"it has no {name}"
         size = getattr(entry, "size", None)
         if isinstance(value, Tensor) and size is not None and size != value.shape:
             return f"{name} has shape {tuple(size)}, not {tuple(value.shape)}"

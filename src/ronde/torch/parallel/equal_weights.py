@@ -24,7 +24,7 @@ class _State(NamedTuple):
 
 @torch.no_grad()
 def make_equal(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Copy the first rank's weights and buffers to all, as DDP does; collective.
+    """Copy the first rank's weights and buffers to all ranks, like DDP; collective.
 
     Only tensors with different checksums are sent. Tensors on the meta device, and
     subclasses such as ``DTensor``, are skipped.
@@ -75,10 +75,10 @@ def _require_same_form(
     for rank, own in zip(ranks, of_ranks, strict=True):
         for name in chain(first, own):
             forms = [
-                each[name].form if name in each else "none" for each in (first, own)
+                each[name].form if name in each else "missing" for each in (first, own)
             ]
             if forms[0] != forms[1]:
                 raise UsageError(
-                    f"ranks must have the same model, got {name} of {forms[0]} on rank "
-                    f"{ranks[0]} and {forms[1]} on rank {rank}."
+                    f"ranks have different models: {name} is {forms[0]} on rank "
+                    f"{ranks[0]}, but {forms[1]} on rank {rank}."
                 )

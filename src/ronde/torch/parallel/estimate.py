@@ -57,7 +57,7 @@ def estimate(
     """Return the peak memory of rank 0 in a training step, in bytes by kind.
 
     ``RankMemory.shortage(limit_bytes)`` returns a sentence if a device has less memory.
-    On CPU the kind "process" is this process's present memory, with the interpreter and
+    On CPU the kind "process" is this process's current memory, with the interpreter and
     torch; "allocator" estimates the freed memory that glibc keeps. On GPUs the memory
     of CUDA, the allocator and the communication library is not included.
 
@@ -66,9 +66,9 @@ def estimate(
         layout: A layout without -1, pp and cp.
         batch: The tensors of one rank; their values do not matter.
         loss_of: ``loss_of(model, *batch)``.
-        make_optimizer: Makes the optimizer from parameters; None takes AdamW. Use
+        make_optimizer: Makes the optimizer from parameters, by default AdamW. Use
             ``foreach=False``, as temporaries of foreach optimizers are miscounted.
-        device_type: "cuda" or "cpu"; None takes "cuda" if it is available.
+        device_type: "cuda" or "cpu", by default "cuda" if it is available.
         **options: Options of ``parallelize``.
 
     Raises:
@@ -76,8 +76,8 @@ def estimate(
     """
     if dist.is_initialized():
         raise UsageError(
-            "estimate() must be called in a process without a process group, got one "
-            "with. Call it before init_process_group(), or in a program of its own."
+            "estimate() cannot run in a process with a process group. Call it before "
+            "init_process_group(), or in a separate program."
         )
     # The import registers backend "fake".
     from torch.testing._internal.distributed.fake_pg import FakeStore

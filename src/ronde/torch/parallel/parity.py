@@ -43,8 +43,9 @@ class Mismatch(NamedTuple):
 class Parity:
     """The differences between sharded training and one process.
 
-    Errors are relative to the largest value of the gradient or weight, but at least to
-    1/16 of the largest of all, as some gradients are only rounding errors.
+    Errors are relative to the largest value of the gradient or weight. If this value is
+    below 1/16 of the largest value of all gradients or weights, errors are relative to
+    that 1/16, as very small gradients may consist of rounding errors.
     """
 
     layout: Layout
@@ -93,10 +94,11 @@ def check_parity(
             for both.
         loss_of: ``loss_of(model, *batch)``, a mean over the batch's rows. With pp it
             uses the inputs for ``model(inputs)`` alone.
-        make_optimizer: Makes the optimizer from parameters; None takes plain SGD. Adam
+        make_optimizer: Makes the optimizer from parameters, by default plain SGD. Adam
             and others that divide by small gradients amplify rounding errors.
-        dtype: The dtype of model and batches. Half of its digits must be equal, or half
-            of those of a less exact dtype in which the model computes.
+        dtype: The dtype of model and batches. The tolerance is the square root of its
+            machine epsilon, or of that of a less precise dtype in which the model
+            computes.
         **options: Options of ``parallelize``, or with pp of ``pipeline``, where
             ``num_microbatches`` is by default the number of stages.
 
@@ -139,7 +141,7 @@ def _sgd(parameters: Any) -> torch.optim.Optimizer:  # noqa: ANN401  Optimizer's
 
 
 class _Side:
-    """One of the two trainings that are compared."""
+    """One side of the comparison: a model and its optimizer."""
 
     def __init__(
         self,
@@ -166,7 +168,7 @@ class _Side:
 
 
 class _StagedSide(_Side):
-    """The training of a pipeline, in which only the last stage's ranks have a loss."""
+    """A pipelined side, on which only the last stage's ranks have a loss."""
 
     def __init__(
         self,
@@ -187,7 +189,7 @@ class _StagedSide(_Side):
     def backward(self, batch: Batch) -> Tensor:
         if len(batch) not in (1, 2):
             raise UsageError(
-                "a batch must be inputs and targets with pp, got a batch of "
+                "with pp a batch must consist of inputs and targets, got "
                 f"{len(batch)} tensors."
             )
         self._num_tensors = len(batch)
@@ -304,7 +306,7 @@ def _own_rows(batch: Batch, layout: Layout) -> list[Tensor]:
     for tensor in batch:
         if tensor.shape[0] % num_parts:
             raise UsageError(
-                "rows of a batch must be a multiple of dp_replicate * dp_shard: "
+                "the rows of a batch must be a multiple of dp_replicate * dp_shard = "
                 f"{num_parts}, got {tensor.shape[0]}."
             )
         rows.append(tensor.chunk(num_parts)[part])

@@ -39,7 +39,8 @@ class StagedModel:
     def step(self, inputs: Tensor, targets: Tensor) -> Tensor | None:
         """Compute the gradients of a batch; collective along pp.
 
-        They are those of the mean loss over microbatches, and are added to older ones.
+        The gradients are those of the mean loss over microbatches. They are added to
+        existing gradients.
 
         Args:
             inputs: The whole batch's inputs; only the first stage's rank uses them.
@@ -49,13 +50,13 @@ class StagedModel:
             The mean loss on the last stage's rank, None elsewhere.
 
         Raises:
-            UsageError: The batch's rows are not a multiple of the microbatches.
+            UsageError: The batch cannot be divided evenly into microbatches.
         """
         read = [*([inputs] * self.is_first), *([targets] * self.is_last)]
         for tensor in read:
             if len(tensor) % self.plan.num_microbatches:
                 raise UsageError(
-                    "rows of a batch must be a multiple of num_microbatches: "
+                    "the rows of a batch must be a multiple of num_microbatches = "
                     f"{self.plan.num_microbatches}, got {len(tensor)}."
                 )
         self._ties.make_equal()
@@ -94,7 +95,7 @@ def pipeline(
     """Cut a model into stages along pp, and shard each over dp and tp. Collective.
 
     A weight shared by several stages, such as an embedding tied to the output head,
-    becomes a parameter of each. ``step`` adds up the gradients, so copies stay equal.
+    becomes a parameter of each. ``step`` sums the gradients, so copies stay equal.
 
     Args:
         model: Consecutive layers, on the mesh's device.
@@ -103,7 +104,7 @@ def pipeline(
         num_microbatches: The number of equal parts of a batch.
         schedule: "GPipe", "1F1B" or "Interleaved1F1B".
         num_chunks: The number of stages per rank, with "Interleaved1F1B".
-        costs: The time of each layer, in any unit; None takes its number of parameters.
+        costs: The time of each layer in any unit, by default its number of parameters.
         **options: Options of ``parallelize``; ``zero`` is 2 by default here, so that
             weights are gathered once for all microbatches.
 
@@ -120,7 +121,7 @@ def pipeline(
         costs = [float(sum(p.numel() for p in layer.parameters())) for layer in layers]
     elif len(costs) != len(layers):
         raise UsageError(
-            f"costs must be one for each layer: {len(layers)}, got {len(costs)}."
+            f"costs must have one value per layer, {len(layers)}, got {len(costs)}."
         )
     cuts = cut_evenly(costs, num_ranks * num_chunks)
     rank = mesh.get_local_rank("pp")
@@ -170,7 +171,8 @@ def _require_pipeline(model: nn.Module, num_ranks: int, schedule: str) -> None:
         )
     if num_ranks < 2:
         raise UsageError(
-            "mesh must have pp of at least 2, got none. Use parallelize()."
+            "pipeline() needs a mesh with at least 2 ranks along pp. Use parallelize() "
+            "without pp."
         )
     if schedule not in tuple(ScheduleName):
         names = ", ".join(ScheduleName)
@@ -178,7 +180,7 @@ def _require_pipeline(model: nn.Module, num_ranks: int, schedule: str) -> None:
 
 
 def _warn_of_batch_norm(model: nn.Module, num_microbatches: int) -> None:
-    """Warn, on one rank, about BatchNorm: its results differ in a pipeline."""
+    """Warn on rank 0 that BatchNorm gives different results in a pipeline."""
     below: list[tuple[str, nn.Module]] = list(cast("Any", model).named_modules())
     names = [name for name, module in below if isinstance(module, _BATCH_NORM)]
     if names and num_microbatches > 1 and dist.get_rank() == 0:

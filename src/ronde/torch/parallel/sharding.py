@@ -1,4 +1,4 @@
-"""Meshes and sharded models from a layout; the results are torch's own objects."""
+"""Device meshes and sharded models from a layout, as torch's own objects."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -28,17 +28,17 @@ def init_mesh(
 ) -> DeviceMesh:
     """Return the mesh of a layout; collective.
 
-    Its axes are those of the layout with more than one rank, and ``dp_shard``. Makes a
-    process group with backend "ronde" if there is none.
+    Its axes are ``dp_shard`` and the other axes of the layout with more than one rank.
+    If there is no process group, one with backend "ronde" is made.
 
     Args:
-        layout: The layout; -1 stands for the remaining ranks.
-        device_type: "cuda" or "cpu"; None takes "cuda" if it is available.
+        layout: The layout; a size of -1 means all remaining ranks.
+        device_type: "cuda" or "cpu", by default "cuda" if it is available.
         allow_tp_over_hosts: Allow tp's groups to span hosts, which costs four messages
             over the network per layer.
 
     Raises:
-        UsageError: The layout does not fit the number of ranks, in all or per host.
+        UsageError: The layout does not fit the number of ranks, or of ranks per host.
     """
     if not dist.is_initialized():
         dist.init_process_group("ronde")
@@ -47,9 +47,9 @@ def init_mesh(
     is_known = ranks.size == layout.num_ranks
     if is_known and ranks.local_size % layout.tp and not allow_tp_over_hosts:
         raise UsageError(
-            f"tp must divide the ranks of a host: {ranks.local_size}, got "
-            f"tp={layout.tp}: a group would span hosts. Take another tp, or "
-            "allow_tp_over_hosts=True."
+            f"tp must divide the number of ranks per host, {ranks.local_size}, got "
+            f"tp={layout.tp}. Choose another tp, or pass allow_tp_over_hosts=True to "
+            "let tp's groups span hosts."
         )
     sizes = {a: n for a, n in layout.sizes.items() if n > 1 or a == "dp_shard"}
     return init_device_mesh(
@@ -75,29 +75,31 @@ def parallelize(
 ) -> nn.Module:
     """Shard a model in place, over tp and then over dp; return it. Collective.
 
-    All ranks get the weights and buffers of the mesh's first rank, as with DDP. With tp
-    one block of each kind is tested whole and divided, on a tiny input. Make a plain
-    torch optimizer afterwards, from ``model.parameters()``.
+    All ranks get the weights and buffers of the mesh's first rank, as with DDP. With
+    tp, one block of each kind is run both whole and divided, on a tiny input, and the
+    results are compared. Make a plain torch optimizer from ``model.parameters()``
+    afterwards.
 
     Args:
         model: A model on the mesh's device.
         mesh: A mesh from ``init_mesh``, or one with the same names.
-        zero: 3 gathers weights for each pass and drops them after it; 2 keeps them from
-            the forward to the backward.
-        units: The classes of modules to gather as a whole; None takes ``find_units``.
-        plan: For tp, a plan of ``parallelize_module``; None takes
+        zero: 3 frees gathered weights after each pass; 2 keeps them from the forward to
+            the backward pass.
+        units: The classes of modules to gather as a whole, by default those of
+            ``find_units``.
+        plan: The plan of ``parallelize_module`` for tp, by default that of
             ``tensor_parallel_plan``.
         precision: The dtypes of gathered weights and reduced gradients.
 
     Raises:
-        UsageError: An axis is not supported, the model has no plan for one, a block
-            divided over tp gives different results, or models differ between ranks.
+        UsageError: An axis is not supported, there is no plan for tp, a block divided
+            over tp gives different results, or models differ between ranks.
     """
     names = mesh.mesh_dim_names or ()
     if zero not in (2, 3):
         raise UsageError(
-            f"zero must be 2 or 3, got {zero}. For 1, take the bare model and "
-            "ronde.torch.DistributedOptimizer(zero=1)."
+            f"zero must be 2 or 3, got {zero}. For 1, use "
+            "ronde.torch.DistributedOptimizer(zero=1) with the bare model."
         )
     for axis, cure in (
         ("pp", "Use pipeline()."),
@@ -105,7 +107,7 @@ def parallelize(
     ):
         if axis in names and mesh[axis].size() > 1:
             size = mesh[axis].size()
-            raise UsageError(f"mesh must have no {axis}, got {axis}={size}. {cure}")
+            raise UsageError(f"parallelize() does not support {axis}={size}. {cure}")
     found = find_units(model, units)
     groups = _by_dtype([*found, model])
     make_equal(model, mesh)
@@ -114,7 +116,7 @@ def parallelize(
         require_same_results(model, mesh["tp"], tp_plan)
         parallelize_module(model, mesh["tp"], dict(tp_plan))
     elif plan is not None:
-        raise UsageError("plan must be None without tp, got one. Give the layout a tp.")
+        raise UsageError("plan cannot be used without tp. Choose a layout with tp.")
     data = tuple(name for name in _DATA if name in names)
     if not data or (mesh[data].size() == 1 and precision is None):
         return model
@@ -150,15 +152,14 @@ def find_units(
     if not found:
         names = ", ".join(each.__name__ for each in classes)
         raise UsageError(
-            f"units must be classes of the model's modules, got {names}, but "
-            f"{type(model).__name__} has none of them."
+            f"{type(model).__name__} has no module of the classes in units: {names}."
         )
     units = [module for module in reversed(found) if module is not model]
     for owners in _shared(model, units):
         first, second, *_ = owners.values()
         raise UsageError(
-            f"units must not share parameters, got {first}, which is also {second}. "
-            "Take classes of modules that contain both."
+            f"units must not share parameters, but {first} and {second} are the same "
+            "parameter. Choose classes of modules that contain both."
         )
     return units
 
@@ -195,7 +196,7 @@ def _find_repeated(module: nn.Module, units: list[nn.Module]) -> None:
 def _by_dtype(units: Sequence[nn.Module]) -> list[list[nn.Module]]:
     """Return the groups to shard: each unit after its modules of another dtype.
 
-    FSDP2 gathers one dtype per group, and would raise only in the first forward.
+    FSDP2 supports one dtype per group, and reports others only in the first forward.
     """
     seen: set[nn.Parameter] = set()
     groups: list[list[nn.Module]] = []
@@ -211,8 +212,8 @@ def _by_dtype(units: Sequence[nn.Module]) -> list[list[nn.Module]]:
                 raise UsageError(
                     "parameters of a module must have one dtype, got "
                     f"{', '.join(sorted(map(str, dtypes)))} in "
-                    f"{type(module).__name__}. Give those of another dtype a module of "
-                    "their own."
+                    f"{type(module).__name__}. Put parameters of another dtype into a "
+                    "separate module."
                 )
             for parameter in trained:
                 # A unit has the dtype of its direct parameters, else the most frequent.

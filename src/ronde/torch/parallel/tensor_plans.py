@@ -14,7 +14,7 @@ from ronde.errors import UsageError
 
 
 class _Pair(NamedTuple):
-    """Names of layers in one module; the columns' output leads to the row's input."""
+    """Names of the layers that are cut by columns, and of the one cut by rows."""
 
     columns: tuple[str, ...]
     row: str
@@ -65,8 +65,8 @@ def tensor_parallel_plan(model: nn.Module, tp: int) -> dict[str, ParallelStyle]:
     if not plan:
         pairs = ", ".join(f"{pair.columns[0]}/{pair.row}" for pair in _PAIRS)
         raise UsageError(
-            f"model must have linear layers of known names with tp={tp}, such as "
-            f"{pairs}, got {type(model).__name__} without. Give parallelize() a plan: "
+            f"{type(model).__name__} has no linear layers with known names for "
+            f"tp={tp}, such as {pairs}. Pass a plan to parallelize(): "
             "plan={'blocks.*.in': ColwiseParallel(), 'blocks.*.out': RowwiseParallel()}"
         )
     return plan
@@ -75,6 +75,6 @@ def tensor_parallel_plan(model: nn.Module, tp: int) -> dict[str, ParallelStyle]:
 def _require_divisible(layer: str, size: str, features: int, tp: int) -> None:
     if features % tp:
         raise UsageError(
-            f"{size} of {layer} must be a multiple of tp: {tp}, got {features}. Take "
+            f"{size} of {layer} must be a multiple of tp={tp}, got {features}. Choose "
             "another tp, or another size of the layer."
         )

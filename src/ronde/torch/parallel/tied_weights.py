@@ -1,4 +1,4 @@
-"""Weights shared by several pipeline stages, kept equal by adding up gradients."""
+"""Weights shared by several pipeline stages, kept equal by summing gradients."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ Tie = dict[int, str]
 
 
 def find_ties(model: nn.Module, stages: Sequence[Sequence[str]]) -> list[Tie]:
-    """Return the weights that more than one stage has.
+    """Return the weights that several stages share.
 
     Args:
         model: The model, not yet cut.
@@ -45,7 +45,10 @@ class TiedWeights:
             self.make_equal()
 
     def make_equal(self) -> None:
-        """Give all copies the first one's values, unless on meta; collective."""
+        """Set all copies to the values of the first; collective.
+
+        Copies on the meta device are left for a later call.
+        """
         unequal, self._unequal = self._unequal, []
         for tie in unequal:
             copies = [_local(copy.detach()) for copy in self._copies(tie).values()]
@@ -57,7 +60,7 @@ class TiedWeights:
                     copy.copy_(first)
 
     def add_gradients(self) -> None:
-        """Give all copies of a weight the sum of their gradients; collective."""
+        """Set the gradient of each copy to the sum over all copies; collective."""
         for tie in self._ties:
             gradients: list[Tensor] = []
             for copy in self._copies(tie).values():
@@ -107,8 +110,8 @@ class TiedWeights:
                     for stage, name in tie.items()
                 )
                 raise UsageError(
-                    "a weight of several stages must be sharded alike in each, got "
-                    f"{copies}. Leave it out of the plan."
+                    "all stages must shard a shared weight in the same way, got "
+                    f"{copies}. Leave the weight out of the plan."
                 )
 
 

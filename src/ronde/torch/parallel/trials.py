@@ -1,8 +1,8 @@
 """Tests that blocks give the same results whole and divided over tp.
 
-They use random weights and a tiny input. They find attention with a fixed number of
-heads, which gives wrong results when divided, and norms between the projections, which
-get only a part of their gradient.
+The tests use random weights and a tiny input. They find attention with a fixed number
+of heads, which gives wrong results when divided, and norms between the projections,
+which get only a part of their gradient.
 """
 
 import inspect
@@ -40,8 +40,6 @@ _PLAIN = {
 
 
 class _CallForm(NamedTuple):
-    """The mode and arguments of a trial call of a block."""
-
     is_training: bool
     has_batch: bool  # The input has three dimensions; else two.
     repeats_input: bool  # Other arguments are the input, too; else None.
@@ -55,10 +53,10 @@ _CALL_FORMS = [
 def require_same_results(
     model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, ParallelStyle]
 ) -> None:
-    """Refuse a plan that changes the output or gradients of a block; collective.
+    """Raise if a plan changes the output or the gradients of a block; collective.
 
-    A block is a module with layers cut by columns and by rows. A copy of one of each
-    kind is tested, if it runs on one input tensor.
+    A block is a module with layers cut by columns and by rows. One block of each kind
+    is tested, on a copy, if it accepts a single input tensor.
 
     Args:
         model: The model, not yet divided.
@@ -79,10 +77,10 @@ def require_same_results(
         tried.add(kind)
         if fault := _fault(block, mesh, own_plan):
             raise UsageError(
-                f"{name or type(model).__name__} must give the same results whole and "
-                f"divided over tp={mesh.size()}, got {fault}. Take the number of heads "
-                "from the projections, view(*shape, -1, head_dim), or give "
-                "parallelize() a plan that fits."
+                f"{name or type(model).__name__} gives other results when divided over "
+                f"tp={mesh.size()}: {fault}. Derive the number of heads from the "
+                "projections, as in view(*shape, -1, head_dim), or pass a suitable "
+                "plan to parallelize()."
             )
 
 
@@ -221,7 +219,6 @@ def _run_whole(
 
 
 def _run(block: nn.Module, way: _CallForm, shape: tuple[int, ...]) -> dict[str, Tensor]:
-    """Return the first output and the gradients, by name."""
     block.train(way.is_training)
     block.zero_grad()
     weight = next(block.parameters())
@@ -269,5 +266,5 @@ def _difference(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> st
         least = 0.0 if name == _OUTPUT else _LEAST_SCALE * largest
         if not error <= _ALLOWED * max(sizes[name], least):
             size = sizes[name] or 1.0
-            return f"another {name}, off by {error / size:.2g} of its largest value"
+            return f"{name} is off by {error / size:.2g} of its largest value"
     return ""
