@@ -4,7 +4,6 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import pytest
 from tests.limits import HANG_S
 
 from ronde.collectives import open_store
@@ -13,7 +12,6 @@ from ronde.coordination import ControlChannel, Tree, connect_channel
 OVER = b"over"
 LAYOUTS = ["aaa", "aab", "ab", "abca"]
 """A letter a rank: its host. Within a host, between two, and both; three levels."""
-LONG = [pytest.param(h, marks=pytest.mark.long) for h in ("a", "aa", "aaaa", "abab")]
 
 
 def connect(claim, hosts):

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from tests.conformance.control import (
     LAYOUTS,
-    LONG as LONG_LAYOUTS,
     OVER,
     Mailbox,
     await_state,
@@ -27,12 +26,6 @@ from ronde.errors import CollectiveError
 
 DYING = [(hosts, dying) for hosts in ("aaa", "aab") for dying in (0, 2)]
 DYING += [("ab", 1), ("abca", 0)]
-LONG = [
-    (hosts, dying)
-    for hosts in ("aa", "aaaa", "ab", "abab", "abca")
-    for dying in (0, len(hosts) - 1)
-    if (hosts, dying) not in DYING
-]
 
 
 def await_loss(channel, rank):
@@ -76,10 +69,7 @@ def die(claim, hosts, dying):
     return "told"
 
 
-@pytest.mark.parametrize(
-    ("hosts", "dying"),
-    [*DYING, *(pytest.param(*each, marks=pytest.mark.long) for each in LONG)],
-)
+@pytest.mark.parametrize(("hosts", "dying"), DYING)
 def test_a_killed_neighbour_is_found(run_ranks_bare, hosts, dying):
     assert "told" in run_ranks_bare(len(hosts), die, hosts, dying, dying={dying})
 
@@ -109,7 +99,7 @@ def leave(claim, hosts, leaving):
     return "told"
 
 
-@pytest.mark.parametrize("hosts", [*LAYOUTS, *LONG_LAYOUTS])
+@pytest.mark.parametrize("hosts", LAYOUTS)
 def test_what_was_sent_before_closing_arrives(run_ranks_bare, hosts):
     told = run_ranks_bare(len(hosts), leave_in_turn, hosts)
     for of_one in zip(*told, strict=True):
@@ -169,10 +159,7 @@ def held():
     return least_resources(), num_mapped, num_bytes / 2**20
 
 
-@pytest.mark.parametrize(
-    "hosts",
-    ["a", "aab", *(pytest.param(h, marks=pytest.mark.long) for h in ("aaa", "ab"))],
-)
+@pytest.mark.parametrize("hosts", ["a", "aab"])
 def test_a_hundred_channels_leave_nothing(run_ranks_bare, hosts):
     told = run_ranks_bare(len(hosts), connect_often, hosts, 100, timeout_s=HANG_S)
     print("held after 20 and after 100:", told)  # noqa: T201

@@ -234,19 +234,6 @@ def test_a_request_that_changed_on_one_rank(size) -> None:
 
 
 @pytest.mark.parametrize("size", SEVERAL)
-def test_ranks_that_joined_count_as_zeros(size) -> None:
-    def work(coordinator):
-        rank, n = coordinator.rank, coordinator.size
-        for _ in range(3):
-            for step in range(5 * (rank + 1)):
-                (total,) = coordinator.run(summed("x", torch.ones(1)))
-                assert total.item() == n - step // 5
-            assert coordinator.run(NamedOperation(OpKind.JOIN)) == n - 1
-
-    run_coordinated(size, work)
-
-
-@pytest.mark.parametrize("size", SEVERAL)
 def test_a_rank_that_dies_while_others_sleep_for_it_is_named(size) -> None:
     def work(coordinator):
         for step in count():

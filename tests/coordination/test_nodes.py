@@ -1,7 +1,6 @@
 """The agreement, purely: real nodes, messages in every order."""
 
 import random
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import pytest
@@ -297,21 +296,3 @@ def test_a_late_bit_of_a_forgotten_name_counts_for_nothing() -> None:
     for taken in net.taken:
         assert isinstance(taken[0], RunCommand)
         assert [type(each) for each in taken[1:]] == [FailCommand, JoinedCommand]
-
-
-def test_numbers_begin_again() -> None:
-    net = network("aab", capacity=2)
-    choose = random.Random(0)
-    for step in range(100):
-        for rank in range(3):
-            ask(net, rank, request(f"n{step % 7}"))
-        net.settle(choose)
-    assert names_run(net, 2) == [f"n{step % 7}" for step in range(100)]
-    number, _ = net.nodes[0].cache.find("n1")
-    assert number < 16 * 2 + 2
-
-
-def test_equal_requests_have_equal_texts() -> None:
-    first = request("x")
-    assert Request.decode(first.text) == first
-    assert replace(first, root=1).text != first.text

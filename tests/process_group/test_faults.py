@@ -21,7 +21,7 @@ from tests.resources import least_resources
 from torch import distributed as dist, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ronde.errors import CollectiveError, PeerLostError
+from ronde.errors import CollectiveError
 from ronde.process_group import Attendance, RondeProcessGroup, SideStore
 
 HANG = timedelta(seconds=HANG_S)
@@ -58,8 +58,9 @@ def die_in_backward():
     loss = model(torch.ones(2, 9)).sum()
     with pytest.raises(RuntimeError) as raised:
         loss.backward()
-    with pytest.raises(CollectiveError):
+    with pytest.raises(CollectiveError) as again:
         dist.all_reduce(torch.ones(1))
+    assert isinstance(again.value, dist.DistBackendError)
     return str(raised.value)
 
 
@@ -70,21 +71,6 @@ def test_rank_killed_in_backward(setting):
     first, _, *others = run_in_group(setting, die_in_backward, dying=[1])
     for message in (first, *others):
         assert "PeerLostError" in message, message
-
-
-def die_before_call():
-    """Have rank 1 die before a call that returns nothing before it is over."""
-    if dist.get_rank() == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    with pytest.raises(PeerLostError) as raised:
-        dist.all_reduce(torch.ones(1))
-    assert isinstance(raised.value, dist.DistBackendError)
-    return str(raised.value)
-
-
-@on_engines
-def test_rank_killed_before_call(setting):
-    run_in_group(setting, die_before_call, dying=[1])
 
 
 # Ranks that come late
@@ -122,7 +108,7 @@ def wait_in_brief_group(communicator, port):
         store.wait(others, HANG)
         return
     with pytest.raises(
-        CollectiveError, match=r"(rank 1 did not call it)|(from ranks \[1\])"
+        CollectiveError, match=r"(rank 1 did not make this call)|(from ranks \[1\])"
     ):
         group.barrier().wait()
     store.set(f"over {rank}", "")
@@ -187,27 +173,6 @@ def test_a_monitored_barrier_names_who_is_absent():
     run_in_group(AUTO, monitor)
 
 
-def come_late():
-    """A rank may come much later than the others, and after they gave up polling."""
-    store = dist.distributed_c10d._get_default_store()
-    tensor, rank = torch.ones(1), dist.get_rank()
-    if rank == 0:
-        others = [f"near{other}" for other in range(1, dist.get_world_size())]
-        store.wait(others, HANG)
-        dist.all_reduce(tensor)
-    else:
-        work = dist.all_reduce(tensor, async_op=True)
-        assert not work.is_completed()
-        store.set(f"near{rank}", "")
-        work.wait()
-    assert tensor.item() == dist.get_world_size()
-
-
-@on_engines
-def test_late_rank(setting):
-    run_in_group(setting, come_late)
-
-
 # Calls that do not fit
 
 
@@ -219,21 +184,11 @@ def other_dtype(rank):
     dist.all_reduce(torch.ones(3, dtype=torch.float64 if rank == 1 else None))
 
 
-def other_op(rank):
-    dist.all_reduce(
-        torch.ones(3), dist.ReduceOp.MAX if rank == 1 else dist.ReduceOp.SUM
-    )
-
-
 def other_order(rank):
     if rank == 1:
         dist.broadcast(torch.ones(3), 0)
     else:
         dist.all_reduce(torch.ones(3))
-
-
-def other_root(rank):
-    dist.broadcast(torch.ones(3), int(rank == 1))
 
 
 def mismatch(call):
@@ -247,7 +202,7 @@ def mismatch(call):
 
 
 def test_mismatch():
-    calls = [other_shape, other_dtype, other_op, other_order, other_root]
+    calls = [other_shape, other_dtype, other_order]
     first, *others = run_in_group(AUTO, every, *((mismatch, call) for call in calls))
     assert others == [first] * 2
 
@@ -374,7 +329,7 @@ def use_in_fork():
 @on_engines
 def test_use_in_fork(setting):
     for message in run_in_group(setting, use_in_fork):
-        assert "must be used in the process that made it" in message
+        assert "cannot be used in its fork" in message
 
 
 def load_in_workers():

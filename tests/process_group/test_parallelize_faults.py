@@ -97,7 +97,9 @@ def off_by(build: Callable[[], nn.Sequential], layout: str, **options: object) -
             optimizer.zero_grad()
         for _ in range(1 + step % 2):  # gradients add up
             next_word(alone(inputs), inputs.flip(0)).backward()
-            model.step(own, own_targets)
+            loss = model.step(own, own_targets)
+            assert (loss is not None) == model.is_last
+            assert model.is_first == (place["pp"] == 0)
         for optimizer in optimizers:
             optimizer.step()
     expected = dict(alone.named_parameters(remove_duplicate=False))
@@ -117,6 +119,10 @@ def tied(*layouts: str, **options: object) -> list[float]:
 
 def interleaved(layout: str) -> list[float]:
     return tied(layout, **INTERLEAVED)
+
+
+def gpipe(layout: str) -> list[float]:
+    return tied(layout, schedule="GPipe")
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
@@ -525,9 +531,9 @@ def refusals() -> list[str]:
 def test_one_sentence_in_place_of_errors_of_torch(found):
     plain = "model must be a plain Sequential of consecutive layers, "
     other = "path must be a checkpoint of this model, got PATH, where "
-    shared = "units must not share parameters, got blocks.1.q_proj.weight, which is "
+    shared = "units must not share parameters, but blocks.1.q_proj.weight and "
     starts = [
-        f"{shared}also blocks.2.q_proj.weight.",
+        f"{shared}blocks.2.q_proj.weight are the same parameter.",
         f"{plain}got Attentive.",
         f"{plain}got Own.",
         "rows of a batch must be a multiple of num_microbatches: 3, got 8.",
@@ -543,6 +549,7 @@ CALLS = {
     2: {
         "tied": (tied, "pp=2"),
         "tied, interleaved": (interleaved, "pp=2"),
+        "tied, gpipe": (gpipe, "pp=2"),
         "batch norm": (normalised,),
         "refused": (refusals,),
         "ties": (equal_ties, "pp=2", "meta"),

@@ -1,8 +1,5 @@
 """Schedules of collectives: the sends and receives of each rank in each round.
 
-An engine executes a schedule, a test interprets it, and a predictor adds up its loads.
-A rank's steps are computed on demand; the loads are known without the steps.
-
 ``docs/algorithms.md`` explains and compares the algorithms. Sources: for the ring,
 Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
 workstations", 2009; for two trees, each of which carries half of the vector, Sanders,
@@ -24,7 +21,7 @@ from ronde.errors import UsageError
 
 
 class Action(StrEnum):
-    """The use of chunks in a step: sent, reduced into or overwritten."""
+    """Kinds of steps in a schedule."""
 
     SEND = "send"
     REDUCE = "reduce"  # receive and combine with this rank's elements
@@ -75,60 +72,29 @@ class Chunks:
     def span(self, first: int, count: int = 1) -> tuple[int, int]:
         return self.start(first), self.start(first + count)
 
-    def largest(self, count: int = 1) -> int:
-        """Return the largest size of ``count`` cyclically consecutive chunks."""
+    def largest(self) -> int:
         if self.offsets is None:
-            base, extra = divmod(self.numel, self.num_chunks)
-            return count * base + min(count, extra)
-        twice = (*self.offsets, *(self.numel + offset for offset in self.offsets[1:]))
-        return max(twice[r + count] - twice[r] for r in range(self.num_chunks))
-
-
-class Load(NamedTuple):
-    """Some consecutive rounds and the load of the busiest rank in each."""
-
-    num_rounds: int
-    numel: int  # most elements that a rank sends or receives in a round
+            return -(-self.numel // self.num_chunks)
+        return max(stop - start for start, stop in itertools.pairwise(self.offsets))
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
     """The rounds of one collective of ``size`` ranks."""
 
-    name: str
     size: int
     chunks: Chunks
-    loads: tuple[Load, ...]
-    of_rank: Callable[[int], Iterable[Round]]  # includes empty rounds
-
-    @property
-    def num_rounds(self) -> int:
-        return sum(load.num_rounds for load in self.loads)
-
-    def seconds(self, alpha_s: float, beta_s: float) -> float:
-        """Return the predicted duration.
-
-        Source: Hockney's model, as in Thakur, Rabenseifner and Gropp, "Optimization of
-        collective communication operations in MPICH", 2005.
-        """
-        return sum(
-            load.num_rounds * (alpha_s + beta_s * load.numel) for load in self.loads
-        )
+    of_rank: Callable[[int], Iterable[Round]]  # equally many; may be empty
 
 
-def _in_turn(
-    name: str,
-    chunks: Chunks,
-    loads: tuple[Load, ...],
-    *parts: Callable[[int, int], Iterator[Round]],
-) -> Schedule:
+def _in_turn(chunks: Chunks, *parts: Callable[[int, int], Iterator[Round]]) -> Schedule:
     """Return a schedule that runs ``parts``, functions of rank and size, in order."""
     size = chunks.num_chunks
 
     def of_rank(rank: int) -> Iterable[Round]:
         return itertools.chain.from_iterable(part(rank, size) for part in parts)
 
-    return Schedule(name, size, chunks, loads, of_rank)
+    return Schedule(size, chunks, of_rank)
 
 
 # The ring.
@@ -136,21 +102,17 @@ def _in_turn(
 
 def ring_all_reduce(size: int, numel: int) -> Schedule:
     """Reduce one share on each rank, then gather the shares: ``2 (n-1)`` rounds."""
-    chunks = Chunks(size, numel)
-    loads = (Load(2 * (size - 1), chunks.largest()),)
-    return _in_turn("ring all_reduce", chunks, loads, _collect, _distribute)
+    return _in_turn(Chunks(size, numel), _collect, _distribute)
 
 
 def ring_reduce_scatter(chunks: Chunks) -> Schedule:
     """Reduce chunk r on rank r: ``n - 1`` rounds."""
-    loads = (Load(chunks.num_chunks - 1, chunks.largest()),)
-    return _in_turn("ring reduce_scatter", chunks, loads, _collect)
+    return _in_turn(chunks, _collect)
 
 
 def ring_all_gather(chunks: Chunks) -> Schedule:
     """Copy chunk r from rank r to all ranks: ``n - 1`` rounds."""
-    loads = (Load(chunks.num_chunks - 1, chunks.largest()),)
-    return _in_turn("ring all_gather", chunks, loads, _distribute)
+    return _in_turn(chunks, _distribute)
 
 
 def ring_broadcast(size: int, numel: int, root: int) -> Schedule:
@@ -167,8 +129,7 @@ def ring_broadcast(size: int, numel: int, root: int) -> Schedule:
             else:
                 yield ()
 
-    loads = (Load(size - 1, numel),)
-    return Schedule("ring broadcast", size, Chunks(1, numel), loads, of_rank)
+    return Schedule(size, Chunks(1, numel), of_rank)
 
 
 def _collect(rank: int, size: int) -> Iterator[Round]:
@@ -206,14 +167,7 @@ def tree_all_reduce(size: int, numel: int) -> Schedule:
                 rounds[depth + index].append(ScheduleStep(action, peer - 1, chunk))
         return map(tuple, rounds)
 
-    chunks = Chunks(len(trees), numel)
-    # Most nodes have two children that send.
-    to_root = tuple(
-        Load(1, chunks.largest() * (2 if 3 << height <= size else 1))
-        for height in range(depth)
-    )
-    loads = to_root + _spread_loads(trees[0], chunks)
-    return Schedule("tree all_reduce", size, chunks, loads, of_rank)
+    return Schedule(size, Chunks(len(trees), numel), of_rank)
 
 
 def tree_broadcast(size: int, numel: int, root: int) -> Schedule:
@@ -237,9 +191,7 @@ def tree_broadcast(size: int, numel: int, root: int) -> Schedule:
                 rounds[1 + index].append(ScheduleStep(action, peer, chunk))
         return map(tuple, rounds)
 
-    chunks = Chunks(len(trees), numel)
-    loads = (Load(min(1, num_rounds), numel), *_spread_loads(trees[0], chunks))
-    return Schedule("tree broadcast", size, chunks, loads, of_rank)
+    return Schedule(size, Chunks(len(trees), numel), of_rank)
 
 
 class _BinaryTree(NamedTuple):
@@ -311,41 +263,26 @@ def _height(node: int) -> int:
     return (node & -node).bit_length() - 1
 
 
-def _spread_loads(tree: _BinaryTree, chunks: Chunks) -> tuple[Load, ...]:
-    # The root has one child if the size is a power of two.
-    has_one_child = tree.size == 1 << max(0, tree.depth)
-    return tuple(
-        Load(1, chunks.largest() * (1 if level == 0 and has_one_child else 2))
-        for level in range(tree.depth)
-    )
-
-
 # Halving and doubling.
 
 
 def halving_doubling_all_reduce(size: int, numel: int) -> Schedule:
     """Reduce one share on each rank, then gather: ``2 ceil(log2 n)`` rounds."""
-    chunks = Chunks(size, numel)
-    loads = _halving_loads(chunks)
-    name = "halving_doubling all_reduce"
-    return _in_turn(name, chunks, loads + loads[::-1], _halve, _double)
+    return _in_turn(Chunks(size, numel), _halve, _double)
 
 
 def halving_doubling_reduce_scatter(chunks: Chunks) -> Schedule:
     """Reduce chunk r on rank r: ``ceil(log2 n)`` rounds."""
-    name = "halving_doubling reduce_scatter"
-    return _in_turn(name, chunks, _halving_loads(chunks), _halve)
+    return _in_turn(chunks, _halve)
 
 
 def halving_doubling_all_gather(chunks: Chunks) -> Schedule:
     """Copy chunk r from rank r to all ranks: ``ceil(log2 n)`` rounds."""
-    name = "halving_doubling all_gather"
-    return _in_turn(name, chunks, _halving_loads(chunks)[::-1], _double)
+    return _in_turn(chunks, _double)
 
 
 def halving_doubling_broadcast(size: int, numel: int, root: int) -> Schedule:
     """Scatter the chunks, then gather them: ``2 ceil(log2 n)`` rounds."""
-    chunks = Chunks(size, numel)
 
     def of_rank(rank: int) -> Iterator[Round]:
         # Ranks and chunks are relative to the root here.
@@ -353,11 +290,7 @@ def halving_doubling_broadcast(size: int, numel: int, root: int) -> Schedule:
         for steps in (*_scatter(position, size), *_double(position, size)):
             yield tuple(replace(s, peer=(s.peer + root) % size) for s in steps)
 
-    # The root sends the most chunks, and the largest ones.
-    spans = [chunks.span(kept, live - kept) for live, kept in _distances(size)]
-    scatter = tuple(Load(1, stop - start) for start, stop in spans)
-    loads = scatter + _halving_loads(chunks)[::-1]
-    return Schedule("halving_doubling broadcast", size, chunks, loads, of_rank)
+    return Schedule(size, Chunks(size, numel), of_rank)
 
 
 def _distances(size: int) -> list[tuple[int, int]]:
@@ -421,16 +354,9 @@ def _scatter(position: int, size: int) -> Iterator[Round]:
         yield tuple(steps)
 
 
-def _halving_loads(chunks: Chunks) -> tuple[Load, ...]:
-    return tuple(
-        Load(1, chunks.largest(live - kept))
-        for live, kept in _distances(chunks.num_chunks)
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class Algorithm:
-    """An algorithm: one function for each collective that makes its schedule."""
+    """Functions that return the schedule of each collective for one algorithm."""
 
     name: str
     all_reduce: Callable[[int, int], Schedule]  # size, numel

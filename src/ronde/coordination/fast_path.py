@@ -178,7 +178,7 @@ class FastPath:
             self._skip()
 
     def ran(self) -> None:
-        """Count an operation that ran without the fast path."""
+        """Count an operation that did not use the fast path."""
         if self._num_left:
             self._num_left -= 1
 
@@ -236,7 +236,7 @@ class FastPath:
                     doorbell.notify()
 
     def _is_complete(self, number: int) -> bool:
-        """Return True if all ranks have entered a round; any thread."""
+        """Return True if all ranks have entered a round; thread-safe."""
         for words in self._other_words:
             if words[_NUMBER] < number:
                 return False

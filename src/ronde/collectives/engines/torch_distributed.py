@@ -184,8 +184,8 @@ class Nccl:
             from torch.distributed import ProcessGroupNCCL
         except ImportError as error:
             raise UsageError(
-                "torch must be built with NCCL to reduce CUDA tensors, got "
-                f"{torch.__version__}."
+                f"torch {torch.__version__} was built without NCCL, which CUDA tensors "
+                "need. Install a CUDA build of torch."
             ) from error
         options = ProcessGroupNCCL.Options()
         options._timeout = limit  # noqa: SLF001  the only name
@@ -201,8 +201,8 @@ class Nccl:
         """Queue a ``send`` or ``recv``, to start in one group with other messages."""
         if tag:
             raise UsageError(
-                f"tag must be 0 for CUDA tensors, got {tag}: NCCL has no tags. Leave "
-                "it out, and receive in the order in which the other rank sends."
+                f"tag must be 0 for CUDA tensors, as NCCL has no tags, got {tag}. Omit "
+                "the tag, and receive messages in the order in which they are sent."
             )
         post = getattr(self.group, call)
         message = GroupedMessage(self, lambda: post([values], peer, 0))
@@ -513,11 +513,11 @@ def _hold(_groups: Sequence[Backend], works: Sequence[BackendWork]) -> None:
 
 
 def _find_own_address(store: Store, rank: int, size: int, timeout: timedelta) -> str:
-    """Return the address of this host towards the store; collective.
+    """Return this host's address on the route to the store; collective.
 
-    Empty if there is no route, or not through an interface that the user named; torch
-    chooses the address then. The store's own host uses the address that other ranks
-    use, since its name may resolve to the loopback address.
+    Empty if there is no route, or if the user named another interface; torch then
+    chooses the address. The store's own host uses the address that other ranks use,
+    since its name may resolve to the loopback address.
     """
     target = _find_target(store)
     own = source_towards(target) if target else ""

@@ -39,8 +39,8 @@ After a connection's ``find_loss`` returns a loss, no further message arrives.
 class ControlChannel:
     """Sends messages between one rank and its neighbours in a tree.
 
-    Every event of a connection rings the doorbell of ``waiter``. ``shared`` is the
-    shared memory of all ranks if they are on one host.
+    Every event of a connection notifies ``waiter``. ``shared`` is the shared memory of
+    all ranks if they are on one host.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ def connect_channel(
 
     Args:
         store: Empty under the keys used here; None for one rank.
-        exchange: For ranks on one host, an exchange that is faster than the store's.
+        exchange: For ranks on one host; exchanges bytes faster than the store does.
 
     Raises:
         CollectiveError: Not all ranks connected in time.
@@ -182,5 +182,5 @@ def _share_memory(
         return SharedMemoryTransport(exchange, ranks, tree)
     except NoSharedMemoryError as error:  # on all ranks of the host, or none
         if ranks[0] == tree.rank:
-            _logger.warning("Gloo sends the coordination messages: %s", error)
+            _logger.warning("Falling back to Gloo for coordination: %s", error)
         return None

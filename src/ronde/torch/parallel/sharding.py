@@ -157,8 +157,8 @@ def find_units(
     for owners in _shared(model, units):
         first, second, *_ = owners.values()
         raise UsageError(
-            f"units must not share parameters, got {first}, which is also {second}. "
-            "Take classes of modules that contain both."
+            f"units must not share parameters, but {first} and {second} are the same "
+            "parameter. Choose classes of modules that contain both."
         )
     return units
 

@@ -58,7 +58,7 @@ class SharedMemoryEngine(Engine):
     ) -> None:
         """Connect to all other ranks; collective.
 
-        A sleeping wait polls for the first time after ``first_nap_s``.
+        ``first_nap_s`` is the first polling interval of a sleeping wait.
 
         Raises:
             NoSharedMemoryError: The ranks are on several machines, or memory is short.
