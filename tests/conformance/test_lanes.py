@@ -96,8 +96,7 @@ def test_long_tensors_by_schedules(run_ranks, algorithm, size):
 
 
 @pytest.mark.parametrize(
-    ("hosts", "algorithm"),
-    [("abab", "ring"), ("aab", ""), ("ab", "")],
+    ("hosts", "algorithm"), [("abab", "ring"), ("aab", ""), ("ab", "")]
 )
 def test_long_tensors_on_two_levels(run_ranks, hosts, algorithm):
     size = len(hosts)

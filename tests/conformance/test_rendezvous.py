@@ -11,13 +11,7 @@ import torch
 from tests.limits import HANG_S
 from torch import distributed as dist
 
-from ronde.collectives import (
-    connect,
-    join_at,
-    socket_name,
-    socket_prefix,
-    store_at,
-)
+from ronde.collectives import connect, join_at, socket_name, socket_prefix, store_at
 from ronde.errors import CollectiveError, WorldError
 from ronde.store import own_directories, remove, serve_locally
 from ronde.world import Launcher, Meeting, RankInfo

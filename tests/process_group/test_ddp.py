@@ -14,7 +14,7 @@ SIZE = AUTO.size
 
 
 class Branches(nn.Module):
-    """Odd layers in float64, of which a step and a rank leave some out."""
+    """Odd layers in float64; some are unused, depending on step and rank."""
 
     def __init__(self):
         super().__init__()
@@ -125,7 +125,7 @@ def test_other_engines_and_sizes(setting):
 
 
 def all_used(options):
-    """Train without parameters that are left out, so that none are looked for."""
+    """Train without unused parameters and without a search for them."""
     rank = dist.get_rank()
     model = DistributedDataParallel(
         nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3)).double(), **options
@@ -139,10 +139,7 @@ def all_used(options):
     return [parameter.grad for parameter in model.parameters()]
 
 
-ALL_USED = {
-    "all used": {},
-    "all used, tiny buckets": {"bucket_cap_mb": TINY_MB},
-}
+ALL_USED = {"all used": {}, "all used, tiny buckets": {"bucket_cap_mb": TINY_MB}}
 
 
 @pytest.mark.parametrize("name", ALL_USED)
@@ -185,7 +182,7 @@ def hook_plain(model):
 
 
 def hook_power_sgd(model):
-    """Register PowerSGD with so many ranks that nothing is lost."""
+    """Register PowerSGD with a rank so high that it loses nothing."""
     state = powerSGD_hook.PowerSGDState(
         None,
         matrix_approximation_rank=13,
@@ -235,7 +232,7 @@ def test_buffers(found):
 
 
 def join_early():
-    """Train for a step more on every rank than on the one before it."""
+    """Train one step more on each rank than on the previous one."""
     rank = dist.get_rank()
     model = DistributedDataParallel(Branches(), find_unused_parameters=True)
     optimizer = sgd(model)

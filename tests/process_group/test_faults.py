@@ -1,4 +1,4 @@
-"""What ends badly: ranks that die, come late, or make other calls than the rest."""
+"""Faults: ranks that die, are late, or make different calls."""
 
 import gc
 import logging
@@ -26,7 +26,7 @@ from ronde.process_group import Attendance, RondeProcessGroup, SideStore
 
 HANG = timedelta(seconds=HANG_S)
 BRIEF = timedelta(seconds=0.5)
-"""Of a call that is to fail; others have a group's timeout, which never comes."""
+"""The timeout of calls that must fail."""
 on_engines = pytest.mark.parametrize("setting", [*ENGINES[:2], ENGINES[3]], ids=str)
 
 
@@ -43,7 +43,7 @@ def message_of(call, *args, **kwargs):
 
 
 def die_in_backward():
-    """Have rank 1 die in the third backward; return what the others see."""
+    """Kill rank 1 in the third backward; return the other ranks' errors."""
     model = DistributedDataParallel(nn.Sequential(nn.Linear(9, 9), nn.Linear(9, 9)))
     seen = []
 
@@ -77,7 +77,7 @@ def test_rank_killed_in_backward(setting):
 
 
 def wait_twice():
-    """Have ranks wait in brief for rank 1, which comes later, and wait again."""
+    """Let waits for rank 1 expire, then wait again until it has made the call."""
     store = dist.distributed_c10d._get_default_store()
     rank, size, total = dist.get_rank(), dist.get_world_size(), torch.ones(1)
     if rank == 1:
@@ -99,7 +99,7 @@ def test_call_goes_on_after_a_brief_wait(setting):
 
 
 def wait_in_brief_group(communicator, port):
-    """Connecting is not what must be brief."""
+    """Use a short timeout for the calls, but not for connecting."""
     rank, size = communicator.rank, communicator.size
     store = dist.TCPStore("127.0.0.1", port, timeout=HANG)
     group = RondeProcessGroup(communicator, store, timedelta(seconds=2))
@@ -116,14 +116,14 @@ def wait_in_brief_group(communicator, port):
 
 
 @pytest.mark.parametrize("engine", ["auto", "gloo"])
-def test_timeout_of_group_names_who_is_absent(engine):
+def test_timeout_names_the_absent_rank(engine):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     by = By(engine)
     run_ranks(3, wait_in_brief_group, store.port, timeout_s=HANG_S, connecting=by)
 
 
 def test_a_lost_store_does_not_delay_a_late_call():
-    """A clone of it would try to connect for as long as its timeout."""
+    """A clone of the store would try to connect until its timeout."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     store = dist.TCPStore("127.0.0.1", server.port, timeout=timedelta(minutes=30))
     del server
@@ -133,7 +133,7 @@ def test_a_lost_store_does_not_delay_a_late_call():
 
 
 class Continuing(logging.Handler):
-    """Continues the process that a warning calls stopped."""
+    """Continues the process that a warning reports as stopped."""
 
     def emit(self, record):
         os.kill(
@@ -142,7 +142,7 @@ class Continuing(logging.Handler):
 
 
 def stop_for_a_while():
-    """Have rank 1 stop itself; rank 0 continues it, once it is warned."""
+    """Stop rank 1; rank 0 continues it after the warning."""
     if dist.get_rank() == 0:
         logging.getLogger("ronde").addHandler(Continuing())
     total = torch.ones(1)
@@ -153,12 +153,12 @@ def stop_for_a_while():
     return total.item()
 
 
-def test_stopped_rank_is_waited_for():
+def test_stopped_rank_is_not_lost():
     assert run_in_group(AUTO, stop_for_a_while) == [9.0] * 3
 
 
 def monitor():
-    """Rank 0 names who does not come in time; the group goes on."""
+    """Rank 0's error names the late ranks, and the group stays usable."""
     group, rank = dist.group.WORLD, dist.get_rank()
     group.monitored_barrier(HANG)
     if rank == 0:
@@ -169,7 +169,7 @@ def monitor():
     dist.barrier()
 
 
-def test_a_monitored_barrier_names_who_is_absent():
+def test_monitored_barrier_names_absent_ranks():
     run_in_group(AUTO, monitor)
 
 
@@ -208,7 +208,7 @@ def test_mismatch():
 
 
 def fail_in_backward(call, raised):
-    """Fail when the last layer's bucket is under way; then train as if nothing was."""
+    """Fail while the last layer's bucket is reduced; then train normally."""
     rank, size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
@@ -251,7 +251,7 @@ def test_failure_in_backward():
 
 
 def begin_again(_):
-    """Return what is held, with nothing left to Python's search for cycles."""
+    """Return the resources held, without Python's cycle collector."""
     gc.disable()
     counts = []
     for turn in range(15):
@@ -270,7 +270,7 @@ def begin_again(_):
     return counts
 
 
-def test_fifteen_beginnings():
+def test_groups_free_their_resources():
     for early, late in run_ranks_bare(
         3, begin_again, launcher="torchrun", timeout_s=HANG_S
     ):
@@ -306,7 +306,7 @@ def test_use_after_end(setting):
 
 
 def use_in_fork():
-    """Have a fork make a call; return what it was told."""
+    """Make a call in a forked child; return its error."""
     size = dist.get_world_size()
     dist.all_reduce(torch.ones(1))
     reading, writing = os.pipe()

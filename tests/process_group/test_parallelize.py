@@ -12,7 +12,7 @@ import pytest
 import torch
 from tests.limits import HANG_S
 from tests.parity.sessions import message_of
-from tests.process_group.groups import AUTO, Setting, run_all, run_in_group
+from tests.process_group.groups import Setting, run_all, run_in_group
 from tests.ranks import run_ranks_bare
 from torch import Tensor, distributed as dist, nn
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
@@ -79,32 +79,6 @@ def batches(count: int = 3) -> list[tuple[Tensor, Tensor]]:
     ]
 
 
-def parities(layouts: list[str]) -> list[str]:
-    found = []
-    for text in layouts:
-        layout = Layout.parse(text)
-        for zero in (2, 3):
-            parity = parallel.check_parity(Model, layout, batches(), loss_of, zero=zero)
-            assert parity.is_equal, str(parity)
-            assert parity.num_steps == 3
-            found.append(str(parity.layout))
-    return found
-
-
-@pytest.mark.parametrize(
-    ("setting", "layouts"),
-    [
-        (AUTO, ["dp_shard=-1", "dp_replicate=3", "tp=3"]),
-        (Setting("hierarchical", 4), ["dp_shard=2,tp=2"]),
-    ],
-    ids=str,
-)
-def test_layouts_follow_one_process(setting, layouts):
-    expected = [Layout.parse(each).resolve(setting.size) for each in layouts]
-    for found in run_in_group(setting, parities, layouts):
-        assert found == [str(each) for each in expected for _ in (2, 3)]
-
-
 class MixedBlock(Block):
     """Normalises in double precision, and has a scale of its own in single."""
 
@@ -126,7 +100,7 @@ def build_mixed() -> Model:
 
 
 def train_mixed(layout: str) -> tuple[float, list[str]]:
-    """Return how far two ranks and one come apart, and what is gathered as one."""
+    """Return the largest difference to one process, and the names of FSDP units."""
     torch.manual_seed(0)
     alone = build_mixed()
     shared = deepcopy(alone)
@@ -155,7 +129,7 @@ def wrong_parities() -> list[str]:
     found = [parallel.check_parity(Model, Layout(dp_shard=2), batches(), sum_of)]
 
     class Scaled(Model):
-        """Trains other weights where it is sharded."""
+        """Computes another output when it is sharded."""
 
         def forward(self, inputs: Tensor) -> Tensor:
             factor = 1.01 if isinstance(self, FSDPModule) else 1.0
@@ -166,7 +140,7 @@ def wrong_parities() -> list[str]:
     return [str(each) for each in found]
 
 
-def test_what_differs_is_named(found):
+def test_parity_names_the_difference(found):
     for summed, scaled in found["wrong"]:
         assert "The first above 1.5e-08: step 0: loss is off by 0.5" in summed
         assert "step 0: loss is off by " in scaled
@@ -200,7 +174,7 @@ def refusals() -> list[str]:
     ]  # fmt: skip
 
 
-def test_what_cannot_be_is_refused(found):
+def test_bad_arguments_are_refused(found):
     starts = [
         "model must have linear layers of known names with tp=2, such as",
         "out_features of up must be a multiple of tp: 2, got 9.",
@@ -298,7 +272,7 @@ def pipeline_refusals() -> list[str]:
     ]
 
 
-def test_pipelines_that_cannot_be_are_refused(found):
+def test_bad_pipelines_are_refused(found):
     starts = [
         "mesh must have pp of at least 2, got none.",
         "schedule must be one of GPipe, 1F1B, Interleaved1F1B, got 'ZBV'.",
@@ -318,7 +292,7 @@ Step = Callable[[Tensor, Tensor], object]
 
 
 def few_layers() -> nn.Sequential:
-    """As many as stages; one of them has a plan for tp."""
+    """As many layers as stages; one of them has a tp plan."""
     torch.manual_seed(4)
     named = OrderedDict[str, nn.Module](block=Block())
     widths = {"wide": WIDTH, "narrow": 7, "odd": 9, "bare": 7, "head": 5}
@@ -398,7 +372,7 @@ LAYOUTS = {
 def in_layouts(
     layouts: list[str], size: int, function: Callable, *args: object
 ) -> list[dict[str, Tensor]]:
-    """Return what a function gives on the ranks, put together, one for each layout."""
+    """Return the merged results of all ranks, for each layout."""
     of_ranks = run_in_group(Setting("auto", size), function, *args, layouts)
     return [
         dict(chain(*(part.items() for part in parts)))
@@ -429,7 +403,7 @@ def load_missing() -> str:
         return message_of(UsageError, parallel.load, Path(folder) / "model", *own)
 
 
-def test_a_checkpoint_that_is_not_there(found):
+def test_missing_checkpoint(found):
     for message in found["missing"]:
         assert message.startswith("path must be a folder that save() wrote, got ")
         assert message.endswith("model.previous is the one before.")
@@ -447,7 +421,7 @@ def adamw(parameters) -> Optimizer:
 
 
 def real_peaks(_: object, layout: str) -> list[int]:
-    """Return what the tracker counts on a rank that trains.
+    """Return the peaks that torch's tracker counts on a training rank.
 
     On Gloo: of ronde's buffers it counts all of the memory that they are part of.
     """
@@ -478,7 +452,7 @@ def real_peak(layout: str, zero: int) -> int:
 
 
 @pytest.mark.parametrize("layout", ["dp_shard=3", "dp_shard=2,tp=2"])
-def test_the_estimate_is_what_ranks_hold(layout):
+def test_estimate_matches_measured_memory(layout):
     parsed = Layout.parse(layout)
     real = run_ranks_bare(
         parsed.num_ranks, real_peaks, layout, launcher="torchrun", timeout_s=HANG_S

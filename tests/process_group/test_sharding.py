@@ -2,13 +2,7 @@
 
 import pytest
 import torch
-from tests.process_group.groups import (
-    AUTO,
-    ENGINES,
-    SMOKE,
-    run_all,
-    run_in_group,
-)
+from tests.process_group.groups import AUTO, ENGINES, SMOKE, run_all, run_in_group
 from torch import distributed as dist, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -62,7 +56,7 @@ def adam(model):
 
 
 def on_one_process(num_parts, clip=None):
-    """Train with the gradients of so many parts; return weights and norms."""
+    """Train with the gradients of several parts; return weights and norms."""
     model = build()
     optimizer = adam(model)
     norms = []
@@ -247,5 +241,5 @@ CALLS = {
 
 
 @pytest.mark.parametrize("name", ["mixed", "redistribute", "compile"])
-def test_what_ranks_compare_by_themselves(found, name):
+def test_checks_on_the_ranks(found, name):
     assert found[name] == (None,) * SIZE

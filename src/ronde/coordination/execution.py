@@ -340,10 +340,7 @@ class FusionTuning:
     """
 
     def __init__(
-        self,
-        default_bytes: int,
-        options: TuningOptions,
-        change: Callable[[int], None],
+        self, default_bytes: int, options: TuningOptions, change: Callable[[int], None]
     ) -> None:
         others = [size for size in _SIZES if size != default_bytes]
         self._tuner = Tuner(

@@ -39,12 +39,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import (
-    PrefixStore,
-    ProcessGroupGloo,
-    ReduceOp as TorchOp,
-    Store,
-)
+from torch.distributed import PrefixStore, ProcessGroupGloo, ReduceOp as TorchOp, Store
 from torch.distributed.distributed_c10d import AllreduceOptions, BroadcastOptions
 
 from ronde.addresses import is_loopback, read_interfaces, source_towards
@@ -173,12 +168,7 @@ class Nccl:
     # come in different orders on two ranks would wait for ever.
 
     def __init__(
-        self,
-        store: Store,
-        rank: int,
-        size: int,
-        limit: timedelta,
-        device: torch.device,
+        self, store: Store, rank: int, size: int, limit: timedelta, device: torch.device
     ) -> None:
         try:
             from torch.distributed import ProcessGroupNCCL

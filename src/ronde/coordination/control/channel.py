@@ -56,7 +56,6 @@ class ControlChannel:
         self._transports = tuple(transports)
         self._connections = {c.rank: c for t in transports for c in t.connections}
         self.wait, self.wake = waiter.wait, waiter.wake
-        self.add_waiter, self.remove_waiter = waiter.add_waiter, waiter.remove_waiter
 
     def send(self, to: int, message: bytes) -> None:
         """Send a message, or drop it if the neighbour is lost. Never waits.

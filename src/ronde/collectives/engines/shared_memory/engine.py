@@ -21,10 +21,7 @@ from ronde.collectives.engines.shared_memory.point_to_point import (
     ChannelMemory,
     PointToPoint,
 )
-from ronde.collectives.engines.shared_memory.progress import (
-    FIRST_NAP_S,
-    ProgressEngine,
-)
+from ronde.collectives.engines.shared_memory.progress import FIRST_NAP_S, ProgressEngine
 from ronde.collectives.engines.shared_memory.shared_state import (
     ControlBlock,
     ExchangeBytes,
