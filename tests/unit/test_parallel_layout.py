@@ -123,5 +123,7 @@ def test_a_size_below_1_is_refused() -> None:
 
 
 def test_groups_need_all_sizes() -> None:
-    with pytest.raises(UsageError, match=r"^layout must have no -1, got dp_shard=-1"):
+    with pytest.raises(
+        UsageError, match=r"^layout must not contain -1, got dp_shard=-1"
+    ):
         Layout(dp_shard=-1).groups("tp")

@@ -37,7 +37,7 @@ def adasum_all_reduce(
         )
     if tensor.dtype not in FLOATS:
         raise UsageError(
-            f"tensor must be of a floating dtype for Adasum, got {tensor.dtype}."
+            f"tensor must have a floating-point dtype for Adasum, got {tensor.dtype}."
         )
     if lengths and sum(lengths) != tensor.numel():
         raise UsageError(

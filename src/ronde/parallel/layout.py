@@ -76,7 +76,7 @@ class Layout:
     def num_ranks(self) -> int:
         if self._open:
             raise UsageError(
-                f"layout must have no -1, got {self}. Call resolve(world_size) first."
+                f"layout must not contain -1, got {self}. Call resolve(world_size) first."
             )
         return math.prod(astuple(self))
 
