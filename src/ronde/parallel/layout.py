@@ -76,7 +76,8 @@ class Layout:
     def num_ranks(self) -> int:
         if self._open:
             raise UsageError(
-                f"layout must not contain -1, got {self}. Call resolve(world_size) first."
+                f"layout must not contain -1, got {self}. Call "
+                "resolve(world_size) first."
             )
         return math.prod(astuple(self))
 
