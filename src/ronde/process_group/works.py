@@ -18,7 +18,7 @@ from ronde.process_group.attendance import Attendance
 _POLL_EVERY_S, _NOTE_AFTER_S = 0.05, 1.0
 _torch: Any = torch
 _current_node: Callable[[], object] = _torch._C._current_autograd_node  # noqa: SLF001  its only name
-_current_backward: Callable[[], int] = _torch._C._current_graph_task_id  # noqa: SLF001  likewise
+_current_backward: Callable[[], int] = _torch._C._current_graph_task_id  # noqa: SLF001  its only name
 
 
 class BackendError(CollectiveError, dist.DistBackendError):

@@ -60,7 +60,7 @@ except (ImportError, RuntimeError) as error:
 
 Start = Callable[[MPI.Intracomm], Sequence[MPI.Request]]
 _Buffer = list[Any]
-_MANY_UNDER_WAY = 256
+_MANY_IN_PROGRESS = 256
 
 MAX_COUNT = 1 << 30  # elements in one of MPI's calls
 _SPIN_S = 0.002
@@ -94,7 +94,7 @@ class MpiLibrary:
             watch_exit()
             atexit.register(self._finalize)
         self.has_failed = False
-        self.under_way: set[MpiWork] = set()  # kept alive: MPI uses their tensors
+        self.in_progress: set[MpiWork] = set()  # kept alive: MPI uses their tensors
         provided = MPI.Query_thread()
         if provided < MPI.THREAD_SERIALIZED:
             raise UsageError(
@@ -295,10 +295,10 @@ class MpiWork(Work[None]):
         self._context = context
         self._held = held
         self._is_closed = is_closed
-        if len(library.under_way) >= _MANY_UNDER_WAY:
-            for other in list(library.under_way):
+        if len(library.in_progress) >= _MANY_IN_PROGRESS:
+            for other in list(library.in_progress):
                 other.is_done()
-        library.under_way.add(self)
+        library.in_progress.add(self)
 
     def _poll(self) -> bool:
         with self._library.calling:
@@ -308,7 +308,7 @@ class MpiWork(Work[None]):
                 self._fail(error)
                 return True
         if self.is_over:
-            self._library.under_way.discard(self)
+            self._library.in_progress.discard(self)
             self._requests, self._held = [], ()
         return self.is_over
 

@@ -291,7 +291,7 @@ class Groups:
             self._address = _find_own_address(addresses, rank, size, self._timeout)
         self._is_closed = False
         self._given_up_s = math.inf
-        self._under_way: set[BackendWork] = set()
+        self._in_progress: set[BackendWork] = set()
         self._thread: ThreadPoolExecutor | None = None
         self._waiters = Waiters()
         self._nccl: Nccl | None = None
@@ -337,7 +337,7 @@ class Groups:
         return GlooMessage(work, self._waiters, partial(is_cut_off, gloo, peer))
 
     def track(self, work: BackendWork) -> BackendWork:
-        known = self._under_way
+        known = self._in_progress
         known.add(work)
         if len(known) > _MOST_KNOWN:
             done = [each for each in known.copy() if each.is_completed()]
@@ -351,7 +351,7 @@ class Groups:
                 raise RuntimeError("connection closed")
             with suppress(RuntimeError):  # a time-out or a failure, raised below
                 work.wait(_CHECK_EVERY)
-        self._under_way.discard(work)
+        self._in_progress.discard(work)
         work.wait()
 
     def run_messages(self, steps: MessageSteps) -> None:
@@ -406,7 +406,7 @@ class Groups:
         self._scope.call_later(self._free)
 
     def _free(self) -> None:
-        groups, works = list(self._backends.values()), self._under_way.copy()
+        groups, works = list(self._backends.values()), self._in_progress.copy()
         for work in works:
             with suppress(RuntimeError):
                 self.wait_for(work)
