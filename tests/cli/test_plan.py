@@ -70,7 +70,7 @@ def test_a_limit(capsys: pytest.CaptureFixture[str]) -> None:
         "It fits: 414.1KiB of 976.6KiB are left.\n"
     )
     text = plan(capsys, *words, "500000", code=1)
-    assert "It does not fit: memory of a rank must be at most 488.3KiB, got" in text
+    assert "It does not fit: a rank has 488.3KiB of memory, but needs" in text
 
 
 def test_a_step_of_a_program(tmp_path: Path) -> None:

@@ -1,10 +1,9 @@
-"""Ranks that talk over a channel, and what they say."""
+"""Ranks that exchange messages over a control channel."""
 
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import pytest
 from tests.limits import HANG_S
 
 from ronde.collectives import open_store
@@ -12,24 +11,18 @@ from ronde.coordination import ControlChannel, Tree, connect_channel
 
 OVER = b"over"
 LAYOUTS = ["aaa", "aab", "ab", "abca"]
-"""A letter a rank: its host. Within a host, between two, and both; three levels."""
-LONG = [pytest.param(h, marks=pytest.mark.long) for h in ("a", "aa", "aaaa", "abab")]
+"""A letter per rank for its host: one host, two hosts, both, and three levels."""
 
 
 def connect(claim, hosts):
-    """Return a rank's place in the tree, and its channel; collective.
-
-    Args:
-        claim: The rank's.
-        hosts: A letter a rank: the host that it is to think itself on.
-    """
+    """Return a rank's tree and channel; collective. ``hosts`` has a letter per rank."""
     store = open_store(claim, HANG_S) if claim.size > 1 else None
     channel = connect_channel(store, claim.rank, hosts, timeout_s=HANG_S)
     return Tree.of_hosts(hosts)[claim.rank], channel
 
 
 def neighbours(tree):
-    """Return the ranks that a rank may send to."""
+    """Return the ranks to which a rank may send."""
     parent = () if tree.parent is None else (tree.parent,)
     return (*parent, *tree.children)
 
@@ -42,13 +35,13 @@ def await_state(pid, state):
 
 @dataclass(slots=True)
 class Mailbox:
-    """What came in, by sender."""
+    """The received messages by sender."""
 
     channel: ControlChannel
     received: dict[int, list[bytes]] = field(default_factory=dict)
 
     def gather(self, num_messages, *, is_eager=True):
-        """Receive until every sender named has sent so many messages in all."""
+        """Receive until each sender has sent the given number of messages in total."""
         while True:
             for sender, message in self.channel.receive():
                 self.received.setdefault(sender, []).append(message)

@@ -1,4 +1,4 @@
-"""How every engine must move tensors. Each function runs on every rank."""
+"""Checks of data movement for every engine; each function runs on every rank."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def broadcast_every_root_dtype_and_shape(communicator: Communicator, device: str
 
 
 def broadcast_keeps_layouts(communicator: Communicator, device: str):
-    """Each rank's tensor may lie in its own way."""
+    """Each rank's tensor may have its own layout."""
     rank, root = communicator.rank, communicator.size - 1
     shape = (2, 3, 4, 5)
     mine = layouts(sample(shape, torch.float32, rank, device=device))
@@ -65,7 +65,7 @@ def all_gather_even_and_uneven(communicator: Communicator, device: str):
 
 
 def concatenated(parts: list[Tensor]) -> Tensor:
-    """Put parts one after the other, by bytes: torch concatenates not every dtype."""
+    """Concatenate as bytes, since torch cannot concatenate every dtype."""
     num_rows = sum(part.shape[0] for part in parts)
     data = torch.cat([bits(part) for part in parts])
     shape = (num_rows, *parts[0].shape[1:])
@@ -129,7 +129,7 @@ def all_gather_into_a_place(communicator: Communicator, device: str):
 def all_gather_takes_rows_from_anywhere_in_the_place(
     communicator: Communicator, device: str
 ):
-    """Rows that another rank's will overwrite are read first."""
+    """Rows that another rank's rows overwrite are read first."""
     out = torch.arange(2 * communicator.size, device=device)
     last = out[-2:] + communicator.rank
     out += communicator.rank
@@ -161,7 +161,7 @@ def check_exchange(
     dtype: torch.dtype,
     device: str,
 ) -> None:
-    """Exchange by a plan of ``rows[source][to]``; one row more than sent stays."""
+    """Exchange by a plan of ``rows[source][to]``; one excess row is not sent."""
     rank = communicator.rank
     inputs = [
         sample((sum(row) + 1, *rest), dtype, source, device=device)
@@ -228,7 +228,7 @@ def barrier_waits_for_all(communicator: Communicator, device: str):
 
 
 def duplicates_have_an_order_of_their_own(communicator: Communicator, device: str):
-    """Odd ranks call on the copy first; even ranks on the original first."""
+    """Odd ranks call the copy first, even ranks the original."""
     copy = communicator.duplicate()
     second = communicator.duplicate()
     assert (copy.rank, copy.size) == (communicator.rank, communicator.size)
@@ -267,7 +267,7 @@ def objects_travel(communicator: Communicator, device: str):
 
 
 def objects_that_cannot_travel_fail_everywhere(communicator: Communicator, device: str):
-    """The last rank's object holds a generator; the others are told."""
+    """The last rank's object cannot be pickled, and all ranks fail."""
     last = communicator.size - 1
     is_last = communicator.rank == last
     obj = (x for x in "ab") if is_last else "fine"

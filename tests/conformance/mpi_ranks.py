@@ -1,6 +1,6 @@
-"""What a rank under a real ``mpirun`` does: ``python -m tests.conformance.mpi_ranks``.
+"""A rank under a real ``mpirun``: ``python -m tests.conformance.mpi_ranks CASE``.
 
-The first word says what; a rank that fails ends with its traceback.
+A rank that fails ends with its traceback.
 """
 
 import os
@@ -27,13 +27,8 @@ def run_suite(communicator):
     run_in_short_calls(communicator)
 
 
-def run_few(communicator):
-    for part in ("reductions", "movements", "refusals"):
-        run_checks(communicator, SUITE[part], is_whole=False)
-
-
 def run_in_short_calls(communicator):
-    """Run what moves data, in calls of 5 elements at most."""
+    """Run the suite in MPI calls of at most 5 elements."""
     short = again(communicator, max_count=5)
     checks = SUITE["movements"] + SUITE["reductions"]
     checks.remove(objects_travel)  # of 100,000 bytes, as broadcasts
@@ -41,13 +36,13 @@ def run_in_short_calls(communicator):
 
 
 def again(communicator, **options):
-    """Connect the same ranks otherwise."""
+    """Connect the same ranks again, with other options."""
     options = {"timeout_s": HANG_S, **options}
     return Communicator(connect_world(communicator.rank, communicator.size, **options))
 
 
 def leave_work_alone(communicator):
-    """Work that nobody waits for is done all the same, and its tensors live on."""
+    """Works without a wait complete, and their tensors live until then."""
     tensors = [torch.full((1000,), float(i)) for i in range(600)]
     for tensor in tensors:
         communicator.all_reduce(tensor)
@@ -71,7 +66,7 @@ def be_late(communicator):
 
 
 def take_turns(communicator):
-    """Threads call at once where the program lets MPI take one at a time."""
+    """Threads call concurrently although MPI allows one thread at a time."""
     assert MPI.Query_thread() == MPI.THREAD_SERIALIZED
     copies = [communicator.duplicate() for _ in range(4)]
 
@@ -102,7 +97,7 @@ def fail(communicator):
 
 
 def main() -> None:
-    """Connect as every program does, but check that size 1 works too."""
+    """Connect as programs do; size 1 also uses MPI."""
     claim = read_rank_info()
     if sys.argv[1] == "turns":
         MPI.Init_thread(MPI.THREAD_SERIALIZED)
@@ -113,7 +108,6 @@ def main() -> None:
     assert communicator.engine == "mpi"
     doing = {
         "suite": run_suite,
-        "few": run_few,
         "turns": take_turns,
         "late": be_late,
         "die": die,

@@ -1,4 +1,4 @@
-"""Where tensors lie must change nothing but speed. Each function runs on every rank."""
+"""Results do not depend on the tensors' memory; each function runs on every rank."""
 
 import functools
 import gc
@@ -11,7 +11,7 @@ from torch import Tensor
 from ronde.collectives import Communicator, ReduceOp, rows
 
 LENGTHS = [1, 1023, 4097, 70_000, 1_200_001]
-"""Elements: below, around and above what engines treat in one piece."""
+"""Numbers of elements below, around and above the engines' piece sizes."""
 PLAIN, ALLOCATED, SHIFTED = range(3)
 
 
@@ -26,7 +26,7 @@ def place(communicator: Communicator, values: Tensor, where: int) -> Tensor:
 
 
 def placements(communicator: Communicator) -> list[list[int]]:
-    """List where each rank's tensor lies."""
+    """Return the memory kind of each rank's tensor, for several cases."""
     size = communicator.size
     return [
         [ALLOCATED] * size,
@@ -77,7 +77,7 @@ def reduced(
     device: str,
     scales: tuple[float, float] = (1.0, 1.0),
 ) -> tuple[list[Tensor], Reduced]:
-    """Return what the ranks put in, and what reducing it must give."""
+    """Return the ranks' inputs and the expected reduction."""
     inputs = [sample((length,), dtype, rank, device=device) for rank in range(size)]
     return inputs, Reduced(inputs, op, *scales)
 
@@ -101,7 +101,7 @@ def large_reductions_of_every_kind(communicator: Communicator, device: str):
 def scattered(
     size: int, num_rows: int, dtype: torch.dtype, begin: int, end: int, device: str
 ) -> tuple[list[Tensor], Reduced]:
-    """Return what the ranks put in, and what some rows of their sum must be."""
+    """Return the ranks' inputs and the expected rows of their sum."""
     shape = (num_rows, 70)
     inputs = [sample(shape, dtype, rank, device=device) for rank in range(size)]
     return inputs, Reduced([each[begin:end] for each in inputs], ReduceOp.SUM)

@@ -1,4 +1,4 @@
-"""What every engine's reductions must do. Each function runs on every rank."""
+"""Checks of reductions for every engine; each function runs on every rank."""
 
 import pytest
 import torch
@@ -49,7 +49,7 @@ def inputs_of(
 
 
 def all_reduce_every_dtype_op_and_shape(communicator: Communicator, device: str):
-    """Issue all, then wait for the last first."""
+    """Start all calls, then wait for them in reverse order."""
     under_way = []
     kinds = dtypes_and_ops([*FLOATS, *INTEGERS, torch.bool, *COMPLEX])
     for (seed, dtype, op), shape in cases(communicator.size, kinds, SHAPES):
@@ -93,7 +93,7 @@ def all_reduce_keeps_layouts(communicator: Communicator, device: str):
 
 
 def all_reduce_leaves_the_source_alone(communicator: Communicator, device: str):
-    """Small and large enough to be shown in a slot; scaled; strided."""
+    """Check short, long, scaled and strided tensors."""
     for seed, dtype in enumerate([torch.float32, torch.bfloat16, torch.int32]):
         for shape in [(0,), (3,), (5, 7), (1501,)]:
             for prescale in (1.0, 0.5):
@@ -218,7 +218,7 @@ def reduce_scatter_scales_and_takes_layouts(communicator: Communicator, device: 
 
 
 def reduce_scatter_into_a_place(communicator: Communicator, device: str):
-    """The place may be a new one, or this rank's rows of what is reduced."""
+    """``out`` may be a new tensor, or this rank's rows of the input."""
     size, rank = communicator.size, communicator.rank
     for seed, dtype in enumerate([*FLOATS, torch.int16, torch.bool, torch.complex64]):
         op = ReduceOp.PRODUCT if dtype is torch.bool else ReduceOp.SUM
@@ -235,7 +235,7 @@ def reduce_scatter_into_a_place(communicator: Communicator, device: str):
 
 
 def undefined_reductions_are_refused(communicator: Communicator, device: str):
-    """Every rank refuses, and the communicator works on."""
+    """Every rank raises, and the communicator stays usable."""
     for reduce in (communicator.all_reduce, communicator.reduce_scatter):
         flags = torch.ones(communicator.size, dtype=torch.bool, device=device)
         for op in (ReduceOp.SUM, ReduceOp.AVERAGE):

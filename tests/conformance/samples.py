@@ -1,4 +1,4 @@
-"""Inputs that every rank can make for every other, and what a reduction must give.
+"""Reproducible inputs of all ranks, and the expected results of reductions.
 
 The expected values come from Python's own integers and from float64, not from the code
 under test.
@@ -37,15 +37,15 @@ _kept_few = list[bool]()
 
 
 def keep_few() -> None:
-    """Let :func:`cases` return few from now on, in this process."""
+    """Make :func:`cases` return few cases from now on, in this process."""
     _kept_few.append(True)
 
 
 def cases(size: int, *axes: Iterable[Any]) -> list[tuple[Any, ...]]:
     """Return all combinations on three ranks, and on others a third of them.
 
-    Each value of an axis is in some, and each pair of values where a third is free. Of
-    few each value is in some: they are as many as the longest axis has values.
+    Every value of an axis occurs, and every pair of values if there is a third axis.
+    After ``keep_few`` every value occurs in as many cases as the longest axis has.
     """
     lists = [list(axis) for axis in axes]
     if _kept_few:
@@ -65,7 +65,7 @@ def sample(
     seed: int = 0,
     device: str = "cpu",
 ) -> Tensor:
-    """Return what ``rank`` puts in; integers fill a quarter of their range."""
+    """Return the input of ``rank``; integers fill a quarter of their range."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     if dtype in INTEGERS:
         info = torch.iinfo(dtype)
@@ -81,7 +81,7 @@ def sample(
 
 
 def layouts(tensor: Tensor) -> dict[str, Tensor]:
-    """Return tensors of equal elements that lie differently in memory."""
+    """Return tensors of equal elements with different layouts."""
     found = {"contiguous": tensor.clone()}
     if tensor.ndim >= 2:
         found["transposed"] = tensor.transpose(0, 1).contiguous().transpose(0, 1)
@@ -95,7 +95,7 @@ def layouts(tensor: Tensor) -> dict[str, Tensor]:
 def expected_integers(
     inputs: list[Tensor], op: ReduceOp, prescale: float, postscale: float
 ) -> Tensor:
-    """Reduce with Python's integers; wrap as the dtype does."""
+    """Reduce with Python's integers, wrapped as the dtype wraps."""
     dtype, shape = inputs[0].dtype, inputs[0].shape
     fold = _FOLDS[op]
     columns = zip(*(t.flatten().tolist() for t in inputs), strict=True)
@@ -109,7 +109,7 @@ def expected_integers(
 def error_bound(
     inputs: list[Tensor], op: ReduceOp, prescale: float, postscale: float
 ) -> Tensor:
-    """Bound what rounding may do to each element of a reduction of floats.
+    """Return the largest rounding error of each element of a float reduction.
 
     Each of the at most ``size + 3`` operations (the sum's, two scalings, the division,
     the last rounding) errs by at most half an eps of the largest value it may see: for
@@ -140,7 +140,7 @@ def expected_floats(
 
 
 class Reduced:
-    """What a reduction must give; worked out once for any number of results."""
+    """The expected result of a reduction, computed once for many checks."""
 
     def __init__(
         self,
@@ -162,7 +162,7 @@ class Reduced:
             self._bound = error_bound(self._inputs, *self._case)
 
     def check(self, result: Tensor) -> None:
-        """Compare a result with it: exactly, but for rounding."""
+        """Compare a result with the expected one, up to rounding."""
         assert result.dtype == self._dtype
         result = result.cpu()
         op, prescale, postscale = self._case
@@ -197,7 +197,7 @@ def assert_reduced(
     prescale: float = 1.0,
     postscale: float = 1.0,
 ) -> None:
-    """Compare with what the ranks' inputs must give: exactly, but for rounding."""
+    """Compare a result with the reduction of the inputs, up to rounding."""
     Reduced(inputs, op, prescale, postscale).check(result)
 
 

@@ -22,7 +22,7 @@ MINDFUL = ("shared_memory", "auto", "hierarchical")
 
 
 def run_checks(communicator, checks, *, is_whole=True):
-    """Run all checks in turn; return the names of all."""
+    """Run all checks in order; return their names."""
     if not is_whole:
         keep_few()
     own = communicator.duplicate()
@@ -33,7 +33,7 @@ def run_checks(communicator, checks, *, is_whole=True):
 
 
 def parts_of(setting):
-    # Only these care where a tensor lies; Gloo shows that the checks are right.
+    # Only these depend on a tensor's memory; Gloo shows that the checks are right.
     if setting.engine in MINDFUL or (setting.engine, setting.size) == ("gloo", 2):
         return list(SUITE)
     return [part for part in SUITE if part != "places"]
@@ -46,7 +46,7 @@ def parts_of(setting):
     ids=str,
 )
 def test_engine(run_ranks, setting):
-    """Making a process costs more than most checks, so one serves all of them."""
+    """Starting a process costs more than most checks, so one runs all of them."""
     checks = [check for part in parts_of(setting) for check in SUITE[part]]
     names = run_ranks(
         setting.size,

@@ -1,6 +1,6 @@
-"""What the ranks are told when one of them dies, hangs or leaves, and what is freed.
+"""Errors when a rank dies, hangs or closes, and the resources freed afterwards.
 
-A collective's own limit would end it long after the test is over.
+The collectives' own timeout is longer than the tests'.
 """
 
 import gc
@@ -28,7 +28,7 @@ ENGINES = ["gloo", "shared_memory"]
 _SO_MAX_PACING_RATE = 47  # which Python has no name for
 _BYTES_RECEIVED_AT = 128  # in struct tcp_info of linux/tcp.h
 LATE_S = 5.0
-"""Of a rank that waits in vain: both must have connected within it, too."""
+"""Timeout of a rank whose peer makes no call; both also connect within it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ CALLS = {
 
 
 def lose_rank_one(communicator):
-    """Each call on a communicator of its own fails, as rank 1 is gone."""
+    """Each call, on its own communicator, fails because rank 1 was killed."""
     copies = {name: communicator.duplicate() for name in CALLS}
     for copy in copies.values():
         copy.all_reduce(torch.ones(2, dtype=torch.bfloat16)).wait()
@@ -76,12 +76,12 @@ def test_a_dead_rank_is_noticed(run_ranks, engine):
     for rank in (0, 2):
         assert list(texts[rank]) == list(CALLS)
         for text in texts[rank].values():
-            assert "needs every rank, but one is gone" in text
+            assert "failed because another rank was lost" in text
             assert f"on rank {rank} of 3" in text
 
 
 def own_connections():
-    """Return this process's TCP sockets, as others that lead to them."""
+    """Return duplicates of this process's TCP sockets."""
     found = []
     for each in Path("/proc/self/fd").iterdir():
         with suppress(OSError):  # it is no socket, or the folder's own
@@ -94,14 +94,14 @@ def own_connections():
 
 
 def be_slow():
-    """Have the kernel send a megabyte a second: what is long is half sent for long."""
+    """Limit sending to 1 MiB/s, so that long messages stay half sent for a while."""
     for each in own_connections():
         with each:
             each.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, 1 << 20)
 
 
 def num_received():
-    """Return how many bytes have come by all connections."""
+    """Return the number of bytes received on all connections."""
     num_bytes = 0
     for each in own_connections():
         with each:
@@ -111,7 +111,7 @@ def num_received():
 
 
 def break_off_in_transit(communicator, call):
-    """Break off a call whose other rank was stopped in the midst of it."""
+    """Abort a call while the other rank is stopped in the middle of it."""
     values = torch.ones(32 << 20)
     calls = {
         "all_reduce": lambda: communicator.all_reduce(values),
@@ -136,13 +136,13 @@ def break_off_in_transit(communicator, call):
 
 
 @pytest.mark.parametrize("call", ["all_reduce", "in a lane", "broadcast"])
-def test_who_is_broken_off_in_transit_waits_no_longer(run_ranks, call):
+def test_abort_ends_calls_in_transit(run_ranks, call):
     told = run_ranks(2, break_off_in_transit, call, dying={1}, connecting=By("gloo"))
     assert told == ["told", None]
 
 
 def lose_the_sender_half_way(communicator, call):
-    """Lose a rank that this one has the beginning of a message from."""
+    """Kill a rank after it has sent the first part of a message."""
     values = torch.full((64 << 20,), float(communicator.rank))
     pids = communicator.all_gather(torch.tensor([os.getpid()])).wait().tolist()
     be_slow()
@@ -154,7 +154,7 @@ def lose_the_sender_half_way(communicator, call):
     while values[0] == 1:
         pass
     os.kill(pids[0], signal.SIGKILL)
-    with pytest.raises(PeerLostError, match="needs every rank, but one is gone"):
+    with pytest.raises(PeerLostError, match="failed because another rank was lost"):
         work.wait()
     assert values[-1] == 1
     return "told"
@@ -163,7 +163,7 @@ def lose_the_sender_half_way(communicator, call):
 @pytest.mark.parametrize(
     ("call", "engine"), [("recv", "gloo"), ("broadcast", "scheduled")]
 )
-def test_who_has_half_a_message_of_a_dead_rank_waits_no_longer(run_ranks, call, engine):
+def test_half_a_message_from_a_dead_rank_fails(run_ranks, call, engine):
     told = run_ranks(
         2, lose_the_sender_half_way, call, dying={0}, connecting=By(engine)
     )
@@ -171,7 +171,7 @@ def test_who_has_half_a_message_of_a_dead_rank_waits_no_longer(run_ranks, call, 
 
 
 def lose(claim, engine, case):
-    """Break a communicator off in which the last rank is not where the others are."""
+    """Abort a communicator in which the last rank makes no call."""
     info = claim._replace(job_id=f"{claim.job_id}.{case}")
     scope = AbortScope(is_live=True)
     connections = Connections(info, timeout_s=NEVER_S, engine=engine, scope=scope)
@@ -209,13 +209,13 @@ def lose_often(claim, engine):
 
 
 @pytest.mark.parametrize("engine", ["gloo", "hierarchical", "scheduled"])
-def test_what_is_broken_off_leaves_nothing(run_ranks_bare, engine):
+def test_abort_frees_descriptors_and_threads(run_ranks_bare, engine):
     for before, after in run_ranks_bare(3, lose_often, engine):
         assert after == before
 
 
 def be_late(claim):
-    """Rank 1 makes no call until rank 0 has given up waiting for it."""
+    """Rank 1 makes no call until rank 0 has timed out."""
     store = store_at(claim.store, HANG_S)
     # To connect has the same limit: neither is to begin it long before the other.
     store.set(f"here {claim.rank}", "")
@@ -243,10 +243,7 @@ def test_a_late_rank_is_named_by_time(run_ranks_bare):
     texts, _ = run_ranks_bare(2, be_late)
     assert len(texts) == len(ENGINES)
     for text in texts:
-        assert text.startswith(
-            "barrier on rank 0 of 2 must complete within timeout_s, got"
-        )
-        assert f"no answer for {LATE_S:g} s" in text
+        assert text.startswith(f"barrier on rank 0 of 2 timed out after {LATE_S:g} s")
 
 
 def connect_often(claim, times, engine):
@@ -265,17 +262,14 @@ def connect_often(claim, times, engine):
     return early, least_resources()
 
 
-@pytest.mark.parametrize("times", [30, pytest.param(100, marks=pytest.mark.long)])
 @pytest.mark.parametrize("engine", [*ENGINES, "scheduled"])
-def test_many_connections_leave_nothing(run_ranks_bare, engine, times):
-    for early, late in run_ranks_bare(
-        3, connect_often, times, engine, timeout_s=HANG_S
-    ):
+def test_closing_frees_descriptors_and_threads(run_ranks_bare, engine):
+    for early, late in run_ranks_bare(3, connect_often, 30, engine, timeout_s=HANG_S):
         assert early == late
 
 
-def leave_at_once(claim, times, engine):
-    """The first to be through closes while others may still be reading."""
+def close_while_others_read(claim, times, engine):
+    """Ranks close at once while others may still read their data."""
     for cycle in range(times):
         communicator = By(engine)(claim)
         tensor = torch.full((50_000,), float(cycle))
@@ -286,5 +280,5 @@ def leave_at_once(claim, times, engine):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_leaving_early_harms_nobody(run_ranks_bare, engine):
-    assert run_ranks_bare(3, leave_at_once, 30, engine) == [30] * 3
+def test_ranks_may_close_while_others_read(run_ranks_bare, engine):
+    assert run_ranks_bare(3, close_while_others_read, 30, engine) == [30] * 3

@@ -1,6 +1,6 @@
-"""Collectives in ``torch.inference_mode()``, whichever thread carries them out.
+"""Collectives in ``torch.inference_mode()``, run by any thread.
 
-A tensor that was made there may be written to there alone.
+A tensor made in inference mode may be written only in inference mode.
 """
 
 import time
@@ -81,5 +81,5 @@ def by(engine):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_inference_mode_is_heeded(run_ranks, engine):
+def test_inference_mode_of_the_caller_applies(run_ranks, engine):
     assert run_ranks(2, do_all, connecting=by(engine)) == ["done"] * 2

@@ -13,7 +13,6 @@ from ronde.collectives import (
     ALGORITHMS,
     Communicator,
     EngineConfig,
-    HostGroups,
     PeerInfo,
     ReduceOp,
     connect,
@@ -25,7 +24,7 @@ from ronde.errors import CollectiveError, PeerLostError, UsageError
 
 NEVER_S = 5 * HANG_S
 NUMEL = 1_300_007
-"""Some pieces, and a rest that ranks do not share evenly."""
+"""Several pieces and a remainder; not divisible by the number of ranks."""
 CALLS = {
     "all_reduce": lambda c, tensor: c.all_reduce(tensor),
     "broadcast": lambda c, tensor: c.broadcast(tensor, 1),
@@ -55,7 +54,7 @@ def on(hosts, algorithm=""):
 
 
 def move_much(communicator):
-    """Sums of small whole numbers are exact in float32, and in 16 bits."""
+    """Sums of small integers are exact in float32 and in 16 bits."""
     rank, size = communicator.rank, communicator.size
     pattern = torch.arange(NUMEL) % 7
     tensors = [(pattern + r).float() for r in range(size)]
@@ -97,11 +96,7 @@ def test_long_tensors_by_schedules(run_ranks, algorithm, size):
 
 
 @pytest.mark.parametrize(
-    ("hosts", "algorithm"),
-    [
-        *(("abab", "ring"), ("aab", ""), ("ab", "")),
-        pytest.param("aabb", "", marks=pytest.mark.long),
-    ],
+    ("hosts", "algorithm"), [("abab", "ring"), ("aab", ""), ("ab", "")]
 )
 def test_long_tensors_on_two_levels(run_ranks, hosts, algorithm):
     size = len(hosts)
@@ -110,10 +105,10 @@ def test_long_tensors_on_two_levels(run_ranks, hosts, algorithm):
 
 
 def lose_rank_one(claim, path):
-    """Return the errors of each call, on its own communicator, as rank 1 is lost.
+    """Return the error of each call, on its own communicator, after rank 1 was killed.
 
-    No rank ends before all have failed: rank 3 of a ring gets nothing from rank 1, and
-    must fail because the others do.
+    No rank exits before all have failed: in a ring, rank 3 receives nothing from rank 1
+    and must fail because the other ranks fail.
     """
     store = store_at(path, HANG_S)
     cases = [(*case, by(case[1])(claim)) for case in DYING]
@@ -142,7 +137,7 @@ def test_a_dead_rank_is_noticed_by_all(run_ranks_bare):
     for rank, texts in zip((0, 2, 3), results, strict=True):
         assert len(texts) == len(DYING) + 1
         for text in texts:
-            assert "needs every rank, but one is gone" in text
+            assert "failed because another rank was lost" in text
             assert f"on rank {rank} of 4" in text
 
 
@@ -159,7 +154,7 @@ def close_under_way(communicator):
             work.wait()
 
 
-def test_closing_fails_calls_under_way(run_ranks):
+def test_closing_fails_pending_calls(run_ranks):
     run_ranks(2, close_under_way, connecting=by("ring"))
 
 
@@ -171,7 +166,7 @@ def connect_by_name(claim):
     for config in (wanted, claim._replace(engine="hierarchical")):
         communicator = connect(config, timeout_s=NEVER_S)
         assert communicator.algorithm == config.algorithm
-        with pytest.raises(UsageError, match="device must be cpu for engine"):
+        with pytest.raises(UsageError, match="device must be cpu for the"):
             communicator.all_reduce(torch.ones(3, device="meta"))
         assert communicator.all_reduce(torch.ones(3)).wait().tolist() == [2.0] * 3
         communicator.close()
@@ -182,7 +177,7 @@ def test_names_and_devices(run_ranks_bare):
 
 
 def scatter_by_auto(claim):
-    """Use engines by size, as if each rank had a host of its own."""
+    """Let ``auto`` choose engines as if each rank were on its own host."""
     alone = claim._replace(local_rank=0, local_size=1)
     peers = tuple(PeerInfo(f"host{rank}", has_cuda=False) for rank in range(3))
     communicator = connect_auto(EngineConfig(alone, NEVER_S, peers=peers))
@@ -197,12 +192,3 @@ def scatter_by_auto(claim):
 
 def test_auto_on_several_hosts(run_ranks_bare):
     run_ranks_bare(3, scatter_by_auto)
-
-
-def test_groups_follow_the_lowest_ranks():
-    groups = HostGroups.from_hosts(["b", "a", "b", "a", "c"])
-    assert groups.ranks == ((0, 2), (1, 3), (4,))
-    positions = [(0, 0), (1, 0), (0, 1), (1, 1), (2, 0)]
-    assert [groups.of(rank) for rank in range(5)] == positions
-    assert not groups.is_even
-    assert HostGroups.from_hosts(["x", "y", "x", "y"]).is_even

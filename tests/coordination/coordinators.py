@@ -1,4 +1,4 @@
-"""Ranks with a coordinator each, for tests."""
+"""Ranks with one coordinator each, for tests."""
 
 from collections.abc import Callable, Collection, Generator
 from contextlib import contextmanager
@@ -20,7 +20,7 @@ from ronde.coordination import (
 )
 
 NEVER_S = 5 * HANG_S
-"""A collective's own limit: what ends earlier has another reason."""
+"""The collectives' own timeout, longer than any test."""
 ON_THREE = [3, *(pytest.param(size, marks=pytest.mark.long) for size in (1, 2, 4))]
 ON_ALL = [1, 2, 3, 4]
 

@@ -111,7 +111,7 @@ def test_fewer_elements_than_ranks():
 @pytest.mark.parametrize(
     ("tensor", "lengths", "message"),
     [
-        (torch.ones(2, dtype=torch.int64), (), "floating dtype for Adasum"),
+        (torch.ones(2, dtype=torch.int64), (), "floating-point dtype for Adasum"),
         (torch.ones(2), (1, 2), "lengths must add up"),
     ],
 )

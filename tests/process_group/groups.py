@@ -1,4 +1,4 @@
-"""Functions called on ranks that have a process group of torch, which is ronde's."""
+"""Call functions on ranks with a ``ronde`` process group."""
 
 import ctypes
 import os
@@ -20,7 +20,7 @@ _CLONE_NEWUTS = 0x04000000
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """An engine at one size; hierarchical has its ranks on hosts of two names."""
+    """An engine and a size; the ranks of hierarchical are on two hosts."""
 
     engine: str
     size: int
@@ -34,18 +34,15 @@ ENGINES = [
 ]
 AUTO = ENGINES[0]
 SMOKE = [Setting("auto", 2), Setting("hierarchical", 4)]
-"""Other sizes, for one case of each file."""
+"""Other sizes, for one case per file."""
 NEVER = timedelta(seconds=5 * HANG_S)
-"""A group's timeout that none comes to: the test is over before."""
+"""A timeout that groups never reach within a test."""
 
 
 def run_in_group(
-    setting: Setting,
-    fn: Callable[..., Any],
-    *args: Any,
-    dying: Collection[int] = (),
+    setting: Setting, fn: Callable[..., Any], *args: Any, dying: Collection[int] = ()
 ) -> list[Any]:
-    """Call ``fn(*args)`` on the ranks of a group, whose timeout never comes."""
+    """Call ``fn(*args)`` on the ranks of a group without an effective timeout."""
     return run_ranks_bare(
         setting.size,
         _run,
@@ -58,12 +55,7 @@ def run_in_group(
     )
 
 
-def _run(
-    info: Any,
-    fn: Callable[..., Any],
-    args: tuple[Any, ...],
-    engine: str,
-) -> Any:
+def _run(info: Any, fn: Callable[..., Any], args: tuple[Any, ...], engine: str) -> Any:
     if engine == "hierarchical":
         _live_on_host("ab"[info.rank % 2])
     dist.init_process_group("ronde", pg_options=GroupOptions(engine), timeout=NEVER)
@@ -73,18 +65,18 @@ def _run(
 
 
 def _live_on_host(name: str) -> None:
-    """Have this process see a host of its own name, where it may."""
+    """Give this process its own host name, if permitted."""
     if ctypes.CDLL(None).unshare(_CLONE_NEWUTS) == 0:
         socket.sethostname(f"{name}{os.getppid()}")
 
 
 def every(*calls: tuple[Any, ...]) -> list[Any]:
-    """Call one after the other in one group."""
+    """Run several calls one after the other in one group."""
     return [fn(*args) for fn, *args in calls]
 
 
 def run_all(setting: Setting, calls: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
-    """Return what the ranks of one group give in each of the calls, by its name."""
+    """Return the results of each call on all ranks of one group, by name."""
     of_ranks = run_in_group(setting, every, *calls.values())
     return dict(zip(calls, zip(*of_ranks, strict=True), strict=True))
 

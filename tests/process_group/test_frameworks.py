@@ -29,20 +29,6 @@ def report(model):
     sys.stdout.flush()
 
 """
-FABRIC = """
-from lightning import Fabric
-from lightning.fabric.strategies import DDPStrategy
-
-strategy = DDPStrategy(process_group_backend="ronde")
-fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
-fabric.launch()
-model, optimizer = fabric.setup(model, optimizer)
-for x, y in fabric.setup_dataloaders(loader):
-    optimizer.zero_grad()
-    fabric.backward(nn.functional.mse_loss(model(x), y))
-    optimizer.step()
-report(model)
-"""
 TRAINER = """
 import lightning
 from lightning.pytorch.strategies import DDPStrategy
@@ -116,7 +102,6 @@ RUN = (sys.executable, "-m", "ronde", "run", "-n", "2", "--no-prefix")
     ("program", "options"),
     [
         pytest.param(ACCELERATE, (), id="accelerate"),  # which is imported soonest
-        pytest.param(FABRIC, (), id="fabric", marks=pytest.mark.soak),
         pytest.param(TRAINER, (), id="lightning", marks=pytest.mark.soak),
         pytest.param(
             *(TRANSFORMERS, ("--replace-gloo",)),

@@ -20,7 +20,7 @@ def neighbours():
 
 
 def send_and_receive():
-    """All sit in a ring; the odd ones receive first."""
+    """Exchange around a ring; odd ranks receive first."""
     rank, to, source = neighbours()
     is_odd_ring = dist.get_world_size() % 2
     for dtype in DTYPES:
@@ -99,7 +99,7 @@ def receive_from_any():
 
 
 def managed(is_async, call, device=None):
-    """Have what ``call`` starts end as one, and wait for that."""
+    """Coalesce the collectives that ``call`` starts, and wait for them."""
     manager = dist._coalescing_manager(device=device, async_ops=is_async)
     with manager as several:
         call()
@@ -129,7 +129,7 @@ def coalesce(is_async):
 
 
 def coalesce_kinds(is_async):
-    """With a device, calls of several kinds may end as one."""
+    """With a device, calls of several kinds can be coalesced."""
     rank, to, source = neighbours()
     size = dist.get_world_size()
     copied, taken = torch.full((3,), float(rank)), torch.empty(5)
@@ -219,7 +219,7 @@ def compose_several():
 
 
 def differentiate():
-    """Gradients pass through functional collectives as through those of one process."""
+    """Functional collectives are differentiable."""
     rank, size = dist.get_rank(), dist.get_world_size()
     group = dist.group.WORLD
     leaf = of_all((2, 3))[rank].clone().requires_grad_()

@@ -12,7 +12,7 @@ import pytest
 import torch
 from tests.limits import HANG_S
 from tests.parity.sessions import message_of
-from tests.process_group.groups import AUTO, Setting, run_all, run_in_group
+from tests.process_group.groups import Setting, run_all, run_in_group
 from tests.ranks import run_ranks_bare
 from torch import Tensor, distributed as dist, nn
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
@@ -79,41 +79,6 @@ def batches(count: int = 3) -> list[tuple[Tensor, Tensor]]:
     ]
 
 
-def parities(layouts: list[str]) -> list[str]:
-    found = []
-    for text in layouts:
-        layout = Layout.parse(text)
-        for zero in (2, 3):
-            parity = parallel.check_parity(Model, layout, batches(), loss_of, zero=zero)
-            assert parity.is_equal, str(parity)
-            assert parity.num_steps == 3
-            found.append(str(parity.layout))
-    return found
-
-
-@pytest.mark.parametrize(
-    ("setting", "layouts"),
-    [
-        (AUTO, ["dp_shard=-1", "dp_replicate=3", "tp=3"]),
-        (Setting("hierarchical", 4), ["dp_shard=2,tp=2"]),
-        *(
-            pytest.param(setting, layouts, marks=pytest.mark.long)
-            for setting, layouts in (
-                (Setting("auto", 2), ["dp_shard=-1", "dp_replicate=2", "tp=2"]),
-                (Setting("gloo", 3), ["dp_shard=3", "tp=3"]),
-                (Setting("auto", 4), ["dp_replicate=2,dp_shard=2"]),
-                (Setting("hierarchical", 4), ["tp=4", "dp_replicate=2,tp=2"]),
-            )
-        ),
-    ],
-    ids=str,
-)
-def test_layouts_follow_one_process(setting, layouts):
-    expected = [Layout.parse(each).resolve(setting.size) for each in layouts]
-    for found in run_in_group(setting, parities, layouts):
-        assert found == [str(each) for each in expected for _ in (2, 3)]
-
-
 class MixedBlock(Block):
     """Normalises in double precision, and has a scale of its own in single."""
 
@@ -135,7 +100,7 @@ def build_mixed() -> Model:
 
 
 def train_mixed(layout: str) -> tuple[float, list[str]]:
-    """Return how far two ranks and one come apart, and what is gathered as one."""
+    """Return the largest difference to one process, and the names of FSDP units."""
     torch.manual_seed(0)
     alone = build_mixed()
     shared = deepcopy(alone)
@@ -164,7 +129,7 @@ def wrong_parities() -> list[str]:
     found = [parallel.check_parity(Model, Layout(dp_shard=2), batches(), sum_of)]
 
     class Scaled(Model):
-        """Trains other weights where it is sharded."""
+        """Computes another output when it is sharded."""
 
         def forward(self, inputs: Tensor) -> Tensor:
             factor = 1.01 if isinstance(self, FSDPModule) else 1.0
@@ -175,7 +140,7 @@ def wrong_parities() -> list[str]:
     return [str(each) for each in found]
 
 
-def test_what_differs_is_named(found):
+def test_parity_names_the_difference(found):
     for summed, scaled in found["wrong"]:
         assert "The first above 1.5e-08: step 0: loss is off by 0.5" in summed
         assert "step 0: loss is off by " in scaled
@@ -192,6 +157,12 @@ def refusals() -> list[str]:
     def call(model: nn.Module, mesh: object, **options: object) -> str:
         return message_of(UsageError, parallel.parallelize, model, mesh, **options)
 
+    def cut(mesh: object, **options: object) -> str:
+        loss = nn.functional.cross_entropy
+        return message_of(
+            UsageError, parallel.pipeline, few_layers(), mesh, loss, 4, **options
+        )
+
     return [
         call(nn.Linear(3, 4), mesh),
         call(Block(3), mesh),
@@ -206,10 +177,15 @@ def refusals() -> list[str]:
             [(torch.ones(3, WIDTH), torch.zeros(3, dtype=torch.int64))], loss_of,
         ),
         message_of(UsageError, parallel.estimate, Model, Layout(), [], loss_of),
+        cut(shard),
+        cut(whole, schedule="ZBV"),
+        cut(whole, costs=[1.0]),
+        cut(whole, num_chunks=2),
+        cut(whole, schedule="Interleaved1F1B", num_chunks=4),
     ]  # fmt: skip
 
 
-def test_what_cannot_be_is_refused(found):
+def test_bad_arguments_are_refused(found):
     starts = [
         "Linear has no linear layers with known names for tp=2, such as",
         "out_features of up must be a multiple of tp=2, got 9.",
@@ -221,6 +197,11 @@ def test_what_cannot_be_is_refused(found):
         "pp*dp_replicate*dp_shard*cp*tp must be the number of ranks: 1*1*3*1*1 = 3, ",
         "the rows of a batch must be a multiple of dp_replicate * dp_shard = 2, got 3.",
         "estimate() cannot run in a process with a process group.",
+        "pipeline() needs a mesh with at least 2 ranks along pp.",
+        "schedule must be one of GPipe, 1F1B, Interleaved1F1B, got 'ZBV'.",
+        "costs must have one value per layer, 6, got 1.",
+        "num_chunks must be 1 with 1F1B, got 2.",
+        "each stage needs a layer, got 6 layers for 8 stages.",
     ]
     for messages in found["refused"]:
         for message, start in zip(messages, starts, strict=True):
@@ -282,107 +263,6 @@ def test_a_plan_by_the_names_of_layers():
     assert parallel.tensor_parallel_plan(encoder, 2).keys() == {"linear1", "linear2"}
 
 
-# Pipelines
-
-
-def layers() -> nn.Sequential:
-    torch.manual_seed(4)
-    return nn.Sequential(*(Block() for _ in range(4)), nn.Linear(WIDTH, 5)).double()
-
-
-def staged(text: str, schedule: str, num_chunks: int) -> tuple[float, float]:
-    """Return how far the last of two steps is off, and what waits in theory."""
-    layout = Layout.parse(text).resolve(dist.get_world_size())
-    model = parallel.pipeline(
-        layers(),
-        parallel.init_mesh(layout),
-        nn.functional.cross_entropy,
-        2 * layout.pp,
-        schedule=schedule,
-        num_chunks=num_chunks,
-    )
-    alone = layers()
-    for each in (alone, model.stages):
-        each.eval()
-    optimizers = [
-        torch.optim.SGD(each.parameters(), lr=0.1) for each in (alone, model.stages)
-    ]
-    inputs, targets = batches(1)[0]
-    inputs, targets = inputs.double().repeat(2, 1), targets.repeat(2)
-    place = layout.coordinates(dist.get_rank())
-    share = len(inputs) // layout.dp_shard
-    rows = slice(place["dp_shard"] * share, (place["dp_shard"] + 1) * share)
-    for _ in range(2):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        loss = model.step(inputs[rows], targets[rows])
-        assert (loss is not None) == model.is_last
-        assert model.is_first == (place["pp"] == 0)
-        nn.functional.cross_entropy(alone(inputs), targets).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-    expected = dict(alone.named_parameters())
-    errors = [0.0]
-    for name, parameter in model.stages.named_parameters():
-        whole = parameter.detach()
-        whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
-        errors.append(float((whole - expected[name]).abs().max()))
-    assert len(errors) > 1
-    return max(errors), model.plan.idle_share
-
-
-SCHEDULES = {"GPipe": (1, 1 / 5), "1F1B": (1, 1 / 5), "Interleaved1F1B": (2, 1 / 9)}
-"""How many chunks a rank has, and what part of the time it waits."""
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_pipelines_follow_one_process(found, schedule):
-    for error, share in found[schedule]:
-        assert error < 1e-14
-        assert share == pytest.approx(SCHEDULES[schedule][1])
-
-
-@pytest.mark.parametrize(
-    "layout",
-    ["pp=2,dp_shard=2", pytest.param("pp=2,tp=2", marks=pytest.mark.long)],
-)
-def test_pipelines_of_sharded_stages_follow_one_process(layout):
-    for error, _ in run_in_group(Setting("auto", 4), staged, layout, "1F1B", 1):
-        assert error < 1e-14
-
-
-def pipeline_refusals() -> list[str]:
-    mesh = parallel.init_mesh(Layout(pp=2))
-    plain = parallel.init_mesh(Layout(dp_shard=2))
-    loss = nn.functional.cross_entropy
-
-    def call(mesh: object, **options: object) -> str:
-        return message_of(
-            UsageError, parallel.pipeline, layers(), mesh, loss, 4, **options
-        )
-
-    return [
-        call(plain),
-        call(mesh, schedule="ZBV"),
-        call(mesh, costs=[1.0]),
-        call(mesh, num_chunks=2),
-        call(mesh, schedule="Interleaved1F1B", num_chunks=3),
-    ]
-
-
-def test_pipelines_that_cannot_be_are_refused(found):
-    starts = [
-        "pipeline() needs a mesh with at least 2 ranks along pp.",
-        "schedule must be one of GPipe, 1F1B, Interleaved1F1B, got 'ZBV'.",
-        "costs must have one value per layer, 5, got 1.",
-        "num_chunks must be 1 with 1F1B, got 2.",
-        "each stage needs a layer, got 5 layers for 6 stages.",
-    ]
-    for messages in found["refused pipelines"]:
-        for message, start in zip(messages, starts, strict=True):
-            assert message.startswith(start)
-
-
 # Checkpoints
 
 
@@ -390,7 +270,7 @@ Step = Callable[[Tensor, Tensor], object]
 
 
 def few_layers() -> nn.Sequential:
-    """As many as stages; one of them has a plan for tp."""
+    """As many layers as stages; one of them has a tp plan."""
     torch.manual_seed(4)
     named = OrderedDict[str, nn.Module](block=Block())
     widths = {"wide": WIDTH, "narrow": 7, "odd": 9, "bare": 7, "head": 5}
@@ -465,17 +345,12 @@ LAYOUTS = {
     3: ["dp_shard=3", "tp=3", "pp=3"],
     4: ["dp_shard=2,tp=2", "pp=2,dp_shard=2"],
 }
-MORE_LAYOUTS = {
-    1: ["dp_shard=1"],
-    2: ["dp_shard=2", "tp=2", "pp=2"],
-    4: ["dp_shard=4", "dp_replicate=2,dp_shard=2"],
-}
 
 
 def in_layouts(
     layouts: list[str], size: int, function: Callable, *args: object
 ) -> list[dict[str, Tensor]]:
-    """Return what a function gives on the ranks, put together, one for each layout."""
+    """Return the merged results of all ranks, for each layout."""
     of_ranks = run_in_group(Setting("auto", size), function, *args, layouts)
     return [
         dict(chain(*(part.items() for part in parts)))
@@ -483,19 +358,14 @@ def in_layouts(
     ]
 
 
-@pytest.mark.parametrize(
-    "layouts_of",
-    [LAYOUTS, pytest.param(MORE_LAYOUTS, marks=pytest.mark.long)],
-    ids=["few", "more"],
-)
-def test_loads_under_every_other_layout_bit_for_bit(tmp_path, layouts_of):
-    """Interleaved pipelines read what others wrote, too."""
+def test_loads_under_every_other_layout_bit_for_bit(tmp_path):
+    """Interleaved pipelines also load checkpoints of other layouts."""
     saved: dict[str, dict[str, Tensor]] = {}
-    for size, layouts in layouts_of.items():
+    for size, layouts in LAYOUTS.items():
         states = in_layouts(layouts, size, train_and_save, tmp_path)
         saved |= zip(layouts, states, strict=True)
     assert sorted(each.name for each in tmp_path.iterdir()) == sorted(saved)
-    for size, layouts in layouts_of.items():
+    for size, layouts in LAYOUTS.items():
         expected = list(saved.values()) * len(layouts)
         states = in_layouts(layouts, size, load_all, tmp_path, list(saved))
         for state, whole in zip(states, expected, strict=True):
@@ -511,7 +381,7 @@ def load_missing() -> str:
         return message_of(UsageError, parallel.load, Path(folder) / "model", *own)
 
 
-def test_a_checkpoint_that_is_not_there(found):
+def test_missing_checkpoint(found):
     for message in found["missing"]:
         assert message.startswith("path must be a folder that save() wrote, got ")
         assert message.endswith("model.previous.")
@@ -529,7 +399,7 @@ def adamw(parameters) -> Optimizer:
 
 
 def real_peaks(_: object, layout: str) -> list[int]:
-    """Return what the tracker counts on a rank that trains.
+    """Return the peaks that torch's tracker counts on a training rank.
 
     On Gloo: of ronde's buffers it counts all of the memory that they are part of.
     """
@@ -560,7 +430,7 @@ def real_peak(layout: str, zero: int) -> int:
 
 
 @pytest.mark.parametrize("layout", ["dp_shard=3", "dp_shard=2,tp=2"])
-def test_the_estimate_is_what_ranks_hold(layout):
+def test_estimate_matches_measured_memory(layout):
     parsed = Layout.parse(layout)
     real = run_ranks_bare(
         parsed.num_ranks, real_peaks, layout, launcher="torchrun", timeout_s=HANG_S
@@ -572,7 +442,7 @@ def test_the_estimate_is_what_ranks_hold(layout):
         )
         assert estimate.total_bytes == pytest.approx(held, rel=0.03)
         shortage = estimate.shortage(1 << 16)
-        assert shortage.startswith("memory of a rank must be at most 64KiB, got ")
+        assert shortage.startswith("a rank has 64KiB of memory, but needs ")
         assert not estimate.shortage(1 << 30)
         if parsed.tp == 1:
             units = [sum(p.numel() for p in b.parameters()) for b in wide().blocks]
@@ -580,43 +450,9 @@ def test_the_estimate_is_what_ranks_hold(layout):
             assert estimate.total_bytes == pytest.approx(theory.total_bytes, rel=0.1)
 
 
-def process_peak(_: object) -> tuple[int, int]:
-    """Return what a rank on CPU is to hold, and what it does hold at its peak."""
-
-    def build() -> nn.Module:
-        return nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8)))
-
-    def mean_of(model: nn.Module, inputs: Tensor) -> Tensor:
-        return model(inputs).mean()
-
-    layout, inputs = Layout(dp_shard=2), torch.ones(4, 1024)
-    planned = parallel.estimate(build, layout, [inputs], mean_of, device_type="cpu")
-    model = parallel.parallelize(build(), parallel.init_mesh(layout))
-    optimizer = adamw(model.parameters())
-    for _ in range(2):
-        optimizer.zero_grad()
-        mean_of(model, inputs).backward()
-        optimizer.step()
-    dist.destroy_process_group()
-    status = Path("/proc/self/status").read_text().splitlines()
-    [held_kib] = [line.split()[1] for line in status if line.startswith("VmHWM:")]
-    return planned.total_bytes, int(held_kib) * 1024
-
-
-def test_on_cpu_the_process_itself_counts():
-    found = run_ranks_bare(2, process_peak, launcher="torchrun", timeout_s=HANG_S)
-    for planned, held in found:
-        assert planned == pytest.approx(held, rel=0.4)
-
-
 CALLS = {
     "mixed": (train_mixed, "dp_shard=2"),
     "wrong": (wrong_parities,),
     "refused": (refusals,),
-    **{
-        schedule: (staged, "pp=2", schedule, chunks)
-        for schedule, (chunks, _) in SCHEDULES.items()
-    },
-    "refused pipelines": (pipeline_refusals,),
     "missing": (load_missing,),
 }

@@ -1,4 +1,4 @@
-"""Layouts that could train something else unnoticed: are right, or refused by name."""
+"""Layouts that could silently train another model are correct or refused."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -30,7 +30,7 @@ def results_of(setting: Setting) -> dict[str, list]:
 
 
 class Found:
-    """What ranks give in each call, by name and setting; run when it is asked for."""
+    """The results of each call by name and setting; run at first access."""
 
     def __iter__(self) -> Iterator[str]:
         for setting in SETTINGS:
@@ -54,7 +54,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def language_model() -> nn.Sequential:
-    """Its first and last layer share a weight, as those of GPT-2 do."""
+    """The first and last layer share a weight, as in GPT-2."""
     torch.manual_seed(0)
     inner = [nn.Linear(WIDTH, WIDTH) for _ in range(4)]
     head = nn.Linear(WIDTH, NUM_WORDS, bias=False)
@@ -79,7 +79,7 @@ def words() -> Tensor:
 
 
 def off_by(build: Callable[[], nn.Sequential], layout: str, **options: object) -> float:
-    """Return how far a pipeline's weights are from one process's after three steps."""
+    """Return the largest difference to one process's weights after three steps."""
     parsed = Layout.parse(layout)
     model = parallel.pipeline(
         build(), parallel.init_mesh(parsed), next_word, 4, **options
@@ -97,7 +97,9 @@ def off_by(build: Callable[[], nn.Sequential], layout: str, **options: object) -
             optimizer.zero_grad()
         for _ in range(1 + step % 2):  # gradients add up
             next_word(alone(inputs), inputs.flip(0)).backward()
-            model.step(own, own_targets)
+            loss = model.step(own, own_targets)
+            assert (loss is not None) == model.is_last
+            assert model.is_first == (place["pp"] == 0)
         for optimizer in optimizers:
             optimizer.step()
     expected = dict(alone.named_parameters(remove_duplicate=False))
@@ -117,6 +119,10 @@ def tied(*layouts: str, **options: object) -> list[float]:
 
 def interleaved(layout: str) -> list[float]:
     return tied(layout, **INTERLEAVED)
+
+
+def gpipe(layout: str) -> list[float]:
+    return tied(layout, schedule="GPipe")
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
@@ -169,7 +175,7 @@ HIDDEN = HEADS * HEAD_WIDTH
 
 
 class Attention(nn.Module):
-    """Right when it is divided."""
+    """Correct when it is sharded."""
 
     shape = (-1, HEAD_WIDTH)
 
@@ -205,14 +211,14 @@ class Masked(FixedHeads):
 
 
 class Rotary(FixedHeads):
-    """Cannot be tried: another module makes its second argument."""
+    """Cannot be run alone, as another module makes its second argument."""
 
     def forward(self, inputs: Tensor, rotary: dict[str, Tensor]) -> Tensor:
         return super().forward(inputs * rotary["scale"])
 
 
 class NormedHeads(Attention):
-    """Each rank has a part of the gradient of a weight that it has whole."""
+    """Each rank computes a part of the gradient of a replicated weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -243,7 +249,7 @@ class FusedGate(nn.Module):
 
 
 class Normed(nn.Module):
-    """Right; a forward changes its state, and a projection starts as zeros."""
+    """Correct, although a forward changes its state and a projection is zero."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -287,7 +293,7 @@ RIGHT: dict[str, Callable[[], nn.Module]] = {
 
 
 def tried(layout: str) -> tuple[dict[str, str], list[bool]]:
-    """Return messages of wrong blocks, and whether right ones stay as they were."""
+    """Return the errors of wrong blocks, and True for each unchanged right block."""
     mesh = parallel.init_mesh(Layout.parse(layout))
     messages = {
         name: message_of(
@@ -356,7 +362,7 @@ def equal_weights(layouts: list[str]) -> list[bool]:
 
 
 def equal_ties(layout: str, device: str) -> list[Tensor]:
-    """Return a shared weight as each of this rank's stages has it, before a step."""
+    """Return the shared weight of each of this rank's stages, before a step."""
     model = language_model().to(device)
     model[5].weight = model[0].weight
     mesh = parallel.init_mesh(Layout.parse(layout))
@@ -425,7 +431,7 @@ class Attentive(nn.Module):
 
 
 class HiddenTie(nn.Module):
-    """An output head with a weight that is no parameter of its own."""
+    """An output head that uses another module's weight."""
 
     def __init__(self, embedding: nn.Embedding) -> None:
         super().__init__()
@@ -446,7 +452,7 @@ def losses_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def parities(right: dict[str, dict], wrong: dict[str, dict]) -> list[str]:
-    """Return what differs in the wrong ones."""
+    """Check the right layouts, and return the differences of the wrong ones."""
     batches = [(words().repeat(3, 1), words().flip(0).repeat(3, 1)) for _ in range(2)]
 
     def check(layout: str, build: Callable, **options: object) -> parallel.Parity:
@@ -472,7 +478,7 @@ def rotary() -> nn.Module:
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
-def test_parity_tells_noise_from_faults(found, setting):
+def test_parity_distinguishes_rounding_from_faults(found, setting):
     name = f"parity-{setting}"
     for differences in found[name]:
         assert differences == found[name][0]  # on every rank, also of a pipeline
@@ -521,7 +527,7 @@ def refusals() -> list[str]:
     ]
 
 
-def test_one_sentence_in_place_of_errors_of_torch(found):
+def test_errors_in_one_sentence(found):
     plain = "model must be a plain Sequential of consecutive layers, "
     other = "the checkpoint PATH does not fit this model: "
     shared = "units must not share parameters, but blocks.1.q_proj.weight and "
@@ -542,6 +548,7 @@ CALLS = {
     2: {
         "tied": (tied, "pp=2"),
         "tied, interleaved": (interleaved, "pp=2"),
+        "tied, gpipe": (gpipe, "pp=2"),
         "batch norm": (normalised,),
         "refused": (refusals,),
         "ties": (equal_ties, "pp=2", "meta"),
@@ -567,7 +574,7 @@ CALLS = {
         "parity": (
             parities,
             {
-                "dp_shard=3": {"build": Attentive},
+                "dp_shard=3": {"build": Attentive, "zero": 2},
                 "pp=3": {"build": with_one_layer_thrice},
             },
             {"tp=3": {"build": rotary}, "pp=3": {"build": with_hidden_tie}},
@@ -583,7 +590,7 @@ CALLS = {
         "parity": (
             parities,
             {
-                "dp_shard=2,tp=2": {"build": Attentive},
+                "dp_shard=2,tp=2": {"build": Attentive, "zero": 2},
                 "pp=2,dp_shard=2": {"build": language_model, "num_microbatches": 4},
             },
             {"pp=2,dp_shard=2": {"build": with_hidden_tie}},

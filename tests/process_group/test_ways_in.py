@@ -1,4 +1,4 @@
-"""How programs come to the backend: by its name, or by Gloo's."""
+"""Programs choose the backend by its own name or by Gloo's."""
 
 import os
 import subprocess
@@ -30,7 +30,7 @@ for backend in sys.argv[1:]:
     dist.destroy_process_group()
 os._exit(0)
 """
-"""After torch's Gloo a process may abort when it ends: 7 of 24 runs, without us."""
+"""Skips exit handlers: with torch's own Gloo a process may abort at exit."""
 RUN = (sys.executable, "-m", "ronde", "run", "--no-prefix", "-n")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")
 
@@ -38,7 +38,7 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "
 def lines_of(
     tmp_path: Path, launcher: Sequence[str], *backends: str, **more: str
 ) -> list[str]:
-    """Return what each of the ranks says of its groups, in any order."""
+    """Return the lines of all ranks, sorted."""
     path = tmp_path / "program.py"
     path.write_text(PROGRAM)
     done = subprocess.run(
@@ -53,7 +53,7 @@ def lines_of(
     return sorted(done.stdout.splitlines())
 
 
-def test_a_name_is_enough_and_gloo_is_gloo(tmp_path: Path) -> None:
+def test_backend_is_chosen_by_name(tmp_path: Path) -> None:
     lines = lines_of(tmp_path, (*RUN, "2"), "ronde", "gloo")
     assert [line.split()[:2] for line in lines] == [
         *[["gloo", "ProcessGroup"]] * 2,
@@ -61,12 +61,12 @@ def test_a_name_is_enough_and_gloo_is_gloo(tmp_path: Path) -> None:
     ]
 
 
-def test_in_the_place_of_gloo(tmp_path: Path) -> None:
+def test_replace_gloo(tmp_path: Path) -> None:
     lines = lines_of(tmp_path, (*RUN, "1", "--replace-gloo"), "gloo")
     assert [line.split()[:2] for line in lines] == [["gloo", "RondeProcessGroup"]]
 
 
-def test_under_torchrun_the_environment_chooses(tmp_path: Path) -> None:
+def test_environment_chooses_under_torchrun(tmp_path: Path) -> None:
     chosen = {"RONDE_REPLACE_GLOO": "1", "RONDE_ENGINE": "gloo"}
     lines = lines_of(tmp_path, TORCHRUN, "ronde", "gloo", **chosen)
     assert lines == [

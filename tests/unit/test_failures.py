@@ -29,12 +29,12 @@ GONE = "remote process exited or there was a network error, NCCL version 2.28.9\
                 "error.\nLast error:\nNET/Socket : peer 127.0.0.1 has closed connection"
             ),
             PeerLostError,
-            "needs every rank, but one is gone",
+            "failed because another rank was lost",
         ),
         (
             "[enforce fail at x.cc:9] . Timed out waiting 60000ms for recv\nadvice",
             CollectiveError,
-            "must complete within timeout_s, got no answer for 60 s (Timed out",
+            "timed out after 60 s without an answer (Timed out",
         ),
     ],
 )

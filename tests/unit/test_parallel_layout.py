@@ -102,12 +102,12 @@ def test_what_does_not_fit_is_an_equation(
     [
         ("", "axis must be pp, dp_replicate, dp_shard, cp or tp, got ''. Write it as"),
         ("dp=2", "axis must be pp, dp_replicate, dp_shard, cp or tp, got 'dp'."),
-        ("tp=2,pp=2,tp=4", "axis must come once, got tp twice."),
+        ("tp=2,pp=2,tp=4", "tp is given twice."),
         ("tp", "tp must be a whole number of at least 1, or -1, got ''."),
         ("tp=0", "tp must be a whole number of at least 1, or -1, got '0'."),
         ("tp=2=2", "tp must be a whole number of at least 1, or -1, got '2=2'."),
         ("tp=1234567890", "tp must be a whole number of at least 1, or -1,"),
-        ("pp=-1,tp=-1", "-1 must stand for one axis, got pp and tp."),
+        ("pp=-1,tp=-1", "only one axis may be -1, got pp and tp."),
     ],
 )
 def test_words_that_are_no_layout_are_refused(text: str, message: str) -> None:
@@ -122,5 +122,7 @@ def test_a_size_below_1_is_refused() -> None:
 
 
 def test_groups_need_all_sizes() -> None:
-    with pytest.raises(UsageError, match=r"^layout must have no -1, got dp_shard=-1"):
+    with pytest.raises(
+        UsageError, match=r"^layout must not contain -1, got dp_shard=-1"
+    ):
         Layout(dp_shard=-1).groups("tp")

@@ -106,7 +106,7 @@ def test_a_shortage_names_the_largest_terms() -> None:
     memory = Sharding(8, zero=1).peak([1 << 30] * 8)
     assert memory.shortage(memory.total_bytes) == ""
     assert memory.shortage(40 << 30) == (
-        "memory of a rank must be at most 40GiB, got 72GiB, the largest parts: "
+        "a rank has 40GiB of memory, but needs 72GiB. The largest parts are "
         "weights 32GiB, gradients 32GiB, Adam 8GiB."
     )
     assert str(memory).splitlines() == [
@@ -130,7 +130,7 @@ def test_numbers_out_of_range_are_refused(
 
 
 def test_units_without_parameters_are_refused() -> None:
-    with pytest.raises(UsageError, match="units must be at least one, each with"):
+    with pytest.raises(UsageError, match="units must be a non-empty list"):
         Sharding(2, zero=3).peak([])
 
 

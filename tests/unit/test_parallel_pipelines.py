@@ -30,7 +30,10 @@ def test_known_figures(
     ("pipeline", "message"),
     [
         ((GPIPE, 0, 4), r"^num_ranks must be at least 1, got 0"),
-        ((ONE_F_ONE_B, 2, 4, 2), r"^num_chunks must be 1 with 1F1B, got 2\. Take Inte"),
+        (
+            (ONE_F_ONE_B, 2, 4, 2),
+            r"^num_chunks must be 1 with schedule 1F1B, got 2\. Use",
+        ),
         ((INTERLEAVED, 4, 6, 2), r"^num_microbatches must be a multiple of num_ranks,"),
     ],
 )
@@ -59,5 +62,5 @@ def test_cuts_are_the_evenest_that_there_are(
 
 
 def test_fewer_layers_than_stages_are_refused() -> None:
-    with pytest.raises(UsageError, match=r"^each stage needs a layer, got"):
+    with pytest.raises(UsageError, match=r"^each stage needs at least one layer, got"):
         cut_evenly([1.0, 1.0], 3)

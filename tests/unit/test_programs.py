@@ -14,7 +14,6 @@ from ronde.collectives import (
     ALGORITHMS,
     Action,
     Chunks,
-    Load,
     Schedule,
     ScheduledMessage,
     ScheduleStep,
@@ -186,8 +185,7 @@ def test_what_is_sent_is_not_overwritten_on_its_way(piece_numel, order):
         1: [(ScheduleStep(Action.COPY, 0, 0),), ()],
         2: [(), (ScheduleStep(Action.SEND, 0, 0),)],
     }
-    loads = (Load(2, 4),)
-    schedule = Schedule("passing on", 3, Chunks(1, 4), loads, parts.__getitem__)
+    schedule = Schedule(3, Chunks(1, 4), parts.__getitem__)
     vectors = [[rank] * 4 for rank in range(3)]
     Network(schedule, vectors, piece_numel).run(order)
     assert vectors == [[2] * 4, [0] * 4, [2] * 4]

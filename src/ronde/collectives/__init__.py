@@ -31,17 +31,15 @@ __getattr__ = lazy_exports(
     {
         "adasum": "CHUNK adasum_all_reduce",
         "algorithms": (
-            "ALGORITHMS Action Chunks Load Round Schedule ScheduleStep find_algorithm"
+            "ALGORITHMS Action Chunks Round Schedule ScheduleStep find_algorithm"
         ),
         "connections": (
             "ENGINES EngineConfig PeerInfo choose_engine connect_auto two_levels"
         ),
         "engine": "Engine ErrorContext",
-        "engines.hierarchical": "HostGroups",
         "engines.mpi": "MPI connect_world",
         "engines.scheduled": "ScheduledEngine ScheduledMessage compile_program",
         "engines.shared_memory.engine": "SharedMemoryEngine",
-        "engines.shared_memory.shared_state": "through_store",
         "engines.shared_memory.waiting": "Contention",
         "engines.solo": "SoloEngine",
         "engines.torch_distributed": "Groups TorchDistributedEngine",

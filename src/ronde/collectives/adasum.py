@@ -27,7 +27,7 @@ _TINY = sys.float_info.min**0.5  # a squared norm below this counts as 0: coeffi
 def adasum_all_reduce(
     communicator: Communicator, tensor: Tensor, lengths: Sequence[int] = ()
 ) -> Tensor:
-    """Combine ``tensor`` over all ranks with Adasum, in place; collective, blocks."""
+    """Combine ``tensor`` over all ranks with Adasum, in place; blocks until done."""
     # The result is bitwise equal on all ranks. Products and coefficients are float64.
     # ``lengths`` are those of consecutive tensors, which are combined separately.
     size = communicator.size
@@ -37,12 +37,12 @@ def adasum_all_reduce(
         )
     if tensor.dtype not in FLOATS:
         raise UsageError(
-            f"tensor must be of a floating dtype for Adasum, got {tensor.dtype}."
+            f"tensor must have a floating-point dtype for Adasum, got {tensor.dtype}."
         )
     if lengths and sum(lengths) != tensor.numel():
         raise UsageError(
-            "lengths must add up to the tensor's elements, got "
-            f"{sum(lengths)} and {tensor.numel()}."
+            f"lengths must add up to the tensor's {tensor.numel()} elements, got "
+            f"{sum(lengths)}."
         )
     flat = dense(tensor).view(-1)
     ends = list(accumulate(lengths or (flat.numel(),), initial=0))
@@ -103,7 +103,7 @@ def _combine(
 
 
 def _sum(communicator: Communicator, values: Tensor, size: int) -> Tensor:
-    """Sum over blocks of ``size`` consecutive ranks, bitwise equal on all of them."""
+    """Return the sum over each block of ``size`` ranks, bitwise equal within it."""
     distance = 1
     while distance < size:
         theirs = torch.empty_like(values)
@@ -127,7 +127,7 @@ def _chunks(part: slice) -> Iterator[slice]:
 
 
 def _overlap(mine: slice, bound: slice) -> slice:
-    """Return the part of ``bound`` within ``mine``, relative to its start."""
+    """Return the overlap of both slices, relative to the start of ``mine``."""
     start = max(mine.start, bound.start)
     stop = max(start, min(mine.stop, bound.stop))
     return slice(start - mine.start, stop - mine.start)

@@ -1,7 +1,7 @@
 """Arithmetic of reductions, the same for all engines.
 
-Engines reduce only a few dtypes. Tensors of other dtypes are encoded as one of these
-before the reduction (``encode``) and decoded afterwards (``decode``).
+Engines reduce only a few dtypes. ``encode`` converts tensors of other dtypes to one of
+these before the reduction, and ``decode`` converts the result back.
 """
 
 from collections.abc import Callable
@@ -89,14 +89,14 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 def put_back(values: Tensor, tensor: Tensor) -> Tensor:
-    """Copy ``dense(tensor)`` back into ``tensor`` unless they share memory."""
+    """Copy ``values`` into ``tensor`` unless they share memory."""
     if values.data_ptr() != tensor.data_ptr() or not tensor.is_contiguous():
         tensor.detach().copy_(values.reshape(tensor.shape))
     return tensor
 
 
 def scale_(tensor: Tensor, factor: float) -> None:
-    """Multiply in place; integers in float64, then truncated toward zero."""
+    """Multiply in place. Integers use float64 and are truncated toward zero."""
     if factor == 1.0:
         return
     values = tensor.detach()
@@ -107,7 +107,10 @@ def scale_(tensor: Tensor, factor: float) -> None:
 
 
 def encode(tensor: Tensor, op: ReduceOp) -> Tensor:
-    """Return a row-major tensor to reduce, for AVERAGE with SUM; may share memory."""
+    """Return a row-major tensor that every engine can reduce; may share memory.
+
+    AVERAGE becomes SUM; ``decode`` divides.
+    """
     values = dense(tensor)
     dtype = values.dtype
     if dtype is torch.bool:
@@ -125,9 +128,9 @@ def encode(tensor: Tensor, op: ReduceOp) -> Tensor:
 def decode(
     reduced: Tensor, dtype: torch.dtype, op: ReduceOp, size: int, postscale: float
 ) -> Tensor:
-    """Return the result in ``dtype`` from the reduction of encoded tensors.
+    """Convert the reduction of encoded tensors back to ``dtype``.
 
-    Divides the sum by ``size`` for AVERAGE. Overwrites ``reduced``.
+    Divides the sum by ``size`` for AVERAGE. May overwrite ``reduced``.
     """
     if op is ReduceOp.AVERAGE:
         _divide_(reduced, dtype, size)

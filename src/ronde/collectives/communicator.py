@@ -94,7 +94,7 @@ class Routes:
         self._is_closed = False
 
     def of(self, call: str, tensor: Tensor, *, is_sized: bool = False) -> Engine:
-        """Return a tensor's engine; ``is_sized``: the size is equal on all ranks."""
+        """Return the engine for a tensor; ``is_sized``: equal size on all ranks."""
         if self._choose is None:
             return self._first
         num_bytes = tensor.nbytes if is_sized else None
@@ -111,7 +111,7 @@ class Routes:
         return self._first if tensor.is_cpu else self._nccl or self._first
 
     def engine(self, call: str, num_bytes: int | None, device_type: str) -> Engine:
-        """Return a connected engine; after ``end()``, perhaps the closed ``first``."""
+        """Return the engine for a call, connecting it at its first use."""
         if self._choose is None or self._connect is None:
             return self._first
         name = self._choose(call, num_bytes, device_type)
@@ -122,14 +122,14 @@ class Routes:
         return self._engines[name]
 
     def clone(self, first: Engine) -> "Routes":
-        """Return the routes of a duplicate of the communicator; collective."""
+        """Return routes for a duplicate of the communicator; collective."""
         self._num_clones += 1
         nccl = self._nccl.clone() if self._nccl else None
         name = f"{self._name}.{self._num_clones}"
         return Routes(first, self._choose, self._connect, nccl, name)
 
     def end(self) -> list[Engine]:
-        """Refuse further collectives; return all engines."""
+        """Return all engines, and stop connecting others."""
         self._is_closed = True
         return list(self._engines.values())
 
@@ -167,14 +167,14 @@ class Communicator:
 
     Attributes:
         engine: The engine's name; ``auto`` for several.
-        algorithm: The name of its schedule, or empty.
-        rank: This process in the group, ``0 <= rank < size``.
+        algorithm: The name of the engine's algorithm, or empty.
+        rank: Rank of this process in the group.
         size: Number of processes in the group.
-        timeout_s: The longest wait of a collective for another rank.
+        timeout_s: The longest time that a collective waits for another rank.
     """
 
     def __init__(self, engine: Engine, routes: Routes | None = None) -> None:
-        """Own ``engine``, or all engines of ``routes``; ``close()`` closes them."""
+        """Take ownership of ``engine``, or of all engines of ``routes``."""
         self.engine = "auto" if routes and routes.are_many else engine.name
         self.algorithm = engine.algorithm
         self.rank, self.size = engine.rank, engine.size
@@ -187,7 +187,7 @@ class Communicator:
             _alive.add(self)
 
     def leave_to_parent(self) -> None:
-        """Make all later calls fail, in a forked child; closes nothing."""
+        """Make all later calls fail in a forked child, without closing anything."""
         engine = cast("Engine", _ParentEngine(self._engine.name, self._routes))
         self._engine = self._only = engine
         self._routes = Routes(engine)
@@ -256,8 +256,8 @@ class Communicator:
         Args:
             tensor: At least one dimension. Dimension 0 may differ between ranks and may
                 be 0.
-            out: ``tensor`` may be this rank's rows of it.
-            counts: Receives each rank's number of rows.
+            out: May contain ``tensor`` as this rank's rows.
+            counts: A list to which every rank's number of rows is appended.
         """
         engine = self._only or self._routes.of("all_gather", tensor)
         try:
@@ -421,7 +421,7 @@ class Communicator:
     def find_sender(self, tensor: Tensor, tag: int = 0) -> int | None:
         """Return a rank with an unreceived message for ``tensor``, or None.
 
-        Only the engine ``shared_memory`` supports this.
+        Only the ``shared_memory`` engine supports this.
         """
         return self._routes.of_pair(tensor).find_sender(tag)
 
@@ -437,14 +437,15 @@ class Communicator:
         *,
         is_populated: bool = True,
     ) -> Tensor:
-        """Return zeros in the memory in which in-place calls are fastest.
+        """Allocate zeros in memory where in-place calls are fastest.
 
-        Collective, with equal arguments. The tensor, of shape ``(numel,)`` and aligned
-        to 64 bytes, outlives ``close()`` and ``torch.inference_mode()``. Without
-        ``is_populated``, pages are allocated on first use, even if memory is short.
+        Collective; all ranks pass equal arguments. The tensor has shape ``(numel,)``,
+        is aligned to 64 bytes, and outlives ``close()`` and ``torch.inference_mode()``.
+        Without ``is_populated``, pages are allocated on first use, and the available
+        memory is not checked.
 
         Raises:
-            CollectiveError: The memory is too small; on every rank.
+            CollectiveError: There is not enough memory; raised on every rank.
         """
         num_bytes = numel * dtype.itemsize
         engine = self._engine
@@ -454,30 +455,30 @@ class Communicator:
 
     @property
     def has_shared_memory(self) -> bool:
-        """True if ``allocate`` returns memory that all ranks map."""
+        """True if all ranks map the memory that ``allocate`` returns."""
         return self._engine.name == "shared_memory"
 
     def exchange(self, message: bytes) -> list[bytes]:
-        """Return every rank's message of at most 512 bytes, in rank order; blocks."""
+        """Exchange messages of at most 512 bytes; block until all have arrived."""
         if len(message) > MESSAGE_BYTES:
             raise UsageError(
                 f"message must have at most {MESSAGE_BYTES} bytes, got {len(message)}. "
-                "Gather longer ones with all_gather."
+                "Use all_gather for longer messages."
             )
         return self._engine.exchange(message)
 
     def duplicate(self) -> "Communicator":
-        """Return a communicator of the same ranks, as MPI_Comm_dup does; collective."""
+        """Return a new communicator of these ranks, like MPI_Comm_dup; collective."""
         engine = self._engine.clone()
         return Communicator(engine, self._routes.clone(engine))
 
     def abort(self) -> None:
-        """Close at once, not collective; calls in progress fail on all ranks."""
+        """Close at once; calls in progress fail on all ranks. Not collective."""
         for engine in self._routes.end():
             engine.abort()
 
     def close(self) -> None:
-        """Free threads, sockets and memory; not collective, may be repeated."""
+        """Free threads, sockets and memory. Not collective; may be repeated."""
         for engine in self._routes.end():
             engine.close()
 
@@ -533,9 +534,9 @@ def _row_bytes(tensor: Tensor) -> int:
 def _require_device(tensor: Tensor, engine: Engine) -> None:
     if ("cpu" if tensor.is_cpu else tensor.device.type) not in engine.devices:
         raise UsageError(
-            f"device must be {' or '.join(sorted(engine.devices))} for engine "
-            f"{engine.name}, got {tensor.device}. Copy the tensor to the CPU, or use "
-            "engine auto or nccl."
+            f"device must be {' or '.join(sorted(engine.devices))} for the "
+            f"{engine.name} engine, got {tensor.device}. Copy the tensor to the CPU, "
+            "or use the auto or nccl engine."
         )
 
 
@@ -555,27 +556,27 @@ def _require_splits(
     if splits is None:
         if num_rows % size:
             raise UsageError(
-                f"dimension 0 must be a multiple of size {size} where splits is None, "
-                f"got {num_rows}. Give splits."
+                f"dimension 0 must be divisible by the number of ranks, {size}, if "
+                f"splits is None, got {num_rows}. Pass splits for uneven parts."
             )
         return [num_rows // size] * size
     counts = [int(count) for count in splits]
     if len(counts) != size:
         raise UsageError(
-            f"splits must have one entry a rank, {size}, got {len(counts)}: {counts}."
+            f"splits must have {size} entries, one per rank, got {counts}."
         )
     if min(counts) < 0:
         raise UsageError(f"splits must not be negative, got {counts}.")
     if sum(counts) > num_rows:
         raise UsageError(
-            f"the sum of splits must be at most dimension 0, {num_rows}, got "
+            f"splits must add up to at most {num_rows}, the size of dimension 0, got "
             f"{' + '.join(map(str, counts))} = {sum(counts)}."
         )
     return counts
 
 
 def _require_out(out: Tensor, like: Tensor, num_rows: int | None = None) -> None:
-    """Raise UsageError if ``out`` cannot hold the result; None: any number of rows."""
+    """Raise UsageError if ``out`` does not fit; ``num_rows`` None allows any number."""
     rest = tuple(like.shape[1:])
     fits = (
         out.dtype is like.dtype
@@ -588,14 +589,14 @@ def _require_out(out: Tensor, like: Tensor, num_rows: int | None = None) -> None
         first = "rows" if num_rows is None else str(num_rows)
         shape = ", ".join([first, *map(str, rest)])
         raise UsageError(
-            f"out must be a tensor of {like.dtype} on {like.device} of shape "
-            f"[{shape}], got {out.dtype} on {out.device} of {list(out.shape)}. Leave "
-            "it out for a new tensor."
+            f"out must be a {like.dtype} tensor on {like.device} with shape [{shape}], "
+            f"got {out.dtype} on {out.device} with shape {list(out.shape)}. Omit out "
+            "to get a new tensor."
         )
     if not out.is_contiguous():
         raise UsageError(
-            f"out must be contiguous, got strides {list(out.stride())} of shape "
-            f"{list(out.shape)}. Give out.contiguous() and copy the result back."
+            f"out must be contiguous, got shape {list(out.shape)} with strides "
+            f"{list(out.stride())}. Pass out.contiguous() and copy the result back."
         )
 
 

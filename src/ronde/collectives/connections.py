@@ -35,7 +35,7 @@ _logger = logging.getLogger("ronde")
 
 
 class PeerInfo(NamedTuple):
-    """Facts about a rank on which the choice of engines depends."""
+    """The properties of a rank that determine the choice of engines."""
 
     host: str
     has_cuda: bool
@@ -77,10 +77,11 @@ def connect(
     """Connect this rank to all others; collective.
 
     Args:
-        timeout_s: The longest wait of a collective for another rank. Connecting takes
-            at most 300 s.
-        engine: One of ``ENGINES``, equal on all ranks; empty for ``info``'s.
-        algorithm: The schedule, for engines that have several; empty for ``info``'s.
+        timeout_s: The longest time that a collective waits for another rank.
+            Connecting takes at most 300 s.
+        engine: ``auto`` or one of ``ENGINES``, equal on all ranks; default: from
+            ``info``.
+        algorithm: For engines with several algorithms; default: from ``info``.
 
     Raises:
         UsageError: The engine is unknown, or a library that it needs is missing.
@@ -101,7 +102,8 @@ def connect_at(
 ) -> Communicator:
     """Connect ranks through a shared store; collective.
 
-    The store must lack the keys used here. For the rest see ``connect``.
+    The store must be empty under the keys used here. The other arguments and the
+    errors are those of ``connect``.
     """
     from ronde.collectives.engines.shared_memory.shared_state import through_store
 
@@ -129,7 +131,6 @@ class Connections:
         *,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         engine: str = "",
-        algorithm: str = "",
         scope: AbortScope | None = None,
     ) -> None:
         """Rendezvous with the other ranks; collective. Arguments as for ``connect``.
@@ -138,7 +139,7 @@ class Connections:
         """
         self.info = info
         self.scope = scope or AbortScope()
-        self._engine, config = _config(info, timeout_s, engine, algorithm)
+        self._engine, config = _config(info, timeout_s, engine, "")
         self._config = replace(config, scope=scope)
         self._store = self._config.open_store() if info.size > 1 else None
 
@@ -271,7 +272,7 @@ def _shared_memory_or_gloo(config: EngineConfig) -> Engine:
         return _shared_memory(config.at(store, "shared_memory"))
     except NoSharedMemoryError as error:  # on all ranks, or none
         if config.info.rank == 0:
-            _logger.warning("Gloo moves the tensors: %s", error)
+            _logger.warning("Falling back to Gloo for collectives: %s", error)
         return _torch_distributed(config.at(store, "gloo"))
 
 

@@ -71,15 +71,15 @@ class ErrorContext:
 
     def late(self, detail: str) -> CollectiveError:
         return CollectiveError(
-            f"{self._subject} must complete within timeout_s, got no answer for "
-            f"{self.timeout_s:g} s{detail}. Find the rank that hangs or makes other "
-            "calls, or give a longer timeout_s."
+            f"{self._subject} timed out after {self.timeout_s:g} s without an answer"
+            f"{detail}. Find the rank that hangs or makes other calls, or set a longer "
+            "timeout_s."
         )
 
     def lost(self, loss: str) -> PeerLostError:
         return PeerLostError(
-            f"{self._subject} needs every rank, but one is gone ({loss}). Its own "
-            "error shows why."
+            f"{self._subject} failed because another rank was lost ({loss}). See that "
+            "rank's own error."
         )
 
     # Not a generator, as its frame would hold the error: see Note [Tracebacks hold
@@ -94,9 +94,7 @@ class ErrorContext:
 
 
 def closed_error() -> CollectiveError:
-    return CollectiveError(
-        "communicator must be open, got a closed one. Connect again."
-    )
+    return CollectiveError("the communicator is closed. Connect again.")
 
 
 T = TypeVar("T")
@@ -218,10 +216,10 @@ class Engine(ABC):
 
     @abstractmethod
     def native(self, call: str, like: Tensor, op: ReduceOp) -> Reduction | None:
-        """Return the reduction for tensors like ``like`` without conversion, or None.
+        """Return the reduction if the engine reduces such tensors directly, else None.
 
-        None means that the engine needs 16-bit floats as float32, and other tensors as
-        ``arithmetic.encode`` returns them. Every engine must support these dtypes.
+        With None the caller converts 16-bit floats to float32, and other tensors with
+        ``arithmetic.encode``. Every engine must support the resulting dtypes.
         """
 
     @abstractmethod
@@ -241,7 +239,7 @@ class Engine(ABC):
         """
 
     def gather_numbers(self, own: Tensor, call: str) -> Tensor:
-        """Return the ranks' int64 CPU vectors as rows of one tensor; blocks.
+        """Gather int64 CPU vectors as the rows of one tensor; block until complete.
 
         ``call`` names the collective in errors.
         """
@@ -251,7 +249,7 @@ class Engine(ABC):
         return gathered
 
     def exchange(self, message: bytes) -> list[bytes]:
-        """Return every rank's message of at most ``MESSAGE_BYTES``; blocks."""
+        """Exchange messages of at most ``MESSAGE_BYTES``; block until complete."""
         length = len(message).to_bytes(8, "little")
         packed = bytearray(length + message.ljust(MESSAGE_BYTES))
         own = torch.frombuffer(packed, dtype=torch.int64)
@@ -274,28 +272,28 @@ class Engine(ABC):
 
     @abstractmethod
     def broadcast(self, data: Tensor, root: int) -> Work[Any]:
-        """Copy ``root``'s elements to all ranks; any dtype."""
+        """Copy ``root``'s elements, of any dtype, to all ranks."""
 
     @abstractmethod
     def send(self, data: Tensor, to: int, tag: int) -> Work[Any]:
-        """Send elements to another rank; any dtype."""
+        """Send elements of any dtype to another rank."""
 
     @abstractmethod
     def recv(self, data: Tensor, source: int, tag: int) -> Work[Any]:
         """Receive a message of the size and dtype of ``data`` from another rank."""
 
     def run_messages(self, call: str, steps: MessageSteps) -> None:
-        """Run steps that send and receive bytes on the CPU as one collective; blocks.
+        """Run steps that send and receive CPU bytes as one blocking collective.
 
-        Only the engine ``scheduled`` calls it.
+        Only the ``scheduled`` engine calls it.
         """
         raise NotImplementedError
 
     def find_sender(self, _tag: int) -> int | None:
         """Return a rank with an unreceived message of this tag, or None."""
         raise UsageError(
-            f"source must be a rank with engine {self.name}, got any. Name the rank, "
-            "or use engine shared_memory."
+            f"the {self.name} engine cannot receive from any source. Pass the source "
+            "rank, or use the shared_memory engine."
         )
 
     @abstractmethod
@@ -304,7 +302,7 @@ class Engine(ABC):
 
     @abstractmethod
     def clone(self) -> Self:
-        """Return a new engine of the same ranks, with its own order of calls."""
+        """Return a new engine for the same ranks; its calls have their own order."""
 
     @abstractmethod
     def close(self) -> None:
@@ -322,21 +320,21 @@ class Engine(ABC):
         *,
         is_populated: bool = True,  # noqa: ARG002  for engines with their own memory
     ) -> Tensor:
-        """Return a tensor of zeros in the memory in which calls are fastest."""
+        """Allocate zeros in memory where in-place calls are fastest."""
         with torch.inference_mode(mode=False):
             return torch.zeros(numel, dtype=dtype, device=device)
 
     # Engines that send shapes and data together override these three.
 
     def refuse(self, layout: CallLayout) -> None:
-        """Report wrong arguments of this rank to the waiting other ranks."""
+        """Notify the other ranks, which wait, that this rank's arguments are wrong."""
         with suppress(CollectiveError):
             self.exchange_shapes(layout)
 
     def gather_rows(
         self, layout: CallLayout, data: Tensor, row_bytes: int, allocate: AllocateRows
     ) -> Work[Any]:
-        """Gather all ranks' rows, given as bytes; the number of rows may differ."""
+        """Gather rows of bytes from all ranks; the number of rows may differ."""
         summaries = self.exchange_shapes(layout)
         result = allocate(summaries)
         if not result.numel():
@@ -352,7 +350,7 @@ class Engine(ABC):
         row_bytes: int,
         allocate: AllocateExchange,
     ) -> Work[Any]:
-        """Send ``splits[r]`` rows, given as bytes, to each rank r."""
+        """Send ``splits[r]`` rows of bytes to each rank r."""
         summaries = self.exchange_shapes(layout)
         own = torch.tensor(splits, device="cpu")
         plan = as_rows(self.gather_numbers(own, layout.call))
@@ -363,7 +361,7 @@ class Engine(ABC):
         return self.all_to_all(data, result, sizes)
 
     def exchange_shapes(self, own: CallLayout) -> list[LayoutSummary]:
-        """Return every rank's layout; raise if the layouts are incompatible; blocks."""
+        """Exchange layouts with all ranks; raise if they are incompatible."""
         numbers = torch.tensor(own.summarize(), device="cpu")
         gathered = as_rows(self.gather_numbers(numbers, own.call))
         summaries = [LayoutSummary(*each) for each in gathered]

@@ -1,4 +1,4 @@
-"""Messages of Gloo between two ranks, which complete only while a thread waits."""
+"""Gloo's point-to-point messages, which complete only while a thread waits."""
 
 import threading
 import time
@@ -18,7 +18,7 @@ Backend = Any  # torch's stubs give the backends' methods no common type
 
 
 class BackendWork(Protocol):
-    """The methods of ``torch.distributed.Work`` that are used."""
+    """The used part of ``torch.distributed.Work``."""
 
     def is_completed(self) -> bool: ...
 
@@ -46,7 +46,7 @@ class Waiters:
         return outcome
 
     def close(self) -> None:
-        """End the idle threads; each busy thread ends after its call."""
+        """End the idle threads now, and each busy thread after its call."""
         self._is_closed = True
         with suppress(IndexError):  # another thread may end some of them
             while True:
@@ -110,7 +110,7 @@ class GlooMessage:
         return self._outcome.result()
 
     def is_lost(self) -> bool:
-        """Return True if it is still incomplete a while after its connection ended.
+        """Return True if the message is incomplete long after its connection ended.
 
         See Note [Messages that Gloo loses] in ``engines/torch_distributed.py``.
         """

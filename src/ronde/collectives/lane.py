@@ -63,7 +63,7 @@ class LaneEngine(Engine):
     # that wait for this rank, and not for the lost rank, fail, too.
 
     def __init__(self, world: Engine, *inner: Communicator | Engine) -> None:
-        """Own ``world``, with all ranks, and ``inner``; ``close()`` closes both."""
+        """Take ownership of ``inner`` and of ``world``, which has all ranks."""
         self.rank, self.size, self.timeout_s = world.rank, world.size, world.timeout_s
         self._world = world
         self._inner = inner
@@ -185,6 +185,6 @@ class LaneEngine(Engine):
 
 def _closed_during(name: str) -> CollectiveError:
     return CollectiveError(
-        f"{name} must be over before close(), got a closed communicator. Wait for "
-        "every work first."
+        f"the communicator was closed before {name} completed. Wait for every work "
+        "before close()."
     )

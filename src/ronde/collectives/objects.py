@@ -38,7 +38,7 @@ def broadcast_object(communicator: TensorGroup, obj: Any, root: int) -> Any:  # 
     """Return ``root``'s object on every rank; collective.
 
     Raises:
-        CollectiveError: ``root``, another rank, could not pickle its object.
+        CollectiveError: On the other ranks, if ``root`` could not pickle its object.
     """
     payload = _broadcast(communicator, lambda: cloudpickle.dumps(obj), root)
     return obj if communicator.rank == root else cloudpickle.loads(payload)
@@ -98,7 +98,7 @@ def _broadcast(
     num_bytes = _unpack(padded)
     if num_bytes == _FAILED:
         raise CollectiveError(
-            f"the object of rank {root} could not be sent; the error there shows why."
+            f"rank {root} could not send its object. See that rank's own error."
         )
     end = _HEADER_BYTES + num_bytes
     if end > _FIRST_BYTES:
@@ -132,7 +132,7 @@ def _all_gather(communicator: TensorGroup, dump: Callable[[], bytes]) -> list[by
         payloads.append(whole[end:start])
     if failed:
         raise CollectiveError(
-            f"the objects of ranks {failed[:8]} could not be sent; the errors there "
-            "show why."
+            f"ranks {failed[:8]} could not send their objects. See the errors on these "
+            "ranks."
         )
     return payloads

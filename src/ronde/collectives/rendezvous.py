@@ -85,9 +85,9 @@ def open_store(
 ) -> Store:
     """Return a store that all ranks of a job share; collective.
 
-    With the same ``job_id`` the n-th call of every rank returns the same store, empty
-    under the keys used here. With a ``scope`` the store is the launcher's and is closed
-    when the scope is aborted.
+    For one ``job_id``, the n-th call on every rank returns the same store, which has no
+    keys yet. With a ``scope`` the store is the launcher's and is closed when the scope
+    is aborted.
 
     Raises:
         UsageError: Slurm's ranks have no usable secret file.
@@ -121,9 +121,9 @@ def _shared_store(info: RankInfo, timeout_s: float) -> Store:
     if info.launcher in (Launcher.OPEN_MPI, Launcher.PMI):
         return _mpi_store(info, timeout_s)
     raise WorldError(
-        f"MASTER_ADDR and MASTER_PORT must be set where {info.size} ranks run on "
-        f"several hosts, got neither from {info.launcher}. Set them on all ranks, to "
-        "rank 0's host and to a free port there."
+        f"{info.size} ranks run on several hosts, but {info.launcher} gives them no "
+        "rendezvous address. Set MASTER_ADDR and MASTER_PORT on all ranks, to rank 0's "
+        "host and to a free port there."
     )
 
 
@@ -156,8 +156,8 @@ def _tcp_store(meeting: Meeting, rank: int, timeout_s: float) -> Store:
         if "EADDRINUSE" not in str(error):
             raise
         raise CollectiveError(
-            f"MASTER_PORT must be free on rank 0's host, got {meeting.port}, which "
-            "another process listens on. Choose another port for all ranks."
+            f"MASTER_PORT {meeting.port} is in use by another process on rank 0's "
+            "host. Choose another port for all ranks."
         ) from error
 
 
@@ -240,7 +240,7 @@ def socket_prefix() -> str:
 
 
 def join_at(path: str, info: RankInfo, timeout_s: float) -> JobStore | None:
-    """Join the store at a socket; None if there is none, or it is another job's."""
+    """Join the store at a socket; return None without one, or if other ranks use it."""
     try:
         local_socket.dial(path, timeout_s).close()
     except OSError:
@@ -292,8 +292,8 @@ def _slurm_store(info: RankInfo, timeout_s: float) -> JobStore:
     names = expand_list(text, _NODE_LISTS[0])
     if len(names) < 2:
         raise WorldError(
-            f"{_NODE_LISTS[0]} must name the hosts of {info.size} ranks that run on "
-            f"several, got {text!r}. Start the program with srun. Or else: {_CURE}"
+            f"{info.size} ranks run on several hosts, but {_NODE_LISTS[0]} is "
+            f"{text!r}. Start the program with srun. Otherwise: {_CURE}"
         )
     first, other = names[:2]
     # The host's own name is not resolved: it often leads to the loopback.
@@ -347,8 +347,8 @@ def _bind_first(address: str, ports: Sequence[int]) -> socket.socket:
             return listener
     listener.close()
     raise CollectiveError(
-        f"one of {len(ports)} ports between {_FIRST_PORT} and {_END_PORT} must be free "
-        f"on {address}, but all are in use. {_CURE}"
+        f"all {len(ports)} ports of this job between {_FIRST_PORT} and {_END_PORT} are "
+        f"in use on {address}. {_CURE}"
     )
 
 
@@ -381,7 +381,7 @@ def _join_step(
 def _authenticated(
     targets: Sequence[tuple[str, int]], key: SharedKey
 ) -> list[tuple[str, int]]:
-    """Return the targets that prove to know the key; tries many concurrently."""
+    """Return the servers that prove knowledge of the key; try many concurrently."""
 
     def is_ours(target: tuple[str, int]) -> bool:
         try:
@@ -408,9 +408,9 @@ def _mpi_store(info: RankInfo, timeout_s: float) -> JobStore:
         else:
             problem, cure = "MPI cannot be used", f"or fix this: {error}"
         raise WorldError(
-            f"MASTER_ADDR and MASTER_PORT must be set where {info.size} ranks run on "
-            f"several hosts without MPI, but {problem}. Set them on all ranks, to rank "
-            f"0's host and a free port there; {cure}"
+            f"{info.size} ranks run on several hosts, but {problem}. Set MASTER_ADDR "
+            "and MASTER_PORT on all ranks, to rank 0's host and a free port there, "
+            f"{cure}"
         ) from error
     mpi = Communicator(engine)
     address = _agree_on_address(mpi)
@@ -424,8 +424,8 @@ def _mpi_store(info: RankInfo, timeout_s: float) -> JobStore:
     mpi.close()
     if not address:
         raise WorldError(
-            "rank 0's host must have an address that all hosts have a route to, got "
-            "none. Set MASTER_ADDR and MASTER_PORT on all ranks to one that they reach."
+            "rank 0's host has no address to which all other hosts have a route. Set "
+            "MASTER_ADDR and MASTER_PORT on all ranks, to an address they can reach."
         )
     key = SharedKey(bytes.fromhex(shared_key))
     return remote_store(address, int(port), key, timeout_s)

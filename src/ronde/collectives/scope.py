@@ -70,9 +70,9 @@ class AbortScope:
             self._is_over.set()
 
     def call_later(self, function: Callable[[], object]) -> None:
-        """Call functions one by one in a thread for which Python waits at exit.
+        """Call a function in a background thread that Python waits for at exit.
 
-        One thread is used, as each thread takes memory from its own allocator arena.
+        One thread calls all functions, as each thread has its own allocator arena.
         """
         with self._lock:
             self._later.append(function)
@@ -103,7 +103,7 @@ class AbortScope:
         self._is_over.wait(_ABORT_S)
 
     def end(self) -> None:
-        """Abort nothing from now on; wait for an abort in progress."""
+        """Unregister all operations; wait for an abort in progress."""
         with self._lock:
             self._methods = []
         if self.failure is not None:

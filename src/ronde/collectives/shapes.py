@@ -90,7 +90,7 @@ def disagreement(layouts: Sequence[CallLayout]) -> CollectiveError:
                 f"{name} must be equal on all ranks, got {by_ranks(texts)}."
             )
     return CollectiveError(
-        f"{layouts[0].call} must be given at least one dimension, got a scalar. "
+        f"{layouts[0].call} needs a tensor with at least one dimension, got a scalar. "
         "Use tensor.reshape(1)."
     )
 
@@ -103,8 +103,8 @@ def require_out_rows(
     wrong = [r for r, num in enumerate(own) if num >= 0 and num != results[r]]
     if rank in wrong:
         raise UsageError(
-            f"out must have as many rows as the result of {call}, {results[rank]}, got "
-            f"{layouts[rank].out_rows}. Leave it out for a new tensor."
+            f"out must have {results[rank]} rows, as many as the result of {call}, got "
+            f"{layouts[rank].out_rows}. Omit out to get a new tensor."
         )
     if wrong:
         raise _refused_elsewhere(call, wrong)
@@ -112,8 +112,7 @@ def require_out_rows(
 
 def _refused_elsewhere(call: str, refused: Sequence[int]) -> CollectiveError:
     return CollectiveError(
-        f"{call} was given wrong arguments on {_name(refused)}; the error there "
-        "shows which."
+        f"{call} has wrong arguments on {_name(refused)}. See the error on that rank."
     )
 
 

@@ -11,7 +11,7 @@ __getattr__ = lazy_exports(
         "coordinator": "CoordinationOptions Coordinator",
         "execution": "FusionTuning",
         "messages": "Loss Tree",
-        "node": "FailCommand JoinedCommand RequestCache RunCommand",
+        "node": "FailCommand JoinedCommand RunCommand",
         "requests": "NamedOperation OpKind Request",
         "waits": "StallReport describe_stall",
     },

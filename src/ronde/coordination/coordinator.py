@@ -119,7 +119,7 @@ class CoordinatorState:
         self.ask_all = partial(self._node.report, "ask")
 
     def progress(self) -> bool:
-        """Make all progress possible without waiting; return True if there was any."""
+        """Make all possible progress without waiting; return True if there was any."""
         has_changed = False
         commands = self._node.commands
         while self._exchange():
@@ -151,8 +151,8 @@ class CoordinatorState:
                 self.execution.threshold_bytes = num_bytes
 
     def start_fast(self, entry: Entry) -> FastPath | None:
-        """Start an operation on the fast path; return the path, None if impossible."""
-        # Impossible with a timeline, which records negotiations; with deferred rounds,
+        """Start an operation on the fast path; return the path, None if ineligible."""
+        # Not with a timeline, which records negotiations; with deferred rounds,
         # which only normal waits drive; and with several operations, which are fused.
         if (
             self.fast_path is None
@@ -361,12 +361,12 @@ class Coordinator:
         ranks: tuple[int, ...] = (),
         waits: Waits | None = None,
     ) -> None:
-        """Use a communicator and a channel exclusively.
+        """Take exclusive use of a communicator and a channel.
 
         Args:
             ranks: The ranks of the process set, ascending; empty for all.
-            waits: The waits of this process. Aborting their scope aborts all operations
-                of this coordinator, but not the communicator.
+            waits: The waits of this process. An abort of their scope fails all
+                operations of this coordinator, but does not abort the communicator.
         """
         self.rank, self.size = communicator.rank, communicator.size
         self._communicator, self._options = communicator, options
@@ -540,7 +540,7 @@ class Coordinator:
         self._progress(0)
 
     def _progress(self, num_own: int) -> None:
-        """Make progress without waiting; wake the waiters if more than ``num_own``."""
+        """Make progress without waiting; wake the other waiters, if there are any."""
         with self._lock:
             if self._is_closed:
                 return

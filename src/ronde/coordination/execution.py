@@ -215,7 +215,7 @@ class Execution:
         source: Tensor,
         splits: Sequence[int] | None,
     ) -> Any:  # noqa: ANN401 - each operation's own
-        """Run one operation on ``source``; operations in place run on ``tensor``."""
+        """Run one operation on ``source``; in-place operations run on ``tensor``."""
         communicator = self._communicator
         before, after = request.prescale, request.postscale
         is_apart = tensor is not source
@@ -333,17 +333,14 @@ def _copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
 
 
 class FusionTuning:
-    """Tuner of the fusion threshold, on the root of a process set's coordinators.
+    """Tunes the fusion threshold; runs on the root of a process set's coordinators.
 
     A step ends when a name is repeated. The cost of a step is seconds per byte, as
     steps differ in size.
     """
 
     def __init__(
-        self,
-        default_bytes: int,
-        options: TuningOptions,
-        change: Callable[[int], None],
+        self, default_bytes: int, options: TuningOptions, change: Callable[[int], None]
     ) -> None:
         others = [size for size in _SIZES if size != default_bytes]
         self._tuner = Tuner(

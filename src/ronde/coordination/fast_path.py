@@ -90,7 +90,7 @@ class FastPath:
         self._has_waiter = False  # a thread is in ``wait``
         self._scratch = Scratch()
         self._plans: dict[int, _Plan | None] = {}
-        self._under_way: tuple[Entry, _Plan] | None = None
+        self._in_progress: tuple[Entry, _Plan] | None = None
         self._num_skipped = self._num_left = 0
 
     def start(self, entry: Entry, tag: int, request: Request) -> bool:
@@ -100,7 +100,7 @@ class FastPath:
         """
         if (
             self._num_left
-            or self._under_way
+            or self._in_progress
             or self._has_waiter
             or not self._is_complete(self._number)
         ):
@@ -121,7 +121,7 @@ class FastPath:
         own.copy_(source if source.dim() == 1 else source.view(-1))
         if plan.prescale != 1.0:
             scale_(own, plan.prescale)
-        self._under_way = entry, plan
+        self._in_progress = entry, plan
         self._enter_round(tag)
         return True
 
@@ -131,7 +131,7 @@ class FastPath:
         Returns None if no round ended, else the entry and True if the entry is over.
         With False the entry must be submitted in the normal way.
         """
-        if self._under_way is None:
+        if self._in_progress is None:
             return None
         number, own = self._number, self._own
         if not self._is_complete(number):
@@ -148,7 +148,7 @@ class FastPath:
         if self._has_waiter:
             own[_WAKE] = number
             wake_all(self._address)
-        (entry, plan), self._under_way = self._under_way, None
+        (entry, plan), self._in_progress = self._in_progress, None
         index = _TAGS + (number & 1)
         for words in self._other_words:
             if words[index] != own[index]:
@@ -173,12 +173,12 @@ class FastPath:
         Call ``finish`` before, as this rank's last round is complete then and must not
         be taken for the refused round.
         """
-        if self._under_way is None and self.is_awaited():
+        if self._in_progress is None and self.is_awaited():
             self._enter_round(_REFUSED)
             self._skip()
 
     def ran(self) -> None:
-        """Count an operation that ran without the fast path."""
+        """Count an operation that did not use the fast path."""
         if self._num_left:
             self._num_left -= 1
 
@@ -236,7 +236,7 @@ class FastPath:
                     doorbell.notify()
 
     def _is_complete(self, number: int) -> bool:
-        """Return True if all ranks have entered a round; any thread."""
+        """Return True if all ranks have entered a round; thread-safe."""
         for words in self._other_words:
             if words[_NUMBER] < number:
                 return False

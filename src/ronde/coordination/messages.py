@@ -71,7 +71,7 @@ class Tree:
 
 
 class Loss(NamedTuple):
-    """The loss of a rank, which no longer answers, and its reason."""
+    """A lost rank and the reason."""
 
     rank: int
     reason: str  # such as ``rank 3, process 4711, ended``
@@ -83,7 +83,7 @@ def encode(items: Sequence[Sequence[Any]]) -> bytes:
 
 
 def encode_numbers(epoch: int, bits: int) -> bytes:
-    """Encode the numbers of cached requests, given as the bits of ``bits``; not 0."""
+    """Encode a non-empty set of cached request numbers, given as bits."""
     first = (bits & -bits).bit_length() - 1 & ~7
     rest = bits >> first
     data = rest.to_bytes((rest.bit_length() + 7) // 8, "little")

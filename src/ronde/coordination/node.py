@@ -51,7 +51,7 @@ class ConnectCommand(NamedTuple):
 
 
 class FailCommand(NamedTuple):
-    """Fail a name, as the ranks' requests for it are incompatible."""
+    """Fail the operation of this name, as the ranks' requests are incompatible."""
 
     name: str
     text: str
@@ -72,7 +72,7 @@ class ReportCommand(NamedTuple):
 
 
 class GiveWayCommand(NamedTuple):
-    """Let waits give way; fail waits that cannot."""
+    """Let the chosen waits give way; fail those that cannot: see ``waits``."""
 
     chosen: Sequence[tuple[int, list[int]]]  # ranks and ids of their waits
     where: Sequence[tuple[int, str]]  # ranks of the circle and names of their waits
@@ -211,7 +211,7 @@ class ReadyCounter:
 
 
 class Node:
-    """The node of a rank that reports to its parent; ``commands`` were received."""
+    """The negotiation of one rank, which reports to its parent in the tree."""
 
     def __init__(self, tree: Tree) -> None:
         self.tree = tree
@@ -344,7 +344,7 @@ class Node:
 
 
 class RootNode(Node):
-    """Rank 0's node, which sends commands; caches up to ``capacity`` requests."""
+    """The negotiation on rank 0, which sends commands and decides on the cache."""
 
     def __init__(self, tree: Tree, capacity: int) -> None:
         super().__init__(tree)

@@ -8,20 +8,22 @@ Note [Ranks that wait for each other]
     wait.
 
     A wait that exceeds its patience is published. Then the root sends all ranks two
-    inquiries: for their published waits, then for the points of these that they have
-    reached. A wait counts if both answers include it. A rank counts if all its threads
-    that ever waited or submitted are in such waits. So these waits existed at one time,
-    and a slow rank is never taken for a blocked one. If ranks wait in a circle, those
-    in ``backward()`` *give way*: ``backward()`` returns, and its round continues in
-    later waits of the thread, until ``step()`` or ``synchronize()``. From then on all
-    waits have less patience. With equal orders on all ranks nothing is published.
+    inquiries. The first asks for their published waits. The second asks again, and asks
+    for those of the awaited points that each rank has reached. A wait counts if both
+    answers include it. A rank counts if all its threads that ever waited or submitted
+    are in such waits. So all these waits existed at the same moment, and a slow rank is
+    never mistaken for a blocked one. If ranks wait in a circle, those in ``backward()``
+    *give way*: ``backward()`` returns, and its round continues in later waits of the
+    thread, until ``step()`` or ``synchronize()``. From then on all waits have less
+    patience. With equal orders on all ranks nothing is published.
 
 Note [Inquiries]
     A rank that waits long makes the root send one of two inquiries to all ranks,
     through the messages of the negotiation. ``STALLS``: which operations has this rank
-    submitted, and at what age? An operation that some ranks never submit is a stall:
-    Horovod's warning and shutdown. ``WAITS``: which waits block all threads of this
-    rank? Then: which of all these points has it reached?
+    submitted, and at what age? An operation that some ranks never submit is a stall, of
+    which the root warns and for which it may end the job, as in Horovod. ``WAITS``:
+    which waits block all threads of this rank? Then: which of the points that blocked
+    ranks wait for has it reached?
 """
 
 import logging
@@ -67,7 +69,7 @@ _NAMES_SHOWN = 6
 
 
 class PendingTable:
-    """The operations of a process set that have no result yet; any thread."""
+    """Thread-safe table of the pending operations of a process set."""
 
     def __init__(self) -> None:
         self.failure: CollectiveError | None = None  # of later operations
@@ -235,7 +237,7 @@ class PolledWait:
 
 
 class Waits:
-    """The waits of one process in one session; any thread may call the methods."""
+    """The waits of one process in one session; thread-safe."""
 
     def __init__(self, scope: AbortScope | None = None) -> None:
         self.scope = scope or AbortScope()

@@ -37,8 +37,8 @@ class Layout:
                 raise UsageError(f"{axis} must be at least 1, or -1, got {size}.")
         if len(self._open) > 1:
             raise UsageError(
-                f"-1 must stand for one axis, got {' and '.join(self._open)}. Give the "
-                "size of all but one."
+                f"only one axis may be -1, got {' and '.join(self._open)}. Give the "
+                "sizes of the others."
             )
 
     @classmethod
@@ -51,7 +51,7 @@ class Layout:
                 rule = f"must be {', '.join(AXES[:-1])} or {AXES[-1]}"
                 raise UsageError(f"axis {rule}, got {axis!r}. {_FORM}")
             if axis in sizes:
-                raise UsageError(f"axis must come once, got {axis} twice. {_FORM}")
+                raise UsageError(f"{axis} is given twice. {_FORM}")
             if not sign or not re.fullmatch("-1|0*[1-9][0-9]{0,8}", size, re.ASCII):
                 raise UsageError(
                     f"{axis} must be a whole number of at least 1, or -1, got {size!r}."
@@ -74,10 +74,10 @@ class Layout:
 
     @property
     def num_ranks(self) -> int:
-        """The product of all sizes."""
         if self._open:
             raise UsageError(
-                f"layout must have no -1, got {self}. Call resolve(world_size) first."
+                f"layout must not contain -1, got {self}. Call "
+                "resolve(world_size) first."
             )
         return math.prod(astuple(self))
 

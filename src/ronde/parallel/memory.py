@@ -74,8 +74,8 @@ class RankMemory:
         largest = sorted(self.terms, key=lambda term: -term.size_bytes)[:_NUM_LARGEST]
         names = ", ".join(f"{name} {format_size(size)}" for name, size in largest)
         return (
-            f"memory of a rank must be at most {format_size(limit_bytes)}, got "
-            f"{format_size(self.total_bytes)}, the largest parts: {names}."
+            f"a rank has {format_size(limit_bytes)} of memory, but needs "
+            f"{format_size(self.total_bytes)}. The largest parts are {names}."
         )
 
 
@@ -123,7 +123,8 @@ class Sharding:
         """
         if not units or min(units) < 1:
             raise UsageError(
-                f"units must be at least one, each with parameters, got {list(units)}."
+                "units must be a non-empty list of positive numbers of parameters, "
+                f"got {list(units)}."
             )
         states = self.model_states(sum(units))
         if self.zero == 0:

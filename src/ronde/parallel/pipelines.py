@@ -44,13 +44,13 @@ class Pipeline:
         if self.schedule is not ScheduleName.INTERLEAVED:
             if self.num_chunks > 1:
                 raise UsageError(
-                    f"num_chunks must be 1 with {self.schedule}, got {self.num_chunks}."
-                    f" Take {ScheduleName.INTERLEAVED}."
+                    f"num_chunks must be 1 with schedule {self.schedule}, got "
+                    f"{self.num_chunks}. Use {ScheduleName.INTERLEAVED} for more."
                 )
         elif self.num_microbatches % self.num_ranks:
             raise UsageError(
                 f"num_microbatches must be a multiple of num_ranks, {self.num_ranks}, "
-                f"with {self.schedule}, got {self.num_microbatches}."
+                f"with schedule {self.schedule}, got {self.num_microbatches}."
             )
 
     @property
@@ -70,8 +70,8 @@ def cut_evenly(costs: Sequence[float], num_stages: int) -> tuple[range, ...]:
     """
     if len(costs) < num_stages:
         raise UsageError(
-            f"each stage needs a layer, got {len(costs)} layers for {num_stages} "
-            "stages. Cut the model into more layers, or take fewer stages."
+            f"each stage needs at least one layer, got {len(costs)} layers for "
+            f"{num_stages} stages. Cut the model into more layers, or use fewer stages."
         )
     sums = [0.0, *accumulate(costs)]
     # For each stage, lists indexed by the number of layers up to its end.

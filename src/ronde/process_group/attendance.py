@@ -1,4 +1,4 @@
-"""Records of the calls that ranks wait in, kept in the store of their group."""
+"""Records, in a group's store, of the calls in which its ranks wait."""
 
 from concurrent.futures import Future
 from contextlib import suppress
@@ -15,7 +15,7 @@ _STORE_TIMEOUT = timedelta(seconds=5)
 class SideStore:
     """A second connection to a group's store, made at its first use.
 
-    If the store ended with its rank, calls raise ``RuntimeError``.
+    Calls raise ``RuntimeError`` if the rank that serves the store has ended.
     """
 
     def __init__(self, store: Store) -> None:
@@ -34,7 +34,7 @@ class SideStore:
         try:
             return self._clone.result(_STORE_TIMEOUT.total_seconds())
         except TimeoutError:
-            raise RuntimeError("the store of the group does not answer") from None
+            raise RuntimeError("the group's store does not respond") from None
 
     def _connect(self, clone: Future[Store]) -> None:
         try:

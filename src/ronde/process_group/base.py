@@ -178,8 +178,8 @@ class GroupBase(_ProcessGroup):
     def _require_own_process(self) -> None:
         if os.getpid() != self._process:
             raise BackendError(
-                f"a group must be used in the process that made it, {self._process}, "
-                f"got {os.getpid()}, a fork of it. Call init_process_group after the "
+                f"this group belongs to process {self._process} and cannot be used in "
+                f"its fork, process {os.getpid()}. Call init_process_group after the "
                 "fork."
             )
 

@@ -32,8 +32,7 @@ def make(given: Any, options: object) -> RondeProcessGroup:  # noqa: ANN401  tor
     if options is not None and not isinstance(options, GroupOptions):
         raise UsageError(
             "pg_options must be a ronde.process_group.GroupOptions, got "
-            f"{type(options).__name__}. Leave it out, or give one, such as "
-            "GroupOptions(engine='gloo')."
+            f"{type(options).__name__}. Omit it, or pass GroupOptions(engine='gloo')."
         )
     rank, size = given.group_rank, given.group_size
     return _make(given.store, rank, size, given.timeout, options or GroupOptions())
@@ -42,7 +41,7 @@ def make(given: Any, options: object) -> RondeProcessGroup:  # noqa: ANN401  tor
 def make_for_gloo(
     store: Store, rank: int, size: int, timeout: timedelta
 ) -> RondeProcessGroup:
-    """Make a group that takes the place of a Gloo group."""
+    """Make a group that replaces torch's Gloo group."""
     group = _make(store, rank, size, timeout, GroupOptions())
     group.is_for_gloo = True
     group.options = SimpleNamespace()  # torch sets its attributes

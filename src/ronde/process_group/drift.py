@@ -57,7 +57,6 @@ class GroupDrift:
             _watch_models()
 
     def add(self, model: DistributedDataParallel) -> None:
-        """Include a model in the checks."""
         if model in [ref() for ref in self._models.values()]:
             return
         self._ranks = tuple(

@@ -16,7 +16,7 @@ from ronde.memory import available_memory
 from ronde.process_group.arena import Arena
 from ronde.process_group.base import Options, Works
 from ronde.process_group.data_movement import DataMovement
-from ronde.process_group.monitored_barrier import MonitoredBarrier
+from ronde.process_group.monitored_barrier import monitored_barrier
 from ronde.process_group.reductions import Reductions
 from ronde.process_group.tensor_lists import only
 from ronde.process_group.works import GroupWork, Late
@@ -109,15 +109,16 @@ class RondeProcessGroup(Reductions, DataMovement):
         timeout: timedelta | None = None,
         wait_all_ranks: bool = False,  # noqa: FBT001, FBT002  torch's
     ) -> None:
-        """Wait for all ranks; rank 0's error names the first absent rank, or all.
+        """Wait for all ranks; rank 0's error names the first absent rank.
 
-        Error messages are like Gloo's. The group stays usable after an error.
+        With ``wait_all_ranks`` it names all absent ranks. Error messages are like
+        Gloo's. The group stays usable after an error.
         """
         self._num_monitored += 1
         limit = timedelta(seconds=self._timeout_s) if timeout is None else timeout
         store = PrefixStore(f"monitored{self._num_monitored}", clone_of(self._store))
-        MonitoredBarrier(store, self._rank, self._size, limit).run(
-            is_complete=wait_all_ranks
+        monitored_barrier(
+            store, self._rank, self._size, limit, is_complete=wait_all_ranks
         )
 
     def _start_coalescing(self, _device: torch.device) -> None:

@@ -84,7 +84,7 @@ class Reductions(GroupBase):
         def start() -> Works:
             if tensor.is_floating_point() or tensor.is_complex():
                 raise UsageError(
-                    f"tensors must be of whole numbers or bool for {name}, got "
+                    f"tensors must have an integer dtype or bool for {name}, got "
                     f"{tensor.dtype}."
                 )
             return [self._communicator.all_gather(tensor.data[None])]
@@ -193,7 +193,7 @@ def _read_op(
     if name == "SUM" and any(tensor.dtype is torch.bool for tensor in tensors):
         name = "MAX"  # logical or, as in torch's own groups
     if name not in _OPS:
-        raise UsageError(f"op must be one of {', '.join(_OPS)} here, got {name}.")
+        raise UsageError(f"op must be one of {', '.join(_OPS)}, got {name}.")
     factor = float(opts.reduceOp.factor) if name == "PREMUL_SUM" else 1.0
     return _OPS[name], factor
 

@@ -30,14 +30,16 @@ def copy_apart(joint: Tensor, tensors: Sequence[Tensor]) -> None:
 
 def only(tensors: Sequence[Tensor], name: str) -> Tensor:
     if len(tensors) != 1:
-        raise UsageError(f"{name} must be one tensor in a list, got {len(tensors)}.")
+        raise UsageError(
+            f"{name} must be a list of one tensor, got {len(tensors)} tensors."
+        )
     return tensors[0]
 
 
 def require_count(tensors: Sequence[Tensor], size: int, name: str) -> None:
     if len(tensors) != size:
         raise UsageError(
-            f"{name} must have one tensor for each rank, {size}, got {len(tensors)}."
+            f"{name} must have {size} tensors, one per rank, got {len(tensors)}."
         )
 
 
@@ -45,7 +47,7 @@ def require_dtype(tensors: Sequence[Tensor], like: Tensor, name: str) -> None:
     for tensor in tensors:
         if tensor.dtype is not like.dtype:
             raise UsageError(
-                f"{name} must be of {like.dtype}, as the others are, got "
+                f"{name} must have {like.dtype}, the dtype of the other tensors, got "
                 f"{tensor.dtype}. Use tensor.to({like.dtype})."
             )
 
@@ -55,23 +57,23 @@ def require_ratio(
 ) -> None:
     if large.numel() != size * small.numel():
         raise UsageError(
-            f"{large_name} must have size * the elements of {small_name}, {size} * "
-            f"{small.numel()}, got {large.numel()}."
+            f"{large_name} must have as many elements as {small_name} on all ranks: "
+            f"{size} * {small.numel()} = {size * small.numel()}, got {large.numel()}."
         )
 
 
 def require_rows(
     tensor: Tensor, splits: Sequence[int], size: int, name: str
 ) -> Sequence[int]:
-    """Return the number of rows for each rank: ``splits``, or if empty, equal ones."""
+    """Return the rows for each rank: ``splits``, or an even split if it is empty."""
     num_rows = tensor.shape[0] if tensor.ndim else 1
     if not splits and num_rows % size == 0:
         return [num_rows // size] * size
     if len(splits) != size or sum(splits) != num_rows:
-        given = f"{list(splits)}" if splits else f"{size} ranks and no splits"
+        given = f"{list(splits)}" if splits else "no splits"
         raise UsageError(
-            f"{name} must be split into its rows, {num_rows}, a number for each rank, "
-            f"got {given}."
+            f"{name} splits must be {size} numbers, one per rank, that add up to the "
+            f"{num_rows} rows of {name}, got {given}."
         )
     return splits
 
@@ -80,8 +82,8 @@ def require_lengths(sent: Sequence[int], lengths: Sequence[int]) -> None:
     for rank, (numel, length) in enumerate(zip(sent, lengths, strict=True)):
         if numel != length:
             raise UsageError(
-                f"the output for rank {rank} must have as many elements as it sent, "
-                f"{numel}, got {length}."
+                f"the output for rank {rank} must have {numel} elements, as many as "
+                f"rank {rank} sent, got {length}."
             )
 
 

@@ -18,7 +18,7 @@ from ronde.process_group.attendance import Attendance
 _POLL_EVERY_S, _NOTE_AFTER_S = 0.05, 1.0
 _torch: Any = torch
 _current_node: Callable[[], object] = _torch._C._current_autograd_node  # noqa: SLF001  its only name
-_current_backward: Callable[[], int] = _torch._C._current_graph_task_id  # noqa: SLF001  likewise
+_current_backward: Callable[[], int] = _torch._C._current_graph_task_id  # noqa: SLF001  its only name
 
 
 class BackendError(CollectiveError, dist.DistBackendError):
@@ -30,7 +30,6 @@ class BackendPeerLostError(PeerLostError, BackendError):
 
 
 def as_backend_error(error: CollectiveError) -> CollectiveError:
-    """Return the error as a ``BackendError``."""
     kind = BackendPeerLostError if isinstance(error, PeerLostError) else BackendError
     return kind(*error.args)
 
@@ -56,13 +55,13 @@ class Late(NamedTuple):
         """Abort the group, and raise an error that names the absent ranks."""
         absent = [] if self.number is None else self.attendance.find_absent(self.number)
         self.abort()
-        reason = "there was no answer"
+        reason = "no answer from another rank"
         if absent:
             ranks = ", ".join(map(str, absent))
-            reason = f"rank{'s' * (len(absent) > 1)} {ranks} did not call it in time"
+            reason = f"rank{'s' * (len(absent) > 1)} {ranks} did not make this call"
         raise CollectiveError(
-            f"the call must complete within its timeout of {limit_s:g} s, but "
-            f"{reason}. See which rank hangs or makes other calls."
+            f"the call timed out after {limit_s:g} s: {reason}. Find the rank that "
+            "hangs or makes other calls."
         )
 
 
@@ -134,8 +133,8 @@ class GroupWork(dist.Work):
         limit_s = timeout.total_seconds()
         if 0 < limit_s < self._limit_s and not self._await(limit_s):
             raise BackendError(
-                f"the call must complete within the {limit_s:g} s of this wait(), but "
-                "it goes on. Wait again, or give wait() more time."
+                f"the call did not complete within the {limit_s:g} s of this wait() "
+                "and is still in progress. Wait again, or pass a longer timeout."
             )
         self._complete()
         return True

@@ -20,7 +20,7 @@ from ronde.collectives.lane import LaneEngine
 from ronde.collectives.shapes import rows
 
 PIECE_BYTES = 2 << 20  # large enough for the full rate of the network
-_UNDER_WAY = 2
+_NUM_AHEAD = 2
 _MOST_PADDED = 2  # padding to equal parts may at most double the bytes
 _Steps = Generator[Work[Tensor] | None, Any, None]  # yields transfers between hosts
 
@@ -160,7 +160,7 @@ class EvenHostsEngine(HierarchicalEngine):
         _overlap(map(gather, _windows(out, counts)))
 
     def _copy(self, data: Tensor, root: int) -> None:
-        """Copy to the ranks with the root's local rank, then on each host."""
+        """Broadcast to the ranks with the root's local rank, then within each host."""
         root_host, root_local = self._groups.of(root)
 
         def copy(piece: Tensor) -> _Steps:
@@ -171,7 +171,7 @@ class EvenHostsEngine(HierarchicalEngine):
         _overlap(map(copy, _pieces(data)))
 
     def _slices(self, stack: Tensor) -> list[Tensor]:
-        """Return each rank's vector of ``stack``, indexed by local rank and host."""
+        """Return ``stack[local_rank, host]`` of each rank, in rank order."""
         positions = map(self._groups.of, range(self.size))
         return [stack[local_rank, host] for host, local_rank in positions]
 
@@ -190,7 +190,7 @@ class LeadersEngine(HierarchicalEngine):
         _overlap(map(reduce, _pieces(vector)))
 
     def _copy(self, data: Tensor, root: int) -> None:
-        """Copy within the root's host, then to the leaders, then on the other hosts."""
+        """Broadcast on the root's host, then to the leaders, then on their hosts."""
         root_host, root_local = self._groups.of(root)
         is_home = self._groups.of(self.rank)[0] == root_host
 
@@ -205,14 +205,14 @@ class LeadersEngine(HierarchicalEngine):
 
 
 def _overlap(pieces: Iterable[_Steps]) -> None:
-    """Run all pieces; up to ``_UNDER_WAY`` later ones begin before a piece ends."""
-    under_way: deque[tuple[Work[Tensor] | None, _Steps]] = deque()
+    """Run all pieces; up to ``_NUM_AHEAD`` more start before the oldest ends."""
+    started: deque[tuple[Work[Tensor] | None, _Steps]] = deque()
     for steps in pieces:
-        under_way.append((next(steps), steps))
-        if len(under_way) > _UNDER_WAY:
-            _end(*under_way.popleft())
-    while under_way:
-        _end(*under_way.popleft())
+        started.append((next(steps), steps))
+        if len(started) > _NUM_AHEAD:
+            _end(*started.popleft())
+    while started:
+        _end(*started.popleft())
 
 
 def _end(work: Work[Tensor] | None, steps: _Steps) -> None:
@@ -227,7 +227,7 @@ def _pieces(vector: Tensor) -> Iterator[Tensor]:
 
 
 def _windows(vector: Tensor, sizes: Sequence[int]) -> Iterator[slice]:
-    """Yield ranges of each rank's part; one range of all parts makes up a piece."""
+    """Yield ranges within a part; the same range of all parts makes up a piece."""
     width = max(1, PIECE_BYTES // (len(sizes) * vector.element_size()))
     for begin in range(0, max(sizes), width):
         yield slice(begin, min(begin + width, max(sizes)))

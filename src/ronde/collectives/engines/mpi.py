@@ -42,7 +42,7 @@ try:
     import mpi4py
 except ImportError as error:
     raise UsageError(
-        f"mpi4py must be installed for the engine mpi, got none. {_CURE}"
+        f"the mpi engine needs mpi4py, which is not installed. {_CURE}"
     ) from error
 
 # See Note [The end of MPI]. The first connection initialises MPI, unless the program
@@ -54,13 +54,13 @@ try:
 except (ImportError, RuntimeError) as error:
     reason = str(error).partition("\n")[0]
     raise UsageError(
-        f"an MPI library must be installed for the engine mpi, got none ({reason}). "
+        f"the mpi engine needs an MPI library, but none could be loaded ({reason}). "
         f"{_CURE}"
     ) from error
 
 Start = Callable[[MPI.Intracomm], Sequence[MPI.Request]]
 _Buffer = list[Any]
-_MANY_UNDER_WAY = 256
+_MANY_IN_PROGRESS = 256
 
 MAX_COUNT = 1 << 30  # elements in one of MPI's calls
 _SPIN_S = 0.002
@@ -94,7 +94,7 @@ class MpiLibrary:
             watch_exit()
             atexit.register(self._finalize)
         self.has_failed = False
-        self.under_way: set[MpiWork] = set()  # kept alive: MPI uses their tensors
+        self.in_progress: set[MpiWork] = set()  # kept alive: MPI uses their tensors
         provided = MPI.Query_thread()
         if provided < MPI.THREAD_SERIALIZED:
             raise UsageError(
@@ -242,7 +242,7 @@ class MpiEngine(Engine):
         return copy
 
     def close(self) -> None:
-        """Free the communicator, unless a call failed, as MPI might hang then."""
+        """Free the communicator, unless a call failed: MPI might hang."""
         comm, self._comm = self._comm, None
         if comm is None or self._library.has_failed or MPI.Is_finalized():
             return
@@ -295,10 +295,10 @@ class MpiWork(Work[None]):
         self._context = context
         self._held = held
         self._is_closed = is_closed
-        if len(library.under_way) >= _MANY_UNDER_WAY:
-            for other in list(library.under_way):
+        if len(library.in_progress) >= _MANY_IN_PROGRESS:
+            for other in list(library.in_progress):
                 other.is_done()
-        library.under_way.add(self)
+        library.in_progress.add(self)
 
     def _poll(self) -> bool:
         with self._library.calling:
@@ -308,7 +308,7 @@ class MpiWork(Work[None]):
                 self._fail(error)
                 return True
         if self.is_over:
-            self._library.under_way.discard(self)
+            self._library.in_progress.discard(self)
             self._requests, self._held = [], ()
         return self.is_over
 
@@ -359,10 +359,9 @@ def connect_world(
     world = MPI.COMM_WORLD
     if (world.rank, world.size) != (rank, size):
         raise UsageError(
-            f"rank and size must be the same in MPI and the launcher, got {world.rank} "
-            f"of {world.size} in MPI and {rank} of {size} in the launcher. Start the "
-            "program with mpirun of the MPI that mpi4py loads "
-            f"({MPI.Get_library_version().partition(',')[0]})."
+            f"MPI reports rank {world.rank} of {world.size}, but the launcher reports "
+            f"rank {rank} of {size}. Start the program with the mpirun of the MPI that "
+            f"mpi4py loads ({MPI.Get_library_version().partition(',')[0]})."
         )
     # COMM_WORLD belongs to the program and is never closed here.
     engine = MpiEngine(library, world, timeout_s)

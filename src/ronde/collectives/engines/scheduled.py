@@ -96,7 +96,7 @@ def compile_program(
 
 
 def _drafts(schedule: Schedule, rank: int, piece_numel: int) -> Iterator[_Draft]:
-    """Yield messages of up to a piece: part of a long chunk or several short ones."""
+    """Yield messages of at most a piece: part of a long chunk, or several chunks."""
     chunks = schedule.chunks
     largest = max(1, chunks.largest())
     num_together = max(1, piece_numel // largest)
@@ -156,7 +156,10 @@ def _program(
     extent: tuple[int, ...],
     element_bytes: int,
 ) -> tuple[ScheduledMessage, ...]:
-    """Return a rank's messages; ``extent``: length (and root), or ranks' lengths."""
+    """Return a rank's messages.
+
+    ``extent`` is the vector's length (and root), or the length of each rank's part.
+    """
     schedules = find_algorithm(algorithm)
     if collective == "all_reduce":
         schedule = schedules.all_reduce(size, extent[0])
@@ -171,7 +174,7 @@ def _program(
 
 @dataclass(slots=True)
 class _Run:
-    """A run of a program; ``free`` is memory for summands."""
+    """One execution of a program; ``free`` holds buffers for received summands."""
 
     free: list[Tensor]
     program: Sequence[ScheduledMessage]
@@ -205,7 +208,7 @@ class _Run:
         return "recv", tensor
 
     def _complete(self, index: int, wait: WaitForMessage) -> None:
-        """Wait for a message and add its summands, unless that is done."""
+        """Wait for a message and add its summands, if not done yet."""
         work = self.works.pop(index, None)
         if work is None:
             return

@@ -39,12 +39,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import (
-    PrefixStore,
-    ProcessGroupGloo,
-    ReduceOp as TorchOp,
-    Store,
-)
+from torch.distributed import PrefixStore, ProcessGroupGloo, ReduceOp as TorchOp, Store
 from torch.distributed.distributed_c10d import AllreduceOptions, BroadcastOptions
 
 from ronde.addresses import is_loopback, read_interfaces, source_towards
@@ -173,19 +168,14 @@ class Nccl:
     # come in different orders on two ranks would wait for ever.
 
     def __init__(
-        self,
-        store: Store,
-        rank: int,
-        size: int,
-        limit: timedelta,
-        device: torch.device,
+        self, store: Store, rank: int, size: int, limit: timedelta, device: torch.device
     ) -> None:
         try:
             from torch.distributed import ProcessGroupNCCL
         except ImportError as error:
             raise UsageError(
-                "torch must be built with NCCL to reduce CUDA tensors, got "
-                f"{torch.__version__}."
+                f"torch {torch.__version__} was built without NCCL, which CUDA tensors "
+                "need. Install a CUDA build of torch."
             ) from error
         options = ProcessGroupNCCL.Options()
         options._timeout = limit  # noqa: SLF001  the only name
@@ -201,8 +191,8 @@ class Nccl:
         """Queue a ``send`` or ``recv``, to start in one group with other messages."""
         if tag:
             raise UsageError(
-                f"tag must be 0 for CUDA tensors, got {tag}: NCCL has no tags. Leave "
-                "it out, and receive in the order in which the other rank sends."
+                f"tag must be 0 for CUDA tensors, as NCCL has no tags, got {tag}. Omit "
+                "the tag, and receive messages in the order in which they are sent."
             )
         post = getattr(self.group, call)
         message = GroupedMessage(self, lambda: post([values], peer, 0))
@@ -301,7 +291,7 @@ class Groups:
             self._address = _find_own_address(addresses, rank, size, self._timeout)
         self._is_closed = False
         self._given_up_s = math.inf
-        self._under_way: set[BackendWork] = set()
+        self._in_progress: set[BackendWork] = set()
         self._thread: ThreadPoolExecutor | None = None
         self._waiters = Waiters()
         self._nccl: Nccl | None = None
@@ -347,7 +337,7 @@ class Groups:
         return GlooMessage(work, self._waiters, partial(is_cut_off, gloo, peer))
 
     def track(self, work: BackendWork) -> BackendWork:
-        known = self._under_way
+        known = self._in_progress
         known.add(work)
         if len(known) > _MOST_KNOWN:
             done = [each for each in known.copy() if each.is_completed()]
@@ -361,7 +351,7 @@ class Groups:
                 raise RuntimeError("connection closed")
             with suppress(RuntimeError):  # a time-out or a failure, raised below
                 work.wait(_CHECK_EVERY)
-        self._under_way.discard(work)
+        self._in_progress.discard(work)
         work.wait()
 
     def run_messages(self, steps: MessageSteps) -> None:
@@ -416,7 +406,7 @@ class Groups:
         self._scope.call_later(self._free)
 
     def _free(self) -> None:
-        groups, works = list(self._backends.values()), self._under_way.copy()
+        groups, works = list(self._backends.values()), self._in_progress.copy()
         for work in works:
             with suppress(RuntimeError):
                 self.wait_for(work)
@@ -513,11 +503,11 @@ def _hold(_groups: Sequence[Backend], works: Sequence[BackendWork]) -> None:
 
 
 def _find_own_address(store: Store, rank: int, size: int, timeout: timedelta) -> str:
-    """Return the address of this host towards the store; collective.
+    """Return this host's address on the route to the store; collective.
 
-    Empty if there is no route, or not through an interface that the user named; torch
-    chooses the address then. The store's own host uses the address that other ranks
-    use, since its name may resolve to the loopback address.
+    Empty if there is no route, or if the user named another interface; torch then
+    chooses the address. The store's own host uses the address that other ranks use,
+    since its name may resolve to the loopback address.
     """
     target = _find_target(store)
     own = source_towards(target) if target else ""

@@ -39,8 +39,8 @@ After a connection's ``find_loss`` returns a loss, no further message arrives.
 class ControlChannel:
     """Sends messages between one rank and its neighbours in a tree.
 
-    Every event of a connection rings the doorbell of ``waiter``. ``shared`` is the
-    shared memory of all ranks if they are on one host.
+    Every event of a connection notifies ``waiter``. ``shared`` is the shared memory of
+    all ranks if they are on one host.
     """
 
     def __init__(
@@ -56,7 +56,6 @@ class ControlChannel:
         self._transports = tuple(transports)
         self._connections = {c.rank: c for t in transports for c in t.connections}
         self.wait, self.wake = waiter.wait, waiter.wake
-        self.add_waiter, self.remove_waiter = waiter.add_waiter, waiter.remove_waiter
 
     def send(self, to: int, message: bytes) -> None:
         """Send a message, or drop it if the neighbour is lost. Never waits.
@@ -114,7 +113,7 @@ def connect_channel(
 
     Args:
         store: Empty under the keys used here; None for one rank.
-        exchange: For ranks on one host, an exchange that is faster than the store's.
+        exchange: For ranks on one host; exchanges bytes faster than the store does.
 
     Raises:
         CollectiveError: Not all ranks connected in time.

@@ -63,7 +63,7 @@ class Doorbell:
         return cls(words, ctypes.addressof(memory), index=0, num_notifiers=1)
 
     def notify(self) -> None:
-        """Notify the rank of data stored before the call; any thread."""
+        """Notify the rank of data stored before the call; thread-safe."""
         words = self.words
         if IS_WEAKLY_ORDERED:
             fence()

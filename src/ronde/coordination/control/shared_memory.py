@@ -199,14 +199,14 @@ class SharedMemoryTransport:
             for each in absent:
                 if (loss := each.find_loss()) and not each.is_open():
                     raise PeerLostError(
-                        f"{self._context} needs every rank, but one is gone "
-                        f"({loss.reason}). Its own error shows why."
+                        f"{self._context} failed because another rank was lost "
+                        f"({loss.reason}). See that rank's own error."
                     )
             if time.monotonic() > deadline:
                 ranks = [each.rank for each in absent[:8]]
                 raise CollectiveError(
-                    f"{self._context} must complete within timeout_s, got no answer "
-                    f"for {timeout_s:g} s from ranks {ranks}. Find the rank that hangs."
+                    f"{self._context} timed out after {timeout_s:g} s without an "
+                    f"answer from ranks {ranks}. Find the rank that hangs."
                 )
             waiter.wait(_CHECK_EVERY_S, is_eager=True)
             scope.check()

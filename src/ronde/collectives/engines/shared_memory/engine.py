@@ -21,10 +21,7 @@ from ronde.collectives.engines.shared_memory.point_to_point import (
     ChannelMemory,
     PointToPoint,
 )
-from ronde.collectives.engines.shared_memory.progress import (
-    FIRST_NAP_S,
-    ProgressEngine,
-)
+from ronde.collectives.engines.shared_memory.progress import FIRST_NAP_S, ProgressEngine
 from ronde.collectives.engines.shared_memory.shared_state import (
     ControlBlock,
     ExchangeBytes,
@@ -58,7 +55,7 @@ class SharedMemoryEngine(Engine):
     ) -> None:
         """Connect to all other ranks; collective.
 
-        A sleeping wait polls for the first time after ``first_nap_s``.
+        ``first_nap_s`` is the first polling interval of a sleeping wait.
 
         Raises:
             NoSharedMemoryError: The ranks are on several machines, or memory is short.

@@ -1,4 +1,4 @@
-"""The collectives as generators, a phase per step; torch's kernels reduce."""
+"""Shared-memory collectives as generators that yield once per phase."""
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
@@ -174,7 +174,7 @@ def _exchange_layouts(
 def _show(
     state: SharedState, slot: int, data: Tensor, offset: int = 0, prescale: float = 1.0
 ) -> list[Tensor]:
-    """Copy data that fits into this rank's slot, scaled; return all ranks' pieces."""
+    """Copy the data that fits into this rank's slot; return views of all slots."""
     room = state.staging.slot_bytes // data.element_size()
     if data.numel() > room:
         data = data[:room]
@@ -194,7 +194,7 @@ def _copy_shown(
     start: int,
     room: int,
 ) -> None:
-    """Copy from other ranks' slots, at ``offset``, to their parts from ``start`` on."""
+    """Copy from the other ranks' slots to their parts, from ``start`` on."""
     for rank, part in enumerate(parts):
         if rank == state.rank or part.numel() <= start:
             continue
@@ -204,7 +204,7 @@ def _copy_shown(
 
 
 def _locate(state: SharedState, data: Tensor) -> int:
-    """Return the location of bytes; 0 if too few to be read in place."""
+    """Return the location of bytes in shared memory; 0 if they must be copied."""
     return state.heap.locate(data) if data.numel() >= _DIRECT_BYTES else 0
 
 
@@ -336,7 +336,7 @@ class KnownReductions:
 def _reduce_small(
     state: SharedState, source: Tensor, out: Tensor, known: KnownReduction
 ) -> Steps[None]:
-    """Reduce short tensors: copy each to its rank's slot; every rank reduces all."""
+    """Reduce short tensors: every rank fills its slot, then reduces all slots."""
     staging, signature = state.staging, known.call.signature
     views = staging.views(staging.take(), out.dtype, out.numel())
     own = views[state.rank]
@@ -414,7 +414,7 @@ def _plan(
 def _reduce_shown(
     state: SharedState, source: Tensor, out: Tensor, known: KnownReduction, shown: int
 ) -> Steps[None]:
-    """Reduce through alternating slots, starting with ``shown`` unless it is -1."""
+    """Reduce through alternating slots; ``shown`` is a slot already filled, or -1."""
     # Each of two ranks reduces everything. More ranks reduce a share each and copy the
     # others' shares.
     staging, combine = state.staging, known.kernel.combine
@@ -490,7 +490,7 @@ def reduce_scatter(
 
 
 def _share(numel: int, itemsize: int, size: int, rank: int) -> tuple[int, int]:
-    """Return start and end of the elements that ``rank`` reduces: whole cache lines."""
+    """Return the range of elements that ``rank`` reduces, in whole cache lines."""
     line = max(1, _LINE_BYTES // itemsize)
     counts = rows(-(-numel // line), size)
     first = sum(counts[:rank]) * line

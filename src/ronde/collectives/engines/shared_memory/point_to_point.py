@@ -86,7 +86,7 @@ class Channel:
 
 
 class Sending(Message):
-    """A send in progress to one rank."""
+    """A send in progress."""
 
     __slots__ = ("_num_done", "_queue")
 
@@ -115,7 +115,7 @@ class Sending(Message):
                 return
 
     def find_pending(self) -> PendingWord | None:
-        """Return the receiver's counter to wait for if there is no room."""
+        """Return the receiver's counter if this send waits for room, else None."""
         queue = self._queue
         taken = queue.num_taken()
         if queue.num_sent() - taken < _NUM_PIECES:
@@ -124,7 +124,7 @@ class Sending(Message):
 
 
 class Receiving(Message):
-    """A receive in progress from one rank."""
+    """A receive in progress."""
 
     __slots__ = ("_queue",)
 
@@ -156,7 +156,7 @@ class Receiving(Message):
         self._queue.advance()
 
     def find_pending(self) -> PendingWord | None:
-        """Return the sender's counter to wait for if no piece has arrived."""
+        """Return the sender's counter if no unread piece has arrived, else None."""
         queue = self._queue
         sent = queue.num_sent()
         if sent != queue.num_taken():
@@ -193,7 +193,7 @@ class ReceiveQueue(Channel):
         return not is_awaited and any(header.tag == tag for header, _ in self._kept)
 
     def advance(self, *, reads_all: bool = False) -> None:
-        """Read available pieces while a receive waits, or all with ``reads_all``."""
+        """Read available pieces while a receive waits; all of them if ``reads_all``."""
         self._waiting = [each for each in self._waiting if not each.is_over]
         while (self._waiting or reads_all) and self.num_sent() != self.num_taken():
             header = self._header

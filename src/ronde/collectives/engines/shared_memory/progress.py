@@ -9,9 +9,9 @@ Note [Phases]
 Note [Progress]
     A call makes all progress possible without waiting, and so do all later calls,
     ``is_done()`` and ``wait()``. A rank may start a collective and then compute. If
-    another rank waits long, it rings the bell of the computing rank, whose progress
-    thread then performs that rank's part. Every thread uses the inference mode of the
-    original caller, as the tensors may not be writable otherwise.
+    another rank waits long, it wakes the progress thread of the computing rank, which
+    then performs that rank's part. Every thread uses the inference mode of the original
+    caller, as the tensors may not be writable otherwise.
 """
 
 import threading
@@ -141,7 +141,7 @@ class Message(SharedMemoryWork):
 
 
 class ProgressEngine:
-    """The collectives and messages of one communicator, and its waits."""
+    """Drives the collectives, messages and waits of one communicator."""
 
     def __init__(
         self,

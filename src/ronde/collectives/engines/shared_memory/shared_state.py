@@ -71,7 +71,7 @@ class Segment:
             self.tensor: Tensor = torch.frombuffer(self.mapping, dtype=torch.uint8)
 
     def populate(self) -> None:
-        """Map all pages now; older kernels map them when they are touched."""
+        """Map all pages now. Kernels before 5.14 map them when they are touched."""
         _libc.madvise(
             c_void_p(self.address), c_size_t(self.num_bytes), _MADV_POPULATE_WRITE
         )
@@ -191,7 +191,7 @@ def _exchange_or_fail(
 
 
 def _require_room(size: int, num_bytes: int) -> None:
-    """Raise MemoryError if segments do not fit; the kernel would kill a rank later."""
+    """Raise MemoryError if segments do not fit, before the kernel kills a rank."""
     available = available_memory()
     needed = size * num_bytes
     if needed + _RESERVE_BYTES > available.num_bytes:
@@ -310,7 +310,7 @@ class ControlBlock:
         return -(-(num_words * 8 + _TEXT_BYTES) // 4096) * 4096
 
     def publish(self, index: int, value: int) -> None:
-        """Store a word of this rank and wake its sleepers; one thread at a time."""
+        """Store a word of this rank and wake its sleepers; not thread-safe."""
         if IS_WEAKLY_ORDERED:
             fence()
         words = self.words
@@ -323,7 +323,7 @@ class ControlBlock:
                 return
 
     def fall_asleep(self, rank: int) -> None:
-        """Register this process, ``rank``, to be woken by ``publish``; any thread."""
+        """Register ``rank``, this process, to be woken by ``publish``; thread-safe."""
         with self._lock:
             self._num_asleep += 1
             self.bytes[8 * _SLEEPERS + rank] = 1
@@ -335,7 +335,7 @@ class ControlBlock:
             self.bytes[8 * _SLEEPERS + rank] = self._num_asleep > 0
 
     def ring(self) -> None:
-        """Wake the rank's progress thread; of concurrent rings some may be lost."""
+        """Wake the rank's progress thread; one of two concurrent rings may be lost."""
         self.words[BELL] = (self.words[BELL] + 1) & 0xFFFFFFFF
         wake_all(self.address + 8 * BELL)
 
@@ -376,7 +376,7 @@ class StagingSlots:
         return self._taken
 
     def reset(self) -> None:
-        """Start again with the first slot; call it once all ranks have read theirs."""
+        """Start again with the first slot, once all ranks have read the slots."""
         self._taken = 1
 
     def views(
@@ -419,10 +419,8 @@ class SymmetricHeap:
         self._gone: deque[int] = deque()
 
     def add(self, segments: Sequence[Segment], rank: int) -> Tensor:
-        """Return this rank's bytes of a region; their views keep the region alive.
-
-        Internal views use another buffer and do not keep the region alive.
-        """
+        """Add a region; return this rank's bytes. Their views keep the region alive."""
+        # Views made here use another buffer and do not keep the region alive.
         self._forget()
         self._num_regions += 1
         own, tensors = segments[rank], [segment.tensor for segment in segments]
@@ -457,7 +455,7 @@ class SymmetricHeap:
                 with torch.inference_mode(mode=False):
                     data = region.tensors[rank][first : first + numel * dtype.itemsize]
                     return data.view(dtype)
-        raise LookupError(f"region must be in use, got number {number}")
+        raise LookupError(f"shared memory region {number} is not in use")
 
     def views(self, locations: Sequence[int], like: Tensor) -> list[Tensor]:
         return [

@@ -104,7 +104,7 @@ _now = time.monotonic
 
 
 class Contention:
-    """Policy of spinning while other programs need cores; any thread may call it."""
+    """Policy of spinning while other programs need cores; thread-safe."""
 
     def __init__(self) -> None:
         self._num_expected = os.cpu_count() or 1
@@ -173,7 +173,7 @@ class PeerProcess(NamedTuple):
         return cls(pid, ProcessStat.read(pid).started, cores)
 
     def state(self) -> str:
-        """Return the state, a letter as in ``/proc``; empty if the process ended."""
+        """Return the state letter from ``/proc``; empty if the process has ended."""
         process = read_process(self.pid)
         if process is None or process.started != self.started_at:
             return ""
@@ -195,8 +195,8 @@ class Peers:
     def find_loss(self, rank: int, own: int) -> str:
         """Return the reason if a rank's process has ended, else ""; call periodically.
 
-        A stopped process may continue, so it is not lost. The first rank that is not
-        stopped warns of it.
+        A stopped process may continue, so it is not lost. The lowest rank that is not
+        stopped logs a warning.
         """
         process = self.processes[rank]
         state = process.state()
@@ -211,7 +211,7 @@ class Peers:
         return ""
 
     def describe_stop(self, rank: int) -> str:
-        """Return a text with a remedy if a rank's process is stopped, else ""."""
+        """Describe a rank's process and a remedy if it is stopped, else return ""."""
         process = self.processes[rank]
         if process.state() not in {*_STOPPED}:
             return ""
