@@ -126,8 +126,8 @@ def test_a_rank_that_ends_before_it_joins_the_others_ends_the_job(ronde, least):
     result = ronde("run", *words, *program, env=env)
     assert result.returncode != 0
     assert lines(result)[0] == (
-        f"ronde: worker 1 on {HOST} ended with exit code 0 without the others, which "
-        "wait in hvd.init(). Call it on all ranks."
+        f"ronde: worker 1 on {HOST} ended with exit code 0, while the others wait in "
+        "hvd.init(). Call it on all ranks."
     )
 
 
@@ -182,7 +182,7 @@ def test_too_few_ranks_for_too_long_end_the_job(ronde):
     result = ronde("run", "-np", "4", *limits, *program, env=env)
     assert result.returncode == 69, result.stderr
     text = result.stderr.decode()
-    assert text.count("size must be at least min-ranks, 4, got 3 for 1 s") == 1
+    assert text.count("3 ranks for 1 s, but --min-ranks is 4: ") == 1
 
 
 def test_a_host_whose_new_ranks_fail_is_left_out(ronde, tmp_path):

@@ -108,7 +108,7 @@ def test_the_writer_keeps_no_more_than_its_limit():
         )
         # The pipe takes some of it, at most 64 KiB here.
         writer.send(Output(0, Stream.STDOUT, bytes(100_000)))
-        with pytest.raises(LaunchError, match="unsent frames must stay under"):
+        with pytest.raises(LaunchError, match="bytes are unsent"):
             writer.send(Output(0, Stream.STDOUT, bytes(70_000)))
     finally:
         os.close(read_fd)

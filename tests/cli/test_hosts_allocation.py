@@ -91,8 +91,8 @@ def test_too_many_ranks_are_refused_in_horovods_words() -> None:
         allocate(hosts(a=2, b=1, c=0), 4, never)
     assert str(caught.value) == (
         "Requested more processes (4) than there are available slots (3)\n"
-        "That is a:2,b:1. Give the hosts more slots, as in -H a:4 or --slots, or start "
-        "fewer ranks."
+        "The slots are a:2,b:1. Give the hosts more slots, as in -H a:4 or --slots, or "
+        "start fewer ranks."
     )
 
 
@@ -108,14 +108,14 @@ def test_what_cannot_be_is_refused_before_a_host_is_asked() -> None:
 def test_a_job_must_have_a_slot() -> None:
     named = parse_hostfile("# ours\n\na slots=0\nb:0\n", "file")
     said = re.escape(
-        "hosts must have a slot, got 0 slots for a (file line 3), b (file line 4). "
-        "Give one of them slots."
+        "no host has a slot: a (file line 3), b (file line 4) must not be used. Give "
+        "one of them slots."
     )
     with pytest.raises(UsageError, match=said):
         allocate(named, None, never)
     with pytest.raises(UsageError, match=said):
         hosts_to_ask(named, 2)
-    with pytest.raises(UsageError, match=r"n7 and 92 more\. Give one"):
+    with pytest.raises(UsageError, match=r"n7 and 92 more must not be used\. Give"):
         allocate(hosts(**{f"n{index}": 0 for index in range(100)}), None, never)
 
 
@@ -206,13 +206,13 @@ def test_outside_of_an_allocation(environ) -> None:
 @pytest.mark.parametrize(
     ("environ", "said"),
     [
-        (slurm("n1", HET_SIZE=2), "SLURM_HET_SIZE must be 1"),
-        ({"SLURM_JOB_ID": "7", "SLURM_HET_SIZE": "2"}, "SLURM_HET_SIZE must be 1"),
+        (slurm("n1", HET_SIZE=2), "SLURM_HET_SIZE is 2"),
+        ({"SLURM_JOB_ID": "7", "SLURM_HET_SIZE": "2"}, "SLURM_HET_SIZE is 2"),
         (slurm("n[1-", NTASKS=1), "SLURM_JOB_NODELIST: brackets must be closed"),
         (slurm("(null)"), "SLURM_JOB_NODELIST: a host must be a name"),
         (
             slurm("n[1-2]", NTASKS=2, TASKS_PER_NODE="2"),
-            "each of the 2 hosts in SLURM_JOB_NODELIST=n[1-2], got '2', which has 1. ",
+            "2 counts, one for each host in SLURM_JOB_NODELIST=n[1-2], got 1 in '2'. ",
         ),
         (slurm("n1", NTASKS=2, TASKS_PER_NODE="x"), "SLURM_TASKS_PER_NODE must be"),
         (slurm("n1", NTASKS_PER_NODE="x"), "SLURM_NTASKS_PER_NODE must be a whole"),

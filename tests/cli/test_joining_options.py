@@ -95,7 +95,7 @@ def test_a_head_that_nobody_joins_ends_with_69_and_says_what_to_start(
     )
     errors = done.stderr.decode()
     assert done.returncode == 69, errors
-    assert "only 0 of 1 nodes joined within 0.3 s: none. Start on" in errors
+    assert "only 0 of 1 nodes joined within 0.3 s: none. Run on" in errors
 
 
 def test_a_node_without_a_head_ends_with_69_and_says_why(ronde, token):

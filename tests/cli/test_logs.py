@@ -142,7 +142,7 @@ def test_a_restart_has_files_of_its_own(heard, tmp_path):
 def test_nothing_that_is_there_is_overwritten_or_followed(heard, tmp_path):
     logs = RankLogs(heard, str(tmp_path))
     logs.begin(generation())
-    with pytest.raises(UsageError, match="--log-dir must be a directory"):
+    with pytest.raises(UsageError, match="cannot write to --log-dir"):
         RankLogs(heard, str(tmp_path)).begin(generation())
     aim = tmp_path / "aim"
     aim.touch()

@@ -175,7 +175,7 @@ def test_nothing_starts_where_proc_does_not_show_the_processes(tmp_path, space):
     run = (sys.executable, "-m", "ronde", "run", "-n", "2", "--chdir", str(tmp_path))
     done = in_sandbox(*run, "--", *program, space=space)
     assert done.returncode == 64
-    assert done.stderr.startswith("ronde: /proc must show the processes that ronde")
+    assert done.stderr.startswith("ronde: /proc belongs to another pid namespace")
     assert done.stderr.endswith(" Type: mount -t proc proc /proc\n")
     assert not list(tmp_path.iterdir())
 
@@ -218,8 +218,8 @@ def test_too_few_processes_are_told_and_none_is_left(limit):
     program = (sys.executable, "-m", "ronde", "run", "-n", "4", "sleep", "1000")
     done = in_sandbox("prlimit", f"--nproc={limit}", *program, space=space)
     assert done.returncode == 70
-    assert done.stderr.startswith("ronde: limit of processes must be enough for ")
-    assert f"got {limit} (ulimit -u)" in done.stderr
+    text = f"limit of processes of this user is reached: {limit} (ulimit -u). Raise"
+    assert done.stderr.startswith(f"ronde: {text}")
     assert done.stderr.count("\n") == 1
     left = []
     for path in Path("/proc").glob("[0-9]*"):

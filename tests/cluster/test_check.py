@@ -367,7 +367,7 @@ def test_folders_that_one_host_lacks(cluster, find, disk, tmp_path):
     }
     assert elsewhere.found == frozenset(), elsewhere.said
     assert ran.returncode == 64
-    assert "node2: --chdir must be" in ran.stderr
+    assert "node2: cannot enter --chdir" in ran.stderr
 
 
 def test_torch_that_is_not_there_or_an_empty_folder(cluster, tmp_path):

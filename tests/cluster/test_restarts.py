@@ -184,7 +184,7 @@ def test_a_host_that_is_lost_before_ranks_run_again_is_a_restart(cluster, limit)
         code, out, errors = end_of(process)
     if limit == 1:
         assert (code, out) == (69, []), errors
-        assert "ronde: 1 host was lost before the ranks ran." in errors
+        assert "ronde: 1 host was lost before the ranks started." in errors
     else:
         assert code == 0, errors
         assert_generation(2, out)

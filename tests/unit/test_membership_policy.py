@@ -276,7 +276,7 @@ def test_too_few_for_too_long_stop_with_what_was_missing():
     env.wait(1.0)
     assert ordered(env, Stop) == [
         Stop(
-            "size must be at least min-ranks, 3, got 2 for 600 s, because b was lost. "
+            "2 ranks for 600 s, but --min-ranks is 3: b was lost. "
             "Hosts: a:2. Lower --min-ranks, or bring a host back.",
             is_too_few=True,
         )
@@ -304,8 +304,8 @@ def test_who_ends_well_before_the_first_view_ends_the_job(is_first_to_wait):
         env.settle(0)
     assert ordered(env, Stop) == [
         Stop(
-            "worker 1 on a has ended without the others, which wait in hvd.init(). "
-            "Call it on all ranks."
+            "worker 1 on a has ended, while the others wait in hvd.init(). Call it on "
+            "all ranks."
         )
     ]
 

@@ -50,7 +50,7 @@ def read_elastic(
     _require_order(least, most, num_ranks)
     if options.discover_every is not None and discovery is None:
         raise UsageError(
-            "--discover-every must come with --host-discovery, got it without. Drop it."
+            "--discover-every needs --host-discovery. Add it, or drop --discover-every."
         )
     # In Horovod only --max-np limits an elastic job.
     is_horovods = script is not None or "min-num-proc" in given
@@ -89,8 +89,8 @@ def _read_nodes_range(
         return None, None
     if num_each is None or num_each < 0:
         raise UsageError(
-            f"{name} must come with a number of ranks for each host, got none. Type: "
-            f"{name} --nproc-per-node 8"
+            f"{name} needs a number of ranks for each host. "
+            f"Type: {name} --nproc-per-node 8"
         )
     return (name, least * num_each), (name, most * num_each)
 
@@ -107,7 +107,7 @@ def _limit(
     limits += [nodes] if nodes else []
     if len(limits) > 1:
         raise UsageError(
-            f"{limits[0][0]} cannot be combined with {limits[1][0]}. Drop one."
+            f"{limits[0][0]} and {limits[1][0]} cannot be used together. Drop one."
         )
     return limits[0] if limits else None
 
@@ -128,8 +128,7 @@ def _refuse_alone(options: argparse.Namespace) -> None:
     for name in ELASTIC_OPTIONS:
         if getattr(options, attribute_of(name)) is not None:
             raise UsageError(
-                f"{name} must come with --min-ranks, --max-ranks or --host-discovery, "
-                f"got it alone. {_TYPE}"
+                f"{name} needs --min-ranks, --max-ranks or --host-discovery. {_TYPE}"
             )
 
 
@@ -142,8 +141,8 @@ def _read_discovery(
             continue
         if options.nodes and ":" not in options.nodes:
             raise UsageError(
-                f"--nodes must be a range as 2:4 with {option}, got {options.nodes}. "
-                "Or type --max-ranks N in its place."
+                f"--nodes must be a range such as 2:4 with {option}, got "
+                f"{options.nodes}. Type a range, or --max-ranks N in its place."
             )
         # Imported here: most jobs start without it.
         from ronde.launch.hosts.sources import is_hostfile
@@ -170,7 +169,9 @@ def _read_cooldown(text: str | None, horovods: list[str] | None) -> tuple[float,
     if horovods is not None:
         option = "--blacklist-cooldown-range"
         if text is not None:
-            raise UsageError(f"--cooldown cannot be combined with {option}. Drop one.")
+            raise UsageError(
+                f"--cooldown and {option} cannot be used together. Drop one."
+            )
     elif text is None:
         return _USUAL.cooldown_s
     words = horovods or (text or "").split(",")

@@ -185,9 +185,9 @@ def read_assignments(
 ) -> dict[str, str]:
     """Return the variables that ``-x`` options set; later options win.
 
-    ``NAME=VALUE`` sets one and ``NAME`` passes one on. A pattern such as ``WANDB_*``
-    passes on all matches except probable secrets and variables of this host or of
-    another launcher: those must be named.
+    ``NAME=VALUE`` sets a variable, and ``NAME`` forwards one. A pattern such as
+    ``WANDB_*`` forwards all matching variables, except probable secrets and variables
+    of this host or of another launcher: those must be named.
     """
     extra: dict[str, str] = {}
     for word in words:

@@ -110,7 +110,7 @@ class Save(NamedTuple):
 
 
 class ViewBegins(NamedTuple):
-    """To a rank: the next view, complete or as a difference from the last one."""
+    """To a rank: the next view, complete or as a difference from another view."""
 
     view: int
     key: str  # the secret of this view
@@ -145,7 +145,7 @@ def encode_text(message: FromRank | ToRank) -> str:
 
 
 def decode_text(text: str, kinds: tuple[type[T], ...]) -> T:
-    """Return the message of a line; ``LaunchError`` if it is none of ``kinds``."""
+    """Decode a message; raise LaunchError if it is none of ``kinds``."""
     # Thousands of ranks send the same short text.
     decode = _decode_again if len(text) <= _SHORT else _decode
     return cast("T", decode(text, kinds))

@@ -44,7 +44,7 @@ Received = messages.FromAgent | messages.Output | messages.Relayed
 
 
 class AgentTransport(messages.Transport, Protocol):
-    """A connection to an agent; on ``close`` the agent ends its processes and exits."""
+    """A connection to an agent; ``close`` makes the agent end its ranks and exit."""
 
     @property
     def error_fd(self) -> int: ...  # its standard error, or -1
@@ -104,10 +104,10 @@ class HostLoss(NamedTuple):
 
 
 class AgentNode(messages.MessageWriter):
-    """A host and the messages to and from its agent.
+    """A host, with the connection to its agent.
 
-    Times are monotonic. An agent that ``is_here`` is a child process: its end is
-    noticed at once, without pings.
+    Times are monotonic. An agent that ``is_here`` is a child process: it needs no
+    pings, since its exit is noticed at once.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class AgentNode(messages.MessageWriter):
             return len(data)  # its end is noticed by reading
 
     def relay(self, relayed: messages.Relayed) -> None:
-        """Send a reply of the store in pieces, so that messages can overtake it."""
+        """Send a reply of the store in chunks, so that messages can overtake it."""
         data = relayed.data
         for at in range(0, max(len(data), 1), _RELAYED_BYTES):
             super().relay(relayed._replace(data=data[at : at + _RELAYED_BYTES]))
@@ -185,7 +185,7 @@ class AgentNode(messages.MessageWriter):
     @property
     def known_hello(self) -> messages.Hello:
         if self.hello is None:
-            raise AssertionError("a connected node has sent its hello")
+            raise AssertionError("the agent has not sent Hello yet")
         return self.hello
 
     @property
@@ -195,7 +195,7 @@ class AgentNode(messages.MessageWriter):
     def require_own(self, rank: int) -> None:
         if rank not in self.ranks:
             raise LaunchError(
-                f"agent of {self.name} must report its own ranks, got rank {rank}."
+                f"agent on {self.name} reported rank {rank}, which it does not run."
             )
 
     def watch(self, *, is_watched: bool) -> None:
@@ -327,7 +327,9 @@ class AgentStarter:
     @functools.cached_property
     def spawner(self) -> "Spawner":
         if self._make_spawner is None:
-            raise AssertionError("all hosts are this machine")
+            raise AssertionError(
+                "AgentStarter has no spawner: all hosts are this machine"
+            )
         return self._make_spawner()
 
     def is_here(self, host: Host) -> bool:
@@ -339,7 +341,7 @@ class AgentStarter:
         return host.name in self._here
 
     def look_up(self, hosts: Sequence[Host], stop_fd: int) -> dict[str, Failure]:
-        """Look up many names; return failures of hosts that need not be tried."""
+        """Resolve many names at once; return failures of hosts not worth trying."""
         names = [host.name for host in hosts if host.name not in self._found]
         if self._make_spawner is None or len(names) < _MANY:
             return {}

@@ -1,8 +1,8 @@
-"""Diagnosis of an ssh that hangs: large packets are lost on the way.
+"""Diagnosis of an ssh that hangs because large packets are lost on the path.
 
-TCP connects and the server's first line arrives, in small packets. The exchange of keys
-has packets of full size, and never ends. To find the limit, send TCP segments to the
-server: its kernel acknowledges them.
+TCP connects and the server's first line arrives, in small packets. The key exchange
+has packets of full size, so it hangs. To find the largest size that arrives, send TCP
+segments to the server: its kernel acknowledges them.
 """
 
 import fcntl
@@ -110,7 +110,7 @@ class PathSizes(NamedTuple):
 
 
 def measure_ssh_path(address: str, port: int) -> PathSizes | None:
-    """Find the largest packet that reaches an ssh server; None if it is another one."""
+    """Find the largest packet that reaches an ssh server; None for other servers."""
     arrived, lost = LEAST_BYTES, 0
     for step in _STEPS_BYTES:
         with socket.create_connection((address, port), _CONNECT_S) as line:

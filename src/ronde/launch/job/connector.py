@@ -37,9 +37,9 @@ class _Attempt:
 class AgentConnector(Handler):
     """Starts an agent on each host, at most ``MAX_STARTING`` at once.
 
-    While ranks run, their handler calls ``advance`` at ``due_s``, passes on events of
-    nodes that this connector ``owns``, and calls ``collect`` when it ``has_results``.
-    Only ``run`` blocks.
+    ``run`` blocks. To connect while ranks run, call ``advance`` at ``due_s``, forward
+    the events of nodes that this connector ``owns``, and call ``collect`` when it
+    ``has_results``.
     """
 
     def __init__(self, loop: EventLoop, starter: AgentStarter) -> None:
@@ -79,7 +79,7 @@ class AgentConnector(Handler):
     ) -> None:
         """Connect to more hosts; retry for ``patience_s``.
 
-        Hosts in ``known`` have failed already. Without it, threads look up the names.
+        Hosts in ``known`` have failed already. Without it, threads resolve the names.
         """
         num_fds = (len(self._loop.nodes) + len(hosts)) * _FDS_PER_HOST
         raise_open_files_limit(num_fds + _OTHER_FDS)
@@ -182,7 +182,10 @@ class AgentConnector(Handler):
 
     def on_message(self, node: AgentNode, message: FromAgent) -> None:
         if not isinstance(message, Hello) or node not in self._starting:
-            raise LaunchError(f"agent of {node.name} must send Hello, once and first.")
+            raise LaunchError(
+                f"agent on {node.name} sent {type(message).__name__}: Hello must come "
+                "first, and only once."
+            )
         attempt = self._starting.pop(node)
         problem = node.find_problem()
         if problem is None and message.protocol != PROTOCOL:

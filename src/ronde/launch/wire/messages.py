@@ -31,7 +31,7 @@ _JSON = 1  # the kind of a frame whose body is a message as JSON
 
 
 class WorkerSpec(NamedTuple):
-    """A worker's number, and the variables and CPUs of this worker alone."""
+    """A worker's id, with the variables and CPUs that differ between workers."""
 
     worker: int
     env: dict[str, str]  # these override the job's
@@ -39,7 +39,7 @@ class WorkerSpec(NamedTuple):
 
 
 class NodeJob(NamedTuple):
-    """To the agent: check that this job can start here; start nothing yet."""
+    """To the agent: check that this job can start here, but start nothing yet."""
 
     epoch: int  # generation of the world, 0 for the first start
     job_marker: str  # random; RONDE_COOKIE of each process; no secret
@@ -97,7 +97,7 @@ class StartProgram(NamedTuple):
 
 
 class Forward(NamedTuple):
-    """To the agent: pass a signal on to the ranks, and do nothing else."""
+    """To the agent: forward a signal to the ranks."""
 
     signal: int
 
@@ -142,7 +142,7 @@ class Hello(NamedTuple):
 
 
 class Located(NamedTuple):
-    """From the agent, on ``Locate``: its local addresses; empty without a route."""
+    """From the agent: the answer to ``Locate``; empty texts without a route."""
 
     sources: tuple[str, ...]
 
@@ -180,13 +180,13 @@ class Started(NamedTuple):
 
 
 class HostEnding(NamedTuple):
-    """From the agent: its host (Slurm, Kubernetes) ends the job with this signal."""
+    """From the agent: Slurm or Kubernetes ends the job on its host by this signal."""
 
     signal: int
 
 
 class HostLeaving(NamedTuple):
-    """From the agent of an elastic job: its host will end soon."""
+    """From the agent of an elastic job: its host will be reclaimed soon."""
 
     reason: str  # in half a sentence, about the host: ``AWS takes it at 10:31:02 UTC``
 
@@ -300,9 +300,11 @@ def decode_message(raw: bytes, kinds: tuple[type[T], ...]) -> T:
     try:
         decoded: object = json.loads(raw)
     except ValueError as error:
-        raise LaunchError(f"control message must be JSON: {error}.") from None
+        raise LaunchError(f"control message is not JSON: {error}.") from None
     if not isinstance(decoded, dict):
-        raise LaunchError(f"control message must be an object, got {shorten(decoded)}.")
+        raise LaunchError(
+            f"control message must be a JSON object, got {shorten(decoded)}."
+        )
     values = cast("dict[str, object]", decoded)
     kind = _find_kind(values.pop("is", None), kinds)
     try:
@@ -406,7 +408,7 @@ class MessageWriter:
     """Buffered writer for a non-blocking pipe or socket.
 
     ``write`` returns the number of bytes written, perhaps 0, or raises BrokenPipeError.
-    At most ``limit_bytes`` are buffered. Bytes of the store come after all messages.
+    At most ``limit_bytes`` are buffered. Store traffic is sent after all messages.
     """
 
     def __init__(
@@ -430,8 +432,8 @@ class MessageWriter:
         frame = encode(message)
         if len(self._unsent) + len(frame) > self._limit_bytes:
             raise LaunchError(
-                f"unsent frames must stay under {self._limit_bytes} bytes, "
-                f"got {len(self._unsent) + len(frame)}. The other side is stuck."
+                f"more than {self._limit_bytes} bytes are unsent: the other side does "
+                "not read."
             )
         self._unsent += frame
         self._flush_messages()
