@@ -50,9 +50,7 @@ class Ronde:
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         pipes |= {"stdin": subprocess.DEVNULL} | popen
         return subprocess.Popen(
-            self.command(*words),
-            env=clean_environment() | dict(env or {}),
-            **pipes,
+            self.command(*words), env=clean_environment() | dict(env or {}), **pipes
         )
 
     def __call__(

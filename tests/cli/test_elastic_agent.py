@@ -253,14 +253,6 @@ def test_a_line_without_end_harms_nobody_else(controller):
     assert controller.expect(Exited).worker == 0
 
 
-def test_children_of_a_killed_rank_die_with_it(controller):
-    pid = controller.start(0)
-    child_fd = os.pidfd_open(controller.ask(0, "child()"))
-    os.kill(pid, signal.SIGKILL)
-    assert controller.expect(Exited).status == -signal.SIGKILL
-    wait_for_end(child_fd)
-
-
 def test_a_rank_is_ended_with_its_children_while_others_stay(controller):
     controller.start(0)
     controller.start(1)
@@ -359,19 +351,6 @@ def assert_flat(counts):
     """See that nothing stays; for a moment another agent may try this one's socket."""
     half = len(counts) // 2
     assert min(counts[:half]) == min(counts[half:]), counts
-
-
-def test_ranks_one_after_the_other_leave_no_descriptor_behind():
-    with running("true") as controller:
-        counts = []
-        for number in range(100):
-            controller.send(StartWorkers((rank(number),)))
-            assert controller.expect(Started).worker == number
-            assert controller.expect(Exited).status == 0
-            counts.append(num_descriptors(controller))
-        assert_flat(counts)
-        controller.stop()
-        controller.expect(Finished)
 
 
 def test_who_waits_in_the_store_is_refused_when_it_is_cleared(controller):

@@ -96,15 +96,6 @@ def test_too_many_ranks_are_refused_in_horovods_words() -> None:
     )
 
 
-def test_what_cannot_be_is_refused_before_a_host_is_asked() -> None:
-    with pytest.raises(UsageError, match="Requested more processes"):
-        hosts_to_ask(hosts(a=2, b=1), 4)
-    assert hosts_to_ask(hosts(a=2, b=SLOTS_OPEN), 4) == (
-        Host("a", 2),
-        Host("b", SLOTS_OPEN),
-    )
-
-
 def test_a_job_must_have_a_slot() -> None:
     named = parse_hostfile("# ours\n\na slots=0\nb:0\n", "file")
     said = re.escape(

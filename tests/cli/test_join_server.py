@@ -304,10 +304,7 @@ def fake_head(serve):
         with tls.context.wrap_socket(raw, server_side=True) as sock:
             serve(sock)
 
-    with (
-        ThreadPoolExecutor(1) as executor,
-        socket.create_server((HERE, 0)) as listener,
-    ):
+    with ThreadPoolExecutor(1) as executor, socket.create_server((HERE, 0)) as listener:
         listener.settimeout(HANG_S)
         serving = executor.submit(run, listener)
         yield listener.getsockname()[1]
@@ -379,10 +376,7 @@ def test_a_node_that_goes_again_is_waited_for_again(start_head, signals):
     with joined(head, signals[0], name="node1"):
         head.await_notice("node1 has joined")
     head.await_notice("node1 left before the job began")
-    with (
-        joined(head, signals[0], name="node1"),
-        joined(head, signals[0], name="node2"),
-    ):
+    with joined(head, signals[0], name="node1"), joined(head, signals[0], name="node2"):
         nodes = head.nodes()
         assert [host.name for host, _ in nodes] == ["node1", "node2"]
         for _, transport in nodes:

@@ -88,12 +88,6 @@ def test_of_each_line_the_newest_part_comes_out_however_it_went_in(words, length
     assert feed_all(LineAssembler(), pieces_of(raw, lengths)) == expected
 
 
-@pytest.mark.parametrize("cut", range(1, 24))
-def test_of_a_progress_bar_only_the_newest_part_counts(cut):
-    raw = b"\r 10%|#\r 50%|##\r100%|###\nend\n"
-    assert feed_all(LineAssembler(), [raw[:cut], raw[cut:]]) == [b"100%|###", b"end"]
-
-
 @pytest.mark.parametrize(
     ("raw", "shown"),
     [

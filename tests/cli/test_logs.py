@@ -198,16 +198,6 @@ def test_a_file_that_takes_nothing_more_stops_no_other(heard, tmp_path):
     assert read(tmp_path / "job/attempt_0", 1) == b"kept\n" * 13
 
 
-def test_no_descriptor_is_left_open(heard, tmp_path):
-    before = names("/proc/self/fd")
-    logs = RankLogs(heard, str(tmp_path))
-    logs.begin(generation())
-    logs.output(out(0, b"x"))
-    assert len(names("/proc/self/fd")) == len(before) + 1
-    logs.finished(judge([]))
-    assert len(names("/proc/self/fd")) == len(before)
-
-
 def test_the_error_file_tells_the_last_end(heard, tmp_path):
     path = tmp_path / "error.json"
     path.write_text("old")

@@ -353,22 +353,3 @@ def test_a_complaint_that_no_terminal_takes_changes_no_exit_code(ronde):
     with ronde.start("run", stdout=side, stderr=side) as process:
         os.close(side)
         assert process.wait(HANG_S) == 64
-
-
-def test_ctrl_c_ends_a_rank_that_is_stopped(ronde):
-    with GatedJob(ronde, 'echo ready $$; read x < "$GATE"') as process:
-        lines = read_lines(process, b"ready", 2)
-        os.kill(int(lines[0].split()[-1]), signal.SIGSTOP)
-        process.send_signal(signal.SIGINT)
-        assert process.wait(HANG_S) == 130
-
-
-def test_ctrl_c_ends_a_discovery_script_and_all_that_it_started(ronde):
-    script = "setsid sleep 1000 & echo $$ $! >&2; sleep 1000"
-    words = ("run", "--host-discovery-script", script, "true")
-    with ronde.start(*words, bufsize=0) as process:
-        pids = list(map(int, process.stderr.readline().split()))
-        process.send_signal(signal.SIGINT)
-        assert process.wait(HANG_S) == 130
-        assert len(pids) == 2
-        assert not any(map(read_process, pids))

@@ -130,32 +130,6 @@ def test_ssh_takes_the_users_words_first_and_the_host_as_nothing_but_that():
     assert not any("StrictHostKeyChecking" in word for word in words)
 
 
-@pytest.mark.parametrize(
-    ("host", "name"),
-    [
-        (Host("node2"), "node2"),
-        (Host("fd00::2", port=22), "fd00::2"),
-        (Host("node2", user="ada"), "node2"),
-    ],
-)
-def test_ssh_understands_what_it_is_given(host, name):
-    """``-G`` tells what ssh would do, and does nothing."""
-    client = SshSpawner(["-F", "/dev/null", "-o", "ConnectTimeout=3"]).client(host)
-    done = subprocess.run(
-        [client[0], "-G", *client[1:], host.name],
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
-        check=True,
-    )
-    said = done.stdout.splitlines()
-    for line in (f"hostname {name}", "batchmode yes", "serveraliveinterval 5"):
-        assert line in said
-    # The user's value, and not ours.
-    assert "connecttimeout 3" in said
-    assert ("user ada" in said) == (host.user == "ada")
-
-
 KEX = "kex_exchange_identification: read: Connection reset by peer\n"
 BAD_OPTION = "/home/ada/.ssh/config: line 3: Bad configuration option: nonsense"
 CHANGED = "@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @\n"
@@ -200,12 +174,7 @@ CHANGED = "@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @\n"
             "not reached",
             "see whether it is up: ssh -p 2222 ada@node2",
         ),
-        (
-            255,
-            BAD_OPTION,
-            f"ssh failed: {BAD_OPTION}",
-            "ssh -p 2222 ada@node2",
-        ),
+        (255, BAD_OPTION, f"ssh failed: {BAD_OPTION}", "ssh -p 2222 ada@node2"),
         (
             126,
             "sh: /etc/passwd: Permission denied",

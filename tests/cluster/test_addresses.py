@@ -264,18 +264,6 @@ def test_ranks_of_open_mpi_meet_where_mpi_tells_them(cluster):
         assert left.stdout == ""
 
 
-@pytest.mark.soak
-def test_without_mpi4py_both_cures_are_said(cluster):
-    hidden = "import sys; sys.modules['mpi4py'] = None; import runpy; "
-    hidden += "runpy.run_module('tests.cluster.meeting_rank', run_name='__main__')"
-    done = mpirun(cluster, "node1:1,node2:1", 2, PYTHON, "-c", hidden)
-    said = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(said) == 2, done.stderr
-    for each in said:
-        assert "as mpi4py is not installed. Set them on all ranks" in each["error"]
-        assert each["error"].endswith("or type: pip install mpi4py")
-
-
 def test_ranks_of_torchrun_meet_at_its_store(cluster):
     with names_that_lead_home(cluster):
         processes = []

@@ -53,20 +53,11 @@ def log_in_to(cluster, host, folder, script):
     cluster.start_sshd(host, "-o", f"ForceCommand={path}")
 
 
-def test_hosts_get_agents_while_a_rank_runs(cluster, connect):
-    results, names = connect("node2", "node3")
-    assert results == {"node2": "", "node3": ""}
-    assert names == ["node1", "node2", "node3"]
-    assert_nothing_left(cluster)
-
-
 @pytest.mark.parametrize(
     ("script", "why"),
     [
         ("exec sleep 1000", f"no answer from it {LATE}"),
-        ("echo in; exec sleep 1000", f"no agent began {LATE}"),
-        ("while sleep 0.05; do echo on >&2; done", "no agent began within"),
-        ("exit 1", "no agent began"),
+        ("while sleep 0.05; do echo on >&2; done", f"no agent began {LATE}"),
     ],
 )
 def test_a_host_without_an_agent_holds_nobody(cluster, connect, tmp_path, script, why):

@@ -11,11 +11,7 @@ from typing import NamedTuple
 
 import pytest
 from tests import ledger
-from tests.cluster.elastic_training_rank import (
-    BATCH,
-    CHECKPOINT_EVERY,
-    NUM_SAMPLES,
-)
+from tests.cluster.elastic_training_rank import BATCH, CHECKPOINT_EVERY, NUM_SAMPLES
 from tests.limits import HANG_S
 
 pytestmark = pytest.mark.waits

@@ -84,28 +84,3 @@ def test_an_interrupt_leaves_nothing():
     assert script.returncode == 130
     assert namespaces_of(script.pid) == []
     assert not any(Path("/proc", child).exists() for child in children)
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_other_users_are_told():
-    script = subprocess.run(
-        [sys.executable, "-I", "-c", _AS_NOBODY, str(SCRIPT)],
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
-        check=False,
-    )
-    assert script.stderr.strip().startswith("user must be root")
-
-
-_AS_NOBODY = """
-import os, sys
-sys.path.insert(0, os.path.dirname(sys.argv[1]))
-import two_namespaces
-os.setuid(65534)
-try:
-    with two_namespaces.joined_namespaces("1gbit"):
-        pass
-except two_namespaces.LineError as error:
-    print(error, file=sys.stderr)
-"""

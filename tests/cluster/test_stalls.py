@@ -135,11 +135,10 @@ def test_a_disk_that_stalls_longer_than_a_lease_ends_no_job(cluster, disk):
     assert_nothing_left(cluster)
 
 
-@pytest.mark.parametrize("hosts", [HOSTS, "node1:2"])
-def test_an_interrupt_ends_a_job_whose_disk_stalls(cluster, disk, hosts):
+def test_an_interrupt_ends_a_job_whose_disk_stalls(cluster, disk):
     out = disk / "out"
     options = ["--log-dir", str(disk / "logs")]
-    with job(cluster, *options, hosts=hosts, carrier=into(out)) as launcher:
+    with job(cluster, *options, carrier=into(out)) as launcher:
         await_text(cluster, out)
         with frozen(cluster, disk):
             launcher.send_signal(signal.SIGINT)

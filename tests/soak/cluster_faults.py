@@ -26,13 +26,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.cluster.machines import (
-    Cluster,
-    ClusterError,
-    HostProcess,
-    Machine,
-    machines,
-)
+from tests.cluster.machines import Cluster, ClusterError, HostProcess, Machine, machines
 from tests.cluster.observation import Process
 from tests.timed import LEASE_S, impatient_ronde
 

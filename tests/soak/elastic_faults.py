@@ -31,14 +31,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tests.cluster.machines import Cluster, ClusterError, machines
-from tests.soak.elastic_job import (
-    KINDS,
-    PER_HOST,
-    PLANNED,
-    Fault,
-    ImpossibleError,
-    Job,
-)
+from tests.soak.elastic_job import KINDS, PER_HOST, PLANNED, Fault, ImpossibleError, Job
 from tests.soak.elastic_proof import Mark, problems_of, read_marks
 
 HANG_S = 30.0

@@ -483,9 +483,7 @@ _PYTHON = (
         quote="ValueError: the cause",
     ),
     Fault(
-        "fails in atexit",
-        _python(_PY_ONE + "atexit.register(os._exit, 5)"),
-        ((5, 1),),
+        "fails in atexit", _python(_PY_ONE + "atexit.register(os._exit, 5)"), ((5, 1),)
     ),
     Fault("os._exit", _python(_PY_ONE + "os._exit(4)"), ((4, 1),)),
     Fault("abort()", _python(_PY_ONE + "os.abort()"), ((134, 1),)),
@@ -498,12 +496,7 @@ _PYTHON = (
         _python(_PY_ONE + "os.execv('/bin/sh', ['sh', '-c', 'exit 6'])"),
         ((6, 1),),
     ),
-    Fault(
-        "all ranks fail at once",
-        _shell("exit 9"),
-        ((9, ANY),),
-        size=4,
-    ),
+    Fault("all ranks fail at once", _shell("exit 9"), ((9, ANY),), size=4),
     Fault(
         "two ranks fail within 50 ms",
         _shell('[ "$RANK" = 0 ] && exit 3; [ "$RANK" = 1 ] || exec sleep 600; exit 4'),
@@ -564,13 +557,7 @@ _SLOW = (
         options=("--max-restarts", "1", "--no-restart-codes", "5"),
         size=3,
     ),
-    Fault(
-        "core dump",
-        _peers(_CRASH),
-        ((139, 1),),
-        quote="core dumped",
-        is_long=True,
-    ),
+    Fault("core dump", _peers(_CRASH), ((139, 1),), quote="core dumped", is_long=True),
     Fault(
         "core dump, the peers exit 7 in silence",
         _peers(_CRASH, _IN_SILENCE),

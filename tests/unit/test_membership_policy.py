@@ -5,12 +5,7 @@ from math import inf
 import pytest
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
-from tests.unit.membership_environment import (
-    IN_VIEW,
-    LAST_STEP,
-    Doing,
-    Environment,
-)
+from tests.unit.membership_environment import IN_VIEW, LAST_STEP, Doing, Environment
 
 from ronde.membership import (
     NEW,

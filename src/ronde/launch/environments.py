@@ -102,11 +102,7 @@ def default_environment(
     handling = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2" if is_elastic else "1"}
     if is_elastic:
         handling["TORCH_NCCL_RETHROW_CUDA_ERRORS"] = "0"
-    return {
-        "OMP_NUM_THREADS": str(num_threads),
-        "PYTHONUNBUFFERED": "1",
-        **handling,
-    }
+    return {"OMP_NUM_THREADS": str(num_threads), "PYTHONUNBUFFERED": "1", **handling}
 
 
 def malloc_environment(environ: Mapping[str, str], num_ranks: int) -> dict[str, str]:

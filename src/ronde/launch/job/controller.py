@@ -20,12 +20,7 @@ from ronde.launch.hosts.node import EXIT_UNREACHABLE, AgentNode, AgentStarter, H
 from ronde.launch.job.connector import AgentConnector
 from ronde.launch.job.event_loop import EventLoop, Handler, StartProgress
 from ronde.launch.job.failure import JobResult, LostHost
-from ronde.launch.job.generation import (
-    FixedView,
-    Generation,
-    JobView,
-    require_accepted,
-)
+from ronde.launch.job.generation import FixedView, Generation, JobView, require_accepted
 from ronde.launch.job.output import Attempt, MakeSinks, NoOutput, OutputProcess
 from ronde.launch.job.plan import (
     JobPlan,

@@ -187,9 +187,7 @@ def make_head_tls() -> HeadTls:
     )
     encoding = serialization.Encoding
     pem = key.private_bytes(
-        encoding.PEM,
-        serialization.PrivateFormat.PKCS8,
-        serialization.NoEncryption(),
+        encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
