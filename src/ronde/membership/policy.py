@@ -42,7 +42,7 @@ from ronde.membership.view import (
     Worker,
     order_ranks,
 )
-from ronde.units import counted
+from ronde.units import counted, name_rank
 
 RESET_LIMIT_EXCEEDED_MESSAGE = (
     "Horovod was shutdown because worker of resets during elastic job exceeded "
@@ -122,8 +122,7 @@ def name_worker(worker: int, rank: int | None, host: str) -> str:
     """Return ``rank 1 (worker 4) on node2``, without an id that equals the rank."""
     if rank is None:
         return f"worker {worker} on {host}"
-    other = f" (worker {worker})" if rank != worker else ""
-    return f"rank {rank}{other} on {host}"
+    return f"{name_rank(rank, worker)} on {host}"
 
 
 class _Roster:

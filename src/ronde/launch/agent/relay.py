@@ -23,6 +23,7 @@ from ronde.store.local_socket import (
     temporary_directory,
 )
 from ronde.store.protocol import MAX_FRAME_BYTES, max_connections
+from ronde.world.environment import MAX_STATUS_BYTES
 
 _FULL_BYTES = 64 << 10
 _DRAIN_READS = 32
@@ -39,7 +40,6 @@ _PROGRAM = (
     "sys.path.append(sys.argv[1]); import_module(sys.argv[2]).main()"
 )
 MAX_LINE_BYTES = 16 << 20  # of a program or its controller
-_MAX_STATUS_BYTES = 8 << 10
 _STATUS_EVERY_S = 1.0
 _MAX_EXIT_NOTICES = 16
 
@@ -403,7 +403,7 @@ class RankChannels:
             if kind == b"exit":
                 notices = self._exits.setdefault(rank, deque(maxlen=_MAX_EXIT_NOTICES))
                 notices.append(text)
-            elif kind == b"status" and len(text) <= _MAX_STATUS_BYTES:
+            elif kind == b"status" and len(text) <= MAX_STATUS_BYTES:
                 self._statuses[rank] = text.decode(errors="replace"), time.monotonic()
             elif kind == b"member" and self._on_death is not None:
                 decoded = text.decode(errors="backslashreplace")

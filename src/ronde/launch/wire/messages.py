@@ -1,12 +1,10 @@
 """Messages and frames between controller and agent.
 
 A frame is a 4-byte length (big endian, of the rest), a kind byte and a body; the length
-is checked before anything is stored. Messages are named tuples, sent as JSON objects
-with their name in the field ``is``. Each field is checked against its annotation:
-nothing is evaluated or unpickled, and unknown fields are refused.
+is checked before anything is stored. Messages are named tuples, in the form of
+``ronde.plain_values``.
 """
 
-import json
 import os
 from collections import deque
 from collections.abc import Callable
@@ -14,9 +12,9 @@ from enum import IntEnum
 from struct import Struct
 from typing import Generic, NamedTuple, Protocol, TypeVar, cast, get_args
 
+from ronde import plain_values
 from ronde.addresses import InterfaceAddress
 from ronde.errors import LaunchError, StoreError
-from ronde.plain_values import PlainValueError, from_plain, shorten, to_plain
 from ronde.store.protocol import MAX_FRAME_BYTES, Splitter
 from ronde.topology.machine import Machine
 
@@ -292,35 +290,16 @@ FROM_AGENT: tuple[type[FromAgent], ...] = get_args(FromAgent)
 
 
 def encode_message(message: object) -> bytes:
-    plain = cast("dict[str, object]", to_plain(message))
-    return json.dumps({"is": type(message).__name__, **plain}).encode()
+    return plain_values.encode_message(message).encode()
 
 
 def decode_message(raw: bytes, kinds: tuple[type[T], ...]) -> T:
     try:
-        decoded: object = json.loads(raw)
-    except ValueError as error:
-        raise LaunchError(f"control message is not JSON: {error}.") from None
-    if not isinstance(decoded, dict):
-        raise LaunchError(
-            f"control message must be a JSON object, got {shorten(decoded)}."
-        )
-    values = cast("dict[str, object]", decoded)
-    kind = _find_kind(values.pop("is", None), kinds)
-    try:
-        return from_plain(kind, values)
-    except PlainValueError as error:
+        return plain_values.decode_message(raw, kinds)
+    except plain_values.PlainValueError as error:
         raise LaunchError(
             f"{error} Run the same version of ronde on every host."
         ) from None
-
-
-def _find_kind(name: object, kinds: tuple[type[T], ...]) -> type[T]:
-    for kind in kinds:
-        if kind.__name__ == name:
-            return kind
-    names = ", ".join(kind.__name__ for kind in kinds)
-    raise LaunchError(f"message must be one of {names}, got {shorten(name)}.")
 
 
 class Stream(IntEnum):
@@ -388,13 +367,12 @@ class MessageDecoder(Generic[T]):
         if kind == _JSON:
             return decode_message(body, self._kinds)
         raw = _RAW.get(kind)
-        if raw is None or len(body) < _HEAD.size:
+        if raw not in self._kinds or len(body) < _HEAD.size:
             raise LaunchError(
                 f"frame must be of kind {_JSON}, or of {list(_RAW)} with {_HEAD.size} "
                 f"bytes or more, got kind {kind} with {len(body)} bytes. Run the same "
                 "version of ronde on every host."
             )
-        _find_kind(raw.__name__, self._kinds)
         number, other = _HEAD.unpack_from(body)
         message = Relayed(number, other, body[_HEAD.size :])
         if raw is Output:
