@@ -135,17 +135,9 @@ ALLOCATIONS = {
         {"SLURM_JOB_ID": "7", "SLURM_NODELIST": "a,b", "SLURM_NTASKS_PER_NODE": "2"},
         {"a": 2, "b": 2},
     ),
-    "tasks and GPUs": (
-        slurm("n[1-2]", NTASKS=4, TASKS_PER_NODE="2(x2)", GPUS_ON_NODE=8),
-        {"n1": 2, "n2": 2},
-    ),
     "one task and many GPUs a host": (
         slurm("n[1-2]", NTASKS_PER_NODE=1, TASKS_PER_NODE="1(x2)", GPUS_ON_NODE=8),
         {"n1": 8, "n2": 8},
-    ),
-    "tasks in turn": (
-        slurm("n[1-2]", NTASKS=4, TASKS_PER_NODE="3,1"),
-        {"n1": 3, "n2": 1},
     ),
     "salloc's interactive step, which has the job's numbers": (
         slurm("n[1-2]", NTASKS=4, TASKS_PER_NODE="3,1", STEP_ID=4294967290),
@@ -171,8 +163,6 @@ ALLOCATIONS = {
         slurm("n[1-2]", TASKS_PER_NODE="64(x2)", GPUS_ON_NODE=4, GPUS=6),
         {"n1": SLOTS_OPEN, "n2": SLOTS_OPEN},
     ),
-    "a total of GPUs on one host": (slurm("n1", GPUS_ON_NODE=4, GPUS=4), {"n1": 4}),
-    "no GPU": (slurm("n1", GPUS_ON_NODE=0), {"n1": SLOTS_OPEN}),
     "a component of one": (slurm("n1", HET_SIZE=1, NTASKS_PER_NODE=2), {"n1": 2}),
 }
 

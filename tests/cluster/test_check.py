@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 from tests.cluster.faults import (
@@ -38,21 +38,11 @@ NAMES = "node1,node2,node3"
 
 
 class Checked(NamedTuple):
-    """What one run of the command came to.
+    """The result of one run of the command."""
 
-    Attributes:
-        found: Failures and warnings: the check's id and the host.
-        said: What each of these says; a line each where one says several things.
-        fixes: What to do, of the last one.
-        values: What is known of each host, in the order of their numbers.
-        took_s: How long it ran.
-    """
-
-    found: frozenset[tuple[str, str]]
-    said: dict[tuple[str, str], str]
-    fixes: dict[tuple[str, str], str]
-    values: tuple[dict[str, Any], ...]
-    took_s: float
+    found: frozenset[tuple[str, str]]  # failures and warnings: check and host
+    said: dict[tuple[str, str], str]  # the messages of each, a line each
+    fixes: dict[tuple[str, str], str]  # the last fix of each
 
 
 ENVIRONMENT = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "HOME": str(Path.home())}
@@ -73,7 +63,6 @@ def run_check(
     # To import torch takes seconds: only a test of that does it.
     program += ["--skip", skipped] if skipped else []
     ssh_args = ["--ssh-args", f"-F {config or cluster.ssh_config}"]
-    begun_s = time.monotonic()
     done = cluster.run(
         cluster.hosts[0],
         [*program, *ssh_args, *words],
@@ -81,7 +70,6 @@ def run_check(
         env=ENVIRONMENT,
         timeout_s=LIMIT_S,
     )
-    took_s = time.monotonic() - begun_s
     assert done.stdout, done.stderr
     told = json.loads(done.stdout)
     findings = [
@@ -97,8 +85,6 @@ def run_check(
         frozenset(said),
         said,
         {(each["check"], each["host"]): each["fix"] for each in findings},
-        tuple(each["values"] for each in told["hosts"]),
-        took_s,
     )
 
 
@@ -149,9 +135,6 @@ needs_nft = pytest.mark.skipif(
 
 def test_with_nothing_wrong_all_hosts_are_ready(usual):
     assert not usual.found, usual.said
-    # It is to take 5 s at most, and takes 1.5 s on two cores that do nothing else. They
-    # may have more to do here: what is bounded is how long it waits for nothing.
-    assert usual.took_s < 20, usual.took_s
 
 
 def test_nothing_of_it_stays(cluster, usual, disk):

@@ -46,18 +46,11 @@ for place in sys.argv[1:]:
 
 @dataclass
 class Job:
-    """A job that runs on three hosts.
+    """A job that runs on three hosts."""
 
-    Attributes:
-        process: The controller.
-        processes: All of each host.
-        sockets: All of each host that wait for others, but sshd's.
-        folder: Where the ranks say that they are there.
-    """
-
-    process: subprocess.Popen
-    processes: list[list[Process]]
-    sockets: list[list[Socket]]
+    process: subprocess.Popen  # the controller
+    processes: list[list[Process]]  # of each host
+    sockets: list[list[Socket]]  # that listen on each host, without sshd's
     folder: Path
 
 

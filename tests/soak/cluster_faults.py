@@ -49,21 +49,13 @@ _RARE = 0.3
 
 @dataclass(slots=True)
 class Running:
-    """A job with all ranks ready.
-
-    Attributes:
-        cluster: Where.
-        launcher: ``ronde run``, on the first host.
-        lease_s: After which silence a host is asked for.
-        victim: The rank that is to break.
-        host: That rank's host.
-    """
+    """A job with all ranks ready."""
 
     cluster: Cluster
-    launcher: HostProcess
+    launcher: HostProcess  # ``ronde run``, on the first host
     lease_s: float
-    victim: int
-    host: Machine
+    victim: int  # the rank that breaks
+    host: Machine  # of that rank
 
     def rank_processes(self, host: Machine) -> list[Process]:
         """Return the ranks' own processes on a host."""
@@ -88,30 +80,17 @@ class Running:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One way to end a job.
-
-    Attributes:
-        name: What happens.
-        act: What is done to the job when all ranks are ready.
-        exit_codes: What the launcher may end with.
-        says: What its standard error must hold, a pattern; ``{rank}`` and ``{host}``
-            are the victim's.
-        habit: Of all ranks: see ``cluster_rank.py``.
-        deed: Of the victim.
-        where: Hosts that the victim may be on, by number.
-        options: More words for ``ronde run``.
-        weight: How often it is drawn, to others' 1: less where it takes 10 s.
-    """
+    """One way to end a job."""
 
     name: str
-    act: Callable[[Running], None]
-    exit_codes: tuple[int, ...]
-    says: str
-    habit: str = "plain"
-    deed: str = "exit"
-    where: tuple[int, ...] = (0, 1, 2)
-    options: tuple[str, ...] = ()
-    weight: float = 1.0
+    act: Callable[[Running], None]  # when all ranks are ready
+    exit_codes: tuple[int, ...]  # allowed
+    says: str  # pattern in the launcher's stderr; ``{rank}``, ``{host}``: the victim's
+    habit: str = "plain"  # of all ranks: see ``cluster_rank.py``
+    deed: str = "exit"  # of the victim
+    where: tuple[int, ...] = (0, 1, 2)  # indices of hosts for the victim
+    options: tuple[str, ...] = ()  # of ``ronde run``
+    weight: float = 1.0  # how often it is drawn; less if it takes 10 s
 
 
 @dataclass(slots=True)
@@ -370,11 +349,7 @@ def start(
 
 
 def await_ready(launcher: HostProcess, num_ranks: int) -> bytes:
-    """Wait until all ranks are ready.
-
-    Raises:
-        TimeoutError: They are not in time.
-    """
+    """Wait until all ranks are ready, or raise TimeoutError."""
     said = b""
     ends_at = time.monotonic() + _START_S
     while said.count(b"ready\n") < num_ranks:
@@ -390,11 +365,7 @@ def await_ready(launcher: HostProcess, num_ranks: int) -> bytes:
 
 
 def await_end(launcher: HostProcess) -> str:
-    """Wait for the launcher's end; return its standard error.
-
-    Raises:
-        TimeoutError: It does not end.
-    """
+    """Wait for the launcher's end; return its standard error."""
     try:
         return launcher.communicate(timeout=LIMIT_S + 20)[1].decode()
     except subprocess.TimeoutExpired:

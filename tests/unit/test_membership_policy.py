@@ -14,15 +14,12 @@ from ronde.membership import (
     AtStep,
     Blacklisted,
     Connect,
-    Done,
     Finish,
     Kill,
     Leave,
-    Membership,
     Release,
     Rules,
     Send,
-    Settled,
     StartWorker,
     Stop,
     StopAfter,
@@ -30,8 +27,6 @@ from ronde.membership import (
     ViewEnded,
     ViewPhase,
     Worker,
-    WorkerLost,
-    WorkerReport,
 )
 
 NAMES = ["a", "b", "c"]
@@ -422,18 +417,6 @@ def test_three_failures_of_the_program_at_one_step_stop(step):
     )
 
 
-def test_failures_at_other_steps_and_kills_do_not_stop():
-    env = running(Rules(1, 8), a=4, b=4)
-    for step in range(1, 6):
-        train(env, step)
-        env.end(ranks(env)[-1], 1)
-        env.begin()
-    for _ in range(2):
-        env.end(ranks(env)[-1], -9)
-        env.begin()
-    assert env.phase is ViewPhase.RUNNING
-
-
 def test_newcomers_that_fail_do_not_stop_the_others():
     env = running(Rules(1, 4), a=2, b=1)
     env.find({"a": 2, "b": 1, "c": 1})
@@ -456,16 +439,6 @@ def test_all_have_applied_the_last_step():
     assert env.phase is ViewPhase.FINISHED
     env.end(1, 1)
     assert ordered(env, Stop) == [Stop("rank 1 on a has ended after the last step.")]
-
-
-def test_a_report_after_the_end_changes_nothing():
-    env = running(Rules(1, 2, spares=1), a=3)
-    env.run()
-    env.orders.clear()
-    env.settle(0, "lost a peer")
-    env.fail_host("a")
-    assert env.phase is ViewPhase.FINISHED
-    assert not env.orders
 
 
 def test_ranks_that_end_with_0_end_the_job():
@@ -555,15 +528,6 @@ def test_a_loss_while_the_others_are_done():
     assert ranks(env) == [0, 1]
     env.run()
     assert env.phase is ViewPhase.FINISHED
-
-
-def test_a_loss_once_all_others_are_done():
-    env = running(Rules(1, 3), a=3)
-    env.finish(0)
-    env.finish(1)
-    env.orders.clear()
-    env.end(2, -9)
-    assert env.orders == [Send((0, 1), Finish())]
 
 
 def test_some_settle_and_others_are_done_at_the_step_of_a_pause():
@@ -720,11 +684,3 @@ def test_who_starts_is_awaited_for_a_minute(waited_s):
     env.wait(waited_s)
     assert (env.phase is ViewPhase.RUNNING) == (waited_s > 60)
     assert not waited_s or ranks(env) == [0, 1]
-
-
-def test_what_comes_from_nobody_is_ignored():
-    membership = Membership(Rules(1, 2), str)
-    for message in (Done(0, 3), Settled(0, 3, 3, ""), AtStep(0, 3)):
-        assert membership.apply(WorkerReport(7, message), 0.0) == []
-    assert membership.apply(WorkerLost(7, 0, "has ended"), 0.0) == []
-    assert membership.phase is ViewPhase.FORMING
