@@ -99,14 +99,14 @@ def test_too_many_ranks_are_refused_in_horovods_words() -> None:
 def test_a_job_must_have_a_slot() -> None:
     named = parse_hostfile("# ours\n\na slots=0\nb:0\n", "file")
     said = re.escape(
-        "no host has a slot: a (file line 3), b (file line 4) must not be used. Give "
-        "one of them slots."
+        "all hosts have 0 slots: a (file line 3), b (file line 4). Give one of them "
+        "slots."
     )
     with pytest.raises(UsageError, match=said):
         allocate(named, None, never)
     with pytest.raises(UsageError, match=said):
         hosts_to_ask(named, 2)
-    with pytest.raises(UsageError, match=r"n7 and 92 more must not be used\. Give"):
+    with pytest.raises(UsageError, match=r"n7 and 92 more\. Give"):
         allocate(hosts(**{f"n{index}": 0 for index in range(100)}), None, never)
 
 

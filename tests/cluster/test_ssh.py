@@ -316,29 +316,25 @@ def test_timeout_shows_where_the_ranks_of_all_hosts_are(run, cluster, tmp_path):
     assert_nothing_left(cluster)
 
 
-@pytest.mark.parametrize(
-    ("after_ms", "why"),
-    [("300", "unknown name"), ("never", "no name server answers within 6 s")],
-)
-def test_a_thousand_unknown_names_take_as_long_as_one(cluster, tmp_path, after_ms, why):
-    """One after the other they would take longer than anything may here, or hours."""
+def test_many_unknown_names_take_as_long_as_one(cluster, tmp_path):
+    """One after the other they would take longer than anything may here."""
     resolv = tmp_path / "resolv.conf"
     resolv.write_text("nameserver 127.0.0.1\n")
     script = 'mount --bind "$1" /etc/resolv.conf; shift; exec "$@"'
     alone = ["unshare", "--mount", "sh", "-ec", script, "sh", str(resolv)]
     ssh_args = ["--ssh-args", f"-F {cluster.ssh_config}"]
     words = [sys.executable, "-m", "ronde", "run", "--dry-run", *ssh_args]
-    serving = [sys.executable, str(Path(__file__).with_name("answering.py")), after_ms]
+    serving = [sys.executable, str(Path(__file__).with_name("answering.py")), "1000"]
     with cluster.start(cluster.hosts[0], serving, stdout=subprocess.PIPE) as server:
         assert server.stdout.readline() == b"up\n"
         done = cluster.run(
             cluster.hosts[0],
-            [*alone, *words, "-H", "absent[1-1000]:1", "true"],
+            [*alone, *words, "-H", "absent[1-100]:1", "true"],
             env=login_environment(),
             timeout_s=HANG_S,
         )
         server.kill()
     assert done.returncode == UNREACHABLE
-    assert "1000 of 1000 hosts cannot be used" in done.stderr
-    assert why in done.stderr
+    assert "100 of 100 hosts cannot be used" in done.stderr
+    assert "unknown name" in done.stderr
     assert_nothing_left(cluster)

@@ -20,7 +20,7 @@ SLOTS_OPEN = -1  # one per GPU; without GPUs one per core of a single host, else
 SLOTS_GPUS = -2  # one per GPU; the host must have one
 SLOTS_CORES = -3  # one per core
 MAX_SLOTS = 1 << 16
-LOOK_UP_S = 6.0  # for all names; the resolver repeats a lost query after 5 s
+_LOOK_UP_S = 6.0  # for all names; the resolver repeats a lost query after 5 s
 _MAX_LOOKING_UP = 64
 LOOK_S = 0.05  # between two checks of a look-up
 
@@ -63,7 +63,7 @@ class LookUp:
         # an empty answer for an unknown name; none without a name server
         self.answers: dict[str, tuple[str, ...]] = {}
         self._names = iter(names)
-        self._ends_at_s = time.monotonic() + LOOK_UP_S
+        self._ends_at_s = time.monotonic() + _LOOK_UP_S
         num_threads = min(_MAX_LOOKING_UP, len(names))
         # The resolver cannot be cancelled: never join these.
         self._threads = [
@@ -156,8 +156,7 @@ def allocate(
     usable = [host for host in hosts if host.slots]
     if not usable:
         raise UsageError(
-            f"no host has a slot: {unused_names(hosts)} must not be used. Give one of "
-            "them slots."
+            f"all hosts have 0 slots: {unused_names(hosts)}. Give one of them slots."
         )
     if num_ranks is not None and len(usable) == 1 and usable[0].slots == SLOTS_OPEN:
         return (HostShare(usable[0], range(num_ranks)),)

@@ -211,7 +211,7 @@ def find_candidates(
     )
     if not found:
         raise UsageError(
-            f"{head.name} has no address that other hosts can reach. It has "
+            f"{head.name} has no address that other hosts can reach. Its addresses: "
             f"{_listed(head.interfaces)}. Name one with addr= in the host file, or "
             "list another host first."
         )

@@ -70,7 +70,7 @@ class Release(NamedTuple):
 
 
 class StartWorker(NamedTuple):
-    """Start a worker."""
+    """Start a worker in its slot."""
 
     worker: Worker
 
@@ -84,7 +84,7 @@ class Kill(NamedTuple):
 
 
 class Send(NamedTuple):
-    """Send a message to workers."""
+    """Send one message to each of some workers."""
 
     workers: tuple[int, ...]
     message: ToRank

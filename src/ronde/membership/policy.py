@@ -71,7 +71,7 @@ class Rules(NamedTuple):
 
 
 class ViewPhase(Enum):
-    """Progress of the current view, from its forming to its last step."""
+    """State of the current view."""
 
     FORMING = auto()  # there is none, or members have not yet left the last one
     RUNNING = auto()

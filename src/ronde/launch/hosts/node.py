@@ -14,7 +14,7 @@ from typing import IO, TYPE_CHECKING, NamedTuple, Protocol, cast
 
 from ronde.errors import Failure, HostFailure, LaunchError
 from ronde.launch.bootstrap import start_local_agent
-from ronde.launch.host import LOOK_S, LOOK_UP_S, Host, LookUp, is_here
+from ronde.launch.host import LOOK_S, Host, LookUp, is_here
 from ronde.launch.limits import (
     EXIT_INTERNAL,
     EXIT_NO_FORK,
@@ -340,29 +340,15 @@ class AgentStarter:
             self._here.add(host.name)
         return host.name in self._here
 
-    def look_up(self, hosts: Sequence[Host], stop_fd: int) -> dict[str, Failure]:
-        """Resolve many names at once; return failures of hosts not worth trying."""
+    def look_up(self, hosts: Sequence[Host], stop_fd: int) -> None:
+        """Resolve many names in parallel; ``is_here`` resolves one by one."""
         names = [host.name for host in hosts if host.name not in self._found]
         if self._make_spawner is None or len(names) < _MANY:
-            return {}
+            return
         look_up = LookUp(names)
         while not look_up.is_over(LOOK_S):
             raise_if_stopped(stop_fd)
-        answers = dict(look_up.answers)
-        self._found |= {name: answers.get(name, ()) for name in names}
-        # Imported late: few jobs have so many hosts.
-        from ronde.launch.hosts.spawner import UNKNOWN_NAME
-
-        absent = [name for name, found in answers.items() if not found]
-        if (answers and not absent) or not self.spawner.connects_by_name(names[0]):
-            return {}
-        silent = Failure(
-            f"no name server answers within {LOOK_UP_S:g} s",
-            "name addresses, or see /etc/resolv.conf",
-        )
-        return dict.fromkeys(absent, UNKNOWN_NAME) | {
-            name: silent for name in names if name not in answers
-        }
+        self._found |= {name: look_up.answers.get(name, ()) for name in names}
 
     def is_looked_up(self, host: Host) -> bool:
         """Return True once a host's name was looked up, in a thread."""

@@ -46,10 +46,6 @@ class Spawner(ABC):
         """Find the reason that a connected host sends nothing; it may take seconds."""
         return None
 
-    def connects_by_name(self, name: str) -> bool:  # noqa: ARG002
-        """Return True if connections to a host use its address from the name server."""
-        return False
-
 
 def shell_command(program: str, host: Host) -> str:
     if program == "srun":

@@ -38,36 +38,20 @@ def explain_silence(host: Host, client: Sequence[str]) -> Failure | None:
     return None
 
 
-def ask_settings(client: Sequence[str], name: str) -> tuple[str, str]:
-    """Return ssh's settings for a host, one per line, and ssh's log about them.
-
-    The configuration may run commands. Those that hang are killed.
-
-    Raises:
-        OSError: There is no ssh.
-        subprocess.SubprocessError: It failed, or took too long.
-    """
-    words = [*client, "-v", "-G", "--", name]
+def _find_server(host: Host, client: Sequence[str]) -> tuple[str, int] | None:
     with subprocess.Popen(
-        words,
+        [*client, "-G", "--", host.name],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
         text=True,
         start_new_session=True,
-    ) as asked:
+    ) as ssh:
         try:
-            settings, notes = asked.communicate(timeout=_ASK_S)
+            printed, _ = ssh.communicate(timeout=_ASK_S)
         except subprocess.TimeoutExpired:
-            os.killpg(asked.pid, signal.SIGKILL)
+            os.killpg(ssh.pid, signal.SIGKILL)  # the configuration may run commands
             raise
-    if asked.returncode:
-        raise subprocess.CalledProcessError(asked.returncode, words)
-    return settings, notes
-
-
-def _find_server(host: Host, client: Sequence[str]) -> tuple[str, int] | None:
-    printed, _ = ask_settings(client, host.name)
     lines = (line.partition(" ") for line in printed.splitlines())
     settings = {name: value for name, _, value in lines}
     proxies = (settings.get(f"proxy{way}", "none") for way in ("command", "jump"))

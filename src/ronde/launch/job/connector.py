@@ -3,7 +3,7 @@
 import itertools
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from heapq import heappop, heappush
 
 from ronde.errors import Failure, HostError, HostFailure, LaunchError
@@ -54,8 +54,8 @@ class AgentConnector(Handler):
         self._killed: list[AgentNode] = []
 
     def run(self, hosts: Sequence[Host], patience_s: float = 0.0) -> list[AgentNode]:
-        known = self._starter.look_up(hosts, self._loop.signal_fd)
-        self.add(hosts, patience_s, known)
+        self._starter.look_up(hosts, self._loop.signal_fd)
+        self.add(hosts, patience_s, in_thread=False)
         progress = self._loop.progress
         progress.begin("to answer (login, start of Python there)", self._awaited)
         while self._waiting or self._starting:
@@ -72,26 +72,19 @@ class AgentConnector(Handler):
         return ready
 
     def add(
-        self,
-        hosts: Sequence[Host],
-        patience_s: float = 0.0,
-        known: Mapping[str, Failure] | None = None,
+        self, hosts: Sequence[Host], patience_s: float = 0.0, *, in_thread: bool = True
     ) -> None:
         """Connect to more hosts; retry for ``patience_s``.
 
-        Hosts in ``known`` have failed already. Without it, threads resolve the names.
+        With ``in_thread`` names are resolved in threads, so that nothing blocks.
         """
         num_fds = (len(self._loop.nodes) + len(hosts)) * _FDS_PER_HOST
         raise_open_files_limit(num_fds + _OTHER_FDS)
         until_s = time.monotonic() + patience_s
         for host in hosts:
-            attempt = _Attempt(
-                next(self._indices), host, until_s, in_thread=known is None
-            )
-            if known and host.name in known:
-                self._failed.append((attempt, known[host.name]))
-            else:
-                heappush(self._waiting, attempt)
+            index = next(self._indices)
+            attempt = _Attempt(index, host, until_s, in_thread=in_thread)
+            heappush(self._waiting, attempt)
 
     def advance(self) -> None:
         self._give_up_late()
