@@ -1,13 +1,11 @@
 import fcntl
 import os
 import pty
-import re
 import select
 import signal
 import subprocess
 import sys
 import termios
-import time
 
 import pytest
 from tests.cli.conftest import clean_environment
@@ -98,43 +96,6 @@ def test_a_progress_bar_on_a_file_says_something_each_ten_seconds(tmp_path):
         while console.pending_fds:
             console.write_to(file.fileno())
     assert (tmp_path / "out").read_bytes() == b"[4] 10%\n[4] 20%\n"
-
-
-def read_terminal(fd: int) -> bytes:
-    """Read all that a program writes to a terminal until it hangs up."""
-    said = b""
-    ends_at = time.monotonic() + HANG_S
-    while select.select([fd], [], [], max(0.0, ends_at - time.monotonic()))[0]:
-        try:
-            data = os.read(fd, 65536)
-        except OSError:
-            break
-        if not data:
-            break
-        said += data
-    return said
-
-
-def test_a_progress_bar_on_a_terminal_is_redrawn_in_place(ronde):
-    code = (
-        "import sys\n"
-        "sys.stderr.write('\\r 10%'); sys.stderr.flush()\n"
-        "print('a line', flush=True)\n"
-        "sys.stderr.write('\\r100%\\n')\n"
-    )
-    ours, theirs = pty.openpty()
-    try:
-        with ronde.start(
-            "run", "-n", "1", *python(code), stdout=theirs, stderr=theirs
-        ) as process:
-            os.close(theirs)
-            said = read_terminal(ours).replace(b"\r\n", b"\n")
-            assert process.wait(HANG_S) == 0
-    finally:
-        os.close(ours)
-    # What is left on the screen when each erased piece is taken away.
-    shown = re.sub(rb"[^\n]*\r\x1b\[J", b"", said)
-    assert sorted(shown.splitlines()) == [b"[0] 100%", b"[0] a line"]
 
 
 def test_bars_of_several_ranks_stand_below_the_lines():

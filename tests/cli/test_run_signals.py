@@ -345,11 +345,3 @@ def test_a_closed_terminal_is_noticed_without_a_signal(
         if is_ignored:
             (tmp_path / "end").touch()
         assert process.wait(HANG_S) == code
-
-
-def test_a_complaint_that_no_terminal_takes_changes_no_exit_code(ronde):
-    terminal, side = pty.openpty()
-    os.close(terminal)
-    with ronde.start("run", stdout=side, stderr=side) as process:
-        os.close(side)
-        assert process.wait(HANG_S) == 64

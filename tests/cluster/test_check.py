@@ -330,25 +330,6 @@ def test_a_quota_of_cpu_time(cluster, find):
     assert_found(checked, "cpu-quota", "node2", "slow-host")
 
 
-def test_hosts_that_cannot_be_asked(cluster, find, tmp_path):
-    """One is gone, and one refuses the key."""
-    key = tmp_path / "key"
-    words = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key)]
-    subprocess.run(words, check=True, timeout=LIMIT_S)
-    text = cluster.ssh_config.read_text()
-    config = tmp_path / "config"
-    own = text.replace("Host *", "Host node3").replace(
-        f"{cluster.folder}/user_key", str(key)
-    )
-    config.write_text(own + text.replace("Host *", "Host * !node3"))
-    cluster.cut(cluster.hosts[1])
-    # It has two addresses, and one is enough to wait for.
-    checked = find("--ssh-args", "-4 -o ConnectTimeout=3", config=config)
-    assert checked.found == {("host-answers", "node2"), ("host-answers", "node3")}
-    assert "not reached" in checked.said["host-answers", "node2"]
-    assert "key refused" in checked.said["host-answers", "node3"]
-
-
 def test_another_ronde_and_a_probe_that_hangs(cluster, find, tmp_path):
     """A file that is a pipe into which nobody writes is read for ever."""
     package = ROOT / "src" / "ronde" / "__init__.py"

@@ -174,15 +174,3 @@ def test_a_service_that_does_not_answer_harms_nothing(cluster, tmp_path):
     numbers = [number for number, size in steps(tmp_path, "node2")]
     assert len(numbers) == len(set(numbers)) == NUM_STEPS
     assert "became" not in output
-
-
-@pytest.mark.soak
-def test_hosts_that_are_all_taken_keep_their_ranks(cluster, tmp_path):
-    with training(cluster, tmp_path, f"file:{tmp_path}/taken") as process:
-        (tmp_path / "taken").touch()
-        output = finish(process)
-    text = r"ronde: (node\d): \S+ is there \((node\d) too\); its ranks stay until the "
-    [hosts] = re.findall(text, output)
-    assert sorted(hosts) == ["node1", "node2"]
-    assert "became" not in output
-    assert [size for _, size in steps(tmp_path, "node1")] == [2] * NUM_STEPS

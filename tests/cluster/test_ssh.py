@@ -263,26 +263,6 @@ def await_line(path, words, job):
         tail.terminate()
 
 
-def test_a_server_that_takes_none_at_all_is_told(cluster, run):
-    host = cluster.hosts[1]
-    closing = (
-        "import socket; s = socket.create_server(('node2', 22))\n"
-        "print('up', flush=True)\n"
-        "while True: s.accept()[0].close()"
-    )
-    cluster.kill_sshd(host)
-    with cluster.start(
-        host, [sys.executable, "-c", closing], stdout=subprocess.PIPE
-    ) as server:
-        assert server.stdout.readline() == b"up\n"
-        try:
-            done = run("-H", "node2:1", "true")
-        finally:
-            server.kill()
-    assert done.returncode == UNREACHABLE
-    assert "takes no more connections now" in row_of(done, "node2")
-
-
 def test_user_and_port_of_a_host_count_and_addresses_do(cluster, run, tmp_path):
     host = cluster.hosts[1]
     restart_sshd(cluster, host, "Port=2222")
