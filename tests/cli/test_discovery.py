@@ -123,13 +123,13 @@ def told(changes, answer):
         {"c1": "a2 b2 c1", "c1 ": "c1", "a2": "c1 a2", "a2 ": "a2"},
     ],
 )
-def test_what_is_new_counts_at_once_and_what_is_gone_the_second_time(answers):
+def test_new_hosts_count_at_once_and_missing_ones_the_second_time(answers):
     changes = HostChanges(START)
     for answer, counts in answers.items():
         assert told(changes, answer) == counts
 
 
-def test_nothing_is_returned_where_nothing_changed():
+def test_an_unchanged_answer_returns_nothing():
     changes = HostChanges(START)
     assert changes.update([Host("a", 2, named_at="line 7"), *START[1:]]) is None
     assert changes.update([Host("a", 2), Host("b", 2, port=22)]) is not None
@@ -146,7 +146,7 @@ def test_hosts_join_leave_and_are_drained(scripted):
         assert followed.slots == {"a": 0, "c": 4}
 
 
-def test_a_host_that_is_named_twice_counts_once_and_that_is_shown_once(scripted):
+def test_a_host_that_is_named_twice_counts_once(scripted):
     script = scripted(
         "echo a:2; echo b:8; echo b:4; echo c; echo c; echo '[fd00::1]:3'"
     )
@@ -210,7 +210,7 @@ def test_a_script_that_hangs_is_killed_with_all_that_it_started(scripted, tmp_pa
     assert children() - before <= {p for p in children() if read_process(p).is_zombie}
 
 
-def test_what_a_script_leaves_behind_is_ended_and_delays_nothing(scripted):
+def test_processes_left_by_a_script_are_killed(scripted):
     script = scripted("sleep 1000 & echo a:2; echo b:2; echo p$!:1")
     with Followed(script) as followed:
         followed.until(lambda: followed.num_changes == 1)

@@ -235,7 +235,7 @@ def test_ranks_come_and_go_until_the_job_is_stopped(controller):
     assert controller.expect(Finished) == Finished(0, ())
 
 
-def test_what_a_rank_said_comes_before_its_end(controller):
+def test_messages_of_a_rank_come_before_its_exit(controller):
     controller.start(0)
     line = "[say(n) for n in range(500)] and os._exit(4)"
     controller.send(SendToWorkers((0,), line))
@@ -294,7 +294,7 @@ def test_a_stopped_rank_is_reported_and_can_be_ended(controller):
     assert message.status == -signal.SIGTERM
 
 
-def test_what_a_stopped_rank_does_not_read_is_kept_but_not_for_ever(controller):
+def test_unread_messages_of_a_stopped_rank_are_kept_up_to_a_limit(controller):
     pids = [controller.start(number) for number in range(2)]
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
@@ -353,7 +353,7 @@ def assert_flat(counts):
     assert min(counts[:half]) == min(counts[half:]), counts
 
 
-def test_who_waits_in_the_store_is_refused_when_it_is_cleared(controller):
+def test_waiting_store_requests_are_refused_when_it_is_cleared(controller):
     controller.start(0)
     assert controller.ask(0, "wait_in_store()") == "waits"
     controller.store.clear()

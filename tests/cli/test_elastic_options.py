@@ -104,7 +104,7 @@ def test_the_first_answer_of_a_command(option):
     )
 
 
-def test_what_has_no_effect_without_elasticity_is_named():
+def test_options_without_effect_are_reported():
     words = "--elastic-timeout 5 --blacklist-cooldown-range 1 2 --reset-limit 3"
     request = asked(*words.split())
     assert set(request.horovod.ignored) == {
@@ -200,7 +200,7 @@ ALONE = "needs --min-ranks, --max-ranks or --host-discovery. Type"
         ),
     ],
 )
-def test_what_cannot_be_is_refused(words, said, hostfile, tmp_path):
+def test_invalid_options_are_refused(words, said, hostfile, tmp_path):
     (tmp_path / "script").write_text("#!/bin/sh\necho a\n")
     (tmp_path / "bad").write_text("$:2\n")
     for path in (hostfile, tmp_path / "script", tmp_path / "bad"):

@@ -54,7 +54,7 @@ def test_the_others_go_on_when_a_rank_is_killed(ronde, tmp_path, number):
     assert views[1]["reason"].endswith("was killed by SIGKILL")
 
 
-def test_ranks_that_are_killed_before_they_train_are_said(ronde):
+def test_ranks_that_are_killed_before_they_train_are_reported(ronde):
     plan = {"1:joined": "SIGKILL", "4:start": "SIGKILL"}
     result = run(ronde, plan, last_view=2)
     assert result.returncode == 0, result.stderr
@@ -82,7 +82,7 @@ def test_the_others_go_on_when_a_rank_stands_still(ronde):
     assert done(result) == [f"done {rank} of 3" for rank in range(3)]
 
 
-def test_where_a_rank_hangs_is_shown_before_it_is_killed(ronde):
+def test_stacks_of_a_hung_rank_are_shown_before_it_is_killed(ronde):
     plan, limit = {"2:3": "hang", "1:30": "SIGKILL"}, ("--reform-timeout", "1s")
     result = run(ronde, plan, *limit, last_view=2)
     assert result.returncode == 0, result.stderr

@@ -59,7 +59,7 @@ def test_the_first_failure_that_is_no_consequence_is_the_cause(
     assert len(others) == len(expected) + len(hosts) - 1
 
 
-def test_what_a_rank_said_before_its_exception_is_no_secondary_failure():
+def test_output_before_an_exception_does_not_make_it_secondary():
     said = ("Connection closed by peer, trying again", "ValueError: no")
     by_itself = end(0, 1, tail=said)._replace(traceback="Traceback\nValueError: no")
     assert not by_itself.is_secondary
@@ -88,15 +88,13 @@ def test_a_rank_began_to_end_before_those_that_name_it():
         (0, False, named(1), 0),
     ],
 )
-def test_who_was_stopped_is_the_cause_of_those_that_lost_it(
-    status, is_leaving, tail, cause
-):
+def test_a_stopped_rank_may_be_the_cause_of_lost_peers(status, is_leaving, tail, cause):
     late = end(1, status, 3.0, was_stopped=True)._replace(was_leaving=is_leaving)
     result = judge([end(0, 1, 1.0, tail=tail), late])
     assert (result.exit_code, result.cause.rank) == (1, cause)
 
 
-def test_who_left_with_0_is_the_cause_of_those_that_lost_it():
+def test_a_rank_that_exited_with_0_may_be_the_cause():
     result = judge([end(0, 1, 1.1, tail=named(1)), end(1, 0, 1.0), end(2, 0, 0.9)])
     assert (result.exit_code, result.cause.rank) == (1, 1)
     assert "rank 1 left first, after 1.0 s: exit code 0" in summarize(result)
@@ -135,9 +133,7 @@ def test_the_cause_is_awaited_among_those_that_may_be_it():
     ),
     st.randoms(),
 )
-def test_every_failure_is_told_once_and_the_order_of_news_changes_nothing(
-    ends, hosts, random
-):
+def test_each_failure_is_reported_once_in_any_order_of_events(ends, hosts, random):
     result = judge(ends, lost=hosts)
     again = judge(random.sample(ends, len(ends)), lost=hosts[::-1])
     assert result == again
@@ -158,7 +154,7 @@ def test_a_restart_is_worth_trying_unless_a_rank_says_no_or_the_user_ended_it():
     assert judge([], lost=[lost("b")]).is_worth_restart({93})
 
 
-def test_the_summary_says_who_why_and_where():
+def test_the_summary_has_all_ranks_and_reasons():
     traceback = "Traceback (most recent call last):\n  File x\nValueError: no"
     cause = end(1, 1, 1.25, tail=("ValueError: no", "more noise"))
     result = judge(

@@ -27,7 +27,7 @@ def reader():
 
 
 @given(messages, st.lists(st.integers(1, 40), min_size=1))
-def test_what_was_sent_is_received_however_it_is_cut(sent, cuts):
+def test_messages_arrive_in_any_segmentation(sent, cuts):
     stream = b"".join(map(encode, sent))
     made = reader()
     received = []

@@ -112,7 +112,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("text", "said"), REFUSED.items())
-def test_what_is_no_host_file(text, said) -> None:
+def test_malformed_host_files_are_refused(text, said) -> None:
     with pytest.raises(UsageError, match=re.escape(said)) as caught:
         parse_hostfile(text, "hosts.txt")
     message = str(caught.value)
@@ -180,7 +180,7 @@ def written(draw, host):
     st.lists(HOSTS, min_size=1, max_size=5, unique_by=lambda host: host.name),
     st.sampled_from(["\n", "\r\n", "\n\n# n9 slots=1\n"]),
 )
-def test_what_is_written_is_read(data, hosts, between) -> None:
+def test_any_written_host_is_read_back(data, hosts, between) -> None:
     lines = [data.draw(written(host)) for host in hosts]
     expected = [
         host._replace(slots=len(host.gpus))
@@ -220,6 +220,6 @@ def test_hosts_in_one_word(text, hosts) -> None:
         "a:2,b:1,a:2": "-H: host a is named twice, with slots",
     }.items(),
 )
-def test_what_are_no_hosts(text, said) -> None:
+def test_malformed_host_lists_are_refused(text, said) -> None:
     with pytest.raises(UsageError, match=re.escape(said)):
         parse_hosts(text)

@@ -124,7 +124,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("text", "said"), REFUSED.items())
-def test_what_slurm_refuses_is_refused(scontrol, text, said) -> None:
+def test_lists_that_slurm_refuses_are_refused(scontrol, text, said) -> None:
     with pytest.raises(UsageError, match=re.escape(said)) as caught:
         expand_list(text, "hosts.txt line 3")
     assert str(caught.value).startswith("hosts.txt line 3: ")

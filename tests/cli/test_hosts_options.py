@@ -56,7 +56,7 @@ def test_slots_are_for_hosts_that_say_none(sources) -> None:
         assert slots(*words, "--slots-per-host", "2") == {"a": 2, "b": 4}
 
 
-def test_what_is_named_counts_before_slurms_allocation(sources) -> None:
+def test_named_hosts_come_before_slurms_allocation(sources) -> None:
     for words in sources.values():
         assert slots(*words, environ=SLURM) == {"a": SLOTS_OPEN, "b": 4}
 
@@ -100,7 +100,7 @@ def test_a_script_may_say_all_slots() -> None:
         "-p x": "got 'x'",
     }.items(),
 )
-def test_what_cannot_be_is_refused(words, said) -> None:
+def test_invalid_options_are_refused(words, said) -> None:
     with pytest.raises(UsageError, match=re.escape(said)):
         asked(*words.replace("-H=", "--hosts=").split())
 
@@ -126,7 +126,7 @@ def test_a_script_that_hangs_is_ended_with_all_that_it_started(tmp_path) -> None
     assert not any(read_process(int(pid)) for pid in left.read_text().split())
 
 
-def test_whoever_asked_a_script_adopts_no_orphans_after_it() -> None:
+def test_orphans_are_not_adopted_after_a_script() -> None:
     assert asked("--host-discovery-script", "echo a").spec.hosts
     words = ["sh", "-c", "sleep 1000 >/dev/null & echo $!"]
     orphan = read_process(int(subprocess.check_output(words)))

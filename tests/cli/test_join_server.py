@@ -143,7 +143,7 @@ def drive(steps, sock, *, timeout_s=HANG_S):
         assert poll.poll(timeout_s * 1000)
 
 
-def test_who_knows_the_token_joins_and_then_nothing_listens(start_head, signals):
+def test_a_node_with_the_token_joins_and_then_nothing_listens(start_head, signals):
     head = start_head()
     with joined(head, signals[0], slots=3):
         [(host, transport)] = head.nodes()
@@ -208,7 +208,7 @@ def _read_one(channel):
     return data
 
 
-def test_a_wrong_token_is_told_nothing_and_the_head_tells_it_once(start_head, signals):
+def test_a_wrong_token_is_reported_once_at_the_head_only(start_head, signals):
     head = start_head()
     for _ in range(3):
         with tls_client(head.port) as sock:
@@ -280,7 +280,7 @@ def record_answer(port, token=TOKEN):
 
 
 @pytest.mark.parametrize("num_nodes", [1, 2], ids=["another job", "the same job"])
-def test_what_opened_one_connection_opens_no_other(start_head, num_nodes):
+def test_a_recorded_proof_opens_no_other_connection(start_head, num_nodes):
     first = start_head(num_nodes)
     answer = record_answer(first.port)
     head = first if num_nodes > 1 else start_head()
@@ -333,7 +333,7 @@ def test_a_node_does_not_take_its_own_proof_for_the_heads():
         join_once(port)
 
 
-def test_who_stands_between_can_pass_on_everything_and_gets_nothing(start_head):
+def test_a_proxy_gets_no_access(start_head):
     head = start_head()
 
     def pass_on(sock):
@@ -383,7 +383,7 @@ def test_a_node_that_goes_again_is_waited_for_again(start_head, signals):
             transport.kill()
 
 
-def test_when_not_all_come_the_head_says_who_did(start_head, signals):
+def test_the_head_lists_the_nodes_that_joined_in_time(start_head, signals):
     ahead_s = 0.0
     head = start_head(3, timeout_s=5.0, clock=lambda: ahead_s)
     with joined(head, signals[0], name="node7") as channel:

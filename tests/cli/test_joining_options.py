@@ -40,7 +40,7 @@ def token(tmp_path):
         (["--agent", "a:1", "--token-file", "TOKEN", "--nproc-per-node", "0"], "--np"),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_is_one_sentence_and_64(ronde_here, token, words, said):
+def test_invalid_options_end_with_64_and_one_sentence(ronde_here, token, words, said):
     done = ronde_here("run", *(token if word == "TOKEN" else word for word in words))
     errors = done.stderr.decode()
     assert done.returncode == 64, errors

@@ -50,7 +50,7 @@ def test_another_certificate_makes_another_proof():
 @example(b'{"is": "NodeInfo", "host": "a\\u001b[2J", "slots": 1}')
 @example(b'{"is": "NodeInfo", "host": "-oProxyCommand=x", "slots": 1}')
 @example(b'{"is": "Leave"}')
-def test_what_is_no_node_info_is_refused_by_a_sentence(raw):
+def test_malformed_node_info_is_refused(raw):
     with pytest.raises(LaunchError):
         decode_node_info(raw)
 
@@ -73,7 +73,7 @@ def test_a_token_that_could_be_guessed_is_refused(token_file, text):
 
 
 @pytest.mark.parametrize("text", [GOOD + " " + GOOD, b"\xff" * 64, "x" * 5000])
-def test_what_is_no_one_word_is_refused_as_a_token(token_file, text):
+def test_a_token_with_blanks_or_other_bytes_is_refused(token_file, text):
     with pytest.raises(UsageError, match="printable ASCII"):
         read_token(token_file(text))
 
@@ -108,7 +108,7 @@ def test_a_certificate_is_of_one_job_and_its_key_does_not_stay_open():
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
-def test_without_cryptography_the_head_says_what_to_install():
+def test_the_head_names_a_missing_package():
     code = (
         "import sys; sys.modules['cryptography'] = None\n"
         "from ronde.errors import UsageError\n"
@@ -142,6 +142,6 @@ def test_an_endpoint_is_read_as_it_is_written(host, port):
     "text",
     ["", "node1", "node1:", ":29400", "fd00::1:29400", "n:65536", "[]:1", "n:²"],
 )
-def test_what_is_no_endpoint_is_refused_by_name(text):
+def test_malformed_endpoints_are_refused(text):
     with pytest.raises(UsageError, match="--agent must be HOST:PORT"):
         parse_endpoint(text, "--agent")

@@ -77,14 +77,14 @@ def test_a_late_answer_is_not_taken_for_the_next(start_programs, tmp_path):
     assert ask(start_programs, "echo next").line == "next"
 
 
-def test_a_program_that_ends_is_told_and_not_asked_again(start_programs):
+def test_a_program_that_ended_is_not_asked_again(start_programs):
     assert ask(start_programs, "die").failure == "its program ended with exit code 7"
     # It is not waited for.
     again = ask(start_programs, "echo a", timeout_s=9 * HANG_S)
     assert again.failure == "its program ended with exit code 7"
 
 
-def test_what_a_program_leaves_behind_is_ended(start_programs):
+def test_processes_left_by_a_program_are_killed(start_programs):
     # Its child holds its output; the fixture looks for what is left.
     assert (
         ask(start_programs, "leave_child").failure

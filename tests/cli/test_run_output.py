@@ -120,7 +120,7 @@ def test_bars_of_several_ranks_stand_below_the_lines():
 ENDLESS = "while True: print('x' * 1000, flush=True)"
 
 
-def test_who_reads_no_more_ends_the_job(ronde):
+def test_a_closed_standard_output_ends_the_job(ronde):
     with ronde.start("run", "-n", "2", *python(ENDLESS)) as process:
         assert os.read(process.stdout.fileno(), 10)
         process.stdout.close()

@@ -133,7 +133,7 @@ def test_a_signal_amid_the_first_imports_has_its_exit_code(
     assert (done.returncode, done.stderr) == (code, b"")
 
 
-def test_what_a_rank_left_in_its_group_has_the_grace_too(ronde):
+def test_children_of_a_rank_get_the_grace_period_too(ronde):
     # The shell dies of the signal at once; its child still has something to say.
     child = (
         "import signal, sys\n"
@@ -150,7 +150,7 @@ def test_what_a_rank_left_in_its_group_has_the_grace_too(ronde):
 
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT, signal.SIGQUIT])
-def test_what_the_user_ignores_stays_ignored_in_launcher_and_ranks(ronde, number):
+def test_ignored_signals_stay_ignored(ronde, number):
     program = (
         'trap "exit 0" USR1; grep SigIgn /proc/$$/status; echo ready; '
         'while :; do read x < "$GATE"; done'

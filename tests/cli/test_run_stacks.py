@@ -48,7 +48,7 @@ def test_timeout_ends_a_job_that_hangs(ronde, tmp_path):
     assert (verdict["exit_code"], verdict["interrupted_by"]) == (124, "timeout")
 
 
-def test_where_a_job_hangs_is_shown_when_its_time_is_over(ronde, tmp_path):
+def test_a_timeout_shows_all_stacks(ronde, tmp_path):
     program = tmp_path / "hang.py"
     program.write_text(HANGING)
     words = ("-n", "4", "--timeout", "1h", "--grace", "1s", "--no-prefix")
@@ -154,7 +154,7 @@ ALL_REDUCE = """
 """
 
 
-def test_of_a_collective_it_shows_who_is_missing(ronde, tmp_path):
+def test_stacks_show_the_rank_missing_from_a_collective(ronde, tmp_path):
     _, process = run_gated(ronde, tmp_path, ALL_REDUCE, "-n", "2", "--grace", "1s")
     with process:
         try:

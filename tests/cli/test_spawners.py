@@ -92,7 +92,7 @@ def test_the_line_that_others_can_read_is_the_same_for_all():
     assert not set(inner[1:-1]) & set("'\"!\\`$\n")
 
 
-def test_what_does_not_start_is_told_by_its_exit_code():
+def test_a_missing_python_has_exit_code_127():
     transport, hello_reader, rest = meet(Here(), python="/no/python")
     assert (hello_reader.found, rest) == (None, None)
     assert transport.wait(HANG_S) == 127
@@ -177,7 +177,7 @@ CHANGED = "@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @\n"
         ),
     ],
 )
-def test_what_ssh_says_is_told_with_its_cure(code, said, reason, cure):
+def test_errors_of_ssh_have_a_reason_and_a_remedy(code, said, reason, cure):
     failure = SshSpawner().explain(HOST, code, said)
     assert (failure.reason, failure.cure) == (reason, cure)
 
@@ -198,7 +198,7 @@ def test_what_ssh_says_is_told_with_its_cure(code, said, reason, cure):
         (f"{CHANGED}{KEX}", False),
     ],
 )
-def test_what_may_pass_is_told_apart(said, is_transient):
+def test_transient_errors_are_recognized(said, is_transient):
     assert SshSpawner().explain(HOST, 255, said).is_transient == is_transient
 
 
@@ -218,11 +218,11 @@ CHATTER = "srun: cluster configuration lacks support for cpu binding\n"
         (CHATTER, "no agent began (exit code 2): no output"),
     ],
 )
-def test_what_srun_says_is_told(said, reason):
+def test_errors_of_srun_have_a_reason(said, reason):
     assert SlurmSpawner().explain(HOST, 2, said).reason == reason
 
 
-def test_what_a_host_says_is_shown_without_what_moves_a_terminal():
+def test_control_characters_of_a_host_are_removed():
     assert last_line("one\n\x1b[2Jtwo\x07\x9b\n \n") == "[2Jtwo"
     assert last_line(" \n") == ""
     assert len(last_line("x" * 10_000)) == 200

@@ -37,7 +37,7 @@ def test_a_full_disk_ends_a_job():
 
 
 @pytest.mark.parametrize("words", WORDS, ids=" ".join)
-def test_nobody_reads(words):
+def test_a_closed_pipe_ends_quietly(words):
     with ronde.start(*words, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.close()

@@ -217,7 +217,9 @@ def test_survivors_go_on_at_once_and_the_replacement_takes_the_lost_rank():
     ],
 )
 @pytest.mark.parametrize("has_settled", [False, True])
-def test_all_who_are_lost_are_said(number: int, reason: str, *, has_settled: bool):
+def test_the_reason_has_all_lost_workers(
+    number: int, reason: str, *, has_settled: bool
+):
     env = running(Rules(1, 6), a=6)
     env.end(0, -9)
     for other in range(1, number):
@@ -228,7 +230,7 @@ def test_all_who_are_lost_are_said(number: int, reason: str, *, has_settled: boo
     assert sent(env, ViewBegins)[-1].reason == reason
 
 
-def test_who_fails_is_not_waited_for_but_keeps_its_place():
+def test_a_failed_worker_is_not_awaited_but_keeps_its_slot():
     env = running(Rules(2, 4), a=2, b=2)
     train(env, 3)
     env.orders.clear()
@@ -284,7 +286,7 @@ def test_the_first_start_is_not_counted_as_time_with_too_few():
 
 
 @pytest.mark.parametrize("is_first_to_wait", [True, False])
-def test_who_ends_well_before_the_first_view_ends_the_job(is_first_to_wait):
+def test_an_exit_with_0_before_the_first_view_ends_the_job(is_first_to_wait):
     env = Environment.of(Rules(1, 2), a=2)
     env.answers()[0]()
     if is_first_to_wait:
@@ -331,7 +333,7 @@ def test_time_is_counted_anew_for_a_view_that_was_paused():
     assert len(ranks(env)) == 2
 
 
-def test_who_is_kept_as_too_few_would_be_left_leaves_later():
+def test_a_member_stays_while_too_few_others_remain():
     env = running(Rules(2, 3), a=2, b=2)
     env.orders.clear()
     env.leave_host("a")
@@ -561,7 +563,7 @@ def test_a_host_is_left_at_a_common_step_and_released_when_all_there_have_ended(
     assert env.membership.blacklisted(env.now_s) == {"a": 30.0}
 
 
-def test_who_was_dismissed_and_does_not_end_is_killed():
+def test_a_worker_that_was_left_out_and_stays_is_killed():
     env = running(Rules(2, 4, settle_s=30.0), a=2, b=2)
     env.leave_host("a")
     for number in range(4):
@@ -627,7 +629,7 @@ def test_slots_that_are_taken_away_are_left():
     assert Send((1,), Leave("a has 1 slot now")) in env.orders
 
 
-def test_who_does_not_settle_is_killed_and_its_place_waits_until_it_is_gone():
+def test_a_hung_member_is_killed_and_its_slot_is_free_after_its_end():
     env = running(Rules(1, 3, settle_s=30.0), a=3)
     env.now_s = 1000.0
     env.settle(0, "lost a peer")
@@ -644,7 +646,7 @@ def test_who_does_not_settle_is_killed_and_its_place_waits_until_it_is_gone():
     assert ordered(env, StartWorker)[-1].worker == Worker(3, "a", 2)
 
 
-def test_who_does_not_get_ready_is_killed_and_another_started():
+def test_a_worker_that_hangs_at_its_start_is_replaced():
     env = running(Rules(1, 2, formation_s=600.0), a=1)
     env.find({"a": 2})
     env.processes[1].is_stalled = True
@@ -666,7 +668,7 @@ def test_newcomers_wait_5_s_for_others_that_start():
     assert env.membership.reason == "a rank joins on a"
 
 
-def test_where_it_is_wanted_all_stop_for_those_that_start():
+def test_with_awaits_joining_members_pause_for_new_workers():
     env = running(Rules(1, 4, awaits_joining=True), a=2)
     env.find({"a": 4})
     assert env.membership.reason == "ranks start on a"
@@ -675,7 +677,7 @@ def test_where_it_is_wanted_all_stop_for_those_that_start():
 
 
 @pytest.mark.parametrize("waited_s", [0.0, 61.0])
-def test_who_starts_is_awaited_for_a_minute(waited_s):
+def test_new_workers_are_awaited_for_a_minute(waited_s):
     env = running(Rules(1, 4, awaits_joining=True), a=2)
     env.find({"a": 4})
     env.settle(0)
