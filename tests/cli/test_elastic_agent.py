@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from tests.cli.conftest import clean_environment
-from tests.limits import HANG_S
+from tests.limits import HANG_S, until
 
 from ronde.launch import (
     AgentNode,
@@ -207,12 +207,6 @@ def wait_for_end(process_fd):
     os.close(process_fd)
 
 
-def await_state(pid, states):
-    ends_at = time.monotonic() + HANG_S
-    while read_process(pid).state not in states:
-        assert time.monotonic() < ends_at
-
-
 def test_ranks_come_and_go_until_the_job_is_stopped(controller):
     controller.start(5)
     controller.start(2)
@@ -274,7 +268,7 @@ def test_a_rank_that_ends_is_reported_before_it_has_ended(controller):
         if status:
             expected = WorkerEnding(number, status, "")
             assert controller.expect(WorkerEnding) == expected
-        await_state(pid, "Z")
+        until(lambda pid=pid: read_process(pid).state == "Z")
         controller.settle()
         controller.send(SendToWorkers((number,), "end"))
         exited = controller.expect(Exited)

@@ -158,7 +158,7 @@ def test_a_spare_takes_the_lost_rank(ronde):
 def test_the_reset_limit_ends_the_job(ronde):
     """The worker that took a rank is named by both."""
     words = ("--reset-limit", "1", "--spares", "1", "-H", "localhost:5")
-    result = run(ronde, {"1:3": "SIGKILL", "4:9": "raise"}, *words, last_view=9)
+    result = run(ronde, {"1:3": "SIGKILL", "4:joined": "raise"}, *words, last_view=9)
     assert result.returncode == 1
     assert b"rank 1 (worker 4) failed first, after " in result.stderr
     assert any(

@@ -6,11 +6,10 @@ import signal
 import subprocess
 import sys
 import termios
-import time
 from contextlib import suppress
 
 import pytest
-from tests.limits import HANG_S
+from tests.limits import HANG_S, until
 
 from ronde.launch import wait_for
 from ronde.processes import descendants, read_process
@@ -21,10 +20,7 @@ def shell(code: str) -> list[str]:
 
 
 def wait_for_state(pids: list[int], states: str) -> None:
-    """Poll the process table, which is all that a stranger sees, for the state."""
-    ends_at = time.monotonic() + HANG_S
-    while not all(read_process(pid).state in states for pid in pids):
-        assert time.monotonic() < ends_at
+    until(lambda: all(read_process(pid).state in states for pid in pids))
 
 
 def read_lines(process: "subprocess.Popen[bytes]", words: bytes, times: int = 1):

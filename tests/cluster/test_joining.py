@@ -5,13 +5,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from tests.cluster.machines import why_not
-from tests.limits import HANG_S
+from tests.limits import HANG_S, until
 from tests.timed import impatient_ronde, ronde
 
 from ronde.launch import own_environment
@@ -87,13 +86,6 @@ class Party:
 
 def _is_ours(words):
     return any(w in ("ronde", "tests.timed") or "ronde.launch" in w for w in words)
-
-
-def until(condition, what):
-    deadline = time.monotonic() + HANG_S
-    while not condition():
-        assert time.monotonic() < deadline, f"waited in vain: {what}"
-        time.sleep(0.01)
 
 
 def await_line(process, text):
