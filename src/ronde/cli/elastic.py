@@ -71,7 +71,9 @@ def read_elastic(
         ),
         elastic_timeout_s=_read_elastic_timeout(text),
         reform_timeout_s=options.reform_timeout or _USUAL.reform_timeout_s,
-        reset_limit=_read_reset_limit(given.get("reset-limit")),
+        reset_limit=None
+        if (limit := given.get("reset-limit")) is None
+        else read_number("--reset-limit", limit, "Leave it out for no limit."),
         notice=_USUAL.notice
         if options.notice is None
         else _read_notice(options.notice),
@@ -183,12 +185,6 @@ def _read_cooldown(text: str | None, horovods: list[str] | None) -> tuple[float,
         f"{option} must be two durations above 0, the shorter first, got "
         f"{' '.join(words)!r}. Type: --cooldown 30s,1h"
     )
-
-
-def _read_reset_limit(text: str | None) -> int | None:
-    if text is None:
-        return None
-    return read_number("--reset-limit", text, "Leave it out for no limit.")
 
 
 def _read_notice(text: str) -> tuple[str, ...]:

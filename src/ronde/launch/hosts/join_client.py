@@ -34,7 +34,7 @@ _LONGEST_PAUSE_S = 2.0
 _REASONS = (
     (
         (EOFError, ConnectionResetError, BrokenPipeError),
-        "it closed the connection: its token is another, or all nodes have joined",
+        "it closed the connection: its token differs, or all nodes have joined",
     ),
     ((socket.gaierror,), "its name is not known"),
     ((ConnectionRefusedError,), "nothing listens there"),

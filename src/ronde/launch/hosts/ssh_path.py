@@ -72,7 +72,7 @@ def _explain(address: str, port: int) -> Failure | None:
     if sizes is None:
         return None
     name, mtu = interface_towards(address), own_mtu_towards(address)
-    stands = "ssh connects, and hangs at the exchange of keys"
+    stands = "ssh connects, but the key exchange hangs"
     if sizes.lost == 0:
         cause = f"packets of {sizes.arrived} bytes arrive there, those back may be lost"
         most = LEAST_BYTES

@@ -329,7 +329,7 @@ class EventLoop:
                 is_last, limit_s = True, _LAST_S
             elif not ready:
                 output.kill()
-                text = "the last lines were not written: what takes them stalls"
+                text = "the last lines were not written: the output stalls"
                 with suppress(OSError, ValueError):
                     if wait_for([], [sys.stderr.fileno()], 0):
                         print(f"ronde: {text}.", file=sys.stderr, flush=True)  # noqa: T201
