@@ -1,3 +1,4 @@
+import select
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -33,6 +34,17 @@ def clean_environment(*more: str) -> dict[str, str]:
         for name, value in own_environment().items()
         if name in _KEPT or name.startswith("LC_") or name in more
     }
+
+
+def read_lines(process: "subprocess.Popen[bytes]", words: bytes, times: int = 1):
+    """Read standard output until lines with the words came so often."""
+    lines = []
+    while sum(words in line for line in lines) < times:
+        ready, _, _ = select.select([process.stdout], [], [], HANG_S)
+        line = process.stdout.readline() if ready else b""
+        assert line, lines
+        lines.append(line)
+    return lines
 
 
 @dataclass(frozen=True)

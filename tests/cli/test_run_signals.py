@@ -1,7 +1,6 @@
 import fcntl
 import os
 import pty
-import select
 import signal
 import subprocess
 import sys
@@ -9,6 +8,7 @@ import termios
 from contextlib import suppress
 
 import pytest
+from tests.cli.conftest import read_lines
 from tests.limits import HANG_S, until
 
 from ronde.launch import wait_for
@@ -21,17 +21,6 @@ def shell(code: str) -> list[str]:
 
 def wait_for_state(pids: list[int], states: str) -> None:
     until(lambda: all(read_process(pid).state in states for pid in pids))
-
-
-def read_lines(process: "subprocess.Popen[bytes]", words: bytes, times: int = 1):
-    """Read standard output until lines with the words came so often."""
-    lines = []
-    while sum(words in line for line in lines) < times:
-        ready, _, _ = select.select([process.stdout], [], [], HANG_S)
-        line = process.stdout.readline() if ready else b""
-        assert line, lines
-        lines.append(line)
-    return lines
 
 
 @pytest.mark.parametrize(
