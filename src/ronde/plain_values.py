@@ -1,8 +1,10 @@
 """Conversion of named tuples and dataclasses to values of JSON, and back with checks.
 
-Nothing is evaluated or unpickled, and unknown fields are refused.
+A message is JSON with the name of its class in the field ``is``. Nothing is evaluated
+or unpickled, and unknown fields are refused.
 """
 
+import json
 from contextlib import suppress
 from enum import Enum
 from types import UnionType
@@ -13,6 +15,28 @@ T = TypeVar("T")
 
 class PlainValueError(ValueError):
     """A plain value does not have the expected form."""
+
+
+def encode_message(message: object) -> str:
+    plain = cast("dict[str, object]", to_plain(message))
+    return json.dumps({"is": type(message).__name__, **plain})
+
+
+def decode_message(raw: str | bytes, kinds: tuple[type[T], ...]) -> T:
+    """Decode a message of one of some classes; raise PlainValueError for others."""
+    try:
+        decoded: object = json.loads(raw)
+    except ValueError as error:
+        raise PlainValueError(f"message is not JSON: {error}.") from None
+    if not isinstance(decoded, dict):
+        raise PlainValueError(f"message must be an object, got {shorten(decoded)}.")
+    values = cast("dict[str, object]", decoded)
+    name = values.pop("is", None)
+    for kind in kinds:
+        if kind.__name__ == name:
+            return from_plain(kind, values)
+    names = ", ".join(kind.__name__ for kind in kinds)
+    raise PlainValueError(f"message must be one of {names}, got {shorten(name)}.")
 
 
 def to_plain(value: object) -> object:

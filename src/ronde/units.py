@@ -129,6 +129,11 @@ def counted(number: int, noun: str) -> str:
     return f"{f'{number:,}' if number else 'no'} {noun}{'' if number == 1 else plural}"
 
 
+def name_rank(rank: int, worker: int) -> str:
+    """Return ``rank 1 (worker 4)``, without a worker id that is the rank or unknown."""
+    return f"rank {rank}{'' if worker in (rank, -1) else f' (worker {worker})'}"
+
+
 def grouped(pairs: Iterable[tuple[_Key, _Value]]) -> dict[_Key, list[_Value]]:
     """Return the values of each key, both in the order of the pairs."""
     groups: dict[_Key, list[_Value]] = {}

@@ -1,3 +1,4 @@
+import select
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -35,6 +36,17 @@ def clean_environment(*more: str) -> dict[str, str]:
     }
 
 
+def read_lines(process: "subprocess.Popen[bytes]", words: bytes, times: int = 1):
+    """Read standard output until lines with the words came so often."""
+    lines = []
+    while sum(words in line for line in lines) < times:
+        ready, _, _ = select.select([process.stdout], [], [], HANG_S)
+        line = process.stdout.readline() if ready else b""
+        assert line, lines
+        lines.append(line)
+    return lines
+
+
 @dataclass(frozen=True)
 class Ronde:
     """Runs the command in a process of its own."""
@@ -50,9 +62,7 @@ class Ronde:
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         pipes |= {"stdin": subprocess.DEVNULL} | popen
         return subprocess.Popen(
-            self.command(*words),
-            env=clean_environment() | dict(env or {}),
-            **pipes,
+            self.command(*words), env=clean_environment() | dict(env or {}), **pipes
         )
 
     def __call__(

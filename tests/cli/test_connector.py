@@ -115,7 +115,7 @@ def test_a_host_may_come_back(watching):
 
 # Output of the one ends before it does, that of the other never.
 @pytest.mark.parametrize("ssh", ["exec sleep 1000 >&-", "exec sleep 1000"])
-def test_what_leads_to_no_agent_is_killed(watching, ssh):
+def test_an_ssh_without_an_agent_is_killed(watching, ssh):
     with watching(ssh, PROMPT._replace(connect_s=0.3)) as handler:
         assert isinstance(handler.connect("node.invalid")["node.invalid"], Failure)
         left = list(handler.loop.nodes)  # until it is known to have ended

@@ -1,6 +1,5 @@
 """Hosts that a command or a file names while the job runs."""
 
-import os
 import time
 from pathlib import Path
 
@@ -124,25 +123,16 @@ def told(changes, answer):
         {"c1": "a2 b2 c1", "c1 ": "c1", "a2": "c1 a2", "a2 ": "a2"},
     ],
 )
-def test_what_is_new_counts_at_once_and_what_is_gone_the_second_time(answers):
+def test_new_hosts_count_at_once_and_missing_ones_the_second_time(answers):
     changes = HostChanges(START)
     for answer, counts in answers.items():
         assert told(changes, answer) == counts
 
 
-def test_nothing_is_returned_where_nothing_changed():
+def test_an_unchanged_answer_returns_nothing():
     changes = HostChanges(START)
     assert changes.update([Host("a", 2, named_at="line 7"), *START[1:]]) is None
     assert changes.update([Host("a", 2), Host("b", 2, port=22)]) is not None
-
-
-def test_a_script_that_flaps_every_second_changes_nothing(scripted):
-    both, one = "echo a:2; echo b:2", "echo a:2"
-    script = scripted(*[both, one] * 6, both)
-    with Followed(script) as followed:
-        followed.until(lambda: script.num_runs > 13)
-        assert (followed.num_changes, followed.hosts) == (0, START)
-    assert followed.discovery.notices == []
 
 
 def test_hosts_join_leave_and_are_drained(scripted):
@@ -156,7 +146,7 @@ def test_hosts_join_leave_and_are_drained(scripted):
         assert followed.slots == {"a": 0, "c": 4}
 
 
-def test_a_host_that_is_named_twice_counts_once_and_that_is_shown_once(scripted):
+def test_a_host_that_is_named_twice_counts_once(scripted):
     script = scripted(
         "echo a:2; echo b:8; echo b:4; echo c; echo c; echo '[fd00::1]:3'"
     )
@@ -166,32 +156,25 @@ def test_a_host_that_is_named_twice_counts_once_and_that_is_shown_once(scripted)
         assert followed.slots == found
         where = f"{OPTION} {script} line"
         assert followed.notice == (
-            f"{where} 2: b must be named once, got it 2 times. It counts once, with 4 "
-            f"slots. {where} 4: c must be named once, got it 2 times. It counts once, "
-            "without slots."
+            f"{where} 2: b is named 2 times. It counts once, with 4 slots. "
+            f"{where} 4: c is named 2 times. It counts once, without slots."
         )
 
 
 @pytest.mark.parametrize(
     ("answer", "shown"),
     [
-        ("echo a:2; echo 'no host!'", "line 2, column 4: after a host must stand key="),
-        (
-            "echo; echo a:2; echo 'b$:2'",
-            "a host must be a name or an address, got 'b$'",
-        ),
+        ("echo a:2; echo 'no host!'", "line 2, column 4: expected key=value"),
         (
             "echo a:2; echo b:x",
             "slots of b must be a whole number from 0 to 65536, got",
         ),
-        ("echo a:2; echo b:-1", "got '-1'. Correct it. Until then the hosts stay."),
-        ("true", "must hold a line such as n1 slots=4 for each host, got none"),
-        ("echo a:2; exit 3", "(exit code 3). Run it by hand."),
-        ("echo no kubectl here >&2; exit 1", "(exit code 1: no kubectl here)"),
-        ("kill -9 $$", "(exit code 137"),
-        (r"printf '\377'", "must be text in UTF-8"),
-        ("yes a:2", "prints more than 1 MiB"),
-        ("yes >&2 & yes a:2", "prints more than 1 MiB"),
+        ("true", "names no host. Write a line such as n1 slots=4"),
+        ("echo a:2; exit 3", "failed: exit code 3. Run it by hand."),
+        ("echo no kubectl here >&2; exit 1", "exit code 1: no kubectl here"),
+        ("kill -9 $$", "exit code 137"),
+        (r"printf '\377'", "as UTF-8"),
+        ("yes >&2 & yes a:2", "printed more than 1 MiB"),
     ],
 )
 def test_a_bad_answer_is_refused_and_the_last_one_stays(scripted, answer, shown):
@@ -207,15 +190,6 @@ def test_a_bad_answer_is_refused_and_the_last_one_stays(scripted, answer, shown)
     assert children() == before
 
 
-def test_answers_between_bad_ones_count(scripted):
-    script = scripted("echo a:2; echo b:2; echo c:1", "echo '?'", "echo c:1")
-    with Followed(script) as followed:
-        followed.until(lambda: followed.num_changes == 2)
-        # The bad one was no answer: two without a and b came after it.
-        assert (script.num_runs, followed.slots) == (4, {"c": 1})
-        assert len(followed.discovery.notices) == 1
-
-
 def test_a_script_that_hangs_is_killed_with_all_that_it_started(scripted, tmp_path):
     left = tmp_path / "left"
     hangs = f"setsid sleep 1000 & sleep 999 & echo $$ $! > {left}; echo a:9; sleep 1000"
@@ -228,7 +202,7 @@ def test_a_script_that_hangs_is_killed_with_all_that_it_started(scripted, tmp_pa
         processes = [read_process(int(pid)) for pid in left.read_text().split()]
         assert all(processes)
         followed.turn(LIMIT_S + 1)
-        assert "(it takes longer than 10 s). Run it by hand." in followed.notice
+        assert "it took longer than 10 s. Run it by hand." in followed.notice
         followed.turn(LIMIT_S + 2)
         followed.until(lambda: followed.num_changes)
         assert followed.slots == {"a": 2, "b": 2, "c": 2}
@@ -236,21 +210,7 @@ def test_a_script_that_hangs_is_killed_with_all_that_it_started(scripted, tmp_pa
     assert children() - before <= {p for p in children() if read_process(p).is_zombie}
 
 
-def test_a_slow_script_makes_nobody_wait(scripted, tmp_path):
-    gate = tmp_path / "gate"
-    os.mkfifo(gate)
-    script = scripted(f"echo a:2; read x < {gate}; echo c:1", "echo a:2; echo c:1")
-    with Followed(script) as followed:
-        followed.until(lambda: script.num_runs == 1)
-        for _ in range(5):
-            followed.turn()
-        assert followed.num_changes == 0
-        gate.write_text("go\n")
-        followed.until(lambda: followed.num_changes == 1)
-        assert names(followed.hosts) == "abc"
-
-
-def test_what_a_script_leaves_behind_is_ended_and_delays_nothing(scripted):
+def test_processes_left_by_a_script_are_killed(scripted):
     script = scripted("sleep 1000 & echo a:2; echo b:2; echo p$!:1")
     with Followed(script) as followed:
         followed.until(lambda: followed.num_changes == 1)
@@ -272,7 +232,7 @@ def test_slots_ranks_and_port_are_as_for_the_first_hosts():
     with Followed(command, hosts, slots=4, num_each=2, ssh_port=22) as followed:
         followed.until(lambda: followed.num_changes == 1)
         assert [(h.slots, h.port) for h in followed.hosts] == [
-            *((2, 0), (2, 7), (2, 9), (2, 22)),
+            *((2, 0), (2, 7), (2, 9), (2, 22))
         ]
     with Followed("echo a:1", num_each=2) as followed:
         followed.until(lambda: followed.discovery.notices)
@@ -282,7 +242,9 @@ def test_slots_ranks_and_port_are_as_for_the_first_hosts():
 def test_a_job_of_this_machine_takes_no_other():
     with Followed("echo a:2; echo b:2; echo n9:2", is_local=True) as followed:
         followed.until(lambda: followed.discovery.notices)
-        assert "this machine alone with --standalone" in followed.notice
+        assert (
+            "--standalone and horovod.run() use this machine alone" in followed.notice
+        )
         assert "got n9" in followed.notice
         assert followed.num_changes == 0
 
@@ -323,8 +285,8 @@ def test_a_file_that_is_being_written_does_not_count_yet(hostfile):
 @pytest.mark.parametrize(
     ("text", "shown"),
     [
-        (None, "must be a file that can be read"),
-        ("", "must hold a line such as n1 slots=4"),
+        (None, "no such file. Check the path."),
+        ("", "names no host"),
         (
             "a slots=2\nb slots=x\n",
             "hosts line 2, column 9: slots must be a whole number",

@@ -41,19 +41,14 @@ def test_a_job_without_such_an_option_is_not_elastic(words):
     [
         # Words; fewest and most ranks; fewest and most at the start.
         ("--min-ranks 2", (2, NO_LIMIT), (2, None)),
-        ("--min-ranks 2 -n 4", (2, 4), (2, 4)),
         ("--max-ranks 8", (1, 8), (1, 8)),
         ("--max-ranks 8 -n 4", (4, 8), (4, 4)),
-        ("--min-ranks 2 --max-ranks 8", (2, 8), (2, 8)),
         ("--min-ranks 2 --max-ranks 8 -n 4", (2, 8), (2, 4)),
-        ("--min-ranks 4 --max-ranks 4 -n 4", (4, 4), (4, 4)),
         ("--min-np 2 -np 4 -H a:2,b:2", (2, NO_LIMIT), (2, 4)),
         ("--min-num-proc 2 --max_num_proc 8 -np 4", (2, 8), (2, 4)),
         ("--host-discovery hosts", (1, NO_LIMIT), (1, None)),
-        ("--host-discovery hosts -n 4", (4, 4), (4, 4)),
         ("--host-discovery-script hosts -np 4 --min-np 2", (2, NO_LIMIT), (2, 4)),
         ("--nnodes 1:4 --nproc-per-node 2", (2, 8), (2, 8)),
-        ("--nnodes=1:4 --nproc_per_node=2 -n 6", (2, 8), (2, 6)),
     ],
 )
 def test_limits_of_ranks(words, limits, start, hostfile):
@@ -69,13 +64,10 @@ def test_limits_of_ranks(words, limits, start, hostfile):
         ("--spares 2", "spares", 2),
         ("--failure-domain host", "failure_domain", "host"),
         ("--cooldown 5s,2m", "cooldown_s", (5.0, 120.0)),
-        ("--cooldown 10,10", "cooldown_s", (10.0, 10.0)),
         ("--blacklist-cooldown-range 10 100", "cooldown_s", (10.0, 100.0)),
         ("--elastic-timeout 5m", "elastic_timeout_s", 300.0),
-        ("--elastic_timeout 60", "elastic_timeout_s", 60.0),
         ("--reform-timeout 500ms", "reform_timeout_s", 0.5),
         ("--reset-limit 3", "reset_limit", 3),
-        ("--reset-limit 0", "reset_limit", 0),
         (
             "--notice aws,file:/run/end,signal",
             "notice",
@@ -112,7 +104,7 @@ def test_the_first_answer_of_a_command(option):
     )
 
 
-def test_what_has_no_effect_without_elasticity_is_named():
+def test_options_without_effect_are_reported():
     words = "--elastic-timeout 5 --blacklist-cooldown-range 1 2 --reset-limit 3"
     request = asked(*words.split())
     assert set(request.horovod.ignored) == {
@@ -131,7 +123,7 @@ def test_limits_in_a_configuration_file(tmp_path):
     assert elastic(f"--config-file {path} --reset-limit 5").reset_limit == 5
 
 
-ALONE = "must come with --min-ranks, --max-ranks or --host-discovery, got it alone"
+ALONE = "needs --min-ranks, --max-ranks or --host-discovery. Type"
 
 
 @pytest.mark.parametrize(
@@ -139,16 +131,18 @@ ALONE = "must come with --min-ranks, --max-ranks or --host-discovery, got it alo
     [
         ("--min-ranks 0", "--min-ranks must be a whole number of at least 1, got '0'"),
         ("--max-ranks x", "--max-ranks must be a whole number of at least 1, got 'x'"),
-        ("--min-ranks 2 --min-np 2", "--min-ranks cannot be combined with --min-np"),
+        (
+            "--min-ranks 2 --min-np 2",
+            "--min-ranks and --min-np cannot be used together",
+        ),
         (
             "--nnodes 1:2 -ppn 1 --max-np 2",
-            "--max-np cannot be combined with --nodes 1:2",
+            "--max-np and --nodes 1:2 cannot be used together",
         ),
         (
             "--min-ranks 4 --max-ranks 2",
             "--min-ranks must be at most --max-ranks, got 4 and --max-ranks 2. Correct",
         ),
-        ("-n 2 --min-ranks 3", "--min-ranks must be at most -np, got 3 and -np 2"),
         ("-n 5 --max-np 4", "-np must be at most --max-np, got 5 and --max-np 4"),
         (
             "-n 1 --nnodes 1:2 -ppn 2",
@@ -158,22 +152,12 @@ ALONE = "must come with --min-ranks, --max-ranks or --host-discovery, got it alo
             "--nnodes 4:2 -ppn 1",
             "--nodes must be a whole number of at least 4, got '2'",
         ),
-        (
-            "--nnodes 0:2 -ppn 1",
-            "--nodes must be a whole number of at least 1, got '0'",
-        ),
-        ("--nnodes :2 -ppn 1", "--nodes must be a whole number of at least 1, got ''"),
-        ("--nnodes 1:2", "--nodes 1:2 must come with a number of ranks for each host"),
-        ("--nnodes 1:2 -ppn gpu", "--nodes 1:2 must come with a number of ranks for"),
+        ("--nnodes 1:2", "--nodes 1:2 needs a number of ranks for each host"),
         ("--nnodes 2:4 -ppn 1", "--nodes must be at most 1, the hosts that are known"),
-        ("--nnodes 1 --host-discovery hosts", "--nodes must be a range as 2:4 with"),
+        ("--nnodes 1 --host-discovery hosts", "--nodes must be a range such as 2:4"),
         ("--spares 1", f"--spares {ALONE}"),
-        ("--cooldown 1s,2s", f"--cooldown {ALONE}"),
-        ("--failure-domain host", f"--failure-domain {ALONE}"),
-        ("--reform-timeout 1s", f"--reform-timeout {ALONE}"),
         ("--notice aws", f"--notice {ALONE}"),
-        ("--discover-every 1s", f"--discover-every {ALONE}"),
-        ("--min-np 1 --discover-every 1s", "--discover-every must come with --host-d"),
+        ("--min-np 1 --discover-every 1s", "--discover-every needs --host-discovery"),
         ("--min-np 1 --spares x", "--spares must be a whole number of at least 0"),
         ("--min-np 1 --failure-domain rack", "--failure-domain must be slot or host"),
         (
@@ -184,11 +168,9 @@ ALONE = "must come with --min-ranks, --max-ranks or --host-discovery, got it alo
             "--min-np 1 --cooldown 2s,1s",
             "the shorter first, got '2s 1s'. Type: --coold",
         ),
-        ("--min-np 1 --cooldown 0,1s", "--cooldown must be two durations above 0"),
-        ("--min-np 1 --cooldown 1s,x", "--cooldown: duration must be seconds or"),
         (
             "--min-np 1 --cooldown 1,2 --blacklist-cooldown-range 1 2",
-            "--cooldown cannot be combined with --blacklist-cooldown-range",
+            "--cooldown and --blacklist-cooldown-range cannot be used together",
         ),
         ("--min-np 1 --elastic-timeout 0", "--elastic-timeout must be longer than 0"),
         ("--min-np 1 --reform-timeout x", "--reform-timeout: duration must be seconds"),
@@ -197,18 +179,20 @@ ALONE = "must come with --min-ranks, --max-ranks or --host-discovery, got it alo
             "--min-np 1 --notice slack",
             "--notice must be signal, aws, gcp, azure, slurm or",
         ),
-        ("--min-np 1 --notice file:", "file:PATH, got 'file:'"),
         (
             "-H a --host-discovery hosts",
             "--hosts cannot be combined with --host-discovery",
         ),
-        ("--host-discovery false", "--host-discovery must print hosts and end with 0"),
-        ("--host-discovery true", "--host-discovery true must hold a line"),
+        ("--host-discovery false", "--host-discovery: 'false' failed: exit code 1"),
+        ("--host-discovery true", "--host-discovery true names no host"),
         (
             "--host-discovery /dev/null",
-            "--host-discovery must print hosts and end with",
+            "--host-discovery: '/dev/null' failed: exit code 126",
         ),
-        ("--host-discovery script", "script that may not. Type: chmod +x"),
+        (
+            "--host-discovery script",
+            "is a script, but it is not executable. Type: chmod +x",
+        ),
         ("--host-discovery bad", "line 1, column 1: a host must be a name"),
         (
             "--listen 0 --host-discovery x",
@@ -216,7 +200,7 @@ ALONE = "must come with --min-ranks, --max-ranks or --host-discovery, got it alo
         ),
     ],
 )
-def test_what_cannot_be_is_refused(words, said, hostfile, tmp_path):
+def test_invalid_options_are_refused(words, said, hostfile, tmp_path):
     (tmp_path / "script").write_text("#!/bin/sh\necho a\n")
     (tmp_path / "bad").write_text("$:2\n")
     for path in (hostfile, tmp_path / "script", tmp_path / "bad"):

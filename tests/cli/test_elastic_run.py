@@ -32,8 +32,9 @@ def done(result) -> list[str]:
 
 
 @pytest.mark.parametrize("number", [0, 3])
-def test_the_others_go_on_when_a_rank_is_killed(ronde, number):
-    result = run(ronde, {f"{number}:3": "SIGKILL"}, last_view=2)
+def test_the_others_go_on_when_a_rank_is_killed(ronde, tmp_path, number):
+    words = ("--log-dir", str(tmp_path))
+    result = run(ronde, {f"{number}:3": "SIGKILL"}, *words, last_view=2)
     assert result.returncode == 0, result.stderr
     assert done(result) == [f"done {rank} of 4" for rank in range(4)]
     first, second, *_ = lines(result)
@@ -45,9 +46,15 @@ def test_the_others_go_on_when_a_rank_is_killed(ronde, number):
         r"lost\.",
         lines(result)[-1],
     )
+    [attempt] = tmp_path.glob("*/attempt_0")
+    index = json.loads((attempt / "index.json").read_text())
+    assert len(index["ranks"]) == 5
+    views = json.loads((attempt / "end.json").read_text())["verdict"]["views"]
+    assert [(each["view"], each["size"]) for each in views] == [(0, 4), (1, 3), (2, 4)]
+    assert views[1]["reason"].endswith("was killed by SIGKILL")
 
 
-def test_ranks_that_are_killed_before_they_train_are_said(ronde):
+def test_ranks_that_are_killed_before_they_train_are_reported(ronde):
     plan = {"1:joined": "SIGKILL", "4:start": "SIGKILL"}
     result = run(ronde, plan, last_view=2)
     assert result.returncode == 0, result.stderr
@@ -58,15 +65,14 @@ def test_ranks_that_are_killed_before_they_train_are_said(ronde):
     assert start in lines(result)
 
 
-@pytest.mark.parametrize("number", [0, 2])
-def test_the_others_do_not_wait_for_the_end_of_a_rank_that_fails(ronde, number):
+def test_the_others_do_not_wait_for_the_end_of_a_rank_that_fails(ronde):
     # For longer than this test may take they would wait, and it would stay.
-    result = run(ronde, {f"{number}:3": "raise and stay"}, "--reform-timeout", "1h")
+    result = run(ronde, {"0:3": "raise and stay"}, "--reform-timeout", "1h")
     assert result.returncode == 0, result.stderr
     assert done(result) == [f"done {rank} of 3" for rank in range(3)]
-    lost = f"ronde: rank {number} on {HOST} failed with ValueError: the program is "
+    lost = f"ronde: rank 0 on {HOST} failed with ValueError: the program is "
     assert lines(result)[0].startswith(f"{lost}wrong; 4 ranks became 3 and go on from ")
-    assert f"[{number}] ValueError: the program is wrong" in result.stderr.decode()
+    assert b"[0] ValueError: the program is wrong" in result.stderr
 
 
 def test_the_others_go_on_when_a_rank_stands_still(ronde):
@@ -76,7 +82,7 @@ def test_the_others_go_on_when_a_rank_stands_still(ronde):
     assert done(result) == [f"done {rank} of 3" for rank in range(3)]
 
 
-def test_where_a_rank_hangs_is_shown_before_it_is_killed(ronde):
+def test_stacks_of_a_hung_rank_are_shown_before_it_is_killed(ronde):
     plan, limit = {"2:3": "hang", "1:30": "SIGKILL"}, ("--reform-timeout", "1s")
     result = run(ronde, plan, *limit, last_view=2)
     assert result.returncode == 0, result.stderr
@@ -116,45 +122,30 @@ def test_a_program_that_takes_no_part_fails_with_a_rank_or_host(ronde, how, code
     assert " before any rank was ready." in lines(result)[0]
 
 
-@pytest.mark.parametrize("least", ["1", "2"])
-def test_a_rank_that_ends_before_it_joins_the_others_ends_the_job(ronde, least):
+def test_a_rank_that_ends_before_it_joins_the_others_ends_the_job(ronde):
     text = f'[ "$RANK" = 1 ] && exit 0; exec "{sys.executable}" {RANK}'
     program = ("--", "/bin/sh", "-c", text)
     env = {"PLAN": "{}", "LAST_VIEW": "1"}
     limits = ("--reform-timeout", "1h", "--elastic-timeout", "1h")
-    words = ("-np", "2", "--min-ranks", least, *limits)
+    words = ("-np", "2", "--min-ranks", "1", *limits)
     result = ronde("run", *words, *program, env=env)
     assert result.returncode != 0
     assert lines(result)[0] == (
-        f"ronde: worker 1 on {HOST} ended with exit code 0 without the others, which "
-        "wait in hvd.init(). Call it on all ranks."
+        f"ronde: worker 1 on {HOST} ended with exit code 0, while the others wait in "
+        "hvd.init(). Call it on all ranks."
     )
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_the_job(ronde, number):
+def test_a_signal_ends_the_job(ronde):
     env = {"PLAN": "{}", "LAST_VIEW": "9"}
     words = ("run", "-np", "2", "--min-ranks", "1", "--grace", "2s", "--")
     text = f'echo ready; exec "{sys.executable}" {RANK}'
     with ronde.start(*words, "/bin/sh", "-c", text, env=env) as process:
         assert process.stdout.readline()
         assert process.stdout.readline()
-        process.send_signal(number)
+        process.send_signal(signal.SIGINT)
         process.communicate(timeout=HANG_S)
-    assert process.returncode == 128 + number
-
-
-def test_records_have_all_processes_and_views(ronde, tmp_path):
-    result = run(*(ronde, {"1:3": "SIGKILL"}, "--log-dir", str(tmp_path)), last_view=2)
-    assert result.returncode == 0, result.stderr
-    [attempt] = tmp_path.glob("*/attempt_0")
-    index = json.loads((attempt / "index.json").read_text())
-    assert len(index["ranks"]) == 5
-    end = json.loads((attempt / "end.json").read_text())
-    views = end["verdict"]["views"]
-    assert [each["size"] for each in views] == [4, 3, 4]
-    assert [each["view"] for each in views] == [0, 1, 2]
-    assert views[1]["reason"].endswith("was killed by SIGKILL")
+    assert process.returncode == 130
 
 
 def test_a_spare_takes_the_lost_rank(ronde):
@@ -167,7 +158,7 @@ def test_a_spare_takes_the_lost_rank(ronde):
 def test_the_reset_limit_ends_the_job(ronde):
     """The worker that took a rank is named by both."""
     words = ("--reset-limit", "1", "--spares", "1", "-H", "localhost:5")
-    result = run(ronde, {"1:3": "SIGKILL", "4:9": "raise"}, *words, last_view=9)
+    result = run(ronde, {"1:3": "SIGKILL", "4:joined": "raise"}, *words, last_view=9)
     assert result.returncode == 1
     assert b"rank 1 (worker 4) failed first, after " in result.stderr
     assert any(
@@ -182,7 +173,7 @@ def test_too_few_ranks_for_too_long_end_the_job(ronde):
     result = ronde("run", "-np", "4", *limits, *program, env=env)
     assert result.returncode == 69, result.stderr
     text = result.stderr.decode()
-    assert text.count("size must be at least min-ranks, 4, got 3 for 1 s") == 1
+    assert text.count("3 ranks for 1 s, but --min-ranks is 4: ") == 1
 
 
 def test_a_host_whose_new_ranks_fail_is_left_out(ronde, tmp_path):
@@ -200,10 +191,9 @@ def test_a_host_whose_new_ranks_fail_is_left_out(ronde, tmp_path):
     assert any("exit code 5" in line for line in shown)
 
 
-@pytest.mark.parametrize("rank", [0, 3])
-def test_a_rank_may_not_leave_early_unnoticed(ronde, rank):
+def test_a_rank_may_not_leave_early_unnoticed(ronde):
     raising = {f"{n}:{step}": "raise" for n in range(20) for step in range(9, 15)}
-    plan = {**raising, f"{rank}:3": "exit 0"}
+    plan = {**raising, "3:3": "exit 0"}
     result = run(ronde, plan, "--cooldown", "1s,1s", last_view=9)
     assert result.returncode == 1
 

@@ -16,10 +16,7 @@ from ronde.launch import (
 )
 
 outputs = st.builds(
-    Output,
-    st.integers(0, 2**32 - 1),
-    st.sampled_from(Stream),
-    st.binary(max_size=300),
+    Output, st.integers(0, 2**32 - 1), st.sampled_from(Stream), st.binary(max_size=300)
 )
 notices = st.builds(Notice, st.text(max_size=300))
 messages = st.lists(notices | outputs, max_size=10)
@@ -30,7 +27,7 @@ def reader():
 
 
 @given(messages, st.lists(st.integers(1, 40), min_size=1))
-def test_what_was_sent_is_received_however_it_is_cut(sent, cuts):
+def test_messages_arrive_in_any_segmentation(sent, cuts):
     stream = b"".join(map(encode, sent))
     made = reader()
     received = []
@@ -76,11 +73,6 @@ def test_a_broken_output_frame_is_refused(body):
         reader().feed(frame)
 
 
-def test_what_is_of_no_wanted_kind_is_refused():
-    with pytest.raises(LaunchError, match="message must be one of Notice, got"):
-        MessageDecoder((Notice,)).feed(encode(Output(0, Stream.STDOUT, b"x")))
-
-
 def test_the_writer_keeps_order_when_the_pipe_is_full():
     read_fd, write_fd = os.pipe()
     try:
@@ -108,7 +100,7 @@ def test_the_writer_keeps_no_more_than_its_limit():
         )
         # The pipe takes some of it, at most 64 KiB here.
         writer.send(Output(0, Stream.STDOUT, bytes(100_000)))
-        with pytest.raises(LaunchError, match="unsent frames must stay under"):
+        with pytest.raises(LaunchError, match="bytes are unsent"):
             writer.send(Output(0, Stream.STDOUT, bytes(70_000)))
     finally:
         os.close(read_fd)

@@ -91,31 +91,22 @@ def test_too_many_ranks_are_refused_in_horovods_words() -> None:
         allocate(hosts(a=2, b=1, c=0), 4, never)
     assert str(caught.value) == (
         "Requested more processes (4) than there are available slots (3)\n"
-        "That is a:2,b:1. Give the hosts more slots, as in -H a:4 or --slots, or start "
-        "fewer ranks."
-    )
-
-
-def test_what_cannot_be_is_refused_before_a_host_is_asked() -> None:
-    with pytest.raises(UsageError, match="Requested more processes"):
-        hosts_to_ask(hosts(a=2, b=1), 4)
-    assert hosts_to_ask(hosts(a=2, b=SLOTS_OPEN), 4) == (
-        Host("a", 2),
-        Host("b", SLOTS_OPEN),
+        "The slots are a:2,b:1. Give the hosts more slots, as in -H a:4 or --slots, or "
+        "start fewer ranks."
     )
 
 
 def test_a_job_must_have_a_slot() -> None:
     named = parse_hostfile("# ours\n\na slots=0\nb:0\n", "file")
     said = re.escape(
-        "hosts must have a slot, got 0 slots for a (file line 3), b (file line 4). "
-        "Give one of them slots."
+        "all hosts have 0 slots: a (file line 3), b (file line 4). Give one of them "
+        "slots."
     )
     with pytest.raises(UsageError, match=said):
         allocate(named, None, never)
     with pytest.raises(UsageError, match=said):
         hosts_to_ask(named, 2)
-    with pytest.raises(UsageError, match=r"n7 and 92 more\. Give one"):
+    with pytest.raises(UsageError, match=r"n7 and 92 more\. Give"):
         allocate(hosts(**{f"n{index}": 0 for index in range(100)}), None, never)
 
 
@@ -144,17 +135,9 @@ ALLOCATIONS = {
         {"SLURM_JOB_ID": "7", "SLURM_NODELIST": "a,b", "SLURM_NTASKS_PER_NODE": "2"},
         {"a": 2, "b": 2},
     ),
-    "tasks and GPUs": (
-        slurm("n[1-2]", NTASKS=4, TASKS_PER_NODE="2(x2)", GPUS_ON_NODE=8),
-        {"n1": 2, "n2": 2},
-    ),
     "one task and many GPUs a host": (
         slurm("n[1-2]", NTASKS_PER_NODE=1, TASKS_PER_NODE="1(x2)", GPUS_ON_NODE=8),
         {"n1": 8, "n2": 8},
-    ),
-    "tasks in turn": (
-        slurm("n[1-2]", NTASKS=4, TASKS_PER_NODE="3,1"),
-        {"n1": 3, "n2": 1},
     ),
     "salloc's interactive step, which has the job's numbers": (
         slurm("n[1-2]", NTASKS=4, TASKS_PER_NODE="3,1", STEP_ID=4294967290),
@@ -180,8 +163,6 @@ ALLOCATIONS = {
         slurm("n[1-2]", TASKS_PER_NODE="64(x2)", GPUS_ON_NODE=4, GPUS=6),
         {"n1": SLOTS_OPEN, "n2": SLOTS_OPEN},
     ),
-    "a total of GPUs on one host": (slurm("n1", GPUS_ON_NODE=4, GPUS=4), {"n1": 4}),
-    "no GPU": (slurm("n1", GPUS_ON_NODE=0), {"n1": SLOTS_OPEN}),
     "a component of one": (slurm("n1", HET_SIZE=1, NTASKS_PER_NODE=2), {"n1": 2}),
 }
 
@@ -206,13 +187,13 @@ def test_outside_of_an_allocation(environ) -> None:
 @pytest.mark.parametrize(
     ("environ", "said"),
     [
-        (slurm("n1", HET_SIZE=2), "SLURM_HET_SIZE must be 1"),
-        ({"SLURM_JOB_ID": "7", "SLURM_HET_SIZE": "2"}, "SLURM_HET_SIZE must be 1"),
+        (slurm("n1", HET_SIZE=2), "SLURM_HET_SIZE is 2"),
+        ({"SLURM_JOB_ID": "7", "SLURM_HET_SIZE": "2"}, "SLURM_HET_SIZE is 2"),
         (slurm("n[1-", NTASKS=1), "SLURM_JOB_NODELIST: brackets must be closed"),
         (slurm("(null)"), "SLURM_JOB_NODELIST: a host must be a name"),
         (
             slurm("n[1-2]", NTASKS=2, TASKS_PER_NODE="2"),
-            "each of the 2 hosts in SLURM_JOB_NODELIST=n[1-2], got '2', which has 1. ",
+            "2 counts, one for each host in SLURM_JOB_NODELIST=n[1-2], got 1 in '2'. ",
         ),
         (slurm("n1", NTASKS=2, TASKS_PER_NODE="x"), "SLURM_TASKS_PER_NODE must be"),
         (slurm("n1", NTASKS_PER_NODE="x"), "SLURM_NTASKS_PER_NODE must be a whole"),

@@ -40,7 +40,7 @@ def evidence():
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGABRT])
-def test_of_a_plain_end_nothing_is_said(evidence, tmp_path, number):
+def test_a_plain_exit_has_no_evidence(evidence, tmp_path, number):
     assert ends(evidence, kill_self(number), tmp_path)[:2] == (-number, "")
     assert ends(evidence, "os._exit(0)", tmp_path)[:2] == (0, "")
     assert ends(evidence, "os._exit(7)", tmp_path)[:2] == (7, "")
@@ -61,7 +61,7 @@ def test_the_core_file_is_named(evidence, tmp_path):
     assert list(tmp_path.glob(named)) == [core]
 
 
-def test_what_the_kernel_logs_of_a_crash_is_told(evidence, tmp_path):
+def test_the_kernel_log_of_a_crash_is_reported(evidence, tmp_path):
     if not has_kernel_log():
         pytest.skip("the kernel's log is not to be read here")
     status, said, pid = ends(evidence, "import ctypes; ctypes.string_at(1)", tmp_path)
@@ -138,7 +138,7 @@ def small_group():
         path.rmdir()
 
 
-def test_who_was_killed_for_lack_of_memory_is_told_so_and_nobody_else(small_group):
+def test_only_oom_kills_are_reported_as_such(small_group):
     source = Path(__file__).parents[2] / "src"
     done = subprocess.run(
         [sys.executable, "-I", "-S", "-c", OOM, str(small_group), str(source)],

@@ -96,8 +96,8 @@ def said(**changes) -> bytes:
 @pytest.mark.parametrize(
     ("raw", "complaint"),
     [
-        (b"\xff", "must be JSON"),
-        (b"[]", "must be an object"),
+        (b"\xff", "message is not JSON: .* Run the same"),
+        (b"[]", "message must be an object"),
         (b"{}", "message must be one of Hello"),
         (said(worker="1"), "Exited.worker must be int, got '1'"),
         (said(worker=True), "Exited.worker must be int, got True"),

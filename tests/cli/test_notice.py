@@ -5,11 +5,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
-from tests.limits import HANG_S
+from tests.limits import HANG_S, until
 
 from ronde.processes import descendants
 
@@ -66,11 +65,8 @@ def read_words(pid):
 
 
 def wait_for_poller(process):
-    due_s = time.monotonic() + HANG_S
-    while not (found := find_pollers(process.pid)):
-        assert time.monotonic() < due_s
-        time.sleep(0.01)
-    [poller] = found
+    until(lambda: find_pollers(process.pid))
+    [poller] = find_pollers(process.pid)
     return poller
 
 
@@ -115,7 +111,7 @@ def test_a_checkpoint_is_written_where_all_hosts_are_about_to_end(ronde, tmp_pat
     with ronde.start(*words, cwd=tmp_path) as process:
         assert read_first_step(process) == 0
         (tmp_path / "taken").touch()
-        wait_for_checkpoint(tmp_path / "state")
+        until(lambda: any((tmp_path / "state").glob("step-*.pt")))
         (tmp_path / "taken").unlink()
         process.terminate()
         _, shown = process.communicate(timeout=HANG_S)
@@ -128,10 +124,3 @@ def test_a_checkpoint_is_written_where_all_hosts_are_about_to_end(ronde, tmp_pat
 
 def read_first_step(process):
     return int(process.stdout.readline().split()[-1])
-
-
-def wait_for_checkpoint(folder):
-    due_s = time.monotonic() + HANG_S
-    while not any(folder.glob("step-*.pt")):
-        assert time.monotonic() < due_s
-        time.sleep(0.01)

@@ -81,7 +81,7 @@ def test_a_directory_that_is_gone_gets_one_sentence(
     done = ronde_here(*words)
     assert (done.returncode, done.stdout) == (64, b"")
     [sentence] = done.stderr.decode().splitlines()
-    assert sentence.startswith("ronde: current directory must exist, got one that was ")
+    assert sentence.startswith("ronde: cannot use the current directory: no such file")
 
 
 def test_a_job_that_names_another_directory_starts(ronde, nowhere, tmp_path):

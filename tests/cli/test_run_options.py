@@ -106,11 +106,14 @@ def usage_error(done) -> str:
         (["-n", "2"], "program must be given"),
         (["-n", "2", "--"], "program must be given"),
         ([], "program must be given"),
-        (["no-such-program"], "program must be a path or a command on PATH"),
-        (["/no/such/program"], "which does not exist"),
-        (["/"], "which is a directory"),
-        (["--chdir", "/no/such/dir", "true"], "--chdir must be a directory"),
-        (["--log-dir", "/proc/no", "true"], "--log-dir must be a directory"),
+        (
+            ["no-such-program"],
+            "'no-such-program' is neither a file nor a command on PATH",
+        ),
+        (["/no/such/program"], "'/no/such/program' does not exist"),
+        (["/"], "'/' is a directory"),
+        (["--chdir", "/no/such/dir", "true"], "cannot enter --chdir '/no/such/dir'"),
+        (["--log-dir", "/proc/no", "true"], "cannot write to --log-dir '/proc/no'"),
         (["--grace", "soon", "true"], "--grace"),
         (
             ["--master-port", "70000", "true"],
@@ -151,7 +154,7 @@ def test_a_program_of_another_user_is_told_so(tmp_path, name, mode, folder_mode,
     plain = ["setpriv", "--bounding-set=-dac_override,-dac_read_search", "--"]
     words = [*plain, sys.executable, "-m", "ronde", "run", program]
     done = subprocess.run(words, capture_output=True, timeout=HANG_S, check=False)
-    assert f"may {what}, got {program!r}" in usage_error(done)
+    assert f"may not {what} program {program!r}" in usage_error(done)
 
 
 def test_a_file_that_is_no_program_is_refused(ronde, tmp_path):
@@ -163,7 +166,9 @@ def test_a_port_in_use_is_refused(ronde_here):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         done = ronde_here("run", "--master-port", str(port), "true")
-    assert f"got {port} (address already in use)" in usage_error(done)
+    assert f"{port} is not free on 127.0.0.1: address already in use" in usage_error(
+        done
+    )
 
 
 def test_a_port_that_is_free_is_taken(ronde):

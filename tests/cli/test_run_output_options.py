@@ -110,22 +110,6 @@ def test_only_and_tag_are_checked_before_anything_starts(ronde_here, tmp_path):
     assert not (tmp_path / "started").exists()
 
 
-def test_the_error_file_says_how_a_job_ended(ronde, tmp_path):
-    path = tmp_path / "error.json"
-    code = "import os\nif os.environ['RANK'] == '1': raise ValueError('no')"
-    program = tmp_path / "program.py"
-    program.write_text(code)
-    done = ronde("run", "-n", "2", "--error-file", str(path), str(program))
-    report = json.loads(path.read_text())
-    assert done.returncode == report["exit_code"] == 1
-    cause = report["verdict"]["cause"]
-    assert (cause["kind"], cause["rank"]) == ("rank", 1)
-    traceback = cause["traceback"].splitlines()
-    assert traceback[0] == "Traceback (most recent call last):"
-    assert traceback[-1] == "ValueError: no"
-    assert b"|     ValueError: no\n" in done.stderr
-
-
 def test_the_error_file_says_why_nothing_was_started(ronde, tmp_path):
     path = tmp_path / "error.json"
     done = ronde("run", "-n", "1", "--error-file", str(path), "--", "./none")

@@ -1,10 +1,6 @@
 """Where the kernel shows or allows less: programs run, or are refused in a sentence."""
 
-import errno
-import json
-import os
 import resource
-import signal
 import subprocess
 import sys
 from contextlib import suppress
@@ -13,6 +9,7 @@ from pathlib import Path
 import pytest
 from tests.limits import HANG_S
 from tests.namespaces import why_not
+from tests.soak.launch_faults import FAULTS, Tally, run_once
 
 from ronde.world import boot_identity, network_identity
 
@@ -50,122 +47,24 @@ def test_processes_of_one_machine_agree_on_it():
     assert boot_identity() not in hidden.stdout
 
 
-# Rank 0 fails. Rank 1, told to end, leaves an orphan that gets rank 0's number and ends
-# well: the kernel gives the number after the one in ``ns_last_pid``.
-RECYCLE = """
-import os, signal, time
-from pathlib import Path
-
-folder = Path(os.environ["FOLDER"])
-if os.environ["RANK"] == "0":
-    while not (folder / "ready").exists():
-        time.sleep(0.01)
-    (folder / "pid").write_text(str(os.getpid()))
-    os._exit(3)
-
-def end(*_):
-    pid = int((folder / "pid").read_text())
-    if os.fork() == 0:
-        for _ in range(1000):
-            Path("/proc/sys/kernel/ns_last_pid").write_text(str(pid - 1))
-            child = os.fork()
-            if child == 0:
-                while os.getppid() > 1 and os.getppid() != int(os.environ["AGENT"]):
-                    time.sleep(0.01)
-                os._exit(0)
-            if child == pid:
-                print("recycled", flush=True)
-                os._exit(0)
-            os.kill(child, 9)
-            os.waitpid(child, 0)
-            time.sleep(0.01)
-        os._exit(0)
-    os.wait()
-    os._exit(0)
-
-os.environ["AGENT"] = str(os.getppid())
-signal.signal(signal.SIGTERM, end)
-(folder / "ready").touch()
-time.sleep(600)
-"""
-
-
-def test_an_orphan_that_gets_a_failed_ranks_number_does_not_end_in_its_name(tmp_path):
-    space = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
-    if reason := why_not(space):
-        pytest.skip(reason)
-    if not os.access("/proc/sys/kernel/ns_last_pid", os.W_OK):
-        pytest.skip("the next process number cannot be chosen here")
-    report = tmp_path / "report"
-    options = ("-n", "2", "-x", f"FOLDER={tmp_path}", "--grace", "3s")
-    options += ("--error-file", str(report))
-    command = (sys.executable, "-m", "ronde", "run", *options, "--")
-    done = subprocess.run(
-        [*space, *command, sys.executable, "-I", "-S", "-c", RECYCLE],
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
-        check=False,
-    )
-    assert "recycled" in done.stdout, done.stderr
-    assert done.returncode == 3, done.stderr
-    cause = json.loads(report.read_text())["verdict"]["cause"]
-    assert (cause["rank"], cause["exit_code"]) == (0, 3)
-
-
-# A seccomp filter that refuses ``pidfd_open``, as an old kernel or a container does.
-REFUSE = """
-import ctypes, os, struct, sys
-PIDFD_OPEN, LOAD, EQUAL, RETURN = 434, 0x20, 0x15, 0x06
-steps = [(LOAD, 0, 0, 0), (EQUAL, 0, 1, PIDFD_OPEN),
-         (RETURN, 0, 0, 0x00050000 | int(sys.argv[1])), (RETURN, 0, 0, 0x7FFF0000)]
-code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *s) for s in steps))
-class Program(ctypes.Structure):
-    _fields_ = [("length", ctypes.c_ushort), ("steps", ctypes.c_void_p)]
-program = Program(len(steps), ctypes.addressof(code))
-libc = ctypes.CDLL(None, use_errno=True)
-for words in ((38, 1, 0, 0, 0), (22, 2, ctypes.byref(program), 0, 0)):
-    if libc.prctl(*words):
-        sys.exit(f"prctl: {os.strerror(ctypes.get_errno())}")
-os.execv(sys.argv[2], sys.argv[2:])
-"""
-FAMILY = """
-setsid sleep 600 & setsid sh -c 'sleep 600 & sleep 600' &
-[ "$RANK" = 1 ] && sleep 600
-exit 3
-"""
-
-
-@pytest.mark.parametrize("refusal", [errno.ENOSYS, errno.EPERM])
-def test_nothing_is_left_where_processes_cannot_be_held(refusal):
-    cookie = f"SANDBOX_TEST={os.urandom(8).hex()}"
-    ronde = ("-m", "ronde", "run", "-n", "2", "-x", cookie)
-    refusing = (sys.executable, "-c", REFUSE, str(int(refusal)), sys.executable)
-    done = subprocess.run(
-        [*refusing, *ronde, "--", "/bin/sh", "-c", FAMILY],
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
-        check=False,
-    )
-    left = carriers(cookie.encode())
-    for pid in left:
-        os.kill(pid, signal.SIGKILL)
-    assert done.returncode == 3, done.stderr
-    assert left == []
-    assert "rank 0 failed first" in done.stderr
-
-
-def carriers(entry):
-    """Return the processes that have this in their environment."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            if entry in path.read_bytes().split(b"\0"):
-                found.append(int(path.parent.name))
-        except OSError:
-            continue
-    return found
+@pytest.mark.parametrize(
+    "name",
+    [
+        "process number is recycled",
+        "pidfd_open gives ENOSYS",
+        "pidfd_open gives EPERM",
+        "Horovod's API: slow exit 93, the other exits 7 in silence",
+        "slow exit, the peers report it and exit 7",
+    ],
+)
+def test_a_failed_job_names_the_cause_and_leaves_nothing(name):
+    """The other faults are in ``scripts/soak``."""
+    [fault] = [fault for fault in FAULTS if fault.name == name]
+    if not fault.is_possible():
+        pytest.skip("this machine does not allow it")
+    tally = Tally()
+    run_once(fault, tally)
+    assert not tally.wrong
 
 
 @pytest.mark.parametrize("space", [NO_PROCESSES, OTHERS_PROCESSES])
@@ -175,7 +74,7 @@ def test_nothing_starts_where_proc_does_not_show_the_processes(tmp_path, space):
     run = (sys.executable, "-m", "ronde", "run", "-n", "2", "--chdir", str(tmp_path))
     done = in_sandbox(*run, "--", *program, space=space)
     assert done.returncode == 64
-    assert done.stderr.startswith("ronde: /proc must show the processes that ronde")
+    assert done.stderr.startswith("ronde: /proc belongs to another pid namespace")
     assert done.stderr.endswith(" Type: mount -t proc proc /proc\n")
     assert not list(tmp_path.iterdir())
 
@@ -218,8 +117,8 @@ def test_too_few_processes_are_told_and_none_is_left(limit):
     program = (sys.executable, "-m", "ronde", "run", "-n", "4", "sleep", "1000")
     done = in_sandbox("prlimit", f"--nproc={limit}", *program, space=space)
     assert done.returncode == 70
-    assert done.stderr.startswith("ronde: limit of processes must be enough for ")
-    assert f"got {limit} (ulimit -u)" in done.stderr
+    text = f"limit of processes of this user is reached: {limit} (ulimit -u). Raise"
+    assert done.stderr.startswith(f"ronde: {text}")
     assert done.stderr.count("\n") == 1
     left = []
     for path in Path("/proc").glob("[0-9]*"):

@@ -1,16 +1,15 @@
 import fcntl
 import os
 import pty
-import select
 import signal
 import subprocess
 import sys
 import termios
-import time
 from contextlib import suppress
 
 import pytest
-from tests.limits import HANG_S
+from tests.cli.conftest import read_lines
+from tests.limits import HANG_S, until
 
 from ronde.launch import wait_for
 from ronde.processes import descendants, read_process
@@ -21,21 +20,7 @@ def shell(code: str) -> list[str]:
 
 
 def wait_for_state(pids: list[int], states: str) -> None:
-    """Poll the process table, which is all that a stranger sees, for the state."""
-    ends_at = time.monotonic() + HANG_S
-    while not all(read_process(pid).state in states for pid in pids):
-        assert time.monotonic() < ends_at
-
-
-def read_lines(process: "subprocess.Popen[bytes]", words: bytes, times: int = 1):
-    """Read standard output until lines with the words came so often."""
-    lines = []
-    while sum(words in line for line in lines) < times:
-        ready, _, _ = select.select([process.stdout], [], [], HANG_S)
-        line = process.stdout.readline() if ready else b""
-        assert line, lines
-        lines.append(line)
-    return lines
+    until(lambda: all(read_process(pid).state in states for pid in pids))
 
 
 @pytest.mark.parametrize(
@@ -133,7 +118,7 @@ def test_a_signal_amid_the_first_imports_has_its_exit_code(
     assert (done.returncode, done.stderr) == (code, b"")
 
 
-def test_what_a_rank_left_in_its_group_has_the_grace_too(ronde):
+def test_children_of_a_rank_get_the_grace_period_too(ronde):
     # The shell dies of the signal at once; its child still has something to say.
     child = (
         "import signal, sys\n"
@@ -150,7 +135,7 @@ def test_what_a_rank_left_in_its_group_has_the_grace_too(ronde):
 
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT, signal.SIGQUIT])
-def test_what_the_user_ignores_stays_ignored_in_launcher_and_ranks(ronde, number):
+def test_ignored_signals_stay_ignored(ronde, number):
     program = (
         'trap "exit 0" USR1; grep SigIgn /proc/$$/status; echo ready; '
         'while :; do read x < "$GATE"; done'
@@ -345,30 +330,3 @@ def test_a_closed_terminal_is_noticed_without_a_signal(
         if is_ignored:
             (tmp_path / "end").touch()
         assert process.wait(HANG_S) == code
-
-
-def test_a_complaint_that_no_terminal_takes_changes_no_exit_code(ronde):
-    terminal, side = pty.openpty()
-    os.close(terminal)
-    with ronde.start("run", stdout=side, stderr=side) as process:
-        os.close(side)
-        assert process.wait(HANG_S) == 64
-
-
-def test_ctrl_c_ends_a_rank_that_is_stopped(ronde):
-    with GatedJob(ronde, 'echo ready $$; read x < "$GATE"') as process:
-        lines = read_lines(process, b"ready", 2)
-        os.kill(int(lines[0].split()[-1]), signal.SIGSTOP)
-        process.send_signal(signal.SIGINT)
-        assert process.wait(HANG_S) == 130
-
-
-def test_ctrl_c_ends_a_discovery_script_and_all_that_it_started(ronde):
-    script = "setsid sleep 1000 & echo $$ $! >&2; sleep 1000"
-    words = ("run", "--host-discovery-script", script, "true")
-    with ronde.start(*words, bufsize=0) as process:
-        pids = list(map(int, process.stderr.readline().split()))
-        process.send_signal(signal.SIGINT)
-        assert process.wait(HANG_S) == 130
-        assert len(pids) == 2
-        assert not any(map(read_process, pids))

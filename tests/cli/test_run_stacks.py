@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 
+from tests.cli.conftest import read_lines
 from tests.limits import HANG_S
 
 from ronde.processes import read_process
@@ -48,13 +49,14 @@ def test_timeout_ends_a_job_that_hangs(ronde, tmp_path):
     assert (verdict["exit_code"], verdict["interrupted_by"]) == (124, "timeout")
 
 
-def test_where_a_job_hangs_is_shown_when_its_time_is_over(ronde, tmp_path):
+def test_a_timeout_shows_all_stacks(ronde, tmp_path):
     program = tmp_path / "hang.py"
     program.write_text(HANGING)
     words = ("-n", "4", "--timeout", "1h", "--grace", "1s", "--no-prefix")
     with ronde.start("run", *words, str(program), bufsize=0) as process:
         try:
-            pids = [int(line.split()[1]) for line in read_lines(process, b"pid", 4)]
+            lines = read_lines(process, b"pid", 4)
+            pids = [int(line.split()[1]) for line in lines]
             said = ""
             # The ranks say so a moment before they are there.
             wanted = ("ranks 0-1 on", "in nap", "in hold", "(sleep,")
@@ -89,19 +91,6 @@ def read_stacks(process: "subprocess.Popen[bytes]") -> str:
         assert data, said
         said += data
     return said.decode()
-
-
-def read_lines(
-    process: "subprocess.Popen[bytes]", word: bytes, times: int
-) -> list[bytes]:
-    """Return so many lines that have a word in them."""
-    lines: list[bytes] = []
-    while len(lines) < times:
-        ready, _, _ = select.select([process.stdout], [], [], HANG_S)
-        line = process.stdout.readline() if ready else b""
-        assert line
-        lines += [line] if word in line else []
-    return lines
 
 
 def run_gated(ronde, tmp_path, code: str, *words: str):
@@ -154,7 +143,7 @@ ALL_REDUCE = """
 """
 
 
-def test_of_a_collective_it_shows_who_is_missing(ronde, tmp_path):
+def test_stacks_show_the_rank_missing_from_a_collective(ronde, tmp_path):
     _, process = run_gated(ronde, tmp_path, ALL_REDUCE, "-n", "2", "--grace", "1s")
     with process:
         try:

@@ -92,7 +92,7 @@ def test_the_line_that_others_can_read_is_the_same_for_all():
     assert not set(inner[1:-1]) & set("'\"!\\`$\n")
 
 
-def test_what_does_not_start_is_told_by_its_exit_code():
+def test_a_missing_python_has_exit_code_127():
     transport, hello_reader, rest = meet(Here(), python="/no/python")
     assert (hello_reader.found, rest) == (None, None)
     assert transport.wait(HANG_S) == 127
@@ -130,32 +130,6 @@ def test_ssh_takes_the_users_words_first_and_the_host_as_nothing_but_that():
     assert not any("StrictHostKeyChecking" in word for word in words)
 
 
-@pytest.mark.parametrize(
-    ("host", "name"),
-    [
-        (Host("node2"), "node2"),
-        (Host("fd00::2", port=22), "fd00::2"),
-        (Host("node2", user="ada"), "node2"),
-    ],
-)
-def test_ssh_understands_what_it_is_given(host, name):
-    """``-G`` tells what ssh would do, and does nothing."""
-    client = SshSpawner(["-F", "/dev/null", "-o", "ConnectTimeout=3"]).client(host)
-    done = subprocess.run(
-        [client[0], "-G", *client[1:], host.name],
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
-        check=True,
-    )
-    said = done.stdout.splitlines()
-    for line in (f"hostname {name}", "batchmode yes", "serveraliveinterval 5"):
-        assert line in said
-    # The user's value, and not ours.
-    assert "connecttimeout 3" in said
-    assert ("user ada" in said) == (host.user == "ada")
-
-
 KEX = "kex_exchange_identification: read: Connection reset by peer\n"
 BAD_OPTION = "/home/ada/.ssh/config: line 3: Bad configuration option: nonsense"
 CHANGED = "@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @\n"
@@ -178,34 +152,11 @@ CHANGED = "@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @\n"
         ),
         (
             255,
-            "Host key verification failed.",
-            "host key unknown",
-            "ssh -p 2222 ada@node2 once, to see it and accept it",
-        ),
-        (
-            255,
-            "ssh: Could not resolve hostname node2: Name or service not known",
-            "unknown name",
-            "check the spelling",
-        ),
-        (
-            255,
             "Connection timed out during banner exchange",
             "its ssh server takes no more connections now",
             "raise MaxStartups there, or see what it logs",
         ),
-        (
-            255,
-            "ssh: connect to host node2 port 2222: Connection timed out",
-            "not reached",
-            "see whether it is up: ssh -p 2222 ada@node2",
-        ),
-        (
-            255,
-            BAD_OPTION,
-            f"ssh failed: {BAD_OPTION}",
-            "ssh -p 2222 ada@node2",
-        ),
+        (255, BAD_OPTION, f"ssh failed: {BAD_OPTION}", "ssh -p 2222 ada@node2"),
         (
             126,
             "sh: /etc/passwd: Permission denied",
@@ -226,7 +177,7 @@ CHANGED = "@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @\n"
         ),
     ],
 )
-def test_what_ssh_says_is_told_with_its_cure(code, said, reason, cure):
+def test_errors_of_ssh_have_a_reason_and_a_remedy(code, said, reason, cure):
     failure = SshSpawner().explain(HOST, code, said)
     assert (failure.reason, failure.cure) == (reason, cure)
 
@@ -235,7 +186,6 @@ def test_what_ssh_says_is_told_with_its_cure(code, said, reason, cure):
     ("said", "is_transient"),
     [
         (KEX, True),
-        ("Connection closed by 10.0.0.2 port 22", True),
         (
             "ssh: Could not resolve hostname a: Temporary failure in name resolution",
             True,
@@ -248,7 +198,7 @@ def test_what_ssh_says_is_told_with_its_cure(code, said, reason, cure):
         (f"{CHANGED}{KEX}", False),
     ],
 )
-def test_what_may_pass_is_told_apart(said, is_transient):
+def test_transient_errors_are_recognized(said, is_transient):
     assert SshSpawner().explain(HOST, 255, said).is_transient == is_transient
 
 
@@ -268,11 +218,11 @@ CHATTER = "srun: cluster configuration lacks support for cpu binding\n"
         (CHATTER, "no agent began (exit code 2): no output"),
     ],
 )
-def test_what_srun_says_is_told(said, reason):
+def test_errors_of_srun_have_a_reason(said, reason):
     assert SlurmSpawner().explain(HOST, 2, said).reason == reason
 
 
-def test_what_a_host_says_is_shown_without_what_moves_a_terminal():
+def test_control_characters_of_a_host_are_removed():
     assert last_line("one\n\x1b[2Jtwo\x07\x9b\n \n") == "[2Jtwo"
     assert last_line(" \n") == ""
     assert len(last_line("x" * 10_000)) == 200

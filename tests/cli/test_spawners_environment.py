@@ -44,7 +44,7 @@ NAMES = st.one_of(st.sampled_from(sorted(OWN)), st.text(min_size=1, max_size=12)
 ENVIRONS = st.dictionaries(NAMES, st.text(max_size=5))
 
 
-def test_what_a_training_needs_travels_and_nothing_else():
+def test_only_variables_for_training_are_forwarded():
     assert set(select_forwarded(OWN)) == {
         "PATH",
         "PYTHONPATH",
@@ -58,7 +58,7 @@ def test_what_a_training_needs_travels_and_nothing_else():
     }
 
 
-def test_what_is_named_travels_whatever_it_is():
+def test_named_variables_are_always_forwarded():
     words = ["HF_TOKEN", "CUDA_VISIBLE_DEVICES", "A=b=c", "PATH=/other", "E="]
     assert read_assignments(words, OWN) == {
         "HF_TOKEN": "hf",
@@ -75,10 +75,6 @@ def test_a_pattern_takes_no_secret_along():
     everything = read_assignments(["*"], OWN)
     assert "HOME" in everything
     assert not {"HF_TOKEN", "SSH_AUTH_SOCK", "RONDE_COOKIE"} & everything.keys()
-
-
-def test_a_later_word_wins():
-    assert read_assignments(["PATH=/a", "PATH", "PATH=/b"], OWN) == {"PATH": "/b"}
 
 
 @pytest.mark.parametrize("word", ["", "=x", "NOT_SET", "A*=b"])
@@ -125,11 +121,6 @@ def test_ranks_get_their_agents_environment_without_what_led_to_it():
         ("ARGS", "basic", True),
     ],
 )
-def test_what_may_be_a_secret_is_not_shown(name, value, is_shown):
+def test_probable_secrets_are_hidden(name, value, is_shown):
     shown = redacted({name: value})
     assert shown == {name: value if is_shown else "<hidden>"}
-
-
-@given(environ=ENVIRONS)
-def test_redaction_takes_no_name_away(environ):
-    assert redacted(environ).keys() == environ.keys()

@@ -92,7 +92,7 @@ def test_timeout_ends_a_start_too_and_says_what_it_waited_for(ronde, tmp_path):
     assert marked(tmp_path) == []
 
 
-def test_a_name_that_is_looked_up_for_long_is_told(ronde, tmp_path):
+def test_a_slow_name_server_is_reported(ronde, tmp_path):
     if os.geteuid():
         pytest.skip("only root may have another resolv.conf")
     resolver = tmp_path / "resolv.conf"

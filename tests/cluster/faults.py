@@ -14,9 +14,6 @@ HALF_A_CPU = {
 }
 """Of a control group, by file: version 1 has the first two, version 2 the last."""
 
-A_TENTH = {"cpu.shares": "100", "cpu.weight": "10"}
-"""Of a control group: a tenth of what others have a right to, in either version."""
-
 _CGROUPS = Path("/sys/fs/cgroup")
 
 

@@ -29,12 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from tests import namespaces
-from tests.cluster.machine_files import (
-    BRIDGE_SCRIPT,
-    HOST_SCRIPT,
-    Machine,
-    write_files,
-)
+from tests.cluster.machine_files import BRIDGE_SCRIPT, HOST_SCRIPT, Machine, write_files
 from tests.cluster.observation import Process, Socket, processes_of, sockets_of
 
 ROOT = Path(__file__).parents[2]
@@ -163,12 +158,7 @@ class Cluster:
         _wait_up(self._leases[host.name], host.folder / "boot.log")
 
     def start(
-        self,
-        host: Machine,
-        words: Sequence[str],
-        *,
-        cwd: Path = ROOT,
-        **popen: Any,
+        self, host: Machine, words: Sequence[str], *, cwd: Path = ROOT, **popen: Any
     ) -> HostProcess:
         """Start a program on a host.
 
@@ -308,11 +298,7 @@ class Cluster:
         bridge = str(self._leases["bridge"].pid)
         entering = ("nsenter", "--target", bridge, "--net", "--")
         done = subprocess.run(
-            (*entering, *words),
-            env=_CLEAN,
-            capture_output=True,
-            text=True,
-            check=False,
+            (*entering, *words), env=_CLEAN, capture_output=True, text=True, check=False
         )
         if done.returncode != 0:
             raise ClusterError(f"{' '.join(words)} failed: {done.stderr.strip()}")

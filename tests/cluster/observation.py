@@ -13,44 +13,26 @@ _TCP_LISTEN = 0x0A
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """One process.
-
-    Attributes:
-        pid: Its number as seen from outside the host.
-        parent: Its parent's number as seen from outside; 0 is outside.
-        name: The kernel's short name of its program.
-        state: ``R``, ``S``, ``D``, ``Z``, ``T``...
-        words: Its arguments; empty for a zombie.
-        environment: What it was started with, undecoded.
-    """
+    """One process; pids are those outside of the host."""
 
     pid: int
-    parent: int
-    name: str
-    state: str
-    words: tuple[str, ...]
-    environment: bytes
+    parent: int  # 0 is outside of the host
+    name: str  # as the kernel shortens it
+    state: str  # ``R``, ``S``, ``D``, ``Z``, ``T``...
+    words: tuple[str, ...]  # arguments; empty for a zombie
+    environment: bytes  # at its start, undecoded
 
 
 @dataclass(frozen=True, slots=True)
 class Socket:
-    """A socket that waits for others.
+    """A socket that listens."""
 
-    Attributes:
-        protocol: ``tcp`` or ``udp``.
-        address: What it is bound to: ``0.0.0.0`` and ``::`` are all of the host's.
-        port: Where it waits.
-        inode: The kernel's number of it.
-        pid: One process that has it open, as seen from outside; 0 where none has.
-        words: That process' arguments.
-    """
-
-    protocol: str
-    address: str
+    protocol: str  # ``tcp`` or ``udp``
+    address: str  # ``0.0.0.0`` and ``::`` are all of the host's
     port: int
     inode: int
-    pid: int
-    words: tuple[str, ...]
+    pid: int  # of one process that has it open, seen from outside; 0 for none
+    words: tuple[str, ...]  # arguments of that process
 
 
 def processes_of(init_pid: int) -> list[Process]:

@@ -53,23 +53,16 @@ def log_in_to(cluster, host, folder, script):
     cluster.start_sshd(host, "-o", f"ForceCommand={path}")
 
 
-def test_hosts_get_agents_while_a_rank_runs(cluster, connect):
-    results, names = connect("node2", "node3")
-    assert results == {"node2": "", "node3": ""}
-    assert names == ["node1", "node2", "node3"]
-    assert_nothing_left(cluster)
-
-
 @pytest.mark.parametrize(
     ("script", "why"),
     [
         ("exec sleep 1000", f"no answer from it {LATE}"),
-        ("echo in; exec sleep 1000", f"no agent began {LATE}"),
-        ("while sleep 0.05; do echo on >&2; done", "no agent began within"),
-        ("exit 1", "no agent began"),
+        ("while sleep 0.05; do echo on >&2; done", f"no agent began {LATE}"),
     ],
 )
-def test_a_host_without_an_agent_holds_nobody(cluster, connect, tmp_path, script, why):
+def test_a_host_without_an_agent_blocks_no_other(
+    cluster, connect, tmp_path, script, why
+):
     host = cluster.hosts[1]
     log_in_to(cluster, host, tmp_path, script)
     results, names = connect("node2", "node3")
@@ -100,7 +93,7 @@ def test_an_agent_that_breaks_the_protocol_is_lost_alone(cluster, connect, tmp_p
     assert_nothing_left(cluster)
 
 
-def test_a_name_server_that_is_silent_holds_nobody(cluster, connect, tmp_path):
+def test_a_silent_name_server_blocks_no_other_host(cluster, connect, tmp_path):
     resolv = tmp_path / "resolv.conf"
     resolv.write_text("nameserver 127.0.0.1\n")
     script = 'mount --bind "$1" /etc/resolv.conf; shift; exec "$@"'

@@ -4,24 +4,18 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 from tests import ledger
-from tests.cluster.elastic_training_rank import (
-    BATCH,
-    CHECKPOINT_EVERY,
-    NUM_SAMPLES,
-)
-from tests.limits import HANG_S
+from tests.cluster.elastic_training_rank import BATCH, CHECKPOINT_EVERY, NUM_SAMPLES
+from tests.limits import HANG_S, until
 
 pytestmark = pytest.mark.waits
 
 RANK = str(Path(__file__).with_name("elastic_training_rank.py"))
-_LOOK_S = 0.05
 
 
 class Applied(NamedTuple):
@@ -42,11 +36,7 @@ class Training:
         return (self.folder / "output").read_text(errors="replace")
 
     def wait(self, is_so):
-        """Wait until something is so."""
-        ends_s = time.monotonic() + HANG_S
-        while not is_so():
-            assert time.monotonic() < ends_s, self.output()
-            time.sleep(_LOOK_S)
+        until(is_so, self.output)
 
     def applied(self, host="*") -> list[Applied]:
         """Return the steps that ranks on a host have applied, by time."""

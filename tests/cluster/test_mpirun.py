@@ -8,12 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from tests.cluster.training import (
-    Training,
-    assert_done,
-    assert_nothing_left,
-    tolerance,
-)
+from tests.cluster.training import Training, assert_done, assert_nothing_left, tolerance
 from tests.limits import HANG_S
 
 pytestmark = pytest.mark.waits

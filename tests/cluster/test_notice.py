@@ -12,7 +12,7 @@ import pytest
 from tests.cluster.faults import done_on
 from tests.cluster.metadata_server import ADDRESS
 from tests.cluster.training import assert_nothing_left
-from tests.limits import HANG_S
+from tests.limits import HANG_S, until
 
 pytestmark = pytest.mark.waits
 
@@ -42,17 +42,10 @@ def training(cluster, folder, notice, env=None):
     ) as process:
         try:
             awaited = () if env else ("node1", "node2")
-            wait_until(lambda: all(steps(folder, name) for name in awaited))
+            until(lambda: all(steps(folder, name) for name in awaited))
             yield process
         finally:
             process.kill()
-
-
-def wait_until(is_so):
-    due_s = time.monotonic() + HANG_S
-    while not is_so():
-        assert time.monotonic() < due_s
-        time.sleep(0.02)
 
 
 def steps(folder, host):
@@ -136,7 +129,7 @@ def test_a_cloud_gives_notice_of_one_host(cluster, tmp_path, cloud, service, rea
         metadata_server(cluster, host, tmp_path),
         training(cluster, tmp_path, f"signal,{cloud}") as process,
     ):
-        wait_until((tmp_path / "asked").exists)
+        until((tmp_path / "asked").exists)
         (tmp_path / "taken").touch()
         output = finish(process)
     assert_left(tmp_path, output, "node2", reason)
@@ -174,15 +167,3 @@ def test_a_service_that_does_not_answer_harms_nothing(cluster, tmp_path):
     numbers = [number for number, size in steps(tmp_path, "node2")]
     assert len(numbers) == len(set(numbers)) == NUM_STEPS
     assert "became" not in output
-
-
-@pytest.mark.soak
-def test_hosts_that_are_all_taken_keep_their_ranks(cluster, tmp_path):
-    with training(cluster, tmp_path, f"file:{tmp_path}/taken") as process:
-        (tmp_path / "taken").touch()
-        output = finish(process)
-    text = r"ronde: (node\d): \S+ is there \((node\d) too\); its ranks stay until the "
-    [hosts] = re.findall(text, output)
-    assert sorted(hosts) == ["node1", "node2"]
-    assert "became" not in output
-    assert [size for _, size in steps(tmp_path, "node1")] == [2] * NUM_STEPS

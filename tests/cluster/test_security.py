@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from tests.cluster.machines import ROOT
-from tests.cluster.observation import Process, Socket, sockets_of
+from tests.cluster.observation import Process, Socket
 from tests.limits import HANG_S
 
 pytestmark = pytest.mark.waits
@@ -46,18 +46,11 @@ for place in sys.argv[1:]:
 
 @dataclass
 class Job:
-    """A job that runs on three hosts.
+    """A job that runs on three hosts."""
 
-    Attributes:
-        process: The controller.
-        processes: All of each host.
-        sockets: All of each host that wait for others, but sshd's.
-        folder: Where the ranks say that they are there.
-    """
-
-    process: subprocess.Popen
-    processes: list[list[Process]]
-    sockets: list[list[Socket]]
+    process: subprocess.Popen  # the controller
+    processes: list[list[Process]]  # of each host
+    sockets: list[list[Socket]]  # that listen on each host, without sshd's
     folder: Path
 
 
@@ -234,35 +227,3 @@ def test_before_the_ranks_listen_nobody_does(cluster, tmp_path):
             process.kill()
     assert process.returncode == 0, output
     assert {each.port for sockets in found for each in sockets} == {SSH_PORT}
-
-
-LISTEN = """
-import socket, sys
-with socket.create_server(("", 0)), socket.socket(type=socket.SOCK_DGRAM) as other:
-    other.bind(("", 0))
-    print("ready", flush=True)
-    sys.stdin.read()
-"""
-
-
-def test_whoever_listens_is_seen(cluster):
-    """The other tests would find nothing, were the kernel's lists read wrongly."""
-    host = cluster.hosts[1]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with cluster.start(host, [sys.executable, "-c", LISTEN], **pipes) as process:
-        assert process.stdout.readline() == "ready\n"
-        found = [s for s in sockets_of(host.init_pid) if s.port != SSH_PORT]
-        tried = {"node1": [host.address], host.name: ["127.0.0.1"], "node3": []}
-        scanned = scan(cluster, tried)
-        process.stdin.close()
-    wildcard = "0.0.0.0"  # noqa: S104  it is seen, not bound
-    assert {(s.protocol, s.address) for s in found} == {
-        ("tcp", wildcard),
-        ("udp", wildcard),
-    }
-    assert all(s.words[:2] == (sys.executable, "-c") for s in found)
-    (port,) = (s.port for s in found if s.protocol == "tcp")
-    assert scanned == {
-        name: {(address, known) for address in each for known in (SSH_PORT, port)}
-        for name, each in tried.items()
-    }

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -44,10 +43,6 @@ def finish(script):
     return out, errors
 
 
-def children_of(pid):
-    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-
-
 @pytest.mark.soak
 @needs_root
 def test_all_engines_sum_over_a_slow_line(tmp_path):
@@ -67,45 +62,3 @@ def test_all_engines_sum_over_a_slow_line(tmp_path):
         assert all(row["share_of_line"] < 1.5 for row in record["rows"])
     assert out.count("%line") == 2 * 2 + 2 * 3
     assert namespaces_of(script.pid) == []
-
-
-@needs_root
-def test_an_interrupt_leaves_nothing():
-    script = start("--per-side", "1")
-    line = script.stdout.readline()
-    if not line:
-        finish(script)
-    assert "2 sides x 1 ranks" in line
-    assert len(namespaces_of(script.pid)) == 2
-    while len(children := children_of(script.pid)) < 2:
-        assert script.poll() is None
-    script.send_signal(signal.SIGINT)
-    script.communicate(timeout=HANG_S)
-    assert script.returncode == 130
-    assert namespaces_of(script.pid) == []
-    assert not any(Path("/proc", child).exists() for child in children)
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_other_users_are_told():
-    script = subprocess.run(
-        [sys.executable, "-I", "-c", _AS_NOBODY, str(SCRIPT)],
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
-        check=False,
-    )
-    assert script.stderr.strip().startswith("user must be root")
-
-
-_AS_NOBODY = """
-import os, sys
-sys.path.insert(0, os.path.dirname(sys.argv[1]))
-import two_namespaces
-os.setuid(65534)
-try:
-    with two_namespaces.joined_namespaces("1gbit"):
-        pass
-except two_namespaces.LineError as error:
-    print(error, file=sys.stderr)
-"""

@@ -4,14 +4,13 @@ import os
 import re
 import signal
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from tests.cluster.machines import ROOT
 from tests.cluster.slurm import slurm, why_no_slurm
 from tests.cluster.training import Training, assert_done, tolerance
-from tests.limits import HANG_S
+from tests.limits import HANG_S, until
 from tests.virtual_environments import make_environment
 
 pytestmark = pytest.mark.waits
@@ -79,13 +78,6 @@ def test_the_documented_batch_scripts_train(job, batch, tmp_path, local_loss, in
     assert "3 ranks have trained" in output.read_text()
 
 
-def wait_for(paths):
-    deadline = time.monotonic() + HANG_S
-    while not all(path.exists() for path in paths):
-        assert time.monotonic() < deadline, f"waited in vain for {paths}"
-        time.sleep(0.02)
-
-
 RANK = """
 import os, signal, sys
 from pathlib import Path
@@ -110,7 +102,7 @@ def test_a_cancelled_job_leaves_nothing(job, batch, tmp_path, is_polite):
     told = job("sbatch", "--parsable", *smaller, str(script), cwd=tmp_path)
     assert_done(told)
     ranks = [tmp_path / str(rank) for rank in range(4)]
-    wait_for(ranks)
+    until(lambda: all(rank.exists() for rank in ranks))
     how = ["--batch", "--signal=TERM"] if is_polite else []
     assert_done(job("scancel", *how, told.stdout.strip()))
     batch.wait_idle()
@@ -124,7 +116,7 @@ def test_a_launcher_that_is_killed_leaves_nothing(job, batch, cluster, tmp_path)
     launcher = [sys.executable, "-m", "ronde", "run"]
     words = ["salloc", "--nodes=2", "--ntasks-per-node=1", *launcher, *rank]
     with batch.start(words) as allocation:
-        wait_for([tmp_path / "0", tmp_path / "1"])
+        until(lambda: all((tmp_path / rank).exists() for rank in "01"))
         os.kill(child_of(allocation.program_pid()), signal.SIGKILL)
         allocation.wait(HANG_S)
     batch.wait_idle()

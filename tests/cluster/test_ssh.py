@@ -79,7 +79,10 @@ def refusals(three_hosts, tmp_path_factory):
         folder,
         {
             "keyless": (there, f"IdentityFile {folder}/other_key"),
-            "stranger": (there, "StrictHostKeyChecking ask", "HostKeyAlias stranger"),
+            "stranger": (
+                *(there, "StrictHostKeyChecking ask", "HostKeyAlias stranger"),
+                f"UserKnownHostsFile {folder}/known",
+            ),
             "strict": (there, "HostKeyAlias strict"),
             "altered": (
                 *(there, "HostKeyAlias altered"),
@@ -104,12 +107,14 @@ def refusals(three_hosts, tmp_path_factory):
     names.write_text("hosts: files\n")
     script = 'mount --bind "$1" /etc/nsswitch.conf; shift; exec "$@"'
     alone = ["unshare", "--mount", "sh", "-ec", script, "sh", str(names)]
-    return three_hosts.run(
+    done = three_hosts.run(
         three_hosts.hosts[0],
         [*alone, sys.executable, "-m", "ronde", "run", *words],
         env=login_environment(),
         timeout_s=HANG_S,
     )
+    assert not (folder / "known").exists()  # the question was not answered with yes
+    return done
 
 
 @pytest.mark.parametrize(
@@ -137,20 +142,9 @@ def test_one_refused_host_is_enough_for_nothing_to_start(refusals, three_hosts):
     assert_nothing_left(three_hosts)
 
 
-def test_a_host_key_question_is_not_answered_for_the_user(cluster, run, tmp_path):
-    known = tmp_path / "known"
-    config = config_with(
-        cluster,
-        tmp_path,
-        {"node2": (f"UserKnownHostsFile {known}", "StrictHostKeyChecking ask")},
-    )
-    done = run("-H", "node2:1", "true", config=config)
-    assert done.returncode == UNREACHABLE
-    assert "host key unknown" in done.stderr
-    assert not known.exists()
-
-
-def test_a_login_that_makes_noise_is_no_hindrance(cluster, run, tmp_path):
+def test_logins_that_make_noise_or_are_configured_for_users_work(
+    cluster, run, tmp_path
+):
     host = cluster.hosts[1]
     banner = tmp_path / "banner"
     banner.write_text("Permission denied to all but the good.\n" * 40)
@@ -161,10 +155,23 @@ def test_a_login_that_makes_noise_is_no_hindrance(cluster, run, tmp_path):
     )
     noisy.chmod(0o755)
     restart_sshd(cluster, host, f"Banner={banner}", f"ForceCommand={noisy}")
-    done = run("-H", "node1:1,node2:1", "hostname")
+    lines = (
+        "RequestTTY force",
+        "RemoteCommand echo hello; exec bash -l",
+        "ForwardX11 yes",
+        "ForwardAgent yes",
+        "LocalForward 10.77.0.1:7777 localhost:22",
+        "ControlMaster auto",
+        "ControlPersist yes",
+        f"ControlPath {tmp_path}/s-%h",
+    )
+    config = config_with(cluster, tmp_path, {"node3": lines})
+    done = run("-H", "node1:1,node2:1,node3:1", "hostname", config=config)
     cluster.kill_sshd(host)
     assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == ["[node1:0] node1", "[node2:1] node2"]
+    assert sorted(done.stdout.splitlines()) == [
+        f"[node{number}:{number - 1}] node{number}" for number in (1, 2, 3)
+    ]
 
 
 @pytest.fixture
@@ -256,26 +263,6 @@ def await_line(path, words, job):
         tail.terminate()
 
 
-def test_a_server_that_takes_none_at_all_is_told(cluster, run):
-    host = cluster.hosts[1]
-    closing = (
-        "import socket; s = socket.create_server(('node2', 22))\n"
-        "print('up', flush=True)\n"
-        "while True: s.accept()[0].close()"
-    )
-    cluster.kill_sshd(host)
-    with cluster.start(
-        host, [sys.executable, "-c", closing], stdout=subprocess.PIPE
-    ) as server:
-        assert server.stdout.readline() == b"up\n"
-        try:
-            done = run("-H", "node2:1", "true")
-        finally:
-            server.kill()
-    assert done.returncode == UNREACHABLE
-    assert "takes no more connections now" in row_of(done, "node2")
-
-
 def test_user_and_port_of_a_host_count_and_addresses_do(cluster, run, tmp_path):
     host = cluster.hosts[1]
     restart_sshd(cluster, host, "Port=2222")
@@ -297,25 +284,6 @@ def test_user_and_port_of_a_host_count_and_addresses_do(cluster, run, tmp_path):
     assert (six.returncode, six.stdout) == (0, "[0] node3\n"), six.stderr
 
 
-def test_a_configuration_made_for_logins_is_no_hindrance(cluster, run, tmp_path):
-    sockets = tmp_path / "s"
-    lines = (
-        "RequestTTY force",
-        "RemoteCommand echo hello; exec bash -l",
-        "ForwardX11 yes",
-        "ForwardAgent yes",
-        "LocalForward 10.77.0.1:7777 localhost:22",
-        "ControlMaster auto",
-        "ControlPersist yes",
-        f"ControlPath {sockets}-%h",
-    )
-    config = config_with(cluster, tmp_path, {"node2": lines})
-    done = run("-H", "node2:2", "hostname", config=config)
-    assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == ["[0] node2", "[1] node2"]
-    assert_nothing_left(cluster)
-
-
 def test_timeout_shows_where_the_ranks_of_all_hosts_are(run, cluster, tmp_path):
     program = tmp_path / "hang.py"
     program.write_text("import time\ndef nap():\n    time.sleep(1000)\nnap()\n")
@@ -328,29 +296,25 @@ def test_timeout_shows_where_the_ranks_of_all_hosts_are(run, cluster, tmp_path):
     assert_nothing_left(cluster)
 
 
-@pytest.mark.parametrize(
-    ("after_ms", "why"),
-    [("300", "unknown name"), ("never", "no name server answers within 6 s")],
-)
-def test_a_thousand_unknown_names_take_as_long_as_one(cluster, tmp_path, after_ms, why):
-    """One after the other they would take longer than anything may here, or hours."""
+def test_many_unknown_names_take_as_long_as_one(cluster, tmp_path):
+    """One after the other they would take longer than anything may here."""
     resolv = tmp_path / "resolv.conf"
     resolv.write_text("nameserver 127.0.0.1\n")
     script = 'mount --bind "$1" /etc/resolv.conf; shift; exec "$@"'
     alone = ["unshare", "--mount", "sh", "-ec", script, "sh", str(resolv)]
     ssh_args = ["--ssh-args", f"-F {cluster.ssh_config}"]
     words = [sys.executable, "-m", "ronde", "run", "--dry-run", *ssh_args]
-    serving = [sys.executable, str(Path(__file__).with_name("answering.py")), after_ms]
+    serving = [sys.executable, str(Path(__file__).with_name("answering.py")), "1000"]
     with cluster.start(cluster.hosts[0], serving, stdout=subprocess.PIPE) as server:
         assert server.stdout.readline() == b"up\n"
         done = cluster.run(
             cluster.hosts[0],
-            [*alone, *words, "-H", "absent[1-1000]:1", "true"],
+            [*alone, *words, "-H", "absent[1-100]:1", "true"],
             env=login_environment(),
             timeout_s=HANG_S,
         )
         server.kill()
     assert done.returncode == UNREACHABLE
-    assert "1000 of 1000 hosts cannot be used" in done.stderr
-    assert why in done.stderr
+    assert "100 of 100 hosts cannot be used" in done.stderr
+    assert "unknown name" in done.stderr
     assert_nothing_left(cluster)

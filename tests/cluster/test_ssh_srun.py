@@ -94,7 +94,7 @@ def test_the_exit_code_comes_and_no_variable_but_those_of_a_login_goes(batch):
     batch.wait_idle()
 
 
-def test_a_host_outside_of_the_allocation_is_told(batch):
+def test_a_host_outside_of_the_allocation_is_reported(batch):
     carrier = SlurmSpawner().command(Host("node3"), ["/bin/true"])
     done = batch.run(["salloc", "--quiet", "--nodelist=node1", *carrier])
     failure = SlurmSpawner().explain(Host("node3"), done.returncode, done.stderr)

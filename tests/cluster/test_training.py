@@ -4,12 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.cluster.training import (
-    Training,
-    assert_done,
-    assert_nothing_left,
-    tolerance,
-)
+from tests.cluster.training import Training, assert_done, assert_nothing_left, tolerance
 from tests.limits import HANG_S
 
 pytestmark = pytest.mark.waits

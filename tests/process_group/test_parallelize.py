@@ -200,7 +200,7 @@ def test_bad_arguments_are_refused(found):
         "pipeline() needs a mesh with at least 2 ranks along pp.",
         "schedule must be one of GPipe, 1F1B, Interleaved1F1B, got 'ZBV'.",
         "costs must have one value per layer, 6, got 1.",
-        "num_chunks must be 1 with 1F1B, got 2.",
+        "num_chunks must be 1 with schedule 1F1B, got 2.",
         "each stage needs a layer, got 6 layers for 8 stages.",
     ]
     for messages in found["refused"]:

@@ -11,29 +11,23 @@ With ``--quick`` hosts are missed sooner, and stalls are shorter.
 """
 
 import argparse
-import json
 import os
 import random
 import re
 import select
 import signal
-import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-from tests.cluster.machines import (
-    Cluster,
-    ClusterError,
-    HostProcess,
-    Machine,
-    machines,
-)
+from tests.cluster.machines import Cluster, ClusterError, HostProcess, Machine, machines
 from tests.cluster.observation import Process
+from tests.soak.figures import reset_signals, show
+from tests.soak.launch_faults import Tally
 from tests.timed import LEASE_S, impatient_ronde
 
 from ronde.launch import Timeouts
@@ -55,21 +49,13 @@ _RARE = 0.3
 
 @dataclass(slots=True)
 class Running:
-    """A job with all ranks ready.
-
-    Attributes:
-        cluster: Where.
-        launcher: ``ronde run``, on the first host.
-        lease_s: After which silence a host is asked for.
-        victim: The rank that is to break.
-        host: That rank's host.
-    """
+    """A job with all ranks ready."""
 
     cluster: Cluster
-    launcher: HostProcess
+    launcher: HostProcess  # ``ronde run``, on the first host
     lease_s: float
-    victim: int
-    host: Machine
+    victim: int  # the rank that breaks
+    host: Machine  # of that rank
 
     def rank_processes(self, host: Machine) -> list[Process]:
         """Return the ranks' own processes on a host."""
@@ -94,38 +80,17 @@ class Running:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One way to end a job.
-
-    Attributes:
-        name: What happens.
-        act: What is done to the job when all ranks are ready.
-        exit_codes: What the launcher may end with.
-        says: What its standard error must hold, a pattern; ``{rank}`` and ``{host}``
-            are the victim's.
-        habit: Of all ranks: see ``cluster_rank.py``.
-        deed: Of the victim.
-        where: Hosts that the victim may be on, by number.
-        options: More words for ``ronde run``.
-        weight: How often it is drawn, to others' 1: less where it takes 10 s.
-    """
+    """One way to end a job."""
 
     name: str
-    act: Callable[[Running], None]
-    exit_codes: tuple[int, ...]
-    says: str
-    habit: str = "plain"
-    deed: str = "exit"
-    where: tuple[int, ...] = (0, 1, 2)
-    options: tuple[str, ...] = ()
-    weight: float = 1.0
-
-
-@dataclass(slots=True)
-class Tally:
-    """The results of one kind of fault."""
-
-    seconds: list[float] = field(default_factory=list)
-    wrong: list[str] = field(default_factory=list)
+    act: Callable[[Running], None]  # when all ranks are ready
+    exit_codes: tuple[int, ...]  # allowed
+    says: str  # pattern in the launcher's stderr; ``{rank}``, ``{host}``: the victim's
+    habit: str = "plain"  # of all ranks: see ``cluster_rank.py``
+    deed: str = "exit"  # of the victim
+    where: tuple[int, ...] = (0, 1, 2)  # indices of hosts for the victim
+    options: tuple[str, ...] = ()  # of ``ronde run``
+    weight: float = 1.0  # how often it is drawn; less if it takes 10 s
 
 
 def _trigger(running: Running) -> None:
@@ -257,10 +222,7 @@ FAULTS = (
 
 
 def main() -> int:
-    # Behind a shell's ``&`` they are ignored, and the jobs would keep it so.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGQUIT, signal.SIG_DFL)
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup
+    reset_signals()
     parser = argparse.ArgumentParser(description="Break jobs on three hosts.")
     parser.add_argument("--runs", type=int, default=45)
     parser.add_argument("--seed", type=int, default=1)
@@ -287,8 +249,9 @@ def main() -> int:
     except ClusterError as error:
         print(f"cluster_faults: {error}", file=sys.stderr)
         return 2
-    print_table(tallies)
-    return 1 if any(tally.wrong for tally in tallies.values()) else 0
+    seconds = {name: tally.seconds for name, tally in tallies.items()}
+    wrong = {name: tally.wrong for name, tally in tallies.items()}
+    return 0 if show("cluster_faults", seconds, wrong, grace_s=GRACE_S) else 1
 
 
 def run_once(
@@ -376,11 +339,7 @@ def start(
 
 
 def await_ready(launcher: HostProcess, num_ranks: int) -> bytes:
-    """Wait until all ranks are ready.
-
-    Raises:
-        TimeoutError: They are not in time.
-    """
+    """Wait until all ranks are ready, or raise TimeoutError."""
     said = b""
     ends_at = time.monotonic() + _START_S
     while said.count(b"ready\n") < num_ranks:
@@ -396,11 +355,7 @@ def await_ready(launcher: HostProcess, num_ranks: int) -> bytes:
 
 
 def await_end(launcher: HostProcess) -> str:
-    """Wait for the launcher's end; return its standard error.
-
-    Raises:
-        TimeoutError: It does not end.
-    """
+    """Wait for the launcher's end; return its standard error."""
     try:
         return launcher.communicate(timeout=LIMIT_S + 20)[1].decode()
     except subprocess.TimeoutExpired:
@@ -484,35 +439,6 @@ def end_sessions(
             if is_session and process.pid not in before[host.name][0]:
                 with suppress(ProcessLookupError):
                     os.kill(process.pid, signal.SIGKILL)
-
-
-def print_table(tallies: dict[str, Tally]) -> None:
-    """Print a line for each fault and all of it again as JSON."""
-    print(
-        f"{'fault':46} {'runs':>5} {'wrong':>6} {'p50 s':>7} {'p95 s':>7} {'max s':>7}"
-    )
-    everything = [second for tally in tallies.values() for second in tally.seconds]
-    num_wrong = sum(len(tally.wrong) for tally in tallies.values())
-    rows = [
-        print_row(name, tally.seconds, len(tally.wrong))
-        for name, tally in tallies.items()
-    ]
-    rows.append(print_row("all", everything, num_wrong))
-    print(json.dumps({"benchmark": "cluster_faults", "grace_s": GRACE_S, "rows": rows}))
-
-
-def print_row(name: str, seconds: Sequence[float], num_wrong: int) -> dict[str, object]:
-    """Print one line of the table and return it."""
-    ordered = sorted(seconds) or [float("nan")]
-    median = statistics.median(ordered)
-    p95 = ordered[int(0.95 * (len(ordered) - 1))]
-    print(
-        f"{name:46} {len(seconds):5} {num_wrong:6} {median:7.2f} {p95:7.2f} "
-        f"{ordered[-1]:7.2f}"
-    )
-    figures = {"p50_s": median, "p95_s": p95, "max_s": ordered[-1]}
-    rounded = {key: round(value, 3) for key, value in figures.items()}
-    return {"fault": name, "runs": len(seconds), "wrong": num_wrong, **rounded}
 
 
 if __name__ == "__main__":

@@ -12,12 +12,10 @@ of fault. The last line is JSON. Exits with 1 if anything was wrong. Needs root.
 """
 
 import argparse
-import json
 import os
 import random
 import re
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -28,18 +26,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tests.cluster.machines import Cluster, ClusterError, machines
-from tests.soak.elastic_job import (
-    KINDS,
-    PER_HOST,
-    PLANNED,
-    Fault,
-    ImpossibleError,
-    Job,
-)
+from tests.soak.elastic_job import KINDS, PER_HOST, PLANNED, Fault, ImpossibleError, Job
 from tests.soak.elastic_proof import Mark, problems_of, read_marks
+from tests.soak.figures import show
 
 HANG_S = 30.0
 NUM_HOSTS = 4  # with the controller's
@@ -51,6 +43,7 @@ _LOOK_S = 0.1
 _SAMPLE_S = 3.0
 _WINDOW_S = 12.0  # within which a fault that may pass has passed
 _GROWTH_MIB = 4.0
+_COUNTS = ("faults", "views", "steps")
 _RANK = str(Path(__file__).with_name("elastic_rank.py"))
 
 
@@ -98,7 +91,6 @@ class Piece:
     num_steps: int = 0
     took_s: float = 0.0
     seconds: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
-    passed: dict[str, int] = field(default_factory=dict[str, int])
     wrong: list[str] = field(default_factory=list[str])
 
 
@@ -375,10 +367,7 @@ def run_piece(
     output = (folder / "output").read_text(errors="replace")
     piece.wrong += [line for line in output.splitlines() if "terminate called" in line]
     for fault in breaker.faults:
-        found_s = seconds_of(fault, marks)
-        if found_s is None:
-            piece.passed[fault.kind] = piece.passed.get(fault.kind, 0) + 1
-        else:
+        if (found_s := seconds_of(fault, marks)) is not None:
             piece.seconds.setdefault(fault.kind, []).append(found_s)
     piece.num_faults = len(breaker.faults)
     piece.num_views = max((m.view for m in marks), default=-1) + 1
@@ -400,49 +389,6 @@ def show_stacks(job: Job) -> None:
             with suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGUSR2)
     time.sleep(1.0)
-
-
-def percentile(values: Sequence[float], part: float) -> float:
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(part * len(ordered)))]
-
-
-def table_of(pieces: Sequence[Piece]) -> tuple[list[str], list[dict[str, object]]]:
-    """Return a table for people, and the same for programs."""
-    lines = [
-        "| fault | times | p50 s | p95 s | p99 s | worst s |",
-        "|---|---:|---:|---:|---:|---:|",
-    ]
-    rows: list[dict[str, object]] = []
-    for kind in KINDS:
-        values = [s for piece in pieces for s in piece.seconds.get(kind, [])]
-        num_passed = sum(piece.passed.get(kind, 0) for piece in pieces)
-        if not values:
-            continue
-        p50 = statistics.median(values)
-        p95, p99 = percentile(values, 0.95), percentile(values, 0.99)
-        worst = max(values)
-        row = {"p50_s": p50, "p95_s": p95, "p99_s": p99, "worst_s": worst}
-        figures = " | ".join(f"{value:.2f}" for value in row.values())
-        lines.append(f"| {kind} | {len(values) + num_passed} | {figures} |")
-        rounded = {name: round(value, 3) for name, value in row.items()}
-        rows.append({"fault": kind, "times": len(values), **rounded})
-    return lines, rows
-
-
-def summary_of(pieces: Sequence[Piece]) -> dict[str, Any]:
-    return {
-        "benchmark": "elastic_faults",
-        "seeds": [piece.seed for piece in pieces],
-        "faults": sum(p.num_faults for p in pieces),
-        "views": sum(p.num_views for p in pieces),
-        "steps": sum(p.num_steps for p in pieces),
-        "took_s": round(sum(p.took_s for p in pieces)),
-        "rows": table_of(pieces)[1],
-        "wrong": [
-            f"seed {piece.seed}: {text}" for piece in pieces for text in piece.wrong
-        ],
-    }
 
 
 def main() -> int:
@@ -484,10 +430,13 @@ def main() -> int:
         except ClusterError as error:
             print(f"elastic_faults: {error}", file=sys.stderr)
             return 2
-    print("\n".join(table_of(pieces)[0]))
-    summary = summary_of(pieces)
-    print(json.dumps(summary))
-    return 1 if summary["wrong"] else 0
+    seconds: dict[str, list[float]] = defaultdict(list)
+    for piece in pieces:
+        for kind, found_s in piece.seconds.items():
+            seconds[kind] += found_s
+    wrong = {"all": [f"seed {p.seed}: {text}" for p in pieces for text in p.wrong]}
+    more = {name: sum(getattr(p, f"num_{name}") for p in pieces) for name in _COUNTS}
+    return 0 if show("elastic_faults", seconds, wrong, **more) else 1
 
 
 if __name__ == "__main__":

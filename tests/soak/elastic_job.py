@@ -37,23 +37,14 @@ class ImpossibleError(Exception):
 
 @dataclass(slots=True)
 class Fault:
-    """A fault, or a host that was added or removed.
+    """A fault, or a host that was added or removed."""
 
-    Attributes:
-        kind: Of ``KINDS``.
-        at_s: When it began.
-        members: Processes that were lost by it.
-        hosts: Hosts that came by it.
-        may_pass: Whether it may be over before anybody is lost.
-        is_in_view: Whether a member of the view was lost.
-    """
-
-    kind: str
+    kind: str  # of ``KINDS``
     at_s: float
-    members: set[int] = field(default_factory=set[int])
-    hosts: tuple[str, ...] = ()
-    may_pass: bool = False
-    is_in_view: bool = True
+    members: set[int] = field(default_factory=set[int])  # lost by it
+    hosts: tuple[str, ...] = ()  # added by it
+    may_pass: bool = False  # it may be over before a rank is lost
+    is_in_view: bool = True  # a member of the view was lost
 
 
 class Watcher:

@@ -25,60 +25,37 @@ Ends = Sequence[tuple[int, int | None]]
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """A job that has said hello.
-
-    Attributes:
-        launcher: The ``ronde run`` process, or what it was started with.
-        marks: Entries of the environment by which its processes are known: one that
-            launcher, agent and ranks carry, and the ranks' ``RONDE_COOKIE``.
-        folder: A folder of the job's own; ranks have it as ``FOLDER``.
-        ranks: Process number of each rank.
-        keeper: Process number of the agent's keeper.
-        agent: Process number of the agent.
-    """
+    """A job whose ranks have said hello; ``launcher`` may be a wrapper of it."""
 
     launcher: "subprocess.Popen[bytes]"
+    # entries of the environment: one that launcher, agent and ranks have, and the
+    # ranks' RONDE_COOKIE
     marks: tuple[str, ...]
-    folder: Path
-    ranks: Mapping[int, int] = field(default_factory=dict[int, int])
-    keeper: int = 0
+    folder: Path  # of this job; ranks have it as FOLDER
+    ranks: Mapping[int, int] = field(default_factory=dict[int, int])  # pids
+    keeper: int = 0  # pid of the agent's reaper
     agent: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One way to end a job.
-
-    Attributes:
-        name: What happens.
-        program: What each rank runs.
-        ends: Exit codes that are right, each with the rank that is its cause: None
-            where none must be named, ``ANY`` where that is not asked.
-        act: What is done to the job once all ranks have said hello.
-        options: More words for ``ronde run``; ``@`` is the job's folder.
-        size: Number of ranks.
-        quote: What the launcher must write to stderr.
-        epoch: Which start of the ranks must be the last.
-        behind: Words before the command: it is started by them.
-        on_terminal: The job is started on a terminal of its own.
-        is_early: ``act`` is done at any moment of the start instead.
-        is_long: It takes seconds by itself.
-        is_possible: Whether this machine lets it happen.
-    """
+    """One way to end a job."""
 
     name: str
-    program: Sequence[str]
+    program: Sequence[str]  # of each rank
+    # allowed exit codes, each with the rank that is the cause: None for no cause, ANY
+    # for any
     ends: Ends
-    act: Callable[[Running], None] | None = None
-    options: Sequence[str] = ()
+    act: Callable[[Running], None] | None = None  # once all ranks have said hello
+    options: Sequence[str] = ()  # of ``ronde run``; ``@`` is the job's folder
     size: int = 2
-    quote: str = ""
-    epoch: int = 0
-    behind: Sequence[str] = ()
+    quote: str = ""  # expected on the launcher's stderr
+    epoch: int = 0  # the last generation
+    behind: Sequence[str] = ()  # words before the command
     on_terminal: bool = False
-    is_early: bool = False
-    is_long: bool = False
-    is_possible: Callable[[], bool] = lambda: True
+    is_early: bool = False  # act at a random moment of the start
+    is_long: bool = False  # takes seconds
+    is_possible: Callable[[], bool] = lambda: True  # on this machine
 
 
 def read_until(stream: "IO[bytes] | None", words: bytes, times: int = 1) -> bytes:
@@ -421,26 +398,25 @@ _SIGNALS = tuple(
     for name in ("HUP", "USR1", "TERM", "KILL", "SEGV", "ABRT", "BUS", "FPE", "ILL")
 )
 
+
+def _fails(name: str, code: str, exit_code: int = 1, quote: str = "") -> Fault:
+    """Have rank 1 run this Python code, while the others wait."""
+    return Fault(name, _python(_PY_ONE + code), ((exit_code, 1),), quote=quote)
+
+
+_RAISES = "raise ValueError('the cause')"
+_CAUSE = "ValueError: the cause"
+_NOISE = "print('\\n'.join('x' * 50), file=sys.stderr)\n"
+_THREAD = "t = threading.Thread(target=lambda: 1 / 0)\nt.start()\nt.join()\n"
+_EXEC = "os.execv('/bin/sh', ['sh', '-c', 'exit 6'])"
+_WAIT_EXCEPT = '[ "$RANK" = {} ] || exec sleep 600; '
+
 _PYTHON = (
-    Fault(
-        "rank raises",
-        _python(_PY_ONE + "raise ValueError('the cause')"),
-        ((1, 1),),
-        quote="ValueError: the cause",
-    ),
-    Fault(
-        "rank raises, after an older traceback that was handled",
-        _python(_PY_ONE + _HANDLED + "raise ValueError('the cause')"),
-        ((1, 1),),
-        quote="|     ValueError: the cause",
-    ),
-    Fault(
+    _fails("rank raises", _RAISES, quote=_CAUSE),
+    _fails("older traceback handled, then it raises", _HANDLED + _RAISES, 1, _CAUSE),
+    _fails(
         "last words, after a traceback that was handled",
-        _python(
-            _PY_ONE + _HANDLED + "print('\\n'.join('x' * 50), file=sys.stderr)\n"
-            "sys.exit('no data')"
-        ),
-        ((1, 1),),
+        _HANDLED + _NOISE + "sys.exit('no data')",
         quote="|     no data",
     ),
     Fault(
@@ -449,71 +425,28 @@ _PYTHON = (
         ((137, 1),),
         _kills(1),
     ),
-    Fault(
-        "deep traceback",
-        _python(_PY_ONE + "def f(): f()\nf()"),
-        ((1, 1),),
-        quote="RecursionError",
-    ),
-    Fault(
-        "exception in a thread, then exit 5",
-        _python(
-            _PY_ONE + "t = threading.Thread(target=lambda: 1 / 0)\n"
-            "t.start()\nt.join()\nsys.exit(5)"
-        ),
-        ((5, 1),),
-        quote="ZeroDivisionError",
-    ),
-    Fault(
-        "memory error",
-        _python(_PY_ONE + "bytearray(1 << 60)"),
-        ((1, 1),),
-        quote="MemoryError",
-    ),
-    Fault(
-        "KeyboardInterrupt in the rank",
-        _python(_PY_ONE + "raise KeyboardInterrupt"),
-        ((130, 1),),
-        quote="KeyboardInterrupt",
-    ),
-    Fault(
-        "exception group",
-        _python(_PY_ONE + "raise ExceptionGroup('g', [ValueError('the cause')])"),
-        ((1, 1),),
-        quote="ValueError: the cause",
-    ),
-    Fault(
-        "fails in atexit",
-        _python(_PY_ONE + "atexit.register(os._exit, 5)"),
-        ((5, 1),),
-    ),
-    Fault("os._exit", _python(_PY_ONE + "os._exit(4)"), ((4, 1),)),
-    Fault("abort()", _python(_PY_ONE + "os.abort()"), ((134, 1),)),
-    Fault(
-        "no traceback", _python(_PY_ONE + "sys.exit('words')"), ((1, 1),), quote="words"
-    ),
+    _fails("deep traceback", "def f(): f()\nf()", quote="RecursionError"),
+    _fails("thread raises, then exit 5", _THREAD + "sys.exit(5)", 5, "ZeroDivision"),
+    _fails("memory error", "bytearray(1 << 60)", quote="MemoryError"),
+    _fails("rank interrupted", "raise KeyboardInterrupt", 130, "KeyboardInterrupt"),
+    _fails("exception group", f"raise ExceptionGroup('g', [{_RAISES[6:]}])", 1, _CAUSE),
+    _fails("fails in atexit", "atexit.register(os._exit, 5)", 5),
+    _fails("os._exit", "os._exit(4)", 4),
+    _fails("abort()", "os.abort()", 134),
+    _fails("no traceback", "sys.exit('words')", quote="words"),
     Fault("syntax error", _python("1 +"), ((1, ANY),), quote="SyntaxError"),
-    Fault(
-        "exec of a program that fails",
-        _python(_PY_ONE + "os.execv('/bin/sh', ['sh', '-c', 'exit 6'])"),
-        ((6, 1),),
-    ),
-    Fault(
-        "all ranks fail at once",
-        _shell("exit 9"),
-        ((9, ANY),),
-        size=4,
-    ),
+    _fails("exec of a program that fails", _EXEC, 6),
+    Fault("all ranks fail at once", _shell("exit 9"), ((9, ANY),), size=4),
     Fault(
         "two ranks fail within 50 ms",
-        _shell('[ "$RANK" = 0 ] && exit 3; [ "$RANK" = 1 ] || exec sleep 600; exit 4'),
+        _shell('[ "$RANK" = 0 ] && exit 3; ' + _ONE + "exit 4"),
         ((3, 0), (4, 1)),
         size=3,
     ),
     Fault("rank fails alone", _shell("exit 3"), ((3, 0),), size=1),
     Fault(
-        "the last of four fails",
-        _shell('[ "$RANK" = 3 ] || exec sleep 600; exit 3'),
+        "rank 3 of 4 fails",
+        _shell(_WAIT_EXCEPT.format(3) + "exit 3"),
         ((3, 3),),
         size=4,
     ),
@@ -564,13 +497,7 @@ _SLOW = (
         options=("--max-restarts", "1", "--no-restart-codes", "5"),
         size=3,
     ),
-    Fault(
-        "core dump",
-        _peers(_CRASH),
-        ((139, 1),),
-        quote="core dumped",
-        is_long=True,
-    ),
+    Fault("core dump", _peers(_CRASH), ((139, 1),), quote="core dumped", is_long=True),
     Fault(
         "core dump, the peers exit 7 in silence",
         _peers(_CRASH, _IN_SILENCE),

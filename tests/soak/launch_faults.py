@@ -12,11 +12,9 @@ with 1 if anything was wrong.
 import argparse
 import fcntl
 import json
-import math
 import os
 import random
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -27,6 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.soak.figures import reset_signals, show
 from tests.soak.launch_fault_kinds import (
     ANY,
     DEADLINE_S,
@@ -49,23 +48,13 @@ _SHOWN = 300
 class Tally:
     """The results of one kind of fault."""
 
-    runs: int = 0
-    right: int = 0
-    leftovers: int = 0
     seconds: list[float] = field(default_factory=list[float])
     wrong: list[str] = field(default_factory=list[str])
-
-    @property
-    def is_clean(self) -> bool:
-        return self.right == self.runs and self.leftovers == 0
 
 
 def main() -> int:
     """Run the loop and print the table; return the exit code."""
-    # Behind a shell's ``&`` they are ignored, and the jobs would keep it so.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGQUIT, signal.SIG_DFL)
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup
+    reset_signals()
     parser = argparse.ArgumentParser(description="Break jobs, count what is wrong.")
     parser.add_argument("--rounds", type=int, default=10, help="runs of each fault")
     parser.add_argument("--jobs", type=int, default=1, help="so many at a time")
@@ -88,8 +77,9 @@ def main() -> int:
     for fault in faults:
         if fault.name not in tallies:
             print(f"not possible here: {fault.name}")
-    print_table(tallies)
-    return 0 if all(tally.is_clean for tally in tallies.values()) else 1
+    seconds = {name: tally.seconds for name, tally in tallies.items()}
+    wrong = {name: tally.wrong for name, tally in tallies.items()}
+    return 0 if show("launch_faults", seconds, wrong) else 1
 
 
 def run_all(
@@ -134,16 +124,12 @@ def run_once(fault: Fault, tally: Tally) -> None:
             signal_process(process, signal.SIGKILL)
         wrong = _complain(fault, folder, code, said)
         files = [] if is_killed else [p.name for p in (folder / "tmp").glob("ronde-*")]
-    tally.runs += 1
     tally.seconds.append(took_s)
-    tally.leftovers += len(left) + len(files)
     if left or files:
         names = [f"{each.name} (pid {each.pid}, {each.state})" for each in left]
         tally.wrong.append(f"left: {', '.join(names + files)}")
     if wrong:
         tally.wrong.append(wrong)
-    else:
-        tally.right += 1
 
 
 def _start(fault: Fault, folder: Path, mark: str) -> "subprocess.Popen[bytes]":
@@ -271,42 +257,6 @@ def _carriers(marks: Sequence[str]) -> list[ProcessStat]:
         if not process.is_zombie and wanted & set(environment.split(b"\0")):
             found.append(process)
     return found
-
-
-def print_table(tallies: dict[str, Tally]) -> None:
-    """Print a line for each fault and all of it again as JSON."""
-    width = max(map(len, tallies))
-    head = ("runs", "right", "left", "p50 s", "p95 s", "max s")
-    print(f"{'fault':{width}}" + "".join(f"{word:>7}" for word in head))
-    rows = []
-    for name, tally in tallies.items():
-        seconds = sorted(tally.seconds)
-        p50, p95 = statistics.median(seconds), seconds[math.ceil(0.95 * tally.runs) - 1]
-        print(
-            f"{name:{width}}{tally.runs:7}{tally.right:7}{tally.leftovers:7}"
-            f"{p50:7.2f}{p95:7.2f}{seconds[-1]:7.2f}"
-        )
-        for text in tally.wrong:
-            print(f"  wrong: {text}")
-        rows.append(
-            {
-                "fault": name,
-                "runs": tally.runs,
-                "right": tally.right,
-                "leftovers": tally.leftovers,
-                "wrong": tally.wrong,
-                "p50_s": round(p50, 4),
-                "p95_s": round(p95, 4),
-                "max_s": round(seconds[-1], 4),
-            }
-        )
-    total = sum(tally.runs for tally in tallies.values())
-    is_ok = all(tally.is_clean for tally in tallies.values())
-    print(
-        f"{total} runs of {len(tallies)} faults, "
-        f"{'nothing' if is_ok else 'something'} wrong"
-    )
-    print(json.dumps({"benchmark": "launch_faults", "is_ok": is_ok, "faults": rows}))
 
 
 if __name__ == "__main__":

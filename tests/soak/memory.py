@@ -37,24 +37,13 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """The descriptors, threads and memory of a process.
+    """The descriptors, threads and memory of a process."""
 
-    Attributes:
-        number: After so many steps, or cycles.
-        allocated_mib: Handed out by C's allocator.
-        memory_mib: Pages of no file, shared memory that it maps among them: that others
-            map it, too, changes nothing.
-        rss_mib: Pages that it maps.
-        num_objects: Python objects that the collector knows.
-        num_threads: Threads.
-        num_descriptors: Open descriptors.
-    """
-
-    number: int
-    allocated_mib: float
-    memory_mib: float
+    number: int  # of steps, or cycles
+    allocated_mib: float  # by C's allocator
+    memory_mib: float  # RssAnon and RssShmem
     rss_mib: float
-    num_objects: int
+    num_objects: int  # of Python, known to the collector
     num_threads: int
     num_descriptors: int
 

@@ -23,12 +23,7 @@ from typing import NamedTuple
 
 from tests.soak.planted_faults_list import FAULTS, Fault
 
-from ronde.processes import (
-    adopting_orphans,
-    is_alive,
-    read_processes,
-    sweep,
-)
+from ronde.processes import adopting_orphans, is_alive, read_processes, sweep
 
 ROOT = Path(__file__).resolve().parents[2]
 FAILED = re.compile(

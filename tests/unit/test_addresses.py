@@ -82,7 +82,7 @@ def test_a_port_is_held_on_one_address(address):
         pytest.skip(f"{address} is not there")
     with hold_port(address) as held:
         assert held.getsockname()[0] == address
-        with pytest.raises(UsageError, match="must be a port that is free"):
+        with pytest.raises(UsageError, match="is not free on"):
             hold_port_again(address, held.getsockname()[1])
 
 
@@ -96,7 +96,7 @@ def hold_port_again(address, port):
 @pytest.mark.parametrize("address", [*ALL_ADDRESSES, "localhost", "203.0.113.9"])
 def test_no_port_is_held_on_all_addresses_or_on_none(address):
     for port in (0, 23456):
-        with pytest.raises(UsageError, match="must be a numeric one of this host"):
+        with pytest.raises(UsageError, match="must be a numeric address of this host"):
             hold_port(address, port)
 
 
@@ -164,8 +164,12 @@ def test_the_address_in_the_host_file_counts():
         ([host(1), host(2, address="nonsense")], (), "addr= of node2 must be an addr"),
         ([host(1), host(2)], ("ib0",), "got ib0, which node1, node2 lacks. node1 has"),
         ([host(1, on("ib0", "10.1.0.1")), host(2)], ("ib0",), "which node2 lacks"),
-        ([HostNetwork("node1", ()), host(2)], (), "got none. Name one with addr="),
-        ([host(1), host(1)], (), "of its own that other hosts can reach, got 10.0.0.1"),
+        (
+            [HostNetwork("node1", ()), host(2)],
+            (),
+            "Its addresses: none. Name one with addr=",
+        ),
+        ([host(1), host(1)], (), "that other hosts can reach. Its addresses: 10.0.0.1"),
     ],
 )
 def test_what_cannot_be_is_refused(hosts, interfaces, words):
@@ -182,7 +186,7 @@ def test_hosts_without_a_route_are_named():
         choose(hosts, sources=sources)
     text = str(caught.value)
     assert "node3, node4, node5, node6, node7, node8, node9, node10 and 2 more" in text
-    assert "has none to 10.0.0.1" in text
+    assert "no route to node1 at 10.0.0.1 from node3" in text
     assert "node2," not in text
 
 
@@ -190,7 +194,7 @@ def test_hosts_that_get_no_answer_are_named():
     hosts = [host(1), host(2), host(3)]
     point = Rendezvous("10.0.0.1", ("eth0",) * 3)
     require_answers(hosts, point, 23456, ["10.0.0.2", "10.0.0.3"])
-    with pytest.raises(HostError, match=r"10\.0\.0\.1 port 23456.* answer node3\."):
+    with pytest.raises(HostError, match="not answer node3 at 10"):
         require_answers(hosts, point, 23456, ["10.0.0.2", ""])
 
 

@@ -185,7 +185,7 @@ def test_what_is_sent_is_not_overwritten_on_its_way(piece_numel, order):
         1: [(ScheduleStep(Action.COPY, 0, 0),), ()],
         2: [(), (ScheduleStep(Action.SEND, 0, 0),)],
     }
-    schedule = Schedule(3, Chunks(1, 4), parts.__getitem__)
+    schedule = Schedule("three", 3, Chunks(1, 4), (), parts.__getitem__)
     vectors = [[rank] * 4 for rank in range(3)]
     Network(schedule, vectors, piece_numel).run(order)
     assert vectors == [[2] * 4, [0] * 4, [2] * 4]

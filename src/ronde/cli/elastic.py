@@ -50,7 +50,7 @@ def read_elastic(
     _require_order(least, most, num_ranks)
     if options.discover_every is not None and discovery is None:
         raise UsageError(
-            "--discover-every must come with --host-discovery, got it without. Drop it."
+            "--discover-every needs --host-discovery. Add it, or drop --discover-every."
         )
     # In Horovod only --max-np limits an elastic job.
     is_horovods = script is not None or "min-num-proc" in given
@@ -71,7 +71,9 @@ def read_elastic(
         ),
         elastic_timeout_s=_read_elastic_timeout(text),
         reform_timeout_s=options.reform_timeout or _USUAL.reform_timeout_s,
-        reset_limit=_read_reset_limit(given.get("reset-limit")),
+        reset_limit=None
+        if (limit := given.get("reset-limit")) is None
+        else read_number("--reset-limit", limit, "Leave it out for no limit."),
         notice=_USUAL.notice
         if options.notice is None
         else _read_notice(options.notice),
@@ -89,8 +91,8 @@ def _read_nodes_range(
         return None, None
     if num_each is None or num_each < 0:
         raise UsageError(
-            f"{name} must come with a number of ranks for each host, got none. Type: "
-            f"{name} --nproc-per-node 8"
+            f"{name} needs a number of ranks for each host. "
+            f"Type: {name} --nproc-per-node 8"
         )
     return (name, least * num_each), (name, most * num_each)
 
@@ -107,7 +109,7 @@ def _limit(
     limits += [nodes] if nodes else []
     if len(limits) > 1:
         raise UsageError(
-            f"{limits[0][0]} cannot be combined with {limits[1][0]}. Drop one."
+            f"{limits[0][0]} and {limits[1][0]} cannot be used together. Drop one."
         )
     return limits[0] if limits else None
 
@@ -128,8 +130,7 @@ def _refuse_alone(options: argparse.Namespace) -> None:
     for name in ELASTIC_OPTIONS:
         if getattr(options, attribute_of(name)) is not None:
             raise UsageError(
-                f"{name} must come with --min-ranks, --max-ranks or --host-discovery, "
-                f"got it alone. {_TYPE}"
+                f"{name} needs --min-ranks, --max-ranks or --host-discovery. {_TYPE}"
             )
 
 
@@ -142,8 +143,8 @@ def _read_discovery(
             continue
         if options.nodes and ":" not in options.nodes:
             raise UsageError(
-                f"--nodes must be a range as 2:4 with {option}, got {options.nodes}. "
-                "Or type --max-ranks N in its place."
+                f"--nodes must be a range such as 2:4 with {option}, got "
+                f"{options.nodes}. Type a range, or --max-ranks N in its place."
             )
         # Imported here: most jobs start without it.
         from ronde.launch.hosts.sources import is_hostfile
@@ -170,7 +171,9 @@ def _read_cooldown(text: str | None, horovods: list[str] | None) -> tuple[float,
     if horovods is not None:
         option = "--blacklist-cooldown-range"
         if text is not None:
-            raise UsageError(f"--cooldown cannot be combined with {option}. Drop one.")
+            raise UsageError(
+                f"--cooldown and {option} cannot be used together. Drop one."
+            )
     elif text is None:
         return _USUAL.cooldown_s
     words = horovods or (text or "").split(",")
@@ -182,12 +185,6 @@ def _read_cooldown(text: str | None, horovods: list[str] | None) -> tuple[float,
         f"{option} must be two durations above 0, the shorter first, got "
         f"{' '.join(words)!r}. Type: --cooldown 30s,1h"
     )
-
-
-def _read_reset_limit(text: str | None) -> int | None:
-    if text is None:
-        return None
-    return read_number("--reset-limit", text, "Leave it out for no limit.")
 
 
 def _read_notice(text: str) -> tuple[str, ...]:

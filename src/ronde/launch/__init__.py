@@ -1,4 +1,4 @@
-"""Start a program once for every slot, and supervise it to its end.
+"""Start a program once per slot, and supervise the processes until they exit.
 
 A *controller* (``ronde run``) exchanges frames with one *agent* per node, over the
 agent's standard input and output. The agent owns that node's ranks. Its parent, the

@@ -1,6 +1,6 @@
-"""Start an agent on this machine; handle limits on files and processes.
+"""Start an agent on this machine, with the limits on open files and processes.
 
-It has few imports, so that it can run first.
+This module has few imports, so that the agent starts while others are imported.
 """
 
 import errno
@@ -57,7 +57,7 @@ def require_open_files(num: int, limit: int, why: str) -> None:
     if limit != resource.RLIM_INFINITY and limit < num:
         raise UsageError(
             f"limit of open files must be at least {num} {why}, got {limit}. "
-            "Type: ulimit -n 4096, or ask your administrator for more"
+            "Type: ulimit -n 4096, or ask your administrator to raise it"
         )
 
 
@@ -69,22 +69,22 @@ def raise_open_files_limit(wanted: int) -> None:
 
 
 def explain_shortage(error: OSError) -> str:
-    """Return the limit that caused an error, with a remedy; else an empty text."""
+    """Explain an error that a resource limit caused; empty for other errors."""
     match error.errno:
         case errno.EMFILE:
             limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
             return (
-                f"limit of open files must be enough for 3 a host and 3 a rank, got "
-                f"{limit}. Type: ulimit -n 4096"
+                f"limit of open files is {limit}, but each host and each rank needs 3. "
+                "Type: ulimit -n 4096"
             )
         # With ``characters_written`` a non-blocking pipe was full.
         case errno.EAGAIN if not hasattr(error, "characters_written"):
             limit, _ = resource.getrlimit(resource.RLIMIT_NPROC)
             number = "no limit" if limit == resource.RLIM_INFINITY else limit
             return (
-                "limit of processes must be enough for all that this user runs, 3 "
-                f"more, and all ranks, got {number} (ulimit -u). Raise it, or pids.max "
-                "of the control group, or end other processes."
+                f"limit of processes of this user is reached: {number} (ulimit -u). "
+                "Raise it, or raise pids.max of the control group, or end other "
+                "processes."
             )
         case _:
             return ""

@@ -10,14 +10,14 @@ NO_LIMIT = 1 << 20
 
 
 class FailureDomain(StrEnum):
-    """The slots that are lost with one rank: its own, or all of its host."""
+    """The slots that fail together with a rank: its own, or all of its host."""
 
     SLOT = "slot"
     HOST = "host"
 
 
 class DiscoverySpec(NamedTuple):
-    """The source of a job's hosts while it runs."""
+    """The command or file that names the hosts of a running job."""
 
     option: str  # as typed, for messages
     source: str  # a shell command that prints hosts, or the path of a host file

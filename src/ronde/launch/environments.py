@@ -102,11 +102,7 @@ def default_environment(
     handling = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2" if is_elastic else "1"}
     if is_elastic:
         handling["TORCH_NCCL_RETHROW_CUDA_ERRORS"] = "0"
-    return {
-        "OMP_NUM_THREADS": str(num_threads),
-        "PYTHONUNBUFFERED": "1",
-        **handling,
-    }
+    return {"OMP_NUM_THREADS": str(num_threads), "PYTHONUNBUFFERED": "1", **handling}
 
 
 def malloc_environment(environ: Mapping[str, str], num_ranks: int) -> dict[str, str]:
@@ -185,9 +181,9 @@ def read_assignments(
 ) -> dict[str, str]:
     """Return the variables that ``-x`` options set; later options win.
 
-    ``NAME=VALUE`` sets one and ``NAME`` passes one on. A pattern such as ``WANDB_*``
-    passes on all matches except probable secrets and variables of this host or of
-    another launcher: those must be named.
+    ``NAME=VALUE`` sets a variable, and ``NAME`` forwards one. A pattern such as
+    ``WANDB_*`` forwards all matching variables, except probable secrets and variables
+    of this host or of another launcher: those must be named.
     """
     extra: dict[str, str] = {}
     for word in words:

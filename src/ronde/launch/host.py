@@ -1,4 +1,4 @@
-"""The hosts that the user names, and the ranks of each."""
+"""Hosts of a job, and the assignment of ranks to them."""
 
 import os
 import socket
@@ -20,7 +20,7 @@ SLOTS_OPEN = -1  # one per GPU; without GPUs one per core of a single host, else
 SLOTS_GPUS = -2  # one per GPU; the host must have one
 SLOTS_CORES = -3  # one per core
 MAX_SLOTS = 1 << 16
-LOOK_UP_S = 6.0  # for all names; the resolver repeats a lost query after 5 s
+_LOOK_UP_S = 6.0  # for all names; the resolver repeats a lost query after 5 s
 _MAX_LOOKING_UP = 64
 LOOK_S = 0.05  # between two checks of a look-up
 
@@ -57,13 +57,13 @@ def _own_name() -> str:
 
 
 class LookUp:
-    """Look-ups of host names, in parallel threads."""
+    """Resolves host names in parallel threads."""
 
     def __init__(self, names: Sequence[str]) -> None:
         # an empty answer for an unknown name; none without a name server
         self.answers: dict[str, tuple[str, ...]] = {}
         self._names = iter(names)
-        self._ends_at_s = time.monotonic() + LOOK_UP_S
+        self._ends_at_s = time.monotonic() + _LOOK_UP_S
         num_threads = min(_MAX_LOOKING_UP, len(names))
         # The resolver cannot be cancelled: never join these.
         self._threads = [
@@ -86,7 +86,7 @@ class LookUp:
 
 
 def resolve(name: str) -> tuple[str, ...]:
-    """Return the addresses of a name; none if it is unknown.
+    """Return the addresses of a host name; an empty tuple if it is unknown.
 
     Raises OSError if no name server answers.
     """
@@ -156,8 +156,7 @@ def allocate(
     usable = [host for host in hosts if host.slots]
     if not usable:
         raise UsageError(
-            f"hosts must have a slot, got 0 slots for {unused_names(hosts)}. Give "
-            "one of them slots."
+            f"all hosts have 0 slots: {unused_names(hosts)}. Give one of them slots."
         )
     if num_ranks is not None and len(usable) == 1 and usable[0].slots == SLOTS_OPEN:
         return (HostShare(usable[0], range(num_ranks)),)
@@ -175,8 +174,8 @@ def allocate(
         there = [f"{share.host.name}:{len(share.ranks)}" for share in shares]
         raise UsageError(
             f"Requested more processes ({least}) than there are available slots "
-            f"({start})\nThat is {list_first(there, sign=',')}. Give the hosts more "
-            f"slots, as in -H {shares[0].host.name}:{least} or --slots, or start fewer "
-            "ranks."
+            f"({start})\nThe slots are {list_first(there, sign=',')}. Give the hosts "
+            f"more slots, as in -H {shares[0].host.name}:{least} or --slots, or start "
+            "fewer ranks."
         )
     return tuple(shares)

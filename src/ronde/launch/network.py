@@ -40,7 +40,7 @@ def hold_port(address: str, port: int = 0) -> socket.socket:
     """
     if not address or source_towards(address) != address:
         raise UsageError(
-            "address for the rendezvous must be a numeric one of this host, got "
+            "address of the rendezvous must be a numeric address of this host, got "
             f"{address!r}. Name one with addr= in the host file, or its network with "
             "--interface."
         )
@@ -53,9 +53,8 @@ def hold_port(address: str, port: int = 0) -> socket.socket:
             code = error.errno or 0
         if held is None:
             raise UsageError(
-                f"--master-port must be a port that is free on {address}, got {port} "
-                f"({os.strerror(code).lower()}). Choose another, or leave the option "
-                "out."
+                f"--master-port {port} is not free on {address}: "
+                f"{os.strerror(code).lower()}. Choose another, or leave the option out."
             )
         return held
     first_ephemeral = _DEFAULT_FIRST_EPHEMERAL
@@ -70,8 +69,8 @@ def hold_port(address: str, port: int = 0) -> socket.socket:
         if held := held or _bind(address, 0):
             return held
     raise LaunchError(
-        f"a free TCP port must exist on {address}, got none in {_NUM_TRIES} tries. "
-        "Name one with --master-port."
+        f"no free TCP port was found on {address} in {_NUM_TRIES} tries. Name one "
+        "with --master-port."
     )
 
 
@@ -95,8 +94,8 @@ def locate(
 ) -> tuple[str, ...]:
     """Return this host's local address on the route to each numeric address.
 
-    An address is empty without a route, towards this host itself, or if ``port`` is
-    not 0 and does not answer (a refusal is an answer) within the deadline.
+    The text is empty if there is no route, if the address is this host's own, or if
+    ``port`` is not 0 and does not answer within the deadline. A refusal is an answer.
     """
     pairs = [(address, source_towards(address)) for address in addresses]
     pairs = [(a, "" if a == own or is_loopback(own) else own) for a, own in pairs]
@@ -196,8 +195,8 @@ def find_candidates(
         return (head.chosen,)
     if interfaces and lacking:
         raise UsageError(
-            "--interface must name one that is up and has an address on every host, "
-            f"got {','.join(interfaces)}, which "
+            "--interface must name an interface that is up and has an address on every "
+            f"host, got {','.join(interfaces)}, which "
             f"{list_first([host.name for host in lacking])} lacks. {lacking[0].name} "
             f"has {_listed(lacking[0].interfaces)}."
         )
@@ -212,9 +211,9 @@ def find_candidates(
     )
     if not found:
         raise UsageError(
-            f"{head.name} must have a network address of its own that other hosts can "
-            f"reach, got {_listed(head.interfaces)}. Name one with addr= in the host "
-            "file, or let another host come first."
+            f"{head.name} has no address that other hosts can reach. Its addresses: "
+            f"{_listed(head.interfaces)}. Name one with addr= in the host file, or "
+            "list another host first."
         )
     return found
 
@@ -232,10 +231,9 @@ def choose_rendezvous(
         nearest = num_lost.index(min(num_lost))
         lost = _name_silent(others, [own[nearest] for own in sources])
         raise HostError(
-            f"all hosts must have a route to {head.name}, but {lost} has none to "
-            f"{candidates[nearest].address}. Tried: {_listed(candidates)}. Name an "
-            f"address of {head.name} that all reach with addr= in the host file, or "
-            "let another host come first."
+            f"no route to {head.name} at {candidates[nearest].address} from {lost}. "
+            f"Tried: {_listed(candidates)}. Name an address of {head.name} that all "
+            "hosts can reach with addr= in the host file, or list another host first."
         )
     chosen = [candidates[best].interface]
     for host, own in zip(others, sources, strict=True):
@@ -257,9 +255,9 @@ def require_answers(
 ) -> None:
     if silent := _name_silent(hosts[1:], sources):
         raise HostError(
-            f"{hosts[0].name} must answer all hosts at {point.address} port {port}, "
-            f"but does not answer {silent}. A firewall may be between them: open it, "
-            "or choose a port with --master-port or a network with --interface."
+            f"{hosts[0].name} does not answer {silent} at {point.address} port {port}. "
+            "A firewall may be between them: open it, or choose a port with "
+            "--master-port or a network with --interface."
         )
 
 

@@ -17,8 +17,7 @@ def absolute_path(path: str | Path = "") -> Path:
     except OSError as error:
         why = os.strerror(error.errno or 0).lower()
         raise UsageError(
-            "current directory must exist, got one that was removed or cannot be "
-            f"entered ({why}). Go to another: cd"
+            f"cannot use the current directory: {why}. Change to another one: cd"
         ) from None
 
 
@@ -31,9 +30,9 @@ def require_processes() -> None:
         shown = "nothing"
     if shown != str(os.getpid()):
         raise UsageError(
-            "/proc must show the processes that ronde starts, or it could not end them "
-            f"all; as process {os.getpid()} it shows {shown}. "
-            "Type: mount -t proc proc /proc"
+            "/proc belongs to another pid namespace: this is process "
+            f"{os.getpid()}, but /proc/self is {shown}. ronde could not end all "
+            "processes of the job. Type: mount -t proc proc /proc"
         )
 
 
@@ -42,10 +41,9 @@ def enter_directory(path: str) -> str:
         if path:
             os.chdir(path)
     except OSError as error:
+        why = os.strerror(error.errno or errno.EIO).lower()
         raise UsageError(
-            f"--chdir must be a directory that can be entered, got {path!r} "
-            f"({os.strerror(error.errno or errno.EIO).lower()}). Create it or name "
-            "another."
+            f"cannot enter --chdir {path!r}: {why}. Create it or name another."
         ) from None
     return str(absolute_path())
 
@@ -66,8 +64,8 @@ def resolve_program(argv: tuple[str, ...], search_path: str) -> list[str]:
     if not stat.S_ISREG(mode):
         problem = "is a directory" if stat.S_ISDIR(mode) else "does not exist"
         raise UsageError(
-            f"program must be a file, got {program!r}, which {problem} "
-            f"(seen from {Path.cwd()}). Check the spelling and --chdir."
+            f"program {program!r} {problem} (relative to {Path.cwd()}). Check the "
+            "spelling and --chdir."
         )
     is_python = found.endswith(_PYTHON)
     if is_python and not os.access(found, os.R_OK):
@@ -79,16 +77,16 @@ def resolve_program(argv: tuple[str, ...], search_path: str) -> list[str]:
     if is_python:
         return [sys.executable, found, *arguments]
     raise UsageError(
-        f"program must be executable, got {program!r}, which is not. "
-        f"Type: chmod +x {program}, or name its interpreter before it."
+        f"program {program!r} is not executable. Type: chmod +x {program}, or name its "
+        "interpreter before it."
     )
 
 
 def _not_allowed(program: str, verb: str) -> UsageError:
     return UsageError(
-        f"program must be one that user {os.geteuid()} of {os.uname().nodename} may "
-        f"{verb}, got {program!r}. Type: chmod a+rx {program}, likewise for its "
-        "directories, or log in as its owner."
+        f"user {os.geteuid()} on {os.uname().nodename} may not {verb} program "
+        f"{program!r}. Type: chmod a+rx {program}, do the same for its directories, or "
+        "log in as its owner."
     )
 
 
@@ -106,8 +104,7 @@ def _find_command(program: str, search_path: str) -> str:
     elif program == "python":
         advice = f"Did you mean python3, or {sys.executable}?"
     raise UsageError(
-        f"program must be a path or a command on PATH, got {program!r}, which is "
-        f"neither. {advice}"
+        f"program {program!r} is neither a file nor a command on PATH. {advice}"
     )
 
 

@@ -104,10 +104,7 @@ def suspend_self() -> None:
 def wait_for(
     readable: Sequence[int], writable: Sequence[int], timeout_s: float
 ) -> list[int]:
-    """Return the ready descriptors; with an infinite timeout wait for one.
-
-    ``poll`` is used because epoll refuses plain files.
-    """
+    """Return the ready descriptors; ``poll``, because epoll refuses plain files."""
     poll = select.poll()
     for fd in readable:
         poll.register(fd, select.POLLIN)

@@ -92,5 +92,5 @@ def _decode(socket: Path, line: bytes) -> JobStatus | HostAnswer:
         return JobStatus(socket, int(plain["version"]), job, tuple(workers))
     except (ValueError, KeyError, TypeError, PlainValueError) as error:
         raise LaunchError(
-            f"{socket} was written by another version of ronde: {error}"
+            f"the job at {socket} runs another version of ronde: {error}"
         ) from None

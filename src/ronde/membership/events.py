@@ -7,13 +7,13 @@ from ronde.membership.view import FromRank, ToRank, Worker
 
 
 class HostsFound(NamedTuple):
-    """All usable hosts in order, with their slots; -1 for unknown."""
+    """The hosts that may be used, in order, with their slots; -1 for unknown."""
 
     slots: Mapping[str, int]
 
 
 class HostReady(NamedTuple):
-    """The agent of a host runs, so workers can be started."""
+    """The agent of a host runs, so workers can be started there."""
 
     host: str
     slots: int
@@ -70,7 +70,7 @@ class Release(NamedTuple):
 
 
 class StartWorker(NamedTuple):
-    """Start a worker."""
+    """Start a worker in its slot."""
 
     worker: Worker
 
@@ -84,7 +84,7 @@ class Kill(NamedTuple):
 
 
 class Send(NamedTuple):
-    """Send a message to workers."""
+    """Send one message to each of some workers."""
 
     workers: tuple[int, ...]
     message: ToRank
@@ -98,7 +98,7 @@ class Stop(NamedTuple):
 
 
 class Blacklisted(NamedTuple):
-    """Report that a host is not used for a while, because workers failed there."""
+    """Report that a host gets no workers for a while, because workers failed there."""
 
     host: str
     num_failures: int

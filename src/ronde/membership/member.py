@@ -49,8 +49,8 @@ class Member:
     """A worker's end of its membership channel, with a listening thread.
 
     The training loop sets ``step``, the number of applied steps. The listening thread
-    calls ``on_change`` before a planned change, and sets ``is_save_asked``, which the
-    writer of checkpoints clears. Only one thread may call the methods that wait.
+    calls ``on_change`` before a planned change, and sets ``is_save_asked`` for the
+    writer of checkpoints, which clears it. Only one thread may call blocking methods.
     """
 
     def __init__(self, sock: socket.socket, number: int) -> None:
@@ -89,7 +89,7 @@ class Member:
         return self.settle(NEW)
 
     def settle(self, step: int, reason: str = "") -> tuple[View, ViewBegins]:
-        """Report that all operations of the view have ended; wait for the next one.
+        """Report that all operations of the view have ended; wait for the next view.
 
         Args:
             step: The number of applied steps.
@@ -262,9 +262,9 @@ def own_member() -> Member | None:
         return None
     if channel.fd < 0:
         raise WorldError(
-            "RONDE_CHANNEL must name an open socket, got a closed one. Start the ranks "
-            "of an elastic job without a wrapper that closes descriptors, and call "
-            "init() in the rank itself, not in a child."
+            "the socket of RONDE_CHANNEL is closed. Start the ranks of an elastic job "
+            "without a wrapper that closes descriptors, and call init() in the rank "
+            "itself, not in a child."
         )
     os.set_inheritable(channel.fd, False)  # noqa: FBT003  os's own
     member = Member(socket.socket(fileno=channel.fd), channel.worker)

@@ -1,8 +1,7 @@
-"""The membership of an elastic job, as a pure function of events.
+"""The membership policy of an elastic job, a pure function of events.
 
-It uses no clock, no randomness and no input or output: each event comes with the time,
-and the result is a list of orders, with the messages to the workers. The launcher and
-the simulator of the tests execute them.
+It uses no clock, no random numbers and no I/O. Each event comes with its time, and the
+result is a list of orders, which the launcher executes.
 
 Note [The members of the next view]
     Survivors stay members, unless they must leave their host and ``min_ranks`` others
@@ -43,7 +42,7 @@ from ronde.membership.view import (
     Worker,
     order_ranks,
 )
-from ronde.units import counted
+from ronde.units import counted, name_rank
 
 RESET_LIMIT_EXCEEDED_MESSAGE = (
     "Horovod was shutdown because worker of resets during elastic job exceeded "
@@ -72,7 +71,7 @@ class Rules(NamedTuple):
 
 
 class ViewPhase(Enum):
-    """Progress of the current view, from its forming to its last step."""
+    """State of the current view."""
 
     FORMING = auto()  # there is none, or members have not yet left the last one
     RUNNING = auto()
@@ -123,8 +122,7 @@ def name_worker(worker: int, rank: int | None, host: str) -> str:
     """Return ``rank 1 (worker 4) on node2``, without an id that equals the rank."""
     if rank is None:
         return f"worker {worker} on {host}"
-    other = f" (worker {worker})" if rank != worker else ""
-    return f"rank {rank}{other} on {host}"
+    return f"{name_rank(rank, worker)} on {host}"
 
 
 class _Roster:
@@ -190,7 +188,7 @@ class _Roster:
             self._review(name)
 
     def _review(self, name: str) -> None:
-        """Find the slots that workers of a host must leave; kill new workers there."""
+        """Mark members that must leave their slots on a host; kill other workers."""
         for worker in self._workers_on(name):
             reason = self._why_left(self._workers[worker])
             (self._unwanted.add if reason else self._unwanted.discard)(worker)
@@ -296,8 +294,8 @@ class _Roster:
 
     def _stop_unjoined(self) -> None:
         self._stop(
-            f"{self._leaver} without the others, which wait in hvd.init(). Call it on "
-            "all ranks."
+            f"{self._leaver}, while the others wait in hvd.init(). Call it on all "
+            "ranks."
         )
 
     def _stop(self, reason: str, *, is_too_few: bool = False) -> None:
@@ -506,8 +504,9 @@ class Membership(_Roster):
         """Send ``StopAfter`` once all members have replied."""
         if self._is_asking and not self._unanswered:
             self._is_asking = False
-            step = self._last_step + 1
-            self._send(self._present, StopAfter(self.view.view, step, self.reason))
+            stop = StopAfter(self.view.view, self._last_step + 1, self.reason)
+            if self._present:  # the last of them may have failed meanwhile
+                self._send(self._present, stop)
 
     def _on_host_gone(self, event: events.HostGone) -> None:
         host = self._host(event.host)
@@ -641,7 +640,7 @@ class Membership(_Roster):
         return not is_late and self._is_starting
 
     def _choose(self) -> tuple[list[int], list[int]]:
-        """Return the workers that stay in the next view, and those that join it."""
+        """Return the members that stay in the next view, and the workers that join."""
         workers, present = self._workers, self._present
         joining = [
             worker
@@ -763,8 +762,8 @@ class Membership(_Roster):
         left = [f"{name} for {s:.0f} s more" for name, s in blacklisted.items()]
         why = f" Blacklisted: {', '.join(left)}." if left else ""
         self._stop(
-            f"size must be at least min-ranks, {self.rules.min_ranks}, got {size} for "
-            f"{self.rules.formation_s:g} s, because {self.reason}. Hosts: "
+            f"{counted(size, 'rank')} for {self.rules.formation_s:g} s, but "
+            f"--min-ranks is {self.rules.min_ranks}: {self.reason}. Hosts: "
             f"{', '.join(slots) or 'none'}.{why} Lower --min-ranks, or bring a host "
             "back.",
             is_too_few=True,

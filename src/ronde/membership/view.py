@@ -17,13 +17,12 @@ Note [From one view to the next]
     can still stop after the step that follows the largest.
 """
 
-import json
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple, TypeVar, cast, get_args
 
 from ronde.errors import LaunchError
-from ronde.plain_values import PlainValueError, from_plain, shorten, to_plain
+from ronde.plain_values import PlainValueError, decode_message, encode_message
 from ronde.world import World
 
 T = TypeVar("T")
@@ -110,7 +109,7 @@ class Save(NamedTuple):
 
 
 class ViewBegins(NamedTuple):
-    """To a rank: the next view, complete or as a difference from the last one."""
+    """To a rank: the next view, complete or as a difference from another view."""
 
     view: int
     key: str  # the secret of this view
@@ -140,12 +139,11 @@ TO_RANK: tuple[type[ToRank], ...] = get_args(ToRank)
 
 
 def encode_text(message: FromRank | ToRank) -> str:
-    plain = cast("dict[str, object]", to_plain(message))
-    return json.dumps({"is": type(message).__name__, **plain})
+    return encode_message(message)
 
 
 def decode_text(text: str, kinds: tuple[type[T], ...]) -> T:
-    """Return the message of a line; ``LaunchError`` if it is none of ``kinds``."""
+    """Decode a message; raise LaunchError if it is none of ``kinds``."""
     # Thousands of ranks send the same short text.
     decode = _decode_again if len(text) <= _SHORT else _decode
     return cast("T", decode(text, kinds))
@@ -153,15 +151,9 @@ def decode_text(text: str, kinds: tuple[type[T], ...]) -> T:
 
 def _decode(text: str, kinds: tuple[type[T], ...]) -> T:
     try:
-        values = cast("dict[str, object]", json.loads(text))
-        name = values.pop("is", None)
-        kind = next(each for each in kinds if each.__name__ == name)
-        return from_plain(kind, values)
-    except (ValueError, AttributeError, TypeError, StopIteration, PlainValueError):
-        names = ", ".join(kind.__name__ for kind in kinds)
-        raise LaunchError(
-            f"a rank's message must be one of {names}, got {shorten(text)}."
-        ) from None
+        return decode_message(text, kinds)
+    except PlainValueError as error:
+        raise LaunchError(f"malformed membership message: {error}") from None
 
 
 _decode_again = lru_cache(maxsize=64)(_decode)

@@ -17,7 +17,7 @@ from ronde.launch.wire.messages import ProcessStack, Stacks
 from ronde.render.text import align, format_ranks_on_hosts, format_runs, name_ranks
 from ronde.topology.cpu_sets import format_list
 from ronde.topology.machine import UNKNOWN_NODE, RankResources
-from ronde.units import counted, grouped, list_first
+from ronde.units import counted, grouped, list_first, name_rank
 
 _TITLES = ("host", "rank", "local", "device", "cores", "CPUs", "memory", "NIC", "why")
 _UNSET = "(unset)"
@@ -230,9 +230,8 @@ def _draw_cause(cause: RankEnd | LostHost) -> list[str]:
             f"it had {name_ranks(cause.ranks)}",
         ]
     how = "failed" if cause.status else "left"
-    also = f" (worker {cause.worker})" if cause.worker >= 0 else ""
     head = (
-        f"rank {cause.rank}{also} {how} first, after {cause.at_s:.1f} s: "
+        f"{name_rank(cause.rank, cause.worker)} {how} first, after {cause.at_s:.1f} s: "
         f"{describe_status(cause.status)} (pid {cause.pid} on {cause.host})"
     )
     if cause.was_stopped and not cause.is_crash:

@@ -4,10 +4,9 @@ import json
 from typing import NamedTuple
 
 from ronde.plain_values import PlainValueError, from_plain, to_plain
+from ronde.world.environment import MAX_STATUS_BYTES
 
 UNKNOWN = -1
-MAX_BYTES = 8 << 10
-"""The longest line; the kernel accepts it whole or not at all."""
 
 
 class PendingCollective(NamedTuple):
@@ -46,9 +45,9 @@ class RankStatus(NamedTuple):
 
 
 def encode_status(status: RankStatus) -> str:
-    """Return a status as one line of at most ``MAX_BYTES``, shortened if necessary."""
+    """Return a status as one line of at most ``MAX_STATUS_BYTES``."""
     line = _dump(status)
-    if len(line) > MAX_BYTES:
+    if len(line) > MAX_STATUS_BYTES:
         first = [each._replace(ranks=(UNKNOWN,)) for each in status.collectives[:1]]
         line = _dump(status._replace(collectives=tuple(first), progress={}))
     return line

@@ -15,6 +15,8 @@ Environ = Mapping[str, str]
 _FIXED_ENGINES = ("shared_memory", "gloo", "nccl", "mpi", "scheduled", "hierarchical")
 ENGINES = ("auto", *_FIXED_ENGINES)
 ALGORITHMS = ("ring", "tree", "halving_doubling")
+MAX_STATUS_BYTES = 8 << 10
+"""The longest line with a rank's status; a socket accepts it whole or not at all."""
 """The schedules that the engine ``scheduled`` follows."""
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _NETWORK = Path("/proc/self/ns/net")

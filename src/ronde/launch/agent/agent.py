@@ -54,15 +54,17 @@ def run_reaped(
     *,
     is_foreground: bool = False,
 ) -> NoReturn:
-    """Run ``work`` in a forked child; kill all remaining descendants when it ends.
+    """Run ``work`` in a forked child, and kill all remaining descendants afterwards.
 
-    Cleanup works even if one of the two processes is killed: both adopt orphans, and
-    the child gets SIGTERM at the end of this process. Neither stays stopped. The caller
-    must have one thread; ``disconnect`` closes this process's connection to the
-    controller. Both processes exit here: the child with the result of ``work``, this
-    one with the child's exit code, 128 plus its signal, or EXIT_NO_FORK.
+    This works even if one of the two processes is killed: both adopt orphans, and the
+    child gets SIGTERM when this process ends. A stopped process is continued. The
+    caller must have one thread. ``disconnect`` closes the connection to the controller
+    in this process.
 
-    In the foreground SIGINT and SIGHUP end the child too, and a second one kills it.
+    This function does not return. The child exits with the result of ``work``. This
+    process exits with the child's exit code, with 128 plus its signal, or with
+    EXIT_NO_FORK. With ``is_foreground``, SIGINT and SIGHUP also end the child, and a
+    second signal kills it.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     # Signals wait until this process passes them on.

@@ -1,4 +1,4 @@
-"""Read the kernel's evidence of a rank's end, and the stacks of running ranks.
+"""Collect the kernel's reports on a rank's end, and the stacks of running ranks.
 
 Note [Stacks]: an agent gives each rank the path of a file in memory. A module on the
 rank's ``PYTHONPATH`` (``startup/sitecustomize.py``) makes ``faulthandler`` write all
@@ -70,7 +70,7 @@ class KernelDiagnostics:
         self._kernel_fd = _open_kernel_log()
 
     def explain(self, status: int, wait_status: int, pid: int, cwd: str) -> str:
-        """Return half a sentence: the kernel's evidence of an end, or no text."""
+        """Return the kernel's reason for an exit as half a sentence, if it has any."""
         if status in _PLAIN_ENDS:
             return ""
         kernel_line = self._kernel_line(pid)

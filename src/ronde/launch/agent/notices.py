@@ -1,4 +1,4 @@
-"""A program that polls for notices that this host will be taken away.
+"""A program that polls for notices that this host will be reclaimed.
 
 The agent runs it as a ``RemoteProgram`` with the sources of ``--notice`` as arguments.
 It writes the lines ``leaving REASON`` and ``notice TEXT``. Each source has a thread, so
@@ -39,7 +39,7 @@ _FAILURES = (
 
 
 class Source(NamedTuple):
-    """A service or file that announces the end of this host."""
+    """A service or file that announces that this host will be reclaimed."""
 
     service: str  # its name, for messages
     every_s: float

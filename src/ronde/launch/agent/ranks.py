@@ -69,9 +69,9 @@ _LIMIT_BEFORE = resource.getrlimit(resource.RLIMIT_NOFILE)
 
 @contextmanager
 def inherited_binding(cpus: Sequence[int]) -> Generator[str]:
-    """Bind this process, and the children started in the ``with`` block.
+    """Bind this process, so that children started in the ``with`` block inherit it.
 
-    Yields an empty text, or the reason that some CPUs cannot be used.
+    Yields the reason that some CPUs cannot be used; empty if all can.
     """
     before, refused = os.sched_getaffinity(0), ""
     try:
@@ -147,7 +147,7 @@ def _signal_group(group: int, number: int) -> None:
 
 
 class JobPhase(Enum):
-    """The progress of a job on one host, from its preparation to its end."""
+    """State of a job on one host."""
 
     PREPARING = auto()
     RUNNING = auto()
@@ -235,7 +235,7 @@ class LocalJob:
 
     def start(self, order: messages.Start) -> None:
         if self.phase is not JobPhase.PREPARING or self.store is None:
-            raise LaunchError("Start must come once, after NodeJob.")
+            raise LaunchError("received Start before NodeJob, or a second Start.")
         self._env = base_environment(own_environment()) | self._job.env
         self._env |= {
             "RONDE_STORE": str(self.store.path),
@@ -249,8 +249,7 @@ class LocalJob:
         except OSError as error:
             sweep()
             reason = explain_shortage(error) or (
-                f"program must be one that can start, but {self._command[0]!r} does "
-                f"not: {error.strerror}."
+                f"cannot start {self._command[0]!r}: {error.strerror}."
             )
             self._refuse(reason, is_usage=error.errno in _USAGE_ERRORS)
             return
@@ -294,7 +293,7 @@ class LocalJob:
 
     def start_more(self, specs: Sequence[messages.WorkerSpec]) -> None:
         if self.phase is not JobPhase.RUNNING or not self._is_elastic:
-            raise LaunchError("StartWorkers must come to an elastic job, after Start.")
+            raise LaunchError("received StartWorkers before Start, or for a plain job.")
         for spec in specs:
             try:
                 rank = self._start_rank(spec)
@@ -363,10 +362,10 @@ class LocalJob:
         self.send(signal.SIGCONT)
 
     def _signal_programs(self) -> None:
-        """Signal each process once, but a fork only after its parent has ended.
+        """Send the stop signal to each process once, and to a fork after its parent.
 
         A last step or checkpoint may need forks such as DataLoader's workers. A rank
-        that is ending by itself is spared too, so that it shows its own exit code.
+        that is already exiting gets no signal, so that it keeps its own exit code.
         """
         leaving = {rank.pid for rank in self._running if rank.began_s}
         below = {p.pid: p for p in descendants(os.getpid()) if not p.is_zombie}

@@ -23,6 +23,7 @@ from ronde.store.local_socket import (
     temporary_directory,
 )
 from ronde.store.protocol import MAX_FRAME_BYTES, max_connections
+from ronde.world.environment import MAX_STATUS_BYTES
 
 _FULL_BYTES = 64 << 10
 _DRAIN_READS = 32
@@ -39,7 +40,6 @@ _PROGRAM = (
     "sys.path.append(sys.argv[1]); import_module(sys.argv[2]).main()"
 )
 MAX_LINE_BYTES = 16 << 20  # of a program or its controller
-_MAX_STATUS_BYTES = 8 << 10
 _STATUS_EVERY_S = 1.0
 _MAX_EXIT_NOTICES = 16
 
@@ -110,7 +110,7 @@ class OutputPipe:
         os.set_blocking(file.fileno(), False)
 
     def read(self) -> bool:
-        """Send some output to the controller; return False if there is none now."""
+        """Read once and queue the output; return False if nothing was there."""
         try:
             # The pipe may have been drained and closed since the poll.
             is_open = not self.file.closed
@@ -270,11 +270,10 @@ class StoreRelay:
 class RankChannels:
     """The agent's ends of its ranks' channels: see Note [One channel a rank].
 
-    Membership texts of an elastic job are passed to its controller and back; texts of
-    one loop iteration share a message. The channel of a rank that does not read is
-    closed. The newest statuses are sent once a second; exit notices are kept for
-    ``read_exits``. In elastic jobs ``on_death`` is called with a worker's number once
-    the kernel has begun to end it.
+    In an elastic job they carry membership messages between ranks and controller. A
+    rank that does not read loses its channel. The newest statuses are sent once a
+    second; exit notices are kept for ``read_exits``. In elastic jobs ``on_death`` is
+    called with a worker's number once the kernel has begun to end it.
     """
 
     def __init__(
@@ -348,7 +347,7 @@ class RankChannels:
             self.flush()
 
     def read_exits(self) -> list[tuple[int, float, int]]:
-        """Return new notices of exits: worker, time and pid."""
+        """Return new exit notices as worker, time and pid."""
         for rank, channel in self._by_rank.items():
             self._read(rank, channel)
         found: list[tuple[int, float, int]] = []
@@ -404,7 +403,7 @@ class RankChannels:
             if kind == b"exit":
                 notices = self._exits.setdefault(rank, deque(maxlen=_MAX_EXIT_NOTICES))
                 notices.append(text)
-            elif kind == b"status" and len(text) <= _MAX_STATUS_BYTES:
+            elif kind == b"status" and len(text) <= MAX_STATUS_BYTES:
                 self._statuses[rank] = text.decode(errors="replace"), time.monotonic()
             elif kind == b"member" and self._on_death is not None:
                 decoded = text.decode(errors="backslashreplace")

@@ -1,10 +1,10 @@
 """Find hosts by a command or a host file, once or while a job runs.
 
-Note [Which answers count]
-    New hosts and slots are used at once. Missing ones are given up after the second
-    such answer in a row: a host that comes and goes every second changes nothing. Hosts
-    keep their order, and new ones come last. An answer that cannot be read, or names no
-    host, is refused as a whole: the last one stays.
+Note [Changes of the host list]
+    New hosts and slots are used at once. A host or slot is dropped only if two answers
+    in a row lack it, so that a host that comes and goes changes nothing. Hosts keep
+    their order, and new ones come last. An answer that is malformed, or names no host,
+    is refused as a whole, and the last valid answer stays in force.
 """
 
 import os
@@ -47,7 +47,7 @@ _CLOSE_S = 1.0
 
 
 class HostChanges:
-    """The hosts in use, updated by each answer: see Note [Which answers count]."""
+    """The hosts in use, updated by each answer: see Note [Changes of the host list]."""
 
     def __init__(self, hosts: Sequence[Host]) -> None:
         self.hosts = tuple(hosts)
@@ -100,7 +100,7 @@ class Discovery:
         return self._source.due_s if self._source else inf
 
     def advance(self, now_s: float) -> tuple[Host, ...] | None:
-        """Return all hosts if they have changed; hosts with 0 slots must be left."""
+        """Return all hosts after a change; ranks must leave those with 0 slots."""
         if self._source is None or self._spec is None:
             return None
         try:
@@ -134,13 +134,13 @@ class Discovery:
 def parse_answer(
     data: bytes, spec: DiscoverySpec, ports: Mapping[str, int]
 ) -> tuple[tuple[Host, ...], tuple[str, ...]]:
-    """Return the hosts of an answer, and complaints about repeated ones."""
+    """Return the hosts of an answer, and a warning for each host named twice."""
     where = spec.source if spec.is_file else f"{spec.option} {spec.source}"
     try:
         text = data.decode()
     except UnicodeDecodeError as error:
         raise UsageError(
-            f"{where} must be text in UTF-8, but {error}. Correct it."
+            f"cannot read {where} as UTF-8: {error}. Correct it."
         ) from None
     hosts, doubles = merge_repeated(parse_lines(text, where), is_counted=spec.is_file)
     completed = [_complete(host, spec, ports) for host in hosts]
@@ -151,8 +151,8 @@ def _complete(host: Host, spec: DiscoverySpec, ports: Mapping[str, int]) -> Host
     is_own = is_here(host, ())  # without a look-up of the name, which may take seconds
     if spec.is_local and not is_own and host.name not in ports:
         raise UsageError(
-            f"{host.named_at}: hosts must be this machine alone with --standalone, "
-            f"and so in horovod.run(), got {host.name}. Leave it out."
+            f"{host.named_at}: --standalone and horovod.run() use this machine alone, "
+            f"got {host.name}. Leave it out."
         )
     port = host.port or ports.get(host.name, 0 if is_own else spec.ssh_port)
     slots = spec.slots if host.slots == SLOTS_OPEN else host.slots
@@ -160,7 +160,7 @@ def _complete(host: Host, spec: DiscoverySpec, ports: Mapping[str, int]) -> Host
 
 
 class _Command:
-    """A command that prints hosts, repeated some time after each end."""
+    """A command that prints hosts, run again ``every_s`` after it has ended."""
 
     def __init__(
         self,
@@ -180,7 +180,7 @@ class _Command:
         self._killed: list[subprocess.Popen[bytes]] = []
 
     def read(self, now_s: float) -> bytes | None:
-        """Return the output of a run that has ended, else None."""
+        """Return the output of a run that has just ended, else None."""
         self._reap()
         if self._process is None:
             if now_s >= self.due_s:
@@ -198,9 +198,9 @@ class _Command:
         self._kill()
         self.due_s = now_s + self._every_s
         if is_long:
-            raise self._error(f"it prints more than {_MAX_BYTES >> 20} MiB")
+            raise self._error(f"it printed more than {_MAX_BYTES >> 20} MiB")
         if code is None:
-            raise self._error(f"it takes longer than {self._limit_s:g} s")
+            raise self._error(f"it took longer than {self._limit_s:g} s")
         if code:
             last = last_line(errors.decode(errors="replace"))
             raise self._error(f"exit code {code}{last and ': '}{last}")
@@ -208,8 +208,7 @@ class _Command:
 
     def _error(self, why: str) -> UsageError:
         return UsageError(
-            f"{self._spec.option} must print hosts and end with 0, got "
-            f"{self._spec.source!r} ({why}). Run it by hand."
+            f"{self._spec.option}: {self._spec.source!r} failed: {why}. Run it by hand."
         )
 
     def close(self) -> None:
@@ -279,7 +278,7 @@ def _exit_code(pid: int) -> int | None:
 
 
 class _Hostfile:
-    """A file of hosts; its text is used after two equal readings."""
+    """A host file; a change counts once it was read twice."""
 
     def __init__(self, spec: DiscoverySpec, every_s: float, due_s: float) -> None:
         self._spec, self._every_s, self.due_s = spec, every_s, due_s
@@ -295,8 +294,8 @@ class _Hostfile:
         data, problem = self._seen
         if is_same and problem:
             raise UsageError(
-                f"{self._spec.option} must be a file that can be read, got "
-                f"{self._spec.source!r} ({problem}). Check the path."
+                f"{self._spec.option}: cannot read {self._spec.source!r}: {problem}. "
+                "Check the path."
             )
         return data if is_same else None
 

@@ -1,4 +1,4 @@
-"""Join a job from its other nodes: connect to the head, and run an agent here."""
+"""A node that joins a job: connect to the head node, and run an agent here."""
 
 import errno
 import math
@@ -34,7 +34,7 @@ _LONGEST_PAUSE_S = 2.0
 _REASONS = (
     (
         (EOFError, ConnectionResetError, BrokenPipeError),
-        "it closed the connection: its token is another, or all nodes have joined",
+        "it closed the connection: its token differs, or all nodes have joined",
     ),
     ((socket.gaierror,), "its name is not known"),
     ((ConnectionRefusedError,), "nothing listens there"),
@@ -46,7 +46,7 @@ _FAILURES = (OSError, EOFError, LaunchError, StoreError)
 
 
 class JoinRequest(NamedTuple):
-    """A node's options for joining its head."""
+    """Options of a node that joins."""
 
     host: str  # name or numeric address of the head
     port: int
@@ -74,11 +74,11 @@ def join_head(
         left_s = ends_at - time.monotonic()
         if left_s <= 0:
             raise HostError(
-                f"could not join the head at {where} within {request.timeout_s:g} s: "
-                f"{reason}."
+                f"could not join the head node at {where} within "
+                f"{request.timeout_s:g} s: {reason}."
             )
         if reason != reported:
-            notice(f"waiting for the head at {where}: {reason}")
+            notice(f"waiting for the head node at {where}: {reason}")
             reported = reason
         # At random times: many nodes are started together.
         wait_s = min(left_s, pause_s * (0.5 + random.random()))  # noqa: S311
@@ -127,7 +127,7 @@ def _connect(
 
 
 def _wait(signal_fd: int, fd: int, wanted: int, ends_at: float) -> None:
-    """Wait for an event of ``fd``, or without a descriptor until ``ends_at``."""
+    """Wait until ``fd`` is ready, or until ``ends_at`` if ``fd`` is negative."""
     readable = [signal_fd, *([fd] if wanted == select.POLLIN else [])]
     writable = [fd] if wanted == select.POLLOUT else []
     while (left_s := ends_at - time.monotonic()) > 0:
@@ -146,9 +146,9 @@ def follow_head(
 ) -> NoReturn:
     """Run the agent of a node that has joined; exit with the job's exit code.
 
-    If the head sends no exit code, call ``on_lost`` and exit with ``EXIT_UNREACHABLE``.
-    A first signal asks the head to end the job, a second one ends this node at once.
-    ``local``, an agent process that is not needed, is ended first.
+    If the head node sends no exit code, call ``on_lost`` and exit with
+    ``EXIT_UNREACHABLE``. A first signal asks the head node to end the job, a second one
+    ends this node at once. ``local`` is an agent process that is not needed: end it.
     """
     local.communicate()
     directory, reaper = name_directory(), os.getpid()

@@ -1,4 +1,4 @@
-"""Listen at the head until all nodes have joined."""
+"""The head node's server, which listens until all nodes have joined."""
 
 import errno
 import re
@@ -38,7 +38,7 @@ _NOT_PROVEN = "did not prove that it knows the token"
 
 
 class JoinConfig(NamedTuple):
-    """The head's options for nodes that join."""
+    """Options of the head node for the nodes that join."""
 
     address: str  # numeric address to listen on
     port: int  # its port, 0 for any
@@ -69,8 +69,8 @@ def wait_for_nodes(
         )
     except OSError as error:
         raise UsageError(
-            f"--listen must be an address of this machine with a free port, got "
-            f"{with_port(*where)}: {error.strerror or error}."
+            f"cannot listen on {with_port(*where)}: {error.strerror or error}. Give "
+            "--listen another address or port of this machine."
         ) from None
     listener.settimeout(0)
     server = _JoinServer(config, listener, notice)
@@ -112,7 +112,7 @@ class _JoinServer:
         nodes, command = counted(config.num_nodes, "node"), "ronde run --agent"
         where = with_port(host, port)
         self._notice(
-            f"waiting for {nodes}; start on each: {command} {where} --token-file FILE"
+            f"waiting for {nodes}; run on each: {command} {where} --token-file FILE"
         )
         ends_at = config.clock() + config.timeout_s
         while len(self._joined) < config.num_nodes:
@@ -120,8 +120,9 @@ class _JoinServer:
                 here = ", ".join(host.name for host, _ in self.nodes()) or "none"
                 raise HostError(
                     f"only {len(self._joined)} of {config.num_nodes} nodes joined "
-                    f"within {config.timeout_s:g} s: {here}. Start on each: {command} "
-                    f"{where}, or wait longer: --join-timeout"
+                    f"within {config.timeout_s:g} s: {here}. Run on each of the "
+                    f"others: {command} {where} --token-file FILE. Or wait longer: "
+                    "--join-timeout"
                 )
             self._serve(signal_fd, ends_at)
 
@@ -131,7 +132,7 @@ class _JoinServer:
             pending.sock.close()
         for kind, count in self._refused.items():
             if count > 1:
-                self._notice(f"in all {count} connections: each {kind}")
+                self._notice(f"{count} connections in total: each {kind}")
 
     def _serve(self, signal_fd: int, ends_at: float) -> None:
         is_crowded = len(self._pending) >= MAX_PENDING
@@ -214,7 +215,7 @@ def _natural(name: str) -> list[tuple[int, str]]:
 
 
 class JoinedAgents(AgentStarter):
-    """An ``AgentStarter`` for hosts that have joined with agents of their own."""
+    """An ``AgentStarter`` that uses the agents of nodes that have joined."""
 
     def __init__(
         self,
@@ -232,7 +233,7 @@ class JoinedAgents(AgentStarter):
         if channel is None:
             raise OSError(
                 errno.ENOTCONN,
-                "it was lost, and a node that joined cannot be started again",
+                "its connection was lost, and a node that joined cannot be restarted",
             )
         return AgentNode(host, channel, is_here=False, timeouts=self.timeouts)
 

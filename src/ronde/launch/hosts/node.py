@@ -14,7 +14,7 @@ from typing import IO, TYPE_CHECKING, NamedTuple, Protocol, cast
 
 from ronde.errors import Failure, HostFailure, LaunchError
 from ronde.launch.bootstrap import start_local_agent
-from ronde.launch.host import LOOK_S, LOOK_UP_S, Host, LookUp, is_here
+from ronde.launch.host import LOOK_S, Host, LookUp, is_here
 from ronde.launch.limits import (
     EXIT_INTERNAL,
     EXIT_NO_FORK,
@@ -44,7 +44,7 @@ Received = messages.FromAgent | messages.Output | messages.Relayed
 
 
 class AgentTransport(messages.Transport, Protocol):
-    """A connection to an agent; on ``close`` the agent ends its processes and exits."""
+    """A connection to an agent; ``close`` makes the agent end its ranks and exit."""
 
     @property
     def error_fd(self) -> int: ...  # its standard error, or -1
@@ -104,10 +104,10 @@ class HostLoss(NamedTuple):
 
 
 class AgentNode(messages.MessageWriter):
-    """A host and the messages to and from its agent.
+    """A host, with the connection to its agent.
 
-    Times are monotonic. An agent that ``is_here`` is a child process: its end is
-    noticed at once, without pings.
+    Times are monotonic. An agent that ``is_here`` is a child process: it needs no
+    pings, since its exit is noticed at once.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class AgentNode(messages.MessageWriter):
             return len(data)  # its end is noticed by reading
 
     def relay(self, relayed: messages.Relayed) -> None:
-        """Send a reply of the store in pieces, so that messages can overtake it."""
+        """Send a reply of the store in chunks, so that messages can overtake it."""
         data = relayed.data
         for at in range(0, max(len(data), 1), _RELAYED_BYTES):
             super().relay(relayed._replace(data=data[at : at + _RELAYED_BYTES]))
@@ -185,7 +185,7 @@ class AgentNode(messages.MessageWriter):
     @property
     def known_hello(self) -> messages.Hello:
         if self.hello is None:
-            raise AssertionError("a connected node has sent its hello")
+            raise AssertionError("the agent has not sent Hello yet")
         return self.hello
 
     @property
@@ -195,7 +195,7 @@ class AgentNode(messages.MessageWriter):
     def require_own(self, rank: int) -> None:
         if rank not in self.ranks:
             raise LaunchError(
-                f"agent of {self.name} must report its own ranks, got rank {rank}."
+                f"agent on {self.name} reported rank {rank}, which it does not run."
             )
 
     def watch(self, *, is_watched: bool) -> None:
@@ -327,7 +327,9 @@ class AgentStarter:
     @functools.cached_property
     def spawner(self) -> "Spawner":
         if self._make_spawner is None:
-            raise AssertionError("all hosts are this machine")
+            raise AssertionError(
+                "AgentStarter has no spawner: all hosts are this machine"
+            )
         return self._make_spawner()
 
     def is_here(self, host: Host) -> bool:
@@ -338,29 +340,15 @@ class AgentStarter:
             self._here.add(host.name)
         return host.name in self._here
 
-    def look_up(self, hosts: Sequence[Host], stop_fd: int) -> dict[str, Failure]:
-        """Look up many names; return failures of hosts that need not be tried."""
+    def look_up(self, hosts: Sequence[Host], stop_fd: int) -> None:
+        """Resolve many names in parallel; ``is_here`` resolves one by one."""
         names = [host.name for host in hosts if host.name not in self._found]
         if self._make_spawner is None or len(names) < _MANY:
-            return {}
+            return
         look_up = LookUp(names)
         while not look_up.is_over(LOOK_S):
             raise_if_stopped(stop_fd)
-        answers = dict(look_up.answers)
-        self._found |= {name: answers.get(name, ()) for name in names}
-        # Imported late: few jobs have so many hosts.
-        from ronde.launch.hosts.spawner import UNKNOWN_NAME
-
-        absent = [name for name, found in answers.items() if not found]
-        if (answers and not absent) or not self.spawner.connects_by_name(names[0]):
-            return {}
-        silent = Failure(
-            f"no name server answers within {LOOK_UP_S:g} s",
-            "name addresses, or see /etc/resolv.conf",
-        )
-        return dict.fromkeys(absent, UNKNOWN_NAME) | {
-            name: silent for name in names if name not in answers
-        }
+        self._found |= {name: look_up.answers.get(name, ()) for name in names}
 
     def is_looked_up(self, host: Host) -> bool:
         """Return True once a host's name was looked up, in a thread."""

@@ -1,7 +1,7 @@
 """The first program on another host, sent as text on standard input.
 
-It runs on any Python since 3.6, so that a Python that is too old can report its
-version. It imports ronde only if it is installed.
+It runs on any Python since 3.6, so that a Python that is too old can still report its
+version.
 """
 
 import json
@@ -15,7 +15,7 @@ _FIRST_MESSAGE_S = 60.0
 
 
 def bootstrap(sentinel: str, directory: str) -> None:
-    """Write the sentinel and the versions here; then run an agent if possible."""
+    """Write the sentinel and this host's versions, then run an agent if possible."""
     if Path(directory, "ronde", "launch", "agent", "agent.py").is_file():
         sys.path.append(directory)
     else:

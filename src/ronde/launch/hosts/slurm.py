@@ -1,8 +1,8 @@
 """Start programs on the hosts of a Slurm allocation, by one ``srun`` per host.
 
-Slurm passes on bytes unchanged and at once in both directions, and the end of input
-too. It does not notice an ``srun`` that was killed by SIGKILL: the program must then
-end by itself. Another signal makes ``srun`` kill the whole step.
+``srun`` forwards bytes unbuffered and unchanged in both directions, and also the end of
+input. Slurm does not notice an ``srun`` that was killed by SIGKILL: the program must
+then exit by itself. Any other signal makes ``srun`` kill the whole step.
 """
 
 from collections.abc import Sequence

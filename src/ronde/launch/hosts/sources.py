@@ -19,7 +19,7 @@ from ronde.addresses import family_of
 from ronde.arguments import read_number
 from ronde.errors import UsageError, WorldError
 from ronde.launch.host import MAX_SLOTS, SLOTS_OPEN, Host
-from ronde.units import grouped
+from ronde.units import counted, grouped
 from ronde.world.host_lists import BLANKS, expand, expand_list, split_list
 from ronde.world.launcher_env import parse_tasks_per_node
 
@@ -62,14 +62,14 @@ def _parse_words(text: str, option: str, named_at: str) -> list[Host]:
             hosts.append(Host(one, count, user=user, named_at=named_at))
     if not hosts:
         raise UsageError(
-            f"{option}: hosts must be names such as a:2,b:4, got none. Name them, or "
-            "leave the option out."
+            f"{option} names no host. Type names such as a:2,b:4, or leave the option "
+            "out."
         )
     return hosts
 
 
 def _split_slots(text: str, option: str) -> tuple[str, str | None]:
-    """Split ``:4`` off the end; before it an address with colons needs brackets."""
+    """Split ``HOST:SLOTS``; an IPv6 address with slots must have brackets."""
     if bracketed := _BRACKETED.fullmatch(text):
         return bracketed[1], bracketed[2]
     colon = text.rfind(":")
@@ -78,26 +78,26 @@ def _split_slots(text: str, option: str) -> tuple[str, str | None]:
             return text[:colon], text[colon + 1 :]
         if text[colon - 1] == "]":
             raise UsageError(
-                f"{option}: slots of a list of IPv6 addresses must stand in a host "
-                f"file, got {text!r}. Write there: {text[:colon]} "
+                f"{option}: {text!r} is ambiguous: slots for a list of IPv6 addresses "
+                f"can only be given in a host file. Write there: {text[:colon]} "
                 f"slots={text[colon + 1 :]}"
             )
     return text, None
 
 
 def _count_repeated(hosts: Iterable[Host]) -> tuple[Host, ...]:
-    counted: list[Host] = []
+    found: list[Host] = []
     for first, *others in grouped((host.name, host) for host in hosts).values():
         for host in others:
             is_same = host._replace(named_at=first.named_at) == first
             if not is_same or host.slots != SLOTS_OPEN:
                 lines = dict.fromkeys((first.named_at, host.named_at))
                 raise UsageError(
-                    f"{' and '.join(lines)}: a host that has slots must be named "
-                    f"once, got {host.name} twice. Name it once, with all of its slots."
+                    f"{' and '.join(lines)}: host {host.name} is named twice, with "
+                    "slots. Name it once, with all of its slots."
                 )
-        counted.append(first._replace(slots=1 + len(others)) if others else first)
-    return tuple(counted)
+        found.append(first._replace(slots=1 + len(others)) if others else first)
+    return tuple(found)
 
 
 def _check_name(name: str, option: str) -> None:
@@ -138,10 +138,10 @@ class _Value(NamedTuple):
 def merge_repeated(
     hosts: Iterable[Host], *, is_counted: bool
 ) -> tuple[tuple[Host, ...], tuple[str, ...]]:
-    """Return each host once, and complaints about repeated ones.
+    """Merge repeated hosts; return the hosts and a warning for each repeated one.
 
-    The fewest slots are used. With ``is_counted``, as in a host file, each repetition
-    of a host without slots adds one slot.
+    The smallest number of slots wins. With ``is_counted``, as in a host file, each
+    repetition of a host without slots adds one slot.
     """
     merged: list[Host] = []
     doubles: list[str] = []
@@ -154,8 +154,8 @@ def merge_repeated(
         elif others:
             shown = f"with {count} slots" if slots else "without slots"
             doubles.append(
-                f"{first.named_at}: {name} must be named once, got it "
-                f"{1 + len(others)} times. It counts once, {shown}."
+                f"{first.named_at}: {name} is named {1 + len(others)} times. It counts "
+                f"once, {shown}."
             )
         merged.append(first._replace(slots=count))
     return tuple(merged), tuple(doubles)
@@ -176,8 +176,8 @@ def parse_lines(text: str, option: str) -> list[Host]:
             hosts += _parse_line(kept, f"{option} line {number}")
     if not hosts:
         raise UsageError(
-            f"{option} must hold a line such as n1 slots=4 for each host, got none. "
-            "Write them, or leave the option out."
+            f"{option} names no host. Write a line such as n1 slots=4 for each, or "
+            "leave the option out."
         )
     return hosts
 
@@ -194,9 +194,9 @@ def _parse_line(line: str, named_at: str) -> list[Host]:
             rest = line[end:].strip(BLANKS)
             column = len(line) - len(rest) + 1
             raise UsageError(
-                f"{named_at}, column {column}: after a host must stand key=value with "
-                f"no blanks in the value, got {rest!r}. Type: slots=4, or # before a "
-                "comment"
+                f"{named_at}, column {column}: expected key=value after the host, "
+                f"without blanks in the value, got {rest!r}. Type: slots=4, or # "
+                "before a comment"
             )
         word, text = match.groups()
         if word not in _KEYS:
@@ -224,8 +224,8 @@ def _with_values(host: Host, values: Mapping[str, _Value], num_hosts: int) -> Ho
         gpus = tuple(value.text.split(","))
         if not all(map(_GPU.fullmatch, gpus)) or len(set(gpus)) < len(gpus):
             raise UsageError(
-                f"{value.where}: gpus must be different numbers or UUIDs with commas "
-                f"and no blanks between them, got {value.text!r}. Type: gpus=0,2"
+                f"{value.where}: gpus must be different numbers or UUIDs, separated by "
+                f"commas without blanks, got {value.text!r}. Type: gpus=0,2"
             )
     if value := values.get("user"):
         user = value.text
@@ -235,7 +235,8 @@ def _with_values(host: Host, values: Mapping[str, _Value], num_hosts: int) -> Ho
         if not _is_address(address) or num_hosts > 1:
             raise UsageError(
                 f"{value.where}: addr must be the numeric address of one host, got "
-                f"{address!r} for {num_hosts}. Type: n1 addr=10.0.0.1"
+                f"{address!r} for {counted(num_hosts, 'host')}. "
+                "Type: n1 addr=10.0.0.1"
             )
     slots = _number(values, "slots", 0, MAX_SLOTS, host.slots)
     # No rank is started beyond the slots, so a maximum only limits.
@@ -243,8 +244,8 @@ def _with_values(host: Host, values: Mapping[str, _Value], num_hosts: int) -> Ho
     if most < slots:
         value = values["max_slots"]
         raise UsageError(
-            f"{value.where}: {value.key} must be at least the slots, got {most} < "
-            f"{slots}. Drop one."
+            f"{value.where}: {value.key} must be at least the slots, got {most} for "
+            f"{slots} slots. Drop one of them."
         )
     if slots == SLOTS_OPEN:
         slots = most if "max_slots" in values else len(gpus) or SLOTS_OPEN
@@ -267,8 +268,8 @@ def read_allocation(environ: Mapping[str, str]) -> tuple[Host, ...] | None:
     # Heterogeneous jobs list their hosts under other names.
     if (num_groups := environ.get("SLURM_HET_SIZE", "1")) != "1":
         raise UsageError(
-            "SLURM_HET_SIZE must be 1, since only the allocation of a plain job is "
-            f"read, got {num_groups!r}. {_CURE}"
+            "heterogeneous Slurm jobs are not supported (SLURM_HET_SIZE is "
+            f"{num_groups}). {_CURE}"
         )
     listed_at = next((name for name in _LISTS if environ.get(name)), "")
     names = expand_list(environ[listed_at], listed_at) if listed_at else []
@@ -304,8 +305,8 @@ def _tasks(environ: Mapping[str, str], num_hosts: int, hosts: str) -> list[int]:
         # In a step on a part of the hosts, the counts are the step's.
         if "SLURM_STEP_ID" not in environ:
             raise UsageError(
-                f"{name} must have a count for each of the {num_hosts} hosts in "
-                f"{hosts}, got {environ[name]!r}, which has {len(tasks)}. {_CURE}"
+                f"{name} must have {num_hosts} counts, one for each host in {hosts}, "
+                f"got {len(tasks)} in {environ[name]!r}. {_CURE}"
             )
     each = environ.get(each_name, "1")
     return [read_number(each_name, each, _CURE, most=MAX_SLOTS)] * num_hosts
@@ -318,7 +319,7 @@ def is_hostfile(text: str, option: str) -> bool:
     with suppress(OSError), Path(path).open("rb") as file:
         if file.read(2) == b"#!":
             raise UsageError(
-                f"{option} must be a host file, or a program that may be run, got "
-                f"{text!r}, which is a script that may not. Type: chmod +x {text}"
+                f"{option}: {text!r} is a script, but it is not executable. "
+                f"Type: chmod +x {text}"
             )
     return True

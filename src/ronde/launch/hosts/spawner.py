@@ -1,4 +1,4 @@
-"""Common interface of ssh and srun, and the hello of a remote Python."""
+"""Interface of ssh and srun, and the first message of a remote Python."""
 
 import json
 import shlex
@@ -40,15 +40,11 @@ class Spawner(ABC):
 
     @abstractmethod
     def explain(self, host: Host, exit_code: int, errors: str) -> Failure:
-        """Return the reason that the command ended before the hello."""
+        """Return the reason that the command exited before the hello message."""
 
     def explain_silence(self, host: Host) -> Failure | None:  # noqa: ARG002
-        """Return a reason for the silence of a connected host, if one is found."""
+        """Find the reason that a connected host sends nothing; it may take seconds."""
         return None
-
-    def connects_by_name(self, name: str) -> bool:  # noqa: ARG002
-        """Return True if connections to a host use its address from the name server."""
-        return False
 
 
 def shell_command(program: str, host: Host) -> str:
@@ -85,7 +81,7 @@ def explain_program(exit_code: int, errors: str) -> Failure:
 
 
 class RemotePython(NamedTuple):
-    """The Python and ronde of a host, as ``remote_bootstrap`` sends them."""
+    """Versions on a host, as ``remote_bootstrap`` sends them."""
 
     python: str  # version of the Python there: ``3.11.2``
     executable: str
@@ -93,7 +89,7 @@ class RemotePython(NamedTuple):
     import_error: str
 
     def problem(self, host: Host, program: str) -> Failure | None:
-        """Return the reason that it cannot run an agent; ``program`` is ssh or srun."""
+        """Return the reason that this Python cannot run an agent, or None."""
         here = "{}.{}".format(*sys.version_info[:2])
         there = ".".join(self.python.split(".")[:2])
         if here != there:
@@ -140,7 +136,7 @@ class HelloReader:
         hello, is_whole, after = after.partition(b"\n")
         if len(hello) > MAX_HELLO_BYTES:
             raise LaunchError(
-                f"greeting must have at most {MAX_HELLO_BYTES} bytes, got more."
+                f"hello of the remote Python is longer than {MAX_HELLO_BYTES} bytes."
             )
         if not is_whole:
             return None
@@ -148,11 +144,13 @@ class HelloReader:
             found = from_plain(RemotePython, json.loads(hello))
         except PlainValueError:
             raise LaunchError(
-                f"greeting must have the texts {', '.join(RemotePython._fields)}, "
-                f"got {hello!r:.80}."
+                "hello of the remote Python must have the fields "
+                f"{', '.join(RemotePython._fields)}, got {hello!r:.80}."
             ) from None
         except (ValueError, RecursionError) as error:
-            raise LaunchError(f"greeting must be JSON: {error}.") from None
+            raise LaunchError(
+                f"hello of the remote Python is not JSON: {error}."
+            ) from None
         # Remove control characters: they are shown on a terminal.
         texts = ("".join(filter(str.isprintable, text)) for text in found)
         self.found = RemotePython._make(texts)

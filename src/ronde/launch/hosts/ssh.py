@@ -2,9 +2,7 @@
 
 import re
 import shlex
-import subprocess
 from collections.abc import Sequence
-from pathlib import Path
 
 from ronde.errors import Failure
 from ronde.launch.host import Host
@@ -19,14 +17,6 @@ from ronde.launch.hosts.spawner import (
 )
 
 _FAILED = 255
-_CONFIGURATION = re.compile(r"Reading configuration data (\S+)")
-_PROXIES = re.compile(r"^proxy(command|jump) (?!none$)", re.MULTILINE)
-_NAMES = re.compile(
-    # An include within a Host block is read for that host only.
-    r"^\s*(hostname|proxycommand|proxyjump|canonicalizehostname|match)\b"
-    r"|^\s*host\b(.|\n)*^\s*include\b",
-    re.IGNORECASE | re.MULTILINE,
-)
 _SECURE = (
     "-T",  # no terminal, which would change bytes
     "-a",  # no forwarding of the user's keys
@@ -106,20 +96,6 @@ class SshSpawner(Spawner):
 
     def command(self, host: Host, words: Sequence[str]) -> list[str]:
         return [*self.client(host), host.name, shlex.join(words)]
-
-    def connects_by_name(self, name: str) -> bool:
-        # Imported late: few starts need it.
-        from ronde.launch.hosts.ssh_path import ask_settings
-
-        try:
-            settings, notes = ask_settings(self.client(Host(name))[:-1], name)
-            files = _CONFIGURATION.findall(notes)
-            texts = [Path(file).read_text(errors="replace") for file in files]
-        except (OSError, subprocess.SubprocessError):
-            return False
-        is_same = f"hostname {name}\n" in settings
-        is_direct = not _PROXIES.search(settings)
-        return is_same and is_direct and not any(map(_NAMES.search, texts))
 
     def explain_silence(self, host: Host) -> Failure | None:
         # Imported late: most hosts answer.

@@ -1,8 +1,8 @@
-"""Diagnosis of an ssh that hangs: large packets are lost on the way.
+"""Diagnosis of an ssh that hangs because large packets are lost on the path.
 
-TCP connects and the server's first line arrives, in small packets. The exchange of keys
-has packets of full size, and never ends. To find the limit, send TCP segments to the
-server: its kernel acknowledges them.
+TCP connects and the server's first line arrives, in small packets. The key exchange
+has packets of full size, so it hangs. To find the largest size that arrives, send TCP
+segments to the server: its kernel acknowledges them.
 """
 
 import fcntl
@@ -38,36 +38,20 @@ def explain_silence(host: Host, client: Sequence[str]) -> Failure | None:
     return None
 
 
-def ask_settings(client: Sequence[str], name: str) -> tuple[str, str]:
-    """Return ssh's settings for a host, one per line, and ssh's log about them.
-
-    The configuration may run commands. Those that hang are killed.
-
-    Raises:
-        OSError: There is no ssh.
-        subprocess.SubprocessError: It failed, or took too long.
-    """
-    words = [*client, "-v", "-G", "--", name]
+def _find_server(host: Host, client: Sequence[str]) -> tuple[str, int] | None:
     with subprocess.Popen(
-        words,
+        [*client, "-G", "--", host.name],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
         text=True,
         start_new_session=True,
-    ) as asked:
+    ) as ssh:
         try:
-            settings, notes = asked.communicate(timeout=_ASK_S)
+            printed, _ = ssh.communicate(timeout=_ASK_S)
         except subprocess.TimeoutExpired:
-            os.killpg(asked.pid, signal.SIGKILL)
+            os.killpg(ssh.pid, signal.SIGKILL)  # the configuration may run commands
             raise
-    if asked.returncode:
-        raise subprocess.CalledProcessError(asked.returncode, words)
-    return settings, notes
-
-
-def _find_server(host: Host, client: Sequence[str]) -> tuple[str, int] | None:
-    printed, _ = ask_settings(client, host.name)
     lines = (line.partition(" ") for line in printed.splitlines())
     settings = {name: value for name, _, value in lines}
     proxies = (settings.get(f"proxy{way}", "none") for way in ("command", "jump"))
@@ -88,7 +72,7 @@ def _explain(address: str, port: int) -> Failure | None:
     if sizes is None:
         return None
     name, mtu = interface_towards(address), own_mtu_towards(address)
-    stands = "ssh connects, and hangs at the exchange of keys"
+    stands = "ssh connects, but the key exchange hangs"
     if sizes.lost == 0:
         cause = f"packets of {sizes.arrived} bytes arrive there, those back may be lost"
         most = LEAST_BYTES
@@ -110,7 +94,7 @@ class PathSizes(NamedTuple):
 
 
 def measure_ssh_path(address: str, port: int) -> PathSizes | None:
-    """Find the largest packet that reaches an ssh server; None if it is another one."""
+    """Find the largest packet that reaches an ssh server; None for other servers."""
     arrived, lost = LEAST_BYTES, 0
     for step in _STEPS_BYTES:
         with socket.create_connection((address, port), _CONNECT_S) as line:

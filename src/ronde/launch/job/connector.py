@@ -3,7 +3,7 @@
 import itertools
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from heapq import heappop, heappush
 
 from ronde.errors import Failure, HostError, HostFailure, LaunchError
@@ -37,9 +37,9 @@ class _Attempt:
 class AgentConnector(Handler):
     """Starts an agent on each host, at most ``MAX_STARTING`` at once.
 
-    While ranks run, their handler calls ``advance`` at ``due_s``, passes on events of
-    nodes that this connector ``owns``, and calls ``collect`` when it ``has_results``.
-    Only ``run`` blocks.
+    ``run`` blocks. To connect while ranks run, call ``advance`` at ``due_s``, forward
+    the events of nodes that this connector ``owns``, and call ``collect`` when it
+    ``has_results``.
     """
 
     def __init__(self, loop: EventLoop, starter: AgentStarter) -> None:
@@ -54,8 +54,8 @@ class AgentConnector(Handler):
         self._killed: list[AgentNode] = []
 
     def run(self, hosts: Sequence[Host], patience_s: float = 0.0) -> list[AgentNode]:
-        known = self._starter.look_up(hosts, self._loop.signal_fd)
-        self.add(hosts, patience_s, known)
+        self._starter.look_up(hosts, self._loop.signal_fd)
+        self.add(hosts, patience_s, in_thread=False)
         progress = self._loop.progress
         progress.begin("to answer (login, start of Python there)", self._awaited)
         while self._waiting or self._starting:
@@ -72,26 +72,19 @@ class AgentConnector(Handler):
         return ready
 
     def add(
-        self,
-        hosts: Sequence[Host],
-        patience_s: float = 0.0,
-        known: Mapping[str, Failure] | None = None,
+        self, hosts: Sequence[Host], patience_s: float = 0.0, *, in_thread: bool = True
     ) -> None:
         """Connect to more hosts; retry for ``patience_s``.
 
-        Hosts in ``known`` have failed already. Without it, threads look up the names.
+        With ``in_thread`` names are resolved in threads, so that nothing blocks.
         """
         num_fds = (len(self._loop.nodes) + len(hosts)) * _FDS_PER_HOST
         raise_open_files_limit(num_fds + _OTHER_FDS)
         until_s = time.monotonic() + patience_s
         for host in hosts:
-            attempt = _Attempt(
-                next(self._indices), host, until_s, in_thread=known is None
-            )
-            if known and host.name in known:
-                self._failed.append((attempt, known[host.name]))
-            else:
-                heappush(self._waiting, attempt)
+            index = next(self._indices)
+            attempt = _Attempt(index, host, until_s, in_thread=in_thread)
+            heappush(self._waiting, attempt)
 
     def advance(self) -> None:
         self._give_up_late()
@@ -182,7 +175,10 @@ class AgentConnector(Handler):
 
     def on_message(self, node: AgentNode, message: FromAgent) -> None:
         if not isinstance(message, Hello) or node not in self._starting:
-            raise LaunchError(f"agent of {node.name} must send Hello, once and first.")
+            raise LaunchError(
+                f"agent on {node.name} sent {type(message).__name__}: Hello must come "
+                "first, and only once."
+            )
         attempt = self._starting.pop(node)
         problem = node.find_problem()
         if problem is None and message.protocol != PROTOCOL:

@@ -20,12 +20,7 @@ from ronde.launch.hosts.node import EXIT_UNREACHABLE, AgentNode, AgentStarter, H
 from ronde.launch.job.connector import AgentConnector
 from ronde.launch.job.event_loop import EventLoop, Handler, StartProgress
 from ronde.launch.job.failure import JobResult, LostHost
-from ronde.launch.job.generation import (
-    FixedView,
-    Generation,
-    JobView,
-    require_accepted,
-)
+from ronde.launch.job.generation import FixedView, Generation, JobView, require_accepted
 from ronde.launch.job.output import Attempt, MakeSinks, NoOutput, OutputProcess
 from ronde.launch.job.plan import (
     JobPlan,
@@ -52,11 +47,11 @@ Preflight = Callable[["Controller", Sequence[AgentNode]], tuple[str, ...]]
 
 
 class Controller(Handler):
-    """A job and its agents, from their start to their end.
+    """Starts a job's agents, runs the job, and ends them.
 
     This process must adopt orphans. After ``close`` no process of the job runs on this
-    host, except those that survive SIGKILL, which were reported. Other hosts end their
-    processes at once, or when they notice the loss of the connection.
+    host, except processes that survived SIGKILL, which were reported. Agents on other
+    hosts end their processes at once, or when they notice the loss of the connection.
     """
 
     def __init__(
@@ -237,7 +232,7 @@ class Controller(Handler):
         if failures:
             verb = "was" if len(failures) == 1 else "were"
             hosts = counted(len(failures), "host")
-            raise HostError(f"{hosts} {verb} lost before the ranks ran.", failures)
+            raise HostError(f"{hosts} {verb} lost before the ranks started.", failures)
 
     def write_out(self, *, is_hurried: bool) -> int:
         return self._loop.write_out(_LAST_OUTPUT_S if is_hurried else float("inf"))
@@ -259,7 +254,7 @@ class Controller(Handler):
 def resolve(
     controller: Controller, spec: JobSpec, preflight: Preflight | None = None
 ) -> JobPlan:
-    """Connect to the hosts, and plan the job with the resources that they report."""
+    """Connect to the hosts, and plan the job with their reported resources."""
     nodes, shares, notices = _find_hosts(controller, spec)
     notices += preflight(controller, nodes) if preflight else ()
     by_name = {node.name: node for node in nodes}
@@ -331,8 +326,8 @@ def _require_different(nodes: Sequence[AgentNode]) -> None:
         other = by_identity.setdefault(node.known_hello.identity, node.name)
         if other != node.name:
             raise UsageError(
-                f"hosts must be different machines, got {other} and {node.name}, which "
-                f"are one ({node.known_hello.host}). Name it once, with all its slots."
+                f"{other} and {node.name} are the same machine "
+                f"({node.known_hello.host}). Name it once, with all its slots."
             )
 
 

@@ -49,7 +49,7 @@ _LAST_S = 1.0
 
 
 class StartProgress:
-    """Reports the steps of a start that take long."""
+    """Reports slow steps of a job's start."""
 
     def __init__(
         self, notice: Callable[[str], None], *, is_verbose: bool = False
@@ -152,7 +152,7 @@ class Handler:
     def on_message(self, node: AgentNode, message: FromAgent) -> None:
         """Handle a message; the default refuses it."""
         kind = type(message).__name__
-        raise LaunchError(f"agent of {node.name} must not send {kind} now.")
+        raise LaunchError(f"agent on {node.name} sent an unexpected {kind}.")
 
     def on_output(self, output: Output) -> None:
         raise LaunchError(f"rank {output.worker} wrote output before it was started.")
@@ -170,7 +170,7 @@ class Handler:
             raise InterruptedStartError(number)
 
     def on_broken_output(self, number: int) -> None:
-        """Treat a closed standard output (a broken pipe) like a signal."""
+        """Handle a closed standard output; ``number`` is the signal for it."""
 
 
 class EventLoop:
@@ -343,7 +343,7 @@ class EventLoop:
                 is_last, limit_s = True, _LAST_S
             elif not ready:
                 output.kill()
-                text = "the last lines were not written: what takes them stalls"
+                text = "the last lines were not written: the output stalls"
                 with suppress(OSError, ValueError):
                     if wait_for([], [sys.stderr.fileno()], 0):
                         print(f"ronde: {text}.", file=sys.stderr, flush=True)  # noqa: T201

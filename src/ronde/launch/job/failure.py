@@ -69,8 +69,8 @@ class Tail:
     def traceback(self) -> str:
         """Return the Python traceback at the end, or an empty text.
 
-        It includes chained exceptions and the lines of the message, without a prefix of
-        every line such as torch's ``[rank0]: ``.
+        It includes chained exceptions. A prefix of every line, such as torch's
+        ``[rank0]: ``, is removed.
         """
         has_any = _TRACEBACK.encode() in self._kept
         return find_traceback(self._lines()) if has_any else ""
@@ -171,7 +171,7 @@ class RankEnd(NamedTuple):
 
     @property
     def last_words(self) -> str:
-        """The rank's own reason for its end, in lower case; empty if it was killed."""
+        """The rank's own error message in lower case; empty if it was killed."""
         if self.status <= 0 and self.status != -signal.SIGABRT:
             return ""
         text = self.traceback if self.status == 1 else ""
@@ -230,11 +230,14 @@ def judge(
     """Find the cause of a job's end, and its exit code.
 
     A rank that ended after the stop signal is a consequence. So is a rank that lost a
-    peer, if another rank failed by itself. The cause is the first of the others; at
-    equal times signals come before exit codes, and exit codes before lost hosts. If all
-    failed ranks lost a peer, the cause is a stopped rank that crashed, probably ended
-    by itself, or is named by them; or a rank that they name and that exited with 0. If
-    the cause has no exit code, the job gets that of the first failed rank.
+    peer, if another rank failed by itself. The cause is the first of the other
+    failures; at equal times signals come before exit codes, and exit codes before lost
+    hosts.
+
+    If all failed ranks lost a peer, the cause may be a stopped rank that crashed, that
+    had probably failed before the signal, or that their errors name. It may also be a
+    rank that their errors name and that exited with 0. If the cause has no exit code,
+    the job gets the exit code of the first failed rank.
     """
     # A rank that lost a peer ended after that peer.
     losses = [(end.at_s, end.lost_ranks) for end in ends if end.lost_ranks]

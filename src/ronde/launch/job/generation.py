@@ -1,4 +1,4 @@
-"""The workers of one start of a job, and its result."""
+"""One attempt of a job: its workers, and its result."""
 
 import signal
 import time
@@ -69,7 +69,7 @@ class RunningWorker:
 
 
 class Generation(Handler):
-    """The workers of one start of a job, by worker id, in plain jobs the rank."""
+    """One attempt of a job; in a plain job the id of a worker is its rank."""
 
     def __init__(
         self,
@@ -404,8 +404,8 @@ class Generation(Handler):
 class FixedView:
     """The view of a plain job: the job ends with the first failure.
 
-    A worker that lost a peer may end before that peer. So the others are stopped only
-    after a moment: a worker that is stopped cannot show its own exit code.
+    A worker that lost a peer may exit before that peer. So the other workers are
+    stopped a moment later: a worker that gets a signal cannot show its own exit code.
     """
 
     can_lose_hosts = False
@@ -424,7 +424,7 @@ class FixedView:
         return self._cause_by_s < inf
 
     def begin(self, start: messages.Start) -> None:
-        """Do nothing: the agents start the workers of their jobs."""
+        """Do nothing: the agents start the workers of a plain job."""
 
     def due_s(self) -> float:
         return self._cause_by_s
@@ -476,7 +476,7 @@ class FixedView:
 def require_accepted(
     answers: Sequence[tuple[AgentNode, messages.FromAgent]], num_hosts: int
 ) -> None:
-    """Raise an error with the reasons of all agents that refuse the job."""
+    """Raise an error with the reasons of all agents that refused the job."""
     by_reason: dict[str, list[str]] = {}
     is_usage = True
     for node, answer in answers:

@@ -94,8 +94,8 @@ class ErrorFile(_Report):
         directory = absolute_path(path).parent
         if not os.access(directory, os.W_OK | os.X_OK) or Path(path).is_dir():
             raise UsageError(
-                f"--error-file must be a file in a directory that can be written, got "
-                f"{path!r}. Create {str(directory)!r} or name another."
+                f"--error-file must be a file in a writable directory, got {path!r}. "
+                f"Create {str(directory)!r} or name another."
             )
 
     def finished(self, result: JobResult) -> None:
@@ -124,8 +124,8 @@ class RankLogs(_Report):
     """The files of ``--log-dir``: each rank's output, unchanged.
 
     ``DIR/<job id>/attempt_<epoch>/`` has ``<rank>/{stdout,stderr}.log``, their list
-    ``index.json``, and the report ``end.json``. After a failed write a file is no
-    longer written, and one notice names its rank.
+    ``index.json``, and the report ``end.json``. After an error no more is written to
+    that file, and one notice names its rank.
     """
 
     def __init__(self, sink: OutputSink, directory: str) -> None:
@@ -150,8 +150,7 @@ class RankLogs(_Report):
         except OSError as error:
             if attempt.epoch == 0:
                 raise UsageError(
-                    "--log-dir must be a directory that can be written, got "
-                    f"{self._directory!r} ({error.strerror}). "
+                    f"cannot write to --log-dir {self._directory!r}: {error.strerror}. "
                     "Create it or name another."
                 ) from None
             self._given_up.update((rank, stream) for rank in ranks for stream in Stream)

@@ -42,7 +42,7 @@ _IGNORED = (
 
 
 class Attempt(NamedTuple):
-    """One start of a job: its number, and the host of each worker."""
+    """One attempt to run a job, and the host of each worker."""
 
     job_id: str
     epoch: int  # 0 for the first start, one more for each restart
@@ -67,11 +67,11 @@ def attempt_dir(directory: str, attempt: Attempt) -> str:
 
 
 class OutputSink(Protocol):
-    """Interface to show a job; called in the output process.
+    """Interface of a job's display; called in the output process.
 
     The process polls the ``pending_fds``, calls ``write_to`` for ready ones, and reads
     no more output while ``backlog_bytes`` is large. ``write_to`` raises BrokenPipeError
-    with the number of the error when standard output cannot be written any more.
+    with an errno once standard output cannot be written to.
     """
 
     @property
@@ -128,11 +128,11 @@ class JobFile:
 
 
 class EndOfStacks(NamedTuple):
-    """To the process: show the ``Stacks`` that were sent before."""
+    """To the process: show the ``Stacks`` sent since the last ``EndOfStacks``."""
 
 
 class OutputAnswer(NamedTuple):
-    """From the process: an attempt can begin, or the output cannot be written."""
+    """From the process: an attempt can begin, or writing has failed."""
 
     problem: str  # error of an attempt, or empty
     signal: int  # SIGPIPE, SIGHUP of a closed terminal, OUTPUT_FULL; or 0
@@ -209,7 +209,7 @@ class OutputProcess(MessageWriter):
         self.send(result)
 
     def discard(self) -> None:
-        """Drop output that is not shown yet; files still get it."""
+        """Drop output that is not shown yet; files are still complete."""
         if self._discard_fd >= 0:
             os.close(self._discard_fd)
             self._discard_fd = -1
@@ -225,8 +225,8 @@ class OutputProcess(MessageWriter):
             os.waitpid(self._pid, 0)
             if not self._is_closing:
                 raise LaunchError(
-                    "the process that writes the output exited before the job ended. "
-                    "Start the job again."
+                    "the output process exited before the job ended. Start the job "
+                    "again."
                 )
             return 0
         unread_signal = 0

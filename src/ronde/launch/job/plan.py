@@ -129,8 +129,8 @@ def count_slots_of(node: AgentNode, num_hosts: int) -> int:
         return usable_cores(machine)
     if node.host.slots == SLOTS_GPUS and not machine.gpus:
         raise UsageError(
-            f"--nproc-per-node gpu must find a GPU on each host, got none on "
-            f"{node.name}. Type a number, or --nproc-per-node cpu."
+            f"--nproc-per-node gpu needs a GPU on each host, but {node.name} has none. "
+            "Type a number, or --nproc-per-node cpu."
         )
     return len(machine.gpus) or (usable_cores(machine) if num_hosts == 1 else 1)
 

@@ -1,4 +1,4 @@
-"""Programs on hosts that answer each line with one line."""
+"""Programs on the hosts that answer each line with one line."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from ronde.launch.wire import messages
 
 
 class Answer(NamedTuple):
-    """A host's answer to one question, or the reason that there is none."""
+    """A host's answer to one line, or the reason that it has none."""
 
     line: str
     failure: str  # in half a sentence; empty with an answer
@@ -20,7 +20,7 @@ class Answer(NamedTuple):
 
 
 class RemotePrograms(Handler):
-    """One program on each host; all are asked in parallel."""
+    """One program on each host; all hosts answer in parallel."""
 
     def __init__(
         self, loop: EventLoop, nodes: Sequence[AgentNode], module: str

@@ -1,9 +1,9 @@
 # ruff: noqa: INP001 - a directory of PYTHONPATH is no package
 """Makes every Python of a rank write its stacks to its agent on a signal.
 
-An agent puts this directory first on its ranks' ``PYTHONPATH``: Python imports
-``sitecustomize`` at its start. This module then imports the user's own
-``sitecustomize``, if any. It costs one look-up and three system calls.
+An agent puts this directory first on its ranks' ``PYTHONPATH``, since Python imports
+``sitecustomize`` at startup. This module then imports the user's own ``sitecustomize``,
+if any.
 """
 
 import faulthandler

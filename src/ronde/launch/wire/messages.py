@@ -1,12 +1,10 @@
 """Messages and frames between controller and agent.
 
 A frame is a 4-byte length (big endian, of the rest), a kind byte and a body; the length
-is checked before anything is stored. Messages are named tuples, sent as JSON objects
-with their name in the field ``is``. Each field is checked against its annotation:
-nothing is evaluated or unpickled, and unknown fields are refused.
+is checked before anything is stored. Messages are named tuples, in the form of
+``ronde.plain_values``.
 """
 
-import json
 import os
 from collections import deque
 from collections.abc import Callable
@@ -14,9 +12,9 @@ from enum import IntEnum
 from struct import Struct
 from typing import Generic, NamedTuple, Protocol, TypeVar, cast, get_args
 
+from ronde import plain_values
 from ronde.addresses import InterfaceAddress
 from ronde.errors import LaunchError, StoreError
-from ronde.plain_values import PlainValueError, from_plain, shorten, to_plain
 from ronde.store.protocol import MAX_FRAME_BYTES, Splitter
 from ronde.topology.machine import Machine
 
@@ -31,7 +29,7 @@ _JSON = 1  # the kind of a frame whose body is a message as JSON
 
 
 class WorkerSpec(NamedTuple):
-    """A worker's number, and the variables and CPUs of this worker alone."""
+    """A worker's id, with the variables and CPUs that differ between workers."""
 
     worker: int
     env: dict[str, str]  # these override the job's
@@ -39,7 +37,7 @@ class WorkerSpec(NamedTuple):
 
 
 class NodeJob(NamedTuple):
-    """To the agent: check that this job can start here; start nothing yet."""
+    """To the agent: check that this job can start here, but start nothing yet."""
 
     epoch: int  # generation of the world, 0 for the first start
     job_marker: str  # random; RONDE_COOKIE of each process; no secret
@@ -97,7 +95,7 @@ class StartProgram(NamedTuple):
 
 
 class Forward(NamedTuple):
-    """To the agent: pass a signal on to the ranks, and do nothing else."""
+    """To the agent: forward a signal to the ranks."""
 
     signal: int
 
@@ -148,7 +146,7 @@ class Hello(NamedTuple):
 
 
 class Located(NamedTuple):
-    """From the agent, on ``Locate``: its local addresses; empty without a route."""
+    """From the agent: the answer to ``Locate``; empty texts without a route."""
 
     sources: tuple[str, ...]
 
@@ -186,13 +184,13 @@ class Started(NamedTuple):
 
 
 class HostEnding(NamedTuple):
-    """From the agent: its host (Slurm, Kubernetes) ends the job with this signal."""
+    """From the agent: Slurm or Kubernetes ends the job on its host by this signal."""
 
     signal: int
 
 
 class HostLeaving(NamedTuple):
-    """From the agent of an elastic job: its host will end soon."""
+    """From the agent of an elastic job: its host will be reclaimed soon."""
 
     reason: str  # in half a sentence, about the host: ``AWS takes it at 10:31:02 UTC``
 
@@ -313,33 +311,16 @@ FROM_AGENT: tuple[type[FromAgent], ...] = get_args(FromAgent)
 
 
 def encode_message(message: object) -> bytes:
-    plain = cast("dict[str, object]", to_plain(message))
-    return json.dumps({"is": type(message).__name__, **plain}).encode()
+    return plain_values.encode_message(message).encode()
 
 
 def decode_message(raw: bytes, kinds: tuple[type[T], ...]) -> T:
     try:
-        decoded: object = json.loads(raw)
-    except ValueError as error:
-        raise LaunchError(f"control message must be JSON: {error}.") from None
-    if not isinstance(decoded, dict):
-        raise LaunchError(f"control message must be an object, got {shorten(decoded)}.")
-    values = cast("dict[str, object]", decoded)
-    kind = _find_kind(values.pop("is", None), kinds)
-    try:
-        return from_plain(kind, values)
-    except PlainValueError as error:
+        return plain_values.decode_message(raw, kinds)
+    except plain_values.PlainValueError as error:
         raise LaunchError(
             f"{error} Run the same version of ronde on every host."
         ) from None
-
-
-def _find_kind(name: object, kinds: tuple[type[T], ...]) -> type[T]:
-    for kind in kinds:
-        if kind.__name__ == name:
-            return kind
-    names = ", ".join(kind.__name__ for kind in kinds)
-    raise LaunchError(f"message must be one of {names}, got {shorten(name)}.")
 
 
 class Stream(IntEnum):
@@ -407,13 +388,12 @@ class MessageDecoder(Generic[T]):
         if kind == _JSON:
             return decode_message(body, self._kinds)
         raw = _RAW.get(kind)
-        if raw is None or len(body) < _HEAD.size:
+        if raw not in self._kinds or len(body) < _HEAD.size:
             raise LaunchError(
                 f"frame must be of kind {_JSON}, or of {list(_RAW)} with {_HEAD.size} "
                 f"bytes or more, got kind {kind} with {len(body)} bytes. Run the same "
                 "version of ronde on every host."
             )
-        _find_kind(raw.__name__, self._kinds)
         number, other = _HEAD.unpack_from(body)
         message = Relayed(number, other, body[_HEAD.size :])
         if raw is Output:
@@ -427,7 +407,7 @@ class MessageWriter:
     """Buffered writer for a non-blocking pipe or socket.
 
     ``write`` returns the number of bytes written, perhaps 0, or raises BrokenPipeError.
-    At most ``limit_bytes`` are buffered. Bytes of the store come after all messages.
+    At most ``limit_bytes`` are buffered. Store traffic is sent after all messages.
     """
 
     def __init__(
@@ -451,8 +431,8 @@ class MessageWriter:
         frame = encode(message)
         if len(self._unsent) + len(frame) > self._limit_bytes:
             raise LaunchError(
-                f"unsent frames must stay under {self._limit_bytes} bytes, "
-                f"got {len(self._unsent) + len(frame)}. The other side is stuck."
+                f"more than {self._limit_bytes} bytes are unsent: the other side does "
+                "not read."
             )
         self._unsent += frame
         self._flush_messages()

@@ -1,13 +1,13 @@
-"""Mutually authenticated TLS connections between the head and nodes that join.
+"""Mutually authenticated TLS connections between the head node and joining nodes.
 
-Both sides prove that they know the token: see the note of
-``ronde.store.authentication``; a node's claim is its ``NodeInfo``. Before the proof the
-head interprets nothing else, and the node sends nothing else. The token gives access to
-the whole job. The functions for the proof never block: they yield the event of
-``select.poll`` that they need next.
+Both sides prove that they know the token, as in the note of
+``ronde.store.authentication``, where the node's claim is its ``NodeInfo``. Until then
+the head node parses nothing else, and the node sends nothing else. The token gives
+access to the whole job. The functions for authentication never block: they yield the
+event of ``select.poll`` to wait for.
 
-Data then goes in records of a length, a kind and a body. A record marks the end of the
-data: the head closes the agent's input, and later sends the job's exit code.
+Data is then sent in records of a length, a kind and a body. A record of its own kind
+marks the end of the data, and a last one has an exit code.
 """
 
 import datetime as dt
@@ -90,18 +90,17 @@ def choose_address(host: str) -> str:
         if found:
             return found[0]
         raise UsageError(
-            f"--listen must be an address of this machine, got {host!r}, a name "
-            "without an address. Type: --listen ADDRESS:PORT"
+            f"--listen: the name {host!r} has no address. Type: --listen ADDRESS:PORT"
         )
     own = read_interfaces()
     named = [each.address for each in own if each.address in found]
     if named or len({each.interface for each in own}) == 1:
         return (named or [own[0].address])[0]
     names = ", ".join(f"{each.address} ({each.interface})" for each in own)
-    there = f"are several: {names}" if own else "is none that others could reach"
+    found = f"several addresses: {names}" if own else "none that others can reach"
     raise UsageError(
-        "--listen must name one address of this machine, got a port alone, and there "
-        f"{there}. Type: --listen ADDRESS:PORT"
+        f"--listen must name an address, since this machine has {found}. "
+        "Type: --listen ADDRESS:PORT"
     )
 
 
@@ -113,15 +112,14 @@ def read_token(path: str) -> SharedKey:
             is_file = path != "-" and stat.S_ISREG(status.st_mode)
             if is_file and status.st_mode & _FOR_OTHERS:
                 raise UsageError(
-                    f"--token-file must not be open to every user, got {path!r} with "
-                    f"mode {stat.S_IMODE(status.st_mode):04o}. Type: chmod 600 {path} "
-                    "(for a secret of Kubernetes: defaultMode: 0440)"
+                    f"--token-file {path!r} can be read or written by every user (mode "
+                    f"{stat.S_IMODE(status.st_mode):04o}). Type: chmod 600 {path}, or "
+                    "set defaultMode: 0440 for a Kubernetes Secret"
                 )
             text = file.read(2 * _MAX_BYTES).strip()
     except OSError as error:
         raise UsageError(
-            f"--token-file must be a file that can be read, got {path!r}: "
-            f"{error.strerror}. {_MAKE_ONE}"
+            f"cannot read --token-file {path!r}: {error.strerror}. {_MAKE_ONE}"
         ) from None
     if len(text) < MIN_CHARACTERS:
         raise UsageError(
@@ -130,8 +128,8 @@ def read_token(path: str) -> SharedKey:
         )
     if len(text) > _MAX_BYTES or any(not 33 <= byte <= 126 for byte in text):
         raise UsageError(
-            f"token in {path!r} must be one word of at most {_MAX_BYTES} ASCII "
-            f"characters, got something else. {_MAKE_ONE}"
+            f"token in {path!r} must be at most {_MAX_BYTES} printable ASCII "
+            f"characters without blanks. {_MAKE_ONE}"
         )
     return SharedKey(text)
 
@@ -157,7 +155,7 @@ def host_name(nodename: str) -> str:
 
 
 class HeadTls(NamedTuple):
-    """The head's TLS context for one job; its key is in memory only."""
+    """The head node's TLS context for one job; its key is only in memory."""
 
     context: ssl.SSLContext
     certificate: bytes  # in DER
@@ -170,7 +168,7 @@ def make_head_tls() -> HeadTls:
         from cryptography.hazmat.primitives.asymmetric import ec
     except ImportError:
         raise UsageError(
-            "cryptography must be installed for nodes that join, but it is not. "
+            "the package cryptography, which --listen needs, is not installed. "
             "Type: pip install 'ronde[agent]'"
         ) from None
     key = ec.generate_private_key(ec.SECP256R1())
@@ -189,9 +187,7 @@ def make_head_tls() -> HeadTls:
     )
     encoding = serialization.Encoding
     pem = key.private_bytes(
-        encoding.PEM,
-        serialization.PrivateFormat.PKCS8,
-        serialization.NoEncryption(),
+        encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
@@ -217,7 +213,7 @@ def make_node_context() -> ssl.SSLContext:
 def authenticate_node(
     sock: ssl.SSLSocket, token: SharedKey, certificate: bytes
 ) -> Steps[NodeInfo]:
-    """Run the head's side of the authentication; the node proves itself first."""
+    """Run the head node's side of the authentication; the node's proof comes first."""
     yield from _go_on(sock.do_handshake)
     session = ServerSession(token, MAGIC, certificate)
     # Shorter than one TLS record: sent whole or not at all.
@@ -233,18 +229,16 @@ def authenticate_node(
 def authenticate_head(
     sock: ssl.SSLSocket, token: SharedKey, node_info: NodeInfo
 ) -> Steps[None]:
-    """Run the node's side of the authentication; the node proves itself first."""
+    """Run the node's side of the authentication; the node's proof comes first."""
     yield from _go_on(sock.do_handshake)
     certificate = sock.getpeercert(binary_form=True) or b""
     greeting = yield from _receive_all(sock, GREETING_BYTES)
     if not greeting.startswith(_JOINING):
-        raise LaunchError(
-            "the program that listens there does not speak ronde's protocol."
-        )
+        raise LaunchError("the program on that port does not speak ronde's protocol.")
     protocol = int.from_bytes(greeting[len(_JOINING) : -NONCE_BYTES], "big")
     if protocol != PROTOCOL:
         raise LaunchError(
-            f"protocol of the head must be {PROTOCOL}, got {protocol}. "
+            f"the head node speaks protocol {protocol}, this node {PROTOCOL}. "
             "Run the same version of ronde on every node."
         )
     claim = encode_message(node_info)
@@ -253,8 +247,8 @@ def authenticate_head(
     reply = yield from _receive_all(sock, len(expected))
     if not hmac.compare_digest(reply, expected):
         raise StoreError(
-            "the program that answered does not know the token: it is not the head, or "
-            "it intercepts the connection."
+            "the program that answered does not know the token: it is not the head "
+            "node, or it intercepts the connection."
         )
 
 
@@ -271,7 +265,7 @@ def _go_on(call: Callable[[], T]) -> Steps[T]:
 def _receive(sock: ssl.SSLSocket, most: int) -> Steps[bytes]:
     data = yield from _go_on(partial(sock.recv, most))
     if not data:
-        raise EOFError("the other side has ended the connection")
+        raise EOFError("the other side closed the connection")
     return data
 
 
@@ -291,7 +285,7 @@ def _record(kind: int, body: bytes | memoryview = b"") -> bytes:
 
 
 class TlsChannel:
-    """One side of an authenticated connection; an ``AgentTransport``."""
+    """An authenticated connection; an ``AgentTransport``."""
 
     error_fd = -1  # the node shows the errors of its agent itself
 
@@ -358,9 +352,9 @@ class TlsChannel:
         return True
 
     def wait(self, timeout_s: float) -> int | None:
-        """Return the peer's result, 0 if it closed without one, None after the timeout.
+        """Wait for the peer's exit code, and drop its data.
 
-        Data is dropped.
+        Returns 0 if the peer closed the connection without one, None after the timeout.
         """
         ends_at = time.monotonic() + timeout_s
         while self.result is None and not self._is_broken:

@@ -23,7 +23,7 @@ class _Pending:
 
 
 class JobHosts:
-    """The hosts of one start of a job, connected or still connecting."""
+    """Hosts of one attempt of an elastic job, connected or still connecting."""
 
     def __init__(
         self,
@@ -95,9 +95,10 @@ class JobHosts:
         return pending is not None and pending.node is node
 
     def on_message(self, node: AgentNode, message: messages.FromAgent) -> str | None:
-        """Return an empty text once the host is ready, or the reason it is refused.
+        """Handle a message of a new host.
 
-        Return None while the host is still connecting.
+        Returns an empty text once the host is ready, the reason if it cannot be used,
+        and None while it is still connecting.
         """
         pending, problem = self._pending.get(node.name), None
         if pending is None:

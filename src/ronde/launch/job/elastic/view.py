@@ -1,4 +1,4 @@
-"""Change the view of an elastic job by the policy in ``ronde.membership``."""
+"""Run the policy of ``ronde.membership`` for an elastic job."""
 
 import secrets
 import signal
@@ -41,7 +41,7 @@ def _rules_of(options: ElasticOptions) -> Rules:
 
 
 class ElasticView:
-    """Reports events to ``membership.policy``, and carries out its orders."""
+    """Feeds events to ``membership.policy``, and executes its orders."""
 
     can_lose_hosts = True
     is_ending = False
@@ -51,7 +51,7 @@ class ElasticView:
     ) -> None:
         options = plan.spec.elastic
         if options is None:
-            raise AssertionError("the job must be elastic")
+            raise AssertionError("ElasticView needs the options of an elastic job")
         self._generation, self._loop = generation, loop
         self._plan, self._hosts = plan, hosts
         now_s = time.monotonic()
@@ -311,11 +311,11 @@ def describe_end(status: int, evidence: str) -> str:
 
 
 class HostNotices:
-    """Hosts that will end soon, held until their ranks can leave.
+    """Hosts that will be reclaimed soon, held until their ranks can leave.
 
     Notices within a second are handled together, such as at Slurm's time limit. If all
-    hosts of the view will end, no rank leaves until there is another host, and ``save``
-    is called repeatedly.
+    hosts of the view will be reclaimed, no rank leaves until another host joins, and
+    ``save`` is called repeatedly.
     """
 
     def __init__(
@@ -336,7 +336,7 @@ class HostNotices:
         self.due_s = min(self.due_s, now_s + _TOGETHER_S)
 
     def on_due(self, current: view.View, now_s: float) -> list[events.HostLeaves]:
-        """Return the hosts to leave now."""
+        """Return events for the hosts that ranks can leave now."""
         if now_s < self.due_s:
             return []
         self._reasons = {n: r for n, r in self._reasons.items() if not n.is_over}
@@ -406,7 +406,7 @@ class ViewLog:
         return f"{times} of membership, {ranks}: {took} at a standstill, {lost} lost"
 
     def enter(self, worker: int, step: int) -> str:
-        """Record that a member runs; return a line for the user once all members do."""
+        """Record that a member runs; return a line for the user after the last one."""
         self._running[worker] = step
         if len(self._running) < len(self._view.members):
             return ""
