@@ -17,7 +17,6 @@ from ronde.bench import (
     Sweep,
     SweepBench,
     TimingLoop,
-    Traffic,
     Watchdog,
 )
 from ronde.collectives import connect
@@ -26,7 +25,7 @@ CPU = torch.device("cpu")
 LOOP = TimingLoop(iterations=2, warmup=0)
 
 
-def row_bench(communicator, *, loop=LOOP, capacity_bytes=1 << 16, traffic=None):
+def row_bench(communicator, *, loop=LOOP, capacity_bytes=1 << 16):
     """Return what measures rows on the communicator of a test."""
     control = communicator.duplicate()
     ranks = Ranks(
@@ -47,7 +46,6 @@ def row_bench(communicator, *, loop=LOOP, capacity_bytes=1 << 16, traffic=None):
         ),
         clock=Clock(lambda: None, lambda: control.barrier().wait()),
         loop=loop,
-        traffic=traffic or Traffic(),
         watchdog=Watchdog(0, print),
     )
 

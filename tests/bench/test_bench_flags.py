@@ -130,7 +130,6 @@ def test_the_mask_wins() -> None:
         {"NCCL_TESTS_SPLIT": "MOD two"},
         {"NCCL_TESTS_MIN_BW": "fast"},
         {"NCCL_TESTS_DEVICE": "-1"},
-        {"NCCL_TESTS_ALLTOALLV_MATRIX_FILE": "/nowhere"},
     ],
 )
 def test_variables_that_cannot_be_are_refused(said: dict[str, str]) -> None:

@@ -6,9 +6,9 @@ __getattr__ = lazy_exports(
     __name__,
     {
         "catalog": (
-            "COLLECTIVES DTYPES OPS Traffic base_bytes find_collective in_elements "
-            "largest_row premultiplier read_matrix require_room shape_of "
-            "shape_of_matrix"
+            "COLLECTIVES DTYPES OPS base_bytes find_collective in_elements "
+            "largest_row premultiplier require_room shape_of "
+            "shape_of_matrix traffic_matrix"
         ),
         "checking": "ReductionInputs TOLERANCE pieces_of random_bytes",
         "comparison": "Compared RowKey compare",

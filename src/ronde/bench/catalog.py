@@ -3,12 +3,10 @@
 Numbers of elements are those of one rank.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
-from typing import NamedTuple
 
 from ronde.errors import UsageError
 from ronde.memory import AvailableMemory
@@ -223,26 +221,13 @@ def premultiplier(rank: int) -> int:
 Matrix = tuple[tuple[int, ...], ...]  # ``matrix[i][j]`` bytes go from rank i to rank j
 
 
-class Traffic(NamedTuple):
-    """Rule for the traffic matrix of ``alltoallv``."""
-
-    spread: float = 1.0  # 0: even; 1: proportional to the distance of ranks
-    given: Matrix = ()
-
-    def matrix(self, total_bytes: int, size: int) -> Matrix:
-        if self.given:
-            return tuple(row[:size] for row in self.given[:size])
-        return tuple(
-            tuple(self._between(total_bytes, (j - i) % size, size) for j in range(size))
-            for i in range(size)
-        )
-
-    def _between(self, total_bytes: int, distance: int, size: int) -> int:
-        if size == 1:
-            return _chunks(total_bytes)
-        even = total_bytes / size
-        weighted = distance * total_bytes / (size * (size - 1) // 2)
-        return _chunks(int((1.0 - self.spread) * even + self.spread * weighted))
+def traffic_matrix(total_bytes: int, size: int) -> Matrix:
+    """Return the traffic of ``alltoallv``, proportional to the distance of ranks."""
+    if size == 1:
+        return ((_chunks(total_bytes),),)
+    sum_of_distances = size * (size - 1) // 2
+    row = [_chunks(d * total_bytes // sum_of_distances) for d in range(size)]
+    return tuple(tuple(row[(j - i) % size] for j in range(size)) for i in range(size))
 
 
 def in_elements(matrix: Matrix, item_bytes: int) -> Matrix:
@@ -253,32 +238,6 @@ def shape_of_matrix(matrix: Matrix, item_bytes: int, count: int) -> Shape:
     sent = max(sum(row) for row in matrix) // item_bytes
     received = max(sum(column) for column in zip(*matrix, strict=True)) // item_bytes
     return Shape(count, sent, received)
-
-
-def read_matrix(text: str, scale: float) -> Matrix:
-    """Parse a square matrix of bytes, one row per line.
-
-    Every number is multiplied by ``scale`` and rounded down to a multiple of 16.
-    """
-    lines = [line.split() for line in text.splitlines() if line.strip()]
-    if not lines or any(len(line) != len(lines) for line in lines):
-        widths = sorted({len(line) for line in lines})
-        raise UsageError(
-            "the traffic matrix must be square, got "
-            f"{len(lines)} rows of {widths or 'no'} numbers. Correct the file that "
-            "NCCL_TESTS_ALLTOALLV_MATRIX_FILE names."
-        )
-    try:
-        numbers = [[float(word) * scale for word in line] for line in lines]
-    except ValueError as error:
-        raise UsageError(f"the traffic matrix must hold numbers: {error}.") from None
-    for line, row in zip(lines, numbers, strict=True):
-        if any(not math.isfinite(number) or number < 0 for number in row):
-            raise UsageError(
-                "the traffic matrix must hold numbers of at least 0, got "
-                f"{' '.join(line)}"
-            )
-    return tuple(tuple(_chunks(int(number)) for number in row) for row in numbers)
 
 
 def _chunks(num_bytes: int) -> int:

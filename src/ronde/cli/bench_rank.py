@@ -84,9 +84,7 @@ def _sweep(
     session: BenchSession, reporter: "Reporter", is_stopped: Callable[[], bool]
 ) -> int:
     reporter.begin(session.heading())
-    is_shown = session.variables.is_traffic_shown
-    sweep = SweepBench(session.first, session.options, is_stopped, is_shown)
-    reason = sweep.run(reporter.report)
+    reason = SweepBench(session.first, session.options, is_stopped).run(reporter.report)
     # A soak has no other end.
     is_cut = reason is results.Reason.STOPPED and session.options.loop.cycles > 0
     errors = ("interrupted",) if is_cut else ()
