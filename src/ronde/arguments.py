@@ -109,7 +109,7 @@ class CommandParser(argparse.ArgumentParser):
         if match := re.match(r"(ambiguous option|unrecog.* arguments): (\S+)", message):
             self._refuse_unknown(match[2])
         if match := re.match("the following arguments are required: (.*)", message):
-            message = f"{match[1]} must be given, got none"
+            message = f"{match[1]} is required"
         if match := re.match(r"argument ([^\s/]+)\S*: (.*)", message):
             option, problem = match[1], match[2]
             sign = "" if problem.startswith("must ") else ":"

@@ -285,8 +285,8 @@ def require_empty(job_marker: str, deadline_s: float) -> None:
     while left := [pid for pid in _pids() if mark in _environment(pid)]:
         if time.monotonic() > ends_at:
             raise LaunchError(
-                f"processes of the previous start still run after {deadline_s:g} s: "
-                f"{', '.join(map(str, left[:8]))}. Kill them."
+                f"after {deadline_s:g} s processes of the job's previous attempt still "
+                f"run: {', '.join(map(str, left[:8]))}. Kill them."
             )
         time.sleep(_POLL_S)
 

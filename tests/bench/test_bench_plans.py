@@ -209,6 +209,8 @@ def test_a_reserve_is_kept():
 
 def test_what_does_not_fit_is_refused_with_what_would():
     memory = AvailableMemory(200, "the memory", "")
-    with pytest.raises(UsageError, match=r"-b must be at most 100 .*got 101\. Give -b"):
+    with pytest.raises(
+        UsageError, match=r"-b must be at most 100 .*got 101: .*Give -b"
+    ):
         require_room(101, 100, memory)
     require_room(100, 100, memory)

@@ -297,7 +297,7 @@ def test_compare_fails_for_what_read_fails_for(
     assert compare("good", "cut", "--partial") == 0
     assert "9: the run failed: gpu-17: Test NCCL" in capsys.readouterr().err
     # A file that cannot be read hides no other, and is no part of a log.
-    for lost, why in (("empty", "got an empty file"), ("nowhere", "No such file")):
+    for lost, why in (("empty", "the file is empty"), ("nowhere", "No such file")):
         for words in (("bad", lost), (lost, "bad")):
             assert compare(*words) == 7
             err = capsys.readouterr().err

@@ -243,16 +243,16 @@ def damage(old: str, new: str) -> str:
 @pytest.mark.parametrize(
     ("text", "damage"),
     [
-        (damage("        4096  ", "        40x6  "), "row: size of a row"),
-        (damage("   100.00    0.04", "   10o.00    0.04"), "row: time of a row"),
+        (damage("        4096  ", "        40x6  "), "row: a row's size"),
+        (damage("   100.00    0.04", "   10o.00    0.04"), "row: a row's time"),
         (
             damage("   100.00    0.04", "   7 100.00    0.04"),
-            "row: row must have 13 cells",
+            "row: a row must have 13 cells",
         ),
-        (damage("   100.00    0.04    0.04", "   0.04"), "row: row must"),
-        (damage("  4096          1024", "  4096"), "row: count of a row"),
-        (damage("1024     float     sum", "1024     float"), "row: operation of a row"),
-        (damage(" 1024     float     sum", " 1024     sum"), "row: type of a row"),
+        (damage("   100.00    0.04    0.04", "   0.04"), "row: a row must"),
+        (damage("  4096          1024", "  4096"), "row: a row's count"),
+        (damage("1024     float     sum", "1024     float"), "row: only some rows"),
+        (damage(" 1024     float     sum", " 1024     sum"), "row: a row's type"),
         (damage("bandwidth    : ", "bandwidth    : x"), "19: Avg bus bandwidth"),
         (damage("values : 0", "values : "), "18: Out of bounds values must"),
     ],
@@ -271,11 +271,14 @@ def test_damage_is_left_out_and_reported_with_its_line(text: str, damage: str) -
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "a.log:1: log must have a table of nccl-tests, got an empty file."),
-        ("hello\nworld\n", "a.log:2: log must have a table"),
-        (damage(" #wrong     time", " #wrong  time  time"), "a.log:10: header of a"),
+        ("", "a.log:1: found no table of nccl-tests because the file is empty."),
+        ("hello\nworld\n", "a.log:2: found no table of nccl-tests in 2 lines"),
+        (
+            damage(" #wrong     time", " #wrong  time  time"),
+            "a.log:10: a table's header",
+        ),
         (damage("  busbw", ""), "a.log:10: each half of a table must have"),
-        (damage("redop  ", "redop  " + "x " * 60), "a.log:10: header of a table"),
+        (damage("redop  ", "redop  " + "x " * 60), "a.log:10: a table's header"),
     ],
 )
 def test_a_log_with_nothing_to_read_is_an_error(text: str, message: str) -> None:

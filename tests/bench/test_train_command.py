@@ -57,14 +57,17 @@ def test_another_number_of_ranks_than_the_launcher_has_started():
     words = ("--", sys.executable, "-m", "ronde", *TRAIN, "-n", "3")
     ended = ronde("run", "-n", "2", "--no-prefix", *words)
     assert ended.returncode == 6
-    assert b"that ronde has started, 2, got 3. Leave -n out." in ended.stderr
+    assert (
+        b"-n must be 2, the number of ranks that ronde has started, got 3. Leave -n out."
+        in ended.stderr
+    )
 
 
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
         (("--model", "resnet51"), "model must be one of gpt2, mlp, mnist_cnn,"),
-        ((), "--model must be given"),
+        ((), "--model is required"),
         (("--model", "mlp", "--batch", "many"), "invalid int value: 'many'"),
         (("--model", "mlp", "--dtype", "half"), "'float32', 'bfloat16'"),
         (("--model", "mlp", "--engine", "tin_can"), "--engine must be one of auto,"),
@@ -93,7 +96,7 @@ def test_what_is_refused_does_not_wait_for_torch():
     assert not [line for line in imports if line.split("|")[-1].strip() == "torch"]
     (said,) = set(lines) - set(imports)
     assert said.startswith("ronde: ")
-    assert "channels-last, got gpt2." in said
+    assert "whose input is images, got gpt2." in said
     assert (ended.returncode, ended.stdout) == (Exit.USAGE, b"")
 
 
@@ -101,7 +104,7 @@ def test_what_does_not_fit_is_one_sentence():
     ended = ronde(*TRAIN, "-n", "2", "--batch", str(10**9))
     assert ended.returncode == 6
     (said,) = ended.stderr.decode().splitlines()
-    assert "batch must fit the memory of a rank" in said
+    assert "does not fit into a rank's memory" in said
     assert "Type: --batch " in said
     assert ended.stdout == b""
 

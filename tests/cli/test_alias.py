@@ -94,15 +94,15 @@ PRINTED = {
     "import horovod.foo": "horovod.foo No module named 'horovod.foo'",
     "import horovod.torch.foo": "No module named 'horovod.torch.foo'",
     "import horovod.common.foo.bar": "No module named 'horovod.common.foo'",
-    "import horovod.tensorflow": "horovod.tensorflow comes in a later version of ronde",
-    "import horovod.tensorflow.keras": "horovod.tensorflow comes in a later version",
+    "import horovod.tensorflow": "ronde does not support horovod.tensorflow yet",
+    "import horovod.tensorflow.keras": "ronde does not support horovod.tensorflow yet",
     "import horovod.torch.functions.x": "No module named 'horovod.torch.functions.x'",
-    "import horovod.keras": "horovod.keras comes in a later version of ronde",
-    "import horovod.spark": "horovod.spark is no part of ronde",
+    "import horovod.keras": "ronde does not support horovod.keras yet",
+    "import horovod.spark": "ronde does not support horovod.spark, only",
     "from horovod import torch as hvd": "ronde.torch",
     "from horovod.torch import mpi_ops as hvd": "ronde.torch.mpi_ops",
     "from horovod.common import exceptions as hvd": "ronde.horovod.compatibility",
-    "from horovod import tensorflow": "horovod.tensorflow comes in a later version",
+    "from horovod import tensorflow": "ronde does not support horovod.tensorflow yet",
     "from horovod import nothing": "cannot import name 'nothing'",
 }
 PRINT = """
@@ -199,4 +199,4 @@ def test_a_python_without_ronde_is_told_so(python) -> None:
     code = "import sys; sys.modules['ronde'] = None; import horovod"
     status, _, err = python(code)
     assert status == 1
-    assert "ronde must be installed for the Python that imports it" in err
+    assert "ronde is not installed for" in err

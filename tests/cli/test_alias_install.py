@@ -117,7 +117,7 @@ def test_it_is_refused_beside_horovod_itself(environment) -> None:
     code, out, err = environment.ronde("alias", "--install")
     assert (code, out) == (64, "")
     assert err == (
-        "ronde: the alias cannot be installed beside the package "
+        "ronde: the alias cannot be installed, as this environment has the package "
         f"{environment.packages}/horovod. Type: pip uninstall horovod, or use the "
         "alias for one job: ronde run --horovod-alias\n"
     )
@@ -135,7 +135,7 @@ def test_a_distribution_alone_is_horovod_too(environment) -> None:
         (environment.packages / "horovod" / file).unlink()
     code, _, err = environment.ronde("alias", "--install")
     assert code == 64
-    assert "beside the distribution horovod 0.28.1." in err
+    assert "has the distribution horovod 0.28.1." in err
 
 
 def test_another_horovodrun_is_neither_replaced_nor_removed(environment) -> None:
@@ -143,7 +143,7 @@ def test_another_horovodrun_is_neither_replaced_nor_removed(environment) -> None
     before = files(environment)
     code, _, err = environment.ronde("alias", "--install")
     assert code == 64
-    assert f"{environment.horovodrun} is another program. Remove it" in err
+    assert f"{environment.horovodrun} exists and was not written by ronde" in err
     assert files(environment) == before
     environment.horovodrun.unlink()
     assert environment.ronde("alias", "--install")[0] == 0
@@ -165,8 +165,7 @@ def test_a_read_only_environment(environment, closed) -> None:
     code, out, err = environment.ronde("alias", "--install", before=run)
     directory.chmod(0o755)
     assert (code, out) == (64, "")
-    assert "ronde alias must be able to write" in err
-    assert "got: Permission denied. Use a virtual environment" in err
+    assert ": Permission denied. Use a virtual environment" in err
     assert files(environment) == before
 
 

@@ -114,7 +114,7 @@ def test_a_result_that_cannot_be_pickled_is_told_of() -> None:
         ),
         (
             {"num_proc": 2, "hosts": "localhost:1,192.0.2.1:1"},
-            "^hosts must be this machine alone .*, got 192.0.2.1. Start",
+            "^--standalone and .*this machine only, got the host 192.0.2.1. Start",
         ),
         ({"num_proc": 0}, "must be a whole number of at least 1, got '0'"),
     ],

@@ -70,7 +70,7 @@ def test_each_rank_sees_its_own_of_the_visible_gpus(ronde):
         ),
         (
             "--bind-policy restricted",
-            "got --bind none. Type: --bind numa --bind-policy restricted",
+            "numa or auto. Type: --bind numa --bind-policy restricted",
         ),
         ("--gpu-view two", "--gpu-view must be all or one, got 'two'."),
         ("--gpu-view one", "--gpu-view one must have a GPU for each rank of a host"),

@@ -102,7 +102,7 @@ def test_each_option_reaches_the_job(words, field, value, hostfile):
 def test_the_first_answer_of_a_command(option):
     command = "echo a:2; echo b; echo a:4; echo b; echo localhost:0"
     words = (option, command, "--standalone")
-    with pytest.raises(UsageError, match="this machine alone with --standalone"):
+    with pytest.raises(UsageError, match="ranks on this machine only"):
         asked(*words)
     spec = asked(option, command, "--nproc-per-node", "2").spec
     slots = {host.name: host.slots for host in spec.hosts}
@@ -165,7 +165,7 @@ ALONE = "must come with --min-ranks, --max-ranks or --host-discovery, got it alo
         ("--nnodes :2 -ppn 1", "--nodes must be a whole number of at least 1, got ''"),
         ("--nnodes 1:2", "--nodes 1:2 must come with a number of ranks for each host"),
         ("--nnodes 1:2 -ppn gpu", "--nodes 1:2 must come with a number of ranks for"),
-        ("--nnodes 2:4 -ppn 1", "--nodes must be at most 1, the hosts that are known"),
+        ("--nnodes 2:4 -ppn 1", "--nodes must be at most 1, the number of known hosts"),
         ("--nnodes 1 --host-discovery hosts", "--nodes must be a range as 2:4 with"),
         ("--spares 1", f"--spares {ALONE}"),
         ("--cooldown 1s,2s", f"--cooldown {ALONE}"),
@@ -185,7 +185,7 @@ ALONE = "must come with --min-ranks, --max-ranks or --host-discovery, got it alo
             "the shorter first, got '2s 1s'. Type: --coold",
         ),
         ("--min-np 1 --cooldown 0,1s", "--cooldown must be two durations above 0"),
-        ("--min-np 1 --cooldown 1s,x", "--cooldown: duration must be seconds or"),
+        ("--min-np 1 --cooldown 1s,x", "--cooldown: duration must be seconds, or"),
         (
             "--min-np 1 --cooldown 1,2 --blacklist-cooldown-range 1 2",
             "--cooldown cannot be combined with --blacklist-cooldown-range",

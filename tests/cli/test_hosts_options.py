@@ -83,15 +83,14 @@ def test_a_script_may_say_all_slots() -> None:
     {
         "-H a --hostfile b": "--hosts cannot be combined with --hostfile. Drop one.",
         "-H a --host-discovery-script b": "--hosts cannot be combined with",
-        "-H a:1,b:2 --slots 4": "--slots must be for hosts without slots of "
-        "their own, got 4, but all have some, as a with 1. Drop one of the two.",
+        "-H a:1,b:2 --slots 4": "--slots 4 has no effect, as every host is "
+        "given with its own slots, such as a:1. Drop one of the two.",
         "--slots 0": "--slots must be a whole number from 1 to 65536, got '0'",
         "--slots x": "got 'x'",
         "-H=": "-H: hosts must be names such as a:2,b:4, got none",
         "-H a:x": "-H: slots of a must be a whole number",
-        "--hostfile /no/such": "--hostfile must be a file that can be read, got "
-        "'/no/such'",
-        "--hostfile /": "--hostfile must be a file that can be read, got '/'",
+        "--hostfile /no/such": "cannot read '/no/such', the file of --hostfile",
+        "--hostfile /": "cannot read '/', the file of --hostfile",
         "--hostfile /dev/null": "/dev/null must hold a line such as n1 slots=4",
         "--host-discovery-script false": "--host-discovery-script must print hosts and "
         "end with 0, got 'false'",
@@ -108,7 +107,7 @@ def test_what_cannot_be_is_refused(words, said) -> None:
 def test_a_file_in_another_encoding_is_refused(tmp_path) -> None:
     path = tmp_path / "hosts"
     path.write_text("n1\n", encoding="utf-16")
-    with pytest.raises(UsageError, match="--hostfile must be a file that can be read"):
+    with pytest.raises(UsageError, match="the file of --hostfile"):
         asked("--hostfile", str(path))
 
 

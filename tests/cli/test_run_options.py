@@ -103,9 +103,9 @@ def usage_error(done) -> str:
             "localhost (-H) has 1.",
         ),
         (["--launcher", "x", "true"], "--launcher must be auto, ssh or slurm, got"),
-        (["-n", "2"], "program must be given"),
-        (["-n", "2", "--"], "program must be given"),
-        ([], "program must be given"),
+        (["-n", "2"], "a program is required"),
+        (["-n", "2", "--"], "a program is required"),
+        ([], "a program is required"),
         (["no-such-program"], "program must be a path or a command on PATH"),
         (["/no/such/program"], "which does not exist"),
         (["/"], "which is a directory"),
@@ -190,7 +190,8 @@ RANKS_OF_OTHERS = {
 def test_inside_another_world_it_starts_none_by_mistake(ronde, launcher):
     env = RANKS_OF_OTHERS[launcher]
     said = usage_error(ronde("run", "-n", "2", "true", env=env))
-    assert f"rank 0 of 4 of {launcher}: 4 * 2 = 8 processes, not 2" in said
+    assert f"4 * 2 = 8 processes in 4 worlds, not 2" in said
+    assert f"started by rank 0 of 4 of {launcher}" in said
     assert "--nested" in said
     program = ("--", "/bin/sh", "-c", "echo $RANK/$WORLD_SIZE${OMPI_COMM_WORLD_SIZE}")
     done = ronde("run", "-n", "2", "--nested", *program, env=env)

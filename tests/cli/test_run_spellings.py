@@ -126,13 +126,13 @@ def test_an_unknown_option_gets_one_sentence_with_its_equivalent(words, said):
     [
         ("--nproc-per-node gpu", "must find a GPU on each host, got none on "),
         ("--nproc-per-node tpu", "must be auto, gpu, cpu or a whole number"),
-        ("--standalone -H 192.0.2.1", "hosts must be this machine alone with --stand"),
-        ("--nnodes 2 -H localhost:1", "--nodes must be at most 1, the hosts"),
+        ("--standalone -H 192.0.2.1", "--standalone and horovod.run() start"),
+        ("--nnodes 2 -H localhost:1", "--nodes must be at most 1, the number"),
         ("--nnodes 1:4", "--nodes 1:4 must come with a number of ranks for each host"),
-        ("--tee 4", "--tee must be 0, 1, 2, 3 or such per local rank"),
+        ("--tee 4", "--tee must be 0, 1, 2 or 3, or one of these"),
         ("-n", "-n must have a value"),
         ("--dry-run=yes", "--dry-run must have no value, got 'yes'"),
-        ("-m", "program must be given"),
+        ("-m", "a program is required"),
         ("-n 3 -ppn 2", "Requested more processes (3)"),
     ],
 )

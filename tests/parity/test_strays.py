@@ -79,8 +79,8 @@ def init_with(_: object, variables):
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
-        ({"RANK": "1"}, "variables of the world must be complete"),
-        ({}, "got LOCAL_RANK=1 and no RANK and WORLD_SIZE"),
+        ({"RANK": "1"}, "rank and size are incomplete"),
+        ({}, "LOCAL_RANK=1 without RANK and WORLD_SIZE"),
     ],
 )
 def test_a_launcher_that_forgets_a_variable_is_refused(

@@ -208,7 +208,9 @@ def test_pmi_under_srun_takes_the_local_numbers_of_the_step() -> None:
 def test_world_size_exported_beside_srun_agrees() -> None:
     info = read_rank_info(SLURM | {"WORLD_SIZE": "11"})
     assert (info.launcher, info.rank) == (Launcher.SLURM, 9)
-    with pytest.raises(WorldError, match=r"WORLD_SIZE=8.*SLURM_NTASKS=11.*no RANK"):
+    with pytest.raises(
+        WorldError, match=r"WORLD_SIZE=8.*SLURM_NTASKS=11.*without RANK"
+    ):
         read_rank_info(SLURM | {"WORLD_SIZE": "8"})
 
 

@@ -203,4 +203,4 @@ def lose_the_directory(info, path):
 def test_a_timeline_that_is_lost_does_not_end_the_job(tmp_path):
     path = str(tmp_path / "gone" / "t.json")
     ((warning,),) = run_ranks_bare(1, lose_the_directory, path, environment=DYNAMIC)
-    assert "timeline of rank 0 is not in rank 0's file" in warning
+    assert "cannot merge the records of rank 0" in warning

@@ -265,7 +265,7 @@ def largest_row(free_bytes: int, num_sharing: int, *, is_checked: bool) -> int:
 def require_room(min_bytes: int, largest_bytes: int, memory: AvailableMemory) -> None:
     if min_bytes > largest_bytes:
         raise UsageError(
-            f"-b must be at most {largest_bytes} ({format_size(largest_bytes)}), for "
-            f"which every rank's buffers fit {memory.source}, {memory.num_bytes} "
-            f"bytes; got {min_bytes}. Give -b {largest_bytes} or less."
+            f"-b must be at most {largest_bytes} ({format_size(largest_bytes)}), got "
+            f"{min_bytes}: larger buffers do not fit into {memory.source}, "
+            f"{memory.num_bytes} bytes. Give -b {largest_bytes} or less."
         )

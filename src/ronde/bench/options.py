@@ -272,8 +272,8 @@ def parse(words: Sequence[str]) -> Options:
     ignored = changed(*_NOT_HERE)
     if ignored and not options.lenient:
         raise UnsupportedError(
-            f"{ignored[0]} asks for {_NOT_HERE[ignored[0][:2]]}, which no engine here "
-            "has. Leave it out, or give --lenient to ignore it."
+            f"{ignored[0]} needs {_NOT_HERE[ignored[0][:2]]}, which ronde does not "
+            "support. Leave it out, or give --lenient to ignore it."
         )
     return Options(
         test=test,
@@ -301,12 +301,12 @@ def _sweep(flags: _Flags, test: Collective) -> Sweep:
             raise UsageError(f"{name} must be at least 1 byte, got {flags[name]}.")
     if low > high:
         raise UsageError(
-            f"-b must be at most -e, got {flags['-b']} and {flags['-e']} = "
-            f"{low} and {high} bytes. Give -e {flags['-b']} or more."
+            f"-b must be at most -e, got -b {flags['-b']} ({low} bytes) and -e "
+            f"{flags['-e']} ({high} bytes). Give -e {flags['-b']} or more."
         )
     root = str(ALL_ROOTS) if flags["-r"] == "all" else flags["-r"]
     if root != str(ALL_ROOTS) and not root.isdecimal():
-        raise UsageError(f"-r must be a rank, or -1 or all for each, got {root!r}.")
+        raise UsageError(f"-r must be a rank, -1 or all, got {root!r}.")
     return Sweep(
         min_bytes=low,
         max_bytes=high,
@@ -321,7 +321,9 @@ def _sweep(flags: _Flags, test: Collective) -> Sweep:
 def _loop(flags: _Flags) -> TimingLoop:
     iterations, skipped = _count(flags, "-n", 1), _count(flags, "-K")
     if skipped >= iterations:
-        raise UsageError(f"-K must be below -n {iterations}, got {skipped}.")
+        raise UsageError(
+            f"-K must be less than -n, which is {iterations}, got {skipped}."
+        )
     return TimingLoop(
         iterations=iterations,
         aggregated=_count(flags, "-m", 1),
@@ -342,13 +344,13 @@ def _loop(flags: _Flags) -> TimingLoop:
 def _shown(flags: _Flags, *, has_limit: bool) -> Shown:
     path, rate_text = flags["-J"], flags["--link-rate"]
     if path and not path.endswith(".json"):
-        raise UsageError(f"-J must be a file whose name ends in .json, got {path!r}.")
+        raise UsageError(f"-J must be a file name that ends in .json, got {path!r}.")
     try:
         rate = float(rate_text)
     except ValueError:
         rate = -1.0
     if not 0 <= rate < float("inf"):
-        raise UsageError(f"--link-rate must be a rate in GB/s, got {rate_text!r}.")
+        raise UsageError(f"--link-rate must be a number of GB/s, got {rate_text!r}.")
     return Shown(
         has_timestamps=_count(flags, "-S") != 0,
         has_memory=_count(flags, "-M") != 0,
@@ -364,7 +366,7 @@ def _engines(flags: _Flags, *, is_foreign: bool) -> Engines:
     names = tuple((compared or flags["--engine"]).split(","))
     if compared is not None and len(set(names)) < max(2, len(names)):
         raise UsageError(
-            f"--compare must name at least two engines, each once, got {compared}."
+            f"--compare must be two or more different engines, got {compared}."
         )
     return Engines(
         names=names,

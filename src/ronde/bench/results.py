@@ -141,7 +141,7 @@ def to_record(run: Run, *, was_measured_here: bool = True) -> Record:
 
 def from_record(record: Record) -> Run:
     if record.kind != KIND:
-        raise UsageError(f"kind of a record must be {KIND}, got {record.kind!r}.")
+        raise UsageError(f"a record's kind must be {KIND}, got {record.kind!r}.")
     values: dict[str, Any] = {"failures": []}  # missing in old records
     for name, value in record.values.items():
         if name not in ("extras", "footers"):  # in old records
@@ -149,7 +149,7 @@ def from_record(record: Record) -> Run:
     try:
         return from_plain(Run, values, "a run")
     except ValueError as error:
-        raise UsageError(f"invalid values in a {KIND} record: {error}") from error
+        raise UsageError(f"a {KIND} record has invalid values: {error}") from error
 
 
 def _numbers(value: object) -> object:

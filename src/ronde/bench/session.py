@@ -109,8 +109,7 @@ def open_session(
     size, device = ranks.group.size, ranks.device
     if options.test.has_root and options.sweep.root >= size:
         raise UsageError(
-            f"-r must be a rank in 0..{size - 1}, or -1 or all for each, got "
-            f"{options.sweep.root}."
+            f"-r must be a rank in 0..{size - 1}, -1 or all, got {options.sweep.root}."
         )
     options, cut = _fit(options, ranks)
     watchdog = Watchdog(options.loop.timeout_s, on_expired)

@@ -261,5 +261,5 @@ def _open_new(path: str) -> TextIO:
             name, number = f"{path}.{number}", number + 1
         except OSError as error:
             raise UsageError(
-                f"-J must be a file that can be written, got {path}: {error.strerror}."
+                f"cannot write the -J file {path}: {error.strerror}."
             ) from None

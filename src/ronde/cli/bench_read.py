@@ -75,7 +75,7 @@ def run_read(words: Sequence[str]) -> int:
     if options is None:
         return Exit.OK
     if not options.logs:
-        parser.error("a log is needed, or - for standard input")
+        parser.error("a LOG is required, or - for standard input")
     logs = _read(options, options.logs)
     runs = [(n, r) for n, log in zip(options.logs, logs, strict=True) for r in log.runs]
     records = [to_record(run, was_measured_here=False) for _, run in runs]
@@ -84,8 +84,7 @@ def run_read(words: Sequence[str]) -> int:
             append_record(Path(options.json), record)
     except OSError as error:
         raise UsageError(
-            f"--json must be a file that can be written, got {options.json!r}: "
-            f"{error.strerror}."
+            f"cannot write the --json file {options.json!r}: {error.strerror}."
         ) from error
     if runs:
         print(draw_runs(runs), end="")
@@ -119,8 +118,9 @@ def run_compare(words: Sequence[str]) -> int:
         return status
     if mean is None:
         raise UsageError(
-            "two results must have rows of the same test, type, operation and root to "
-            "be compared, got none. If a log does not name its test, give --test."
+            "the results cannot be compared: no row of one has the test, type, "
+            "operation and root of a row of the other. If a log does not name its "
+            "test, give --test."
         )
     # NaN is below any ratio.
     if options.fail_below is None or mean >= options.fail_below:
@@ -148,7 +148,7 @@ def _read(options: argparse.Namespace, names: Sequence[str]) -> list[Log]:
     if test:
         read_one_of("--test", test, list(COLLECTIVES))
     if names.count("-") > 1:
-        raise UsageError("standard input can be read but once. Name a file.")
+        raise UsageError("standard input can be read only once. Name a file.")
     return [_read_file(name, test) for name in names]
 
 
@@ -160,7 +160,6 @@ def _read_file(name: str, test: str) -> Log:
         text = content.decode("utf-8", errors="replace")
         return read_log(text, "standard input" if is_input else name, test=test)
     except OSError as error:
-        rule = "log must be a file that can be read"
-        return Log([], [f"{rule}, got {name!r}: {error.strerror}."], [])
+        return Log([], [f"cannot read the log {name!r}: {error.strerror}."], [])
     except UsageError as error:
         return Log([], [str(error)], [])

@@ -267,7 +267,7 @@ def in_thread(
     if not isinstance(cast("object", args), tuple):
         raise ValueError(  # noqa: TRY004  Horovod's type
             f"args must be a tuple, got {type(args).__name__}. "
-            "Type (arg,) for a single one."
+            "Write (arg,) for a single argument."
         )
 
     def call() -> None:

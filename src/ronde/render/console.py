@@ -166,7 +166,7 @@ def parse_tag(text: str) -> Tag:
     styles = [word for word in words if word != _TIME]
     if len(styles) > 1 or words.count(_TIME) > 1 or not set(styles) <= set(TagStyle):
         raise UsageError(
-            f"--tag must be rank, host, time or none, or one of them and time, got "
+            "--tag must be rank, host or none, or time, or one of these and time, got "
             f"{text!r}. Type: --tag host,time"
         )
     return Tag(TagStyle(styles[0]) if styles else TagStyle.AUTO, _TIME in words)

@@ -211,12 +211,12 @@ def write_trace(
             num_kept = int(num_kept * 0.9 * min(share, 0.9))
     except OSError as error:
         raise UsageError(
-            f"timeline must be a file that can be written, got {str(path)!r}: "
-            f"{error.strerror}. Name one in a directory that exists."
+            f"cannot write the timeline {str(path)!r}: {error.strerror}. Name a file "
+            "in a directory that exists."
         ) from error
     raise UsageError(
-        f"timeline's limit must hold the names of all ranks, got {limit_bytes} bytes "
-        f"for {len(tracks)}. Give a larger --timeline-limit."
+        f"the timeline's limit of {limit_bytes} bytes is too small even for the names "
+        "of the ranks. Give a larger --timeline-limit."
     )
 
 

@@ -390,7 +390,7 @@ def integer(environ: Mapping[str, str], name: str) -> int | None:
     if text is not None and re.fullmatch("[0-9]{1,9}", text.strip()) is None:
         raise WorldError(
             f"{name} must be an integer of at least 0, got {text!r}. "
-            f"Correct it, or unset it to run a world of one."
+            "Correct it, or start the program with a launcher, which sets it."
         )
     return None if text is None else int(text)
 
@@ -449,9 +449,9 @@ def _resolve_conflicts(readings: list[LauncherReading]) -> LauncherReading:
     if missing := next((" and ".join(r.missing) for r in readings if r.missing), ""):
         everything = ", ".join(text for each in readings for text in each.found)
         raise WorldError(
-            f"variables of the world must be complete, got {everything} "
-            f"and no {missing}. Set {missing}, start the program with a launcher, "
-            "or unset them all to run a world of one."
+            f"rank and size are incomplete: {everything} without {missing}. "
+            f"Set {missing}, start the program with a launcher, or unset all of them "
+            "to run a single process."
         )
     views = [readings[0], *(r for r in readings if not r.agrees_with(readings[0]))]
     shown = " but ".join(
@@ -461,7 +461,7 @@ def _resolve_conflicts(readings: list[LauncherReading]) -> LauncherReading:
     )
     unset = (" ".join(text.partition("=")[0] for text in r.found) for r in views)
     raise WorldError(
-        f"rank and size must be the same in every launcher's variables: {shown}. "
+        f"the variables of several launchers contradict each other: {shown}. "
         f"Start the program with one launcher, or unset {' or '.join(unset)}."
     )
 
@@ -499,7 +499,7 @@ def _read_meeting(environ: Mapping[str, str], launcher: Launcher) -> Meeting | N
     if not address or not port_text:
         here, gone = _MEETING[:: 1 if address else -1]
         raise WorldError(
-            f"MASTER_ADDR and MASTER_PORT must both be set or neither, got "
+            f"MASTER_ADDR and MASTER_PORT must be set together, got "
             f"{here}={environ.get(here, '')} and no {gone}. "
             f"Set {gone}, or unset {here}."
         )

@@ -218,8 +218,8 @@ def require_fit(options: TrainOptions, device: torch.device, num_replicas: int) 
     if largest := max(0, (least - fixed_bytes) // sample_bytes):
         remedy = f"Type: --batch {largest}"
     raise UsageError(
-        f"batch must fit the memory of a rank, which is {format_size(least)}, got "
-        f"{options.batch}: {options.model.name} takes at least "
+        f"batch {options.batch} does not fit into a rank's memory of "
+        f"{format_size(least)}: {options.model.name} needs at least "
         f"{format_size(fixed_bytes)} + {options.batch} * {format_size(sample_bytes)} = "
         f"{format_size(needed)}. {remedy}"
     )

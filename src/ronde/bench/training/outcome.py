@@ -43,8 +43,8 @@ class TrainOptions:
         # Only samples of image models have three dimensions.
         if self.is_channels_last and len(self.model.sample_shape) != 3:
             raise UsageError(
-                f"model must take images with channels for channels-last, got "
-                f"{self.model.name}. Leave --channels-last out."
+                "--channels-last needs a model whose input is images, got "
+                f"{self.model.name}. Leave it out."
             )
 
 
