@@ -57,10 +57,7 @@ def test_another_number_of_ranks_than_the_launcher_has_started():
     words = ("--", sys.executable, "-m", "ronde", *TRAIN, "-n", "3")
     ended = ronde("run", "-n", "2", "--no-prefix", *words)
     assert ended.returncode == 6
-    assert (
-        b"-n must be 2, the number of ranks that ronde has started, got 3. Leave -n out."
-        in ended.stderr
-    )
+    assert b"-n must be 2, the number of ranks that ronde has started" in ended.stderr
 
 
 @pytest.mark.parametrize(

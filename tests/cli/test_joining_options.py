@@ -34,7 +34,7 @@ def token(tmp_path):
         (["--listen", "1", "--launcher", "ssh", "true"], "--launcher cannot be"),
         (["--listen", "1", "-p", "22", "true"], "--ssh-port cannot be combined"),
         (["--listen", "1", "-i", "key", "true"], "--ssh-identity-file cannot be"),
-        (["--join-timeout", "1s", "true"], "--join-timeout has no effect without --listen or"),
+        (["--join-timeout", "1s", "true"], "--join-timeout has no effect without"),
         (["--listen", "1", "--agent", "a:1"], "--agent and --listen cannot be used"),
         (["--agent", "a"], "--agent must be HOST:PORT"),
         (["--agent", "29400"], "--agent must be HEAD:PORT, got"),

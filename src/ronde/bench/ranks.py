@@ -60,8 +60,8 @@ def connect_ranks(info: RankInfo, options: Options, variables: Variables) -> Ran
     device, names = _device(info, options, variables), options.engines.names
     if variables.split is not None and "mpi" in names:
         raise UnsupportedError(
-            "NCCL_TESTS_SPLIT cannot be used with the mpi engine, which always connects "
-            "all ranks. Start each group by itself, or choose another engine."
+            "NCCL_TESTS_SPLIT cannot be used with the mpi engine, which always "
+            "connects all ranks. Start each group by itself, or choose another engine."
         )
     if device.type == "cuda":
         torch.cuda.set_device(device)

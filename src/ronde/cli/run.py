@@ -332,8 +332,8 @@ def _require_valid(options: argparse.Namespace, known: Mapping[str, str]) -> Non
         environment.require_algorithm(options.algorithm, "--algorithm")
     if environment.read_engine(known) == "mpi":
         raise UsageError(
-            "ronde run cannot start ranks for the mpi engine; only mpirun and srun can. "
-            "Type: RONDE_ENGINE=mpi mpirun -n 4 python train.py, or --engine auto"
+            "ronde run cannot start ranks for the mpi engine; only mpirun and srun "
+            "can. Type: RONDE_ENGINE=mpi mpirun -n 4 python train.py, or --engine auto"
         )
     environment.read_algorithm(known)
     read_horovod_config(known)
