@@ -1,6 +1,6 @@
-"""Collectives, types, operations and sizes to measure; does not import torch.
+"""Collectives, types and operations that can be measured; does not import torch.
 
-Numbers of elements are those of one rank.
+Element counts are per rank.
 """
 
 from collections.abc import Mapping
@@ -82,7 +82,7 @@ _CHUNK_BYTES = 16  # each rank's share is a multiple of this
 
 
 class Spread(StrEnum):
-    """Share of a row's bytes that each rank sends and receives."""
+    """Division of a row's bytes among the ranks' buffers."""
 
     WHOLE = "whole"  # every rank's buffers hold all bytes
     SHARED_SEND = "shared_send"  # every rank sends a share and may receive all
@@ -106,7 +106,7 @@ class Factor(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """Properties of a collective in nccl-tests."""
+    """A collective as nccl-tests measures it."""
 
     name: str
     spread: Spread
@@ -124,7 +124,7 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Numbers of elements that one rank sends and receives."""
+    """Element counts of a rank's call and of its buffers."""
 
     count: int  # the argument of the call, as the row shows it
     send: int  # most elements that any rank sends
@@ -252,8 +252,9 @@ _MAX_RESERVE_BYTES = 4 * _GIB
 def largest_row(free_bytes: int, num_sharing: int, *, is_checked: bool) -> int:
     """Return the largest row size for which a rank has enough memory.
 
-    The reserve is 1 GiB for each begun 16 GiB, up to 4 GiB, plus 1 GiB, but at most
-    half of the memory. A row needs two buffers, and a third to verify results.
+    The reserve is 1 GiB, plus 1 GiB for every started 16 GiB of memory, up to 4 GiB;
+    at most half of the memory is reserved. A row needs two buffers, and a third one
+    to verify results.
     Source: nccl-tests.
     """
     started = -(-free_bytes // _RESERVE_PER_BYTES)

@@ -5,7 +5,7 @@ releases a row begins with size, count and type, and ends with its numbers in th
 header's order.
 
 A damaged row is left out and reported with its line, rather than guessed. A last line
-without a line break may be cut anywhere and is never used. All patterns take linear
+without a line break may be truncated and is never used. All patterns match in linear
 time.
 """
 
@@ -130,7 +130,7 @@ def read_text(text: str, source: str, *, test: str = "") -> Log:
 
 
 class _Reader:
-    """Parser of a log, fed line by line."""
+    """Line-by-line parser of a log."""
 
     def __init__(self, source: str, test: str) -> None:
         self.runs: list[Run] = []
@@ -370,7 +370,7 @@ class _Columns(NamedTuple):
     num_numbers: int  # words at the end of a row, from the first half on
 
     def num_words(self, words: Sequence[str]) -> int:
-        """Return the number of words of the row that begins with ``words``."""
+        """Return the expected number of words in a row that begins with ``words``."""
         has_operation = len(words) > 3 and _WORD.fullmatch(words[3]) is not None
         return 3 + has_operation + self.has_root + self.num_numbers
 
@@ -414,7 +414,7 @@ def _parse_header(words: Sequence[str], titles: Sequence[str]) -> _Columns:
 
 
 def _parse_row(words: Sequence[str], columns: _Columns) -> tuple[Row, bool]:
-    """Return the row, and True if its old column ``error`` has a number."""
+    """Return the row, and True if its ``error`` column, now gone, has a number."""
     needed = columns.num_words(words)
     # Old tables print a root without a column for it in the header.
     has_stray_root = not columns.has_root and len(words) == needed + 1

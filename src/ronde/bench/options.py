@@ -69,7 +69,7 @@ class Sweep:
 
 @dataclass(frozen=True, slots=True)
 class TimingLoop:
-    """Numbers and limits of the measurement of a row."""
+    """Iteration counts and time limits for measuring a row."""
 
     iterations: int = 20  # timed iterations
     aggregated: int = 1  # operations in an iteration
@@ -88,7 +88,7 @@ class TimingLoop:
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """Options of the output of a run."""
+    """Output options."""
 
     has_timestamps: bool = False  # rows end with the time of day
     has_memory: bool = False  # show the used memory at the end

@@ -57,7 +57,7 @@ HALVES = ("out_of_place", "in_place")
 
 
 class RankSource(StrEnum):
-    """The source from which the number of ranks is known."""
+    """Source of a number of ranks."""
 
     GIVEN = "given"
     DEVICES = "devices"  # the list of devices, one line per rank
@@ -102,7 +102,7 @@ class Run:
         return [value for value in values if value is not None]
 
     def num_wrong(self) -> float | None:
-        """Return the number of wrong elements (old logs: failed checks), or None."""
+        """Return the number of wrong elements, or of failed checks in old logs."""
         counts = [side.num_wrong for row in self.rows for side in row.sides()]
         known = [count for count in counts if count is not None]
         return sum(known) if known else self.num_out_of_bounds
@@ -261,7 +261,7 @@ class Measured:
 
 
 class Reason(IntEnum):
-    """Reason for the end; if ranks differ, the greatest value is used."""
+    """Reason for the end of a run. If ranks differ, the largest value is used."""
 
     COMPLETE = 0
     DURATION = 1  # --duration has passed

@@ -65,7 +65,7 @@ class BenchSession(NamedTuple):
         )
 
     def _limit(self) -> tuple[Limit | None, str]:
-        """Return the physical bound, or the reason for its absence; collective."""
+        """Return the physical bound, or the reason why there is none; collective."""
         shown, ranks = self.options.shown, self.ranks
         if not shown.has_limit:
             return None, ""

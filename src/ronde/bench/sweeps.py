@@ -140,7 +140,7 @@ class RowBench:
         counts: Sequence[float],
         called_us: float | None = None,
     ) -> results.Side:
-        """Make one half of a row; ``called_us`` replaces the shown time."""
+        """Compute one half of a row; ``called_us`` replaces the time that is shown."""
         size, width = self.communicator.size, case.dtype.num_bytes
         moved = catalog.base_bytes(case.test, self.spec(case).shape, width, size)
         algbw = moved / time_us / 1e3 if time_us else 0.0
@@ -191,7 +191,7 @@ class SweepBench:
     is_stopped: Callable[[], bool]  # this rank's user has stopped the run
 
     def run(self, report: Callable[[results.Measured | str], None]) -> results.Reason:
-        """Call ``report`` with each row, and with remarks between; collective."""
+        """Measure all rows and pass them, and remarks, to ``report``; collective."""
         test, size = self.options.test, self.rows.communicator.size
         if not catalog.is_possible(test, size):
             report(f"nRanks {size} is not a power of 2, skipping")
@@ -262,7 +262,7 @@ class EngineComparison:
     is_stopped: Callable[[], bool]
 
     def run(self, report: Callable[[Compared | str], None]) -> results.Reason:
-        """Call ``report`` with each row, and with remarks between; collective."""
+        """Measure all rows and pass them, and remarks, to ``report``; collective."""
         sweeps = {
             name: SweepBench(bench, self.options, self.is_stopped)
             for name, bench in self.benches.items()

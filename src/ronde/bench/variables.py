@@ -30,7 +30,7 @@ _SIGNS = {"&": "AND", "|": "OR", "%": "MOD", "/": "DIV"}
 
 
 class Split(NamedTuple):
-    """Rule that assigns each rank to a group (MPI's colour)."""
+    """Rule that assigns each rank to a group, like the color of MPI_Comm_split."""
 
     operator: str  # AND, OR, MOD or DIV
     operand: int

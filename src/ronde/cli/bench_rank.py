@@ -232,7 +232,7 @@ class Reporter:
         os._exit(Exit.TIMEOUT)
 
     def _wipe(self, *, is_last: bool = False) -> None:
-        """Clear the progress line; when not on a terminal, only if ``is_last``."""
+        """Clear the progress line. Without a terminal, do so only if ``is_last``."""
         if self._has_progress and sys.stderr.isatty():
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
         elif self._has_progress and is_last:

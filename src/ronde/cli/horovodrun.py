@@ -230,7 +230,7 @@ def _configured(given: Mapping[str, str]) -> dict[str, str]:
 def read_config(path: str, sections: Sequence[str]) -> Iterator[tuple[str, str, str]]:
     """Yield section, key and value of a configuration file in YAML.
 
-    A section that is no mapping has an empty key. true and false become 1 and 0.
+    If a section is not a mapping, its key is empty. true and false become 1 and 0.
     """
     text = read_text(path, "--config-file")
     try:

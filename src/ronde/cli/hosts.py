@@ -1,4 +1,4 @@
-"""The hosts of a command: from its options, else from Slurm's allocation."""
+"""Find the hosts of a command, from its options or from Slurm's allocation."""
 
 import argparse
 import os
@@ -93,7 +93,7 @@ def read_nodes(text: str) -> tuple[int, int]:
 def find_hosts(
     options: argparse.Namespace, environ: Mapping[str, str]
 ) -> tuple[Host, ...]:
-    """Return the hosts of an option, else of Slurm's allocation, else this machine."""
+    """Return the hosts that the options name, else Slurm's, else this machine."""
     require_alone(options, *_SOURCES)
     given = {name: getattr(options, attribute_of(name)) for name in _SOURCES}
     named = [name for name, value in given.items() if value is not None]

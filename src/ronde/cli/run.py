@@ -303,7 +303,7 @@ def _rank_env(
     horovod: HorovodOptions,
     environ: Mapping[str, str],
 ) -> dict[str, str]:
-    """Return the variables for all ranks; refuse those without a meaning."""
+    """Return the variables that all ranks get; refuse invalid ones."""
     env = environments.select_forwarded(environ) | dict(horovod.env)
     env |= environments.read_assignments(options.env, environ)
     if options.engine:
@@ -322,7 +322,7 @@ def _rank_env(
 
 
 def _require_valid(options: argparse.Namespace, known: Mapping[str, str]) -> None:
-    """Refuse variables that every rank would refuse."""
+    """Refuse invalid variables here, before every rank refuses them."""
     from ronde.world import environment
     from ronde.world.horovod_config import read_horovod_config
 
@@ -359,7 +359,7 @@ def _placement(options: argparse.Namespace) -> "PlacementRequest | None":
 def require_listen_or_agent(
     options: argparse.Namespace, given: Mapping[str, str]
 ) -> None:
-    """Refuse options that only work with, or without, ``--listen`` and ``--agent``."""
+    """Refuse options that do not fit ``--listen`` or ``--agent``, or need them."""
     how = "--listen" if options.listen else "--agent" if options.agent else ""
     if options.listen and options.agent:
         raise UsageError("--agent and --listen cannot be used together. Drop one.")

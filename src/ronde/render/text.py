@@ -28,7 +28,7 @@ def wrap(label: str, text: str, width: int = WIDTH, *, indent: int = 7) -> str:
 
 
 def list_some(names: Sequence[str], most: int = 8, noun: str = "times") -> str:
-    """Return ``a``, or ``2 times: a, b``; beyond ``most`` only their number."""
+    """Return ``a`` or ``2 times: a, b``; for more than ``most``, only the count."""
     if len(names) == 1:
         return names[0]
     return f"{len(names)} {noun}: {list_first(names, most)}"

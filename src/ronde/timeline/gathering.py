@@ -156,7 +156,7 @@ class Gathering:
                     self._answer(f"{phase}/{clock}", deadline)
 
     def _answer(self, topic: str, deadline: float) -> None:
-        """Answer requests for this rank's time by the leader of another clock."""
+        """Answer the requests of another clock's leader for this rank's time."""
         for number in range(NUM_EXCHANGES):
             if not self._wait([f"ask/{topic}/{number}"], deadline):
                 break

@@ -133,7 +133,7 @@ class LauncherReading(NamedTuple):
 
     @property
     def is_above_slurm(self) -> bool:
-        """True if any ``srun`` has started this launcher and not the ranks."""
+        """True if ``srun``, where used, started this launcher and not the ranks."""
         by_hand = (Launcher.SLURM, Launcher.PLAIN)
         return not self.missing and self.launcher not in by_hand
 
@@ -357,7 +357,7 @@ def parse_tasks_per_node(text: str, name: str = "tasks per node") -> list[int]:
 def _numbers_among(
     numbers: Numbers, tasks: list[int], shown: str, names: Mapping[str, str]
 ) -> Numbers:
-    """Return the numbers that follow from the number of tasks on each node."""
+    """Derive local and cross numbers from the number of tasks on each node."""
     if numbers.get("size", sum(tasks)) != sum(tasks):
         raise WorldError(
             f"{names['size']} must be the sum of the tasks of all nodes: {shown} is "

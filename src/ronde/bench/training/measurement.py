@@ -199,7 +199,7 @@ def _saved_bytes(model: nn.Module, inputs: Tensor, labels: Tensor) -> int:
 
 
 def _identity(tensor: Tensor) -> int:
-    """Return an id of the storage, as fake tensors have no data pointer."""
+    """Return an id of a tensor's storage; fake tensors have no data pointer."""
     return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]  # noqa: SLF001
 
 
