@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import given, strategies as st
-from tests.bench.rank_benches import row_bench
 
 from ronde.bench import (
     COLLECTIVES,
@@ -18,7 +17,6 @@ from ronde.bench import (
     TimingLoop,
     base_bytes,
     combine,
-    find_collective,
     in_elements,
     largest_row,
     pieces_of,
@@ -26,7 +24,6 @@ from ronde.bench import (
     shape_of,
     traffic_matrix,
 )
-from ronde.collectives import Communicator, SoloEngine
 from ronde.errors import UsageError
 from ronde.memory import AvailableMemory, available_memory
 
@@ -64,12 +61,6 @@ def test_small_shares_are_rounded_down_to_nothing():
     assert counts == [0, 0, 0, 4, 4, 8]
     assert shape_of(gathered, 1000, 1, 3).count == 320
     assert shape_of(gathered, 1000, 8, 3).count == 40
-
-
-def test_programs_names_are_known():
-    assert find_collective("alltoallv_perf") is COLLECTIVES["alltoallv"]
-    with pytest.raises(UsageError, match="all_reduce, all_gather"):
-        find_collective("all_reduce_perfect")
 
 
 @given(st.integers(1, 20), st.integers(0, 1 << 20))
@@ -148,12 +139,6 @@ def test_what_happens_between_operations(loop, expected):
     assert "".join(seen) == expected
     assert 0 <= elapsed.called_s <= elapsed.total_s
     assert len(elapsed.iterations_s) == (2 if loop.is_each_timed else 0)
-
-
-def test_a_time_is_that_of_one_operation():
-    loop = TimingLoop(iterations=5, aggregated=4)
-    bench = row_bench(Communicator(SoloEngine()), loop=loop)
-    assert bench.combined_us([2.0]) == 100_000.0
 
 
 def test_iterations_are_summed_up_without_those_skipped():

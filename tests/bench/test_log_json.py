@@ -15,7 +15,6 @@ from ronde.bench import (
     Row,
     Run,
     Side,
-    from_record,
     read_log,
     to_record,
 )
@@ -230,10 +229,6 @@ def test_a_cut_file_is_an_error_with_its_line() -> None:
         read_log(cut, "a.json")
 
 
-def test_the_schema_is_one() -> None:
-    jsonschema.Draft202012Validator.check_schema(load_schema())
-
-
 def test_ours_is_valid() -> None:
     CHECKER.validate(document())
     content = document()
@@ -289,8 +284,3 @@ def test_damaged_records_are_left_out_and_reported() -> None:
         assert log.damage[0].startswith("a.jsonl:2: ")
     with pytest.raises(UsageError, match=r"^a.jsonl:1: "):
         read_log(line[:40], "a.jsonl")
-
-
-def test_only_a_run_is_made_of_a_record() -> None:
-    with pytest.raises(UsageError, match="a record's kind must be bench"):
-        from_record(Record("training", {}))

@@ -95,19 +95,3 @@ def test_what_is_refused_does_not_wait_for_torch():
     assert said.startswith("ronde: ")
     assert "whose input is images, got gpt2." in said
     assert (ended.returncode, ended.stdout) == (Exit.USAGE, b"")
-
-
-def test_what_does_not_fit_is_one_sentence():
-    ended = ronde(*TRAIN, "-n", "2", "--batch", str(10**9))
-    assert ended.returncode == 6
-    (said,) = ended.stderr.decode().splitlines()
-    assert "does not fit into a rank's memory" in said
-    assert "Type: --batch " in said
-    assert ended.stdout == b""
-
-
-def test_help_lists_the_models():
-    ended = ronde("bench", "train", "--help")
-    assert (ended.returncode, ended.stderr) == (0, b"")
-    rows = [line.split() for line in ended.stdout.decode().splitlines()]
-    assert ["resnet50", "25,557,032", "4", "4.09", "GMAC", "for", "an", "image"] in rows

@@ -93,11 +93,8 @@ print(horovod.__version__)
 PRINTED = {
     "import horovod.foo": "horovod.foo No module named 'horovod.foo'",
     "import horovod.torch.foo": "No module named 'horovod.torch.foo'",
-    "import horovod.common.foo.bar": "No module named 'horovod.common.foo'",
     "import horovod.tensorflow": "ronde does not support horovod.tensorflow yet",
     "import horovod.tensorflow.keras": "ronde does not support horovod.tensorflow yet",
-    "import horovod.torch.functions.x": "No module named 'horovod.torch.functions.x'",
-    "import horovod.keras": "ronde does not support horovod.keras yet",
     "import horovod.spark": "ronde does not support horovod.spark, only",
     "from horovod import torch as hvd": "ronde.torch",
     "from horovod.torch import mpi_ops as hvd": "ronde.torch.mpi_ops",
@@ -186,13 +183,6 @@ def test_an_installed_horovod_is_the_one_that_is_imported(python, tmp_path) -> N
     status, out, err = python(code, env={"PYTHONPATH": str(site)})
     assert (status, out) == (0, f"the real one {site}/horovod/__init__.py\n")
     assert f"Horovod is installed beside ronde, in {site}/horovod, and is" in err
-
-
-def test_a_mere_directory_of_that_name_is_no_horovod(python, tmp_path) -> None:
-    (tmp_path / "site" / "horovod").mkdir(parents=True)
-    env = {"PYTHONPATH": str(tmp_path / "site")}
-    code = "import horovod; print(horovod.__name__)"
-    assert python(code, env=env) == (0, "ronde.horovod\n", "")
 
 
 def test_a_python_without_ronde_is_told_so(python) -> None:

@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -129,15 +128,6 @@ def test_it_is_refused_beside_horovod_itself(environment) -> None:
     assert environment.horovodrun.read_bytes() == command
 
 
-def test_a_distribution_alone_is_horovod_too(environment) -> None:
-    environment.add_horovod()
-    for file in ("__init__.py", "torch.py"):
-        (environment.packages / "horovod" / file).unlink()
-    code, _, err = environment.ronde("alias", "--install")
-    assert code == 64
-    assert "has the distribution horovod 0.28.1." in err
-
-
 def test_another_horovodrun_is_neither_replaced_nor_removed(environment) -> None:
     environment.horovodrun.write_text("#!/bin/sh\n")
     before = files(environment)
@@ -184,17 +174,3 @@ def test_a_start_with_both_warns_and_can_be_forced(environment) -> None:
     assert forced == (0, OURS, "")
     off = environment.ronde("run", "--no-horovod-alias", *program)
     assert off == (0, f"{real}/__init__.py\n", "")
-
-
-def test_pip_leaves_horovods_command_alone(environment) -> None:
-    environment.add_horovod()
-    before = environment.horovodrun.read_bytes()
-    pip = [sys.executable, "-m", "pip", "--python", str(environment.python)]
-    build = ["--no-deps", "-c", str(ROOT / "constraints.txt"), str(ROOT)]
-    # Else pip takes the tests' own ronde for one that is installed there.
-    (environment.packages / "tests.pth").unlink()
-    subprocess.run([*pip, "install", "--quiet", *build], check=True)
-    assert (environment.python.parent / "ronde").exists()
-    assert environment.horovodrun.read_bytes() == before
-    subprocess.run([*pip, "uninstall", "--quiet", "--yes", "ronde"], check=True)
-    assert environment.horovodrun.read_bytes() == before

@@ -8,7 +8,6 @@ from ronde.render import (
     RankLines,
     newest_part,
     printable,
-    whole_length,
 )
 
 
@@ -88,12 +87,6 @@ def test_of_each_line_the_newest_part_comes_out_however_it_went_in(words, length
     assert feed_all(LineAssembler(), pieces_of(raw, lengths)) == expected
 
 
-@pytest.mark.parametrize("cut", range(1, 24))
-def test_of_a_progress_bar_only_the_newest_part_counts(cut):
-    raw = b"\r 10%|#\r 50%|##\r100%|###\nend\n"
-    assert feed_all(LineAssembler(), [raw[:cut], raw[cut:]]) == [b"100%|###", b"end"]
-
-
 @pytest.mark.parametrize(
     ("raw", "shown"),
     [
@@ -105,15 +98,3 @@ def test_of_a_progress_bar_only_the_newest_part_counts(cut):
 )
 def test_what_is_no_text_is_escaped(raw, shown):
     assert printable(raw) == shown
-
-
-@given(st.text(), st.integers(0, 3))
-def test_whole_length_finds_the_cut(text, missing):
-    raw = text.encode("utf-8", "replace")
-    cut = raw[: len(raw) - missing]
-    whole = cut[: whole_length(cut)]
-    assert (
-        whole.decode()
-        == text.encode("utf-8", "replace").decode()[: len(whole.decode())]
-    )
-    assert len(cut) - len(whole) <= 3

@@ -14,7 +14,6 @@ from tests.cli.conftest import clean_environment
 from tests.limits import HANG_S
 
 import ronde.torch as hvd
-from ronde.cli import read_run_request
 from ronde.memory import MallocThresholds, malloc_thresholds
 from ronde.world import read_malloc_tuning
 
@@ -116,20 +115,6 @@ def test_the_users_own_tuning_counts():
     tunables = {"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=1048576"}
     assert read_malloc_tuning(tunables) is False
     assert read_malloc_tuning({"GLIBC_TUNABLES": "glibc.rtld.nns=8"}) is True
-
-
-def test_an_option_says_so_too():
-    request = read_run_request(["--no-malloc-tuning", "train.py"], {})
-    assert request.spec.env["RONDE_MALLOC_TUNING"] == "0"
-
-
-def test_what_is_neither_yes_nor_no_is_refused(ronde_here):
-    done = ronde_here("run", "-n", "1", "true", env={"RONDE_MALLOC_TUNING": "off"})
-    assert done.returncode == 64
-    assert done.stderr == (
-        b"ronde: RONDE_MALLOC_TUNING must be 0 or 1, got 'off'. Correct it, or unset "
-        b"it.\n"
-    )
 
 
 def test_a_control_group_bounds_it(ronde, small_group):

@@ -102,19 +102,6 @@ def test_two_streams_in_one_pipe_do_not_cut_each_others_lines(ronde):
     assert sorted(done.stdout.splitlines()) == sorted(expected)
 
 
-def test_of_a_progress_bar_a_file_gets_the_final_state(ronde):
-    code = (
-        "import sys\n"
-        "for i in range(1001): sys.stdout.write(f'\\r{i}/1000'); sys.stdout.flush()\n"
-        "print()\n"
-    )
-    done = ronde("run", "-n", "2", *python(code))
-    lines = sorted(done.stdout.splitlines())
-    # A slow machine may have had a line for each ten seconds; the final one is there.
-    assert {b"[0] 1000/1000", b"[1] 1000/1000"} <= set(lines)
-    assert len(lines) < 2 * HANG_S / FILE_PROGRESS_S
-
-
 def test_a_progress_bar_on_a_file_says_something_each_ten_seconds(tmp_path):
     with (tmp_path / "out").open("wb") as file:
         console = Console(file.fileno(), file.fileno())

@@ -71,27 +71,18 @@ def test_empty_is_not_set(name: str) -> None:
     assert read_horovod_config(horovod(**{name: " "})) == HorovodConfig()
 
 
-@pytest.mark.parametrize("text", ["1", "2", "true", "Yes", "on"])
-def test_true(text: str) -> None:
-    assert read_horovod_config(horovod(AUTOTUNE=text)).is_autotuning
-
-
-@pytest.mark.parametrize("text", ["0", "-1", "false", "No", "off"])
-def test_false(text: str) -> None:
-    assert not read_horovod_config(horovod(AUTOTUNE=text)).is_autotuning
+def test_booleans_have_several_spellings() -> None:
+    for word, is_on in {"2": True, "Yes": True, "-1": False, "off": False}.items():
+        assert read_horovod_config(horovod(AUTOTUNE=word)).is_autotuning is is_on
 
 
 @pytest.mark.parametrize(
     ("name", "text"),
     [
         ("FUSION_THRESHOLD", "64MB"),
-        ("FUSION_THRESHOLD", "-1"),
         ("CYCLE_TIME", "nan"),
-        ("CYCLE_TIME", "inf"),
         ("CACHE_CAPACITY", "1.5"),
-        ("STALL_CHECK_TIME_SECONDS", "-1"),
         ("AUTOTUNE", "maybe"),
-        ("TORUS_ALLREDUCE", "x"),
         ("STALL_CHECK_DISABLE", "x"),
         ("LOG_LEVEL", "loud"),
         ("THREAD_AFFINITY", "0,a"),

@@ -2,7 +2,7 @@
 
 import json
 
-from tests.unit.timeline_samples import BASE_NS, check_events, record
+from tests.unit.timeline_samples import BASE_NS, record
 
 from ronde.timeline import Activity, LiveFile
 
@@ -44,15 +44,6 @@ def test_an_operation_looks_as_horovod_writes_it(tmp_path):
         },
         {"ph": "i", "name": "CYCLE_START", "ts": 31, "s": "g"},
     ]
-
-
-def test_operations_one_after_another_are_in_chromes_format(tmp_path):
-    live = open_live(tmp_path / "t.json")
-    for number in range(5):
-        at = number * 100_000
-        live.add([record("x", number, at, at + 10_000, at + 20_000, at + 30_000)])
-    live.close(0)
-    check_events(json.loads((tmp_path / "t.json").read_text()))
 
 
 def test_the_file_grows_no_further_than_its_limit(tmp_path):

@@ -130,11 +130,6 @@ def test_a_joined_rank_is_never_late():
     assert waited_ns(record(submitted=None), arrival) == 0
 
 
-def test_a_name_that_comes_again_is_another_operation():
-    tracks = align([track(rank, [record(), record()]) for rank in range(2)])
-    assert len(find_arrivals((t.rank, t.keyed) for t in tracks)) == 2
-
-
 SPANS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)), max_size=30)
 
 

@@ -16,7 +16,6 @@ from ronde.timeline import (
     NUM_SEGMENTS,
     PartFiles,
     ThreadedRecorder,
-    is_part,
     read_parts,
 )
 
@@ -65,14 +64,6 @@ def test_a_part_given_twice_is_refused():
 def test_what_is_no_part_is_refused(blob, why):
     with pytest.raises(UsageError, match=why):
         read_parts([blob])
-
-
-def test_a_part_is_known_by_its_beginning():
-    packed = gzip.compress(encode(record()))
-    assert is_part(packed)
-    assert is_part(packed[:200])
-    assert not is_part(b"[\n")
-    assert not is_part(gzip.compress(b'{"displayTimeUnit": "ms"}'))
 
 
 def test_files_hold_what_was_taken_before_they_are_closed(tmp_path):

@@ -73,12 +73,6 @@ def test_finds_the_best_on_a_quiet_machine(costs, random):
         assert tuner.setting == 0
 
 
-def test_an_only_candidate_needs_no_trial():
-    tuner = Tuner(["default"], TuningOptions(), "", dict)
-    assert tuner.is_over
-    assert tuner.setting == "default"
-
-
 def test_a_slow_time_of_the_machine_makes_no_winner():
     """The default ran while the machine was slow: the last comparison shows it."""
     options = TuningOptions(warmup_samples=0, steps_per_sample=1)
