@@ -63,9 +63,7 @@ def parse_dtypes(text: str) -> tuple[DType, ...]:
         return _ALL
     dtype = DTYPES.get(text) or _ALIASES.get(text)
     if dtype is None:
-        raise UsageError(
-            f"-d/--dtype must be all or one of {', '.join(DTYPES)}, got {text!r}."
-        )
+        raise UsageError(f"must be all or one of {', '.join(DTYPES)}, got {text!r}")
     return (dtype,)
 
 
@@ -74,7 +72,7 @@ def parse_ops(text: str) -> tuple[str, ...]:
         return OPS
     name = _OP_ALIASES.get(text, text)
     if name not in OPS:
-        raise UsageError(f"-o/--op must be all or one of {', '.join(OPS)}, got {text}.")
+        raise UsageError(f"must be all or one of {', '.join(OPS)}, got {text!r}")
     return (name,)
 
 

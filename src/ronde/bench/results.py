@@ -142,10 +142,10 @@ def to_record(run: Run, *, was_measured_here: bool = True) -> Record:
 def from_record(record: Record) -> Run:
     if record.kind != KIND:
         raise UsageError(f"a record's kind must be {KIND}, got {record.kind!r}.")
-    values: dict[str, Any] = {"failures": []}  # missing in old records
-    for name, value in record.values.items():
-        if name not in ("extras", "footers"):  # in old records
-            values[name] = _numbers(value) if name in _MEASURED else value
+    values = {
+        name: _numbers(value) if name in _MEASURED else value
+        for name, value in record.values.items()
+    }
     try:
         return from_plain(Run, values, "a run")
     except ValueError as error:

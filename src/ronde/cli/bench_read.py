@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ronde.arguments import CommandParser, read_one_of
+from ronde.arguments import CommandParser, one_of
 from ronde.bench.catalog import COLLECTIVES
 from ronde.bench.comparison import compare
 from ronde.bench.log_reading import read_log
@@ -67,10 +67,13 @@ or if the geometric mean of the ratios is below --fail-below.
 example:
   ronde bench compare before.log after.log --fail-below 0.95
 """
+_TYPES = {"NAME": one_of(*COLLECTIVES), "RATIO": float}
 
 
 def run_read(words: Sequence[str]) -> int:
-    parser = CommandParser("ronde bench read", _READ_HELP, positionals={"logs": "*"})
+    parser = CommandParser(
+        "ronde bench read", _READ_HELP, types=_TYPES, positionals={"logs": "*"}
+    )
     options = parser.read(words)
     if options is None:
         return Exit.OK
@@ -101,7 +104,7 @@ def run_compare(words: Sequence[str]) -> int:
     parser = CommandParser(
         "ronde bench compare",
         _COMPARE_HELP,
-        types={"RATIO": float},
+        types=_TYPES,
         positionals={"a": None, "b": None},
     )
     options = parser.read(words)
@@ -144,12 +147,9 @@ def _end(options: argparse.Namespace, logs: Sequence[Log]) -> int:
 
 
 def _read(options: argparse.Namespace, names: Sequence[str]) -> list[Log]:
-    test = options.test or ""
-    if test:
-        read_one_of("--test", test, list(COLLECTIVES))
     if names.count("-") > 1:
         raise UsageError("standard input can be read only once. Name a file.")
-    return [_read_file(name, test) for name in names]
+    return [_read_file(name, options.test or "") for name in names]
 
 
 def _read_file(name: str, test: str) -> Log:
