@@ -168,23 +168,6 @@ def test_it_can_be_turned_off(python) -> None:
     assert "No module named 'horovod'" in err
 
 
-def installed_horovod(directory: Path) -> None:
-    package = directory / "horovod"
-    package.mkdir()
-    (package / "__init__.py").write_text("from horovod.torch import x as y\n")
-    (package / "torch.py").write_text("x = 'the real one'\n")
-
-
-def test_an_installed_horovod_is_the_one_that_is_imported(python, tmp_path) -> None:
-    site = tmp_path / "site"
-    site.mkdir()
-    installed_horovod(site)
-    code = "import horovod.torch, horovod; print(horovod.y, horovod.__file__)"
-    status, out, err = python(code, env={"PYTHONPATH": str(site)})
-    assert (status, out) == (0, f"the real one {site}/horovod/__init__.py\n")
-    assert f"Horovod is installed beside ronde, in {site}/horovod, and is" in err
-
-
 def test_a_python_without_ronde_is_told_so(python) -> None:
     code = "import sys; sys.modules['ronde'] = None; import horovod"
     status, _, err = python(code)

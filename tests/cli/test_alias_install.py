@@ -96,19 +96,6 @@ def test_ranks_find_it(environment, tmp_path, launcher, size) -> None:
     assert done.stdout == size * ("ronde.torch 2 3\n" if is_ours else OURS), done.stderr
 
 
-def test_horovodrun_is_ronde_horovodrun(environment) -> None:
-    assert environment.ronde("alias", "--install")[0] == 0
-    program = ("-np", "2", str(environment.python), "-c", FIND)
-    for command in (
-        (str(environment.horovodrun),),
-        (str(environment.python), "-m", "ronde", "horovodrun"),
-    ):
-        code, out, err = environment.run(*command, *program)
-        assert code == 0, err
-        assert sorted(out.splitlines(True)) == [f"[{rank}] {OURS}" for rank in range(2)]
-        assert err.startswith("horovodrun: runs ronde run -np 2 ")
-
-
 def test_it_is_refused_beside_horovod_itself(environment) -> None:
     environment.add_horovod()
     before = files(environment)

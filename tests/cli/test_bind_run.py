@@ -102,12 +102,3 @@ def test_a_dry_run_shows_the_hosts_that_are_kept_out(ronde, tmp_path):
     done = ronde("run", "--hostfile", str(hostfile), "--dry-run", "--", "true")
     said = f"n8 ({hostfile} line 2), n9 ({hostfile} line 3)."
     assert f"\nnote: not used, with 0 slots: {said}\n" in done.stdout.decode()
-
-
-def test_a_dry_run_shows_devices_although_nothing_binds_to_them(ronde):
-    done = ronde(
-        *("run", "-n", "2", "--dry-run", "--", "true"),
-        env={"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b"},
-    )
-    rows = done.stdout.decode().splitlines()[3:5]
-    assert ["GPU GPU-a" in rows[0], "GPU GPU-b" in rows[1]] == [True, True]

@@ -123,10 +123,9 @@ def test_hosts_give_the_number_of_ranks(ronde, tmp_path) -> None:
         assert done.stdout == b"3\n3\n3\n", done.stderr
 
 
-@pytest.mark.parametrize("hosts", ["-H localhost:2", "--nproc-per-node 2"])
-def test_the_slots_that_there_are_suffice_where_min_np_says_so(ronde, hosts) -> None:
-    words = f"-np 3 --min-np 1 --no-prefix {hosts} /bin/sh -c".split()
-    done = ronde("run", *words, "echo $RANK of $WORLD_SIZE")
+def test_the_slots_that_there_are_suffice_where_min_np_says_so(ronde) -> None:
+    options = ("-np", "3", "--min-np", "1", "--no-prefix", "-H", "localhost:2")
+    done = ronde("run", *options, "/bin/sh", "-c", "echo $RANK of $WORLD_SIZE")
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == [b"0 of 2", b"1 of 2"]
     assert done.stderr.decode() == (
@@ -134,23 +133,11 @@ def test_the_slots_that_there_are_suffice_where_min_np_says_so(ronde, hosts) -> 
     )
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("-np 4 --min-np 3 -H localhost:2", "processes (3) than there are available"),
-        ("--min-np 3 -H localhost:2", "processes (3) than there are available"),
-        (
-            "-np 4 -H localhost:2",
-            "processes (4) than there are available slots (2)",
-        ),
-    ],
-)
-def test_too_few_slots_are_refused_in_horovods_words(
-    ronde_here, words, message
-) -> None:
-    done = ronde_here("run", *words.split(), "/bin/echo", "ran")
+def test_too_few_slots_are_refused_in_horovods_words(ronde_here) -> None:
+    words = ["-np", "4", "--min-np", "3", "-H", "localhost:2"]
+    done = ronde_here("run", *words, "/bin/echo", "ran")
     assert (done.returncode, done.stdout) == (64, b"")
-    assert message in done.stderr.decode()
+    assert b"processes (3) than there are available" in done.stderr
 
 
 def test_output_is_found_where_horovodrun_puts_it(ronde, tmp_path) -> None:

@@ -1,4 +1,3 @@
-import os
 import socket
 import stat
 import subprocess
@@ -123,30 +122,6 @@ def test_a_program_that_may_not_run_is_told_how_to(ronde_here, tmp_path):
     assert "Did you mean ./prog?" in usage_error(
         ronde_here("run", "prog", cwd=tmp_path)
     )
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root has files of other users")
-@pytest.mark.parametrize(
-    ("name", "mode", "folder_mode", "what"),
-    [("p", 0o700, 0o755, "run"), ("p.py", 0o600, 0o755, "read"), ("p", 0, 0, "reach")],
-)
-def test_a_program_of_another_user_is_told_so(tmp_path, name, mode, folder_mode, what):
-    folder = tmp_path / "own"
-    folder.mkdir()
-    program = write(folder / name, "#!/bin/sh\n", mode)
-    for path in (program, folder):
-        os.chown(path, 65534, 65534)
-    folder.chmod(folder_mode)
-    # A root that no mode is set aside for, as on a shared disk.
-    plain = ["setpriv", "--bounding-set=-dac_override,-dac_read_search", "--"]
-    words = [*plain, sys.executable, "-m", "ronde", "run", program]
-    done = subprocess.run(words, capture_output=True, timeout=HANG_S, check=False)
-    assert f"may {what}, got {program!r}" in usage_error(done)
-
-
-def test_a_file_that_is_no_program_is_refused(ronde, tmp_path):
-    program = write(tmp_path / "prog", "no program")
-    assert "Exec format error" in usage_error(ronde("run", program))
 
 
 def test_a_port_in_use_is_refused(ronde_here):

@@ -85,21 +85,6 @@ def test_a_slow_time_of_the_machine_makes_no_winner():
     assert tuner.setting == "default"
 
 
-def test_the_last_comparison_interleaves():
-    options = TuningOptions(warmup_samples=1, steps_per_sample=2, num_pairs=4)
-    tuner = tune(Machine([2.0, 1.0], 0.0, NoNoise()), options)
-    final = [s.setting for s in tuner.samples if s.phase == "final"]
-    assert final == [0, 1, 1, 0, 0, 1, 1, 0]
-    assert tuner.setting == 1
-    assert tuner.best_cost == 1.0
-
-
-class NoNoise:
-    def uniform(self, low: float, high: float) -> float:
-        del high
-        return low
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -9,7 +9,7 @@ __getattr__ = lazy_exports(
             "ClockMap ClockReading align bound_offset clock_identity find_arrivals "
             "waited_ns"
         ),
-        "chrome": "Lanes nest write_trace",
+        "chrome": "write_trace",
         "events": "Activity ClockBound Recorded",
         "gathering": "CHUNK_BYTES Gathering GatheringOptions",
         "part": (
