@@ -256,7 +256,7 @@ def _power_of_two(limit: int) -> int:
 
 
 def _narrow(bits: Tensor, dtype: DType) -> Tensor:
-    """Bring random bits into the range of a one-byte type."""
+    """Reduce random bits to the values of a one-byte type."""
     if dtype.num_bytes > 1:
         return bits
     low = bits.bitwise_and_(0xFF)

@@ -130,7 +130,7 @@ def copy_gb_per_s(
     target: torch.Tensor,
     clock_ns: Callable[[], int] = time.perf_counter_ns,
 ) -> float:
-    """Copy for a while and return the rate in GB/s, reads plus writes."""
+    """Copy repeatedly for a short time; return the rate in GB/s, reads plus writes."""
     num_bytes, start_ns = 0, clock_ns()
     while True:
         target.copy_(source)

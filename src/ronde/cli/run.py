@@ -201,7 +201,7 @@ class RunRequest(NamedTuple):
 
 
 def read_run_request(words: Sequence[str], environ: Mapping[str, str]) -> RunRequest:
-    """Read and check the words after ``ronde run``, without ``--agent``."""
+    """Read and check the words after ``ronde run``; ``--agent`` is not allowed."""
     parser = make_run_parser(words)
     options = parser.parse_args(words)
     require_listen_or_agent(options, parser.given(options))

@@ -103,7 +103,7 @@ def _find_run() -> ModuleType:
 
 
 def _find_package(name: str) -> ModuleType:
-    """Make one of Horovod's packages that only contain modules and ``run``."""
+    """Create one of Horovod's packages that have only modules, and ``run``."""
     module = sys.modules.setdefault(f"horovod.{name}", ModuleType(f"horovod.{name}"))
     if name == "runner":
         module.__dict__["run"] = import_module("ronde.horovod").run

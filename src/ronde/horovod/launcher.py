@@ -121,7 +121,7 @@ class _CallOutcome(NamedTuple):
 
 
 def run_rank(folder: Path) -> None:
-    """Unpickle the call that ``run`` wrote to a folder, and make it."""
+    """Unpickle and execute the call that ``run`` wrote to a folder."""
     rank_info = read_rank_info()
     path: list[str] = pickle.loads((folder / "path").read_bytes())  # noqa: S301  ours
     sys.path.extend(entry for entry in path if entry not in sys.path)

@@ -15,7 +15,7 @@ _MAX_RUNS = 8
 
 
 def wrap(label: str, text: str, width: int = WIDTH, *, indent: int = 7) -> str:
-    """Return a label and a text, wrapped at ``width``."""
+    """Wrap a text after its label, with later lines indented."""
     lines = textwrap.wrap(
         text,
         width,

@@ -244,7 +244,7 @@ def _replace(path: Path, lines: Iterator[tuple[float, str]], limit_bytes: int) -
 def _text(
     tracks: Sequence[AlignedTrack], since_ns: int | None, remarks: Sequence[str]
 ) -> Iterator[tuple[float, str]]:
-    """Yield the lines of the file, each with the share of events so far."""
+    """Yield the lines of the file, each with the share of events written by then."""
     arrivals = find_arrivals((track.rank, track.keyed) for track in tracks)
     kept: list[list[Keyed]] = [
         [] if since_ns is None else [k for k in t.keyed if k[1].ended_ns >= since_ns]

@@ -155,7 +155,7 @@ def _read_merged(facts: Mapping[str, Any], lines: Iterable[str]) -> Trace:
 
 
 def _joined(recordings: Iterable[RankTrace]) -> list[RankTrace]:
-    """Join each rank's recordings; return the ranks in order."""
+    """Concatenate each rank's recordings; return the ranks in order."""
     ranks: dict[int, RankTrace] = {}
     for own in recordings:
         before = ranks.setdefault(own.rank, own)
