@@ -92,8 +92,8 @@ class Record:
         entries = cast("dict[str, Any]", content)
         if entries["schema"] != SCHEMA:
             raise UsageError(
-                f"cannot read a record of schema {entries['schema']!r}, only of "
-                f"{SCHEMA}. Read the file with the version of ronde that wrote it."
+                f"this record has schema {entries['schema']!r}, but this ronde reads "
+                f"schema {SCHEMA}. Read it with the version of ronde that wrote it."
             )
         del entries["schema"]
         try:

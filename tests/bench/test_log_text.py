@@ -243,8 +243,8 @@ def test_damage_is_left_out_and_reported_with_its_line(text: str, damage: str) -
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "a.log:1: found no table of nccl-tests because the file is empty."),
-        ("hello\nworld\n", "a.log:2: found no table of nccl-tests in 2 lines"),
+        ("", "a.log:1: found no nccl-tests table because the file is empty."),
+        ("hello\nworld\n", "a.log:2: found no nccl-tests table in 2 lines"),
         (
             damage(" #wrong     time", " #wrong  time  time"),
             "a.log:10: a table's header",

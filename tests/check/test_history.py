@@ -75,7 +75,7 @@ def test_any_facts_come_back(tmp_path_factory, values):
         (b"", "has no run"),
         (b"\xff\xfe", "--since must be a file that can be read"),
         (b"[1]\n", ":1: "),
-        (b'{"schema": 9}\n', "record of schema 9, only of 1"),
+        (b'{"schema": 9}\n', "record has schema 9, but"),
     ],
 )
 def test_what_holds_no_run_is_refused(tmp_path, content, why):

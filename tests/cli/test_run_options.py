@@ -155,7 +155,7 @@ RANKS_OF_OTHERS = {
 def test_inside_another_world_it_starts_none_by_mistake(ronde, launcher):
     env = RANKS_OF_OTHERS[launcher]
     said = usage_error(ronde("run", "-n", "2", "true", env=env))
-    assert "4 * 2 = 8 processes in 4 worlds, not 2" in said
+    assert "4 * 2 = 8 processes would start in 4 worlds, not 2 in one" in said
     assert f"started by rank 0 of 4 of {launcher}" in said
     assert "--nested" in said
     program = ("--", "/bin/sh", "-c", "echo $RANK/$WORLD_SIZE${OMPI_COMM_WORLD_SIZE}")

@@ -57,7 +57,7 @@ def test_a_tag_says_as_much_as_is_asked_for(tmp_path, tag, places):
 
 @pytest.mark.parametrize("text", ["", "hosts", "host,rank", "time,time", "host,"])
 def test_other_tags_are_refused(text):
-    with pytest.raises(UsageError, match=r"^--tag must be rank, host or none"):
+    with pytest.raises(UsageError, match=r"^--tag must be rank, host, none or time"):
         parse_tag(text)
 
 

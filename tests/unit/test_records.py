@@ -63,7 +63,10 @@ GOOD = Record("a", {}).to_json()
         ("{", "a record must be JSON"),
         ("[]", 'a record must have a "schema"'),
         ('{"kind": "a"}', 'a record must have a "schema"'),
-        (GOOD.replace('"schema": 1', '"schema": 2'), "record of schema 2, only of 1"),
+        (
+            GOOD.replace('"schema": 1', '"schema": 2'),
+            "record has schema 2, but this ronde reads schema 1",
+        ),
         (
             GOOD.replace('"values"', '"figures"'),
             r"a record must have the fields .*'values'\], got .*'figures'",

@@ -53,7 +53,7 @@ def test_a_part_given_twice_is_refused():
         (b"\x1f\x8bnothing", "cannot decompress"),
         (
             gzip.compress(b'{"ronde_timeline": 99, "rank": 0}\n'),
-            "of version 99, only of",
+            "have version 99, but",
         ),
         (gzip.compress(encode() + b"[1, 2]\n"), "damaged"),
         (gzip.compress(encode() + b"nonsense\n"), "damaged"),

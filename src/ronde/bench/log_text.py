@@ -119,7 +119,7 @@ def read_text(text: str, source: str, *, test: str = "") -> Log:
         last = len(lines) + bool(rest.strip())
         where = f"in {last} lines" if text.strip() else "because the file is empty"
         raise UsageError(
-            f"{source}:{max(last, 1)}: found no table of nccl-tests {where}. A table "
+            f"{source}:{max(last, 1)}: found no nccl-tests table {where}. A table "
             "begins with: # size count type."
         )
     first, *more = runs = reader.runs

@@ -121,9 +121,8 @@ def run_compare(words: Sequence[str]) -> int:
         return status
     if mean is None:
         raise UsageError(
-            "the results cannot be compared: no row of one has the test, type, "
-            "operation and root of a row of the other. If a log does not name its "
-            "test, give --test."
+            "the results cannot be compared, as they have no rows with the same test, "
+            "type, operation and root. If a log does not name its test, give --test."
         )
     # NaN is below any ratio.
     if options.fail_below is None or mean >= options.fail_below:

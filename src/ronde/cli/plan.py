@@ -188,7 +188,7 @@ def _by_formula(options: argparse.Namespace, layout: Layout, zero: int) -> RankM
     num_own = -(-num_blocks // layout.pp)
     if num_params < num_own:
         raise UsageError(
-            "--params must be enough for one parameter in each block of each rank, got "
+            "--params must give each rank at least one parameter per block, got "
             f"{options.params} for {num_blocks} blocks. Give the number of parameters "
             "of the whole model."
         )

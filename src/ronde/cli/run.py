@@ -283,7 +283,7 @@ def refuse_nesting(size: int | None, environ: Mapping[str, str]) -> None:
         info = read_rank_info(environ)
     except WorldError as error:
         raise UsageError(
-            f"{error} Or give --nested to start a world of its own."
+            f"{error} Or give --nested to start a separate world."
         ) from None
     is_alone = info.size == 1 and info.launcher is not Launcher.RONDE
     if info.launcher is Launcher.NONE or is_alone:
@@ -292,9 +292,9 @@ def refuse_nesting(size: int | None, environ: Mapping[str, str]) -> None:
     product = "" if size is None else f" = {info.size * size}"
     raise UsageError(
         f"ronde run was started by rank {info.rank} of {info.size} of {info.launcher}, "
-        f"so there would be {info.size} * {count}{product} processes in {info.size} "
-        f"worlds, not {count}. Start ronde run outside of {info.launcher}, or give "
-        "--nested to start a separate world in each rank."
+        f"so {info.size} * {count}{product} processes would start in {info.size} "
+        f"worlds, not {count} in one. Start ronde run outside of {info.launcher}, or "
+        "give --nested to start a separate world in each rank."
     )
 
 
@@ -390,8 +390,8 @@ def token_file(options: argparse.Namespace, environ: Mapping[str, str]) -> str:
     path = options.token_file or environ.get(_TOKEN_VARIABLE, "")
     if not path:
         raise UsageError(
-            "--token-file is required: a file with a secret that all nodes share. "
-            "Make one: (umask 077; openssl rand -hex 32 > token)"
+            "--token-file is required. It names a file with a secret that all nodes "
+            "share. Make one: (umask 077; openssl rand -hex 32 > token)"
         )
     return path
 

@@ -166,8 +166,8 @@ def parse_tag(text: str) -> Tag:
     styles = [word for word in words if word != _TIME]
     if len(styles) > 1 or words.count(_TIME) > 1 or not set(styles) <= set(TagStyle):
         raise UsageError(
-            "--tag must be rank, host or none, or time, or one of these and time, got "
-            f"{text!r}. Type: --tag host,time"
+            "--tag must be rank, host, none or time, or one of the first three and "
+            f"time, got {text!r}. Type: --tag host,time"
         )
     return Tag(TagStyle(styles[0]) if styles else TagStyle.AUTO, _TIME in words)
 

@@ -135,8 +135,8 @@ class Gathering:
             if self._closing.is_set():  # as other ranks may have ended
                 return
             _logger.warning(
-                "cannot compare the hosts' clocks for the timeline: %s. Their times "
-                "are aligned by the time of day.",
+                "cannot compare the hosts' clocks for the timeline: %s. Its times are "
+                "aligned by the hosts' time of day instead.",
                 error,
             )
 

@@ -192,8 +192,9 @@ def _lines(blob: bytes, source: str) -> Iterator[bytes]:
 def _header(content: dict[str, Any], source: str) -> PartHeader:
     if content.get("ronde_timeline") != FORMAT:
         raise UsageError(
-            f"cannot read {source} of version {content.get('ronde_timeline')!r}, only "
-            f"of {FORMAT}. Read it with the version of ronde that wrote it."
+            f"{source}: these records have version {content.get('ronde_timeline')!r}, "
+            f"but this ronde reads version {FORMAT}. Read them with the version of "
+            "ronde that wrote them."
         )
     return PartHeader(**{each.name: content[each.name] for each in fields(PartHeader)})
 

@@ -126,8 +126,8 @@ def _read_horovod(events: Iterable[Mapping[str, Any]]) -> Trace:
 def _read_merged(facts: Mapping[str, Any], lines: Iterable[str]) -> Trace:
     if facts["ronde_timeline"] != FORMAT:
         raise UsageError(
-            f"cannot read a timeline of version {facts['ronde_timeline']!r}, only of "
-            f"{FORMAT}. Read it with the version of ronde that wrote it."
+            f"this timeline has version {facts['ronde_timeline']!r}, but this ronde "
+            f"reads version {FORMAT}. Read it with the version of ronde that wrote it."
         )
     found: dict[int, list[tuple[int, Recorded]]] = {}
     for line in lines:
