@@ -199,7 +199,7 @@ types and operations:
 
 engines:
   --engine NAME         engine (default: auto)
-  --algorithm NAME      schedule of the engine scheduled
+  --algorithm NAME      schedule of the scheduled engine
   --compare A,B         compare engines, which take turns on each row
   --rounds N            turns of --compare (default: 5)
   --device NAME         cpu, cuda or auto (default: auto)

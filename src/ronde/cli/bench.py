@@ -196,7 +196,6 @@ options:
                         batches made beforehand, or gathered from samples at
                         each step (default: prepared)
   --channels-last       use the channels-last memory format for images
-  --compile             compile the model with torch.compile
   -n, -np, --num-proc N
                         ranks to start (default: one per GPU, else one per core)
   --device {auto,cpu,cuda}
@@ -311,6 +310,5 @@ def _options(given: argparse.Namespace) -> TrainOptions:
         model=model,
         engine=require_engine(given.engine, "--engine") if given.engine else "",
         is_channels_last=given.channels_last,
-        is_compiled=given.compile,
         **named,
     )

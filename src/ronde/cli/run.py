@@ -532,7 +532,7 @@ def _limited(timeout_s: float | None) -> Generator[None]:
         yield
     except InterruptedStartError as error:
         if error.number == TIMED_OUT:
-            _report(f"--timeout {format_duration(timeout_s)} ended the start")
+            _report(f"--timeout {format_duration(timeout_s)} expired during the start")
         raise
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -599,8 +599,8 @@ def _run_node(start: _Start) -> int:
     try:
         joined = join_client.join_head(request, start.signal_fd, _report)
         where = tls.with_port(host, port)
-        _report(f"{request.node_info.host} has joined {where}, and ends when that ends")
-        lost = f"the head at {where} is gone; all its ranks here were ended"
+        _report(f"{request.node_info.host} has joined {where}, and ends with it")
+        lost = f"lost the head node at {where}; all ranks on this node were ended"
         ended = partial(_report, lost)
         return join_client.follow_head(joined, start.agent, start.signal_fd, ended)
     except InterruptedStartError as error:

@@ -172,7 +172,6 @@ def _header(outcome: TrainingOutcome) -> list[str]:
     blocks = f"{rounds} of {counted(outcome.num_steps, 'step')}"
     choices = [f"batch {options.batch} a rank", options.dtype, options.optimizer]
     choices += ["channels last"] if options.is_channels_last else []
-    choices += ["compiled"] if options.is_compiled else []
     if setting.num_ranks > 1:
         choices += [f"engine {setting.engine}", f"compression {options.compression}"]
     lines = [

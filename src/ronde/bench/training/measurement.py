@@ -122,9 +122,6 @@ class Replica:
                 compression=getattr(hvd.Compression, options.compression),
             )
         torch.manual_seed(hvd.rank())  # so that dropout differs between ranks
-        self._call = cast("Callable[[Tensor], Tensor]", self.model)
-        if options.is_compiled:
-            self._call = cast("Callable[[Tensor], Tensor]", torch.compile(self.model))
 
     def step(self, clock: Stopwatch) -> None:
         clock.start()
@@ -134,7 +131,7 @@ class Replica:
         labels = labels.to(self._device, non_blocking=True)
         clock.mark(Phase.HOST_TO_DEVICE)
         with torch.autocast(self._device.type, torch.bfloat16, enabled=self._is_mixed):
-            loss = loss_of(self._call(inputs), labels)
+            loss = loss_of(self.model(inputs), labels)
         clock.mark(Phase.FORWARD)
         loss.backward()
         clock.mark(Phase.BACKWARD)
