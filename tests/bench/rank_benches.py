@@ -1,4 +1,4 @@
-"""What a rank of a test measures with, without the command around it."""
+"""Benchmark objects for ranks of a test, without the command line."""
 
 import torch
 from tests.limits import HANG_S
@@ -26,7 +26,7 @@ LOOP = TimingLoop(iterations=2, warmup=0)
 
 
 def row_bench(communicator, *, loop=LOOP, capacity_bytes=1 << 16):
-    """Return what measures rows on the communicator of a test."""
+    """Return a ``RowBench`` on a test's communicator."""
     control = communicator.duplicate()
     ranks = Ranks(
         control=control,
@@ -51,12 +51,12 @@ def row_bench(communicator, *, loop=LOOP, capacity_bytes=1 << 16):
 
 
 def by_shared_memory(info):
-    """Connect by the engine that is quick where ranks are more than cores."""
+    """Connect by an engine that is fast with more ranks than cores."""
     return connect(info, timeout_s=HANG_S, engine="shared_memory")
 
 
 def options_of(test, *, dtypes=("float",), ops=("sum",), sizes=(80, 5120), loop=LOOP):
-    """Return options that sweep between two sizes, 64-fold each time."""
+    """Return options that sweep between two sizes in steps of factor 64."""
     collective = COLLECTIVES[test]
     return Options(
         test=collective,
@@ -76,7 +76,7 @@ def options_of(test, *, dtypes=("float",), ops=("sum",), sizes=(80, 5120), loop=
 
 
 def sweep_bench(communicator, options, **further):
-    """Return what sweeps on the communicator of a test."""
+    """Return a ``SweepBench`` on a test's communicator."""
     bench = row_bench(communicator, loop=options.loop, **further)
     return SweepBench(bench, options, lambda: False)
 

@@ -82,11 +82,6 @@ def test_local_ranks_count_on_each_host():
         parse_ranks("0,2", "--local-ranks-filter", is_local=True).among(HOSTS)
 
 
-def test_a_rank_that_there_is_not_is_refused():
-    with pytest.raises(UsageError, match=r"--only must name ranks in 0\.\.3, got 4"):
-        parse_ranks("0-4", "--only").among(HOSTS)
-
-
 def test_another_generation_begins_with_nothing_of_the_one_before(tmp_path):
     with (tmp_path / "out").open("wb") as file:
         console = Console(file.fileno(), file.fileno(), tag=Tag(TagStyle.RANK))
