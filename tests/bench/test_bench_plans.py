@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import given, strategies as st
+from tests.bench.rank_benches import row_bench
 
 from ronde.bench import (
     COLLECTIVES,
@@ -24,6 +25,7 @@ from ronde.bench import (
     shape_of,
     traffic_matrix,
 )
+from ronde.collectives import Communicator, SoloEngine
 from ronde.errors import UsageError
 from ronde.memory import AvailableMemory, available_memory
 
@@ -139,6 +141,12 @@ def test_what_happens_between_operations(loop, expected):
     assert "".join(seen) == expected
     assert 0 <= elapsed.called_s <= elapsed.total_s
     assert len(elapsed.iterations_s) == (2 if loop.is_each_timed else 0)
+
+
+def test_a_time_is_that_of_one_operation():
+    loop = TimingLoop(iterations=5, aggregated=4)
+    bench = row_bench(Communicator(SoloEngine()), loop=loop)
+    assert bench.combined_us([2.0]) == 100_000.0
 
 
 def test_iterations_are_summed_up_without_those_skipped():
