@@ -82,8 +82,8 @@ def run(
     ``ssh_identity_file``, ``disable_cache`` and ``mpi_args`` are ignored.
 
     Args:
-        min_num_proc: The smallest sufficient number of ranks, if there are fewer slots
-            than ``num_proc``; also the number of results that are returned.
+        min_num_proc: The fewest ranks that may start if there are fewer slots than
+            ``num_proc``; also the number of results that are returned.
         slots: Slots of a host for which the discovery script prints no number.
         executable: The ranks' Python; None means the caller's.
 

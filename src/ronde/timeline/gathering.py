@@ -46,7 +46,7 @@ USUAL = GatheringOptions()
 
 
 class Gathering:
-    """One rank's part in a recording of all ranks.
+    """One rank's side of the clock comparison and of the transfer of records.
 
     Only one thread may call the methods after ``start``.
     """
@@ -87,7 +87,7 @@ class Gathering:
         self._compare("end", time.monotonic() + self._options.end_s)
 
     def hand_in(self, part: bytes) -> bool:
-        """Send this rank's records; return False if rank 0 does not read them."""
+        """Send this rank's records; return False if rank 0 does not read them in time."""
         starts = range(0, len(part), CHUNK_BYTES)
         for number, at in enumerate(starts):
             chunk = part[at : at + CHUNK_BYTES]

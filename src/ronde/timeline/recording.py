@@ -195,7 +195,7 @@ _LIVE_GATHER_S = 0.05
 
 
 def part_header(rank: int, size: int, host: str, session: int) -> PartHeader:
-    """Return a header; ``session`` numbers the recordings, equally on all ranks."""
+    """Return a header; ``session`` is the recording's number, equal on all ranks."""
     wall_ns = time.time_ns() - time.monotonic_ns()
     return PartHeader(rank, size, host, clock_identity(), wall_ns, session)
 
