@@ -87,7 +87,7 @@ class Gathering:
         self._compare("end", time.monotonic() + self._options.end_s)
 
     def hand_in(self, part: bytes) -> bool:
-        """Send this rank's records; return False if rank 0 does not read them in time."""
+        """Send this rank's records; return False if rank 0 does not read them soon."""
         starts = range(0, len(part), CHUNK_BYTES)
         for number, at in enumerate(starts):
             chunk = part[at : at + CHUNK_BYTES]
