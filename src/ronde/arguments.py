@@ -52,7 +52,7 @@ class CommandParser(argparse.ArgumentParser):
             self.add_argument(name, nargs=nargs, metavar=name.rstrip("s").upper())
 
     def declare(self, text: str) -> None:
-        """Add options from further lines in the form of the help."""
+        """Add the options that further lines of help declare."""
         for match in filter(None, map(_OPTION.fullmatch, text.splitlines())):
             names, value = match[1].split(", "), match[2] or ""
             read = self._types.get(names[0]) or self._types.get(value, str)
@@ -81,7 +81,7 @@ class CommandParser(argparse.ArgumentParser):
         return self._help
 
     def given(self, options: argparse.Namespace) -> dict[str, str]:
-        """Return the first name of each option that was given, by its attribute."""
+        """Map each given option's attribute to the option's first name."""
         given: dict[str, str] = {}
         for action in self._actions:
             value = getattr(options, action.dest, action.default)
@@ -109,7 +109,7 @@ class CommandParser(argparse.ArgumentParser):
         if match := re.match(r"(ambiguous option|unrecog.* arguments): (\S+)", message):
             self._refuse_unknown(match[2])
         if match := re.match("the following arguments are required: (.*)", message):
-            message = f"{match[1]} must be given, got none"
+            message = f"{match[1]} is required"
         if match := re.match(r"argument ([^\s/]+)\S*: (.*)", message):
             option, problem = match[1], match[2]
             sign = "" if problem.startswith("must ") else ":"
@@ -135,11 +135,11 @@ class CommandParser(argparse.ArgumentParser):
         raise UsageError(f"unknown option {name}.{meant} Type: {self.prog} --help")
 
     def _refuse_foreign(self, word: str) -> None:
-        """Refuse a well-known option of another launcher; name ronde's option."""
+        """Refuse another launcher's well-known option, and name ronde's instead."""
 
 
 def _argparse_type(read: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Return an argparse type that keeps the messages of ``UsageError``."""
+    """Wrap a converter so that argparse keeps its ``UsageError`` message."""
     if isinstance(read, type):
         return read
 
@@ -169,7 +169,7 @@ def attribute_of(name: str) -> str:
 
 
 def whole_number(least: int = 0, most: int | None = None) -> Callable[[str], int]:
-    """Return an option type: a whole number within limits."""
+    """Return an argparse type that accepts whole numbers within limits."""
 
     def read(text: str) -> int:
         if re.fullmatch("[0-9]{1,9}", text):
@@ -183,7 +183,7 @@ def whole_number(least: int = 0, most: int | None = None) -> Callable[[str], int
 
 
 def one_of(*words: str) -> Callable[[str], str]:
-    """Return an option type: one of some words."""
+    """Return an argparse type that accepts only these words."""
 
     def read(text: str) -> str:
         if text not in words:

@@ -82,7 +82,7 @@ class MembershipError(CollectiveError):
 
 
 class UnpairedError(CollectiveError):
-    """All ranks of a set wait to connect, but no two of them to each other."""
+    """Every rank of a set waits to connect, but none to a rank that waits for it."""
 
 
 def fresh(error: E) -> E:

@@ -83,7 +83,7 @@ def _of_groups(root: Path) -> Iterator[AvailableMemory]:
 
 
 def list_groups(root: str, controller: str) -> list[str]:
-    """Return directories of this process's groups, inner first; some may not exist."""
+    """Return directories of this process's cgroups, inner first; some may not exist."""
     mounts = f"{root}/sys/fs/cgroup"
     found: list[str] = []
     for line in _read(Path(f"{root}/proc/self/cgroup")).splitlines():

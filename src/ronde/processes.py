@@ -91,7 +91,7 @@ class ProcessStat(NamedTuple):
 
     @property
     def is_exiting(self) -> bool:
-        """True once its environment is freed; it may still have children."""
+        """True once the process's environment is freed; it may still have children."""
         return bool(self.flags & _PF_EXITING)
 
 
@@ -127,7 +127,7 @@ def read_text(path: str) -> str:
 
 
 def is_fork(process: ProcessStat, parent: ProcessStat) -> bool:
-    """Return True if both run the same program in one group, as after a fork."""
+    """Return True if two processes run one program in one group, as after a fork."""
     try:
         programs = {
             Path(f"/proc/{each.pid}/exe").readlink() for each in (process, parent)
@@ -285,8 +285,8 @@ def require_empty(job_marker: str, deadline_s: float) -> None:
     while left := [pid for pid in _pids() if mark in _environment(pid)]:
         if time.monotonic() > ends_at:
             raise LaunchError(
-                f"processes of the previous start still run after {deadline_s:g} s: "
-                f"{', '.join(map(str, left[:8]))}. Kill them."
+                f"after {deadline_s:g} s processes of the job's previous attempt still "
+                f"run: {', '.join(map(str, left[:8]))}. Kill them."
             )
         time.sleep(_POLL_S)
 

@@ -77,7 +77,7 @@ class Record:
             return json.dumps(content, allow_nan=False)
         except (TypeError, ValueError) as error:
             raise UsageError(
-                f"values of a record must be JSON's types, got {self.values!r}: "
+                f"a record's values must have JSON types, got {self.values!r}: "
                 f"{error}. Convert them to int, float, str, list or dict."
             ) from error
 
@@ -92,8 +92,8 @@ class Record:
         entries = cast("dict[str, Any]", content)
         if entries["schema"] != SCHEMA:
             raise UsageError(
-                f"schema must be {SCHEMA}, got {entries['schema']!r}. "
-                f"Read the file with the version of ronde that wrote it."
+                f"this record has schema {entries['schema']!r}, but this ronde reads "
+                f"schema {SCHEMA}. Read it with the version of ronde that wrote it."
             )
         del entries["schema"]
         try:

@@ -39,8 +39,8 @@ def parse_size_bytes(text: str, option: str = "") -> int:
     match = re.fullmatch(rf"{_NUMBER}\s*([a-z]*)", text.strip().lower(), re.ASCII)
     if match is None or match[2] not in _SIZE_UNITS:
         raise UsageError(
-            f"{of}size must be a number of bytes or one with a unit, got {text!r}. "
-            f"Write it as 4096, 25MiB or 1.5GB."
+            f"{of}size must be a number of bytes or a number with a unit, got "
+            f"{text!r}. Write it as 4096, 25MiB or 1.5GB."
         )
     size = _exact(match[1]) * _SIZE_UNITS[match[2]]
     if size.denominator != 1:
@@ -77,7 +77,7 @@ def parse_duration_s(text: str, option: str = "") -> float:
     if not stripped or match is None:
         of = f"{option}: " if option else ""
         raise UsageError(
-            f"{of}duration must be seconds or numbers with units, the largest first, "
+            f"{of}duration must be seconds, or numbers with units from large to small, "
             f"got {text!r}. Write it as 5s, 2m or 1h30m."
         )
     pairs = zip(match.groups(), _MICROSECONDS.values(), strict=True)

@@ -1,4 +1,4 @@
-"""What a rank of a test measures with, without the command around it."""
+"""Benchmark objects for ranks of a test, without the command line."""
 
 import torch
 from tests.limits import HANG_S
@@ -17,7 +17,6 @@ from ronde.bench import (
     Sweep,
     SweepBench,
     TimingLoop,
-    Traffic,
     Watchdog,
 )
 from ronde.collectives import connect
@@ -26,8 +25,8 @@ CPU = torch.device("cpu")
 LOOP = TimingLoop(iterations=2, warmup=0)
 
 
-def row_bench(communicator, *, loop=LOOP, capacity_bytes=1 << 16, traffic=None):
-    """Return what measures rows on the communicator of a test."""
+def row_bench(communicator, *, loop=LOOP, capacity_bytes=1 << 16):
+    """Return a ``RowBench`` on a test's communicator."""
     control = communicator.duplicate()
     ranks = Ranks(
         control=control,
@@ -47,18 +46,17 @@ def row_bench(communicator, *, loop=LOOP, capacity_bytes=1 << 16, traffic=None):
         ),
         clock=Clock(lambda: None, lambda: control.barrier().wait()),
         loop=loop,
-        traffic=traffic or Traffic(),
         watchdog=Watchdog(0, print),
     )
 
 
 def by_shared_memory(info):
-    """Connect by the engine that is quick where ranks are more than cores."""
+    """Connect by an engine that is fast with more ranks than cores."""
     return connect(info, timeout_s=HANG_S, engine="shared_memory")
 
 
 def options_of(test, *, dtypes=("float",), ops=("sum",), sizes=(80, 5120), loop=LOOP):
-    """Return options that sweep between two sizes, 64-fold each time."""
+    """Return options that sweep between two sizes in steps of factor 64."""
     collective = COLLECTIVES[test]
     return Options(
         test=collective,
@@ -78,7 +76,7 @@ def options_of(test, *, dtypes=("float",), ops=("sum",), sizes=(80, 5120), loop=
 
 
 def sweep_bench(communicator, options, **further):
-    """Return what sweeps on the communicator of a test."""
+    """Return a ``SweepBench`` on a test's communicator."""
     bench = row_bench(communicator, loop=options.loop, **further)
     return SweepBench(bench, options, lambda: False)
 

@@ -82,7 +82,7 @@ def test_a_launcher_that_started_ranks_is_not_asked_for_more():
         )
     )
     assert code == Exit.UNSUPPORTED
-    assert "-t and -g must be 1 inside another launcher" in err
+    assert "cannot be used here" in err
 
 
 def test_half_a_world_is_no_single_run():

@@ -149,22 +149,6 @@ def test_single_iterations_have_four_columns_a_side() -> None:
     assert len(titles) - 1 == len(cells)
 
 
-@pytest.mark.parametrize(
-    ("value", "width", "text"),
-    [
-        (4389.534, 7, "4389.53"),
-        (17228.0, 7, "17228.0"),
-        (1234567.0, 7, "1234567"),
-        (12345678.0, 7, "1.2e+07"),
-        (1234567.0, 6, " 1e+06"),
-        (99999.9, 6, "100000"),
-        (0.0, 6, "  0.00"),
-    ],
-)
-def test_numbers_fit_their_column(value: float, width: int, text: str) -> None:
-    assert number(value, width) == text
-
-
 @given(st.floats(0, 1e30), st.sampled_from([6, 7]))
 def test_no_number_is_wider_than_its_column(value: float, width: int) -> None:
     text = number(value, width)

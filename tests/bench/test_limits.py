@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from ronde.addresses import read_interfaces
 from ronde.bench import (
     buffer_bytes,
     cache_bytes,
@@ -126,17 +125,6 @@ def test_without_nvml_nobody_knows_of_nvlinks() -> None:
     found = with_gpus_at({gpu.bus_id for gpu in gpus}, world, silent)
     assert found.gpu is None
     assert found.unknown == ("NVML does not answer: it is old. More",)
-
-
-def test_the_interface_towards_the_other_hosts_is_found(run_ranks) -> None:
-    others = {each.interface for each in read_interfaces()}
-    found = run_ranks(3, _search, ["a", "b", "b"], KnownRates(), "all_reduce")
-    assert found == found[:1] * 3
-    if found[0].limit:
-        assert found[0].limit.link.split(",")[0].split()[0] in {*others, "memory"}
-    else:
-        named = found[0].reason.removeprefix("the link rate is not known: ").split()[0]
-        assert named in (others or {"no"})
 
 
 def test_memory_is_measured_by_host(run_ranks) -> None:

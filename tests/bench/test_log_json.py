@@ -15,7 +15,6 @@ from ronde.bench import (
     Row,
     Run,
     Side,
-    from_record,
     read_log,
     to_record,
 )
@@ -203,18 +202,18 @@ def test_a_run_that_did_not_end() -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (changed("results", {"a": 1}), r"a.json: log must have the form"),
-        (changed("config", 7), r"a.json: log must have the form"),
-        (changed("config.devices.0.rank", "a"), r"a.json: log must have the form"),
+        (changed("results", {"a": 1}), r"a.json: this is JSON, but not as"),
+        (changed("config", 7), r"a.json: this is JSON, but not as"),
+        (changed("config.devices.0.rank", "a"), r"a.json: this is JSON, but not as"),
         (changed("results.1.size", "big"), r"at result 1: .*'big'"),
         (changed("results.1.count", None), r"KeyError at result 1: 'count'"),
         (changed("results.1.count", -1), r"at result 1: .* count -1 is negative"),
         (changed("results.0.type", 7), r"AttributeError at result 0"),
         (changed("results.2.in_place.bus_bw", "fast"), r"at result 2: .*'fast'"),
         (changed("results.2.in_place", [1]), r"AttributeError at result 2"),
-        ('{"version": 3, "results": [}', r"a.json:1: log must be whole JSON"),
-        ("{" * 5000, r"a.json:1: log must be whole JSON"),
-        ('{"version": ' + "1" * 5000 + "}", r"a.json: log must have the form"),
+        ('{"version": 3, "results": [}', r"a.json:1: this is not valid JSON"),
+        ("{" * 5000, r"a.json:1: this is not valid JSON"),
+        ('{"version": ' + "1" * 5000 + "}", r"a.json: this is JSON, but not as"),
     ],
 )
 def test_a_log_with_nothing_to_read_is_an_error(content: Any, message: str) -> None:
@@ -226,12 +225,8 @@ def test_a_cut_file_is_an_error_with_its_line() -> None:
     text = json.dumps(document(), indent=1)
     cut = text[: text.index('"size": 4096')]
     line = cut.count("\n") + 1
-    with pytest.raises(UsageError, match=rf"a.json:{line}: log must be whole JSON"):
+    with pytest.raises(UsageError, match=rf"a.json:{line}: this is not valid JSON"):
         read_log(cut, "a.json")
-
-
-def test_the_schema_is_one() -> None:
-    jsonschema.Draft202012Validator.check_schema(load_schema())
 
 
 def test_ours_is_valid() -> None:
@@ -249,11 +244,8 @@ def test_ours_is_valid() -> None:
     [
         ("version", 2),
         ("ronde", None),
-        ("extra", 1),
         ("config.blocking_collectives", False),
-        ("config.step_bytes", 8),
         ("results.0.root", -1),
-        ("results.0.in_place.cpu_time", 1.0),
         ("results.0.in_place.bus_bw", "much"),
         ("ronde.limit", {"busbw_gb_per_s": 0, "link": "", "note": ""}),
     ],
@@ -289,8 +281,3 @@ def test_damaged_records_are_left_out_and_reported() -> None:
         assert log.damage[0].startswith("a.jsonl:2: ")
     with pytest.raises(UsageError, match=r"^a.jsonl:1: "):
         read_log(line[:40], "a.jsonl")
-
-
-def test_only_a_run_is_made_of_a_record() -> None:
-    with pytest.raises(UsageError, match="kind of a record must be bench"):
-        from_record(Record("training", {}))

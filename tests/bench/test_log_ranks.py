@@ -38,15 +38,6 @@ def test_the_true_number_is_never_ruled_out(test: str, n: int, algbw: float) -> 
         assert (ranks.low or 0) <= ranks.value <= (ranks.high or 0)
 
 
-@given(st.sampled_from(SENSITIVE), st.integers(2, 64), st.floats(100, 900))
-def test_a_fast_run_of_few_ranks_leaves_no_doubt(
-    test: str, n: int, algbw: float
-) -> None:
-    found = infer_ranks(test, rows_of(test, n, algbw))
-    assert found == RankCount(n, RankSource.RATIO, n, n)
-    assert not agrees(test, 2 * n, rows_of(test, n, algbw))
-
-
 @given(st.sampled_from(list(COLLECTIVES)), st.integers(3, 4000), st.floats(1, 900))
 def test_the_true_test_is_always_among_the_candidates(
     test: str, n: int, algbw: float
@@ -71,13 +62,6 @@ def test_the_true_test_is_always_among_the_candidates(
 )
 def test_eight_ranks_distinguish_most_tests(test: str, candidates: set[str]) -> None:
     assert set(infer_tests(rows_of(test, 8, 200.0), 8)) == candidates
-
-
-def test_two_ranks_do_not() -> None:
-    assert set(infer_tests(rows_of("all_reduce", 2, 200.0), 2)) == {
-        "all_reduce",
-        "sendrecv",
-    }
 
 
 def test_nothing_is_known_of_nothing() -> None:

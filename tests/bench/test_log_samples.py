@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ronde.bench import RankSource, Run, Side, read_log
+from ronde.bench import Run, Side, read_log
 
 LOGS = Path(__file__).parent / "logs"
 
@@ -77,29 +77,6 @@ def test_every_sample_is_read(expected: Expected) -> None:
     assert run.is_complete is expected.is_complete
 
 
-def test_all_samples_are_among_these() -> None:
-    assert {p.name for p in LOGS.glob("*.log")} == {each.name for each in SAMPLES}
-
-
-def test_a_prefix_of_mpirun_is_no_part_of_a_row() -> None:
-    row = read("aws_adt_aws-batch_README_1.log").rows[20]
-    assert (row.size_bytes, row.count, row.dtype) == (8388608, 2097152, "float")
-    assert (row.redop, row.root) == ("sum", -1)
-    assert row.out_of_place == Side(84.29, 99.52, 174.16, 0)
-    assert row.in_place == Side(83.22, 100.80, 176.40, 0)
-
-
-def test_rows_that_were_left_out_are_reported() -> None:
-    run = read("aws_adt_README_3.log")
-    assert run.warnings == ("line 5: rows were left out here",)
-
-
-def test_ranks_are_inferred_from_the_largest_row() -> None:
-    ranks = read("aws_adt_slurm_topology-aware-nccl-tests_README_1.log").ranks
-    assert ranks.source is RankSource.RATIO
-    assert (ranks.low, ranks.high) == (128, 128)
-
-
 def test_devices_and_hosts_are_kept() -> None:
     facts = read("oci_troubleshooting_1.log").facts
     assert facts["hosts"] == ["h100-ord01-03-14", "h100-ord01-03-294"]
@@ -115,10 +92,3 @@ def test_old_tables_lack_columns() -> None:
     assert all(row.redop == "sum" and row.root is None for row in scattered.rows)
     assert scattered.rows[-1].out_of_place == Side(32464, 264.60, 231.52, None)
     assert scattered.num_wrong() is None
-
-
-def test_lines_of_nccl_below_the_header_are_no_rows() -> None:
-    run = read("superbench_nccl_reduce.log")
-    assert run.rows[0].out_of_place == Side(36.90, 0, 0, None)
-    assert run.rows[0].root == 0
-    assert not run.warnings

@@ -128,7 +128,7 @@ def refuse(_):
 def test_what_does_not_fit_is_refused_on_every_rank(run_ranks_bare):
     first, second = run_ranks_bare(2, refuse)
     assert first == second
-    assert "batch must fit the memory" in first
+    assert "does not fit into a rank's memory" in first
     assert "Type: --batch " in first
 
 
@@ -142,12 +142,6 @@ def test_what_backward_needs_is_counted_without_being_allocated():
     assert footprint.sample_bytes == saved_bytes + 2 * data_bytes
     adam = measure_footprint(replace(options, optimizer="adam"), 1)
     assert adam.fixed_bytes - footprint.fixed_bytes == 4 * 15_832_074
-
-
-def test_a_huge_model_is_weighed_without_being_allocated():
-    options = TrainOptions(MODELS["gpt2"], batch=1)
-    footprint = measure_footprint(options, num_replicas=2)
-    assert footprint.fixed_bytes >= 2 * 3 * 4 * 124_439_808
 
 
 @pytest.mark.parametrize("kind", ["prepared", "gathered"])
@@ -170,9 +164,12 @@ def test_batches_are_of_the_size_asked_for(kind):
         ({"warmup": -1}, "warmup must be at least 0, got -1"),
         (
             {"model": MODELS["gpt2"], "is_channels_last": True},
-            "channels-last, got gpt2",
+            "channels-last needs .*, got gpt2",
         ),
-        ({"model": MODELS["mlp"], "is_channels_last": True}, "channels-last, got mlp"),
+        (
+            {"model": MODELS["mlp"], "is_channels_last": True},
+            "channels-last needs .*, got mlp",
+        ),
     ],
 )
 def test_senseless_options_are_refused(changes, words):

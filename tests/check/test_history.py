@@ -53,7 +53,7 @@ def test_the_last_saved_run_is_loaded(tmp_path):
         (b"", "contains no saved run"),
         (b"\xff\xfe", "cannot read the --since file"),
         (b"[1]\n", ":1: "),
-        (b'{"schema": 9}\n', "schema must be 1, got 9"),
+        (b'{"schema": 9}\n', "record has schema 9, but"),
     ],
 )
 def test_a_file_without_a_run_is_refused(tmp_path, content, why):

@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -97,19 +96,6 @@ def test_ranks_find_it(environment, tmp_path, launcher, size) -> None:
     assert done.stdout == size * ("ronde.torch 2 3\n" if is_ours else OURS), done.stderr
 
 
-def test_horovodrun_is_ronde_horovodrun(environment) -> None:
-    assert environment.ronde("alias", "--install")[0] == 0
-    program = ("-np", "2", str(environment.python), "-c", FIND)
-    for command in (
-        (str(environment.horovodrun),),
-        (str(environment.python), "-m", "ronde", "horovodrun"),
-    ):
-        code, out, err = environment.run(*command, *program)
-        assert code == 0, err
-        assert sorted(out.splitlines(True)) == [f"[{rank}] {OURS}" for rank in range(2)]
-        assert err.startswith("horovodrun: runs ronde run -np 2 ")
-
-
 def test_it_is_refused_beside_horovod_itself(environment) -> None:
     environment.add_horovod()
     before = files(environment)
@@ -117,7 +103,7 @@ def test_it_is_refused_beside_horovod_itself(environment) -> None:
     code, out, err = environment.ronde("alias", "--install")
     assert (code, out) == (64, "")
     assert err == (
-        "ronde: the alias cannot be installed beside the package "
+        "ronde: the alias cannot be installed, as this environment has the package "
         f"{environment.packages}/horovod. Type: pip uninstall horovod, or use the "
         "alias for one job: ronde run --horovod-alias\n"
     )
@@ -129,21 +115,12 @@ def test_it_is_refused_beside_horovod_itself(environment) -> None:
     assert environment.horovodrun.read_bytes() == command
 
 
-def test_a_distribution_alone_is_horovod_too(environment) -> None:
-    environment.add_horovod()
-    for file in ("__init__.py", "torch.py"):
-        (environment.packages / "horovod" / file).unlink()
-    code, _, err = environment.ronde("alias", "--install")
-    assert code == 64
-    assert "beside the distribution horovod 0.28.1." in err
-
-
 def test_another_horovodrun_is_neither_replaced_nor_removed(environment) -> None:
     environment.horovodrun.write_text("#!/bin/sh\n")
     before = files(environment)
     code, _, err = environment.ronde("alias", "--install")
     assert code == 64
-    assert f"{environment.horovodrun} is another program. Remove it" in err
+    assert f"{environment.horovodrun} exists and was not written by ronde" in err
     assert files(environment) == before
     environment.horovodrun.unlink()
     assert environment.ronde("alias", "--install")[0] == 0
@@ -165,8 +142,7 @@ def test_a_read_only_environment(environment, closed) -> None:
     code, out, err = environment.ronde("alias", "--install", before=run)
     directory.chmod(0o755)
     assert (code, out) == (64, "")
-    assert "ronde alias must be able to write" in err
-    assert "got: Permission denied. Use a virtual environment" in err
+    assert ": Permission denied. Use a virtual environment" in err
     assert files(environment) == before
 
 
@@ -185,17 +161,3 @@ def test_a_start_with_both_warns_and_can_be_forced(environment) -> None:
     assert forced == (0, OURS, "")
     off = environment.ronde("run", "--no-horovod-alias", *program)
     assert off == (0, f"{real}/__init__.py\n", "")
-
-
-def test_pip_leaves_horovods_command_alone(environment) -> None:
-    environment.add_horovod()
-    before = environment.horovodrun.read_bytes()
-    pip = [sys.executable, "-m", "pip", "--python", str(environment.python)]
-    build = ["--no-deps", "-c", str(ROOT / "constraints.txt"), str(ROOT)]
-    # Else pip takes the tests' own ronde for one that is installed there.
-    (environment.packages / "tests.pth").unlink()
-    subprocess.run([*pip, "install", "--quiet", *build], check=True)
-    assert (environment.python.parent / "ronde").exists()
-    assert environment.horovodrun.read_bytes() == before
-    subprocess.run([*pip, "uninstall", "--quiet", "--yes", "ronde"], check=True)
-    assert environment.horovodrun.read_bytes() == before

@@ -33,11 +33,6 @@ def test_each_rank_has_a_core_of_its_own(ronde, mode):
     assert lines == [f"[0] [{first}] 1 ", f"[1] [{second}] 1 "]
 
 
-def test_ranks_are_not_bound_unless_that_is_asked_for(ronde):
-    lines = told(ronde, "-n", "2")
-    assert all(line.split("] ", 1)[1].startswith(f"{ALLOWED} ") for line in lines)
-
-
 @needs_two_cpus
 def test_more_ranks_than_cores_share_them_and_that_is_said(ronde):
     words = ("run", "-n", "3", "--bind", "core", "--", sys.executable, "-c", TELL)
@@ -45,11 +40,6 @@ def test_more_ranks_than_cores_share_them_and_that_is_said(ronde):
     assert done.returncode == 0
     assert b"3 ranks share 2 cores." in done.stderr
     assert done.stdout.count(f"{ALLOWED} 1".encode()) == 3
-
-
-def test_a_number_of_threads_that_the_user_set_stays(ronde):
-    lines = told(ronde, "-n", "1", "--bind", "core", env={"OMP_NUM_THREADS": "5"})
-    assert lines == [f"[0] {ALLOWED} 5 "]
 
 
 def test_each_rank_sees_its_own_of_the_visible_gpus(ronde):
@@ -70,7 +60,7 @@ def test_each_rank_sees_its_own_of_the_visible_gpus(ronde):
         ),
         (
             "--bind-policy restricted",
-            "got --bind none. Type: --bind numa --bind-policy restricted",
+            "numa or auto. Type: --bind numa --bind-policy restricted",
         ),
         ("--gpu-view two", "--gpu-view must be all or one, got 'two'."),
         ("--gpu-view one", "--gpu-view one must have a GPU for each rank of a host"),
@@ -112,12 +102,3 @@ def test_a_dry_run_shows_the_hosts_that_are_kept_out(ronde, tmp_path):
     done = ronde("run", "--hostfile", str(hostfile), "--dry-run", "--", "true")
     said = f"n8 ({hostfile} line 2), n9 ({hostfile} line 3)."
     assert f"\nnote: not used, with 0 slots: {said}\n" in done.stdout.decode()
-
-
-def test_a_dry_run_shows_devices_although_nothing_binds_to_them(ronde):
-    done = ronde(
-        *("run", "-n", "2", "--dry-run", "--", "true"),
-        env={"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b"},
-    )
-    rows = done.stdout.decode().splitlines()[3:5]
-    assert ["GPU GPU-a" in rows[0], "GPU GPU-b" in rows[1]] == [True, True]

@@ -94,7 +94,7 @@ def test_each_option_reaches_the_job(words, field, value, hostfile):
 def test_the_first_answer_of_a_command(option):
     command = "echo a:2; echo b; echo a:4; echo b; echo localhost:0"
     words = (option, command, "--standalone")
-    with pytest.raises(UsageError, match="this machine alone with --standalone"):
+    with pytest.raises(UsageError, match="ranks on this machine only"):
         asked(*words)
     spec = asked(option, command, "--nproc-per-node", "2").spec
     slots = {host.name: host.slots for host in spec.hosts}
@@ -153,7 +153,7 @@ ALONE = "needs --min-ranks, --max-ranks or --host-discovery. Type"
             "--nodes must be a whole number of at least 4, got '2'",
         ),
         ("--nnodes 1:2", "--nodes 1:2 needs a number of ranks for each host"),
-        ("--nnodes 2:4 -ppn 1", "--nodes must be at most 1, the hosts that are known"),
+        ("--nnodes 2:4 -ppn 1", "--nodes must be at most 1, the number of known hosts"),
         ("--nnodes 1 --host-discovery hosts", "--nodes must be a range such as 2:4"),
         ("--spares 1", f"--spares {ALONE}"),
         ("--notice aws", f"--notice {ALONE}"),

@@ -76,11 +76,6 @@ def test_interfaces_reach_those_who_open_sockets(ronde, option) -> None:
     assert [told[name] for name in names] == ["eth0,eth1", "eth0,eth1", "ib0"]
 
 
-def test_minus_x_beats_an_option() -> None:
-    told = variables("--cycle-time-ms", "1", "-x", "HOROVOD_CYCLE_TIME=9")
-    assert told["HOROVOD_CYCLE_TIME"] == "9"
-
-
 def test_what_changes_nothing_is_named_in_one_line(ronde) -> None:
     words = "--tcp"
     words += " --blacklist-cooldown-range 1 2 --disable-cache -prefix-timestamp"
@@ -97,7 +92,7 @@ def test_what_changes_nothing_is_named_in_one_line(ronde) -> None:
     ("words", "message"),
     [
         ("--gloo --mpi", "--gloo cannot be combined with --mpi"),
-        ("--config-file /no/such", "--config-file must be a file that can be read"),
+        ("--config-file /no/such", "the file of --config-file"),
         ("--cycle-time-ms x", "HOROVOD_CYCLE_TIME must be a number of at least 0"),
         ("-x HOROVOD_AUTOTUNE=maybe", "HOROVOD_AUTOTUNE must be 1 or 0, got 'maybe'"),
         ("--fusion-threshold-mb x", "must be a whole number of at least 0, got 'x'"),
@@ -128,10 +123,9 @@ def test_hosts_give_the_number_of_ranks(ronde, tmp_path) -> None:
         assert done.stdout == b"3\n3\n3\n", done.stderr
 
 
-@pytest.mark.parametrize("hosts", ["-H localhost:2", "--nproc-per-node 2"])
-def test_the_slots_that_there_are_suffice_where_min_np_says_so(ronde, hosts) -> None:
-    words = f"-np 3 --min-np 1 --no-prefix {hosts} /bin/sh -c".split()
-    done = ronde("run", *words, "echo $RANK of $WORLD_SIZE")
+def test_the_slots_that_there_are_suffice_where_min_np_says_so(ronde) -> None:
+    options = ("-np", "3", "--min-np", "1", "--no-prefix", "-H", "localhost:2")
+    done = ronde("run", *options, "/bin/sh", "-c", "echo $RANK of $WORLD_SIZE")
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == [b"0 of 2", b"1 of 2"]
     assert done.stderr.decode() == (
@@ -139,23 +133,11 @@ def test_the_slots_that_there_are_suffice_where_min_np_says_so(ronde, hosts) -> 
     )
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("-np 4 --min-np 3 -H localhost:2", "processes (3) than there are available"),
-        ("--min-np 3 -H localhost:2", "processes (3) than there are available"),
-        (
-            "-np 4 -H localhost:2",
-            "processes (4) than there are available slots (2)",
-        ),
-    ],
-)
-def test_too_few_slots_are_refused_in_horovods_words(
-    ronde_here, words, message
-) -> None:
-    done = ronde_here("run", *words.split(), "/bin/echo", "ran")
+def test_too_few_slots_are_refused_in_horovods_words(ronde_here) -> None:
+    words = ["-np", "4", "--min-np", "3", "-H", "localhost:2"]
+    done = ronde_here("run", *words, "/bin/echo", "ran")
     assert (done.returncode, done.stdout) == (64, b"")
-    assert message in done.stderr.decode()
+    assert b"processes (3) than there are available" in done.stderr
 
 
 def test_output_is_found_where_horovodrun_puts_it(ronde, tmp_path) -> None:
@@ -212,15 +194,15 @@ def test_a_configuration_file_gives_what_options_do_not(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("- a", "must have only the sections"),
-        ("wrong: {a: 1}", "must have only the sections"),
+        ("- a", "may only have the sections"),
+        ("wrong: {a: 1}", "may only have the sections"),
         (
             "params: {no_such: 1}",
-            "must hold horovodrun's options, got params.no_such=1",
+            "has params.no_such=1, which is not an option",
         ),
-        ("params: 3", "must hold horovodrun's options, got params.=3"),
-        ("controller: tcp", "got controller.=tcp"),
-        ("a: [", "must be YAML"),
+        ("params: 3", "has params.=3, which is not an option"),
+        ("controller: tcp", "has controller.=tcp"),
+        ("a: [", "is not valid YAML"),
     ],
 )
 def test_a_bad_configuration_file_is_refused(tmp_path, text, message) -> None:
@@ -247,11 +229,6 @@ def test_horovodrun_says_what_it_was_taken_for(env) -> None:
     )
     expected = r"horovodrun: runs ronde run -np 2 /bin/sh -c 'echo $HOROVOD_RANK\n'"
     assert done.stderr == f"{expected}\n"
-
-
-def test_horovodrun_fails_as_its_program_does(env) -> None:
-    assert horovodrun("-np", "1", "/bin/sh", "-c", "exit 3", env=env).returncode == 3
-    assert horovodrun("-np", "0", "/bin/true", env=env).returncode == 64
 
 
 @pytest.mark.parametrize("word", ["-v", "--version", "-h", "--help"])

@@ -8,7 +8,6 @@ from ronde.render import (
     RankLines,
     newest_part,
     printable,
-    whole_length,
 )
 
 
@@ -99,15 +98,3 @@ def test_the_newest_part_of_each_line_is_shown(words, lengths):
 )
 def test_bytes_that_are_no_text_are_escaped(raw, shown):
     assert printable(raw) == shown
-
-
-@given(st.text(), st.integers(0, 3))
-def test_whole_length_finds_the_cut(text, missing):
-    raw = text.encode("utf-8", "replace")
-    cut = raw[: len(raw) - missing]
-    whole = cut[: whole_length(cut)]
-    assert (
-        whole.decode()
-        == text.encode("utf-8", "replace").decode()[: len(whole.decode())]
-    )
-    assert len(cut) - len(whole) <= 3

@@ -1,20 +1,15 @@
 """The memory of a step stays with a CPU rank, within bounds and if the user agrees."""
 
-import os
 import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 from tests.cli.conftest import clean_environment
 from tests.limits import HANG_S
 
 import ronde.torch as hvd
-from ronde.cli import read_run_request
 from ronde.memory import MallocThresholds, malloc_thresholds
 from ronde.world import read_malloc_tuning
 
@@ -39,32 +34,6 @@ if malloc_thresholds(4) is None:
     pytest.skip("no glibc here, or too little memory", allow_module_level=True)
 
 
-class Group(NamedTuple):
-    """A control group: the file of its limit, and how a process enters it."""
-
-    limit: Path
-    enter: Callable[[], None]
-
-
-@pytest.fixture
-def small_group():
-    path = Path(f"/sys/fs/cgroup/memory/ronde-malloc-{os.getpid()}")
-    name = "memory.limit_in_bytes"
-    if not path.parent.is_dir():
-        path, name = Path("/sys/fs/cgroup", path.name), "memory.max"
-    try:
-        path.mkdir()
-    except OSError as error:
-        pytest.skip(f"no control group can be made here: {error.strerror}")
-    processes = path / "cgroup.procs"
-    try:
-        if not (path / name).exists():
-            pytest.skip("control groups do not limit memory here")
-        yield Group(path / name, lambda: processes.write_text(str(os.getpid())))
-    finally:
-        path.rmdir()
-
-
 def count_of_rank(info):
     del info
     hvd.init()
@@ -79,10 +48,7 @@ def count_of_rank(info):
 def variables_of_job(ronde, **env):
     """Return the allocator's variables that the first of two ranks has."""
     words = ("run", "-n", "2", "--only", "0", "--no-prefix", "env")
-    return malloc_variables(ronde(*words, env=env))
-
-
-def malloc_variables(done):
+    done = ronde(*words, env=env)
     assert done.returncode == 0, done.stderr.decode()
     lines = dict(line.split("=", 1) for line in done.stdout.decode().splitlines())
     return {name: text for name, text in lines.items() if name.startswith("MALLOC_")}
@@ -118,33 +84,6 @@ def test_the_users_own_tuning_counts():
     assert read_malloc_tuning({"GLIBC_TUNABLES": "glibc.rtld.nns=8"}) is True
 
 
-def test_an_option_says_so_too():
-    request = read_run_request(["--no-malloc-tuning", "train.py"], {})
-    assert request.spec.env["RONDE_MALLOC_TUNING"] == "0"
-
-
-def test_what_is_neither_yes_nor_no_is_refused(ronde_here):
-    done = ronde_here("run", "-n", "1", "true", env={"RONDE_MALLOC_TUNING": "off"})
-    assert done.returncode == 64
-    assert done.stderr == (
-        b"ronde: RONDE_MALLOC_TUNING must be 0 or 1, got 'off'. Correct it, or unset "
-        b"it.\n"
-    )
-
-
-def test_a_control_group_bounds_it(ronde, small_group):
-    for mib, is_tuned in ((1024, True), (256, False)):
-        small_group.limit.write_text(str(mib * MIB))
-        words = ("run", "-n", "2", "--only", "0", "--no-prefix", "env")
-        done = ronde(*words, preexec_fn=small_group.enter)
-        found = malloc_variables(done)
-        assert bool(found) is is_tuned
-        if is_tuned:
-            # Half and an eighth of what each of the two has.
-            assert 0 < int(found["MALLOC_TRIM_THRESHOLD_"]) <= mib * MIB / 4
-            assert 0 < int(found["MALLOC_MMAP_THRESHOLD_"]) <= mib * MIB / 16
-
-
 HOLD = """
 import ctypes, sys
 from pathlib import Path
@@ -175,16 +114,6 @@ def held_after(*sizes_mib, **env):
         command, env=env, capture_output=True, timeout=HANG_S, check=True
     )
     return map(int, done.stdout.split())
-
-
-@pytest.mark.parametrize(
-    ("trim_mib", "mmap_mib", "is_kept"),
-    [(512, 64, True), (128, 64, False), (512, 16, False)],
-)
-def test_what_is_beyond_the_bounds_is_given_back(trim_mib, mmap_mib, is_kept):
-    most_mib, left_mib = held_after(trim_mib, mmap_mib, 32)
-    assert most_mib >= 8 * 32
-    assert left_mib >= most_mib - 8 if is_kept else left_mib <= min(trim_mib, 150)
 
 
 # What is between the program and glibc's allocator: were that tuned, one would see it.

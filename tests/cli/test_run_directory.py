@@ -63,9 +63,7 @@ def test_ranks_that_start_again_start_in_the_same_directory(ronde, tmp_path):
     [
         ["run", "true"],
         ["run", "--chdir", "inner", "true"],
-        ["run", "--preflight", "true"],
         ["run", "--log-dir", "logs", "true"],
-        ["run", "--output-filename", "logs", "true"],
         ["run", "--error-file", "end.json", "true"],
         ["run", "--timeline", "trace.json", "true"],
         ["check", "--path", "."],

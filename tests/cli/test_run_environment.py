@@ -112,11 +112,6 @@ def test_what_is_no_text_is_passed_on_byte_for_byte(ronde):
     assert done.stdout == b"[0] b'\\xff'\n"
 
 
-def test_ranks_start_where_they_are_told_to(ronde, tmp_path):
-    ranks = dump(ronde, "--chdir", str(tmp_path))
-    assert {rank["cwd"] for rank in ranks} == {str(tmp_path)}
-
-
 def test_other_launchers_words_are_taken_away():
     foreign = {
         "OMPI_COMM_WORLD_RANK": "1",

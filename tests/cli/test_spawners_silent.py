@@ -88,7 +88,7 @@ def test_timeout_ends_a_start_too_and_says_what_it_waited_for(ronde, tmp_path):
     script = ("--host-discovery-script", "sleep 1000")
     done = ronde("run", "--timeout", "500ms", *script, "true", env=env)
     assert (done.returncode, done.stdout) == (124, b"")
-    assert done.stderr == b"ronde: --timeout 500ms ended the start\n"
+    assert done.stderr == b"ronde: --timeout 500ms expired during the start\n"
     assert marked(tmp_path) == []
 
 

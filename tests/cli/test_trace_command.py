@@ -107,10 +107,10 @@ def test_a_timeline_that_cannot_be_is_refused_before_anything_starts(
     (tmp_path / "old.json.parts").mkdir()
     for words, why in (
         (["--timeline", "no/t.json"], b"--timeline must be a file in a directory"),
-        (["--timeline", "old.json"], b"without parts of an earlier job"),
+        (["--timeline", "old.json"], b"has records of an earlier job"),
         (["--timeline", "t", "--timeline-limit", "1"], b"must be at least 64KiB"),
         (["--timeline", "t", "--timeline-limit", "x"], b"size must be a number"),
-        (["--timeline-limit", "1MiB"], b"must come with --timeline"),
+        (["--timeline-limit", "1MiB"], b"has no effect without --timeline"),
     ):
         done = run(ronde_here, tmp_path, *words, "/bin/sh", "-c", "echo started")
         assert (done.returncode, done.stdout) == (64, b""), done.stderr
@@ -143,12 +143,12 @@ def test_help(ronde_here):
     ("words", "why"),
     [
         (["shwo", "t"], b"verb must be show or merge, got 'shwo'"),
-        (["show"], b"FILE must be given"),
-        (["show", "no.json"], b"must be a file that can be read"),
+        (["show"], b"FILE is required"),
+        (["show", "no.json"], b"cannot read the timeline"),
         (["show", "t", "--tensors", "-1"], b"whole number of at least 0"),
-        (["merge", "out"], b"PART must be given"),
-        (["merge", "out", "no"], b"part must be a file that can be read, got 'no'"),
-        (["merge", "out", "."], b"no parts of a timeline"),
+        (["merge", "out"], b"PART is required"),
+        (["merge", "out", "no"], b"cannot read the timeline part 'no'"),
+        (["merge", "out", "."], b"found no timeline parts"),
     ],
 )
 def test_bad_words_are_refused(ronde_here, tmp_path, words, why):

@@ -1,12 +1,10 @@
 """Each example as its reader starts it: one file, every launcher."""
 
-import json
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -155,64 +153,3 @@ def test_fashion_mnist_reaches_its_accuracy_on_two_ranks(tmp_path: Path) -> None
     )
     assert num_tested == 10_000
     assert accuracy >= 0.87
-
-
-REFUSED = {
-    "RANK=1 digits.py": "got RANK=1 and no WORLD_SIZE",  # first: others call init()
-    "digits.py --epochs 0": "argument --epochs: must be at least 1, got 0",
-    "digits.py --lr x": "argument --lr: must be a number above 0, got x",
-    "digits.py --batch-size 1438": "--batch-size times ranks must be at most",
-    "digits.py --checkpoint-every 0": "argument --checkpoint-every: must be at least",
-    "digits.py --checkpoint file --no-communication": "of ranks that have one model",
-    "digits.py --what": "unrecognized arguments: --what",
-    "fashion_mnist.py --data short": "must hold 16 + 4 * 2 * 2 = 32 bytes, got 31.",
-}
-
-
-REFUSE = """
-import contextlib, io, json, os, runpy, sys
-sys.path.insert(0, sys.argv[1])
-ends = {}
-for words in sys.argv[2:]:
-    *variables, script = words.split(" -")[0].split()
-    os.environ.update(variable.split("=") for variable in variables)
-    sys.argv = [f"{sys.path[0]}/{script}", *words.split()[len(variables) + 1 :]]
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        try:
-            runpy.run_path(sys.argv[0], run_name="__main__")
-        except SystemExit as end:
-            ends[words] = (end.code, out.getvalue(), err.getvalue())
-    for variable in variables:
-        del os.environ[variable.split("=")[0]]
-print(json.dumps(ends))
-"""
-
-
-@pytest.fixture(scope="module")
-def refusals(tmp_path_factory: Any) -> dict[str, tuple[int, str, str]]:
-    """Return how each ended: in one process, as importing torch takes the longest."""
-    folder = tmp_path_factory.mktemp("refusals")
-    short = folder / "short"
-    short.mkdir()
-    # Four images of 2 x 2, of which the last lacks a pixel.
-    images = bytes([0, 0, 8, 3, 0, 0, 0, 4, 0, 0, 0, 2, 0, 0, 0, 2]) + bytes(15)
-    labels = bytes([0, 0, 8, 1, 0, 0, 0, 4]) + bytes(4)
-    (short / "train-images-idx3-ubyte").write_bytes(images)
-    (short / "train-labels-idx1-ubyte").write_bytes(labels)
-    examples = str(ROOT / "examples")
-    done = run([sys.executable, "-c", REFUSE, examples, *REFUSED], cwd=folder)
-    return json.loads(done.stdout)
-
-
-@pytest.mark.parametrize("words", REFUSED)
-def test_what_does_not_fit_is_one_sentence_and_64(
-    refusals: dict[str, tuple[int, str, str]], words: str
-) -> None:
-    code, out, err = refusals[words]
-    assert code == 64
-    if "RANK" not in words:  # which is the library's sentence
-        assert err.startswith(f"{words.split(maxsplit=1)[0]}: ")
-    assert REFUSED[words] in err
-    assert err.count("\n") == 1
-    assert out == ""

@@ -99,29 +99,6 @@ def test_what_is_resumed_ends_as_what_was_not_cut_off(
     assert [found.name for found in path.parent.iterdir()] == ["checkpoint"]
 
 
-def test_what_was_at_its_end_reports_the_same_without_a_step(run_ranks_bare, tmp_path):
-    path = tmp_path / "checkpoint"
-    whole = run_ranks_bare(2, train, path, None)
-    again = run_ranks_bare(2, train, path, None)
-    assert again == [(0, *end) for _, *end in whole]
-
-
-def test_only_rank_0_reads_and_writes(run_ranks_bare, tmp_path):
-    def on_disks_of_their_own(info, every, cut_off_after):
-        path = tmp_path / str(info.rank) / "checkpoint"
-        return train(info, path, every, cut_off_after)
-
-    (tmp_path / "1").mkdir()
-    (tmp_path / "1" / "checkpoint").write_text("something else")
-
-    run_ranks_bare(2, on_disks_of_their_own, 4, 9)
-    assert [path.name for path in (tmp_path / "0").iterdir()] == ["checkpoint"]
-    assert (tmp_path / "1" / "checkpoint").read_text() == "something else"
-    ends = run_ranks_bare(2, on_disks_of_their_own, 4, None)
-    assert [steps for steps, *_ in ends] == [EPOCHS * STEPS_AN_EPOCH - 8] * 2
-    assert ends[0][2] == ends[1][2]
-
-
 def train_on_a_full_disk(info, path):
     register_optimizer_step_post_hook(lambda *_: fill_disk() if path.exists() else None)
     with pytest.raises((OSError, RuntimeError)):

@@ -61,7 +61,7 @@ def refuse(claim, batch):
 
 def test_what_does_not_fit_the_device_is_refused_before_it_is_allocated(run_ranks_bare):
     ((said, allocated),) = run_ranks_bare(1, refuse, 10**7, timeout_s=LIMIT_S)
-    assert "batch must fit the memory of a rank" in said
+    assert "does not fit into a rank's memory" in said
     assert allocated == 0
 
 

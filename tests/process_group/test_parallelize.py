@@ -201,7 +201,7 @@ def test_bad_arguments_are_refused(found):
         "schedule must be one of GPipe, 1F1B, Interleaved1F1B, got 'ZBV'.",
         "costs must have one value per layer, 6, got 1.",
         "num_chunks must be 1 with schedule 1F1B, got 2.",
-        "each stage needs a layer, got 6 layers for 8 stages.",
+        "each stage needs at least one layer, got 6 layers for 8 stages.",
     ]
     for messages in found["refused"]:
         for message, start in zip(messages, starts, strict=True):

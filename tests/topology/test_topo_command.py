@@ -109,7 +109,7 @@ def test_a_saved_tree_is_read_like_the_machine(tmp_path):
         (["--root", "nccl_topo"], "a directory that holds sys, got nccl_topo"),
         ([PERLMUTTER, "--matrix", "--json"], "--json cannot be combined with --matrix"),
         (["--bogus"], "unknown option --bogus. Type: ronde topo --help"),
-        (["diff", PERLMUTTER], "must be given"),
+        (["diff", PERLMUTTER], "is required"),
     ],
 )
 def test_bad_input_is_one_sentence(words, said):

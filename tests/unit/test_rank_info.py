@@ -2,10 +2,8 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given, strategies as st
 
 from ronde.errors import WorldError
-from ronde.launch import JobFacts, NodeFacts, rank_environment
 from ronde.world import ENGINES, Launcher, Meeting, RankInfo, World, read_rank_info
 
 ENVIRONMENTS = Path(__file__).parent / "environments"
@@ -208,7 +206,9 @@ def test_pmi_under_srun_takes_the_local_numbers_of_the_step() -> None:
 def test_world_size_exported_beside_srun_agrees() -> None:
     info = read_rank_info(SLURM | {"WORLD_SIZE": "11"})
     assert (info.launcher, info.rank) == (Launcher.SLURM, 9)
-    with pytest.raises(WorldError, match=r"WORLD_SIZE=8.*SLURM_NTASKS=11.*no RANK"):
+    with pytest.raises(
+        WorldError, match=r"WORLD_SIZE=8.*SLURM_NTASKS=11.*without RANK"
+    ):
         read_rank_info(SLURM | {"WORLD_SIZE": "8"})
 
 
@@ -234,14 +234,6 @@ CONTRADICTIONS = {
         {"RANK": "4", "WORLD_SIZE": "4"},
         r"RANK must be below WORLD_SIZE, got RANK=4 and WORLD_SIZE=4\.",
     ),
-    "more local than global": (
-        mpi(0, 2, 0, 3),
-        r"OMPI_COMM_WORLD_LOCAL_SIZE must be at most OMPI_COMM_WORLD_SIZE",
-    ),
-    "local rank past the world": (
-        {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "2"},
-        r"LOCAL_RANK must be below WORLD_SIZE, got LOCAL_RANK=2",
-    ),
     "a node without ranks": (
         TORCHRUN_ON_NODE_1_OF_2 | {"LOCAL_WORLD_SIZE": "4"},
         r"LOCAL_WORLD_SIZE \+ GROUP_WORLD_SIZE - 1 = 4 \+ 2 - 1 = 5, got 4\.",
@@ -257,10 +249,6 @@ CONTRADICTIONS = {
     "local id past the node": (
         SLURM | {"SLURM_LOCALID": "3"},
         r"SLURM_LOCALID must be below the number of tasks on node 2",
-    ),
-    "no run-length form": (
-        SLURM | {"SLURM_TASKS_PER_NODE": "4(x2"},
-        r"SLURM_TASKS_PER_NODE must be counts such as 4\(x2\),3, got '4\(x2'",
     ),
 }
 
@@ -311,29 +299,6 @@ def test_what_is_left_over_does_not_count_and_is_listed(stray: dict[str, str]) -
         assert info._replace(stray=()) == read_rank_info(launcher)
 
 
-@pytest.mark.parametrize(
-    "part",
-    [
-        {"RANK": "0"},
-        {"LOCAL_RANK": "1"},
-        {"WORLD_SIZE": "2"},
-        {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"},
-        {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "2"},
-        {"LOCAL_RANK": "0", "MASTER_ADDR": "n1"},
-        {"WORLD_SIZE": "1", "MASTER_ADDR": "n1", "MASTER_PORT": "29500"},
-        {"OMPI_COMM_WORLD_LOCAL_RANK": "0"},
-        {"HOROVOD_LOCAL_RANK": "0"},
-        {"TORCHELASTIC_RUN_ID": "none", "LOCAL_RANK": "0"},
-    ],
-    ids=" ".join,
-)
-def test_what_may_be_a_launchers_is_not_left_over(part: dict[str, str]) -> None:
-    with pytest.raises(WorldError) as refusal:
-        read_rank_info(part)
-    ranks = [name for name in part if not name.startswith("MASTER_")]
-    assert all(name in str(refusal.value) for name in ranks)
-
-
 @pytest.mark.parametrize("port", ["0", "65536", "ssh"])
 def test_a_port_is_a_port(port: str) -> None:
     with pytest.raises(WorldError, match="MASTER_PORT must be"):
@@ -346,23 +311,6 @@ def test_no_launcher_is_a_world_of_one() -> None:
         assert read_rank_info(environ) == RankInfo(Launcher.NONE, 0, 1, 0, 1, 0, 1)
 
 
-@given(st.lists(st.integers(1, 4), min_size=1, max_size=5), st.data())
-def test_what_our_launcher_sets_is_read_back(
-    nodes: list[int], data: st.DataObject
-) -> None:
-    hosts = [f"n{node}" for node, slots in enumerate(nodes) for _ in range(slots)]
-    world = World.from_hosts(data.draw(st.integers(0, len(hosts) - 1)), hosts)
-    node_rank = int(hosts[world.rank][1:])
-    environ = rank_environment(
-        world,
-        JobFacts("job", 0, "cookie"),
-        NodeFacts(hosts[world.rank], node_rank, len(nodes)),
-    )
-    info = read_rank_info(environ | {"MASTER_ADDR": "n0", "MASTER_PORT": "4242"})
-    assert (info.launcher, info.job_id) == (Launcher.RONDE, "job")
-    assert info.world == world
-
-
 @pytest.mark.parametrize("environ", [{}, RONDE, SLURM, TORCHRUN_ON_NODE_1_OF_2])
 def test_any_launchers_ranks_are_told_the_engine(environ):
     info = read_rank_info(environ)
@@ -372,12 +320,6 @@ def test_any_launchers_ranks_are_told_the_engine(environ):
         engine="scheduled", algorithm="ring"
     )
     assert read_rank_info(environ | {"RONDE_ENGINE": "", "RONDE_ALGORITHM": ""}) == info
-
-
-@pytest.mark.parametrize("name", ["RONDE_ENGINE", "RONDE_ALGORITHM"])
-def test_an_engine_that_is_not_there_is_refused(name):
-    with pytest.raises(WorldError, match=f"{name} must be one of .*, got 'gluu'"):
-        read_rank_info({name: "gluu"})
 
 
 def test_every_engine_that_can_be_named_can_be_connected_by():

@@ -63,7 +63,10 @@ GOOD = Record("a", {}).to_json()
         ("{", "a record must be JSON"),
         ("[]", 'a record must have a "schema"'),
         ('{"kind": "a"}', 'a record must have a "schema"'),
-        (GOOD.replace('"schema": 1', '"schema": 2'), "schema must be 1, got 2"),
+        (
+            GOOD.replace('"schema": 1', '"schema": 2'),
+            "record has schema 2, but this ronde reads schema 1",
+        ),
         (
             GOOD.replace('"values"', '"figures"'),
             r"a record must have the fields .*'values'\], got .*'figures'",
@@ -89,6 +92,6 @@ def test_a_bad_line_is_named(tmp_path: Path, line: str, message: str) -> None:
 @pytest.mark.parametrize("value", [float("nan"), {1, 2}, object()])
 def test_what_is_not_json_is_refused_unwritten(tmp_path: Path, value: object) -> None:
     path = tmp_path / "records.jsonl"
-    with pytest.raises(UsageError, match="values of a record must be JSON's types"):
+    with pytest.raises(UsageError, match="a record's values must have JSON types"):
         append_record(path, Record("a", {"x": value}))
     assert not path.exists()

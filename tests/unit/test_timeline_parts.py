@@ -16,7 +16,6 @@ from ronde.timeline import (
     NUM_SEGMENTS,
     PartFiles,
     ThreadedRecorder,
-    is_part,
     read_parts,
 )
 
@@ -44,15 +43,18 @@ def test_a_part_that_was_cut_off_is_read_up_to_there(operations, data):
 
 def test_a_part_given_twice_is_refused():
     blob = gzip.compress(encode(record()))
-    with pytest.raises(UsageError, match="each once, got rank 0 twice"):
+    with pytest.raises(UsageError, match="records of rank 0 twice"):
         read_parts([blob, blob])
 
 
 @pytest.mark.parametrize(
     ("blob", "why"),
     [
-        (b"\x1f\x8bnothing", "cannot be decompressed"),
-        (gzip.compress(b'{"ronde_timeline": 99, "rank": 0}\n'), "got 99"),
+        (b"\x1f\x8bnothing", "cannot decompress"),
+        (
+            gzip.compress(b'{"ronde_timeline": 99, "rank": 0}\n'),
+            "have version 99, but",
+        ),
         (gzip.compress(encode() + b"[1, 2]\n"), "damaged"),
         (gzip.compress(encode() + b"nonsense\n"), "damaged"),
     ],
@@ -62,14 +64,6 @@ def test_a_part_given_twice_is_refused():
 def test_what_is_no_part_is_refused(blob, why):
     with pytest.raises(UsageError, match=why):
         read_parts([blob])
-
-
-def test_a_part_is_known_by_its_beginning():
-    packed = gzip.compress(encode(record()))
-    assert is_part(packed)
-    assert is_part(packed[:200])
-    assert not is_part(b"[\n")
-    assert not is_part(gzip.compress(b'{"displayTimeUnit": "ms"}'))
 
 
 def test_files_hold_what_was_taken_before_they_are_closed(tmp_path):
@@ -175,4 +169,4 @@ def test_a_full_disk_ends_the_timeline_and_not_the_program(caplog):
     full.close()
     assert (len(sound.records), sound.num_lost) == (2, 0)
     assert broken.num_lost is None
-    assert "the timeline cannot be written" in caplog.text
+    assert "cannot write the timeline" in caplog.text

@@ -73,12 +73,6 @@ def test_finds_the_best_on_a_quiet_machine(costs, random):
         assert tuner.setting == 0
 
 
-def test_an_only_candidate_needs_no_trial():
-    tuner = Tuner(["default"], TuningOptions(), "", dict)
-    assert tuner.is_over
-    assert tuner.setting == "default"
-
-
 def test_a_slow_time_of_the_machine_makes_no_winner():
     """The default ran while the machine was slow: the last comparison shows it."""
     options = TuningOptions(warmup_samples=0, steps_per_sample=1)
@@ -89,21 +83,6 @@ def test_a_slow_time_of_the_machine_makes_no_winner():
     assert [sample.phase for sample in tuner.samples[:2]] == ["search", "search"]
     assert any(sample.phase == "final" for sample in tuner.samples)
     assert tuner.setting == "default"
-
-
-def test_the_last_comparison_interleaves():
-    options = TuningOptions(warmup_samples=1, steps_per_sample=2, num_pairs=4)
-    tuner = tune(Machine([2.0, 1.0], 0.0, NoNoise()), options)
-    final = [s.setting for s in tuner.samples if s.phase == "final"]
-    assert final == [0, 1, 1, 0, 0, 1, 1, 0]
-    assert tuner.setting == 1
-    assert tuner.best_cost == 1.0
-
-
-class NoNoise:
-    def uniform(self, low: float, high: float) -> float:
-        del high
-        return low
 
 
 @pytest.mark.parametrize(

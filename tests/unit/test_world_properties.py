@@ -94,23 +94,6 @@ def test_a_part_of_an_environment_is_a_world_of_one_only_where_it_says_so(
     assert (claim.rank, claim.size) == (place["rank"], place["size"])
 
 
-@given(st.integers(2, 4), st.data())
-def test_ranks_that_lack_a_variable_do_not_all_go_on_alone(
-    size: int, data: st.DataObject
-) -> None:
-    host = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"]
-    kept = data.draw(st.lists(st.sampled_from(host), min_size=1, unique=True))
-    numbers = [(rank, size, rank, size) for rank in range(size)]
-    ranks = [dict(zip(host, map(str, place), strict=True)) for place in numbers]
-    sizes: list[int] = []
-    for rank in ranks:
-        try:
-            sizes.append(read_rank_info({name: rank[name] for name in kept}).size)
-        except WorldError:
-            sizes.append(0)
-    assert sizes == [size] * size or 0 in sizes
-
-
 @given(st.sampled_from(DIALECTS[1:]), st.sampled_from(DIALECTS[1:]), places(), places())
 def test_two_launchers_agree_nest_or_are_refused(
     first: LauncherEnv, second: LauncherEnv, one: dict[str, int], other: dict[str, int]

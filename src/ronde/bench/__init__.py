@@ -6,9 +6,8 @@ __getattr__ = lazy_exports(
     __name__,
     {
         "catalog": (
-            "COLLECTIVES DTYPES OPS Traffic base_bytes find_collective in_elements "
-            "largest_row premultiplier read_matrix require_room shape_of "
-            "shape_of_matrix"
+            "COLLECTIVES DTYPES OPS base_bytes in_elements largest_row premultiplier "
+            "require_room shape_of traffic_matrix"
         ),
         "checking": "ReductionInputs TOLERANCE pieces_of random_bytes",
         "comparison": "Compared RowKey compare",
@@ -28,12 +27,12 @@ __getattr__ = lazy_exports(
         ),
         "sweeps": "RowBench SweepBench",
         "timing": "Clock Watchdog combine",
-        "training.catalogue": "CHARACTERS GPT2_SMALL MODELS TransformerShape",
+        "training.catalogue": "CHARACTERS MODELS",
         "training.measurement": (
-            "Footprint Replica batches is_in_step loss_of "
-            "make_samples measure measure_footprint time_block"
+            "Replica batches is_in_step loss_of make_samples measure "
+            "measure_footprint time_block"
         ),
-        "training.models": "FACTORIES PaddedShortcut Transformer build",
+        "training.models": "PaddedShortcut Transformer build",
         "training.outcome": (
             "KIND Phase Setting StepTimes TrainOptions TrainingOutcome Variant "
             "record_values"

@@ -1,14 +1,12 @@
-"""Collectives, types, operations and sizes to measure; does not import torch.
+"""Collectives, types and operations that can be measured; does not import torch.
 
-Numbers of elements are those of one rank.
+Element counts are per rank.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
-from typing import NamedTuple
 
 from ronde.errors import UsageError
 from ronde.memory import AvailableMemory
@@ -65,9 +63,7 @@ def parse_dtypes(text: str) -> tuple[DType, ...]:
         return _ALL
     dtype = DTYPES.get(text) or _ALIASES.get(text)
     if dtype is None:
-        raise UsageError(
-            f"-d/--dtype must be all or one of {', '.join(DTYPES)}, got {text!r}."
-        )
+        raise UsageError(f"must be all or one of {', '.join(DTYPES)}, got {text!r}")
     return (dtype,)
 
 
@@ -76,7 +72,7 @@ def parse_ops(text: str) -> tuple[str, ...]:
         return OPS
     name = _OP_ALIASES.get(text, text)
     if name not in OPS:
-        raise UsageError(f"-o/--op must be all or one of {', '.join(OPS)}, got {text}.")
+        raise UsageError(f"must be all or one of {', '.join(OPS)}, got {text!r}")
     return (name,)
 
 
@@ -84,7 +80,7 @@ _CHUNK_BYTES = 16  # each rank's share is a multiple of this
 
 
 class Spread(StrEnum):
-    """Share of a row's bytes that each rank sends and receives."""
+    """Division of a row's bytes among the ranks' buffers."""
 
     WHOLE = "whole"  # every rank's buffers hold all bytes
     SHARED_SEND = "shared_send"  # every rank sends a share and may receive all
@@ -108,7 +104,7 @@ class Factor(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """Properties of a collective in nccl-tests."""
+    """A collective as nccl-tests measures it."""
 
     name: str
     spread: Spread
@@ -126,7 +122,7 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Numbers of elements that one rank sends and receives."""
+    """Element counts of a rank's call and of its buffers."""
 
     count: int  # the argument of the call, as the row shows it
     send: int  # most elements that any rank sends
@@ -223,26 +219,13 @@ def premultiplier(rank: int) -> int:
 Matrix = tuple[tuple[int, ...], ...]  # ``matrix[i][j]`` bytes go from rank i to rank j
 
 
-class Traffic(NamedTuple):
-    """Rule for the traffic matrix of ``alltoallv``."""
-
-    spread: float = 1.0  # 0: even; 1: proportional to the distance of ranks
-    given: Matrix = ()
-
-    def matrix(self, total_bytes: int, size: int) -> Matrix:
-        if self.given:
-            return tuple(row[:size] for row in self.given[:size])
-        return tuple(
-            tuple(self._between(total_bytes, (j - i) % size, size) for j in range(size))
-            for i in range(size)
-        )
-
-    def _between(self, total_bytes: int, distance: int, size: int) -> int:
-        if size == 1:
-            return _chunks(total_bytes)
-        even = total_bytes / size
-        weighted = distance * total_bytes / (size * (size - 1) // 2)
-        return _chunks(int((1.0 - self.spread) * even + self.spread * weighted))
+def traffic_matrix(total_bytes: int, size: int) -> Matrix:
+    """Return the traffic of ``alltoallv``, proportional to the distance of ranks."""
+    if size == 1:
+        return ((_chunks(total_bytes),),)
+    sum_of_distances = size * (size - 1) // 2
+    row = [_chunks(d * total_bytes // sum_of_distances) for d in range(size)]
+    return tuple(tuple(row[(j - i) % size] for j in range(size)) for i in range(size))
 
 
 def in_elements(matrix: Matrix, item_bytes: int) -> Matrix:
@@ -253,32 +236,6 @@ def shape_of_matrix(matrix: Matrix, item_bytes: int, count: int) -> Shape:
     sent = max(sum(row) for row in matrix) // item_bytes
     received = max(sum(column) for column in zip(*matrix, strict=True)) // item_bytes
     return Shape(count, sent, received)
-
-
-def read_matrix(text: str, scale: float) -> Matrix:
-    """Parse a square matrix of bytes, one row per line.
-
-    Every number is multiplied by ``scale`` and rounded down to a multiple of 16.
-    """
-    lines = [line.split() for line in text.splitlines() if line.strip()]
-    if not lines or any(len(line) != len(lines) for line in lines):
-        widths = sorted({len(line) for line in lines})
-        raise UsageError(
-            "the traffic matrix must be square, got "
-            f"{len(lines)} rows of {widths or 'no'} numbers. Correct the file that "
-            "NCCL_TESTS_ALLTOALLV_MATRIX_FILE names."
-        )
-    try:
-        numbers = [[float(word) * scale for word in line] for line in lines]
-    except ValueError as error:
-        raise UsageError(f"the traffic matrix must hold numbers: {error}.") from None
-    for line, row in zip(lines, numbers, strict=True):
-        if any(not math.isfinite(number) or number < 0 for number in row):
-            raise UsageError(
-                "the traffic matrix must hold numbers of at least 0, got "
-                f"{' '.join(line)}"
-            )
-    return tuple(tuple(_chunks(int(number)) for number in row) for row in numbers)
 
 
 def _chunks(num_bytes: int) -> int:
@@ -293,8 +250,9 @@ _MAX_RESERVE_BYTES = 4 * _GIB
 def largest_row(free_bytes: int, num_sharing: int, *, is_checked: bool) -> int:
     """Return the largest row size for which a rank has enough memory.
 
-    The reserve is 1 GiB for each begun 16 GiB, up to 4 GiB, plus 1 GiB, but at most
-    half of the memory. A row needs two buffers, and a third to verify results.
+    The reserve is 1 GiB, plus 1 GiB for every started 16 GiB of memory, up to 4 GiB;
+    at most half of the memory is reserved. A row needs two buffers, and a third one
+    to verify results.
     Source: nccl-tests.
     """
     started = -(-free_bytes // _RESERVE_PER_BYTES)
@@ -306,7 +264,7 @@ def largest_row(free_bytes: int, num_sharing: int, *, is_checked: bool) -> int:
 def require_room(min_bytes: int, largest_bytes: int, memory: AvailableMemory) -> None:
     if min_bytes > largest_bytes:
         raise UsageError(
-            f"-b must be at most {largest_bytes} ({format_size(largest_bytes)}), for "
-            f"which every rank's buffers fit {memory.source}, {memory.num_bytes} "
-            f"bytes; got {min_bytes}. Give -b {largest_bytes} or less."
+            f"-b must be at most {largest_bytes} ({format_size(largest_bytes)}), got "
+            f"{min_bytes}: larger buffers do not fit into {memory.source}, "
+            f"{memory.num_bytes} bytes. Give -b {largest_bytes} or less."
         )

@@ -1,4 +1,4 @@
-"""Verification: inputs for which the exact result of every collective is known.
+"""Verification of results against their exact values.
 
 Inputs are pure functions of (seed, rank, index): every rank can compute any part of any
 rank's input and of any result. A result is a list of pieces, each a part of one rank's
@@ -42,7 +42,7 @@ _ROOT_ONLY = frozenset({"reduce", "gather"})
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Consecutive elements of one rank's result, with a common source."""
+    """Consecutive elements of a rank's result that come from the same source."""
 
     start: int  # first index in the result
     count: int  # number of elements
@@ -135,7 +135,7 @@ class ReductionInputs:
         return choose(left ^ turn, right ^ turn) ^ turn
 
     def _wide(self, draw: "Draw", rank: int) -> Tensor:
-        """Return a rank's input as int32 or int64, or as floats for their product."""
+        """Return a rank's input in a type that is wide enough to reduce it."""
         if self.dtype.is_float:
             if self.op == "prod":
                 return self._factor(draw, rank)
@@ -175,7 +175,7 @@ class ReductionInputs:
         return factor * draw.sign(rank)
 
     def _small_integer(self, draw: "Draw", rank: int) -> Tensor:
-        """Return numbers >= 0 so small that their sum, or twice each, fits the type."""
+        """Return numbers >= 0 that cannot overflow when they are summed or doubled."""
         num_bytes = self.dtype.num_bytes
         highest = 2 ** (8 * num_bytes - (0 if self.dtype.is_unsigned else 1)) - 1
         if self.op == "mulsum":
@@ -200,7 +200,7 @@ def random_bytes(
 
 
 class Draw:
-    """Counter-based random numbers for a range of indices, in new tensors."""
+    """Counter-based random number generator for a range of indices."""
 
     # 32-bit arithmetic is faster.
 
@@ -231,7 +231,7 @@ class Draw:
         return self.half(rank, 3).bitwise_and_(2).neg_().add_(1)
 
     def turn(self, rank: int, size: int) -> Tensor:
-        """Return the rank's position after a random rotation of the ranks per index."""
+        """Rotate the ranks randomly at each index; return this rank's positions."""
         first = self.half(_ALL_RANKS, 4).bitwise_and_(_INT32_MAX).remainder_(size)
         return first.neg_().add_(rank + size).remainder_(size)
 
@@ -256,7 +256,7 @@ def _power_of_two(limit: int) -> int:
 
 
 def _narrow(bits: Tensor, dtype: DType) -> Tensor:
-    """Bring random bits into the range of a one-byte type."""
+    """Reduce random bits to the values of a one-byte type."""
     if dtype.num_bytes > 1:
         return bits
     low = bits.bitwise_and_(0xFF)
@@ -283,9 +283,9 @@ Expected = list[tuple[Tensor, Tensor]]
 def prepare(
     spec: CallSpec, inputs: ReductionInputs, views: Views, canaries: Sequence[Tensor]
 ) -> Expected:
-    """Write the inputs, and wrong values into the result; return the right values.
+    """Fill the input, spoil the result, and return the expected result.
 
-    ``inputs`` gives type, seed and device even if nothing is reduced.
+    If nothing is reduced, only the type, seed and device of ``inputs`` are used.
     """
     for canary in canaries:
         canary.fill_(_CANARY)

@@ -23,7 +23,7 @@ PEAK = -1
 
 
 class Pair(NamedTuple):
-    """The values of one half of a row in both results."""
+    """The values of one half of a row (in place or out of place) in both results."""
 
     key: RowKey
     half: str  # ``out_of_place`` or ``in_place``
@@ -46,7 +46,7 @@ class Comparison(NamedTuple):
 
 
 class _Figures(NamedTuple):
-    """Medians of one half of a row over repeated rows of a result."""
+    """Medians of one half of a row, over all repetitions of the row in a result."""
 
     busbw_gb_per_s: float
     time_us: float | None

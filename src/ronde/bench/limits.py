@@ -87,8 +87,8 @@ def measure_memory(
 ) -> tuple[dict[str, float], str]:
     """Measure memory bandwidth by concurrent copies on all ranks; collective.
 
-    Takes about a second. Returns each host's rate in GB/s, reads plus writes, in the
-    best of several rounds, and a note on figures that may exceed the rate.
+    Takes about a second. Returns each host's rate in GB/s, reads plus writes, from the
+    best of several rounds, and a note on results that may exceed this rate.
     """
     hosts = all_gather_json(communicator, host)
     available = min(all_gather_json(communicator, available_memory().num_bytes))
@@ -130,7 +130,7 @@ def copy_gb_per_s(
     target: torch.Tensor,
     clock_ns: Callable[[], int] = time.perf_counter_ns,
 ) -> float:
-    """Copy for a while and return the rate in GB/s, reads plus writes."""
+    """Copy repeatedly for a short time; return the rate in GB/s, reads plus writes."""
     num_bytes, start_ns = 0, clock_ns()
     while True:
         target.copy_(source)

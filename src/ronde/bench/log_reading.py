@@ -74,8 +74,8 @@ def _read_json(text: str, source: str, test: str) -> Log:
         _read_footers(content, state)
     except json.JSONDecodeError as error:
         raise UsageError(
-            f"{source}:{error.lineno}: log must be whole JSON: {error.msg} near "
-            f"character {error.colno}."
+            f"{source}:{error.lineno}: this is not valid JSON: {error.msg} near "
+            f"character {error.colno}. The log may be cut."
         ) from error
     except (
         ValueError,
@@ -86,7 +86,7 @@ def _read_json(text: str, source: str, test: str) -> Log:
         RecursionError,
     ) as error:
         raise UsageError(
-            f"{source}: log must have the form of nccl-tests' JSON, got "
+            f"{source}: this is JSON, but not as nccl-tests writes it: "
             f"{type(error).__name__} at result {len(state.rows)}: {error}."
         ) from error
     cuts = [f"{source}: run 1 {each}" for each in state.missing()]

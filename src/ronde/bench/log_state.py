@@ -1,7 +1,7 @@
-"""State of the log parsers: one run, with ranks and test inferred from figures.
+"""State of the log parsers; inference of a log's test and number of ranks.
 
 busbw is algbw times a factor that depends only on the collective and the number of
-ranks. So a log that states neither still allows conclusions about them.
+ranks. So both can often be inferred from a log that names neither.
 """
 
 import math
@@ -18,7 +18,7 @@ from ronde.errors import UsageError
 
 
 class _Interval(NamedTuple):
-    """The ratios of busbw to algbw that are possible for one printed pair."""
+    """The range of busbw / algbw that rounds to one printed pair of values."""
 
     low: float
     high: float
@@ -28,7 +28,7 @@ class _Interval(NamedTuple):
         return self.low - 1e-9 <= ratio <= self.high + 1e-9
 
     def num_ranks(self, factor: Factor) -> tuple[float, float, float]:
-        """Return the numbers of ranks with these ratios; infinity beyond any number."""
+        """Return the least, greatest and likeliest number of ranks for these ratios."""
         limit = 2.0 if factor is Factor.REDUCED else 1.0
         low, high, middle = (
             limit / (limit - ratio) if ratio < limit else math.inf
@@ -128,7 +128,7 @@ _MAX_SIGNS = 3
 
 
 class Log(NamedTuple):
-    """Runs and problems of one file; the texts name file and line."""
+    """The runs of one file, and messages about its damaged parts."""
 
     runs: list[Run]
     damage: list[str]  # unreadable parts
@@ -146,7 +146,7 @@ class ListedDevice(NamedTuple):
 
 @dataclass
 class DeviceList:
-    """The devices that a run lists; the list holds for all tables after it."""
+    """The devices that are listed before a table, and apply to all later tables."""
 
     devices: list[ListedDevice] = field(default_factory=list[ListedDevice])
     is_cut: bool = False
@@ -154,7 +154,7 @@ class DeviceList:
 
     @cached_property
     def num_ranks(self) -> int | None:
-        """The size of rank 0's group, which prints; None if ranks are missing."""
+        """Size of the group of rank 0, which prints; None if the list is incomplete."""
         numbers = sorted(device.rank for device in self.devices)
         each = 1 if any(rank % self.num_each for rank in numbers) else self.num_each
         whole = list(range(0, len(numbers) * each, each))
@@ -172,7 +172,7 @@ class DeviceList:
 
 @dataclass(slots=True)
 class ParserState:
-    """The part of a run that has been read.
+    """State of the run that is being parsed.
 
     A position is a line of text, or in JSON the index of a result, -1 outside results.
     """
@@ -230,7 +230,7 @@ class ParserState:
         self.footers[name] = value
 
     def missing(self) -> list[str]:
-        """Describe the missing end of a run without signs of failure."""
+        """Return a message if the run neither ended nor failed visibly."""
         if self.is_over or self.has_failed:
             return []
         if self.has_table:

@@ -5,7 +5,7 @@ releases a row begins with size, count and type, and ends with its numbers in th
 header's order.
 
 A damaged row is left out and reported with its line, rather than guessed. A last line
-without a line break may be cut anywhere and is never used. All patterns take linear
+without a line break may be truncated and is never used. All patterns match in linear
 time.
 """
 
@@ -117,10 +117,10 @@ def read_text(text: str, source: str, *, test: str = "") -> Log:
         raise UsageError(reader.damage[0])
     if not reader.runs:
         last = len(lines) + bool(rest.strip())
-        got = f"{last} lines without one" if text.strip() else "an empty file"
+        where = f"in {last} lines" if text.strip() else "because the file is empty"
         raise UsageError(
-            f"{source}:{max(last, 1)}: log must have a table of nccl-tests, got {got}. "
-            "Its header begins with: # size count type."
+            f"{source}:{max(last, 1)}: found no nccl-tests table {where}. A table "
+            "begins with: # size count type."
         )
     first, *more = runs = reader.runs
     if more and all((r.test, r.ranks.value) == (first.test, 1) for r in runs):
@@ -130,7 +130,7 @@ def read_text(text: str, source: str, *, test: str = "") -> Log:
 
 
 class _Reader:
-    """Parser of a log, fed line by line."""
+    """Line-by-line parser of a log."""
 
     def __init__(self, source: str, test: str) -> None:
         self.runs: list[Run] = []
@@ -309,7 +309,7 @@ class _Reader:
             # The operation is blank in all rows of a table or in none.
             if columns.has_root and above and bool(above[0].redop) != bool(row.redop):
                 raise UsageError(  # noqa: TRY301
-                    f"operation of a row must be as in the row above, got {row.redop!r}"
+                    "only some rows of the table have an operation."
                 )
         except UsageError as error:
             self._report(self._row_at, f"a row was left out: {error}")
@@ -370,7 +370,7 @@ class _Columns(NamedTuple):
     num_numbers: int  # words at the end of a row, from the first half on
 
     def num_words(self, words: Sequence[str]) -> int:
-        """Return the number of words of the row that begins with ``words``."""
+        """Return the expected number of words in a row that begins with ``words``."""
         has_operation = len(words) > 3 and _WORD.fullmatch(words[3]) is not None
         return 3 + has_operation + self.has_root + self.num_numbers
 
@@ -381,11 +381,11 @@ def _parse_header(words: Sequence[str], titles: Sequence[str]) -> _Columns:
     starts = [index for index, name in enumerate(names) if name in _TIMES]
     problem = ""
     if names[:3] != ["size", "count", "type"] or not 1 <= len(starts) <= 2:
-        problem = "be size, count, type and one or two halves from time on"
+        problem = "begin with size, count, type and have one or two columns time"
     elif len(names) > _MAX_COLUMNS:
         problem = f"have at most {_MAX_COLUMNS} columns"
     if problem:
-        raise UsageError(f"header of a table must {problem}, got {' '.join(words)!r}.")
+        raise UsageError(f"a table's header must {problem}, got {' '.join(words)!r}.")
     end = starts[-1]
     while end < len(names) and names[end] in _OF_A_SIDE:
         end += 1
@@ -414,24 +414,24 @@ def _parse_header(words: Sequence[str], titles: Sequence[str]) -> _Columns:
 
 
 def _parse_row(words: Sequence[str], columns: _Columns) -> tuple[Row, bool]:
-    """Return the row, and True if its old column ``error`` has a number."""
+    """Return the row, and True if its ``error`` (of old releases) has a number."""
     needed = columns.num_words(words)
     # Old tables print a root without a column for it in the header.
     has_stray_root = not columns.has_root and len(words) == needed + 1
     if not (has_stray_root or len(words) == needed):
         least = columns.num_words(())
         raise UsageError(
-            f"row must have {least + 1} cells, {least} if its operation is blank, got "
+            f"a row must have {least + 1} cells, or {least} without an operation, got "
             f"{len(words)}: {' '.join(words)[:90]!r}."
         )
     split = len(words) - columns.num_numbers
     head, cells = words[:split], [*words[split:]]
     for name, word in zip(("size", "count"), head, strict=False):
         if _INTEGER.fullmatch(word) is None:
-            raise UsageError(f"{name} of a row must be an integer, got {word!r}.")
+            raise UsageError(f"a row's {name} must be an integer, got {word!r}.")
     dtype, (operation, root) = head[2], _operation_and_root(head[3:])
     if _WORD.fullmatch(dtype) is None or dtype in _OPERATIONS:
-        raise UsageError(f"type of a row must be a dtype's name, got {dtype!r}.")
+        raise UsageError(f"a row's type must be a dtype, got {dtype!r}.")
     if columns.stamp_at >= 0:
         del cells[columns.stamp_at : columns.stamp_at + 2]
     numbers = dict(zip(columns.keys, map(_number, columns.keys, cells), strict=True))
@@ -452,8 +452,8 @@ def _operation_and_root(words: Sequence[str]) -> tuple[str, int | None]:
         root, rest = int(rest[0]), rest[1:]
     if rest:
         raise UsageError(
-            "between type and numbers a row must have an operation and a root, got "
-            f"{' '.join(rest)!r}."
+            "a row must have only an operation and a root between its type and its "
+            f"numbers, got {' '.join(rest)!r}."
         )
     return operation, root
 
@@ -464,5 +464,5 @@ def _number(key: str, word: str) -> float | None:
     bare = word.rstrip("*%")  # old releases mark an error above their threshold with *
     if _NUMBER.fullmatch(bare) is None:
         name = key.rpartition(".")[2]
-        raise UsageError(f"{name} of a row must be a number, got {word!r}.")
+        raise UsageError(f"a row's {name} must be a number, got {word!r}.")
     return float(bare)

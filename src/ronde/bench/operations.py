@@ -46,7 +46,7 @@ class CallSpec:
 
 
 class Views(NamedTuple):
-    """Tensors of one operation; in place both are in one buffer."""
+    """The tensors of one operation. In place, both are views of one buffer."""
 
     send: Tensor
     receive: Tensor
@@ -116,9 +116,9 @@ class Buffers:
 def make_operation(
     spec: CallSpec, communicator: Communicator, views: Views
 ) -> Operation:
-    """Return an operation on ``views`` that is complete when the call returns.
+    """Return a function that runs the collective on ``views`` and waits for it.
 
-    On CUDA it is complete for later work on the current stream.
+    On CUDA only later work on the current stream waits.
     """
     return _MAKERS[spec.test.name](spec, communicator, views)
 

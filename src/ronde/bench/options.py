@@ -3,13 +3,13 @@
 Every flag of nccl-tests is supported, ignored with a note, or rejected.
 """
 
-from collections import defaultdict
+import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
-from ronde.arguments import CommandParser
+from ronde.arguments import CommandParser, one_of, whole_number
 from ronde.bench.catalog import (
     Collective,
     DType,
@@ -40,6 +40,7 @@ class UnsupportedError(UsageError):
 
 
 ALL_ROOTS = -1
+_NUMBERS = ("N", "RANK", "TIME", "GB/S")  # values in the help whose default is 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ class Sweep:
 
 @dataclass(frozen=True, slots=True)
 class TimingLoop:
-    """Numbers and limits of the measurement of a row."""
+    """Iteration counts and time limits for measuring a row."""
 
     iterations: int = 20  # timed iterations
     aggregated: int = 1  # operations in an iteration
@@ -88,7 +89,7 @@ class TimingLoop:
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """Options of the output of a run."""
+    """Output options."""
 
     has_timestamps: bool = False  # rows end with the time of day
     has_memory: bool = False  # show the used memory at the end
@@ -198,7 +199,7 @@ types and operations:
 
 engines:
   --engine NAME         engine (default: auto)
-  --algorithm NAME      schedule of the engine scheduled
+  --algorithm NAME      schedule of the scheduled engine
   --compare A,B         compare engines, which take turns on each row
   --rounds N            turns of --compare (default: 5)
   --device NAME         cpu, cuda or auto (default: auto)
@@ -227,28 +228,74 @@ examples:
   ronde bench all_reduce -g 2 -b 1K -e 16M -f 4 --compare gloo,shared_memory
   ronde run -n 4 -- ronde bench alltoall -b 1M -e 16M -f 2 -J alltoall.json
 """
-# Defaults of options with a value; other options have 0.
-_DEFAULTS = {
-    "-b": "32M",
-    "-e": "32M",
-    "-i": "1M",
-    "-n": "20",
-    "-V": "16",
-    "--rounds": "5",
-    **dict.fromkeys(("-f", "-m", "-w", "-N", "-c", "-a", "-t", "-g"), "1"),
-    "-d": "float",
-    "-o": "sum",
-    "--engine": "auto",
-    "--device": "auto",
-    **dict.fromkeys(("-J", "-x", "--algorithm", "--json", "--parent"), ""),
-}
 _NOT_HERE = {
     "-G": "replay of CUDA graphs",
     "-R": "registration of buffers",
     "-D": "device kernels",
 }
-# Values as text, with defaults, by the first name of the option.
-_Flags = Mapping[str, str]
+
+
+def _root(text: str) -> int:
+    if text in ("all", str(ALL_ROOTS)):
+        return ALL_ROOTS
+    if not (text.isascii() and text.isdecimal()):
+        raise UsageError(f"must be a rank, -1 or all, got {text!r}")
+    return int(text)
+
+
+def _json_file(text: str) -> str:
+    if not text.endswith(".json"):
+        raise UsageError(f"must be a file name that ends in .json, got {text!r}")
+    return text
+
+
+def _rate(text: str) -> float:
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = -1.0
+    if not 0 <= rate < float("inf"):
+        raise UsageError(f"must be a number of GB/s, got {text!r}")
+    return rate
+
+
+def _engines(text: str) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    if len(set(names)) < max(2, len(names)):
+        raise UsageError(f"must be two or more different engines, got {text}")
+    return names
+
+
+_TYPES = {
+    "SIZE": parse_size_bytes,
+    "TIME": parse_duration_s,
+    "GB/S": _rate,
+    "N": whole_number(),
+    **dict.fromkeys(("-n", "-m", "-t", "-g", "--rounds"), whole_number(1)),
+    **dict.fromkeys(("-z", "-a"), whole_number(0, 3)),
+    "-r": _root,
+    "-J": _json_file,
+    "-x": one_of("0", "1", "2"),
+    "-d": parse_dtypes,
+    "-o": parse_ops,
+    "--compare": _engines,
+    "--device": one_of("cpu", "cuda", "auto"),
+}
+# Defaults by attribute; options with other numbers have 0.
+_DEFAULTS: Mapping[str, Any] = {
+    "minbytes": 32 << 20,
+    "maxbytes": 32 << 20,
+    "stepbytes": 1 << 20,
+    "iters": 20,
+    "device_cta_count": 16,
+    "rounds": 5,
+    "datatype": parse_dtypes("float"),
+    "op": parse_ops("sum"),
+    "engine": "auto",
+    "device": "auto",
+    **dict.fromkeys(("stepfactor", "agg_iters", "warmup_iters"), 1),
+    **dict.fromkeys(("run_cycles", "check", "average", "nthreads", "ngpus"), 1),
+}
 
 
 def parse(words: Sequence[str]) -> Options:
@@ -258,136 +305,102 @@ def parse(words: Sequence[str]) -> Options:
         UnsupportedError: A flag is not supported here, and ``--lenient`` is not given.
         UsageError: The command line is wrong.
     """
-    parser = CommandParser("ronde bench", HELP, positionals={"collective": "?"})
+    parser = CommandParser(
+        "ronde bench", HELP, types=_TYPES, positionals={"collective": "?"}
+    )
     parser.declare("  --parent WHERE")
-    options = parser.parse_args(words)
-    given = {name: getattr(options, at) for at, name in parser.given(options).items()}
-    flags: defaultdict[str, Any] = defaultdict(lambda: "0", _DEFAULTS | given)
-
-    def changed(*names: str) -> tuple[str, ...]:
-        pairs = [(name, flags[name], _DEFAULTS.get(name, "0")) for name in names]
-        return tuple(f"{name} {text}" for name, text, usual in pairs if text != usual)
-
-    test = find_collective(options.collective or "")
-    ignored = changed(*_NOT_HERE)
-    if ignored and not options.lenient:
+    numbers = (each for each in parser.options.values() if each.metavar in _NUMBERS)
+    parser.set_defaults(**dict.fromkeys((each.dest for each in numbers), 0))
+    parser.set_defaults(**_DEFAULTS)
+    given = parser.parse_args(words)
+    changed = {name: getattr(given, at) for at, name in parser.given(given).items()}
+    test = find_collective(given.collective or "")
+    not_here = [f"{name} {changed[name]}" for name in _NOT_HERE if name in changed]
+    if not_here and not given.lenient:
         raise UnsupportedError(
-            f"{ignored[0]} asks for {_NOT_HERE[ignored[0][:2]]}, which no engine here "
-            "has. Leave it out, or give --lenient to ignore it."
+            f"{not_here[0]} needs {_NOT_HERE[not_here[0][:2]]}, which ronde does not "
+            "support. Leave it out, or give --lenient to ignore it."
         )
+    ignored = [f"{name} {changed[name]}" for name in ("-p", "-V") if name in changed]
+    cuda = [f"{name} {changed[name]}" for name in ("-y", "-x") if name in changed]
     return Options(
         test=test,
-        sweep=_sweep(flags, test),
-        loop=_loop(flags),
-        shown=_shown(flags, has_limit=options.limit is not False),
-        engines=_engines(flags, is_foreign=options.foreign),
-        num_threads=_count(flags, "-t", 1),
-        num_gpus=_count(flags, "-g", 1),
-        is_compared="--compare" in given,
-        is_gpu_shared=options.share_gpu,
-        is_lenient=options.lenient,
-        ignored=(*ignored, *changed("-p", "-V")),
-        needing_cuda=changed("-y", "-x"),
-        cta_policy=_choice(flags, "-x", ("", "0", "1", "2")),
-        parent=flags["--parent"],
+        sweep=_sweep(given, test),
+        loop=_loop(given),
+        shown=_shown(given),
+        engines=_chosen_engines(given),
+        num_threads=given.nthreads,
+        num_gpus=given.ngpus,
+        is_compared=given.compare is not None,
+        is_gpu_shared=given.share_gpu,
+        is_lenient=given.lenient,
+        ignored=(*not_here, *ignored),
+        needing_cuda=tuple(cuda),
+        cta_policy=given.cta_policy or "",
+        parent=given.parent or "",
         words=tuple(words[: words.index("--parent")] if "--parent" in words else words),
     )
 
 
-def _sweep(flags: _Flags, test: Collective) -> Sweep:
-    low, high, step = (parse_size_bytes(flags[n], n) for n in ("-b", "-e", "-i"))
+def _sweep(given: argparse.Namespace, test: Collective) -> Sweep:
+    low, high, step = given.minbytes, given.maxbytes, given.stepbytes
     for name, size_bytes in (("-b", low), ("-i", step)):
         if size_bytes < 1:
-            raise UsageError(f"{name} must be at least 1 byte, got {flags[name]}.")
+            raise UsageError(f"{name} must be at least 1 byte, got {size_bytes}.")
     if low > high:
         raise UsageError(
-            f"-b must be at most -e, got {flags['-b']} and {flags['-e']} = "
-            f"{low} and {high} bytes. Give -e {flags['-b']} or more."
+            f"-b must be at most -e, got {low} and {high} bytes. Give -e {low} or more."
         )
-    root = str(ALL_ROOTS) if flags["-r"] == "all" else flags["-r"]
-    if root != str(ALL_ROOTS) and not root.isdecimal():
-        raise UsageError(f"-r must be a rank, or -1 or all for each, got {root!r}.")
     return Sweep(
         min_bytes=low,
         max_bytes=high,
         step_bytes=step,
-        factor=_count(flags, "-f"),
-        dtypes=parse_dtypes(flags["-d"]),
-        ops=parse_ops(flags["-o"]) if test.has_op else (test.redop,),
-        root=int(root),
+        factor=given.stepfactor,
+        dtypes=given.datatype,
+        ops=given.op if test.has_op else (test.redop,),
+        root=given.root,
     )
 
 
-def _loop(flags: _Flags) -> TimingLoop:
-    iterations, skipped = _count(flags, "-n", 1), _count(flags, "-K")
-    if skipped >= iterations:
-        raise UsageError(f"-K must be below -n {iterations}, got {skipped}.")
+def _loop(given: argparse.Namespace) -> TimingLoop:
+    if given.per_iter_skip >= given.iters:
+        raise UsageError(
+            f"-K must be less than -n, which is {given.iters}, got "
+            f"{given.per_iter_skip}."
+        )
     return TimingLoop(
-        iterations=iterations,
-        aggregated=_count(flags, "-m", 1),
-        warmup=_count(flags, "-w"),
-        checks=_count(flags, "-c"),
-        cycles=_count(flags, "-N"),
-        blocking=_count(flags, "-z", 0, 3),
-        average=_count(flags, "-a", 0, 3),
-        is_cpu_time=_count(flags, "-C") != 0,
-        is_each_timed=_count(flags, "-I") != 0,
-        skipped=skipped,
-        unaligned_by=_count(flags, "-u"),
-        duration_s=parse_duration_s(flags["--duration"], "--duration"),
-        timeout_s=parse_duration_s(flags["-T"], "-T"),
+        iterations=given.iters,
+        aggregated=given.agg_iters,
+        warmup=given.warmup_iters,
+        checks=given.check,
+        cycles=given.run_cycles,
+        blocking=given.blocking,
+        average=given.average,
+        is_cpu_time=given.report_cputime != 0,
+        is_each_timed=given.per_iter_timing != 0,
+        skipped=given.per_iter_skip,
+        unaligned_by=given.unalign,
+        duration_s=given.duration,
+        timeout_s=given.timeout,
     )
 
 
-def _shown(flags: _Flags, *, has_limit: bool) -> Shown:
-    path, rate_text = flags["-J"], flags["--link-rate"]
-    if path and not path.endswith(".json"):
-        raise UsageError(f"-J must be a file whose name ends in .json, got {path!r}.")
-    try:
-        rate = float(rate_text)
-    except ValueError:
-        rate = -1.0
-    if not 0 <= rate < float("inf"):
-        raise UsageError(f"--link-rate must be a rate in GB/s, got {rate_text!r}.")
+def _shown(given: argparse.Namespace) -> Shown:
     return Shown(
-        has_timestamps=_count(flags, "-S") != 0,
-        has_memory=_count(flags, "-M") != 0,
-        has_limit=has_limit,
-        link_rate_gb_per_s=rate,
-        json_path=path,
-        record_path=flags["--json"],
+        has_timestamps=given.report_timestamps != 0,
+        has_memory=given.memory != 0,
+        has_limit=given.limit is not False,
+        link_rate_gb_per_s=given.link_rate,
+        json_path=given.output_file or "",
+        record_path=given.json or "",
     )
 
 
-def _engines(flags: _Flags, *, is_foreign: bool) -> Engines:
-    compared = flags.get("--compare")
-    names = tuple((compared or flags["--engine"]).split(","))
-    if compared is not None and len(set(names)) < max(2, len(names)):
-        raise UsageError(
-            f"--compare must name at least two engines, each once, got {compared}."
-        )
+def _chosen_engines(given: argparse.Namespace) -> Engines:
     return Engines(
-        names=names,
-        algorithm=flags["--algorithm"],
-        device=_choice(flags, "--device", ("auto", "cpu", "cuda")),
-        is_foreign=is_foreign,
-        rounds=_count(flags, "--rounds", 1),
+        names=given.compare or (given.engine,),
+        algorithm=given.algorithm or "",
+        device=given.device,
+        is_foreign=given.foreign,
+        rounds=given.rounds,
     )
-
-
-def _count(flags: _Flags, name: str, low: int = 0, high: int | None = None) -> int:
-    text = flags[name]
-    if not text.isdecimal() or not text.isascii() or int(text) < low:
-        raise UsageError(
-            f"{name} must be a whole number of at least {low}, got {text!r}."
-        )
-    if high is not None and int(text) > high:
-        raise UsageError(f"{name} must be in 0..{high}, got {int(text)}.")
-    return int(text)
-
-
-def _choice(flags: _Flags, name: str, choices: Sequence[str]) -> str:
-    if flags[name] not in choices:
-        known = ", ".join(choice for choice in choices if choice)
-        raise UsageError(f"{name} must be one of {known}, got {flags[name]!r}.")
-    return flags[name]

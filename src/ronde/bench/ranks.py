@@ -60,8 +60,8 @@ def connect_ranks(info: RankInfo, options: Options, variables: Variables) -> Ran
     device, names = _device(info, options, variables), options.engines.names
     if variables.split is not None and "mpi" in names:
         raise UnsupportedError(
-            "NCCL_TESTS_SPLIT must be unset for the engine mpi, which connects all "
-            "ranks of its launcher. Start each group by itself, or take another engine."
+            "NCCL_TESTS_SPLIT cannot be used with the mpi engine, which always "
+            "connects all ranks. Start each group by itself, or choose another engine."
         )
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -137,7 +137,7 @@ def _device(info: RankInfo, options: Options, variables: Variables) -> torch.dev
         return torch.device("cpu")
     if not is_cuda_engine:
         raise UsageError(
-            "engine must be auto or nccl for --device cuda, got "
+            "--device cuda needs the auto or nccl engine, got "
             f"{', '.join(options.engines.names)}. Give --device cpu."
         )
     index = variables.first_device or 0
@@ -149,14 +149,13 @@ def cuda_device(index: int, local_rank: int, cure: str) -> torch.device:
     num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not num_devices:
         raise UsageError(
-            "--device cuda and --engine nccl need a GPU that torch can use, got none. "
+            "--device cuda and --engine nccl need a GPU, but torch finds none. "
             "Give --device cpu, or install a torch that was built for CUDA."
         )
     if index >= num_devices:
         raise UsageError(
-            f"each rank of a host needs a CUDA device, got local rank {local_rank} "
-            f"(device {index}) with {num_devices} devices. Give --device cpu, or "
-            f"{cure}."
+            f"local rank {local_rank} needs CUDA device {index}, but the number of "
+            f"devices on its host is {num_devices}. Give --device cpu, or {cure}."
         )
     return torch.device("cuda", index)
 

@@ -57,7 +57,7 @@ HALVES = ("out_of_place", "in_place")
 
 
 class RankSource(StrEnum):
-    """The source from which the number of ranks is known."""
+    """Source of a number of ranks."""
 
     GIVEN = "given"
     DEVICES = "devices"  # the list of devices, one line per rank
@@ -102,7 +102,7 @@ class Run:
         return [value for value in values if value is not None]
 
     def num_wrong(self) -> float | None:
-        """Return the number of wrong elements (old logs: failed checks), or None."""
+        """Return the number of wrong elements, or of failed checks in old logs."""
         counts = [side.num_wrong for row in self.rows for side in row.sides()]
         known = [count for count in counts if count is not None]
         return sum(known) if known else self.num_out_of_bounds
@@ -141,15 +141,15 @@ def to_record(run: Run, *, was_measured_here: bool = True) -> Record:
 
 def from_record(record: Record) -> Run:
     if record.kind != KIND:
-        raise UsageError(f"kind of a record must be {KIND}, got {record.kind!r}.")
-    values: dict[str, Any] = {"failures": []}  # missing in old records
-    for name, value in record.values.items():
-        if name not in ("extras", "footers"):  # in old records
-            values[name] = _numbers(value) if name in _MEASURED else value
+        raise UsageError(f"a record's kind must be {KIND}, got {record.kind!r}.")
+    values = {
+        name: _numbers(value) if name in _MEASURED else value
+        for name, value in record.values.items()
+    }
     try:
         return from_plain(Run, values, "a run")
     except ValueError as error:
-        raise UsageError(f"invalid values in a {KIND} record: {error}") from error
+        raise UsageError(f"a {KIND} record has invalid values: {error}") from error
 
 
 def _numbers(value: object) -> object:
@@ -261,7 +261,7 @@ class Measured:
 
 
 class Reason(IntEnum):
-    """Reason for the end; if ranks differ, the greatest value is used."""
+    """Reason for the end of a run. If ranks differ, the largest value is used."""
 
     COMPLETE = 0
     DURATION = 1  # --duration has passed

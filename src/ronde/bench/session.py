@@ -65,7 +65,7 @@ class BenchSession(NamedTuple):
         )
 
     def _limit(self) -> tuple[Limit | None, str]:
-        """Return the physical bound, or the reason for its absence; collective."""
+        """Return the physical bound, or the reason why there is none; collective."""
         shown, ranks = self.options.shown, self.ranks
         if not shown.has_limit:
             return None, ""
@@ -84,7 +84,7 @@ class BenchSession(NamedTuple):
         if test.spread is not catalog.Spread.WHOLE:
             num_bytes = 16 * size
         is_small = num_bytes <= bench.buffers.capacity_bytes
-        if bench.traffic.given or not (is_small and catalog.is_possible(test, size)):
+        if not (is_small and catalog.is_possible(test, size)):
             return None
         root = 0 if test.has_root else -1
         case = Case(test, sweep.dtypes[0], sweep.ops[0], root, num_bytes)
@@ -109,11 +109,9 @@ def open_session(
     size, device = ranks.group.size, ranks.device
     if options.test.has_root and options.sweep.root >= size:
         raise UsageError(
-            f"-r must be a rank in 0..{size - 1}, or -1 or all for each, got "
-            f"{options.sweep.root}."
+            f"-r must be a rank in 0..{size - 1}, -1 or all, got {options.sweep.root}."
         )
     options, cut = _fit(options, ranks)
-    _require_traffic(options, variables, size)
     watchdog = Watchdog(options.loop.timeout_s, on_expired)
     clock = _clock(ranks)
     benches: dict[str, RowBench] = {}
@@ -126,8 +124,7 @@ def open_session(
             return own.allocate(num_bytes, torch.uint8, device)
 
         buffers = Buffers(allocate, num_bytes, loop.unaligned_by)
-        rules = (clock, loop, variables.traffic, watchdog)
-        benches[name] = RowBench(ranks, communicator, buffers, *rules)
+        benches[name] = RowBench(ranks, communicator, buffers, clock, loop, watchdog)
     notes = (*_notes(options, size, device), *cut)
     return BenchSession(options, variables, ranks, benches, notes)
 
@@ -170,26 +167,6 @@ def _fit(options: Options, ranks: Ranks) -> tuple[Options, tuple[str, ...]]:
         return options, ()
     cut = replace(options, sweep=replace(sweep, max_bytes=largest))
     return cut, (f"Reducing maxBytes to {largest} due to memory limitation",)
-
-
-def _require_traffic(options: Options, variables: Variables, size: int) -> None:
-    given = variables.traffic.given
-    if options.test.spread is not catalog.Spread.MATRIX or not given:
-        return
-    sweep = options.sweep
-    if len(given) < size:
-        raise UsageError(
-            f"the traffic matrix must have a row for each of {size} ranks, got "
-            f"{len(given)}. Add rows and columns to the file."
-        )
-    matrix = variables.traffic.matrix(0, size)
-    largest = max(sum(line) for line in (*matrix, *zip(*matrix, strict=True)))
-    if sweep.min_bytes != sweep.max_bytes or sweep.max_bytes < largest:
-        raise UsageError(
-            "-b and -e must be one size of at least the largest sum of the traffic "
-            f"matrix, {largest}, got {sweep.min_bytes} and {sweep.max_bytes}. "
-            f"Give -b {largest} -e {largest}."
-        )
 
 
 def _notes(options: Options, size: int, device: torch.device) -> tuple[str, ...]:

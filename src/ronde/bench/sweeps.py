@@ -50,7 +50,6 @@ class RowBench:
     buffers: Buffers
     clock: Clock
     loop: TimingLoop
-    traffic: catalog.Traffic  # for ``alltoallv``
     watchdog: Watchdog
 
     def spec(self, case: Case) -> CallSpec:
@@ -58,9 +57,8 @@ class RowBench:
         size = group.size
         shape = catalog.shape_of(case.test, case.size_bytes, width, size)
         if case.test.spread is catalog.Spread.MATRIX:
-            num_bytes = self.traffic.matrix(shape.count * width * size, size)
-            count = 0 if self.traffic.given else shape.count
-            shape = catalog.shape_of_matrix(num_bytes, width, count)
+            num_bytes = catalog.traffic_matrix(shape.count * width * size, size)
+            shape = catalog.shape_of_matrix(num_bytes, width, shape.count)
             matrix = catalog.in_elements(num_bytes, width)
         call = (case.test, case.dtype, case.op, shape)
         return CallSpec(*call, group.rank, size, case.root, matrix)
@@ -142,7 +140,7 @@ class RowBench:
         counts: Sequence[float],
         called_us: float | None = None,
     ) -> results.Side:
-        """Make one half of a row; ``called_us`` replaces the shown time."""
+        """Compute one half of a row; ``called_us`` replaces the time that is shown."""
         size, width = self.communicator.size, case.dtype.num_bytes
         moved = catalog.base_bytes(case.test, self.spec(case).shape, width, size)
         algbw = moved / time_us / 1e3 if time_us else 0.0
@@ -191,10 +189,9 @@ class SweepBench:
     rows: RowBench
     options: Options
     is_stopped: Callable[[], bool]  # this rank's user has stopped the run
-    is_traffic_shown: bool = False  # show every rank's traffic in ``alltoallv``
 
     def run(self, report: Callable[[results.Measured | str], None]) -> results.Reason:
-        """Call ``report`` with each row, and with remarks between; collective."""
+        """Measure all rows and pass them, and remarks, to ``report``; collective."""
         test, size = self.options.test, self.rows.communicator.size
         if not catalog.is_possible(test, size):
             report(f"nRanks {size} is not a power of 2, skipping")
@@ -206,11 +203,7 @@ class SweepBench:
         cycles = self.options.loop.cycles
         for cycle in range(cycles) if cycles else count():
             for case in self.cases(pairs):
-                measured = self.rows.measure(case, cycle)
-                report(measured)
-                if self.is_traffic_shown and test.spread is catalog.Spread.MATRIX:
-                    for text in self._traffic(case, measured):
-                        report(text)
+                report(self.rows.measure(case, cycle))
                 reason = self.agree_to_stop(started)
                 if reason:
                     return reason
@@ -238,20 +231,6 @@ class SweepBench:
         with self.rows.watchdog.watching(f"{test}: the agreement to go on"):
             reasons = self.rows.ranks.exchange([float(own)])
         return results.Reason(int(max(each[0] for each in reasons)))
-
-    def _traffic(self, case: Case, measured: results.Measured) -> Iterator[str]:
-        size, time_us = self.rows.communicator.size, measured.out_of_place.side.time_us
-        factor = case.test.factor.value_for(size)
-        matrix = self.rows.traffic.matrix(
-            measured.row.count * case.dtype.num_bytes * size, size
-        )
-        for rank, row in enumerate(matrix):
-            sent, received = sum(row), sum(line[rank] for line in matrix)
-            algbw = max(sent, received) / (time_us or 1) / 1e3
-            yield (
-                f"  rank={rank} send_bytes={sent} recv_bytes={received} "
-                f"alg_bw={algbw:.2f} bus_bw={algbw * factor:.2f}"
-            )
 
     def possible(self) -> tuple[list[tuple[catalog.DType, str]], list[str]]:
         """Return the types and operations of the engine, and notes on the others."""
@@ -283,7 +262,7 @@ class EngineComparison:
     is_stopped: Callable[[], bool]
 
     def run(self, report: Callable[[Compared | str], None]) -> results.Reason:
-        """Call ``report`` with each row, and with remarks between; collective."""
+        """Measure all rows and pass them, and remarks, to ``report``; collective."""
         sweeps = {
             name: SweepBench(bench, self.options, self.is_stopped)
             for name, bench in self.benches.items()

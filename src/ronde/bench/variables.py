@@ -2,10 +2,8 @@
 
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import NamedTuple
 
-from ronde.bench.catalog import Traffic, read_matrix
 from ronde.errors import UsageError
 from ronde.world.environment import select_variables
 
@@ -32,7 +30,7 @@ _SIGNS = {"&": "AND", "|": "OR", "%": "MOD", "/": "DIV"}
 
 
 class Split(NamedTuple):
-    """Rule that assigns each rank to a group (MPI's colour)."""
+    """Rule that assigns each rank to a group, like the color of MPI_Comm_split."""
 
     operator: str  # AND, OR, MOD or DIV
     operand: int
@@ -47,8 +45,6 @@ class Variables(NamedTuple):
     split: Split | None = None  # None for one group
     first_device: int | None = None  # first GPU to use; None: the local rank's
     least_busbw_gb_per_s: float | None = None  # the average must reach 0.9 of it
-    traffic: Traffic = Traffic()
-    is_traffic_shown: bool = False  # show the traffic of every rank
     shown: tuple[str, ...] = ()  # variables that results may quote
 
 
@@ -60,8 +56,6 @@ def read_variables(environ: Mapping[str, str] | None = None) -> Variables:
         split=_split(values),
         first_device=None if device is None else _integer("NCCL_TESTS_DEVICE", device),
         least_busbw_gb_per_s=_number(values, "NCCL_TESTS_MIN_BW"),
-        traffic=_traffic(values),
-        is_traffic_shown=values.get("NCCL_TESTS_ALLTOALLV_PRINT_SUMMARY", "0") != "0",
         shown=tuple(f"{name}={value}" for name, value in shown.items()),
     )
 
@@ -84,23 +78,6 @@ def _split(values: Mapping[str, str]) -> Split | None:
     if operand == 0 and operator in ("MOD", "DIV"):
         raise UsageError(f"NCCL_TESTS_SPLIT must not divide by 0, got {text!r}.")
     return Split(operator, operand)
-
-
-def _traffic(values: Mapping[str, str]) -> Traffic:
-    spread = _number(values, "NCCL_TESTS_ALLTOALLV_SPREAD")
-    scale = _number(values, "NCCL_TESTS_ALLTOALLV_MATRIX_SCALE")
-    path = values.get("NCCL_TESTS_ALLTOALLV_MATRIX_FILE")
-    bounded = 1.0 if spread is None else min(1.0, max(0.0, spread))
-    if path is None:
-        return Traffic(bounded)
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(
-            f"NCCL_TESTS_ALLTOALLV_MATRIX_FILE must be a file of numbers, got {path}: "
-            f"{error}."
-        ) from None
-    return Traffic(bounded, read_matrix(text, 1.0 if scale is None else scale))
 
 
 def _number(values: Mapping[str, str], name: str) -> float | None:

@@ -60,9 +60,9 @@ def run(words: Sequence[str]) -> int:
             print(_state(path_file))
     except OSError as error:
         raise UsageError(
-            f"ronde alias must be able to write {path_file} and {command}, got: "
-            f"{error.strerror}. Use a virtual environment (python -m venv), or put the "
-            f"alias on the path: export PYTHONPATH={ALIAS_DIRECTORY}"
+            f"cannot change {path_file} and {command}: {error.strerror}. Use a virtual "
+            "environment (python -m venv), or put the alias on the path: export "
+            f"PYTHONPATH={ALIAS_DIRECTORY}"
         ) from None
     return 0
 
@@ -70,12 +70,14 @@ def run(words: Sequence[str]) -> int:
 def _install(path_file: Path, command: Path) -> str:
     if horovod := _installed_horovod():
         raise UsageError(
-            f"the alias cannot be installed beside {horovod}. Type: pip uninstall "
-            "horovod, or use the alias for one job: ronde run --horovod-alias"
+            f"the alias cannot be installed, as this environment has {horovod}. Type: "
+            "pip uninstall horovod, or use the alias for one job: ronde run "
+            "--horovod-alias"
         )
     if os.path.lexists(command) and not _is_ours(command):
         raise UsageError(
-            f"{command} is another program. Remove it, then type: ronde alias --install"
+            f"{command} exists and was not written by ronde. Remove it, then type: "
+            "ronde alias --install"
         )
     text = _COMMAND.format(python=sys.executable)
     wanted = {path_file: f"{ALIAS_DIRECTORY}\n", command: text}

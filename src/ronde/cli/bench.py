@@ -95,8 +95,8 @@ def _require_possible(options: Options) -> None:
     shown = options.shown
     if options.is_compared and shown.json_path:
         raise UsageError(
-            "-J must be left out with --compare: its form holds one engine. Give "
-            "--json FILE for a record of each."
+            "-J and --compare cannot be used together, as nccl-tests' JSON holds only "
+            "one engine. Give --json FILE for a record of each engine."
         )
     for name, path in (("-J", shown.json_path), ("--json", shown.record_path)):
         if path and not absolute_path(path).parent.is_dir():
@@ -128,7 +128,7 @@ def _start(words: Sequence[str], options: Options) -> int:
 
 def _refuse_mpi() -> NoReturn:
     raise UsageError(
-        "ranks of the engine mpi must be started by mpirun or srun, not ronde bench. "
+        "ronde bench cannot start ranks for the mpi engine; only mpirun and srun can. "
         "Type: mpirun -n 2 ronde bench ..."
     )
 
@@ -136,16 +136,15 @@ def _refuse_mpi() -> NoReturn:
 def _require_joinable(options: Options, info: RankInfo) -> None:
     if options.num_self_launched > 1 and not options.is_lenient:
         raise UnsupportedError(
-            "-t and -g must be 1 inside another launcher, got "
-            f"-t {options.num_threads} -g {options.num_gpus} on rank {info.rank} of "
-            f"{info.size} of {info.launcher}: it has started the ranks. Leave them "
-            "out, or give --lenient to ignore them."
+            f"-t {options.num_threads} -g {options.num_gpus} cannot be used here: "
+            f"{info.launcher} has already started {info.size} ranks, and this is rank "
+            f"{info.rank}. Leave -t and -g out, or give --lenient to ignore them."
         )
     if options.is_gpu_shared:
         raise UsageError(
-            "--share-gpu needs ranks that ronde bench starts itself, got a rank of "
-            f"{info.launcher}. Set NCCL_HOSTID to another name for each rank "
-            "instead, and NCCL_TESTS_DEVICE."
+            "--share-gpu only works if ronde bench starts the ranks, but "
+            f"{info.launcher} has started this one. Instead set NCCL_HOSTID to a "
+            "different name for each rank, and set NCCL_TESTS_DEVICE."
         )
 
 
@@ -197,7 +196,6 @@ options:
                         batches made beforehand, or gathered from samples at
                         each step (default: prepared)
   --channels-last       use the channels-last memory format for images
-  --compile             compile the model with torch.compile
   -n, -np, --num-proc N
                         ranks to start (default: one per GPU, else one per core)
   --device {auto,cpu,cuda}
@@ -235,7 +233,7 @@ def run_train(words: Sequence[str]) -> int:
             print(f"  {line}")
         return Exit.OK
     if not given.model:
-        parser.error("--model must be given, got none")
+        parser.error("--model is required")
     options, path = _options(given), given.json
     if path is not None and (path.is_dir() or not absolute_path(path).parent.is_dir()):
         raise UsageError(
@@ -258,8 +256,8 @@ def run_train(words: Sequence[str]) -> int:
         return run_self(own_words, size)
     if given.num_proc not in (None, info.size):
         raise UsageError(
-            f"-n must be the number of ranks that {info.launcher} has started, "
-            f"{info.size}, got {given.num_proc}. Leave -n out."
+            f"-n must be {info.size}, the number of ranks that {info.launcher} has "
+            f"started, got {given.num_proc}. Leave -n out."
         )
     return _run_rank(options, info, given)
 
@@ -312,6 +310,5 @@ def _options(given: argparse.Namespace) -> TrainOptions:
         model=model,
         engine=require_engine(given.engine, "--engine") if given.engine else "",
         is_channels_last=given.channels_last,
-        is_compiled=given.compile,
         **named,
     )

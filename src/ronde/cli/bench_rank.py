@@ -84,9 +84,7 @@ def _sweep(
     session: BenchSession, reporter: "Reporter", is_stopped: Callable[[], bool]
 ) -> int:
     reporter.begin(session.heading())
-    is_shown = session.variables.is_traffic_shown
-    sweep = SweepBench(session.first, session.options, is_stopped, is_shown)
-    reason = sweep.run(reporter.report)
+    reason = SweepBench(session.first, session.options, is_stopped).run(reporter.report)
     # A soak has no other end.
     is_cut = reason is results.Reason.STOPPED and session.options.loop.cycles > 0
     errors = ("interrupted",) if is_cut else ()
@@ -234,7 +232,7 @@ class Reporter:
         os._exit(Exit.TIMEOUT)
 
     def _wipe(self, *, is_last: bool = False) -> None:
-        """Clear the progress line; when not on a terminal, only if ``is_last``."""
+        """Clear the progress line. Without a terminal, do so only if ``is_last``."""
         if self._has_progress and sys.stderr.isatty():
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
         elif self._has_progress and is_last:
@@ -263,5 +261,5 @@ def _open_new(path: str) -> TextIO:
             name, number = f"{path}.{number}", number + 1
         except OSError as error:
             raise UsageError(
-                f"-J must be a file that can be written, got {path}: {error.strerror}."
+                f"cannot write the -J file {path}: {error.strerror}."
             ) from None

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ronde.arguments import CommandParser, read_one_of
+from ronde.arguments import CommandParser, one_of
 from ronde.bench.catalog import COLLECTIVES
 from ronde.bench.comparison import compare
 from ronde.bench.log_reading import read_log
@@ -67,15 +67,18 @@ or if the geometric mean of the ratios is below --fail-below.
 example:
   ronde bench compare before.log after.log --fail-below 0.95
 """
+_TYPES = {"NAME": one_of(*COLLECTIVES), "RATIO": float}
 
 
 def run_read(words: Sequence[str]) -> int:
-    parser = CommandParser("ronde bench read", _READ_HELP, positionals={"logs": "*"})
+    parser = CommandParser(
+        "ronde bench read", _READ_HELP, types=_TYPES, positionals={"logs": "*"}
+    )
     options = parser.read(words)
     if options is None:
         return Exit.OK
     if not options.logs:
-        parser.error("a log is needed, or - for standard input")
+        parser.error("a LOG is required, or - for standard input")
     logs = _read(options, options.logs)
     runs = [(n, r) for n, log in zip(options.logs, logs, strict=True) for r in log.runs]
     records = [to_record(run, was_measured_here=False) for _, run in runs]
@@ -84,8 +87,7 @@ def run_read(words: Sequence[str]) -> int:
             append_record(Path(options.json), record)
     except OSError as error:
         raise UsageError(
-            f"--json must be a file that can be written, got {options.json!r}: "
-            f"{error.strerror}."
+            f"cannot write the --json file {options.json!r}: {error.strerror}."
         ) from error
     if runs:
         print(draw_runs(runs), end="")
@@ -102,7 +104,7 @@ def run_compare(words: Sequence[str]) -> int:
     parser = CommandParser(
         "ronde bench compare",
         _COMPARE_HELP,
-        types={"RATIO": float},
+        types=_TYPES,
         positionals={"a": None, "b": None},
     )
     options = parser.read(words)
@@ -119,8 +121,8 @@ def run_compare(words: Sequence[str]) -> int:
         return status
     if mean is None:
         raise UsageError(
-            "two results must have rows of the same test, type, operation and root to "
-            "be compared, got none. If a log does not name its test, give --test."
+            "the results cannot be compared, as they have no rows with the same test, "
+            "type, operation and root. If a log does not name its test, give --test."
         )
     # NaN is below any ratio.
     if options.fail_below is None or mean >= options.fail_below:
@@ -144,12 +146,9 @@ def _end(options: argparse.Namespace, logs: Sequence[Log]) -> int:
 
 
 def _read(options: argparse.Namespace, names: Sequence[str]) -> list[Log]:
-    test = options.test or ""
-    if test:
-        read_one_of("--test", test, list(COLLECTIVES))
     if names.count("-") > 1:
-        raise UsageError("standard input can be read but once. Name a file.")
-    return [_read_file(name, test) for name in names]
+        raise UsageError("standard input can be read only once. Name a file.")
+    return [_read_file(name, options.test or "") for name in names]
 
 
 def _read_file(name: str, test: str) -> Log:
@@ -160,7 +159,6 @@ def _read_file(name: str, test: str) -> Log:
         text = content.decode("utf-8", errors="replace")
         return read_log(text, "standard input" if is_input else name, test=test)
     except OSError as error:
-        rule = "log must be a file that can be read"
-        return Log([], [f"{rule}, got {name!r}: {error.strerror}."], [])
+        return Log([], [f"cannot read the log {name!r}: {error.strerror}."], [])
     except UsageError as error:
         return Log([], [str(error)], [])

@@ -14,7 +14,7 @@ DISCOVER_HOSTS_FREQUENCY_SECS = 1.0
 
 
 def parse_args() -> argparse.Namespace:
-    """Read this process's command line as horovodrun's."""
+    """Parse this process's command line with horovodrun's options."""
     words = sys.argv[1:]
     options = make_run_parser().parse_args(words)
     options.words = words
@@ -24,7 +24,7 @@ def parse_args() -> argparse.Namespace:
 def set_env_from_args(
     env: MutableMapping[str, str], args: argparse.Namespace
 ) -> MutableMapping[str, str]:
-    """Set the variables of horovodrun's options."""
+    """Add the variables that horovodrun's options set to ``env``."""
     env.update(read_horovod_options(args, env).env)
     return env
 

@@ -221,8 +221,8 @@ def _configured(given: Mapping[str, str]) -> dict[str, str]:
             configured[option] = value
         if option not in _CONFIGURABLE:
             raise UsageError(
-                f"{path} must hold horovodrun's options, got {section}.{key}={value}. "
-                "Correct it."
+                f"{path} has {section}.{key}={value}, which is not an option of "
+                "horovodrun. Correct it."
             )
     return configured
 
@@ -230,7 +230,7 @@ def _configured(given: Mapping[str, str]) -> dict[str, str]:
 def read_config(path: str, sections: Sequence[str]) -> Iterator[tuple[str, str, str]]:
     """Yield section, key and value of a configuration file in YAML.
 
-    A section that is no mapping has an empty key. true and false become 1 and 0.
+    If a section is not a mapping, its key is empty. true and false become 1 and 0.
     """
     text = read_text(path, "--config-file")
     try:
@@ -243,10 +243,10 @@ def read_config(path: str, sections: Sequence[str]) -> Iterator[tuple[str, str, 
     try:
         content: Any = yaml.safe_load(text) or {}
     except yaml.YAMLError as error:
-        raise UsageError(f"{path} must be YAML, got: {error}. Correct it.") from None
+        raise UsageError(f"{path} is not valid YAML: {error}. Correct it.") from None
     if not isinstance(content, dict) or not set(cast("Any", content)) <= set(sections):
         raise UsageError(
-            f"{path} must have only the sections {', '.join(sections)}. Correct it."
+            f"{path} may only have the sections {', '.join(sections)}. Correct it."
         )
     for section, values in cast("dict[str, Any]", content).items():
         is_section = isinstance(values, dict)
@@ -268,9 +268,8 @@ class LinkedOutputs(JobFile):
                 self._link(rank, f"rank.{rank:0{width}}")
         except OSError as error:
             raise UsageError(
-                "--output-filename must be a directory that can be written, got "
-                f"{str(root)!r} ({error.strerror}). Create it or name "
-                "another."
+                f"cannot write to {str(root)!r}, the directory of --output-filename: "
+                f"{error.strerror}. Create it or name another."
             ) from None
 
     def add_worker(self, new: NewWorker) -> None:

@@ -1,4 +1,4 @@
-"""The hosts of a command: from its options, else from Slurm's allocation."""
+"""Find the hosts of a command, from its options or from Slurm's allocation."""
 
 import argparse
 import os
@@ -63,9 +63,9 @@ def find_run_hosts(
         for host in hosts:
             if not is_here(host):
                 raise UsageError(
-                    "hosts must be this machine alone with --standalone, and so in "
-                    f"horovod.run(), got {host.name}. Start the program on several "
-                    "hosts with: ronde run -H a:4,b:4 python SCRIPT"
+                    "--standalone and horovod.run() start ranks on this machine only, "
+                    f"got the host {host.name}. Start the program on several hosts "
+                    "with: ronde run -H a:4,b:4 python SCRIPT"
                 )
     # With --listen, --nodes counts the nodes that join.
     if not options.nodes or options.listen:
@@ -74,8 +74,8 @@ def find_run_hosts(
     usable = [host for host in hosts if host.slots]
     if len(usable) < least:
         raise UsageError(
-            f"--nodes must be at most {len(usable)}, the hosts that are known, got "
-            f"{least}. Name all with -H, or have nodes join: --listen and --agent."
+            f"--nodes must be at most {len(usable)}, the number of known hosts, got "
+            f"{least}. Name all with -H, or let nodes join: --listen and --agent."
         )
     # With a range, further hosts may replace lost ones.
     return hosts if least < most else tuple(usable[:least])
@@ -93,7 +93,7 @@ def read_nodes(text: str) -> tuple[int, int]:
 def find_hosts(
     options: argparse.Namespace, environ: Mapping[str, str]
 ) -> tuple[Host, ...]:
-    """Return the hosts of an option, else of Slurm's allocation, else this machine."""
+    """Return the hosts that the options name, else Slurm's, else this machine."""
     require_alone(options, *_SOURCES)
     given = {name: getattr(options, attribute_of(name)) for name in _SOURCES}
     named = [name for name, value in given.items() if value is not None]
@@ -120,9 +120,8 @@ def find_hosts(
     is_unused = all(host.slots != SLOTS_OPEN for host in hosts)
     if named and is_unused and named[0] not in DISCOVERIES:
         raise UsageError(
-            "--slots must be for hosts without slots of their own, got "
-            f"{slots}, but all have some, as {hosts[0].name} with {hosts[0].slots}. "
-            "Drop one of the two."
+            f"--slots {slots} has no effect, as every host is given with its own "
+            f"slots, such as {hosts[0].name}:{hosts[0].slots}. Drop one of the two."
         )
     return tuple(
         host._replace(slots=slots) if not named or host.slots == SLOTS_OPEN else host
@@ -148,8 +147,7 @@ def read_text(path: str, option: str) -> str:
         return Path(path).read_bytes().decode()
     except (OSError, ValueError) as error:
         raise UsageError(
-            f"{option} must be a file that can be read, got {path!r} ({error}). "
-            "Check the path."
+            f"cannot read {path!r}, the file of {option}: {error}. Check the path."
         ) from None
 
 
@@ -164,7 +162,7 @@ def make_spawner(
     if options.launcher == "slurm" or is_chosen:
         if not is_in_slurm:
             raise UsageError(
-                "--launcher slurm must be inside an allocation, got none. "
+                "--launcher slurm only works inside a Slurm allocation. "
                 "Type: salloc -N 2 ronde run ..."
             )
         from ronde.launch.hosts.slurm import SlurmSpawner
@@ -174,8 +172,8 @@ def make_spawner(
         ssh_args = [word for text in options.ssh_args for word in shlex.split(text)]
     except ValueError as error:
         raise UsageError(
-            "--ssh-args must be words in shell syntax, got "
-            f"{options.ssh_args[-1]!r} ({error}). Close the quote."
+            f"--ssh-args must be in shell syntax, got {options.ssh_args[-1]!r}: "
+            f"{error}. Close the quote."
         ) from None
     ssh_args += more_ssh_args
     from ronde.launch.hosts.ssh import SshSpawner

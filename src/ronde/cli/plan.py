@@ -125,7 +125,7 @@ def _plan_memory(options: argparse.Namespace) -> int:
         layout = layout.resolve(options.n)
     elif -1 in layout.sizes.values():
         raise UsageError(
-            f"-n must be given where --mesh has -1, got {layout}. Type: -n 8"
+            f"-n is required with --mesh {layout}, which has -1. Type: -n 8"
         )
     if options.file is None:
         memory = _by_formula(options, layout, zero)
@@ -161,36 +161,36 @@ def _read_layout(text: str) -> Layout:
     layout = Layout.parse(text)
     if layout.cp != 1:
         raise UsageError(
-            f"must have no cp here, got {layout}: its effect depends on the attention. "
-            "Leave it out."
+            f"must have no cp here, got {layout}: the effect of cp depends on the "
+            "attention. Leave cp out."
         )
     return layout
 
 
 def _require_layout(options: argparse.Namespace) -> Layout:
     if options.mesh is None:
-        raise UsageError("--mesh must be given, got none. Type: --mesh dp_shard=8")
+        raise UsageError("--mesh is required. Type: --mesh dp_shard=8")
     return options.mesh
 
 
 def _by_formula(options: argparse.Namespace, layout: Layout, zero: int) -> RankMemory:
     if options.params is None:
         raise UsageError(
-            "FILE or --params must be given, got neither. Type: ronde plan memory "
-            "--help"
+            "a FILE or --params is required. Type: ronde plan memory --help"
         )
     if options.device is not None:
         raise UsageError(
-            f"--device must be with a FILE, got {options.device}. Leave it out: "
-            "formulas count tensors alone."
+            f"--device {options.device} needs a FILE, as formulas only count tensors. "
+            "Leave it out."
         )
     num_blocks = options.blocks or _DEFAULT_BLOCKS
     num_params = options.params // (layout.tp * layout.pp)
     num_own = -(-num_blocks // layout.pp)
     if num_params < num_own:
         raise UsageError(
-            f"--params must give each block of each rank at least one, got "
-            f"{options.params} for {num_blocks} blocks. Give those of the whole model."
+            "--params must give each rank at least one parameter per block, got "
+            f"{options.params} for {num_blocks} blocks. Give the number of parameters "
+            "of the whole model."
         )
     optimizer = _OPTIMIZERS[options.optimizer or "adam"]
     sharding = Sharding(layout.dp_shard, zero, _precision(options), optimizer)
@@ -205,7 +205,7 @@ def _plan_traffic(options: argparse.Namespace) -> int:
 
     layout, zero = _require_layout(options), options.zero
     if options.params is None:
-        raise UsageError("--params must be given, got none. Type: --params 7B")
+        raise UsageError("--params is required. Type: --params 7B")
     plan = plan_mesh(load_hosts(options), layout, options.n)
     layout = plan.layout
     sent = step_traffic(layout, _read_sizes(options, layout), zero)
@@ -239,8 +239,7 @@ def _read_sizes(options: argparse.Namespace, layout: Layout) -> StepSizes:
         for name in ("hidden", "tokens"):
             if getattr(options, name) is None:
                 raise UsageError(
-                    f"--{name} must be given where --mesh has tp or pp, got none. "
-                    f"Type: --{name} 4096"
+                    f"--{name} is required if --mesh has tp or pp. Type: --{name} 4096"
                 )
         num_activations = options.hidden * options.tokens
     return StepSizes(
@@ -269,8 +268,8 @@ def _refuse_formula_options(options: argparse.Namespace) -> None:
     for name in _FORMULA_OPTIONS:
         if getattr(options, name) is not None:
             raise UsageError(
-                f"--{name} must be without a FILE, which defines it, got "
-                f"{options.file}. Leave one out."
+                f"--{name} cannot be used with a FILE, as the program {options.file} "
+                "defines it. Leave one of them out."
             )
 
 
@@ -279,7 +278,7 @@ def _by_a_step(options: argparse.Namespace, layout: Layout, zero: int) -> RankMe
     if layout.pp > 1:
         raise UsageError(
             f"--mesh must have no pp with a FILE, got {layout}. Give the layers of one "
-            "stage without pp, or --params."
+            "stage and a mesh without pp, or give --params instead of the FILE."
         )
     if zero < 2:
         raise UsageError(
@@ -314,8 +313,8 @@ def _load(path: Path) -> Mapping[str, Any]:
     for name in _NEEDED:
         if not inspect.isroutine(program.get(name)):
             raise UsageError(
-                f"{path} must define {', '.join(f'{each}()' for each in _NEEDED)}, got "
-                f"no {name}(). See ronde plan --help."
+                f"{path} must define {', '.join(f'{each}()' for each in _NEEDED)}, but "
+                f"has no {name}(). See ronde plan --help."
             )
     return program
 

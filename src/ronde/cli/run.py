@@ -90,20 +90,20 @@ _OTHER_NAMES = {
 # Options by their attributes.
 _OF_JOINING = ("token_file", "join_timeout")
 _OF_A_NODE = ("agent", "token_file", "join_timeout", "slots", "nproc_per_node")
-_JOINED = "the nodes are those that join"
-_NOT_REACHED = "the nodes join by themselves, and nothing is started there from here"
+_JOINED = "the job uses the nodes that join"
+_NOT_REACHED = "each node that joins starts its own agent"
 # Options that have no effect where nodes join, and the reason.
 _OF_OTHER_HOSTS = {
     "hosts": _JOINED,
     "hostfile": _JOINED,
     "host_discovery": _JOINED,
     "host_discovery_script": _JOINED,
-    "standalone": "nodes that join make several hosts",
+    "standalone": "the nodes that join are further hosts",
     "launcher": _NOT_REACHED,
     "ssh_args": _NOT_REACHED,
     "ssh-port": _NOT_REACHED,
     "ssh-identity-file": _NOT_REACHED,
-    "python": "each node runs the Python that its own ronde run is started with",
+    "python": "each node uses the Python that started its own ronde run",
 }
 
 
@@ -201,7 +201,7 @@ class RunRequest(NamedTuple):
 
 
 def read_run_request(words: Sequence[str], environ: Mapping[str, str]) -> RunRequest:
-    """Read and check the words after ``ronde run``, without ``--agent``."""
+    """Read and check the words after ``ronde run``; ``--agent`` is not allowed."""
     parser = make_run_parser(words)
     options = parser.parse_args(words)
     require_listen_or_agent(options, parser.given(options))
@@ -213,13 +213,13 @@ def read_request(
 ) -> RunRequest:
     program = options.program[options.program[:1] == ["--"] :]
     if not program or not program[0]:
-        raise UsageError(
-            "program must be given, got none. Type: ronde run -n 2 python train.py"
-        )
+        raise UsageError("a program is required. Type: ronde run -n 2 python train.py")
     horovod = _read_horovod(options, environ)
     hosts = find_run_hosts(options, environ, horovod.ssh_port)
     if horovod.output_dir and options.log_dir:
-        raise UsageError("--output-filename cannot be combined with --log-dir.")
+        raise UsageError(
+            "--output-filename cannot be combined with --log-dir. Drop one."
+        )
     num_ranks, num_each = options.num_proc, options.nproc_per_node
     elastic = None
     makes_elastic = ("--min-ranks", "--max-ranks", "--nodes", *DISCOVERIES)
@@ -283,7 +283,7 @@ def refuse_nesting(size: int | None, environ: Mapping[str, str]) -> None:
         info = read_rank_info(environ)
     except WorldError as error:
         raise UsageError(
-            f"{error} Or give --nested to start a world of its own."
+            f"{error} Or give --nested to start a separate world."
         ) from None
     is_alone = info.size == 1 and info.launcher is not Launcher.RONDE
     if info.launcher is Launcher.NONE or is_alone:
@@ -291,10 +291,10 @@ def refuse_nesting(size: int | None, environ: Mapping[str, str]) -> None:
     count = "n" if size is None else size
     product = "" if size is None else f" = {info.size * size}"
     raise UsageError(
-        f"size must be the ranks of one launcher, but this is rank {info.rank} of "
-        f"{info.size} of {info.launcher}: {info.size} * {count}{product} "
-        f"processes, not {count}, in {info.size} worlds. Start "
-        "ronde run outside of it, or give --nested for a world of its own in each rank."
+        f"ronde run was started by rank {info.rank} of {info.size} of {info.launcher}, "
+        f"so {info.size} * {count}{product} processes would start in {info.size} "
+        f"worlds, not {count} in one. Start ronde run outside of {info.launcher}, or "
+        "give --nested to start a separate world in each rank."
     )
 
 
@@ -303,7 +303,7 @@ def _rank_env(
     horovod: HorovodOptions,
     environ: Mapping[str, str],
 ) -> dict[str, str]:
-    """Return the variables for all ranks; refuse those without a meaning."""
+    """Return the variables that all ranks get; refuse invalid ones."""
     env = environments.select_forwarded(environ) | dict(horovod.env)
     env |= environments.read_assignments(options.env, environ)
     if options.engine:
@@ -322,7 +322,7 @@ def _rank_env(
 
 
 def _require_valid(options: argparse.Namespace, known: Mapping[str, str]) -> None:
-    """Refuse variables that every rank would refuse."""
+    """Refuse invalid variables here, before every rank refuses them."""
     from ronde.world import environment
     from ronde.world.horovod_config import read_horovod_config
 
@@ -332,8 +332,8 @@ def _require_valid(options: argparse.Namespace, known: Mapping[str, str]) -> Non
         environment.require_algorithm(options.algorithm, "--algorithm")
     if environment.read_engine(known) == "mpi":
         raise UsageError(
-            "ranks of the engine mpi must be started by mpirun or srun, not ronde run. "
-            "Type: RONDE_ENGINE=mpi mpirun -n 4 python train.py, or --engine auto"
+            "ronde run cannot start ranks for the mpi engine; only mpirun and srun "
+            "can. Type: RONDE_ENGINE=mpi mpirun -n 4 python train.py, or --engine auto"
         )
     environment.read_algorithm(known)
     read_horovod_config(known)
@@ -347,8 +347,8 @@ def _placement(options: argparse.Namespace) -> "PlacementRequest | None":
         return None
     if mode == "none" and policy != relaxed:
         raise UsageError(
-            f"--bind-policy {policy} must come with --bind core, numa or auto, got "
-            f"--bind none. Type: --bind numa --bind-policy {policy}"
+            f"--bind-policy {policy} has no effect without --bind core, numa or auto. "
+            f"Type: --bind numa --bind-policy {policy}"
         )
     from ronde.topology.placement.binding import BindMode, GpuView, PlacementRequest
     from ronde.topology.placement.placing import Policy
@@ -359,15 +359,15 @@ def _placement(options: argparse.Namespace) -> "PlacementRequest | None":
 def require_listen_or_agent(
     options: argparse.Namespace, given: Mapping[str, str]
 ) -> None:
-    """Refuse options that only work with, or without, ``--listen`` and ``--agent``."""
+    """Refuse options that do not fit ``--listen`` or ``--agent``, or need them."""
     how = "--listen" if options.listen else "--agent" if options.agent else ""
     if options.listen and options.agent:
         raise UsageError("--agent and --listen cannot be used together. Drop one.")
     for option, name in given.items():
         if not how and option in _OF_JOINING:
             raise UsageError(
-                f"{name} must come with --listen or --agent, got neither. Type: ronde "
-                "run --nodes 3 --listen 29400 ..."
+                f"{name} has no effect without --listen or --agent. Type: ronde run "
+                "--nodes 3 --listen 29400 ..."
             )
         if how and option in _OF_OTHER_HOSTS:
             raise UsageError(
@@ -377,7 +377,7 @@ def require_listen_or_agent(
         if options.agent and option not in _OF_A_NODE:
             raise UsageError(
                 f"{name} cannot be combined with --agent. Give it to ronde run "
-                "--listen, on the head."
+                "--listen on the head node."
             )
 
 
@@ -390,8 +390,8 @@ def token_file(options: argparse.Namespace, environ: Mapping[str, str]) -> str:
     path = options.token_file or environ.get(_TOKEN_VARIABLE, "")
     if not path:
         raise UsageError(
-            "--token-file must name a file with the secret that all nodes share, got "
-            "none. Make one: (umask 077; openssl rand -hex 32 > token)"
+            "--token-file is required. It names a file with a secret that all nodes "
+            "share. Make one: (umask 077; openssl rand -hex 32 > token)"
         )
     return path
 
@@ -433,9 +433,9 @@ def require_tee(options: argparse.Namespace) -> str:
         return ""
     if not re.fullmatch(r"[0-3]|[0-9]+:[0-3](,[0-9]+:[0-3])*", options.tee):
         raise UsageError(
-            "--tee must be 0, 1, 2, 3 or such per local rank, as 0:3,1:1, got "
-            f"{options.tee!r}. Type --log-dir DIR in its place; a limit on time is "
-            "--timeout TIME."
+            "--tee must be 0, 1, 2 or 3, or one of these for each local rank as in "
+            f"0:3,1:1, got {options.tee!r}. Use --log-dir DIR instead. To limit the "
+            "time, use --timeout TIME."
         )
     return "" if options.log_dir else "--tee writes no files without --log-dir DIR."
 
@@ -488,8 +488,8 @@ def _recorded(options: argparse.Namespace) -> AbstractContextManager[dict[str, s
         return recorded_job(path, options.timeline_limit, _report)
     if options.timeline_limit:
         raise UsageError(
-            "--timeline-limit must come with --timeline, got it alone. Type: ronde "
-            "run --timeline trace.json.gz --timeline-limit 32MiB ..."
+            "--timeline-limit has no effect without --timeline. Type: ronde run "
+            "--timeline trace.json.gz --timeline-limit 32MiB ..."
         )
     return nullcontext({})
 
@@ -532,7 +532,7 @@ def _limited(timeout_s: float | None) -> Generator[None]:
         yield
     except InterruptedStartError as error:
         if error.number == TIMED_OUT:
-            _report(f"--timeout {format_duration(timeout_s)} ended the start")
+            _report(f"--timeout {format_duration(timeout_s)} expired during the start")
         raise
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -580,13 +580,13 @@ def _run_node(start: _Start) -> int:
     options = start.options
     if options.program:
         raise UsageError(
-            f"program cannot be combined with --agent, got {options.program[0]!r}. "
-            "Give it to ronde run --listen, on the head."
+            f"--agent cannot be combined with a program, got {options.program[0]!r}. "
+            "Give the program to ronde run --listen on the head node."
         )
     host, port = tls.parse_endpoint(options.agent, "--agent")
     if not host or not port:
         raise UsageError(
-            f"--agent must be the HEAD:PORT to join, got {options.agent!r}. "
+            f"--agent must be HEAD:PORT, got {options.agent!r}. "
             "Type: ronde run --agent node1:29400"
         )
     request = join_client.JoinRequest(
@@ -599,8 +599,8 @@ def _run_node(start: _Start) -> int:
     try:
         joined = join_client.join_head(request, start.signal_fd, _report)
         where = tls.with_port(host, port)
-        _report(f"{request.node_info.host} has joined {where}, and ends when that ends")
-        lost = f"the head at {where} is gone; all its ranks here were ended"
+        _report(f"{request.node_info.host} has joined {where}, and ends with it")
+        lost = f"lost the head node at {where}; all ranks on this node were ended"
         ended = partial(_report, lost)
         return join_client.follow_head(joined, start.agent, start.signal_fd, ended)
     except InterruptedStartError as error:

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ronde.arguments import CommandParser, read_number, refuse_verb
+from ronde.arguments import CommandParser, refuse_verb, whole_number
 from ronde.render.trace import draw_trace
 from ronde.timeline.chrome import write_trace
 from ronde.timeline.recording import DEFAULT_LIMIT_BYTES
@@ -66,14 +66,15 @@ def run(words: Sequence[str]) -> int:
             print(_HELP, end="")
         case ["show", *rest]:
             parser = CommandParser(
-                "ronde trace show", _SHOW_HELP, positionals={"file": None}
+                "ronde trace show",
+                _SHOW_HELP,
+                types={"N": whole_number()},
+                positionals={"file": None},
             )
-            parser.set_defaults(tensors="10")
+            parser.set_defaults(tensors=10)
             if options := parser.read(rest):
-                cure = "Type: --tensors 10"
-                num_tensors = read_number("--tensors", options.tensors, cure)
                 summary = summarize(read_trace(Path(options.file)))
-                print(draw_trace(options.file, summary, num_tensors), end="")
+                print(draw_trace(options.file, summary, options.tensors), end="")
         case ["merge", *rest]:
             parser = CommandParser(
                 "ronde trace merge",

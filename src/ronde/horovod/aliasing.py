@@ -53,9 +53,9 @@ class _Finder(MetaPathFinder):
         if package != "horovod" or not name:
             return None
         if name in _TO_COME + _NOT_HERE:
-            status = "comes in a later version" if name in _TO_COME else "is no part"
+            later = " yet" if name in _TO_COME else ""
             raise ModuleNotFoundError(
-                f"horovod.{name} {status} of ronde: this version has horovod.torch.",
+                f"ronde does not support horovod.{name}{later}, only horovod.torch.",
                 name=f"horovod.{name}",
             )
         if name.startswith(f"{_RUN}."):
@@ -103,7 +103,7 @@ def _find_run() -> ModuleType:
 
 
 def _find_package(name: str) -> ModuleType:
-    """Make one of Horovod's packages that only contain modules and ``run``."""
+    """Create one of Horovod's packages that have only modules, and ``run``."""
     module = sys.modules.setdefault(f"horovod.{name}", ModuleType(f"horovod.{name}"))
     if name == "runner":
         module.__dict__["run"] = import_module("ronde.horovod").run

@@ -99,7 +99,7 @@ def is_version_greater_equal_than(ver: str, target: str) -> bool:
 
     if target.count(".") != 2:
         raise ValueError(
-            f"target must be major.minor.patch, got {target!r}. Fill it up with zeros."
+            f"target must be major.minor.patch, got {target!r}. Add zeros."
         )
     return Version(ver) >= Version(target)
 

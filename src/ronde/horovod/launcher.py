@@ -82,8 +82,8 @@ def run(
     ``ssh_identity_file``, ``disable_cache`` and ``mpi_args`` are ignored.
 
     Args:
-        min_num_proc: The smallest sufficient number of ranks, if there are fewer slots
-            than ``num_proc``; also the number of results that are returned.
+        min_num_proc: The fewest ranks that may start if there are fewer slots than
+            ``num_proc``; also the number of results that are returned.
         slots: Slots of a host for which the discovery script prints no number.
         executable: The ranks' Python; None means the caller's.
 
@@ -121,7 +121,7 @@ class _CallOutcome(NamedTuple):
 
 
 def run_rank(folder: Path) -> None:
-    """Unpickle the call that ``run`` wrote to a folder, and make it."""
+    """Unpickle and execute the call that ``run`` wrote to a folder."""
     rank_info = read_rank_info()
     path: list[str] = pickle.loads((folder / "path").read_bytes())  # noqa: S301  ours
     sys.path.extend(entry for entry in path if entry not in sys.path)
@@ -267,7 +267,7 @@ def in_thread(
     if not isinstance(cast("object", args), tuple):
         raise ValueError(  # noqa: TRY004  Horovod's type
             f"args must be a tuple, got {type(args).__name__}. "
-            "Type (arg,) for a single one."
+            "Write (arg,) for a single argument."
         )
 
     def call() -> None:

@@ -13,8 +13,7 @@ __getattr__ = lazy_exports(
         ),
         "console": (
             "Console FILE_PROGRESS_S HELD_BYTES HELD_S LineAssembler RankLines "
-            "SCREEN_PROGRESS_S Tag TagStyle newest_part parse_tag printable "
-            "whole_length"
+            "SCREEN_PROGRESS_S Tag TagStyle newest_part parse_tag printable"
         ),
         "hosts": "fold_hosts write_hostfile",
         "job": "plan_text summarize tabulate_failures",

@@ -118,7 +118,7 @@ def row_line(measured: results.Measured, heading: results.Heading) -> str:
 
 
 def limit_percent(measured: results.Measured, heading: results.Heading) -> float:
-    """Return the better of both busbw values in percent of the bound, 0 without one."""
+    """Return the row's highest busbw in percent of the bound; 0 without a bound."""
     if heading.limit is None:
         return 0.0
     halves = (measured.out_of_place, measured.in_place)

@@ -107,7 +107,7 @@ def _run_cells(name: str, run: Run) -> list[str]:
 
 
 def _several(words: Iterable[str]) -> str:
-    """Return the common word, or the number of different words."""
+    """Return the word if all are equal, else the number of different words."""
     different = list(dict.fromkeys(words)) or [_NONE]
     return different[0] if len(different) == 1 else f"{len(different)} kinds"
 
@@ -172,7 +172,6 @@ def _header(outcome: TrainingOutcome) -> list[str]:
     blocks = f"{rounds} of {counted(outcome.num_steps, 'step')}"
     choices = [f"batch {options.batch} a rank", options.dtype, options.optimizer]
     choices += ["channels last"] if options.is_channels_last else []
-    choices += ["compiled"] if options.is_compiled else []
     if setting.num_ranks > 1:
         choices += [f"engine {setting.engine}", f"compression {options.compression}"]
     lines = [

@@ -1,4 +1,4 @@
-"""A job's output on a terminal or in pipes: lines with ranks, and progress bars."""
+"""Display of the ranks' output: tagged lines and progress bars."""
 
 import codecs
 import os
@@ -103,7 +103,7 @@ class LineAssembler:
 
     @property
     def _is_overwriting(self) -> bool:
-        """True for a progress bar, as marked by ``_forget_overwritten``."""
+        """True if the unfinished line is a bar: see ``_forget_overwritten``."""
         return self._held.startswith(b"\r")
 
     def _lines(self, raw: bytes) -> RankLines:
@@ -124,7 +124,7 @@ class LineAssembler:
         return line
 
     def _forget_overwritten(self) -> None:
-        """Keep the newest part, after a carriage return that marks a progress bar."""
+        """Drop overwritten text. A carriage return at the start marks a bar."""
         newest = newest_part(bytes(self._held))
         is_ended = self._held.endswith(b"\r")
         self._held[:] = b"\r" + newest + (b"\r" if is_ended and newest else b"")
@@ -166,8 +166,8 @@ def parse_tag(text: str) -> Tag:
     styles = [word for word in words if word != _TIME]
     if len(styles) > 1 or words.count(_TIME) > 1 or not set(styles) <= set(TagStyle):
         raise UsageError(
-            f"--tag must be rank, host, time or none, or one of them and time, got "
-            f"{text!r}. Type: --tag host,time"
+            "--tag must be rank, host, none or time, or one of the first three and "
+            f"time, got {text!r}. Type: --tag host,time"
         )
     return Tag(TagStyle(styles[0]) if styles else TagStyle.AUTO, _TIME in words)
 
@@ -221,7 +221,7 @@ class FdWriter:
             self._mode, self.is_broken = 0, True
 
     def _open(self) -> None:
-        """Reopen a pipe, if allowed: non-blocking mode is then this process's alone."""
+        """Reopen a pipe if possible, so that others keep it in blocking mode."""
         # Then a write takes sixteen times as much, and wakes the reader less often. Not
         # before the first write: the process that writes may be a fork of this one.
         self._write_fd = self.fd
@@ -246,7 +246,7 @@ class FdWriter:
         self._waiting.clear()
 
     def write(self) -> None:
-        """Write while the descriptor is ready; it must be ready at the call."""
+        """Write until it would block. The descriptor must be ready at the call."""
         if self._write_fd < 0:
             self._open()
         for _ in range(_MAX_PIECES):

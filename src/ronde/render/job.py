@@ -81,7 +81,7 @@ def _span(numbers: range) -> str:
 
 
 def _environments(plan: JobPlan) -> tuple[dict[str, str], dict[str, str]]:
-    """Return variables that are equal on all ranks, and a line for each other one."""
+    """Return the variables common to all ranks, and a line for each other one."""
     ranks = [job.env | rank.env for job in plan.jobs(0) for rank in job.workers]
     shared: dict[str, str] = {}
     own: dict[str, str] = {}
@@ -277,7 +277,7 @@ def _fate(end: RankEnd) -> str:
 
 
 def _by_fate(label: str, fates: dict[str, list[RankEnd]]) -> Iterator[tuple[str, str]]:
-    """Yield a line for each of the most common fates, and one for the others."""
+    """Yield a line for each of the most common exit reasons, and one for the rest."""
     by_size = sorted(fates.items(), key=lambda fate: -len(fate[1]))
     for fate, ends in by_size[:_MAX_GROUPS]:
         yield label, f"{_ranks(ends)}, {fate}"

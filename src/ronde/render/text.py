@@ -15,7 +15,7 @@ _MAX_RUNS = 8
 
 
 def wrap(label: str, text: str, width: int = WIDTH, *, indent: int = 7) -> str:
-    """Return a label and a text, wrapped at ``width``."""
+    """Wrap a text after its label, with later lines indented."""
     lines = textwrap.wrap(
         text,
         width,
@@ -28,7 +28,7 @@ def wrap(label: str, text: str, width: int = WIDTH, *, indent: int = 7) -> str:
 
 
 def list_some(names: Sequence[str], most: int = 8, noun: str = "times") -> str:
-    """Return ``a``, or ``2 times: a, b``; beyond ``most`` only their number."""
+    """Return ``a`` or ``2 times: a, b``; for more than ``most``, only the count."""
     if len(names) == 1:
         return names[0]
     return f"{len(names)} {noun}: {list_first(names, most)}"
@@ -116,7 +116,7 @@ class RankChoice(NamedTuple):
         highest = max(each[-1] for each in self.ranges)
         if highest > max(numbers):
             raise UsageError(
-                f"{self.option} must name ranks of 0..{max(numbers)}, got {highest}. "
+                f"{self.option} must name ranks in 0..{max(numbers)}, got {highest}. "
                 "Correct it, or leave the option out to see all."
             )
         return frozenset(
@@ -131,7 +131,8 @@ def parse_ranks(text: str, option: str, *, is_local: bool = False) -> RankChoice
     ranges = tuple(_parse_range(part.strip()) for part in text.split(","))
     if not all(ranges):
         raise UsageError(
-            f"{option} must be ranks as 0,4-7 or 0-63:8, got {text!r}. Type: {option} 0"
+            f"{option} must be ranks such as 0,4-7 or 0-63:8, got {text!r}. "
+            f"Type: {option} 0"
         )
     return RankChoice(ranges, option, is_local)
 

@@ -6,15 +6,13 @@ __getattr__ = lazy_exports(
     __name__,
     {
         "alignment": (
-            "ClockMap ClockReading align bound_offset clock_identity find_arrivals "
-            "waited_ns"
+            "ClockMap ClockReading align bound_offset find_arrivals waited_ns"
         ),
-        "chrome": "Lanes nest write_trace",
+        "chrome": "write_trace",
         "events": "Activity ClockBound Recorded",
         "gathering": "CHUNK_BYTES Gathering GatheringOptions",
         "part": (
-            "Encoder NUM_SEGMENTS PartFiles PartHeader Track encode_line is_part "
-            "read_parts"
+            "Encoder NUM_SEGMENTS PartFiles PartHeader Track encode_line read_parts"
         ),
         "recording": "LiveFile MAX_WAITING ThreadedRecorder",
     },

@@ -125,7 +125,7 @@ class AlignedTrack(NamedTuple):
 
     @property
     def error_us(self) -> float | None:
-        """Bound of the error of the track's times; None if unmeasured."""
+        """Largest possible error of the track's times; None if unmeasured."""
         if not self.clock.is_measured:
             return None
         ends = [record.ended_ns for _, record in self.keyed]

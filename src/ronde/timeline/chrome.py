@@ -211,12 +211,12 @@ def write_trace(
             num_kept = int(num_kept * 0.9 * min(share, 0.9))
     except OSError as error:
         raise UsageError(
-            f"timeline must be a file that can be written, got {str(path)!r}: "
-            f"{error.strerror}. Name one in a directory that exists."
+            f"cannot write the timeline {str(path)!r}: {error.strerror}. Name a file "
+            "in a directory that exists."
         ) from error
     raise UsageError(
-        f"timeline's limit must hold the names of all ranks, got {limit_bytes} bytes "
-        f"for {len(tracks)}. Give a larger --timeline-limit."
+        f"the timeline's limit of {limit_bytes} bytes is too small even for the names "
+        "of the ranks. Give a larger --timeline-limit."
     )
 
 
@@ -244,7 +244,7 @@ def _replace(path: Path, lines: Iterator[tuple[float, str]], limit_bytes: int) -
 def _text(
     tracks: Sequence[AlignedTrack], since_ns: int | None, remarks: Sequence[str]
 ) -> Iterator[tuple[float, str]]:
-    """Yield the lines of the file, each with the share of events so far."""
+    """Yield the lines of the file, each with the share of events written by then."""
     arrivals = find_arrivals((track.rank, track.keyed) for track in tracks)
     kept: list[list[Keyed]] = [
         [] if since_ns is None else [k for k in t.keyed if k[1].ended_ns >= since_ns]

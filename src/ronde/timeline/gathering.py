@@ -46,7 +46,7 @@ USUAL = GatheringOptions()
 
 
 class Gathering:
-    """One rank's part in a recording of all ranks.
+    """One rank's side of the clock comparison and of the transfer of records.
 
     Only one thread may call the methods after ``start``.
     """
@@ -87,7 +87,7 @@ class Gathering:
         self._compare("end", time.monotonic() + self._options.end_s)
 
     def hand_in(self, part: bytes) -> bool:
-        """Send this rank's records; return False if rank 0 does not read them."""
+        """Send this rank's records; return False if rank 0 does not read them soon."""
         starts = range(0, len(part), CHUNK_BYTES)
         for number, at in enumerate(starts):
             chunk = part[at : at + CHUNK_BYTES]
@@ -135,8 +135,8 @@ class Gathering:
             if self._closing.is_set():  # as other ranks may have ended
                 return
             _logger.warning(
-                "the clocks of the timeline cannot be compared: %s. Hosts are aligned "
-                "by their time of day.",
+                "cannot compare the hosts' clocks for the timeline: %s. Its times are "
+                "aligned by the hosts' time of day instead.",
                 error,
             )
 
@@ -156,7 +156,7 @@ class Gathering:
                     self._answer(f"{phase}/{clock}", deadline)
 
     def _answer(self, topic: str, deadline: float) -> None:
-        """Answer requests for this rank's time by the leader of another clock."""
+        """Answer the requests of another clock's leader for this rank's time."""
         for number in range(NUM_EXCHANGES):
             if not self._wait([f"ask/{topic}/{number}"], deadline):
                 break

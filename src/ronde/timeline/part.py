@@ -77,8 +77,8 @@ class Track:
     def extend(self, later: "Track", source: str) -> None:
         if later.header.num_before == self.header.num_before:
             raise UsageError(
-                f"parts must be of one job, each once, got rank {self.header.rank} "
-                f"twice from {source}. Leave one of them out."
+                f"{source} has records of rank {self.header.rank} twice. They may be "
+                "from two jobs. Leave one of them out."
             )
         self.operations += later.operations
         self.cycles += later.cycles
@@ -168,8 +168,7 @@ def _segments(blob: bytes, source: str) -> Iterator[Track]:
             if isinstance(error, UsageError):
                 raise
             raise UsageError(
-                f"{source} must hold records, got the line {line[:60]!r}. It is "
-                "damaged: leave it out."
+                f"{source} has a damaged line: {line[:60]!r}. Leave that file out."
             ) from error
     if segment is not None:
         yield segment
@@ -183,8 +182,8 @@ def _lines(blob: bytes, source: str) -> Iterator[bytes]:
             text = unpacker.decompress(blob)
         except zlib.error as error:
             raise UsageError(
-                f"{source} must be compressed records, got bytes that cannot be "
-                f"decompressed: {error}. Name files that a rank of ronde wrote."
+                f"cannot decompress {source}: {error}. Name files that a rank of ronde "
+                "wrote."
             ) from error
         yield from text[: text.rfind(b"\n") + 1].splitlines()
         blob = unpacker.unused_data
@@ -193,9 +192,9 @@ def _lines(blob: bytes, source: str) -> Iterator[bytes]:
 def _header(content: dict[str, Any], source: str) -> PartHeader:
     if content.get("ronde_timeline") != FORMAT:
         raise UsageError(
-            f"{source} must be records of version {FORMAT}, got "
-            f"{content.get('ronde_timeline')!r}. Read it with the version of ronde "
-            "that wrote it."
+            f"{source}: these records have version {content.get('ronde_timeline')!r}, "
+            f"but this ronde reads version {FORMAT}. Read them with the version of "
+            "ronde that wrote them."
         )
     return PartHeader(**{each.name: content[each.name] for each in fields(PartHeader)})
 

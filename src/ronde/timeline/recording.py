@@ -93,7 +93,7 @@ class ThreadedRecorder:
             except OSError as error:
                 self._sinks.remove(sink)
                 _logger.warning(
-                    "the timeline cannot be written: %s. The job continues; further "
+                    "cannot write the timeline: %s. The job continues, but further "
                     "operations are not recorded.",
                     error,
                 )
@@ -195,7 +195,7 @@ _LIVE_GATHER_S = 0.05
 
 
 def part_header(rank: int, size: int, host: str, session: int) -> PartHeader:
-    """Make a header; ``session`` is the recording's number, equal on all ranks."""
+    """Return a header; ``session`` is the recording's number, equal on all ranks."""
     wall_ns = time.time_ns() - time.monotonic_ns()
     return PartHeader(rank, size, host, clock_identity(), wall_ns, session)
 
@@ -239,7 +239,7 @@ class RankRecording:
             try:
                 self._gathering.compare_again()
             except RuntimeError as error:
-                _logger.warning("clocks could not be compared at the end: %s", error)
+                _logger.warning("cannot compare the hosts' clocks again: %s", error)
         self.recorder.close()
 
     def abort(self) -> None:
@@ -270,8 +270,8 @@ class RankRecording:
             self._files.remove(parts)
         except (OSError, RuntimeError, UsageError) as error:
             _logger.warning(
-                "the timeline of rank %d is not in rank 0's file: %s. Its records are "
-                "in %s; join them with: ronde trace merge",
+                "cannot merge the records of rank %d into the timeline: %s. They are "
+                "in %s. Merge them with: ronde trace merge",
                 header.rank,
                 error,
                 self._files.directory,
@@ -349,9 +349,8 @@ def recorded_job(
         )
     if parts.exists():
         raise UsageError(
-            f"--timeline must be a name without parts of an earlier job, got {path}: "
-            f"they are in {parts}. Type: ronde trace merge {path} {parts}, then "
-            "remove that directory."
+            f"{parts} already has records of an earlier job. Type: ronde trace merge "
+            f"{path} {parts}, then remove that directory."
         )
     has_run = False
     try:

@@ -108,8 +108,8 @@ def _read_horovod(events: Iterable[Mapping[str, Any]]) -> Trace:
                 arrivals[key] = Arrival.of((at, -rank) for rank, at in ticks.items())
     if not tensors:
         raise UsageError(
-            "timeline must name its tensors or ranks, got events without names. It is "
-            "not from ronde or Horovod."
+            "the timeline has no names of tensors or ranks. It is not from ronde or "
+            "Horovod."
         )
     num_blind = len(operations) - len(arrivals)
     remarks = [_ALONE]
@@ -126,8 +126,8 @@ def _read_horovod(events: Iterable[Mapping[str, Any]]) -> Trace:
 def _read_merged(facts: Mapping[str, Any], lines: Iterable[str]) -> Trace:
     if facts["ronde_timeline"] != FORMAT:
         raise UsageError(
-            f"timeline must be of version {FORMAT}, got {facts['ronde_timeline']!r}. "
-            "Read it with the version of ronde that wrote it."
+            f"this timeline has version {facts['ronde_timeline']!r}, but this ronde "
+            f"reads version {FORMAT}. Read it with the version of ronde that wrote it."
         )
     found: dict[int, list[tuple[int, Recorded]]] = {}
     for line in lines:
@@ -155,7 +155,7 @@ def _read_merged(facts: Mapping[str, Any], lines: Iterable[str]) -> Trace:
 
 
 def _joined(recordings: Iterable[RankTrace]) -> list[RankTrace]:
-    """Join each rank's recordings; return the ranks in order."""
+    """Concatenate each rank's recordings; return the ranks in order."""
     ranks: dict[int, RankTrace] = {}
     for own in recordings:
         before = ranks.setdefault(own.rank, own)
@@ -207,9 +207,7 @@ def read_trace(path: Path) -> Trace:
         with opened(path, "rt", encoding="utf-8") as lines:
             return _read_json(cast("IO[str]", lines), path)
     except (OSError, EOFError, zlib.error) as error:
-        raise UsageError(
-            f"timeline must be a file that can be read, got {str(path)!r}: {error}."
-        ) from error
+        raise UsageError(f"cannot read the timeline {str(path)!r}: {error}.") from error
 
 
 def read_part_files(paths: Sequence[Path]) -> list[Track]:
@@ -223,20 +221,18 @@ def read_part_files(paths: Sequence[Path]) -> list[Track]:
         blobs = {str(file): file.read_bytes() for file in dict.fromkeys(files)}
     except OSError as error:
         raise UsageError(
-            f"part must be a file that can be read, got {error.filename!r}: "
-            f"{error.strerror}."
+            f"cannot read the timeline part {error.filename!r}: {error.strerror}."
         ) from error
     for name, blob in blobs.items():
         if not is_part(blob):
             raise UsageError(
-                f"part must be a file that a rank wrote (*{SUFFIX}), got {name!r}. "
+                f"{name!r} is not a timeline part (*{SUFFIX}), which a rank writes. "
                 "A merged trace cannot be merged again."
             )
     tracks = read_parts(blobs.values(), "the parts")
     if not tracks:
         raise UsageError(
-            f"no parts of a timeline (files that end in {SUFFIX}) in "
-            f"{', '.join(map(str, paths))}."
+            f"found no timeline parts (*{SUFFIX}) in {', '.join(map(str, paths))}."
         )
     return tracks
 
@@ -271,10 +267,10 @@ def _read_json(lines: "IO[str]", path: Path) -> Trace:
         if isinstance(error, UsageError):
             raise
         raise UsageError(
-            f"timeline must be JSON of Chrome's trace format, got {str(path)!r}: "
-            f"{error}. It may be damaged."
+            f"{str(path)!r} is not valid JSON in Chrome's trace format: {error}. "
+            "It may be damaged."
         ) from error
     raise UsageError(
-        f"timeline must be one of ronde's or Horovod's, got {str(path)!r}, which is "
-        "neither. Other traces open in ui.perfetto.dev."
+        f"{str(path)!r} is JSON, but not a timeline of ronde or Horovod. Open other "
+        "traces in ui.perfetto.dev."
     )

@@ -81,7 +81,7 @@ def summarize(trace: Trace) -> TraceSummary:
 
 
 def _error_ns(trace: Trace) -> float:
-    """Return the smallest time difference that exceeds the errors of two clocks."""
+    """Return the largest sum of two ranks' clock errors; infinity if one is unknown."""
     errors_us = [rank.clock_error_us for rank in trace.ranks]
     known_us = sorted(error for error in errors_us if error is not None)
     if len(known_us) < len(errors_us):

@@ -23,7 +23,7 @@ __getattr__ = lazy_exports(
             "read_cpu_engine read_engine read_malloc_tuning"
         ),
         "horovod_config": "HorovodConfig read_horovod_config report_ignored",
-        "host_lists": "MAX_HOSTS expand expand_list split_list",
+        "host_lists": "MAX_HOSTS expand_list",
         "launcher_env": (
             "HOROVOD Launcher LauncherEnv Meeting OPEN_MPI PLAIN PMI RONDE RankInfo "
             "TORCHRUN World parse_tasks_per_node read_rank_info"

@@ -133,7 +133,7 @@ class LauncherReading(NamedTuple):
 
     @property
     def is_above_slurm(self) -> bool:
-        """True if any ``srun`` has started this launcher and not the ranks."""
+        """True if ``srun``, where used, started this launcher and not the ranks."""
         by_hand = (Launcher.SLURM, Launcher.PLAIN)
         return not self.missing and self.launcher not in by_hand
 
@@ -357,7 +357,7 @@ def parse_tasks_per_node(text: str, name: str = "tasks per node") -> list[int]:
 def _numbers_among(
     numbers: Numbers, tasks: list[int], shown: str, names: Mapping[str, str]
 ) -> Numbers:
-    """Return the numbers that follow from the number of tasks on each node."""
+    """Derive local and cross numbers from the number of tasks on each node."""
     if numbers.get("size", sum(tasks)) != sum(tasks):
         raise WorldError(
             f"{names['size']} must be the sum of the tasks of all nodes: {shown} is "
@@ -390,7 +390,7 @@ def integer(environ: Mapping[str, str], name: str) -> int | None:
     if text is not None and re.fullmatch("[0-9]{1,9}", text.strip()) is None:
         raise WorldError(
             f"{name} must be an integer of at least 0, got {text!r}. "
-            f"Correct it, or unset it to run a world of one."
+            "Correct it, or start the program with a launcher, which sets it."
         )
     return None if text is None else int(text)
 
@@ -449,9 +449,9 @@ def _resolve_conflicts(readings: list[LauncherReading]) -> LauncherReading:
     if missing := next((" and ".join(r.missing) for r in readings if r.missing), ""):
         everything = ", ".join(text for each in readings for text in each.found)
         raise WorldError(
-            f"variables of the world must be complete, got {everything} "
-            f"and no {missing}. Set {missing}, start the program with a launcher, "
-            "or unset them all to run a world of one."
+            f"rank and size are incomplete: {everything} without {missing}. "
+            f"Set {missing}, start the program with a launcher, or unset all of them "
+            "to run a single process."
         )
     views = [readings[0], *(r for r in readings if not r.agrees_with(readings[0]))]
     shown = " but ".join(
@@ -461,7 +461,7 @@ def _resolve_conflicts(readings: list[LauncherReading]) -> LauncherReading:
     )
     unset = (" ".join(text.partition("=")[0] for text in r.found) for r in views)
     raise WorldError(
-        f"rank and size must be the same in every launcher's variables: {shown}. "
+        f"the variables of several launchers contradict each other: {shown}. "
         f"Start the program with one launcher, or unset {' or '.join(unset)}."
     )
 
@@ -499,7 +499,7 @@ def _read_meeting(environ: Mapping[str, str], launcher: Launcher) -> Meeting | N
     if not address or not port_text:
         here, gone = _MEETING[:: 1 if address else -1]
         raise WorldError(
-            f"MASTER_ADDR and MASTER_PORT must both be set or neither, got "
+            f"MASTER_ADDR and MASTER_PORT must be set together, got "
             f"{here}={environ.get(here, '')} and no {gone}. "
             f"Set {gone}, or unset {here}."
         )

@@ -37,7 +37,7 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True)
 class TransformerShape:
-    """Sizes of a decoder-only language model of GPT-2's form."""
+    """Sizes of a decoder-only language model like GPT-2."""
 
     num_layers: int
     width: int  # features per token

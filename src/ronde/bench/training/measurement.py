@@ -122,9 +122,6 @@ class Replica:
                 compression=getattr(hvd.Compression, options.compression),
             )
         torch.manual_seed(hvd.rank())  # so that dropout differs between ranks
-        self._call = cast("Callable[[Tensor], Tensor]", self.model)
-        if options.is_compiled:
-            self._call = cast("Callable[[Tensor], Tensor]", torch.compile(self.model))
 
     def step(self, clock: Stopwatch) -> None:
         clock.start()
@@ -134,7 +131,7 @@ class Replica:
         labels = labels.to(self._device, non_blocking=True)
         clock.mark(Phase.HOST_TO_DEVICE)
         with torch.autocast(self._device.type, torch.bfloat16, enabled=self._is_mixed):
-            loss = loss_of(self._call(inputs), labels)
+            loss = loss_of(self.model(inputs), labels)
         clock.mark(Phase.FORWARD)
         loss.backward()
         clock.mark(Phase.BACKWARD)
@@ -199,7 +196,7 @@ def _saved_bytes(model: nn.Module, inputs: Tensor, labels: Tensor) -> int:
 
 
 def _identity(tensor: Tensor) -> int:
-    """Return an id of the storage, as fake tensors have no data pointer."""
+    """Return an id of a tensor's storage; fake tensors have no data pointer."""
     return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]  # noqa: SLF001
 
 
@@ -218,8 +215,8 @@ def require_fit(options: TrainOptions, device: torch.device, num_replicas: int) 
     if largest := max(0, (least - fixed_bytes) // sample_bytes):
         remedy = f"Type: --batch {largest}"
     raise UsageError(
-        f"batch must fit the memory of a rank, which is {format_size(least)}, got "
-        f"{options.batch}: {options.model.name} takes at least "
+        f"batch {options.batch} does not fit into a rank's memory of "
+        f"{format_size(least)}: {options.model.name} needs at least "
         f"{format_size(fixed_bytes)} + {options.batch} * {format_size(sample_bytes)} = "
         f"{format_size(needed)}. {remedy}"
     )

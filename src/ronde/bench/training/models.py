@@ -45,7 +45,7 @@ class Residual(nn.Module):
 
 
 class PaddedShortcut(nn.Module):
-    """Shortcut of every second pixel, zero-padded in channels (He et al. 2016, A)."""
+    """Shortcut with stride 2 and zero-padded channels (He et al. 2016, option A)."""
 
     def __init__(self, num_missing: int) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ def _mlp(num_classes: int) -> nn.Module:
 
 
 class Transformer(nn.Module):
-    """Decoder-only language model of GPT-2's form, without dropout.
+    """Decoder-only language model like GPT-2, without dropout.
 
     Source: Radford et al., "Language models are unsupervised multitask learners", 2019:
     normalisation before each part and after the last, learned positions, GELU, the

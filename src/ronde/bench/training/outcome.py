@@ -29,7 +29,6 @@ class TrainOptions:
     input: Literal["prepared", "gathered"] = "prepared"
     engine: str = ""  # empty: as in the environment
     is_channels_last: bool = False
-    is_compiled: bool = False
 
     def __post_init__(self) -> None:
         least = {"batch": 1, "rounds": 1, "steps": 1, "warmup": 0}
@@ -43,8 +42,8 @@ class TrainOptions:
         # Only samples of image models have three dimensions.
         if self.is_channels_last and len(self.model.sample_shape) != 3:
             raise UsageError(
-                f"model must take images with channels for channels-last, got "
-                f"{self.model.name}. Leave --channels-last out."
+                "--channels-last needs a model whose input is images, got "
+                f"{self.model.name}. Leave it out."
             )
 
 
@@ -160,7 +159,6 @@ def record_values(outcome: TrainingOutcome) -> dict[str, Any]:
         "batch_a_rank": options.batch,
         **{kind: getattr(options, kind) for kind in kinds},
         "is_channels_last": options.is_channels_last,
-        "is_compiled": options.is_compiled,
         **asdict(setting),
         "num_steps": outcome.num_steps,
         "is_in_step": outcome.is_in_step,

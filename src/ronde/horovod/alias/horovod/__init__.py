@@ -36,9 +36,9 @@ def _use_ronde() -> None:
         if error.name not in ("ronde", "ronde.horovod"):
             raise
         raise ModuleNotFoundError(
-            f"horovod is ronde's here, and ronde must be installed for the Python that "
-            f"imports it, {sys.executable}. Type: {sys.executable} -m pip install "
-            "ronde, or ronde run --no-horovod-alias.",
+            "horovod is an alias of ronde here, but ronde is not installed for "
+            f"{sys.executable}. Type: {sys.executable} -m pip install ronde, or run "
+            "without the alias: ronde run --no-horovod-alias",
             name="horovod",
         ) from None
     install()
