@@ -83,7 +83,7 @@ def test_a_host_at_two_leaves_is_a_finding_and_switches_alone_are_judged(
     nothing = write_topology(Topology())
     (tmp_path / "nothing.json").write_text(nothing)
     said = refusal(capsys, "topo", "lint", str(tmp_path / "nothing.json"))
-    assert "sources must have a host or a switch, got neither" in said
+    assert "the sources contain no host and no switch" in said
 
 
 def test_what_scontrol_shows():
@@ -120,15 +120,15 @@ SwitchName=l Nodes=n
             "SwitchName=a Switches=b",
             "line 1: switches below a must be defined, got 'b'",
         ),
-        ("SwitchName=a Switches=a", "must have no switch above itself, got 'a > a'"),
-        (CIRCLE, "must have no switch above itself, got 'a > b > a'"),
+        ("SwitchName=a Switches=a", "has a cycle of switches: 'a > a'"),
+        (CIRCLE, "has a cycle of switches: 'a > b > a'"),
         ("SwitchName=a Speed=1", "line 1: a line must have SwitchName with"),
         ("Nodes=n1", "line 1: a line must have SwitchName with"),
         ("SwitchName=a Nodes=n1 Nodes=n2", "line 1: a line must be names with a value"),
         ('SwitchName=a Nodes="n1', "line 1: a line must be names with a value"),
         ("# \\\n\nSwitchName=a \\\n Nodes=n1,n1", "line 3: a must have each name once"),
-        ("", "must define switches or blocks"),
-        ("# nothing\nBlockSizes=4", "must define switches or blocks"),
+        ("", "defines no switches and no blocks"),
+        ("# nothing\nBlockSizes=4", "defines no switches and no blocks"),
     ],
 )
 def test_what_slurm_would_not_take_is_refused_with_its_line(text, message):
@@ -174,7 +174,7 @@ def test_a_long_chain_is_no_circle():
 
 
 def test_an_endless_chain_is_refused():
-    with pytest.raises(UsageError, match="at most 256 switches above one another"):
+    with pytest.raises(UsageError, match="levels of switches, but at most 256"):
         read(chain(5001))
 
 

@@ -97,16 +97,16 @@ def test_a_saved_tree_is_read_like_the_machine(tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["absent.xml"], "can be read, got absent.xml: No such file or directory"),
-        (["."], "can be read, got .: Is a directory"),
-        (["SOURCES.md"], "SOURCES.md must be one of these: ronde topology, NCCL top"),
-        (["SOURCES.md"], "Slurm topology.conf; got none of them"),
+        (["absent.xml"], "cannot read absent.xml: No such file or directory"),
+        (["."], "cannot read .: Is a directory"),
+        (["SOURCES.md"], "SOURCES.md has no known format. Known formats: ronde top"),
+        (["SOURCES.md"], "Slurm topology.conf."),
         (
             [GRAPH],
-            "must have a topology, got a graph of NCCL's search. Give it the file",
+            "is a graph of NCCL's search, not a topology. Give it the file",
         ),
-        (["diff", GRAPH, B200], "got a graph of NCCL's search"),
-        (["--root", "nccl_topo"], "a directory that holds sys, got nccl_topo"),
+        (["diff", GRAPH, B200], "a graph of NCCL's search"),
+        (["--root", "nccl_topo"], "a directory that contains sys, got nccl_topo"),
         ([PERLMUTTER, "--matrix", "--json"], "--json cannot be combined with --matrix"),
         (["--bogus"], "unknown option --bogus. Type: ronde topo --help"),
         (["diff", PERLMUTTER], "must be given"),
@@ -120,17 +120,17 @@ def test_graphs_of_nccls_search_are_refused_by_name():
     graphs = list(SAMPLES.glob("nccl_graph/*"))
     assert len(graphs) == 3
     for path in graphs:
-        with pytest.raises(UsageError, match="got a graph of NCCL's search"):
+        with pytest.raises(UsageError, match="a graph of NCCL's search"):
             read_file(read_saved(str(path)))
 
 
 def test_an_empty_source_is_refused():
-    assert "standard input must describe a machine" in refused("-", stdin=b"")
+    assert "standard input is empty" in refused("-", stdin=b"")
 
 
 def test_json_of_something_else_is_refused():
     said = refused("-", stdin=json.dumps({"form": "other"}).encode())
-    assert "ronde topology, got a JSON of something else" in said
+    assert "is JSON, but not a ronde topology" in said
 
 
 @pytest.mark.parametrize(

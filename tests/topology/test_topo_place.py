@@ -91,7 +91,7 @@ def test_nodes_that_all_claim_the_same_cpus_have_none():
     plan = plan_host(host, AlignmentRequest(8))
     assert [rank.cpus for rank in plan.ranks] == [()] * 8
     assert plan.notices[0].startswith("CPUs 0-15,32-47 are listed on several")
-    with pytest.raises(UsageError, match="restricted must have CPUs to align with"):
+    with pytest.raises(UsageError, match="restricted needs the CPUs of the host"):
         plan_host(host, AlignmentRequest(8, Policy.RESTRICTED))
 
 
@@ -278,7 +278,7 @@ def test_the_lines_by_hand_are_understood_by_a_shell(capsys):
         ("-n 0", "-n must be a whole number of at least 1, got '0'. Type: -n 1"),
         ("-n 1 --policy strict", "--policy must be none, best-effort, restricted or"),
         ("-n 1 --scope pod", "--scope must be rank or job, got 'pod'"),
-        ("", "-n must be given, got none. Type: ronde topo place --help"),
+        ("", "-n is required. See: ronde topo place --help"),
     ],
 )
 def test_words_that_make_no_sense_are_refused(capsys, words, message):

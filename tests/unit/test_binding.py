@@ -249,7 +249,7 @@ def test_a_refusal_names_host_rank_and_resource():
     request = PlacementRequest(BindMode.AUTO, GpuView.ALL, Policy.RESTRICTED)
     with pytest.raises(PlacementError) as refused:
         place_ranks(whole, "n1", 2, request, {})
-    assert "got restricted and rank 1 on n1: gpu: GPU 1 near no node" in str(
+    assert "policy restricted refuses rank 1 on n1: gpu: GPU 1 near no node" in str(
         refused.value
     )
     relaxed = PlacementRequest(BindMode.AUTO, GpuView.ALL)
@@ -260,7 +260,9 @@ def test_best_effort_does_not_mind_how_many_memory_nodes_there_are():
     whole = machine(dict.fromkeys(range(64), 1))
     bindings = bind(whole, 64, BindMode.NUMA, [None] * 64)
     assert [binding.memory_node for binding in bindings] == list(range(64))
-    with pytest.raises(UsageError, match="must be at most 16, got 64"):
+    with pytest.raises(
+        UsageError, match="at most 16 memory nodes with cores, but the host has 64"
+    ):
         bind(whole, 64, BindMode.CORE, [None] * 64, policy=Policy.RESTRICTED)
 
 
@@ -281,7 +283,7 @@ def test_a_rank_that_sees_one_sees_its_own_by_the_number_the_bus_gives_it():
 @pytest.mark.parametrize("gpus", [[], [gpu(0)]])
 def test_one_gpu_each_needs_as_many_as_ranks(gpus):
     with pytest.raises(
-        UsageError, match=rf"got 2 ranks and {len(gpus)} GPUs on n1\. Start"
+        UsageError, match=rf"n1 has 2 ranks and {len(gpus)} GPUs\. Start"
     ):
         assign_gpus(gpus, 2, GpuView.ONE, is_choice=False, host="n1")
 
@@ -302,7 +304,7 @@ def test_the_host_files_gpus_are_counted_among_those_the_host_lets_be_used():
     (by_id,) = choose_gpus(inherited, ["GPU-5f"], "f line 1")
     assert (by_id.bus_id, by_id.visible_as) == ("0000:05:00.0", "GPU-5f")
     for wrong in (["4"], ["0", "0"], ["-1"], ["GPU-9"]):
-        with pytest.raises(UsageError, match=r"got '.*' \(f line 1\)\. Correct it"):
+        with pytest.raises(UsageError, match=r"got '.*' \(f line 1\)\."):
             choose_gpus(inherited, wrong, "f line 1")
 
 

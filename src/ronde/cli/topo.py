@@ -223,7 +223,7 @@ def _load(sources: Sequence[Saved], root: str | None) -> Topology:
     topology = join_topologies(parts)
     if not topology.hosts and not topology.switches:
         raise UsageError(
-            "sources must have a host or a switch, got neither. Was a file cut?"
+            "the sources contain no host and no switch. A file may be truncated."
         )
     return topology
 
@@ -233,8 +233,8 @@ def load_hosts(options: argparse.Namespace) -> tuple[HostTopology, ...]:
     hosts = _load(_read_sources(options), options.root).hosts
     if not hosts:
         raise UsageError(
-            "sources must have a host, got none. Add a file that does, or give none "
-            "for this machine."
+            "the sources contain no host. Add a file that has one, or leave out all "
+            "files to read this machine."
         )
     return hosts
 
@@ -352,8 +352,8 @@ def _names(option: str, given: Sequence[str], known: set[str]) -> set[str]:
     unknown = sorted(names - known)
     if unknown:
         raise UsageError(
-            f"{option} must name rules, got {unknown[0]!r}. Type: ronde topo lint "
-            "--rules"
+            f"{option} must name rules, got {unknown[0]!r}. List the rules with: ronde "
+            "topo lint --rules"
         )
     return names
 
@@ -380,8 +380,7 @@ def _diff(options: argparse.Namespace) -> int:
         if len(found) != 1:
             names = ", ".join(host.name for host in found) or "none"
             raise UsageError(
-                f"sources must have one host, got {len(found)} ({names}). Give one "
-                "host's."
+                f"{name} has {len(found)} hosts ({names}). Give a file with one host."
             )
         hosts += found
     comparison = compare_hosts(*hosts)
@@ -399,7 +398,7 @@ def _plan(options: argparse.Namespace) -> int:
     from ronde.topology.placement.plan import plan_host
 
     if options.n is None:
-        raise UsageError("-n must be given, got none. Type: ronde topo place --help")
+        raise UsageError("-n is required. See: ronde topo place --help")
     policy, scope = options.policy or Policy.BEST_EFFORT, options.scope or Scope.RANK
     request = AlignmentRequest(
         read_number("-n", options.n, "Type: -n 1", least=1),
@@ -440,9 +439,8 @@ def _limit(options: argparse.Namespace) -> int:
     limit = None if measured is None else judged.limit
     if limit is None and measured is not None:
         raise UsageError(
-            "--measured must have a bound to compare with, got none: "
-            f"{judged.reason}. Give --link-rate and --gpu-rate, or a source that has "
-            "them."
+            f"there is no bound to compare --measured with: {judged.reason}. Give "
+            "--link-rate and --gpu-rate, or a source that shows these rates."
         )
     if options.json:
         content = {
@@ -467,14 +465,13 @@ def _collectives(options: argparse.Namespace, known: Sequence[str]) -> Sequence[
     if options.measured is None:
         if options.threshold is not None:
             raise UsageError(
-                "--threshold must come with --measured, got it alone. Give the busbw "
-                "that was measured, too."
+                "--threshold requires --measured. Give the measured busbw, too."
             )
         return names or known
     if len(names) > 1:
         raise UsageError(
-            f"--measured must have results of one collective, got {len(names)}. Choose "
-            "one with --collective."
+            f"--measured is the busbw of one collective, but --collective names "
+            f"{len(names)}. Name one."
         )
     return names or [_MEASURED]
 
@@ -526,8 +523,7 @@ def _judge_log(files: Iterable[BinaryIO], name: str, *, is_json: bool) -> int:
         log = read_nccl_log(files)
     except OSError as error:
         raise UsageError(
-            f"{error.filename or name} must be a file that can be read, got: "
-            f"{error.strerror}. Check the name."
+            f"cannot read {error.filename or name}: {error.strerror}."
         ) from None
     if not log.num_messages and not log.watchdog.num_lines and not log.failures:
         raise _no_log(name, log.num_lines)
@@ -542,18 +538,17 @@ def _judge_log(files: Iterable[BinaryIO], name: str, *, is_json: bool) -> int:
 
 def _no_log(name: str, num_lines: int) -> UsageError:
     from ronde.topology.probes.others import LOG, recognise_other
-    from ronde.units import counted
 
     saved = read_saved(name) if num_lines and name != "-" else Saved(name, b"")
     kind, cure = recognise_other(saved)
     if find_probe(saved):
         kind, cure = "a topology", f"Type: ronde topo {name}"
     if not kind or kind == LOG:
-        kind = f"{counted(num_lines, 'line')} and no message of theirs"
-        cure = "Set NCCL_DEBUG=INFO for the job, and give its output."
-    return UsageError(
-        f"{name} must be output of NCCL or of torch's watchdog, got {kind}. {cure}"
-    )
+        return UsageError(
+            f"{name} has no lines from NCCL or torch, and {num_lines} others. Set "
+            "NCCL_DEBUG=INFO for the job, and give its output."
+        )
+    return UsageError(f"{name} is {kind}, not a log of NCCL or torch. {cure}")
 
 
 def _open(names: Sequence[str]) -> Iterator[BinaryIO]:

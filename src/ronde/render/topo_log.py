@@ -1,4 +1,4 @@
-"""Findings of lint, and NCCL's debug log, as text."""
+"""Text for the findings of lint, and for NCCL's debug log."""
 
 from collections.abc import Iterable, Sequence
 
@@ -16,7 +16,7 @@ _SUBSYSTEMS = "NCCL_DEBUG_SUBSYS=INIT,BOOTSTRAP,ENV,NET,GRAPH,TUNING"
 
 
 def draw_log_findings(findings: Sequence[Diagnostic], width: int = WIDTH) -> str:
-    """Return findings as text, the most severe first; equal ones are shown once."""
+    """Format findings, the most severe first. Equal findings are shown once."""
     groups = grouped((each._replace(element=""), each.element) for each in findings)
 
     def order(finding: Diagnostic) -> tuple[int, float]:

@@ -48,7 +48,7 @@ class _ElementTree:
         self._ports = grouped((port.bus_id, port) for port in host.ports)
 
     def at(self, nodes: set[int], *, is_known: bool) -> list[_Element]:
-        """Return elements at these NUMA nodes, or if not ``is_known``, all others."""
+        """Return the elements at these nodes, or without ``is_known`` all others."""
         tops = [d for d in self._children.get("", []) if (d.node in nodes) is is_known]
         found = [element for top in tops for element in self._below(top, 0)]
         found += [

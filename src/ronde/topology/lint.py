@@ -1,4 +1,4 @@
-"""Find faults of hosts and of topology files, and the bandwidth that they cost."""
+"""Find faults in hosts and topology files, and the bandwidth that they cost."""
 
 import math
 import shlex
@@ -43,7 +43,7 @@ _FIRST_MODELS = ((16.0, 0x6A), (32.0, 0x8F))
 
 
 def lint_host(host: HostTopology) -> tuple[Diagnostic, ...]:
-    """Return the findings on a host, in the order of the rules."""
+    """Return the findings about a host, in the order of the rules."""
     view = HostRules(host)
     return tuple(
         found.describe(rule)
@@ -53,9 +53,9 @@ def lint_host(host: HostTopology) -> tuple[Diagnostic, ...]:
 
 
 def lint_fleet(hosts: Sequence[HostTopology]) -> tuple[Diagnostic, ...]:
-    """Return findings on hosts that differ from most hosts.
+    """Return findings about hosts that differ from most others.
 
-    Each rule compares an amount, such as the number of GPUs, if it is known.
+    Each rule compares one quantity, such as the number of GPUs, where it is known.
     """
     return tuple(
         found.describe(rule)
@@ -65,7 +65,7 @@ def lint_fleet(hosts: Sequence[HostTopology]) -> tuple[Diagnostic, ...]:
 
 
 def lint_switches(switches: Sequence[NetworkSwitch]) -> tuple[Diagnostic, ...]:
-    """Return findings on hosts that are listed at several leaf switches."""
+    """Return findings about hosts that several leaf switches list."""
     leaves = [switch for switch in switches if not switch.switches]
     names_at = grouped((host, leaf.name) for leaf in leaves for host in leaf.hosts)
     shared = {host: names for host, names in names_at.items() if len(names) > 1}
@@ -77,7 +77,7 @@ def lint_switches(switches: Sequence[NetworkSwitch]) -> tuple[Diagnostic, ...]:
 
 
 def unseen_facts(hosts: Sequence[HostTopology]) -> tuple[str, ...]:
-    """Return the facts that no rule can check, since some hosts do not show them."""
+    """Return the facts that cannot be checked, because some hosts do not show them."""
     unseen = Counter(fact for host in hosts for fact in _unseen(host))
     return tuple(
         fact if num == len(hosts) else f"{fact} ({num} of {len(hosts)} hosts)"
@@ -134,7 +134,7 @@ def _kind(port: NetPort) -> tuple[str, str]:
 
 
 def _has_likely_rate(port: NetPort) -> bool:
-    """Return True if hardware with a port's rate exists; several may be bonded."""
+    """Return True if one to four bonded hardware ports can have a port's rate."""
     return 0 < port.mbit_per_s <= _HIGHEST and any(
         port.mbit_per_s == rate * num for rate in _RATES for num in (1, 2, 3, 4)
     )
@@ -212,7 +212,7 @@ class HostView:
                 yield gpu, ways
 
     def find_slow_ports(self) -> Iterator[tuple[NetPort, int]]:
-        """Yield RDMA ports slower than most others of the host, and the usual Mb/s."""
+        """Yield RDMA ports slower than the host's usual Mb/s, with that rate."""
         rdma = [
             p for p in self.host.ports if p.is_up and p.mbit_per_s > 0 and _is_rdma(p)
         ]
@@ -237,7 +237,7 @@ class HostView:
 
 
 class HostRules(HostView):
-    """The rules for one host, one method each."""
+    """The rules for one host. Each rule is a method."""
 
     def device_lost(self) -> Iterator[Hit]:
         for bus_id in [*self.gpus, *self.ports]:
@@ -342,7 +342,7 @@ class HostRules(HostView):
                 yield hit(gpu.name, has, should, **words)
 
     def num_up(self, gpu: GpuDevice) -> int:
-        """Return a GPU's number of links that are up, by count or else by list."""
+        """Return the number of a GPU's links that are up: counted, else listed."""
         return gpu.nvlinks if gpu.nvlinks != UNKNOWN else self.num_links(gpu.name)
 
     def gpu_without_links(self) -> Iterator[Hit]:

@@ -57,7 +57,7 @@ def is_address(text: str) -> bool:
 
 
 def bus_order(address: str) -> list[int]:
-    """Return a sort key for PCI addresses, in the order in which drivers count."""
+    """Return a sort key for PCI addresses: drivers number devices in this order."""
     return [int(part, 16) for part in address.replace(".", ":").split(":")]
 
 

@@ -1,4 +1,4 @@
-"""Read NCCL's debug log: the choices that NCCL made, and findings."""
+"""Reader of NCCL's debug log: NCCL's choices, and faults."""
 
 from ronde.topology.nccl_log.judge import judge_nccl_log
 from ronde.topology.nccl_log.log import NcclJob, NcclLog, read_nccl_log

@@ -56,9 +56,9 @@ _REPORTED_BY_ONE = {"NCCL_TOPO_DUMP_FILE", "NCCL_GRAPH_DUMP_FILE", "NCCL_COMM_ID
 
 
 def judge_nccl_log(log: NcclLog) -> tuple[Diagnostic, ...]:
-    """Return the findings in a log, the most severe first.
+    """Return the faults that a log shows, the most severe first.
 
-    A fact that is missing in the log never counts as a fault.
+    A fact that is missing from the log is never reported as a fault.
     """
     found = [finding for job in log.jobs for rule in _RULES for finding in rule(job)]
     found += [*_failures(log), *_timeouts(log)]
@@ -167,7 +167,7 @@ def _timeouts(log: NcclLog) -> Iterator[Diagnostic]:
 
 
 def _kind_of(timeout: CollectiveTimeout) -> tuple[str, str, list[int]]:
-    """Return two keys of the rule's texts, and the ranks with other calls than most."""
+    """Return the kind of a time-out, a word for the odd ranks, and these ranks."""
     compared = [w for w in timeout.works if not _UNEQUAL.match(w.operation)]
     # Unknown groups may be several, each with its own numbers.
     num_groups, num_seqs = len(timeout.groups), len({work.seq for work in compared})
@@ -260,7 +260,7 @@ def _by_host(reported: Iterable[Reported]) -> str:
 
 
 def _sockets_used(job: NcclJob) -> Iterator[Diagnostic]:
-    """Find data sent over TCP though there is, or may be, an RDMA adapter."""
+    """Find data that goes over TCP, although an RDMA adapter exists or may exist."""
     used = [each for each in job.networks if each.value == "Socket"]
     used += [e for e in job.edges if e.transport.startswith("NET/Socket")]
     if not used or not _spans_nodes(job):
@@ -342,7 +342,7 @@ def _adapters_mixed(job: NcclJob) -> Iterator[Diagnostic]:
 
 
 def _nvlink_fabric(jobs: Sequence[NcclJob]) -> Iterator[Diagnostic]:
-    """Find GPUs in another NVLink fabric than the other hosts, or with bad links."""
+    """Find GPUs that are in another NVLink fabric than others, or have bad links."""
     # Hosts without a communicator may be of one job.
     lone = [each for job in jobs if not job.communicators for each in job.fabric]
     for gpus in (lone, *(job.fabric for job in jobs if job.communicators)):
@@ -412,7 +412,7 @@ def _virtual_interfaces(job: NcclJob) -> Iterator[Diagnostic]:
 
 
 def _shared_memory_used(job: NcclJob) -> Iterator[Diagnostic]:
-    """Find GPUs that exchange data through host memory without need."""
+    """Find GPUs that exchange data through host memory despite a direct path."""
     staged = [edges for edges in job.edges if edges.transport.startswith("SHM/")]
     has_direct = any(edges.transport.startswith("P2P/") for edges in job.edges)
     between = {*_values(job.gpu_paths)}
@@ -543,7 +543,7 @@ def _bus_address(name: str) -> str:
 
 
 def _nodes_unlike_hosts(job: NcclJob) -> Iterator[Diagnostic]:
-    """Find communicators with a number of NCCL nodes that is not that of hosts."""
+    """Find communicators in which NCCL counts more or fewer nodes than hosts."""
     for comm in job.communicators:
         num_hosts = len(comm.hosts)
         is_whole = len(comm.ranks) == comm.num_ranks

@@ -1,7 +1,7 @@
 """Parse NCCL's debug log in bounded memory.
 
-Equal reports of several ranks are stored once, with their hosts. Processes with common
-communicators, and other processes on their hosts, form a job.
+Equal reports of several ranks are stored once, with their hosts. Processes that share a
+communicator form a job, together with the other processes on their hosts.
 """
 
 import re
@@ -256,7 +256,7 @@ class _Collector:
     def _note(
         self, process: _Process, topic: str, value: object, *details: object
     ) -> list[Any] | None:
-        """Count a reported value; return count and details, or None if out of room."""
+        """Count a reported value; return its note, or None if there are too many."""
         key = topic, value
         if key not in self.values:
             if self._num_values[topic] >= _MAX_VALUES:

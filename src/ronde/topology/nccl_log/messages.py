@@ -370,10 +370,10 @@ def read_lines(file: BinaryIO) -> Iterator[str]:
             yield from lines
             rest = rest[:MAX_LINE_CHARS]
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        why = "it was cut" if isinstance(error, EOFError) else error
+        why = "it is truncated" if isinstance(error, EOFError) else error
         raise UsageError(
-            f"a packed log must be whole gzip data, got an error: {why}. Unpack "
-            "the rest, and give that: zcat FILE > nccl.log"
+            f"cannot unpack the log: {why}. Give the part that can be unpacked: "
+            "zcat FILE > nccl.log"
         ) from None
     finally:
         whole.detach()  # The file is the caller's to close.

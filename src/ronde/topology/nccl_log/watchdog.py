@@ -106,7 +106,7 @@ class WatchdogReader:
         self._behind_seq = -1
 
     def feed(self, line: str) -> None:
-        """Read a line; ``feed_report`` suffices for lines that name no library."""
+        """Read a line. If it does not name a library, ``feed_report`` is enough."""
         for part in _RANK.sub("\n", line).split("\n") if "[rank" in line else [line]:
             members = _MEMBER.findall(part)
             if members and len(self._works) + len(self._statuses) < _MAX_KEPT:

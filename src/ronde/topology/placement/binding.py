@@ -46,8 +46,8 @@ def choose_gpus(
         named = gpus[int(item) :] if item.isdecimal() else select_gpus(gpus, item)
         if not named or named[0] in chosen:
             raise UsageError(
-                f"gpus must name each GPU that the host lets be used, of {len(gpus)} "
-                f"counted from 0, once, got {item!r} ({named_at}). Correct it."
+                f"gpus must name different GPUs of the {len(gpus)} usable ones, "
+                f"counted from 0, got {item!r} ({named_at})."
             )
         chosen.append(named[0])
     return tuple(chosen) if wanted else tuple(gpus)
@@ -59,10 +59,9 @@ def assign_gpus(
     if view is GpuView.ONE:
         if num_ranks > len(gpus):
             raise UsageError(
-                f"--gpu-view one must have a GPU for each rank of a host, got "
-                f"{num_ranks} ranks and {len(gpus)} GPUs on {host}. Start fewer ranks "
-                "there, or leave --gpu-view out: all ranks see all GPUs then, and may "
-                "share."
+                f"--gpu-view one needs a GPU for each rank, but {host} has {num_ranks} "
+                f"ranks and {len(gpus)} GPUs. Start fewer ranks there, or leave out "
+                "--gpu-view, so that ranks see all GPUs and may share them."
             )
         return tuple(RankDevice(gpu, _seeing([gpu])) for gpu in gpus[:num_ranks])
     env = _seeing(gpus) if is_choice and gpus else {}
@@ -102,8 +101,9 @@ def bind(
 ) -> tuple[RankResources, ...]:
     """Return the cores and memory node of all ranks of a host.
 
-    ``auto`` uses all CPUs or binds no rank. With ``core``, ranks share cores only if
-    there are fewer cores than ranks. The hardware threads of a core stay together.
+    ``auto`` binds ranks only if they use all CPUs. With ``core``, ranks share cores
+    only if there are fewer cores than ranks. The hardware threads of a core stay
+    together.
     """
     # BEST_EFFORT refuses no rank and does not change the shares, so the many sets of
     # memory nodes of a large host need not be tried.

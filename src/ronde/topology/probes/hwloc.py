@@ -56,8 +56,8 @@ def _read(saved: Saved) -> Topology:
     machines = root.named("object")
     if not machines:
         raise UsageError(
-            f"{saved.name} must be a machine as hwloc writes it, got topology with "
-            "0 objects. Write it with: lstopo file.xml"
+            f"{saved.name} describes no machine: its topology has no objects. Write it "
+            "with: lstopo file.xml"
         )
     version = _decimal(root.attributes.get("version", "1"))
     if not version >= 2:
@@ -141,9 +141,10 @@ def _decimal(text: str) -> float:
 
 
 class _Nodes:
-    """The NUMA nodes of a machine, each CPU in only one of them.
+    """The NUMA nodes of a machine, with each CPU in only one node.
 
-    Nodes of ordinary memory come first, then those with fewer CPUs, then lower numbers.
+    If several nodes list a CPU, a node of ordinary memory gets it; of several, the one
+    with the fewest CPUs, then the one with the lowest number.
     """
 
     def __init__(self, objects: Sequence[_Object], infos: Mapping[str, str]) -> None:

@@ -46,8 +46,7 @@ def _read_hosts(saved: Saved) -> Topology:
         readers[cpu.get("host_hash").lower()].on_cpu(cpu)
     if not readers:
         raise UsageError(
-            f"{saved.name} must list at least one cpu, got none. Write it with "
-            "NCCL_TOPO_DUMP_FILE."
+            f"{saved.name} lists no cpu. Write it with NCCL_TOPO_DUMP_FILE."
         )
     # A file of one host does not name it.
     names = list(readers) if len(readers) > 1 else [""]
@@ -174,7 +173,7 @@ class _HostReader:
         return self._devices.setdefault(free, device._replace(bus_id=free))
 
     def _on_bare(self, device: PciDevice) -> None:
-        """Add the GPU or port of a device, by its class alone."""
+        """Add the GPU or port of a device that has only a PCI class."""
         bus_id, code = device.bus_id, device.class_code
         if code >> 16 in GPU_CLASSES:
             self._gpus.setdefault(bus_id, GpuDevice(bus_id, UNKNOWN))

@@ -263,8 +263,8 @@ class _Reader:
         self._end_matrix()
         if not self._gpus:
             raise UsageError(
-                f"{self._origin} must be what nvidia-smi topo -m prints, got nothing "
-                "of it. Where there are no GPUs or no NVLinks it prints nothing."
+                f"{self._origin} lists no GPUs. On a machine without GPUs or NVLinks, "
+                "nvidia-smi topo -m prints no table."
             )
         cpus, homes = self._numa_nodes()
         nodes = self._port_nodes(homes)

@@ -1,4 +1,4 @@
-"""Recognise files of other kinds, without a topology, to suggest another command."""
+"""Recognise files without a topology, to suggest the right command for them."""
 
 import re
 
@@ -29,8 +29,8 @@ _CURES = {
     "output of ibnetdiscover": f"{_GIVE}ibstat",
     "output of ibv_devices": f"{_GIVE}ibstat",
     "lstopo's drawing": "Write it as XML: lstopo topo.xml",
-    "a table of AMD's without links": f"{_GIVE}amd-smi topology",
-    "JSON of AMD's": f"{_GIVE}amd-smi topology",
+    "an AMD table without links": f"{_GIVE}amd-smi topology",
+    "AMD's JSON output": f"{_GIVE}amd-smi topology",
     "a Python traceback": "The program that wrote it has failed: run it again.",
     "packed": "Unpack it first.",
     "an archive": "Unpack it first.",
@@ -45,8 +45,8 @@ output of lscpu: Architecture: {{3,}}\S+$|NUMA node0 CPU\(s\):
 output of ip: \d+: [\w.@-]+: <[A-Z_,-]+> mtu \d+
 output of ifconfig: \S+: flags=\d+<[A-Z,]+> +mtu
 nvidia-smi's table: \| NVIDIA-SMI \d
-a table of AMD's without links: \| AMD-SMI \d|=+ ROCm System Management
-JSON of AMD's: \s*"link_type": |.*"\(Topology\)
+an AMD table without links: \| AMD-SMI \d|=+ ROCm System Management
+AMD's JSON output: \s*"link_type": |.*"\(Topology\)
 output of ibnetdiscover: vendid=0x|# Topology file: generated
 output of ibv_devices: \s+device\s+node GUID
 output of dcgmi discovery: \d+ GPUs? found\.

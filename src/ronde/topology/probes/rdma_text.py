@@ -46,8 +46,7 @@ def read_rdma_ports(saved: Saved) -> dict[str, dict[str, Any]]:
             own = fields[f"{adapter}:{number}"] = dict(device)
     if not fields:
         raise UsageError(
-            f"{saved.name} must have a port of an RDMA adapter, got none. Write it "
-            "with: ibstat"
+            f"{saved.name} lists no ports of RDMA adapters. Write it with: ibstat"
         )
     return {name: _port(own) for name, own in fields.items()}
 

@@ -89,8 +89,8 @@ def _read(saved: Saved) -> Topology:
             devices.append(device._replace(is_lost=is_lost))
     if not gpus:
         raise UsageError(
-            f"{saved.name} must have a GPU, got none. Look for an error in it: ronde "
-            f"check read {saved.name}"
+            f"{saved.name} lists no GPUs. To find an error in it, type: ronde check "
+            f"read {saved.name}"
         )
     attached = top.findtext("attached_gpus", "").strip()
     is_part = attached.isdecimal() and int(attached) != len(gpus)
