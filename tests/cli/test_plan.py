@@ -176,7 +176,7 @@ def test_hosts_must_fit_the_layout(capsys: pytest.CaptureFixture[str]) -> None:
     said = refusal(capsys, *command, "--mesh", "dp_shard=8", *hosts)
     assert "the hosts have different numbers of GPUs: oci_H100-topology 8" in said
     said = refusal(capsys, *command, "--mesh", "dp_shard=9", "-n", "9", hosts[0])
-    assert said.startswith("-n must be at most the GPUs of each host, 8, got 9")
+    assert said.startswith("-n must be at most 8, the number of GPUs of a host, got 9")
     said = refusal(capsys, *command, "--mesh", "dp_shard=2000000", hosts[0])
     assert said.startswith("the number of ranks must be at most 1048576, got 2000000.")
 

@@ -33,7 +33,7 @@ def draw_log_findings(findings: Sequence[Diagnostic], width: int = WIDTH) -> str
 
 
 def count_findings(findings: Sequence[Diagnostic]) -> str:
-    """Return ``1 error, 4 warnings``."""
+    """Count findings by severity: ``1 error, 4 warnings``."""
     counts = [(s, sum(f.severity is s for f in findings)) for s in Level]
     return ", ".join(counted(n, s) for s, n in counts if n) or "nothing found"
 

@@ -226,7 +226,7 @@ def _fabric_lines(host: HostTopology) -> Iterator[str]:
 
 
 def _links_words(gpu: GpuDevice, links: Sequence[Link], titles: dict[str, str]) -> str:
-    """Return ``4 each to the other GPUs, 80 GB/s``."""
+    """Describe a GPU's links: ``4 each to the other GPUs, 80 GB/s``."""
     by_target: dict[str, list[Link]] = {}
     for link in links:
         is_switch = link.target_class >> 8 == _NVSWITCH_CLASS or link.target == NVSWITCH

@@ -154,7 +154,7 @@ class PathChange(NamedTuple):
 
 
 class PathComparison(NamedTuple):
-    """The paths between two kinds of elements, compared between the hosts."""
+    """The comparison of all paths between two kinds of elements."""
 
     kind: str  # For output: ``GPU to GPU``.
     num_pairs: int  # All of them.

@@ -211,7 +211,10 @@ def _candidates(
     *,
     is_practical: bool = False,
 ) -> Iterator[tuple[float, Rate]]:
-    """Yield the bound set by each kind of link, if ``switches`` do reductions."""
+    """Yield the bound set by each kind of link.
+
+    ``switches`` are the kinds of switches that do reductions.
+    """
     layout = world.layout
 
     def rate(of: Rate) -> float:

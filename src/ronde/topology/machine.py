@@ -168,7 +168,7 @@ FIRST_BUS = "0000:00:"
 
 
 def read_gpus(root: str, environ: Mapping[str, str]) -> tuple[Gpu, ...]:
-    """Return the GPUs of the first maker with any: NVIDIA, AMD, Intel."""
+    """Return the visible GPUs of the first maker that has any: NVIDIA, AMD, Intel."""
     gpus = _nvidia(root) or _rendering(root, "amd") or _rendering(root, "intel")
     # ROCm has two variables: the upper one counts the GPUs that the lower one leaves.
     lower = environ.get("ROCR_VISIBLE_DEVICES")
@@ -179,7 +179,7 @@ def read_gpus(root: str, environ: Mapping[str, str]) -> tuple[Gpu, ...]:
 
 
 def visible_gpus(gpus: Sequence[Gpu], environ: Mapping[str, str]) -> tuple[Gpu, ...]:
-    """Return the GPUs that a program with this environment sees; idempotent."""
+    """Return the GPUs that a program with this environment sees."""
     maker = gpus[0].maker if gpus else "nvidia"
     text = environ.get(VISIBLE_DEVICES[maker])
     if text is None and maker == "amd":
@@ -295,7 +295,7 @@ def read_interface_rates(root: str) -> dict[str, int]:
 
 
 def parse_rate(rate: str) -> int:
-    """Return 400000 Mbit/s for ``400 Gb/sec (4X NDR)``; 0 for other text."""
+    """Parse the rate in ``400 Gb/sec (4X NDR)`` as Mbit/s; 0 for other text."""
     try:
         return int(float(rate.split(maxsplit=1)[0]) * 1000)
     except (ValueError, IndexError, OverflowError):

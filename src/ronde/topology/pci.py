@@ -104,7 +104,7 @@ def port_kind(class_code: int) -> str:
 
 
 def compute_capability(title: str) -> int:
-    """Return 90 for ``NVIDIA H100 80GB HBM3``; ``UNKNOWN`` for models not listed.
+    """Return a model's compute capability: 90 for ``NVIDIA H100 80GB HBM3``.
 
     Source: https://developer.nvidia.com/cuda-gpus
     """

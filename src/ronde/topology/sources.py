@@ -64,7 +64,7 @@ def read_saved(name: str) -> Saved:
         raise UsageError(f"cannot read {name}: {error.strerror}.") from None
     if len(data) > MAX_BYTES:
         raise UsageError(
-            f"{name} is larger than {MAX_BYTES >> 20} MiB, which no topology is."
+            f"{name} is larger than {MAX_BYTES >> 20} MiB, so it is not a topology."
         )
     name = "standard input" if name == "-" else name
     if not data.strip():

@@ -197,7 +197,7 @@ def _tries(log: NcclLog) -> str:
 
 
 def _describe_work(work: TimedOutWork) -> str:
-    """Return ``ALLREDUCE (work 7, 1,024 elements) in 600 s on ranks 0-5``."""
+    """Describe a collective: ``ALLREDUCE (work 7, 1,024 elements) in 600 s``."""
     details = [f"work {work.seq}"] if work.seq >= 0 else []
     if work.num_elements >= 0:
         details.append(counted(work.num_elements, "element"))
@@ -208,7 +208,7 @@ def _describe_work(work: TimedOutWork) -> str:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    """Return ``rank 3``, or ``ranks 0-3, 5``."""
+    """Format rank numbers: ``rank 3``, or ``ranks 0-3, 5``."""
     runs = format_list(sorted(ranks)).split(",")
     return f"rank{'s'[: len(ranks) > 1]} {list_first(runs, 6)}"
 
@@ -255,7 +255,7 @@ def _hosts(found: Iterable[Reported | EdgesSeen | WarningSeen]) -> list[str]:
 
 
 def _by_host(reported: Iterable[Reported]) -> str:
-    """Return values with their hosts: ``IB on a, b; Socket on c``."""
+    """Format values with their hosts: ``IB on a, b; Socket on c``."""
     return "; ".join(f"{each.value} on {_named(each.hosts)}" for each in reported)
 
 
@@ -537,7 +537,7 @@ def _narrow_ones(links: Sequence[TreeLink]) -> Iterator[tuple[str, TreeLink, flo
 
 
 def _bus_address(name: str) -> str:
-    """Return ``0000:1b:00.0`` for NCCL's ``GPU/0-1b000``."""
+    """Convert NCCL's ``GPU/0-1b000`` to the address ``0000:1b:00.0``."""
     digits = name.rpartition("/")[2].rpartition("-")[2].lower().zfill(9)
     return f"{digits[:-5]}:{digits[-5:-3]}:{digits[-3:-1]}.{digits[-1]}"
 

@@ -222,7 +222,7 @@ class WatchdogReader:
         known: Collection[int],
         reporting: set[int],
     ) -> CollectiveTimeout:
-        """Return the first time-out with the ranks that a report names added."""
+        """Add the ranks that a report names to the first time-out."""
         behind = () if self._absent else _sorted(self._behind)
         work = self._reported._replace(ranks=behind)
         first = found[0] if found else CollectiveTimeout((), (work,))

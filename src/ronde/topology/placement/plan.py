@@ -143,7 +143,7 @@ def _fit(rates: Sequence[float]) -> tuple[float, float]:
 
 
 def _order_gpus(host: HostTopology) -> tuple[list[GpuDevice], dict[str, str]]:
-    """Return the GPUs, numbered as programs count them, and the variables for that.
+    """Return the GPUs as programs number them, and the variables for this order.
 
     CUDA can count by bus address; HIP has no such setting. The caller sets variables
     with an empty value to the list of numbers.
@@ -253,7 +253,7 @@ def infer_cores(host: HostTopology) -> tuple[tuple[Core, ...], tuple[str, ...]]:
 
 
 def _threads_by_index(cpus: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Return cores: the CPUs with the same index in each run of consecutive numbers.
+    """Guess the cores: CPUs with the same index in runs of consecutive numbers.
 
     Linux numbers the first threads of a node's cores before the second threads.
     """
@@ -314,9 +314,9 @@ def _find_nearness(
 
 
 def _verbs_name(port: NetPort) -> str:
-    """Return ``mlx5_0:1``; "" for a port that NCCL's InfiniBand code does not use.
+    """Return a port's name for ``NCCL_IB_HCA``: ``mlx5_0:1``.
 
-    Fused adapters (``mlx5_0+mlx5_1``) are named one by one.
+    The name is empty for ports that NCCL's InfiniBand code does not use. Fused adapters (``mlx5_0+mlx5_1``) are named one by one.
     """
     if not _is_rdma(port) or not port.title.startswith(_VERBS):
         return ""

@@ -215,8 +215,8 @@ def _read_devices(objects: Iterable[_Object], nodes: _Nodes) -> dict[str, PciDev
         speed = _decimal(element.get("pci_link_speed") or "0")
         if kind is None or math.isnan(speed):
             raise element.bad(
-                "pci_type must be such as '0302 [10de:20b0] [10de:134f] a1' and "
-                "pci_link_speed a number of GB/s",
+                "pci_type must look like '0302 [10de:20b0] [10de:134f] a1', and "
+                "pci_link_speed must be a number of GB/s",
                 [element.get("pci_type"), element.get("pci_link_speed")],
             )
         vendor, device, *board = (int(x or "0", 16) for x in kind.group(2, 3, 4, 5))

@@ -71,7 +71,7 @@ def _port(fields: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _word(text: str) -> str:
-    """Return ``ACTIVE`` for the text ``4: ACTIVE`` or ``PORT_ACTIVE (4)``."""
+    """Convert ``4: ACTIVE`` or ``PORT_ACTIVE (4)`` to ``Active``."""
     word = text.rpartition(": ")[2].partition(" (")[0].removeprefix("PORT_")
     word = _SPELLED.get(word.upper(), word)
     return word.capitalize() if word.isupper() else word
