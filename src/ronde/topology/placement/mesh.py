@@ -72,7 +72,8 @@ def _count_ranks(hosts: Sequence[HostTopology], given: int | None) -> int:
         raise UsageError("-n is required for hosts without GPUs.")
     if 0 < min(counts) < num:
         raise UsageError(
-            f"-n must be at most {min(counts)}, the number of GPUs of a host, got {num}."
+            f"-n must be at most {min(counts)}, the number of GPUs of a host, "
+            f"got {num}."
         )
     return num
 

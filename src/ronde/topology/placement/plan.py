@@ -316,7 +316,8 @@ def _find_nearness(
 def _verbs_name(port: NetPort) -> str:
     """Return a port's name for ``NCCL_IB_HCA``: ``mlx5_0:1``.
 
-    The name is empty for ports that NCCL's InfiniBand code does not use. Fused adapters (``mlx5_0+mlx5_1``) are named one by one.
+    The name is empty for ports that NCCL's InfiniBand code does not use. Fused adapters
+    (``mlx5_0+mlx5_1``) are named one by one.
     """
     if not _is_rdma(port) or not port.title.startswith(_VERBS):
         return ""
