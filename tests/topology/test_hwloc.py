@@ -344,16 +344,8 @@ def test_other_files_are_refused(data):
         read(data)
 
 
-def test_damaged_files_are_recognised_and_other_xml_is_not():
-    data = (SAMPLES / "power8gpudistances.xml").read_bytes()
-    assert PROBE.recognises(Saved("it", data[:200]))
-    assert not PROBE.recognises(Saved("it", b'<system version="1"/>'))
-    assert not PROBE.recognises(Saved("it", b"GPU0"))
-
-
-@pytest.mark.parametrize("counted", COUNTED, ids=lambda each: each.file)
-def test_harm_is_refused(counted):
-    good = (SAMPLES / counted.file).read_bytes()
+def test_harm_is_refused():
+    good = (SAMPLES / "power8gpudistances.xml").read_bytes()
     inputs = bad_inputs(good, root="topology", tag="object")
     assert check_harmless(read, inputs) > 50
 

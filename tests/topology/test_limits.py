@@ -154,11 +154,6 @@ def test_memory_reads_and_writes_every_byte_once(
     assert bound == pytest.approx(40 / (num_read + num_written) * factor)
 
 
-def test_memory_of_several_hosts() -> None:
-    assert memory_bound("all_reduce", RankLayout(2, 1, 2), 40) == 40 * 1 / 4
-    assert memory_bound("all_reduce", RankLayout(4, 2, 2), 40) == 40 * 3 / 8
-
-
 @pytest.mark.parametrize("test", sorted(MEASURED))
 def test_every_collective_has_its_formulas(test: str) -> None:
     for n in (2, 3, 8, 64):

@@ -5,10 +5,8 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from hypothesis import given, settings, strategies as st
 from tests.commands import refusal
 
 from ronde.cli import main
@@ -107,11 +105,6 @@ def one(findings: tuple[Diagnostic, ...], rule: str) -> Diagnostic:
     return next(finding for finding in findings if finding.rule == rule)
 
 
-def test_every_sample_is_judged() -> None:
-    files = [*SAMPLES.glob("nccl_topo/*.xml"), *SAMPLES.glob("rccl_topo/*.xml")]
-    assert {str(path.relative_to(SAMPLES)) for path in files} == FOUND.keys()
-
-
 @pytest.mark.parametrize("name", FOUND)
 def test_samples_have_the_findings_that_their_files_show(name: str) -> None:
     findings = lint_host(read(name))
@@ -119,6 +112,7 @@ def test_samples_have_the_findings_that_their_files_show(name: str) -> None:
     if any(word in name for word in HEALTHY):
         assert all(finding.severity is NOTE for finding in findings)
     assert all(0 <= f.has_gb_per_s < 1e4 for f in findings)
+    assert all(len(line) <= 80 for line in draw_log_findings(findings).splitlines())
 
 
 def test_the_figures_of_real_defects_follow_from_the_files() -> None:
@@ -453,6 +447,10 @@ def test_a_second_port_without_cable_is_a_note(place: dict[str, object]) -> None
 def test_a_port_that_is_down_loses_the_rate_of_the_others() -> None:
     found = one(lint_host(with_port(3, is_up=False, mbit_per_s=10_000)), "nic-down")
     assert "the node has 50 GB/s less" in found.consequence
+    init = one(lint_host(with_port(3, is_up=False, state="INIT, LinkUp")), "nic-down")
+    assert "no subnet manager has configured the port" in init.seen
+    off = lint_host(with_port(3, is_up=False, kind="", state="DOWN, Disabled"))
+    assert "nic-down" not in {finding.rule for finding in off}
 
 
 @pytest.mark.parametrize("of_gpus", [0, 1])
@@ -496,8 +494,6 @@ def test_lint_names_what_a_host_does_not_show() -> None:
         "rates of network ports (1 of 2 hosts)",
     )
     assert unseen_facts([full._replace(gpus=())]) == facts[:1]
-    query = HostTopology(sources=("nvidia-smi -q a b.txt",))
-    assert any("ronde check read 'a b.txt'" in fact for fact in unseen_facts([query]))
 
 
 def all_ports_down() -> HostTopology:
@@ -549,69 +545,6 @@ def test_nodes_that_are_alike_and_one_that_reports_less() -> None:
     assert lint_fleet(fleet(silent)) == ()
 
 
-_names = st.sampled_from(["", "0000:00:00.0", "0000:01:00.0", "0000:02:00.0", "x"])
-_numbers = st.integers(-2, 200)
-
-
-def _some(cls: type, key: str = "", **fields: object) -> st.SearchStrategy[Any]:
-    elements = st.builds(cls, **fields)
-    unique = (lambda each: getattr(each, key)) if key else None
-    return st.lists(elements, max_size=3, unique_by=unique).map(tuple)
-
-
-_hosts = st.builds(
-    HostTopology,
-    numa_nodes=_some(
-        NumaNode,
-        "number",
-        number=st.integers(-1, 3),
-        cpus=st.lists(st.integers(0, 9), max_size=3).map(tuple),
-        vendor=st.sampled_from(["", "GenuineIntel"]),
-        arch=st.sampled_from(["", "x86_64"]),
-        family=_numbers,
-        model=_numbers,
-        package=st.integers(-1, 2),
-    ),
-    devices=_some(
-        PciDevice,
-        "bus_id",
-        bus_id=_names,
-        parent=_names,
-        node=st.integers(-1, 3),
-        speed=st.sampled_from(["", "8 GT/s", "16.0 GT/s PCIe", ". GT/s", "1e9 GT/s"]),
-        width=_numbers,
-        gb_per_s=st.sampled_from([0.0, 3.0]),
-        speed_now=st.sampled_from(["", "2.5 GT/s PCIe"]),
-        width_now=_numbers,
-    ),
-    gpus=_some(GpuDevice, "name", bus_id=_names, number=st.integers(0, 3), sm=_numbers),
-    ports=_some(
-        NetPort,
-        "title",
-        title=st.sampled_from("abc"),
-        bus_id=_names,
-        mbit_per_s=_numbers,
-    ),
-    links=_some(
-        Link,
-        kind=st.sampled_from([LinkKind.NVLINK, LinkKind.XGMI]),
-        source=_names,
-        target=_names,
-        num_links=st.integers(0, 99),
-        target_class=st.sampled_from([-1, 0x030200, 0x068000]),
-    ),
-)
-
-
-@given(_hosts)
-@settings(max_examples=80, deadline=None)
-def test_no_host_is_too_odd_for_rules_and_words(host: HostTopology) -> None:
-    findings = [*lint_host(host), *lint_fleet([host, sound()])]
-    assert {finding.rule for finding in findings} <= MEANINGS.keys()
-    text = draw_log_findings(findings)
-    assert all(finding.rule in text for finding in findings)
-
-
 def test_equal_findings_are_reported_once_and_the_worst_first() -> None:
     findings = lint_host(read("nccl_topo/modal_gvisor_b200_vm_topo.xml"))
     text = draw_log_findings(findings)
@@ -621,13 +554,6 @@ def test_equal_findings_are_reported_once_and_the_worst_first() -> None:
     assert count_findings(findings) == "16 errors, 3 warnings, 8 notes"
     assert count_findings(()) == "nothing found"
     assert draw_log_findings(()) == ""
-
-
-@pytest.mark.parametrize("name", FOUND)
-def test_lines_keep_to_the_width(name: str) -> None:
-    for line in draw_log_findings(lint_host(read(name))).splitlines():
-        assert len(line) <= 80
-        assert line == line.rstrip()
 
 
 def test_every_rule_is_documented_with_its_meaning() -> None:
@@ -690,11 +616,6 @@ def test_several_hosts_are_compared_and_named(
     assert out.startswith("2 hosts: ")
     assert "WARNING node-gpus-differ: azurehpc_nc48v4_topo\n" in out
     assert "azure_ncv4_a100pcie_topo 0001:00:00.0" in out
-
-
-def test_this_machine_is_looked_at(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run([]) in (0, 1)
-    assert "NUMA node" in capsys.readouterr().out
 
 
 def test_the_odd_one_of_a_fleet_may_be_the_better_one() -> None:

@@ -222,19 +222,8 @@ def test_classes_without_a_name_are_no_damage(line):
     assert read(text).devices == read(PLAIN).devices
 
 
-def test_numbers_alone_are_read():
-    host = read("00:1c.0 0604: 8086:a190 (rev f9)\n19:00.0 0302: 10de:2330 (rev a1)\n")
-    assert [(d.bus_id, d.device) for d in host.devices] == [(GPU, 0x2330)]
-    assert len(host.gpus) == 1
-
-
-@pytest.mark.parametrize(
-    "path",
-    [A100, pytest.param(A10, marks=pytest.mark.long)],
-    ids=lambda path: path.name,
-)
-def test_harm_does_none(path):
-    assert check_harmless(read, bad_inputs(path.read_bytes())) > 10
+def test_harm_does_none():
+    assert check_harmless(read, bad_inputs(A100.read_bytes())) > 10
 
 
 @given(st.integers(0, len(A100.read_bytes())))
@@ -250,11 +239,8 @@ def test_a_list_cut_anywhere_is_a_value_or_refused(end):
 @pytest.mark.parametrize(
     ("title", "sm"),
     [
-        ("Tesla P100-SXM2-16GB", 60),
         ("NVIDIA H100 80GB HBM3", 90),
         ("NVIDIA A100-SXM4-80GB", 80),
-        ("NVIDIA GH200 480GB", 90),
-        ("NVIDIA B200", 100),
         ("NVIDIA GeForce RTX 3090", 86),
         ("NVIDIA A1000", UNKNOWN),
         ("Instinct MI300X", UNKNOWN),

@@ -12,9 +12,7 @@ from ronde.topology import (
     LimitWorld,
     Topology,
     read_host,
-    read_topology,
     world_of,
-    write_topology,
 )
 
 
@@ -109,15 +107,6 @@ def test_what_is_virtual_is_no_hardware(tree: Adapters) -> None:
     assert read_host(tree.root).interfaces == ()
 
 
-def test_an_adapter_that_is_not_on_the_bus_has_the_speed_that_it_reports(
-    tree: Adapters,
-) -> None:
-    own = "sys/devices/LNXSYSTM:00/vmbus/net/eth0"
-    tree.link("sys/class/net/eth0", own).write(f"{own}/carrier", "1\n")
-    tree.write(f"{own}/speed", "50000\n")
-    assert tree.reported("eth0") == "eth0, 6.25 GB/s"
-
-
 def two(tree: Adapters) -> Adapters:
     tree.interface("eth0", "25000").interface("eth1", "25000", "0000:04:00.0")
     return tree
@@ -197,11 +186,3 @@ def test_rdma_ports_that_are_up(tree: Adapters) -> None:
     path = tree.rates().path
     assert path is not None
     assert path.link == "mlx5_0, 50 GB/s"
-
-
-def test_interfaces_outlive_a_trip_through_json(tree: Adapters) -> None:
-    two(tree).virtual("bond0", "eth0", "eth1", bonding="802.3ad 4")
-    host = read_host(tree.root)
-    assert host.interfaces
-    text = write_topology(Topology((host,)))
-    assert read_topology(text.encode(), "text").hosts == (host,)

@@ -225,39 +225,6 @@ def test_what_stands_behind_the_words(header, row, nodes):
     assert {node.number: len(node.cpus) for node in host.numa_nodes} == nodes
 
 
-def test_adapters_without_legend_keep_their_numbers():
-    text = NICS.partition("NIC Legend")[0]
-    assert [port.title for port in read(text).ports] == ["NIC0", "NIC1"]
-
-
-@pytest.mark.parametrize("blank", ["\t", "   "])
-def test_one_gpu_in_a_container(blank):
-    text = (
-        "\tGPU0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\nGPU0\t X \t0-3\tN/A\t\tN/A\n"
-    )
-    host = read(text.replace("\t", blank))
-    (gpu,) = host.gpus
-    assert (gpu.number, gpu.node) == (0, 0)
-    assert host.numa_nodes[0].cpus == (0, 1, 2, 3)
-    assert host.relations == ()
-    assert len(host.remarks) == 1
-
-
-def test_memory_of_gpus_is_nodes_without_cpus():
-    host = read(
-        "\tGPU0\tGPU1\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\n"
-        "GPU0\t X \tNODE\t0-71\t0\t\t2\n"
-        "GPU1\tNODE\t X \t72-143\t1\t\t10\n"
-    )
-    assert [(node.number, node.cpus) for node in host.numa_nodes] == [
-        (0, cpus("0-71")),
-        (1, cpus("72-143")),
-        (2, ()),
-        (10, ()),
-    ]
-    assert host.remarks == ()
-
-
 def test_several_nodes_near_a_gpu_are_said():
     host = read("\tGPU0\tCPU Affinity\tNUMA Affinity\nGPU0\t X \t0-127\t0,8,252-255\n")
     assert [node.number for node in host.numa_nodes] == [0, 8, 252, 253, 254, 255]
@@ -390,34 +357,19 @@ def test_two_hosts_in_one_file_are_not_one():
         read(text + text.replace("GPU-0", "GPU-9"))
 
 
-def test_links_alone_are_recognised():
-    text = "GPU 0: NVIDIA H100\n\t Link 0: <inactive>\n"
-    assert PROBE.recognises(Saved("it", text.encode()))
-    assert not PROBE.recognises(Saved("it", b"GPU 0: x\n Link 0: Replay Errors: 0\n"))
-
-
-@pytest.mark.parametrize(
-    "path",
-    [B200, *(pytest.param(p, marks=pytest.mark.long) for p in (H200, PERLMUTTER))],
-    ids=lambda path: path.name,
-)
-def test_harm_does_none(path):
-    assert check_harmless(read, bad_inputs(path.read_bytes())) > 10
+def test_harm_does_none():
+    assert check_harmless(read, bad_inputs(B200.read_bytes())) > 10
 
 
 @pytest.mark.parametrize(
     "text",
     [
         "\t" + "\t".join(f"GPU{n}" for n in range(250_000)),
-        ("\t" + "\t".join(f"GPU{n}" for n in range(400)) + "\n") * 2000,
-        "GPU0\tmlx5_0\n" * 50_000,
         status(0, num_active=50_000),
         "GPU 0: " + " " * 5_000_000 + "x",
-        "|  0  " + "x " * 2_000_000,
-        "GPU0\tX\n" * 100_000,
         "\tGPU0\tNIC0\n" + "NIC0 \n" * 200_000,
     ],
-    ids=range(8),
+    ids=range(4),
 )
 def test_much_of_it_takes_no_time(text):
     check_harmless(read, iter([Hostile("much", text.encode())]))
@@ -448,15 +400,6 @@ NIC1\tNODE\tPXB\tSYS\tSYS\tNODE\t X \tSYS\tSYS\t\t
 NIC2\tSYS\tSYS\tPIX\tNODE\tSYS\tSYS\t X \tSYS\t\t
 NIC3\tSYS\tSYS\tSYS\tSYS\tSYS\tSYS\tSYS\t X \t\t
 
-Legend:
-
-  X    = Self
-  SYS  = Connection traversing PCIe as well as the SMP interconnect between NUMA nodes
-  NODE = Connection traversing PCIe as well as the interconnect between Host Bridges
-  PXB  = Connection traversing multiple PCIe bridges
-  PIX  = Connection traversing at most a single PCIe bridge
-  NV#  = Connection traversing a bonded set of # NVLinks
-
 NIC Legend:
 
   NIC0: mlx5_0
@@ -481,9 +424,3 @@ def test_adapters_are_at_the_node_of_the_gpus_near_them():
     rows = {row[0]: row[1:] for row in map(str.split, SOCKETS.splitlines()) if row}
     for label, said in zip(table.labels, table.words, strict=True):
         assert said == tuple(rows[label][:8])
-
-
-def test_an_adapter_near_gpus_of_two_nodes_is_at_none_that_is_known():
-    near = SOCKETS.replace("SYS\tSYS\tPIX\tSYS\t56", "PHB\tSYS\tPIX\tSYS\t56")
-    near = near.replace("PXB\tNODE\tSYS\tSYS\t X ", "PXB\tNODE\tPHB\tSYS\t X ")
-    assert [port.node for port in read(near).ports] == [UNKNOWN, 0, 1, UNKNOWN]

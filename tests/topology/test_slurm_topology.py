@@ -9,7 +9,6 @@ from tests.topology.hostile import Hostile, bad_inputs, check_harmless
 
 from ronde.cli import main
 from ronde.errors import UsageError
-from ronde.render import draw_tree
 from ronde.topology import (
     SLURM_TOPOLOGY,
     NetworkSwitch,
@@ -136,10 +135,6 @@ def test_what_slurm_would_not_take_is_refused_with_its_line(text, message):
         read(text)
 
 
-def test_other_files_are_not_recognised():
-    assert not PROBE.recognises(Saved("it", b"NodeName=n1\n# SwitchName=a\n"))
-
-
 def test_harm_does_none():
     assert check_harmless(read, bad_inputs(TREE.encode())) > 10
 
@@ -150,32 +145,13 @@ def test_harm_does_none():
         "".join(f"SwitchName=s{n} Nodes=n[1-65536]\n" for n in range(1000)),
         "SwitchName=s0\n"
         + "".join(f"SwitchName=s{n + 1} Switches=s{n}\n" for n in range(20_000)),
-        "SwitchName=a Nodes=" + ",".join(["n"] * 60_000),
-        "SwitchName=a " * 500_000,
         "\\\n" * 1_000_000,
         "SwitchName=a " + " " * 5_000_000 + "x",
-        "SwitchName=" + "a=" * 2_000_000,
     ],
-    ids=range(7),
+    ids=range(4),
 )
 def test_much_of_it_takes_no_time(text):
     check_harmless(read, iter([Hostile("much", text.encode())]))
-
-
-def chain(length: int) -> str:
-    lines = [f"SwitchName=s{n} Switches=s{n - 1}" for n in range(1, length)]
-    return "\n".join(reversed(["SwitchName=s0", *lines]))
-
-
-def test_a_long_chain_is_no_circle():
-    topology = read(chain(256))
-    assert len(topology.switches) == 256
-    assert draw_tree(topology).count("s") > 256
-
-
-def test_an_endless_chain_is_refused():
-    with pytest.raises(UsageError, match="levels of switches, but at most 256"):
-        read(chain(5001))
 
 
 @given(st.integers(0, len(TREE)), st.text(max_size=3))

@@ -152,13 +152,6 @@ def test_auto_binds_ranks_near_their_gpus_where_every_node_has_some():
     assert asked.cpus == (2, 3)
 
 
-def test_two_nodes_of_two_threads_are_halved_for_two_ranks():
-    whole = machine({0: 2, 1: 2}, threads=2)
-    first, second = bind(whole, 2, BindMode.CORE, [None, None])
-    assert (first.cpus, first.memory_node, first.num_cores) == ((0, 1, 4, 5), 0, 2)
-    assert (second.cpus, second.memory_node) == ((2, 3, 6, 7), 1)
-
-
 def test_ranks_near_one_node_have_all_of_it_with_numa():
     whole = machine({0: 4, 1: 4})
     near = [gpu(0, 1), gpu(1, 1), gpu(2, 0), gpu(3, 0)]
@@ -233,15 +226,6 @@ def test_the_reason_tells_what_is_divided_among_how_many():
     assert [b.why for b in near] == ["1/2 of 4 cores near GPU"] * 2
     alone, _ = bind(whole, 2, BindMode.NUMA, [None, None])
     assert alone.why == "memory node near 1/2 of 8 cores"
-
-
-def test_a_policy_looks_for_a_node_with_room():
-    whole = machine({0: 3, 1: 4})
-    torn, _ = bind(whole, 2, BindMode.CORE, [None, None])
-    assert torn.cpus == (0, 1, 2, 3)
-    policy = Policy.RESTRICTED
-    first, second = bind(whole, 2, BindMode.CORE, [None, None], policy=policy)
-    assert (first.cpus, second.cpus) == ((3, 4, 5, 6), (0, 1, 2))
 
 
 def test_a_refusal_names_host_rank_and_resource():

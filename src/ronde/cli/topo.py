@@ -48,10 +48,10 @@ _ROOT_OPTION = """\
 """
 _SOURCES_HELP = """\
 SOURCE is a file in one of these forms: NCCL's topology (NCCL_TOPO_DUMP_FILE writes it,
-clouds ship it), AMD's, hwloc's XML, the text of nvidia-smi topo -m or lspci -vvv,
-nvidia-smi -q, amd-smi topology, rocm-smi --showtopo or ibstat, Slurm's topology.conf,
-or the output of ronde topo --json; - is standard input. Each file of any form is one
-host. Without a SOURCE it is this machine.
+clouds ship it), AMD's, hwloc's XML, the text of nvidia-smi topo -m, lspci -vvv,
+amd-smi topology or rocm-smi --showtopo, Slurm's topology.conf, or the output of ronde
+topo --json; - is standard input. Each file is one host. Without a SOURCE, this machine
+is read.
 """
 _SHOW_HELP = f"""\
 usage: ronde topo [SOURCE ...] [--json | --matrix | --paths] [options]

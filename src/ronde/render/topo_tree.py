@@ -177,10 +177,6 @@ def _summary(host: HostTopology) -> str:
     num_cpus = sum(len(node.cpus) for node in host.numa_nodes)
     memory = sum(max(0, node.memory_bytes) for node in host.numa_nodes)
     cores = counted(num_cpus, "hardware thread") if num_cpus else ""
-    if host.sources and host.sources[0].startswith(("nvidia-smi -q ", "ibstat ")):
-        gpus, ports = len(host.gpus), len(host.ports)
-        shown = counted(gpus, "GPU") if gpus else counted(ports, "network port")
-        return f"{shown}; the rest is not in this file"
     return _joined(
         counted(len(host.numa_nodes), "NUMA node"),
         counted(num_cores, "core") if num_cores else cores,

@@ -115,8 +115,6 @@ class NetPort(NamedTuple):
     gdr: int = UNKNOWN  # 1 where it reaches GPUs' memory, 0 where not.
     is_up: bool = True  # It has a link; True if unknown.
     state: str = ""  # Of its link, as written: ``INIT, LinkUp``, ``1X NDR``.
-    card: str = ""  # Shared by a card's ports where there is no ``bus_id``.
-    model: str = ""  # Of the adapter, such as ``MT4129``.
 
     @property
     def name(self) -> str:
@@ -222,7 +220,7 @@ class Diagnostic(NamedTuple):
 
 
 # The version increases when a field changes its meaning or is removed.
-_SCHEMA = {"form": "ronde-topology", "version": 2}
+_SCHEMA = {"form": "ronde-topology", "version": 3}
 _MAX_DEPTH = 256
 
 
@@ -244,7 +242,7 @@ def read_topology(data: bytes, origin: str) -> Topology:
         problem = "is JSON, but not a ronde topology"
         if found["form"] == _SCHEMA["form"]:
             given = shorten(found["version"])
-            problem = f"has format version {given}, but this ronde reads version 2"
+            problem = f"has format version {given}, but this ronde reads version 3"
         raise UsageError(f"{origin} {problem}. Write it with: ronde topo --json")
     try:
         topology = from_plain(Topology, values, "topology")

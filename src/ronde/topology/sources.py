@@ -36,12 +36,10 @@ def _find_probes() -> list[Probe]:
     from ronde.topology.probes.lspci import LSPCI
     from ronde.topology.probes.nccl import NCCL_TOPOLOGY
     from ronde.topology.probes.nvidia_smi import NVIDIA_SMI
-    from ronde.topology.probes.rdma_text import RDMA_PORTS
     from ronde.topology.probes.slurm import SLURM_TOPOLOGY
-    from ronde.topology.probes.smi_query import SMI_QUERY
 
     # AMD's tables look like NVIDIA's.
-    text = [AMD_SMI, NVIDIA_SMI, LSPCI, SMI_QUERY, RDMA_PORTS, SLURM_TOPOLOGY]
+    text = [AMD_SMI, NVIDIA_SMI, LSPCI, SLURM_TOPOLOGY]
     return [_JSON, NCCL_TOPOLOGY, HWLOC, *text]
 
 
