@@ -3,10 +3,8 @@
 import gzip
 import io
 import sys
-from collections.abc import Callable
 
 import pytest
-from hypothesis import given, strategies as st
 from tests.topology.nccl_job import JobLog, text_of
 
 from ronde.errors import UsageError
@@ -95,17 +93,6 @@ def test_a_communicator_that_was_split_off(count: str) -> None:
 
     assert parent.name == "0x99"
     assert [rank.is_complete for rank in child.ranks] == [True, True]
-
-
-def test_a_ring_that_an_old_release_cuts_reports_no_number_of_ranks() -> None:
-    """Before 2.23 it names twenty ranks, whatever the ring has."""
-    ring = " ".join(f"{rank:3}" for rank in range(20))
-    layout = "comm 0xa rank 0 nRanks 32 nNodes 4 localRanks 8 localRank 0 MNNVL 0"
-
-    assert one_job(f"{P}Channel 00/04 : {ring}").communicators[0].num_ranks == 0
-    for lines in ((layout, f"Channel 00/04 : {ring}"),) * 2:
-        (comm,) = one_job("\n".join(P + line for line in lines)).communicators
-        assert comm.num_ranks == 32
 
 
 # ---- the topology
@@ -199,6 +186,25 @@ def test_a_gpu_in_one_package_with_its_processor_needs_no_pci() -> None:
 @pytest.mark.parametrize(
     ("text", "field", "values"),
     [
+        ("Bootstrap : Using [0]ens1f0:fe80::1%ens1f0<0>", "bootstrap", ["ens1f0"]),
+        ("NET/IBext_v8 : No device found.", "candidates", ["IBext_v8 none"]),
+        ("NET/Socket : Using [0]eth0:10.0.0.1<0>", "candidates", ["Socket eth0"]),
+        ("Using network AWS Libfabric", "networks", ["AWS Libfabric"]),
+        (
+            "NET/AWS Libfabric : GPU Direct RDMA Disabled for HCA 3 'rdmap0s6-rdma'",
+            "gdr",
+            ["AWS Libfabric rdmap0s6-rdma Disabled"],
+        ),
+        (
+            "NCCL_IB_DISABLE set by environment to 1.",
+            "settings",
+            ["NCCL_IB_DISABLE=1"],
+        ),
+        (
+            "NVLS multicast support is not available on dev 3",
+            "nvls",
+            ["not available on dev 3"],
+        ),
         (
             (
                 "NET/IB : Using [0]={[0] mlx5_0:1/RoCE, [1] mlx5_1:1/RoCE} "
@@ -238,7 +244,6 @@ def test_a_gpu_in_one_package_with_its_processor_needs_no_pci() -> None:
             "p2p",
             ["Could not enable P2P between dev 0(=1000) and dev 1"],
         ),
-        ("Call to connect returned Connection refused, retrying", "retries", None),
         (
             (
                 "socketPollConnect: connect to 10.0.0.1<4567> returned Connection "
@@ -249,10 +254,10 @@ def test_a_gpu_in_one_package_with_its_processor_needs_no_pci() -> None:
         ),
     ],
 )
-def test_forms(text: str, field: str, values: list[str] | None) -> None:
-    said = getattr(one_job(P + text), field)
+def test_forms_of_releases(text: str, field: str, values: list[str]) -> None:
+    reported = getattr(one_job(P + text), field)
 
-    assert [each.value for each in said] == (values or ["Connection refused"])
+    assert [each.value for each in reported] == values
 
 
 def test_rccl_s_counts_of_channels() -> None:
@@ -265,28 +270,6 @@ def test_rccl_s_counts_of_channels() -> None:
     assert comm.channels == (ChannelCounts(24, 0, 16),)
 
 
-def test_reductions_in_the_network_s_switches_are_reported() -> None:
-    text = "\n".join(
-        f"{P}CollNet 0{n}/0 : 3 [{way}] via COLLNET/SHARP/{n}/GDRDMA"
-        for n in range(2)
-        for way in ("send", "receive")
-    )
-    (edges,) = one_job(text).edges
-
-    assert (edges.transport, edges.num_edges, edges.example) == (
-        "COLLNET/SHARP",
-        2,
-        (3, 3),
-    )
-    assert "between nodes 2 connections by COLLNET/SHARP" in draw_log(read(text), ())
-
-
-def test_a_version_that_rccl_says_in_nobody_s_name() -> None:
-    log = read(f"RCCL version : 2.21.5-HEAD:9a0e6a1\n{P}Using network IB\n")
-
-    assert log.loose_versions == ("2.21.5-HEAD:9a0e6a1",)
-
-
 # ---- numbers that are none
 
 
@@ -294,15 +277,9 @@ def test_a_version_that_rccl_says_in_nobody_s_name() -> None:
     "text",
     [
         "Channel 00/0 : {long}[0] -> 1[1] via P2P/IPC",
-        "Channel 00/02 : 1 {long}",
-        "cudaDriverVersion {long}",
         "GPU/0-1 :GPU/0-2 (1/1..2/NVL) ",
-        "Init timings: rank 0 nranks 1 total 1.2.3 (kernels 0.1)",
         "Init timings: rank 0 nranks 1 total 1.2 (kernels 0..1)",
         "comm 0x1 rank {long} nranks 8 cudaDev 0 busId 1 - Init START",
-        "AllReduce: {long} Bytes -> Algo RING proto LL channel{{Lo..Hi}}={{0..1}}",
-        "              + NET[25.0] - NET/0-0",
-        "              + NET[25.0] - NET/0-0 (0/1/1/)",
         "              + NET[25.0] - NET/0-0 (0/1/1/1.2.3)",
     ],
 )
@@ -318,68 +295,33 @@ def test_what_only_looks_like_a_number_is_not_read(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "before",
+    ("before", "after"),
     [
-        # srun -l sets ranks under each other
-        "   0: ",
-        "[1,0]<stdout>:",
-        "[node1:3] ",
-        "2026-01-31 10:20:30,123 ",
-        "2026-01-31T10:20:30.1Z stdout F ",
-        "(RayTrainWorker pid=77, ip=10.0.0.7) ",
-        "[2026-01-31 10:20:30] [1,0]<stdout>:",
-        # kubectl logs --prefix: a name may have 253 characters
-        f"[pod/{'trainer-' * 20}0/pytorch] ",
-        "[pod/a/b] 2026-01-31T10:20:30.123456789Z ",
-        # journalctl, docker compose, a table's tab
-        "Jan 31 10:20:30 node0 python3[4711]: ",
-        "worker-0  | ",
-        "2026-01-31T10:20:30.123Z\t",
-        # pdsh on top of srun
-        "node17: 3: ",
-        "[prterun-node0-77@1,0]<stdout>: ",
-        "\x1b[1;34m[rank0]:\x1b[0m",
+        # srun -l aligns ranks.
+        ("   0: ", ""),
+        ("[1,0]<stdout>:", ""),
+        ("[node1:3] ", "\r"),
+        ("2026-01-31T10:20:30.1Z stdout F ", ""),
+        ("(RayTrainWorker pid=77, ip=10.0.0.7) ", " [repeated 7x across cluster]"),
+        # kubectl logs --prefix: a name may have 253 characters.
+        (f"[pod/{'trainer-' * 20}0/pytorch] 2026-01-31T10:20:30.123456789Z ", ""),
+        # journalctl, docker compose.
+        ("Jan 31 10:20:30 node0 python3[4711]: ", ""),
+        ("worker-0  | ", ""),
+        # pdsh on top of srun.
+        ("node17: 3: ", ""),
+        ("\x1b[1;34m[rank0]:\x1b[0m", "\x1b[0m"),
+        # Text of other programs.
+        ("trainer-0 pytorch ", ""),
+        (" 40%|####      | 4/10 [00:01<00:02,  2.1it/s]", ""),
     ],
 )
-def test_what_stands_before_lines(before: str) -> None:
+def test_text_around_the_messages_is_ignored(before: str, after: str) -> None:
     text = text_of(JobLog(num_hosts=1)).decode()
-    marked = "".join(f"{before}{line}\n" for line in text.splitlines())
-
-    assert read(marked).jobs == read(text).jobs
-
-
-@pytest.mark.parametrize(
-    "before",
-    [
-        # What nobody knows: the host is the last word all the same.
-        "trainer-0 pytorch ",
-        " 40%|####      | 4/10 [00:01<00:02,  2.1it/s]",
-        "step 3: loss 2.25, ",
-    ],
-)
-def test_what_another_program_left_on_the_line(before: str) -> None:
-    text = text_of(JobLog(num_hosts=1)).decode()
-    marked = "".join(f"{before}{line}\n" for line in text.splitlines())
+    marked = "".join(f"{before}{line}{after}\n" for line in text.splitlines())
 
     log = read(marked)
-    assert log.jobs == read(text).jobs
-    assert log.num_lost == 0
-
-
-@pytest.mark.parametrize(
-    "after",
-    [
-        "\x1b[0m",
-        "\r",
-        " [repeated 7x across cluster]",
-        " [repeated 3x across cluster] (Ray deduplicates logs by default.)",
-    ],
-)
-def test_what_stands_behind_lines(after: str) -> None:
-    text = text_of(JobLog(num_hosts=1)).decode()
-    marked = "".join(f"{line}{after}\n" for line in text.splitlines())
-
-    assert read(marked).jobs == read(text).jobs
+    assert (log.jobs, log.num_lost) == (read(text).jobs, 0)
 
 
 def test_other_programs_words_are_no_beginnings_of_messages() -> None:
@@ -418,12 +360,6 @@ def test_a_packed_log_that_was_cut_is_refused(size: int) -> None:
         read(packed[:size])
 
 
-@given(st.binary(max_size=200))
-def test_damaged_packed_logs_are_refused(data: bytes) -> None:
-    with pytest.raises(UsageError, match="cannot unpack the log"):
-        read(b"\x1f\x8b\x08\x00" + data)
-
-
 def test_a_bomb_takes_no_memory() -> None:
     log = read(gzip.compress(bytes(100_000_000), 1))
 
@@ -447,21 +383,8 @@ def many_drafts(num: int) -> str:
     )
 
 
-def many_hosts_of_one_pid(num: int) -> str:
-    """In containers the first process has the same number everywhere."""
-    return "".join(
-        f"w{host}x:7:1 [0] NCCL INFO Using network IB\n" * (1 + 4 * (host % 2))
-        for host in range(num)
-    )
-
-
-@pytest.mark.parametrize(
-    ("make", "num"), [(many_drafts, 60), (many_hosts_of_one_pid, 500)]
-)
-def test_four_times_as_much_takes_four_times_as_many_steps(
-    make: Callable[[int], str], num: int
-) -> None:
-    small, large = (num_calls(make(size).encode()) for size in (num, 4 * num))
+def test_four_times_as_much_takes_four_times_as_many_steps() -> None:
+    small, large = (num_calls(many_drafts(size).encode()) for size in (60, 240))
 
     # Squared it would be sixteen times.
     assert large < 6 * small

@@ -43,7 +43,6 @@ _MARK_BEGUN = re.compile(
     r"[A-Za-z0-9][\w.-]{0,254}"
     r"(?::|:\d{1,10}(?::\d{0,10}(?: \[?-?\d{0,4}\]?(?: \S{0,300})?)?)?)?"
 )
-_LOOSE_VERSION = re.compile(rf"{_BEFORE}([NR]CCL version (?:: )?\d\S*)")
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 # Ray's note about lines that it folds.
 _REPEATED = re.compile(r" *\[repeated \d{1,9}x across [a-z ]{1,20}\].*")
@@ -59,7 +58,7 @@ _HEAD_LASTS = 200  # Lines.
 class NcclMessage(NamedTuple):
     """A message with its prefix parsed: host, process, thread and severity."""
 
-    host: str  # Empty for a version that names none.
+    host: str
     pid: int
     thread: int
     is_warning: bool  # It is marked ``WARN``.
@@ -164,9 +163,7 @@ class MessageReader:
             lead = lead if match[0].isspace() else lead[match.end() :]
         if not lead.strip():
             return
-        if version := _LOOSE_VERSION.fullmatch(lead):
-            yield NcclMessage("", 0, 0, False, "", version[1])  # noqa: FBT003
-        elif message := self._join(lead):
+        if message := self._join(lead):
             yield message
         elif is_cut:
             self._hold(lead)
@@ -238,7 +235,7 @@ NET/ plugins (NET/Plugin ?: .+|NET/OFI .+)
 Pattern nothing Pattern \d+, crossNic \d+, nChannels \d+, bw .+, sameChannels \d+
 Channel edge Channel \d+(?:/\d+)? : (\d+)\[\w+\] -> (\d+)\[\w+\]
     [ ](?:\[(send|receive)\] )?via (@TRANSPORT)(?: comm \S+ nRanks \d+)?
-Channel ring Channel \d+/\d+ :((?: +\d+)+)
+Channel nothing Channel \d+/\d+ :(?: +\d+)+
 CollNet edge CollNet \d+/\d+ : (\d+)() \[(send|receive)\] via
     [ ](COLLNET/[\w.-]+)/-?\d+(?:/GDRDMA)?(?:/Shared)?
 P2P p2p (P2P is disabled between connected GPUs \d+ and \d+)\..*
@@ -272,8 +269,6 @@ comm: channels comm:0x[0-9a-f]+, nRanks:\d+, nNodes:\d+, coll channels:(\d+)
     [ ]p2p channels per peer:\d+
 tuning tuning (\w+): (\d+) Bytes -> Algo (\w+) proto (\w+)
     [ ]channel\{Lo\.\.Hi\}=\{\d+\.\.\d+\}
-tuning call \w+: opCount \w+ sendbuff \w+ recvbuff \w+ count \d+ datatype \d+ op \d+
-    [ ]root \d+ comm (0x[0-9a-f]+) \[nranks=(\d+)\].*
 setting settings ([NR]CCL_[A-Z0-9_]+) set (?:by environment )?to (\S(?:.*?\S)??)\.?
     => {}={}
 """
