@@ -2,7 +2,6 @@
 
 from collections import Counter
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 from hypothesis import given, strategies as st
@@ -24,37 +23,6 @@ SAMPLES = Path(__file__).parent / "samples" / "hwloc_xml"
 PROBE = HWLOC
 
 
-class Counted(NamedTuple):
-    """What grep counts in a sample."""
-
-    file: str
-    host: str
-    arch: str
-    num_nodes: int
-    num_cores: int
-    num_threads: int
-    num_devices: int
-    num_gpus: int
-    num_ports: int
-    num_links: int
-    gb_per_s: dict[float, int]
-
-
-COUNTED = [
-    Counted(
-        "fakepcilocalities.xml",
-        *("", "", 4, 40, 40, 5, 0, 5, 0),
-        {0.0: 3, 0.25: 1, 3.938462: 1},
-    ),
-    Counted("nvidia-dgx-gb10.xml", *("cfarm107", "arm64", 1, 20, 20, 0, 0, 0, 0), {}),
-    Counted(
-        "power8gpudistances.xml",
-        *("drac-12.grenoble.grid5000.fr", "ppc64", 2, 8, 16, 4, 4, 0, 12),
-        {7.876923: 4},
-    ),
-]
-
-
 def read(data: bytes | str) -> HostTopology:
     data = data.encode() if isinstance(data, str) else data
     (host,) = PROBE.read(Saved("saved.xml", data)).hosts
@@ -65,29 +33,21 @@ def sample(name: str) -> HostTopology:
     return read((SAMPLES / name).read_bytes())
 
 
-@pytest.mark.parametrize("counted", COUNTED, ids=lambda each: each.file)
-def test_counts_and_speeds_are_the_file_s(counted):
-    saved = Saved(counted.file, (SAMPLES / counted.file).read_bytes())
-    assert PROBE.recognises(saved)
-    topology = PROBE.read(saved)
-    (host,) = topology.hosts
-    assert host.sources == (f"hwloc XML {counted.file}",)
-    nodes = host.numa_nodes
-    assert host.name == counted.host
-    assert {node.arch for node in nodes} == {counted.arch}
-    assert len(nodes) == counted.num_nodes
-    assert sum(len(node.cores) for node in nodes) == counted.num_cores
-    assert sum(len(node.cpus) for node in nodes) == counted.num_threads
-    assert len(host.devices) == counted.num_devices
-    assert len(host.gpus) == counted.num_gpus
-    assert len(host.ports) == counted.num_ports
-    assert len(host.links) == counted.num_links
-    assert Counter(each.gb_per_s for each in host.devices) == counted.gb_per_s
-    assert read_topology(write_topology(topology).encode(), "it") == topology
+def test_a_machine_without_pci_devices():
+    host = sample("nvidia-dgx-gb10.xml")
+    (node,) = host.numa_nodes
+    assert (host.name, node.arch, len(node.cores)) == ("cfarm107", "arm64", 20)
+    assert (host.devices, host.gpus, host.ports, host.links) == ((), (), (), ())
 
 
 def test_the_power_machine_is_what_its_file_says():
-    host = sample("power8gpudistances.xml")
+    saved = Saved("p8", (SAMPLES / "power8gpudistances.xml").read_bytes())
+    assert PROBE.recognises(saved)
+    topology = PROBE.read(saved)
+    assert read_topology(write_topology(topology).encode(), "it") == topology
+    (host,) = topology.hosts
+    assert host.name == "drac-12.grenoble.grid5000.fr"
+    assert [each.gb_per_s for each in host.devices] == [7.876923] * 4
     first, second = host.numa_nodes
     assert first.cpus == (0, 1, 8, 9, 16, 17, 24, 25)
     # 0x00000303,0x03030000,,0x0: the words are bits 96, 64, 32 and 0 upwards.

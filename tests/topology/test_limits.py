@@ -165,13 +165,6 @@ def test_every_collective_has_its_formulas(test: str) -> None:
             assert 0 < bound <= 200
 
 
-def test_nothing_else_has() -> None:
-    assert set(COLLECTIVES) == set(MEASURED)
-    for formula in (memory_bound, network_bound, gpu_bound):
-        with pytest.raises(KeyError):
-            formula("allreduce", TWO_H100, 400)
-
-
 def test_the_bound_is_never_clipped() -> None:
     bound = Limit(100, "x")
     assert bound.percent(150) == 150

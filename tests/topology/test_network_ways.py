@@ -95,11 +95,6 @@ def test_an_interface_that_does_not_report(tree: Adapters, speed: str | None) ->
         )
 
 
-def test_an_interface_without_its_cable_has_no_rate(tree: Adapters) -> None:
-    tree.interface("eth0", "25000", carrier="0")
-    assert tree.reported("eth0") == tree.reported() == ""
-
-
 def test_what_is_virtual_is_no_hardware(tree: Adapters) -> None:
     for name in ("lo", "veth12", "docker0"):
         tree.virtual(name)

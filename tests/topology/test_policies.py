@@ -81,24 +81,6 @@ def test_hints_are_merged_as_the_topology_manager_does_in_any_order(suite, case)
         assert verdict.is_admitted == is_kept
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(c, id=c["name"]) for c in CASES["compare_narrowest"]]
-)
-def test_results_are_compared_as_the_topology_manager_does(case):
-    current = case["current"] and hint_of(case["current"])
-    candidate = hint_of(case["candidate"])
-    count = case["best_non_preferred_affinity_count"]
-    better = compare(current, candidate, count)
-    expected = {"current": current, "candidate": candidate}[case["expected"]]
-    assert better is expected
-
-
-@pytest.mark.parametrize("case", CASES["max_of_min_affinity_counts"])
-def test_the_best_count_is_the_largest_of_the_narrowest(case):
-    resources = [[hint_of(hint) for hint in hints] for hints in case["hints"]]
-    assert best_count(resources) == case["expected"]
-
-
 def all_combined(resources: list[list[Hint]], nodes: int) -> Hint:
     """Merge as the rules are told: every combination, one after the other."""
     combined: list[Hint] = []

@@ -192,13 +192,6 @@ def test_shared_memory_beside_peers(paths: str, severity: Level) -> None:
     assert found(text) == {"shm-where-p2p-was-possible": severity}
 
 
-def test_shared_memory_alone_below_one_switch() -> None:
-    text = without(text_of(JobLog(num_hosts=1, intra="SHM/direct")), "NVL")
-    text += b"node0:1000:2000 [0] NCCL INFO GPU/0-1 :GPU/0-2 (1/24.0/PIX) \n"
-
-    assert found(text) == {"shm-where-p2p-was-possible": WARNING}
-
-
 def libfabric(provider: str, *extra: str) -> bytes:
     job = JobLog(network="AWS Libfabric", inter="NET/AWS Libfabric/{nic}", extra=extra)
     text = without(text_of(job), "NET/IB", "GPU Direct")
@@ -229,26 +222,24 @@ def test_a_plugin_that_knows_why_it_has_no_gpudirect() -> None:
     assert "the plugin reports: Could not disable CUDA API usage" in finding.seen
 
 
-def test_networks_that_differ() -> None:
-    text = text_of(JobLog()).replace(
-        b"node1:1008:2008 [0] NCCL INFO Using network IB",
-        b"node1:1008:2008 [0] NCCL INFO Using network Socket",
-    )
-    finding = find(text, "networks-differ")
+@pytest.mark.parametrize(
+    ("old", "new", "rule"),
+    [
+        ("Using network IB", "Using network Socket", "networks-differ"),
+        (
+            "NCCL version 2.27.3+cuda12.9",
+            "NCCL version 2.26.2+cuda12.8",
+            "versions-differ",
+        ),
+    ],
+)
+def test_a_rank_unlike_the_others(old: str, new: str, rule: str) -> None:
+    prefix = "node1:1012:2012 [4] NCCL INFO "
+    text = text_of(JobLog()).decode().replace(prefix + old, prefix + new)
+    finding = find(text.encode(), rule)
 
     assert finding.severity is ERROR
-    assert "Socket on node1" in finding.seen
-
-
-def test_versions_that_differ() -> None:
-    text = text_of(JobLog())
-    mixed = text.replace(
-        b"node1:1012:2012 [4] NCCL INFO NCCL version 2.27.3+cuda12.9",
-        b"node1:1012:2012 [4] NCCL INFO NCCL version 2.26.2+cuda12.8",
-    )
-
-    assert found(mixed) == {"versions-differ": ERROR}
-    assert "2.26.2+cuda12.8 on node1" in find(mixed, "versions-differ").seen
+    assert f"{new.rsplit(maxsplit=1)[-1]} on node1" in finding.seen
 
 
 def test_settings_that_differ() -> None:
@@ -324,8 +315,6 @@ def test_a_slow_start_is_reported_with_its_phase() -> None:
         # A bridge trained at the first generation, one lane: 1 x 15/80.
         ("+ PCI[48.0] - PCI/0-1a000", "+ PCI[0.2] - PCI/0-1a000", ERROR, 0.2, 0.0),
         ("+ PCI[48.0] - GPU", "+ PCI[3.0] - GPU", ERROR, 3.0, 0.0),
-        # An adapter of 25 GB/s on a link of 12.
-        ("+ PCI[48.0] - NIC", "+ PCI[12.0] - NIC", WARNING, 12.0, 25.0),
     ],
 )
 def test_slow_pci(
@@ -349,9 +338,7 @@ def test_slow_pci(
         # and 63: ports of 200 and of 400 Gb/s are at home there.
         (24.0, 25.0, False),
         (48.0, 50.0, False),
-        (12.0, 12.5, False),
         (24.0, 50.0, True),
-        (12.0, 25.0, True),
         (3.0, 12.5, True),
     ],
 )

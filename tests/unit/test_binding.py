@@ -199,27 +199,6 @@ def test_a_quota_caps_the_threads_of_who_asked_to_be_bound():
     assert (first.num_cores, second.num_cores) == (1, 1)
 
 
-@given(situations())
-def test_a_policy_changes_nothing_for_who_is_near_its_gpu_and_refuses_by_name(
-    situation,
-):
-    whole, num_ranks, mode, gpus = situation
-    relaxed = bind(whole, num_ranks, mode, gpus)
-    try:
-        strict = bind(whole, num_ranks, mode, gpus, policy=Policy.SINGLE_NUMA_NODE)
-    except PlacementError:
-        assert mode is not BindMode.NONE
-        return
-    near = {each.node for each in gpus if each} - {UNKNOWN_NODE}
-    assert near <= {core.node for core in whole.cores} or mode is BindMode.NONE
-    for binding in strict:
-        assert len({core.node for core in cores_of(binding, whole)}) <= 1 or (
-            mode is BindMode.NONE
-        )
-    if all(each and each.node != UNKNOWN_NODE for each in gpus):
-        assert strict == relaxed
-
-
 def test_the_reason_tells_what_is_divided_among_how_many():
     whole = machine({0: 4, 1: 4})
     near = bind(whole, 2, BindMode.CORE, [gpu(0, 1), gpu(1, 1)])
@@ -248,12 +227,6 @@ def test_best_effort_does_not_mind_how_many_memory_nodes_there_are():
         UsageError, match="at most 16 memory nodes with cores, but the host has 64"
     ):
         bind(whole, 64, BindMode.CORE, [None] * 64, policy=Policy.RESTRICTED)
-
-
-def test_every_rank_sees_all_and_is_expected_to_use_its_own():
-    devices = assign_gpus([gpu(0), gpu(1)], 2, GpuView.ALL, is_choice=False, host="n1")
-    assert [d.gpu and d.gpu.visible_as for d in devices] == ["0", "1"]
-    assert [d.env for d in devices] == [{}, {}]
 
 
 def test_a_rank_that_sees_one_sees_its_own_by_the_number_the_bus_gives_it():
