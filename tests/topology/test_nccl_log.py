@@ -311,9 +311,8 @@ def test_any_bytes_are_read(data: bytes) -> None:
         "\x1b[" * 500_000,
         (P + "comm 0xnode0:10:20 [0] NCCL INFO x\n") * 20_000,
         "[PG ID 1 PG GUID " * 300_000 + "WorkNCCL(OpType=X, " * 200_000,
-        "missing ranks: {, }\n" * 100_000,
     ],
-    ids=range(7),
+    ids=range(6),
 )
 def test_long_and_hostile_lines_are_read(text: str) -> None:
     assert read(text).num_lines >= 1

@@ -188,46 +188,6 @@ REPORT = (
             ("of group 1(dp) did not end in time: ALLREDUCE (work 41, 77",),
             id="traceback",
         ),
-        pytest.param(
-            [
-                "\t   - [0, 1] joined but didn't finish collective #41 (count from 1)",
-                "\n",
-                "\t     [2, 3] finished collective #40, but didn't join collective #41",
-                " (count from 1)\n",
-            ],
-            "ranks 2-3",
-            (
-                "a collective (work 41). Not joined by ranks 2-3.",
-                "Look at ranks 2-3 first",
-            ),
-            id="desync",
-        ),
-        pytest.param(
-            [
-                "\t   - [4] joined but didn't finish collective #77 (count from 1)\n",
-                "\t     [0, 1] finished collective #77, but didn't join collective #78",
-                "\n",
-            ],
-            "rank 4",
-            ("(work 77) on rank 4. Not completed by rank 4.", "Look at rank 4 first"),
-            id="desync-behind",
-        ),
-        pytest.param(
-            [
-                "Not all ranks joining collective, sequence number: 12\n",
-                "internal record id: 30\ngroup info: 0:default_pg\n",
-                "collective: nccl:_all_gather_base\nmissing ranks: {5}\n",
-            ],
-            "rank 5",
-            ("ALL_GATHER_BASE (work 12). Not joined by rank 5.",),
-            id="torchfrtrace",
-        ),
-        pytest.param(
-            ["RuntimeError: [Rank 0]: Rank 3 failed to pass monitoredBarrier in 9 ms"],
-            "rank 3",
-            ("in time: monitoredBarrier. Not joined by rank 3.",),
-            id="monitored-barrier",
-        ),
     ],
 )
 def test_the_story_of_a_time_out(

@@ -139,7 +139,6 @@ def _timeouts(log: NcclLog) -> Iterator[Diagnostic]:
         kind, unlike, odd = _kind_of(timeout)
         for words, ranks in (
             ("Not joined by", timeout.late),
-            ("Not completed by", timeout.behind),
             ("No line from", silent),
             ("Completed by", timeout.ahead),
             (f"{unlike} the others:", odd),
@@ -147,7 +146,7 @@ def _timeouts(log: NcclLog) -> Iterator[Diagnostic]:
             seen += f" {words} {_ranks(ranks)}." if ranks else ""
         seen += " There are several jobs in the log." if len(comms) > 1 else ""
         waiting = [rank for work in timeout.works for rank in work.ranks]
-        late = [*timeout.late, *timeout.behind] or waiting * bool(timeout.ahead)
+        late = list(timeout.late) or waiting * bool(timeout.ahead)
         suspects = _failed(failed) or _on(late or odd or silent, hosts)
         is_first = timeout.works[-1].seq == 1
         kind = kind or ("silent" if silent else "first" if is_first else "")

@@ -47,8 +47,6 @@ _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 # Ray's note about lines that it folds.
 _REPEATED = re.compile(r" *\[repeated \d{1,9}x across [a-z ]{1,20}\].*")
 
-# Each sentence of torch's reports contains one of these.
-_OF_REPORTS = ("ollective", "anks", "Culprit", "monit")
 _OF_FAILURES = "rror", "xit", "local_rank", "Traceback", "File", "ignored", "restart"
 _PIECE_BYTES = 1 << 20
 _MAX_PREFIXES = 1 << 16
@@ -83,8 +81,6 @@ class MessageReader:
     def feed(self, line: str) -> list[NcclMessage]:
         self.num_lines += 1
         if "CCL" not in line and not self._head:
-            if any(word in line for word in _OF_REPORTS):
-                self.watchdog.feed_report(line)
             is_open = self.failures.waiting or self.failures.may_go_on
             if is_open or any(word in line for word in _OF_FAILURES):
                 self.failures.feed(line)
