@@ -147,7 +147,6 @@ def sound() -> HostTopology:
         NumaNode(
             number=n,
             cpus=tuple(range(n * 8, n * 8 + 8)),
-            package=n,
             arch="x86_64",
             vendor="GenuineIntel",
             family=6,
@@ -163,7 +162,7 @@ def sound() -> HostTopology:
             PciDevice(f"0000:{n}1:00.0", bridge, node, 0x030200, speed=SPEED, width=16),
             PciDevice(f"0000:{n}2:00.0", bridge, node, 0x020700, speed=SPEED, width=16),
         ]
-    gpus = tuple(GpuDevice(gpu(n), n, rank=n, sm=90, gdr=1) for n in range(4))
+    gpus = tuple(GpuDevice(gpu(n), n, sm=90, gdr=1) for n in range(4))
     ports = tuple(
         NetPort(
             f"mlx5_{n}",

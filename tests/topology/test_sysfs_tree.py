@@ -129,22 +129,17 @@ def test_gpus_are_those_with_files_that_may_be_opened(tmp_path):
 
 # The family is 15 and 16 times the extended one: 16 of the kernel is 15 + 1.
 @pytest.mark.parametrize(
-    ("name", "processor", "packages"),
+    ("name", "processor"),
     [
-        ("128arm-2pa2n8cluster4co", ("arm64", "", -1, -1), {36, 8442}),
-        ("256ppc-8n8s4t", ("ppc64", "", -1, -1), {UNKNOWN}),
-        (
-            "40intel64-4n10c+pci-conflicts",
-            ("x86_64", "GenuineIntel", 6, 47),
-            {*range(4)},
-        ),
-        ("48amd64-4pa2n6c-sparse", ("x86_64", "AuthenticAMD", 31, 9), {*range(4)}),
+        ("128arm-2pa2n8cluster4co", ("arm64", "", -1, -1)),
+        ("256ppc-8n8s4t", ("ppc64", "", -1, -1)),
+        ("40intel64-4n10c+pci-conflicts", ("x86_64", "GenuineIntel", 6, 47)),
+        ("48amd64-4pa2n6c-sparse", ("x86_64", "AuthenticAMD", 31, 9)),
     ],
 )
-def test_processors_are_reported(name, processor, packages, saved):
+def test_processors_are_reported(name, processor, saved):
     nodes = saved(name).numa_nodes
     assert {(n.arch, n.vendor, n.family, n.model) for n in nodes} == {processor}
-    assert {node.package for node in nodes} == packages
 
 
 @pytest.mark.parametrize(

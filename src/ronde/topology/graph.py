@@ -40,7 +40,6 @@ class NumaNode(NamedTuple):
     cpus: tuple[int, ...] = ()  # Hardware threads, ascending; empty for memory alone.
     cores: tuple[tuple[int, ...], ...] = ()  # The same by physical core.
     memory_bytes: int = UNKNOWN
-    package: int = UNKNOWN  # Number of its socket.
     arch: str = ""  # ``x86_64``, ``arm64``, ``ppc64``.
     vendor: str = ""  # ``GenuineIntel``, ``AuthenticAMD``, ...
     family: int = UNKNOWN  # As NCCL counts it: base plus 16 times extended.
@@ -88,7 +87,6 @@ class GpuDevice(NamedTuple):
 
     bus_id: str
     number: int  # In the source's own count, from 0.
-    rank: int = UNKNOWN  # NCCL's.
     sm: int = UNKNOWN  # Compute capability, such as 90; in AMD's files number of units.
     gcn: str = ""  # AMD's architecture, ``942``.
     gdr: int = UNKNOWN  # 1 where network adapters reach its memory, 0 where not.

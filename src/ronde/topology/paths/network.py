@@ -77,7 +77,6 @@ class Path(NamedTuple):
 
     kind: PathKind  # Of its farthest step.
     gb_per_s: float  # Of its narrowest step, in one direction.
-    num_hops: int
     route: tuple[str, ...]  # Names of the vertices, both ends included.
 
 
@@ -345,8 +344,7 @@ def find_paths(host: HostTopology) -> Paths:
     for kind in VertexKind.CPU, VertexKind.GPU, VertexKind.NET, VertexKind.NVS:
         for target in network.named(kind):
             for source, way in search.run(target).items():
-                found = _KINDS[way.rank], way.gb_per_s, len(way.route) - 1, way.route
-                table[source, target] = Path(*found)
+                table[source, target] = Path(_KINDS[way.rank], *way[1:])
     devices = {each.bus_id for each in host.devices}
     for relation in host.relations:
         # A source's word on a pair counts where no PCI tree has more.

@@ -195,7 +195,6 @@ def _node(number: int, each: _Object, machine: Mapping[str, str]) -> NumaNode:
     return NumaNode(
         number,
         memory_bytes=_number(each.element, "local_memory"),
-        package=_number(package, "os_index") if package else UNKNOWN,
         arch=_ARCHS.get(arch, arch),
         vendor=infos.get("CPUVendor", ""),
         family=nccl_family(small_number(infos.get("CPUFamilyNumber", ""))),

@@ -264,9 +264,7 @@ def _with_cpus(root: str, node: NumaNode, cpus: int) -> NumaNode:
     cores = machine.split_cores(root, cpus)
     if not cores:
         return node._replace(arch="", vendor="", family=UNKNOWN, model=UNKNOWN)
-    topology = f"{root}/sys/devices/system/cpu/cpu{cores[0][0]}/topology"
-    package = max(UNKNOWN, read_number(f"{topology}/physical_package_id", UNKNOWN))
-    return node._replace(cpus=tuple(members(cpus)), cores=tuple(cores), package=package)
+    return node._replace(cpus=tuple(members(cpus)), cores=tuple(cores))
 
 
 def _read_memory(path: str) -> int:
