@@ -217,17 +217,3 @@ def test_one_rank_has_none_and_the_least_binds(
         if single is not None:
             least = found.limit.bus_bandwidth_gb_per_s
             assert least <= single.bus_bandwidth_gb_per_s
-
-
-@given(worlds(), collectives, st.sampled_from(["network", "gpu", "memory"]))
-def test_faster_links_never_lower_a_bound(
-    world: LimitWorld, collective: str, which: str
-) -> None:
-    rate: Rate | None = getattr(world, which)
-    before = bound_of(world, collective).limit
-    if rate is None or before is None:
-        return
-    faster = world._replace(**{which: rate._replace(gb_per_s=2 * rate.gb_per_s)})
-    after = limit(faster, collective).bus_bandwidth_gb_per_s
-    assert before.bus_bandwidth_gb_per_s <= after
-    assert after <= 2 * before.bus_bandwidth_gb_per_s * (1 + 1e-12)

@@ -422,19 +422,6 @@ def test_a_gpu_in_one_package_with_its_processor_needs_no_bus() -> None:
     assert "tiny-link" not in {finding.rule for finding in lint_host(packaged)}
 
 
-@pytest.mark.parametrize(
-    ("sm", "is_too_many"), [(100, True), (103, True), (107, False)]
-)
-def test_nobody_knows_how_many_nvlinks_a_later_chip_has(
-    sm: int, *, is_too_many: bool
-) -> None:
-    gpus = tuple(each._replace(sm=sm) for each in sound().gpus)
-    links = tuple(link._replace(num_links=36) for link in sound().links)
-    rules = {f.rule for f in lint_host(sound()._replace(gpus=gpus, links=links))}
-
-    assert ("too-many-nvlinks" in rules) is is_too_many
-
-
 @pytest.mark.parametrize("place", [{"port": 2}, {"bus_id": "0000:02:00.1"}])
 def test_a_second_port_without_cable_is_a_note(place: dict[str, object]) -> None:
     host = sound()

@@ -310,9 +310,11 @@ def test_any_bytes_are_read(data: bytes) -> None:
         P + "GPU/0-1 :" + "GPU/0-1 (1/" * 100_000,
         "\x1b[" * 500_000,
         (P + "comm 0xnode0:10:20 [0] NCCL INFO x\n") * 20_000,
+        "".join(f"h{n}:{n}:1 [0] NCCL INFO Using network IB\n" for n in range(20_000)),
+        "".join(f"w{n}x:7:1 [0] NCCL INFO Using network IB\n" for n in range(20_000)),
         "[PG ID 1 PG GUID " * 300_000 + "WorkNCCL(OpType=X, " * 200_000,
     ],
-    ids=range(6),
+    ids=range(8),
 )
 def test_long_and_hostile_lines_are_read(text: str) -> None:
     assert read(text).num_lines >= 1

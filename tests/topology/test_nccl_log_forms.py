@@ -1,29 +1,18 @@
 """What NCCL and RCCL print differs between releases, and so does what is around it."""
 
 import gzip
-import io
-import sys
 
 import pytest
 from tests.topology.nccl_job import JobLog, text_of
+from tests.topology.test_nccl_log import P, read
 
 from ronde.errors import UsageError
 from ronde.render import draw_log
 from ronde.topology import (
     ChannelCounts,
     NcclJob,
-    NcclLog,
     judge_nccl_log,
-    read_nccl_log,
 )
-
-P = "node0:10:20 [0] NCCL INFO "
-
-
-def read(*texts: bytes | str) -> NcclLog:
-    return read_nccl_log(
-        io.BytesIO(text.encode() if isinstance(text, str) else text) for text in texts
-    )
 
 
 def one_job(text: bytes | str) -> NcclJob:
@@ -358,49 +347,3 @@ def test_a_packed_log_that_was_cut_is_refused(size: int) -> None:
 
     with pytest.raises(UsageError, match="cannot unpack the log"):
         read(packed[:size])
-
-
-def test_a_bomb_takes_no_memory() -> None:
-    log = read(gzip.compress(bytes(100_000_000), 1))
-
-    assert log.num_lines == 1
-
-
-# ---- time
-
-
-def many_drafts(num: int) -> str:
-    layout = "nRanks 8 nNodes 1 localRanks 8 localRank 0 MNNVL 0"
-    return "".join(
-        f"h0:{rank}:{comm} [0] NCCL INFO comm 0x{comm:x} rank {rank} {layout}\n"
-        + (
-            f"h0:{rank}:{comm} [0] NCCL INFO comm 0x{comm:x} rank {rank} nranks 8 "
-            f"cudaDev 0 busId 1 commId 0x{comm:x} - Init COMPLETE\n"
-        )
-        * (comm % 2)
-        for comm in range(num)
-        for rank in range(8)
-    )
-
-
-def test_four_times_as_much_takes_four_times_as_many_steps() -> None:
-    small, large = (num_calls(many_drafts(size).encode()) for size in (60, 240))
-
-    # Squared it would be sixteen times.
-    assert large < 6 * small
-
-
-def num_calls(data: bytes) -> int:
-    """Return how many functions are called to read a log: the same each time."""
-    count = 0
-
-    def step(*_: object) -> None:
-        nonlocal count
-        count += 1
-
-    sys.setprofile(step)
-    try:
-        judge_nccl_log(read(data))
-    finally:
-        sys.setprofile(None)
-    return count

@@ -12,8 +12,6 @@ from ronde.topology import (
     NVSWITCH,
     UNKNOWN,
     HostTopology,
-    Link,
-    LinkKind,
     Saved,
     classify,
     find_paths,
@@ -55,22 +53,6 @@ def test_samples_are_recognised_and_go_through_json(path):
     assert topology.hosts[0].sources == (f"nvidia-smi topo -m {path.name}",)
     assert topology.hosts[0].remarks == ()
     assert read_topology(write_topology(topology).encode(), "it") == topology
-
-
-def test_eight_gpus_at_switches():
-    host = read(B200.read_bytes())
-    assert [gpu.number for gpu in host.gpus] == list(range(8))
-    assert [gpu.node for gpu in host.gpus] == [0] * 4 + [1] * 4
-    assert [(node.number, node.cpus) for node in host.numa_nodes] == [
-        (0, cpus("0-47,96-143")),
-        (1, cpus("48-95,144-191")),
-    ]
-    assert len(host.relations) == 8 * 7 // 2
-    assert {each.path for each in host.relations} == {"NV18"}
-    # 7 * 18 are more links than a GPU has: they are the same 18, through switches.
-    assert host.links == tuple(
-        Link(LinkKind.NVLINK, f"gpu/{n}", NVSWITCH, 18) for n in range(8)
-    )
 
 
 def test_four_gpus_joined_directly():

@@ -9,8 +9,6 @@ from ronde.topology import (
     NCCL_TOPOLOGY,
     GpuDevice,
     HostTopology,
-    Link,
-    LinkKind,
     NetPort,
     NetworkSwitch,
     NumaNode,
@@ -117,12 +115,6 @@ def test_hosts_alike_are_drawn_once():
     assert "3 hosts alike (node1 to node2; node4): 1 NUMA node" in text
     assert text.count("NUMA node 0") == 2
     assert "node3: 1 NUMA node, 1 GPU" in text
-
-
-def test_a_link_to_itself_is_called_so():
-    gpus = (GpuDevice("a", 0, sm=80), GpuDevice("b", 1, sm=80))
-    links = tuple(Link(LinkKind.NVLINK, n, n, 12) for n in "ab")
-    assert "NVLink: every GPU: 12 to itself, 240 GB/s" in draw(gpus=gpus, links=links)
 
 
 def test_switches_between_hosts_are_a_tree():
