@@ -7,7 +7,7 @@ import pytest
 from tests.commands import refusal
 
 from ronde.cli import main
-from ronde.render import judge
+from ronde.render import compare_with_limit
 from ronde.topology import Limit
 
 
@@ -54,10 +54,10 @@ def test_a_measurement(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_more_than_the_bound_is_reported() -> None:
-    text = judge(Limit(400, "8 ports, 400 GB/s"), 500)
+    text = compare_with_limit(Limit(400, "8 ports, 400 GB/s"), 500)
     assert text.startswith("measured 500 GB/s: 125.0 % of the bound.\n125 % of")
     assert "NVLS" in text
-    assert "NVLS" not in judge(Limit(400, "8 ports, 400 GB/s"), 400)
+    assert "NVLS" not in compare_with_limit(Limit(400, "8 ports, 400 GB/s"), 400)
 
 
 def test_several_files_are_a_node_each(capsys: pytest.CaptureFixture[str]) -> None:

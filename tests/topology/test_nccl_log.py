@@ -14,7 +14,7 @@ from ronde.topology import (
     NcclJob,
     NcclLog,
     NcclMessage,
-    judge_nccl_log,
+    lint_nccl_log,
     read_nccl_log,
 )
 
@@ -288,7 +288,7 @@ def test_interleaved_lines_say_what_the_clean_ones_say(seed: int) -> None:
     assert log.jobs[0].hosts == ("node0", "node1")
     assert log.jobs[0].num_processes == 16
     # Lost lines are noted, and no rank is blamed.
-    assert {finding.rule for finding in judge_nccl_log(log)} <= {"log-incomplete"}
+    assert {finding.rule for finding in lint_nccl_log(log)} <= {"log-incomplete"}
 
 
 # ---- harm

@@ -11,7 +11,7 @@ from ronde.render import draw_log
 from ronde.topology import (
     ChannelCounts,
     NcclJob,
-    judge_nccl_log,
+    lint_nccl_log,
 )
 
 
@@ -21,7 +21,7 @@ def one_job(text: bytes | str) -> NcclJob:
 
 
 def rules(text: bytes | str) -> set[str]:
-    return {finding.rule for finding in judge_nccl_log(read(text))}
+    return {finding.rule for finding in lint_nccl_log(read(text))}
 
 
 # ---- the start of ranks
@@ -109,7 +109,7 @@ def test_elements_of_releases_before_2_21_are_written_in_capitals() -> None:
     ]
     assert [path.value for path in job.gpu_paths] == ["LOC"]
     # A port of 400 Gb/s on PCIe 5 x16 is as it should be: 48 by NCCL's count are 63.
-    assert judge_nccl_log(read("\n".join(P + line for line in lines))) == ()
+    assert lint_nccl_log(read("\n".join(P + line for line in lines))) == ()
 
 
 LATEST_TREE = (
@@ -126,7 +126,7 @@ LATEST_TREE = (
 
 def test_gpus_hang_below_devices_since_2_30() -> None:
     text = "\n".join(P + line for line in LATEST_TREE)
-    (finding,) = judge_nccl_log(read(text))
+    (finding,) = lint_nccl_log(read(text))
 
     assert (finding.rule, finding.element) == ("slow-pci", "GPU 0000:43:00.0 on node0")
     assert (finding.has_gb_per_s, finding.should_gb_per_s) == (24.0, 48.0)
@@ -152,7 +152,7 @@ def test_links_between_amd_s_gpus_are_read() -> None:
     }
     words = " ".join(draw_log(read(text), ()).split())
     assert "xGMI up to 24.0 GB/s from a GPU" in words
-    (finding,) = judge_nccl_log(read(text))
+    (finding,) = lint_nccl_log(read(text))
     assert finding.rule == "shm-where-p2p-was-possible"
     assert "NCCL found xGMI" in finding.seen
 
@@ -277,7 +277,7 @@ def test_what_only_looks_like_a_number_is_not_read(text: str) -> None:
     log = read(line)
 
     assert log.num_messages == 1
-    assert draw_log(log, judge_nccl_log(log))
+    assert draw_log(log, lint_nccl_log(log))
 
 
 # ---- what is around it

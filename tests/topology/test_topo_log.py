@@ -13,11 +13,11 @@ from ronde.cli import main
 from ronde.plain_values import from_plain
 from ronde.render import draw_log
 from ronde.topology import (
-    VERDICTS,
+    RULES,
     Diagnostic,
     Level,
     NcclLog,
-    judge_nccl_log,
+    lint_nccl_log,
     read_nccl_log,
 )
 
@@ -45,11 +45,11 @@ def read(text: bytes) -> NcclLog:
 
 
 def found(text: bytes) -> dict[str, Level]:
-    return {finding.rule: finding.severity for finding in judge_nccl_log(read(text))}
+    return {finding.rule: finding.severity for finding in lint_nccl_log(read(text))}
 
 
 def find(text: bytes, rule: str) -> Diagnostic:
-    (finding,) = (each for each in judge_nccl_log(read(text)) if each.rule == rule)
+    (finding,) = (each for each in lint_nccl_log(read(text)) if each.rule == rule)
     return finding
 
 
@@ -325,7 +325,7 @@ def test_slow_pci(
     if "PCI/0-1a000" in new:
         text = text.replace("INFO               +", "INFO              +")
         text = text.replace("INFO " + " " * 28 + "+", "INFO " + " " * 27 + "+")
-    findings = [f for f in judge_nccl_log(read(text.encode())) if f.rule == "slow-pci"]
+    findings = [f for f in lint_nccl_log(read(text.encode())) if f.rule == "slow-pci"]
 
     assert findings[0].severity is severity
     assert (findings[0].has_gb_per_s, findings[0].should_gb_per_s) == (has, should)
@@ -467,7 +467,7 @@ def test_a_warning_of_all_ranks_is_reported_once() -> None:
         f"node{n}:1:1 [0] misc/shm.cc:1 NCCL WARN Cuda failure 70{n} 'x'\n"
         for n in range(9)
     )
-    findings = judge_nccl_log(read(lines.encode()))
+    findings = lint_nccl_log(read(lines.encode()))
 
     (finding,) = (each for each in findings if each.rule == "warned-cuda")
     assert finding.seen.startswith("NCCL reports 9 times: Cuda failure 700 'x'")
@@ -512,7 +512,7 @@ def fabric(host: str, gpu: int, uuid: str, clique: str = "7ffe", rest: str = "")
     ],
 )
 def test_the_fabric_of_nvlink_between_hosts(lines: str, what: str) -> None:
-    findings = judge_nccl_log(read(lines.encode()))
+    findings = lint_nccl_log(read(lines.encode()))
 
     assert [each.seen for each in findings] == [what] * bool(what)
 
@@ -572,7 +572,7 @@ def test_lines_keep_to_the_width() -> None:
     width = 60
     text = text_of(JobLog(num_hosts=8, bootstrap="docker0", extra=(NVLS_LOST,)))
     log = read(text)
-    lines = draw_log(log, judge_nccl_log(log), width).splitlines()
+    lines = draw_log(log, lint_nccl_log(log), width).splitlines()
 
     assert max(map(len, lines)) <= width
 
@@ -597,7 +597,7 @@ def test_json_has_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:
     log = read(SAMPLE.read_bytes())
     assert from_plain(NcclLog, value["log"]) == log
     findings = [from_plain(Diagnostic, each) for each in value["findings"]]
-    assert findings == list(judge_nccl_log(log))
+    assert findings == list(lint_nccl_log(log))
 
 
 @pytest.mark.parametrize(
@@ -631,6 +631,6 @@ def test_a_file_that_is_not_there_is_refused(
 def test_every_rule_is_documented_and_no_other() -> None:
     page = (Path(__file__).parents[2] / "docs/topology-log.md").read_text()
     documented = set(re.findall(r"^\| `([a-z0-9-]+)`", page, re.MULTILINE))
-    rules = {key.partition(".")[0] for key in VERDICTS}
+    rules = {key.partition(".")[0] for key in RULES}
 
     assert {rule for rule in rules if not rule.startswith("warned")} == documented

@@ -6,7 +6,7 @@ import pytest
 from tests.topology.nccl_job import JobLog, text_of
 from tests.topology.test_topo_log import find, found, read
 
-from ronde.topology import Level, is_nccl_log, judge_nccl_log
+from ronde.topology import Level, is_nccl_log, lint_nccl_log
 
 ERROR, WARNING, NOTE = Level
 
@@ -258,7 +258,7 @@ def test_torch_s_lines_of_two_jobs_are_two_findings() -> None:
     # NCCL's lines show the jobs, or the hosts that the launcher names.
     apart = first.replace("[rank", "a1: [rank") + second.replace("[rank", "b7: [rank")
     for text in (text_of(JobLog()) + other + (first + second).encode(), apart.encode()):
-        found = judge_nccl_log(read(text))
+        found = lint_nccl_log(read(text))
 
         assert [each.rule for each in found] == ["collective-timeout"] * 2
         assert "ALLGATHER (work 5011," in found[0].seen
@@ -378,7 +378,7 @@ def test_a_rank_that_failed_is_named(lines: str, what: str, remedy: str) -> None
     # Alone it is a log too; Slurm and torchrun end programs of any kind.
     assert is_nccl_log(lines) is ("Error: " in lines)
     for end in range(0, len(lines), 7):
-        judge_nccl_log(read(lines[:end].encode()))
+        lint_nccl_log(read(lines[:end].encode()))
 
 
 @pytest.mark.parametrize(
@@ -395,7 +395,7 @@ def test_others_wait_for_a_rank_that_failed(failure: str) -> None:
     text = text_of(JobLog(num_hosts=1)).decode() + failure
     text += waiting(DEFAULT, 41, 0, 1, 2, 4, 5, 6, 7)
     text += "srun: error: node0: tasks 0-2,4-7: Aborted (core dumped)\n"
-    failed, waited = judge_nccl_log(read(text.encode()))
+    failed, waited = lint_nccl_log(read(text.encode()))
 
     assert failed.seen == f"Rank 3 on node0 failed: {ILLEGAL}. Others waited in vain."
     assert "CUDA_LAUNCH_BLOCKING=1" in failed.remedy
@@ -442,7 +442,7 @@ OTHER_TASK = "srun: error: gpu-a09: task 9: Exited with exit code 1\n"
 def test_a_rank_that_failed_may_go_on_or_be_started_again(
     lines: str, severity: Level, what: str
 ) -> None:
-    findings = judge_nccl_log(read(text_of(JobLog()) + lines.encode()))
+    findings = lint_nccl_log(read(text_of(JobLog()) + lines.encode()))
     assert (findings[0].rule, findings[0].severity) == ("rank-failed", severity)
     assert findings[0].seen.startswith(what)
 
@@ -492,7 +492,7 @@ def test_other_lines_of_the_watchdog(line: str, rule: str, severity: Level) -> N
 def test_lines_of_healthy_programs_are_no_story(line: str) -> None:
     text = text_of(JobLog()).decode() + f"{line}\n" * 3
 
-    assert judge_nccl_log(read(text.encode())) == ()
+    assert lint_nccl_log(read(text.encode())) == ()
     assert not is_nccl_log(f"{line}\n")
 
 

@@ -231,7 +231,7 @@ def test_best_effort_does_not_mind_how_many_memory_nodes_there_are():
 
 def test_a_rank_that_sees_one_sees_its_own_by_the_number_the_bus_gives_it():
     devices = assign_gpus([gpu(5), gpu(3)], 2, GpuView.ONE, is_choice=False, host="n1")
-    assert [d.env for d in devices] == [
+    assert [env for _, env in devices] == [
         {"CUDA_VISIBLE_DEVICES": "5", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"},
         {"CUDA_VISIBLE_DEVICES": "3", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"},
     ]

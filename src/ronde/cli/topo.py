@@ -245,7 +245,7 @@ def _show(options: argparse.Namespace) -> int:
     if sources and all(map(is_log, sources)):
         require_alone(options, "--json", "--matrix", "--paths", "--root")
         files = (BytesIO(each.data) for each in sources)
-        return _judge_log(files, sources[0].name, is_json=options.json)
+        return _lint_log(files, sources[0].name, is_json=options.json)
     topology = _load(sources, options.root)
     _print(topology, options)
     return 0
@@ -418,7 +418,7 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _limit(options: argparse.Namespace) -> int:
-    from ronde.render.topo_tables import judge, tabulate_limits
+    from ronde.render.topo_tables import compare_with_limit, tabulate_limits
     from ronde.topology.limits import (
         COLLECTIVES,
         KnownRates,
@@ -435,11 +435,10 @@ def _limit(options: argparse.Namespace) -> int:
     world = slowest([world_of(host, *size, given) for host in hosts])
     bounds = [bound_of(world, name) for name in names]
     measured: float | None = options.measured
-    judged = bounds[0]
-    limit = None if measured is None else judged.limit
+    limit = None if measured is None else bounds[0].limit
     if limit is None and measured is not None:
         raise UsageError(
-            f"there is no bound to compare --measured with: {judged.reason}. Give "
+            f"there is no bound to compare --measured with: {bounds[0].reason}. Give "
             "--link-rate and --gpu-rate, or a source that shows these rates."
         )
     if options.json:
@@ -453,7 +452,7 @@ def _limit(options: argparse.Namespace) -> int:
     else:
         print(tabulate_limits(world, bounds), end="")
         if limit is not None and measured is not None:
-            print("\n" + judge(limit, measured), end="")
+            print("\n" + compare_with_limit(limit, measured), end="")
     if limit is None or measured is None or options.threshold is None:
         return 0
     return 0 if limit.percent(measured) >= options.threshold else _EXIT_FOUND
@@ -512,12 +511,12 @@ def _rate(text: str) -> float:
 
 def _log(options: argparse.Namespace) -> int:
     files = _open(options.files)
-    return _judge_log(files, options.files[0], is_json=options.json)
+    return _lint_log(files, options.files[0], is_json=options.json)
 
 
-def _judge_log(files: Iterable[BinaryIO], name: str, *, is_json: bool) -> int:
+def _lint_log(files: Iterable[BinaryIO], name: str, *, is_json: bool) -> int:
     from ronde.render.topo_log import draw_log
-    from ronde.topology.nccl_log import judge_nccl_log, read_nccl_log
+    from ronde.topology.nccl_log import lint_nccl_log, read_nccl_log
 
     try:
         log = read_nccl_log(files)
@@ -527,7 +526,7 @@ def _judge_log(files: Iterable[BinaryIO], name: str, *, is_json: bool) -> int:
         ) from None
     if not log.num_messages and not log.watchdog.num_lines and not log.failures:
         raise _no_log(name, log.num_lines)
-    findings = judge_nccl_log(log)
+    findings = lint_nccl_log(log)
     if is_json:
         content = {"log": to_plain(log), "findings": to_plain(tuple(findings))}
         print_json("ronde-nccl-log", content)

@@ -222,7 +222,7 @@ def _limit_notes(world: LimitWorld, bounds: Sequence[Bound]) -> str:
     return f"\n{text}" if text else ""
 
 
-def judge(limit: Limit, measured_gb_per_s: float) -> str:
+def compare_with_limit(limit: Limit, measured_gb_per_s: float) -> str:
     percent = limit.percent(measured_gb_per_s)
     text = f"measured {measured_gb_per_s:g} GB/s: {percent:.1f} % of the bound"
     practical = limit.practical_gb_per_s

@@ -23,8 +23,8 @@ __getattr__ = lazy_exports(
             "Core Gpu Machine RankResources UNKNOWN_NODE count_cores count_slots "
             "read_cpu_limit usable_cores"
         ),
-        "nccl_log": "NcclJob NcclLog is_nccl_log judge_nccl_log read_nccl_log",
-        "nccl_log.rules": "VERDICTS",
+        "nccl_log": "NcclJob NcclLog is_nccl_log lint_nccl_log read_nccl_log",
+        "nccl_log.rules": "RULES",
         "nccl_log.log": "ChannelCounts",
         "nccl_log.messages": "MessageReader NcclMessage",
         "paths.classes": "classify",

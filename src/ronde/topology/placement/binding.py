@@ -31,13 +31,6 @@ class GpuView(StrEnum):
     ONE = "one"  # its own alone, as device 0
 
 
-class RankDevice(NamedTuple):
-    """The GPU of a rank, and the variables that select it."""
-
-    gpu: Gpu | None  # the one it is expected to use; None where it has none of its own
-    env: dict[str, str]  # variables that make it so
-
-
 def choose_gpus(
     gpus: Sequence[Gpu], wanted: Sequence[str], named_at: str
 ) -> tuple[Gpu, ...]:
@@ -55,7 +48,8 @@ def choose_gpus(
 
 def assign_gpus(
     gpus: Sequence[Gpu], num_ranks: int, view: GpuView, *, is_choice: bool, host: str
-) -> tuple[RankDevice, ...]:
+) -> tuple[tuple[Gpu | None, dict[str, str]], ...]:
+    """Return the GPU of each rank, and the variables that select it."""
     if view is GpuView.ONE:
         if num_ranks > len(gpus):
             raise UsageError(
@@ -63,10 +57,10 @@ def assign_gpus(
                 f"ranks and {len(gpus)} GPUs. Start fewer ranks there, or leave out "
                 "--gpu-view, so that ranks see all GPUs and may share them."
             )
-        return tuple(RankDevice(gpu, _seeing([gpu])) for gpu in gpus[:num_ranks])
+        return tuple((gpu, _seeing([gpu])) for gpu in gpus[:num_ranks])
     env = _seeing(gpus) if is_choice and gpus else {}
     own = [None] * num_ranks if num_ranks > len(gpus) else gpus[:num_ranks]
-    return tuple(RankDevice(gpu, env) for gpu in own)
+    return tuple((gpu, env) for gpu in own)
 
 
 def _seeing(gpus: Sequence[Gpu]) -> dict[str, str]:
@@ -211,7 +205,7 @@ def place_ranks(
     devices = assign_gpus(
         chosen, num_ranks, request.view, is_choice=bool(request.gpus), host=host
     )
-    own = [device.gpu for device in devices]
+    own = [gpu for gpu, _ in devices]
     bound = bind(
         machine, num_ranks, request.mode, own, policy=request.policy, host=host
     )
