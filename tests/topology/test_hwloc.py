@@ -4,7 +4,6 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from hypothesis import given, strategies as st
 from tests.topology.hostile import bad_inputs, check_harmless
 
 from ronde.errors import UsageError
@@ -302,10 +301,3 @@ def test_harm_is_refused():
     good = (SAMPLES / "power8gpudistances.xml").read_bytes()
     inputs = bad_inputs(good, root="topology", tag="object")
     assert check_harmless(read, inputs) > 50
-
-
-@given(st.data())
-def test_a_version_2_file_cut_anywhere_is_refused(data):
-    end = data.draw(st.integers(0, len(VERSION_2.rstrip()) - 1))
-    with pytest.raises(UsageError):
-        read(VERSION_2[:end])

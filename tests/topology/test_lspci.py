@@ -5,7 +5,6 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from hypothesis import given, strategies as st
 from tests.topology.hostile import bad_inputs, check_harmless
 
 from ronde.errors import UsageError
@@ -224,16 +223,6 @@ def test_classes_without_a_name_are_no_damage(line):
 
 def test_harm_does_none():
     assert check_harmless(read, bad_inputs(A100.read_bytes())) > 10
-
-
-@given(st.integers(0, len(A100.read_bytes())))
-def test_a_list_cut_anywhere_is_a_value_or_refused(end):
-    data = A100.read_bytes()
-    try:
-        host = read(data[:end])
-    except UsageError:
-        return
-    assert set(host.devices) <= set(read(data).devices)
 
 
 @pytest.mark.parametrize(

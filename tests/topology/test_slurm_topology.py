@@ -3,7 +3,6 @@
 import re
 
 import pytest
-from hypothesis import given, strategies as st
 from tests.commands import refusal
 from tests.topology.hostile import Hostile, bad_inputs, check_harmless
 
@@ -148,16 +147,6 @@ def test_harm_does_none():
 )
 def test_much_of_it_takes_no_time(text):
     check_harmless(read, iter([Hostile("much", text.encode())]))
-
-
-@given(st.integers(0, len(TREE)), st.text(max_size=3))
-def test_text_cut_or_changed_anywhere_is_a_value_or_refused(at, more):
-    for text in (TREE[:at], TREE[:at] + more + TREE[at:]):
-        try:
-            topology = read(text)
-        except UsageError:
-            continue
-        assert topology.switches
 
 
 def test_a_yaml_file_is_refused_by_its_name():

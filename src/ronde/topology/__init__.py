@@ -14,7 +14,7 @@ __getattr__ = lazy_exports(
         ),
         "limits": (
             "Bound COLLECTIVES Islands KnownRates Limit LimitWorld RankLayout Rate "
-            "bound_of gpu_bound memory_bound network_bound nvls_bound with_gpus "
+            "bound_of gpu_bound memory_bound network_bound with_gpus "
             "world_of"
         ),
         "lint": "lint_fleet lint_host lint_switches unseen_facts",
@@ -33,9 +33,9 @@ __getattr__ = lazy_exports(
         ),
         "paths.speeds": (
             "LOCAL_GB_PER_S link_gb_per_s max_nvlinks nvlink_gb_per_s pci_gb_per_s "
-            "pci_theory_gb_per_s port_gb_per_s smp_gb_per_s xgmi_gb_per_s"
+            "pci_theory_gb_per_s port_gb_per_s smp_gb_per_s"
         ),
-        "pci": "compute_capability plain_address",
+        "pci": "compute_capability",
         "placement.binding": (
             "BindMode GpuView PlacementRequest assign_gpus bind choose_gpus "
             "nearest_ports place_ranks"
