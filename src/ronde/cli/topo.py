@@ -32,10 +32,10 @@ _VISIBILITY = (
 )
 _HELP = """\
 usage: ronde topo [SOURCE ...]            show the links of a machine
-       ronde topo lint [SOURCE ...]       find its faults, and how to fix them
+       ronde topo lint [SOURCE ...]       find faults, and how to fix them
        ronde topo diff A B                compare two hosts
-       ronde topo place -n RANKS          place ranks on it
-       ronde topo limit [SOURCE ...]      show the limits of collectives on it
+       ronde topo place -n RANKS          place ranks on a machine
+       ronde topo limit [SOURCE ...]      show the limits of collectives
        ronde topo log FILE ...            find faults in NCCL's debug log
 
 ronde topo VERB --help shows more about a verb, ronde topo show --help about the first
@@ -80,7 +80,7 @@ _MOST = 1 << 20
 _LINT_HELP = f"""\
 usage: ronde topo lint [SOURCE ...] [options]
 
-Find faults of a machine, or of the file of one, their cost and their cure.
+Find faults in a machine or a topology file, with their cost and the fix.
 
 options:
   --json          print one object of JSON
@@ -91,10 +91,10 @@ options:
   --rules         list the rules and exit
 {_ROOT_OPTION}
 {_SOURCES_HELP}
-Several hosts are also compared with each other, and Slurm's switches are judged. A line
-names the facts that the sources do not show.
+Several hosts are also compared with each other, and Slurm's switches are checked. Facts
+that the sources do not show are listed as not checked.
 
-exit code: 0 notes at most, 1 a warning or an error, 64 a source that cannot be read
+exit code: 0 only notes, 1 a warning or an error, 64 a source that cannot be read
 
 example:
   NCCL_TOPO_DUMP_FILE=topo.xml ronde run -n 8 train.py && ronde topo lint topo.xml
@@ -108,12 +108,12 @@ options:
   --json      print one object of JSON
   -h, --help  show this help and exit
 
-A and B are files of any form that ronde topo reads, or directories that hold sys and
-proc: / is this machine. They are two nodes of a job, or a virtual machine and its host.
-Elements are matched by bus address, those left over by number and name. PCI links count
-as they run now.
+A and B are files that ronde topo reads, or directories that contain sys and proc; / is
+this machine. Compare two nodes of a job, or a virtual machine and its host. Elements
+are matched by bus address, the others by number and name. PCI links count at their
+current speed and width.
 
-exit code: 0 they are equal, 1 they differ, 64 one cannot be read
+exit code: 0 the hosts are equal, 1 they differ, 64 a source cannot be read
 
 example:
   ronde topo diff node1.xml node2.xml
@@ -133,8 +133,8 @@ options:
   --json          the plan as JSON
 {_ROOT_OPTION}
 {_SOURCES_HELP}
-On this machine and in a saved tree, only the cores that this process may use are used.
-Rank i gets GPU i if there are as many GPUs as ranks, and an equal part of the cores.
+On this machine and in a saved tree, ranks get only cores that this process may use.
+Rank i gets GPU i if there are enough GPUs, and an equal part of the cores.
 Policies are those of Kubernetes' TopologyManager.
 
 example:
@@ -162,8 +162,8 @@ options:
   --json          print one object of JSON
 {_ROOT_OPTION}
 {_SOURCES_HELP}
-Bounds are busbw, as ronde bench and nccl-tests print it. Several hosts are nodes of one
-job, and the slowest of them counts; one host with --nodes N stands for N like it.
+Bounds are busbw, as ronde bench and nccl-tests print it. Several hosts are the nodes of
+one job, and the slowest one counts. One host with --nodes N stands for N equal hosts.
 
 exit code: 0, 1 --measured is below --threshold, 64 a source that cannot be read
 
@@ -173,22 +173,22 @@ example:
 _LOG_HELP = """\
 usage: ronde topo log FILE... [--json]
 
-Show NCCL's choices and find faults, from its output with NCCL_DEBUG=INFO; and the
-collectives that timed out and the ranks that failed, from the lines of torch, torchrun,
-srun and mpirun.
+Show NCCL's choices and find faults, from NCCL's output with NCCL_DEBUG=INFO. Show also
+the collectives that timed out and the ranks that failed, from the output of torch,
+torchrun, srun and mpirun.
 
 options:
   --json      print one object of JSON
   -h, --help  show this help and exit
 
-Several files are read as one log, gzipped ones too. Lines of ranks that were mixed are
-separated again. - is standard input.
+Several files are read as one log. They may be gzipped. Lines that other ranks
+interrupted are joined again. - is standard input.
 
 To log all that NCCL can, into one file per rank:
   NCCL_DEBUG=INFO NCCL_DEBUG_FILE=nccl.%h.%p \\
   NCCL_DEBUG_SUBSYS=INIT,BOOTSTRAP,ENV,NET,GRAPH,TUNING ronde run -n 8 train.py
 
-exit code: 0 notes at most, 1 a warning or an error, 64 a file that cannot be read
+exit code: 0 only notes, 1 a warning or an error, 64 a file that cannot be read
 """
 _FORMS = ("--json", "--matrix", "--paths")
 
@@ -324,7 +324,7 @@ def _lint(options: argparse.Namespace) -> int:
     else:
         print(f"{subject}: {count_findings(findings)}.")
         if unseen:
-            print(wrap("", f"Not judged: {', '.join(unseen)}."), end="")
+            print(wrap("", f"Not checked: {', '.join(unseen)}."), end="")
         print("\n" + draw_log_findings(findings) if findings else "", end="")
     if errors:
         raise UsageError("\n".join(map(str, errors)))
