@@ -5,7 +5,7 @@ Source: ProcessGroupNCCL.cpp of torch.
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple, TypeVar
 
 _Value = TypeVar("_Value")
@@ -123,26 +123,11 @@ class WatchdogReader:
         self, known: Collection[int] = (), *, is_one_job: bool = True
     ) -> WatchdogReport:
         """Return the facts from all lines; ``known`` are the ranks in the log."""
-        # Ranks of an unknown group or call join those that name it.
-        groups: defaultdict[TimedOutWork | int, set[str]] = defaultdict(set)
-        calls: defaultdict[int, set[TimedOutWork]] = defaultdict(set)
         works = self._works or {(rank, -1): _UNKNOWN for rank in self._sources}
-        # One rank on two hosts is of two jobs.
+        # A rank on two hosts belongs to two jobs.
         is_one_job &= all(len(hosts) == 1 for hosts in self._hosts.values())
         is_one_job |= len({rank for rank, _ in works}) == len(works)
-        for (rank, seq), work in works.items():
-            for key in (work, seq):
-                groups[key] |= {self._group_of.get((rank, seq), "")} - {""}
-            calls[seq] |= {work} if work.operation else set()
-        waiting: defaultdict[tuple[str, TimedOutWork], dict[int, TimedOutWork]]
-        waiting = defaultdict(dict)
-        # Of several works of a rank the first counts.
-        for key, work in sorted(works.items(), reverse=True):
-            group = _only(groups[work]) or _only(groups[key[1]]) or ""
-            call = work if work.operation else _only(calls[key[1]]) or work
-            group = self._group_of.get(key, group)
-            # Ranks of several jobs that wait for the same are one job's.
-            waiting[group, _UNKNOWN if is_one_job else call][key[0]] = call
+        waiting = self._by_group(works, is_one_job=is_one_job)
         reporting = self._reporting()
         silent = {*(known or range(max(reporting, default=0)))} - reporting
         folded: dict[CollectiveTimeout, CollectiveTimeout] = {}
@@ -172,6 +157,28 @@ class WatchdogReader:
             _sorted(self._ranks[_STORE_LOST]),
             self._trace_folder,
         )
+
+    def _by_group(
+        self, works: Mapping[tuple[int, int], TimedOutWork], *, is_one_job: bool
+    ) -> Mapping[tuple[str, TimedOutWork], dict[int, TimedOutWork]]:
+        """Return the call that each rank waits for, by process group and job."""
+        # Ranks of an unknown group or call join those that name it.
+        groups: defaultdict[TimedOutWork | int, set[str]] = defaultdict(set)
+        calls: defaultdict[int, set[TimedOutWork]] = defaultdict(set)
+        for (rank, seq), work in works.items():
+            for key in (work, seq):
+                groups[key] |= {self._group_of.get((rank, seq), "")} - {""}
+            calls[seq] |= {work} if work.operation else set()
+        waiting: defaultdict[tuple[str, TimedOutWork], dict[int, TimedOutWork]]
+        waiting = defaultdict(dict)
+        # Of several works of a rank the first counts.
+        for key, work in sorted(works.items(), reverse=True):
+            group = _only(groups[work]) or _only(groups[key[1]]) or ""
+            call = work if work.operation else _only(calls[key[1]]) or work
+            group = self._group_of.get(key, group)
+            # With several jobs, ranks that wait for the same call are of one job.
+            waiting[group, _UNKNOWN if is_one_job else call][key[0]] = call
+        return waiting
 
     def _reporting(self) -> set[int]:
         named = self._sources if not self._works else ()
