@@ -63,7 +63,7 @@ def test_each_rank_sees_its_own_of_the_visible_gpus(ronde):
             "numa or auto. Type: --bind numa --bind-policy restricted",
         ),
         ("--gpu-view two", "--gpu-view must be all or one, got 'two'."),
-        ("--gpu-view one", "--gpu-view one must have a GPU for each rank of a host"),
+        ("--gpu-view one", "--gpu-view one needs a GPU for each rank"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_starts(ronde, options, reason):

@@ -173,11 +173,11 @@ def test_hosts_must_fit_the_layout(capsys: pytest.CaptureFixture[str]) -> None:
     hosts = [str(sample_path(name)) for name in (OCI_H100, PERLMUTTER)]
     command = ("plan", "traffic", "--params", "7B")
     said = refusal(capsys, *command, "--mesh", "dp_shard=8", *hosts)
-    assert "hosts must have as many GPUs each, got oci_H100-topology 8" in said
+    assert "the hosts have different numbers of GPUs: oci_H100-topology 8" in said
     said = refusal(capsys, *command, "--mesh", "dp_shard=9", "-n", "9", hosts[0])
-    assert said.startswith("-n must be at most the GPUs of a host, 8, got 9")
+    assert said.startswith("-n must be at most 8, the number of GPUs of a host, got 9")
     said = refusal(capsys, *command, "--mesh", "dp_shard=2000000", hosts[0])
-    assert said.startswith("ranks must be at most 1048576, got 2000000.")
+    assert said.startswith("the number of ranks must be at most 1048576, got 2000000.")
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_hosts_must_fit_the_layout(capsys: pytest.CaptureFixture[str]) -> None:
         ("--mesh dp_shard=8", "--params is required"),
         ("--params 7B --mesh tp=8", "--hidden is required if --mesh has tp"),
         ("--params 7B --mesh pp=8 --hidden 4", "--tokens is required if"),
-        ("--params 7B --mesh dp_shard=3", "must be a multiple of the ranks of a host"),
+        ("--params 7B --mesh dp_shard=3", "must be a multiple of the"),
     ],
 )
 def test_bad_traffic(

@@ -1,19 +1,15 @@
 """Harmful inputs: cut, scrambled, deep, long, or no text.
 
-A reader gives a value or ``UsageError`` for each of them, in about a second.
+A reader gives a value or ``UsageError`` for each of them.
 """
 
 import random
-import time
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from ronde.errors import UsageError
 
 MEGABYTE = 1 << 20
-
-SECONDS = 15.0
-"""Limit of a reader's processor time; it should need one."""
 
 
 class Hostile(NamedTuple):
@@ -58,13 +54,7 @@ def recoded(data: bytes) -> Iterator[Hostile]:
 def bad_inputs(
     good: bytes, root: str = "system", tag: str = "pci"
 ) -> Iterator[Hostile]:
-    """Yield all of these, made from a good file.
-
-    Args:
-        good: A file that the reader reads.
-        root: Name of its outermost element, for forms that are XML.
-        tag: Name of an element that may be inside itself.
-    """
+    """Yield inputs made from a good file; ``tag`` may be inside itself in XML."""
     bomb = "".join(
         f'<!ENTITY b{n} "{f"&b{n - 1};" * 10 if n else "bomb"}">' for n in range(10)
     )
@@ -100,17 +90,10 @@ def bad_inputs(
 
 
 def check_harmless(read: Callable[[bytes], object], inputs: Iterator[Hostile]) -> int:
-    """Check that a reader gives a value or ``UsageError`` for inputs, and soon.
-
-    Returns:
-        The number of refused inputs.
-    """
+    """Check that a reader only raises ``UsageError``; return how often it does."""
     num_refused = 0
     for title, data in inputs:
-        start = time.process_time()
         message = _refusal(read, data, title)
-        took = time.process_time() - start
-        assert took < SECONDS, f"{title} took {took:.1f} s"
         assert len(message) < 1000, f"{title}: the message is too long"
         num_refused += bool(message)
     return num_refused

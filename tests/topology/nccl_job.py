@@ -8,24 +8,9 @@ BUS_IDS = ("1b000", "43000", "52000", "61000", "9d000", "c3000", "d1000", "df000
 
 @dataclass(frozen=True)
 class JobLog:
-    """What a job of NCCL 2.27 says, rank by rank; every field can be made to go wrong.
+    """The log of a healthy job with NCCL 2.27; each field can be made faulty."""
 
-    Attributes:
-        num_hosts: Each has eight ranks.
-        host: Name of a host, with its number put in.
-        version: Of NCCL.
-        bootstrap: Interface.
-        candidates: Line that names the InfiniBand devices, without NET/IB.
-        network: What is used.
-        gdr: ``Enabled`` or ``Disabled``.
-        intra: Transport inside a host.
-        inter: Transport between hosts.
-        channels: Line of counts.
-        num_nodes: As NCCL counts them; 0 for the number of hosts.
-        extra: Further messages of every rank.
-    """
-
-    num_hosts: int = 2
+    num_hosts: int = 2  # Each has eight ranks.
     host: str = "node{}"
     version: str = "2.27.3+cuda12.9"
     bootstrap: str = "eno1"
@@ -40,23 +25,20 @@ class JobLog:
         "16 coll channels, 16 collnet channels, 0 nvls channels, 16 p2p channels, "
         "2 p2p channels per peer"
     )
-    num_nodes: int = 0
-    extra: tuple[str, ...] = ()
+    num_nodes: int = 0  # As NCCL counts them; 0 for the number of hosts.
+    extra: tuple[str, ...] = ()  # Further messages of every rank.
 
     def lines(self) -> list[str]:
-        """Return all lines, one rank after the other."""
         return [
             line for rank in range(self.num_hosts * 8) for line in self.lines_of(rank)
         ]
 
     def lines_of(self, rank: int) -> list[str]:
-        """Return the lines of one rank."""
         host, local = divmod(rank, 8)
         prefix = f"{self.host.format(host)}:{1000 + rank}:{2000 + rank} [{local}] "
         return [f"{prefix}NCCL INFO {text}" for text in self.texts(rank, host, local)]
 
     def texts(self, rank: int, host: int, local: int) -> list[str]:
-        """Return what one rank says."""
         num_ranks = self.num_hosts * 8
         start = (
             f"ncclCommInitRankConfig comm 0x55{rank:04x} rank {rank} nranks "
@@ -131,18 +113,10 @@ def text_of(log: JobLog, **changes: object) -> bytes:
 
 
 def interleave(streams: list[list[str]], seed: int, share: float) -> tuple[str, int]:
-    """Return streams of lines as one, some lines broken inside each other.
+    """Return streams of lines as one text, and the number of lines that were cut.
 
-    A line is cut, a whole line of another stream follows at once, and the rest of the
-    cut line comes after it. The first line of the first stream is never cut.
-
-    Args:
-        streams: Of one process each.
-        seed: Of the random numbers.
-        share: Of the lines that are cut.
-
-    Returns:
-        The text, and how many lines were cut.
+    After the first part of a cut line, a whole line of another stream follows at once.
+    The first line of the first stream is never cut.
     """
     dice = random.Random(seed)
     waiting = [list(stream) for stream in streams]

@@ -12,7 +12,7 @@ NAMES = sorted(
 
 # All that is looked at: a snapshot has thousands of files more, which take seconds.
 _READ = re.compile(
-    r"sys/devices/system/cpu/(online|cpu\d+/topology/(thread_siblings|physical_package_id))"
+    r"sys/devices/system/cpu/(online|cpu\d+/topology/thread_siblings)"
     r"|sys/devices/system/node/(online|possible|node\d+/(cpumap|distance|meminfo))"
     r"|sys/devices/pci[^/]*(/[0-9a-f:.]+)+/"
     r"(class|vendor|device|subsystem_(vendor|device)|numa_node|local_cpu.*|.*_link_.*)"

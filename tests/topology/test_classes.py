@@ -1,7 +1,6 @@
 import re
 
 import pytest
-from hypothesis import given, strategies as st
 from tests.topology.sample_hosts import (
     B200,
     FILES,
@@ -145,11 +144,3 @@ class TestWords:
         # A virtual machine's only node has the number -1 in NCCL's files.
         one = host._replace(numa_nodes=(NumaNode(-1),))
         assert classify(one).words[0][1] == "PHB"
-
-
-@given(st.lists(st.sampled_from(["0000:01:00.0", "0000:02:00.0", ""]), max_size=4))
-def test_names_that_come_twice_are_one(bus_ids):
-    gpus = tuple(GpuDevice(bus_id, n) for n, bus_id in enumerate(bus_ids))
-    table = classify(HostTopology(gpus=gpus))
-    assert len(set(table.names)) == len(table.names) == len(table.words)
-    assert all(len(row) == len(table.names) for row in table.words)

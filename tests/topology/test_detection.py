@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from tests.topology.saved_trees import Tree
@@ -11,14 +10,6 @@ from tests.topology.saved_trees import Tree
 from ronde.topology import detect_host
 
 HAS_DRIVER = any(map(os.path.exists, ("/dev/nvidiactl", "/proc/driver/nvidia")))
-
-
-def test_this_machine_has_its_name_and_cpus():
-    host, notices = detect_host(Path("/"), {})
-    assert host.name == os.uname().nodename
-    cpus = {cpu for node in host.numa_nodes for cpu in node.cpus}
-    assert cpus >= os.sched_getaffinity(0)
-    assert len(notices) <= 1 or HAS_DRIVER
 
 
 @pytest.mark.skipif(HAS_DRIVER, reason="there is a driver of NVIDIA's")
@@ -35,12 +26,6 @@ def test_without_a_driver_one_line_says_so_and_nothing_is_loaded_for_it():
     assert run.stdout == (
         "No driver of NVIDIA's is loaded: NVML is not available.\n[]\n"
     )
-
-
-def test_a_saved_tree_is_not_asked_for_drivers_of_this_machine(tmp_path):
-    host, notices = detect_host(Tree(tmp_path).cpus("0-1").root, {})
-    assert (host.name, notices) == ("", ())
-    assert [node.cpus for node in host.numa_nodes] == [(0, 1)]
 
 
 def test_gpus_that_the_environment_hides_are_listed_and_said(tmp_path):

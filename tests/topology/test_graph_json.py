@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from ronde.errors import UsageError
-from ronde.plain_values import PlainValueError, from_plain, to_plain
+from ronde.plain_values import to_plain
 from ronde.topology import (
     GpuDevice,
     HostTopology,
@@ -51,7 +51,7 @@ def test_what_is_written_is_read(hosts):
 def test_a_file_that_is_cut_is_refused_wherever_it_is_cut():
     whole = write_topology(ONE).encode()
     for end in range(len(whole) - 2):
-        with pytest.raises(UsageError, match=r"^node\.json"):
+        with pytest.raises(UsageError, match=r"node\.json"):
             read_topology(whole[:end], "node.json")
 
 
@@ -64,10 +64,10 @@ def changed(**fields):
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        (b"[]", "version 2 of a ronde topology, got a JSON of something"),
-        (b'{"form": "ronde-topology", "version": 1}', "topology, got version 1"),
-        (b'{"form": "ronde-topology", "version": 2}', "the fields"),
-        (b"[" * 100_000, "must be JSON"),
+        (b"[]", "is JSON, but not a ronde topology"),
+        (b'{"form": "ronde-topology", "version": 2}', "has format version 2, but"),
+        (b'{"form": "ronde-topology", "version": 3}', "the fields"),
+        (b"[" * 100_000, "not valid JSON"),
         (changed(name=5), r"hosts\[0\]\.name must be str, got 5"),
         (changed(gpus=[{}]), r"hosts\[0\]\.gpus\[0\] must have the fields"),
         (changed(extra=1), "must have the fields"),
@@ -77,7 +77,7 @@ def changed(**fields):
             ),
             "must be one of nvlink, .*, got 'magic'",
         ),
-        (changed(devices=[to_plain(PciDevice("b"))] * 2), "must come once"),
+        (changed(devices=[to_plain(PciDevice("b"))] * 2), "must be listed once"),
         (
             changed(devices=[to_plain(PciDevice(*"ab")), to_plain(PciDevice(*"ba"))]),
             "after their parents, got 'a'",
@@ -86,7 +86,7 @@ def changed(**fields):
             changed(
                 devices=[to_plain(PciDevice(f"{n}", f"{n - 1}")) for n in range(300)]
             ),
-            "at most 256 below one another",
+            "nested at most 256 deep",
         ),
     ],
 )
@@ -98,7 +98,10 @@ def test_what_is_no_topology_is_refused(data, said):
 @pytest.mark.parametrize(
     ("switches", "said"),
     [
-        ([NetworkSwitch("a", ("b",)), NetworkSwitch("b", ("a",))], "above itself"),
+        (
+            [NetworkSwitch("a", ("b",)), NetworkSwitch("b", ("a",))],
+            "a cycle of switches",
+        ),
         ([NetworkSwitch("a"), NetworkSwitch("a")], "a switch more than once"),
         ([NetworkSwitch(f"{n}", (f"{n + 1}",)) for n in range(300)], "at most 256"),
     ],
@@ -107,8 +110,3 @@ def test_switches_in_no_order_are_refused(switches, said):
     text = write_topology(Topology((), tuple(switches)))
     with pytest.raises(UsageError, match=said):
         read_topology(text.encode(), "x")
-
-
-def test_an_object_is_what_a_named_tuple_needs():
-    with pytest.raises(PlainValueError, match="Link must be an object, got 3"):
-        from_plain(Link, 3)

@@ -7,7 +7,7 @@ import pytest
 from tests.commands import refusal
 
 from ronde.cli import main
-from ronde.render import judge
+from ronde.render import compare_with_limit
 from ronde.topology import Limit
 
 
@@ -54,10 +54,10 @@ def test_a_measurement(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_more_than_the_bound_is_reported() -> None:
-    text = judge(Limit(400, "8 ports, 400 GB/s"), 500)
+    text = compare_with_limit(Limit(400, "8 ports, 400 GB/s"), 500)
     assert text.startswith("measured 500 GB/s: 125.0 % of the bound.\n125 % of")
     assert "NVLS" in text
-    assert "NVLS" not in judge(Limit(400, "8 ports, 400 GB/s"), 400)
+    assert "NVLS" not in compare_with_limit(Limit(400, "8 ports, 400 GB/s"), 400)
 
 
 def test_several_files_are_a_node_each(capsys: pytest.CaptureFixture[str]) -> None:
@@ -96,12 +96,12 @@ def test_what_is_unknown_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
         (("--measured", "-1"), "--measured must be a number above 0"),
         (("--measured", "inf"), "--measured must be a number above 0"),
         (("--collective", "allreduce"), "--collective must be all_reduce, all_gather"),
-        (("--threshold", "80"), "--threshold must come with --measured"),
+        (("--threshold", "80"), "--threshold requires --measured"),
         (
             ("--measured", "1", "--collective", "gather", "--collective", "reduce"),
-            "--measured must have results of one collective, got 2",
+            "--measured is the busbw of one collective, but",
         ),
-        (("--measured", "1"), "--measured must have a bound to compare with, got none"),
+        (("--measured", "1"), "there is no bound to compare --measured with"),
     ],
 )
 def test_what_is_refused(

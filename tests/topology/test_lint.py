@@ -5,10 +5,8 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from hypothesis import given, settings, strategies as st
 from tests.commands import refusal
 
 from ronde.cli import main
@@ -107,11 +105,6 @@ def one(findings: tuple[Diagnostic, ...], rule: str) -> Diagnostic:
     return next(finding for finding in findings if finding.rule == rule)
 
 
-def test_every_sample_is_judged() -> None:
-    files = [*SAMPLES.glob("nccl_topo/*.xml"), *SAMPLES.glob("rccl_topo/*.xml")]
-    assert {str(path.relative_to(SAMPLES)) for path in files} == FOUND.keys()
-
-
 @pytest.mark.parametrize("name", FOUND)
 def test_samples_have_the_findings_that_their_files_show(name: str) -> None:
     findings = lint_host(read(name))
@@ -119,6 +112,7 @@ def test_samples_have_the_findings_that_their_files_show(name: str) -> None:
     if any(word in name for word in HEALTHY):
         assert all(finding.severity is NOTE for finding in findings)
     assert all(0 <= f.has_gb_per_s < 1e4 for f in findings)
+    assert all(len(line) <= 80 for line in draw_log_findings(findings).splitlines())
 
 
 def test_the_figures_of_real_defects_follow_from_the_files() -> None:
@@ -153,7 +147,6 @@ def sound() -> HostTopology:
         NumaNode(
             number=n,
             cpus=tuple(range(n * 8, n * 8 + 8)),
-            package=n,
             arch="x86_64",
             vendor="GenuineIntel",
             family=6,
@@ -169,7 +162,7 @@ def sound() -> HostTopology:
             PciDevice(f"0000:{n}1:00.0", bridge, node, 0x030200, speed=SPEED, width=16),
             PciDevice(f"0000:{n}2:00.0", bridge, node, 0x020700, speed=SPEED, width=16),
         ]
-    gpus = tuple(GpuDevice(gpu(n), n, rank=n, sm=90, gdr=1) for n in range(4))
+    gpus = tuple(GpuDevice(gpu(n), n, sm=90, gdr=1) for n in range(4))
     ports = tuple(
         NetPort(
             f"mlx5_{n}",
@@ -429,19 +422,6 @@ def test_a_gpu_in_one_package_with_its_processor_needs_no_bus() -> None:
     assert "tiny-link" not in {finding.rule for finding in lint_host(packaged)}
 
 
-@pytest.mark.parametrize(
-    ("sm", "is_too_many"), [(100, True), (103, True), (107, False)]
-)
-def test_nobody_knows_how_many_nvlinks_a_later_chip_has(
-    sm: int, *, is_too_many: bool
-) -> None:
-    gpus = tuple(each._replace(sm=sm) for each in sound().gpus)
-    links = tuple(link._replace(num_links=36) for link in sound().links)
-    rules = {f.rule for f in lint_host(sound()._replace(gpus=gpus, links=links))}
-
-    assert ("too-many-nvlinks" in rules) is is_too_many
-
-
 @pytest.mark.parametrize("place", [{"port": 2}, {"bus_id": "0000:02:00.1"}])
 def test_a_second_port_without_cable_is_a_note(place: dict[str, object]) -> None:
     host = sound()
@@ -453,6 +433,10 @@ def test_a_second_port_without_cable_is_a_note(place: dict[str, object]) -> None
 def test_a_port_that_is_down_loses_the_rate_of_the_others() -> None:
     found = one(lint_host(with_port(3, is_up=False, mbit_per_s=10_000)), "nic-down")
     assert "the node has 50 GB/s less" in found.consequence
+    init = one(lint_host(with_port(3, is_up=False, state="INIT, LinkUp")), "nic-down")
+    assert "no subnet manager has configured the port" in init.seen
+    off = lint_host(with_port(3, is_up=False, kind="", state="DOWN, Disabled"))
+    assert "nic-down" not in {finding.rule for finding in off}
 
 
 @pytest.mark.parametrize("of_gpus", [0, 1])
@@ -496,8 +480,6 @@ def test_lint_names_what_a_host_does_not_show() -> None:
         "rates of network ports (1 of 2 hosts)",
     )
     assert unseen_facts([full._replace(gpus=())]) == facts[:1]
-    query = HostTopology(sources=("nvidia-smi -q a b.txt",))
-    assert any("ronde check read 'a b.txt'" in fact for fact in unseen_facts([query]))
 
 
 def all_ports_down() -> HostTopology:
@@ -549,69 +531,6 @@ def test_nodes_that_are_alike_and_one_that_reports_less() -> None:
     assert lint_fleet(fleet(silent)) == ()
 
 
-_names = st.sampled_from(["", "0000:00:00.0", "0000:01:00.0", "0000:02:00.0", "x"])
-_numbers = st.integers(-2, 200)
-
-
-def _some(cls: type, key: str = "", **fields: object) -> st.SearchStrategy[Any]:
-    elements = st.builds(cls, **fields)
-    unique = (lambda each: getattr(each, key)) if key else None
-    return st.lists(elements, max_size=3, unique_by=unique).map(tuple)
-
-
-_hosts = st.builds(
-    HostTopology,
-    numa_nodes=_some(
-        NumaNode,
-        "number",
-        number=st.integers(-1, 3),
-        cpus=st.lists(st.integers(0, 9), max_size=3).map(tuple),
-        vendor=st.sampled_from(["", "GenuineIntel"]),
-        arch=st.sampled_from(["", "x86_64"]),
-        family=_numbers,
-        model=_numbers,
-        package=st.integers(-1, 2),
-    ),
-    devices=_some(
-        PciDevice,
-        "bus_id",
-        bus_id=_names,
-        parent=_names,
-        node=st.integers(-1, 3),
-        speed=st.sampled_from(["", "8 GT/s", "16.0 GT/s PCIe", ". GT/s", "1e9 GT/s"]),
-        width=_numbers,
-        gb_per_s=st.sampled_from([0.0, 3.0]),
-        speed_now=st.sampled_from(["", "2.5 GT/s PCIe"]),
-        width_now=_numbers,
-    ),
-    gpus=_some(GpuDevice, "name", bus_id=_names, number=st.integers(0, 3), sm=_numbers),
-    ports=_some(
-        NetPort,
-        "title",
-        title=st.sampled_from("abc"),
-        bus_id=_names,
-        mbit_per_s=_numbers,
-    ),
-    links=_some(
-        Link,
-        kind=st.sampled_from([LinkKind.NVLINK, LinkKind.XGMI]),
-        source=_names,
-        target=_names,
-        num_links=st.integers(0, 99),
-        target_class=st.sampled_from([-1, 0x030200, 0x068000]),
-    ),
-)
-
-
-@given(_hosts)
-@settings(max_examples=80, deadline=None)
-def test_no_host_is_too_odd_for_rules_and_words(host: HostTopology) -> None:
-    findings = [*lint_host(host), *lint_fleet([host, sound()])]
-    assert {finding.rule for finding in findings} <= MEANINGS.keys()
-    text = draw_log_findings(findings)
-    assert all(finding.rule in text for finding in findings)
-
-
 def test_equal_findings_are_reported_once_and_the_worst_first() -> None:
     findings = lint_host(read("nccl_topo/modal_gvisor_b200_vm_topo.xml"))
     text = draw_log_findings(findings)
@@ -621,13 +540,6 @@ def test_equal_findings_are_reported_once_and_the_worst_first() -> None:
     assert count_findings(findings) == "16 errors, 3 warnings, 8 notes"
     assert count_findings(()) == "nothing found"
     assert draw_log_findings(()) == ""
-
-
-@pytest.mark.parametrize("name", FOUND)
-def test_lines_keep_to_the_width(name: str) -> None:
-    for line in draw_log_findings(lint_host(read(name))).splitlines():
-        assert len(line) <= 80
-        assert line == line.rstrip()
 
 
 def test_every_rule_is_documented_with_its_meaning() -> None:
@@ -692,11 +604,6 @@ def test_several_hosts_are_compared_and_named(
     assert "azure_ncv4_a100pcie_topo 0001:00:00.0" in out
 
 
-def test_this_machine_is_looked_at(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run([]) in (0, 1)
-    assert "NUMA node" in capsys.readouterr().out
-
-
 def test_the_odd_one_of_a_fleet_may_be_the_better_one() -> None:
     odd, other, third = fleet(sound()._replace(gpus=sound().gpus[1:]))
     few = [odd, odd._replace(name="b"), odd._replace(name="c"), other]
@@ -705,14 +612,6 @@ def test_the_odd_one_of_a_fleet_may_be_the_better_one() -> None:
     # With as many of either, more is right.
     draw = lint_fleet([odd, odd._replace(name="b"), other, third])
     assert [f.element for f in draw] == ["odd", "b"]
-
-
-def test_a_node_that_reports_links_its_chip_lacks_is_no_model_for_others() -> None:
-    hosts = [
-        read("nccl_topo/modal_gvisor_b200_vm_topo.xml")._replace(name="virtual"),
-        read("nccl_topo/hgx_b200_8x_vastai_nccl2.27.3.xml")._replace(name="real"),
-    ]
-    assert "node-nvlinks-differ" not in {f.rule for f in lint_fleet(hosts)}
 
 
 def test_of_an_unknown_chip_no_loss_is_claimed_in_figures() -> None:

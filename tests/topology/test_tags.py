@@ -49,7 +49,7 @@ def test_texts_of_several_hosts_are_not_mixed(
 ) -> None:
     both = "".join(tagged(text, tag) for tag in tags)
     assert probe.recognises(Saved("it.txt", both.encode()))
-    with pytest.raises(UsageError, match=r"of one host, got lines of 2: 'n1, n2'"):
+    with pytest.raises(UsageError, match=r"has output from 2 hosts or ranks: 'n1, n2'"):
         probe.read(Saved("it.txt", both.encode()))
 
 

@@ -1,15 +1,15 @@
 """The command ``ronde topo``: sources in, one of several forms out."""
 
-import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from tests.commands import refusal
 from tests.limits import HANG_S
 
-from ronde.errors import UsageError
-from ronde.topology import read_file, read_saved, read_topology
+from ronde.cli import main
+from ronde.topology import read_topology
 
 SAMPLES = Path(__file__).parent / "samples"
 PERLMUTTER = "nccl_topo/perlmutter_a100_4x_slingshot_nccl2.29.7.xml"
@@ -17,31 +17,9 @@ GRAPH = "nccl_graph/azure_ncv4_graph.xml"
 B200 = "nccl_topo/hgx_b200_8x_vastai_nccl2.27.3.xml"
 
 
-def topo(*words, stdin=b"", cwd=SAMPLES):
-    return subprocess.run(
-        [sys.executable, "-m", "ronde", "topo", *words],
-        input=stdin,
-        capture_output=True,
-        timeout=HANG_S,
-        cwd=cwd,
-        check=False,
-    )
-
-
-def reported(*words, **options):
-    done = topo(*words, **options)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.decode()
-
-
-def refused(*words, **options):
-    done = topo(*words, **options)
-    assert done.returncode == 64
-    assert done.stdout == b""
-    text = done.stderr.decode()
-    assert text.startswith("ronde: ")
-    assert "Traceback" not in text
-    return text
+@pytest.fixture(autouse=True)
+def _in_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(SAMPLES)
 
 
 def test_this_machine_is_shown_without_torch():
@@ -61,80 +39,51 @@ def test_this_machine_is_shown_without_torch():
     assert lines[-1] == "[]"
 
 
-def test_json_is_read_again_and_says_the_same(tmp_path):
-    text = reported(B200, "--json")
-    path = tmp_path / "node.json"
+def test_json_is_read_again_and_shows_the_same(tmp_path, capsys):
+    def shown(*words: str) -> str:
+        assert main(["topo", *words]) == 0
+        return capsys.readouterr().out
+
+    text = shown(B200, "--json")
+    path = tmp_path / "hgx_b200_8x_vastai_nccl2.27.3.json"
     path.write_text(text)
     topology = read_topology(text.encode(), "node")
     assert [len(h.gpus) for h in topology.hosts] == [8]
-    text_of_tree = reported(B200)
-    assert reported(str(path)) == text_of_tree
-    assert reported("-", stdin=text.encode()) == text_of_tree
-
-
-def test_each_source_is_a_host():
-    text = reported(PERLMUTTER, B200, B200)
-    assert text.startswith("perlmutter_a100_4x_slingshot_nccl2.29.7: 4 NUMA nodes")
-    assert "2 hosts alike (hgx_b200_8x_vastai_nccl2.27.3, 2 times): " in text
-
-
-def test_paths_have_kind_and_bandwidth():
-    assert "NVL 80.0" in reported(PERLMUTTER, "--paths")
-
-
-def test_a_saved_tree_is_read_like_the_machine(tmp_path):
-    node = tmp_path / "sys/devices/system/node/node3"
-    node.mkdir(parents=True)
-    (node / "cpulist").write_text("0-1\n")
-    (node / "cpumap").write_text("3\n")
-    (node.parent / "online").write_text("3\n")
-    cpu = tmp_path / "sys/devices/system/cpu"
-    cpu.mkdir()
-    (cpu / "online").write_text("0-1\n")
-    assert "NUMA node 3" in reported("--root", str(tmp_path))
+    tree = shown(B200)
+    assert shown(str(path)) == tree
+    piped = subprocess.run(
+        [sys.executable, "-m", "ronde", "topo", "-"],
+        input=text,
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
+        check=True,
+    )
+    assert piped.stdout == tree
+    assert "NVL 80.0" in shown(PERLMUTTER, "--paths")
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
-        (["absent.xml"], "can be read, got absent.xml: No such file or directory"),
-        (["."], "can be read, got .: Is a directory"),
-        (["SOURCES.md"], "SOURCES.md must be one of these: ronde topology, NCCL top"),
-        (["SOURCES.md"], "Slurm topology.conf; got none of them"),
-        (
-            [GRAPH],
-            "must have a topology, got a graph of NCCL's search. Give it the file",
-        ),
-        (["diff", GRAPH, B200], "got a graph of NCCL's search"),
-        (["--root", "nccl_topo"], "a directory that holds sys, got nccl_topo"),
+        (["absent.xml"], "cannot read absent.xml: No such file or directory"),
+        (["."], "cannot read .: Is a directory"),
+        (["SOURCES.md"], "SOURCES.md has no known format. Known formats: ronde top"),
+        ([GRAPH], "is a graph of NCCL's search, not a topology. Give it the file"),
+        (["diff", GRAPH, B200], "a graph of NCCL's search"),
+        (["--root", "nccl_topo"], "a directory that contains sys, got nccl_topo"),
         ([PERLMUTTER, "--matrix", "--json"], "--json cannot be combined with --matrix"),
         (["--bogus"], "unknown option --bogus. Type: ronde topo --help"),
         (["diff", PERLMUTTER], "is required"),
     ],
 )
-def test_bad_input_is_one_sentence(words, said):
-    assert said in refused(*words)
-
-
-def test_graphs_of_nccls_search_are_refused_by_name():
-    graphs = list(SAMPLES.glob("nccl_graph/*"))
-    assert len(graphs) == 3
-    for path in graphs:
-        with pytest.raises(UsageError, match="got a graph of NCCL's search"):
-            read_file(read_saved(str(path)))
-
-
-def test_an_empty_source_is_refused():
-    assert "standard input must describe a machine" in refused("-", stdin=b"")
-
-
-def test_json_of_something_else_is_refused():
-    said = refused("-", stdin=json.dumps({"form": "other"}).encode())
-    assert "ronde topology, got a JSON of something else" in said
+def test_bad_input_is_refused(words, message, capsys):
+    assert message in refusal(capsys, "topo", *words)
 
 
 @pytest.mark.parametrize(
     "verb", [[], ["show"], ["lint"], ["diff"], ["place"], ["limit"], ["log"]]
 )
-def test_help_is_there_for_every_verb(verb):
-    assert reported(*verb, "--help").startswith("usage: ronde topo")
+def test_every_verb_has_help(verb, capsys):
+    assert main(["topo", *verb, "--help"]) == 0
+    assert capsys.readouterr().out.startswith("usage: ronde topo")

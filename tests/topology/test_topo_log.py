@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 from tests.commands import refusal
-from tests.topology.nccl_job import JobLog, interleave, text_of
+from tests.topology.nccl_job import JobLog, text_of
 
 from ronde.cli import main
 from ronde.plain_values import from_plain
 from ronde.render import draw_log
 from ronde.topology import (
-    VERDICTS,
+    RULES,
     Diagnostic,
     Level,
     NcclLog,
-    judge_nccl_log,
+    lint_nccl_log,
     read_nccl_log,
 )
 
@@ -36,11 +36,6 @@ NVLS_LOST = (
     "401 'the operation cannot be performed in the present state'. Proceeding without "
     "NVLS support."
 )
-SHARING, MEMLOCK = "warned-gpu-sharing", "warned-locked-memory"
-CALL, ROUTE, LOST, REGISTERED, ACCESS = (
-    f"warned-adapter-{word}" for word in ("call", "route", "lost", "memory", "access")
-)
-LINKS, FILES, MIXED = "warned-link-types", "warned-open-files", "warned-ranks-mixed"
 IBV = "misc/ibvwrap.cc:229"
 NO_NVLINK = "2 coll channels, 0 nvls channels, 2 p2p channels, 2 p2p channels per peer"
 
@@ -50,23 +45,12 @@ def read(text: bytes) -> NcclLog:
 
 
 def found(text: bytes) -> dict[str, Level]:
-    return {finding.rule: finding.severity for finding in judge_nccl_log(read(text))}
+    return {finding.rule: finding.severity for finding in lint_nccl_log(read(text))}
 
 
 def find(text: bytes, rule: str) -> Diagnostic:
-    (finding,) = (each for each in judge_nccl_log(read(text)) if each.rule == rule)
+    (finding,) = (each for each in lint_nccl_log(read(text)) if each.rule == rule)
     return finding
-
-
-def test_calls_have_the_number_of_ranks_and_a_version_may_stand_alone():
-    call = (
-        "AllReduce: opCount 0 sendbuff 0x7f0 recvbuff 0x7f1 count 1024 datatype 7 op 0 "
-        "root 0 comm 0x5630 [nranks=32] stream 0x5640"
-    )
-    version = b"NCCL version 2.21.5+cuda12.4\n"
-    log = read(version + f"node1:100:200 [0] NCCL INFO {call}\n".encode())
-    assert draw_log(log, ()).startswith("32 ranks on 1 host (node1), NCCL 2.21.5+cuda")
-    assert "1 line: NCCL 2.21.5+cuda12.4." in draw_log(read(version), ())
 
 
 def without(text: bytes, *words: str) -> bytes:
@@ -76,18 +60,13 @@ def without(text: bytes, *words: str) -> bytes:
     )
 
 
-@pytest.mark.parametrize("num_hosts", [1, 2, 4])
-def test_a_healthy_job_has_no_finding(num_hosts: int) -> None:
-    assert judge_nccl_log(read(text_of(JobLog(num_hosts=num_hosts)))) == ()
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_a_healthy_job_whose_lines_broke_has_none_either(seed: int) -> None:
-    """One line in twenty broke: what is missing is noted, and nobody is blamed."""
-    job = JobLog(num_hosts=2)
-    text, _ = interleave([job.lines_of(rank) for rank in range(16)], seed, 0.05)
-
-    assert found(text.encode()).keys() <= {"log-incomplete"}
+@pytest.mark.parametrize(
+    "changes",
+    # On one node sockets, and adapters without GPUDirect, cost nothing.
+    [{"num_hosts": 4}, {"num_hosts": 1, "network": "Socket", "gdr": "Disabled"}],
+)
+def test_a_healthy_job_has_no_finding(changes: dict[str, object]) -> None:
+    assert found(text_of(JobLog(), **changes)) == {}
 
 
 def test_where_lines_were_lost_a_start_may_have_been_said_to_be_complete() -> None:
@@ -165,13 +144,6 @@ def test_the_cause_of_no_gpudirect_depends_on_how_many_have_none() -> None:
     assert "ronde topo --matrix" in find(some, "no-gpudirect-rdma").remedy
 
 
-def test_one_node_needs_no_network() -> None:
-    """Sockets and adapters without GPUDirect cost nothing where all is on one node."""
-    job = JobLog(num_hosts=1, network="Socket", gdr="Disabled")
-
-    assert found(text_of(job)) == {}
-
-
 def test_a_setting_is_named_as_the_cause() -> None:
     job = JobLog(network="Socket", extra=("NCCL_IB_DISABLE set by environment to 1.",))
     text = without(text_of(job), "NET/IB")
@@ -220,13 +192,6 @@ def test_shared_memory_beside_peers(paths: str, severity: Level) -> None:
     assert found(text) == {"shm-where-p2p-was-possible": severity}
 
 
-def test_shared_memory_alone_below_one_switch() -> None:
-    text = without(text_of(JobLog(num_hosts=1, intra="SHM/direct")), "NVL")
-    text += b"node0:1000:2000 [0] NCCL INFO GPU/0-1 :GPU/0-2 (1/24.0/PIX) \n"
-
-    assert found(text) == {"shm-where-p2p-was-possible": WARNING}
-
-
 def libfabric(provider: str, *extra: str) -> bytes:
     job = JobLog(network="AWS Libfabric", inter="NET/AWS Libfabric/{nic}", extra=extra)
     text = without(text_of(job), "NET/IB", "GPU Direct")
@@ -257,34 +222,24 @@ def test_a_plugin_that_knows_why_it_has_no_gpudirect() -> None:
     assert "the plugin reports: Could not disable CUDA API usage" in finding.seen
 
 
-def test_networks_that_differ() -> None:
-    text = text_of(JobLog()).replace(
-        b"node1:1008:2008 [0] NCCL INFO Using network IB",
-        b"node1:1008:2008 [0] NCCL INFO Using network Socket",
-    )
-    finding = find(text, "networks-differ")
+@pytest.mark.parametrize(
+    ("old", "new", "rule"),
+    [
+        ("Using network IB", "Using network Socket", "networks-differ"),
+        (
+            "NCCL version 2.27.3+cuda12.9",
+            "NCCL version 2.26.2+cuda12.8",
+            "versions-differ",
+        ),
+    ],
+)
+def test_a_rank_unlike_the_others(old: str, new: str, rule: str) -> None:
+    prefix = "node1:1012:2012 [4] NCCL INFO "
+    text = text_of(JobLog()).decode().replace(prefix + old, prefix + new)
+    finding = find(text.encode(), rule)
 
     assert finding.severity is ERROR
-    assert "Socket on node1" in finding.seen
-
-
-def test_versions_that_differ() -> None:
-    text = text_of(JobLog())
-    mixed = text.replace(
-        b"node1:1012:2012 [4] NCCL INFO NCCL version 2.27.3+cuda12.9",
-        b"node1:1012:2012 [4] NCCL INFO NCCL version 2.26.2+cuda12.8",
-    )
-
-    assert found(mixed) == {"versions-differ": ERROR}
-    assert "2.26.2+cuda12.8 on node1" in find(mixed, "versions-differ").seen
-
-
-def test_versions_of_two_jobs_may_differ() -> None:
-    first = text_of(JobLog(num_hosts=1))
-    second = text_of(JobLog(num_hosts=1, host="b{}", version="2.18.3+cuda12.1"))
-    second = second.replace(b"0x4f6aa0f2d3c1b2a9", b"0x1111111111111111")
-
-    assert found(first + second) == {}
+    assert f"{new.rsplit(maxsplit=1)[-1]} on node1" in finding.seen
 
 
 def test_settings_that_differ() -> None:
@@ -360,8 +315,6 @@ def test_a_slow_start_is_reported_with_its_phase() -> None:
         # A bridge trained at the first generation, one lane: 1 x 15/80.
         ("+ PCI[48.0] - PCI/0-1a000", "+ PCI[0.2] - PCI/0-1a000", ERROR, 0.2, 0.0),
         ("+ PCI[48.0] - GPU", "+ PCI[3.0] - GPU", ERROR, 3.0, 0.0),
-        # An adapter of 25 GB/s on a link of 12.
-        ("+ PCI[48.0] - NIC", "+ PCI[12.0] - NIC", WARNING, 12.0, 25.0),
     ],
 )
 def test_slow_pci(
@@ -372,7 +325,7 @@ def test_slow_pci(
     if "PCI/0-1a000" in new:
         text = text.replace("INFO               +", "INFO              +")
         text = text.replace("INFO " + " " * 28 + "+", "INFO " + " " * 27 + "+")
-    findings = [f for f in judge_nccl_log(read(text.encode())) if f.rule == "slow-pci"]
+    findings = [f for f in lint_nccl_log(read(text.encode())) if f.rule == "slow-pci"]
 
     assert findings[0].severity is severity
     assert (findings[0].has_gb_per_s, findings[0].should_gb_per_s) == (has, should)
@@ -385,9 +338,7 @@ def test_slow_pci(
         # and 63: ports of 200 and of 400 Gb/s are at home there.
         (24.0, 25.0, False),
         (48.0, 50.0, False),
-        (12.0, 12.5, False),
         (24.0, 50.0, True),
-        (12.0, 25.0, True),
         (3.0, 12.5, True),
     ],
 )
@@ -400,23 +351,6 @@ def test_an_adapter_is_slow_where_its_link_is_not_its_port(
     rules = found(text.encode())
 
     assert rules == ({"slow-pci": ERROR if pci == 3.0 else WARNING} if is_slow else {})
-
-
-@pytest.mark.parametrize("slow_host", [0, 1])
-def test_a_slow_link_of_one_host_is_seen_beside_a_sound_one(slow_host: int) -> None:
-    """Both hosts name their GPUs alike, and whoever speaks last must not win."""
-    text = text_of(JobLog()).decode()
-    second = "+ PCI[48.0] - GPU/0-43000 (1)"
-    lines = [
-        line.replace("+ SYS[22.0] - CPU/0-1", second.replace("48", "24"))
-        if line.startswith(f"node{slow_host}:")
-        else line.replace("+ SYS[22.0] - CPU/0-1", second)
-        for line in text.splitlines(keepends=True)
-    ]
-    finding = find("".join(lines).encode(), "slow-pci")
-
-    assert finding.element == f"GPU 0000:43:00.0 on node{slow_host}"
-    assert found("".join(lines).encode()) == {"slow-pci": WARNING}
 
 
 def test_two_channels_are_right_for_a_rank_a_node() -> None:
@@ -462,139 +396,62 @@ def test_what_a_virtual_machine_reports_of_its_links_has_its_own_remedy() -> Non
     assert "lspci -vv -s 0000:1b:00.0" in finding.remedy
 
 
-@pytest.mark.parametrize(
-    ("text", "rule"),
-    [
-        ("Error: failed to extend /dev/shm/nccl-x to 9 bytes", "warned-shared-memory"),
-        (
-            "Call to ibv_reg_mr_iova2 failed with error Cannot allocate memory",
-            "warned-locked-memory",
-        ),
-        (
-            (
-                "NET/IB : Got completion from peer 10.0.0.1<5> with status=12 opcode=0 "
-                "len=0 vendor err 129 (Recv)"
-            ),
-            "warned-peer-unreachable",
-        ),
-        (
-            (
-                "NET/IB: Got completion from peer 10.0.0.1<5> with "
-                "status=IBV_WC_RETRY_EXC_ERR(12) opcode=IBV_WC_SEND(0) vendor_err=129"
-            ),
-            "warned-peer-unreachable",
-        ),
-        (
-            "NET/IB : Got completion from peer x<1> with error 5, opcode 1, len 1",
-            "warned-follows",
-        ),
-        (
-            "NET/IB : Got completion from peer x<1> with error 4, opcode 1, len 1",
-            "warned-adapter-error",
-        ),
-        (
-            "NET/IB : mlx5_0:1 Got non-fatal async event: port error(10)",
-            "warned-link-event",
-        ),
-        ("Bootstrap : no socket interface found", "warned-no-interface"),
-        (
-            "Duplicate GPU detected : rank 0 and rank 1 both on CUDA device 3000",
-            "warned-gpu-shared",
-        ),
-        ("Cuda failure 'out of memory'", "warned-gpu-memory"),
-        ("Cuda failure 700 'an illegal memory access'", "warned-cuda"),
-        (
-            "socketStartConnect: Connect to 10.0.0.1<45> failed : Connection refused",
-            "warned-connection",
-        ),
-        (
-            "Message truncated : received 2048 bytes instead of 1024",
-            "warned-calls-differ",
-        ),
-        ("socketFinalizeAccept: wrong type 4 != 3", "warned-versions"),
-        ("XML Topology has wrong version 2, 1 needed", "warned-topology"),
-        ("Failed to open libibverbs.so[.1]", "warned-no-libibverbs"),
-        ("NUMA auto balancing enabled which can lead to", "warned-host-setting"),
-        ('Missing "iommu=pt" from kernel command line', "warned-host-setting"),
-        ("Cuda failure 802 'system not yet initialized'", "warned-fabric-manager"),
-        (
-            (
-                "MNNVL (cliqueSize 8) is available but not working on this system. "
-                "Check the IMEX configuration (nvidia-imex-ctl -N)."
-            ),
-            "warned-imex",
-        ),
-        ("nvmlInit_v2() failed: Driver/library version mismatch", "warned-driver"),
-        ("failed to peer with device 1(=1000): 205 x", "warned-peer-access"),
-        (
-            "Cuda failure 'peer access is not supported between these two devices'",
-            "warned-peer-access",
-        ),
-        ("No transport found for rank 0[1] -> rank 1[2]", "warned-no-transport"),
-        ("socketStartConnect: exceeded retries (20000)", "warned-connection"),
-        (
-            (
-                "[Proxy Service 3] Failed to execute operation Connect from rank 3, "
-                "retcode 3"
-            ),
-            "warned-follows",
-        ),
-        ("The flux has no capacity", "warned"),
-    ],
-)
-def test_the_warnings_of_nccl_have_a_remedy(text: str, rule: str) -> None:
-    line = f"\nnode0:1000:2000 [0] misc/socket.cc:50 NCCL WARN {text}\n"
-    finding = find(text_of(JobLog(num_hosts=1)) + line.encode(), rule)
-
-    assert text[:100] in finding.seen
-    assert "misc/socket.cc:50" in finding.seen
-    assert finding.element == "node0"
+# The expected rule, the place in NCCL's source, and the text of the warning.
+WARNINGS = """
+shared-memory misc/shm.cc:9 Error: failed to extend /dev/shm/nccl-x to 9 bytes
+locked-memory ibvwrap.cc:9 Call to ibv_create_qp failed with error Unknown error -12
+peer-unreachable net_ib.cc:9 NET/IB : Got completion from peer x<5> with status=12
+peer-unreachable net_ib.cc:9 NET/IB: Got completion from peer x<5> with\
+ status=IBV_WC_RETRY_EXC_ERR(12) opcode=IBV_WC_SEND(0) vendor_err=129
+follows net_ib.cc:9 NET/IB : Got completion from peer x<1> with error 5, opcode 1, len 1
+adapter-error net_ib.cc:9 NET/IB : Got completion from peer x<1> with error 4, opcode 1
+link-event net_ib.cc:9 NET/IB : mlx5_0:1 Got non-fatal async event: port error(10)
+no-interface bootstrap.cc:9 Bootstrap : no socket interface found
+gpu-shared init.cc:9 Duplicate GPU detected : rank 0 and rank 1 both on CUDA device 3000
+gpu-memory include/alloc.h:52 Cuda failure 2 'out of memory'
+gpu-fault init.cc:9 Cuda failure 'uncorrectable ECC error'
+gpu-absent init.cc:9 Cuda failure 101 'invalid device ordinal'
+gpu-sharing init.cc:9 Cuda failure 800 'operation not permitted'
+gpu-sharing transport/p2p.cc:285 Cuda failure 304 'OS call failed'
+cuda transport/p2p.cc:285 Cuda failure 700 'an illegal memory access'
+hip enqueue.cc:9 HIP failure: 'unspecified launch failure'
+nvls transport/nvls.cc:254 Cuda failure 1 'invalid argument'
+connection misc/socket.cc:9 socketStartConnect: Connect to 10.0.0.1<45> failed : refused
+calls-differ transport.cc:9 Message truncated : received 2048 bytes instead of 1024
+versions misc/socket.cc:9 socketFinalizeAccept: wrong type 4 != 3
+topology graph/xml.cc:9 XML Topology has wrong version 2, 1 needed
+no-libibverbs misc/ibvsymbols.cc:9 Failed to open libibverbs.so[.1]
+host-setting init.cc:9 NUMA auto balancing enabled which can lead to
+host-setting init.cc:9 Missing "iommu=pt" from kernel command line
+fabric-manager init.cc:9 Cuda failure 802 'system not yet initialized'
+imex init.cc:9 MNNVL is available but not working. Check the IMEX configuration
+driver misc/nvmlwrap.cc:9 nvmlInit_v2() failed: Driver/library version mismatch
+peer-access transport/p2p.cc:9 failed to peer with device 1(=1000): 205 x
+no-transport transport.cc:9 No transport found for rank 0[1] -> rank 1[2]
+adapter-call misc/ibvwrap.cc:9 Call to ibv_modify_qp failed with 22 Invalid argument
+adapter-route ibvwrap.cc:9 Call to ibv_modify_qp failed with 110 Connection timed out
+adapter-lost misc/ibvwrap.cc:9 Call to ibv_poll_cq failed with error No such device
+adapter-memory misc/ibvwrap.cc:9 Call to ibv_reg_mr_iova2 failed with error Bad address
+adapter-access misc/ibvwrap.cc:9 Call to ibv_open_device failed with error Operation\
+ not permitted
+link-types net_ib/connect.cc:1 Attempted to connect incompatible devices: [0]x
+open-files misc/socket.cc:5 Call to accept failed: Too many open files
+ranks-mixed misc/socket.cc:5 Call to bind failed: Address already in use
+host-memory misc/utils.cc:5 Failed to malloc 1024 bytes
+"""
 
 
-@pytest.mark.parametrize(
-    ("place", "text", "rule"),
-    [
-        ("transport/nvls.cc:254", "Cuda failure 1 'invalid argument'", "warned-nvls"),
-        ("include/alloc.h:52", "Cuda failure 2 'out of memory'", "warned-gpu-memory"),
-        ("transport/p2p.cc:285", "Cuda failure 304 'OS call failed'", SHARING),
-        ("transport/p2p.cc:285", "Cuda failure 'illegal memory access'", "warned-cuda"),
-        ("enqueue.cc:81", "Cuda failure 1 'invalid argument'", "warned-cuda"),
-        ("init.cc:9", "Cuda failure 'uncorrectable ECC error'", "warned-gpu-fault"),
-        ("init.cc:9", "Cuda failure 101 'invalid device ordinal'", "warned-gpu-absent"),
-        ("init.cc:9", "Cuda failure 800 'operation not permitted'", SHARING),
-        ("enqueue.cc:9", "HIP failure: 'unspecified launch failure'", "warned-hip"),
-        (
-            IBV,
-            "Call to ibv_open_device failed with error Device or resource busy",
-            CALL,
-        ),
-        (IBV, "Call to ibv_create_qp failed with error Unknown error -12", MEMLOCK),
-        (IBV, "Call to ibv_modify_qp failed with 22 Invalid argument", CALL),
-        (IBV, "Call to ibv_modify_qp failed with 110 Connection timed out", ROUTE),
-        (IBV, "Call to ibv_poll_cq failed with error No such device", LOST),
-        (IBV, "Call to ibv_reg_mr_iova2 failed with error Bad address", REGISTERED),
-        (IBV, "Call to ibv_reg_dmabuf_mr failed with error Invalid", REGISTERED),
-        (
-            IBV,
-            "Call to ibv_open_device failed with error Operation not permitted",
-            ACCESS,
-        ),
-        (
-            "net_ib/connect.cc:1",
-            "Attempted to connect incompatible devices: [0]x",
-            LINKS,
-        ),
-        ("misc/socket.cc:5", "Call to accept failed: Too many open files", FILES),
-        ("misc/socket.cc:5", "Call to bind failed: Address already in use", MIXED),
-        ("misc/utils.cc:5", "Failed to malloc 1024 bytes", "warned-host-memory"),
-    ],
-)
-def test_the_place_and_the_error_decide_on_the_remedy(
-    place: str, text: str, rule: str
-) -> None:
+@pytest.mark.parametrize("warning", WARNINGS.strip().splitlines())
+def test_a_warning_of_nccl_has_its_remedy(warning: str) -> None:
+    rule, place, text = warning.split(" ", 2)
     line = f"node1:77:120 [0] {place} NCCL WARN {text}\n"
+    assert found(line.encode()).keys() == {f"warned-{rule}"}
 
-    assert found(line.encode()).keys() == {rule}
+
+def test_a_warning_of_unknown_cause_is_shown() -> None:
+    line = b"node0:1:2 [0] misc/socket.cc:50 NCCL WARN The flux has no capacity\n"
+    seen = find(text_of(JobLog(num_hosts=1)) + line, "warned").seen
+    assert "The flux has no capacity (misc/socket.cc:50)" in seen
 
 
 def test_no_dma_buf_is_a_note_where_peermem_is_used() -> None:
@@ -602,7 +459,7 @@ def test_no_dma_buf_is_a_note_where_peermem_is_used() -> None:
     line += "with error Operation not supported\n"
     for inter, level in (("NET/IB/0/GDRDMA", NOTE), ("NET/IB/0", ERROR)):
         text = text_of(JobLog(inter=inter)) + line.encode()
-        assert find(text, REGISTERED).severity is level
+        assert find(text, "warned-adapter-memory").severity is level
 
 
 def test_a_warning_of_all_ranks_is_reported_once() -> None:
@@ -610,7 +467,7 @@ def test_a_warning_of_all_ranks_is_reported_once() -> None:
         f"node{n}:1:1 [0] misc/shm.cc:1 NCCL WARN Cuda failure 70{n} 'x'\n"
         for n in range(9)
     )
-    findings = judge_nccl_log(read(lines.encode()))
+    findings = lint_nccl_log(read(lines.encode()))
 
     (finding,) = (each for each in findings if each.rule == "warned-cuda")
     assert finding.seen.startswith("NCCL reports 9 times: Cuda failure 700 'x'")
@@ -655,7 +512,7 @@ def fabric(host: str, gpu: int, uuid: str, clique: str = "7ffe", rest: str = "")
     ],
 )
 def test_the_fabric_of_nvlink_between_hosts(lines: str, what: str) -> None:
-    findings = judge_nccl_log(read(lines.encode()))
+    findings = lint_nccl_log(read(lines.encode()))
 
     assert [each.seen for each in findings] == [what] * bool(what)
 
@@ -711,19 +568,11 @@ def test_a_job_that_was_aborted_is_not_blamed() -> None:
     assert found(text) == {}
 
 
-def test_what_is_not_said_is_named() -> None:
-    text = draw_log(read(b"node0:1:1 [0] NCCL INFO Using network IB\n"), ())
-
-    assert "missing  " in text
-    assert "number of ranks unknown on 1 host" in text
-    assert "NCCL_DEBUG_SUBSYS=INIT,BOOTSTRAP,ENV,NET,GRAPH,TUNING" in text
-
-
-@pytest.mark.parametrize("width", [60, 80, 120])
-def test_words_keep_to_the_columns(width: int) -> None:
+def test_lines_keep_to_the_width() -> None:
+    width = 60
     text = text_of(JobLog(num_hosts=8, bootstrap="docker0", extra=(NVLS_LOST,)))
     log = read(text)
-    lines = draw_log(log, judge_nccl_log(log), width).splitlines()
+    lines = draw_log(log, lint_nccl_log(log), width).splitlines()
 
     assert max(map(len, lines)) <= width
 
@@ -735,17 +584,9 @@ def test_findings_end_the_command_with_1(capsys: pytest.CaptureFixture[str]) -> 
     assert run([str(SAMPLE)]) == 1
     out = capsys.readouterr().out
     assert "WARNING nvls-lost: 6e79c7194e8d" in out
-    assert "8 ranks on 1 host (733179575ba5)" in out
-
-
-def test_a_healthy_job_ends_with_0(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "nccl.log"
-    path.write_bytes(text_of(JobLog()))
-
-    assert run([str(path)]) == 0
-    assert "2 hosts" in capsys.readouterr().out
+    assert "number of ranks unknown on 1 host (733179575ba5)" in out
+    assert "missing  " in out
+    assert "NCCL_DEBUG_SUBSYS=INIT,BOOTSTRAP,ENV,NET,GRAPH,TUNING" in out
 
 
 def test_json_has_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:
@@ -756,16 +597,19 @@ def test_json_has_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:
     log = read(SAMPLE.read_bytes())
     assert from_plain(NcclLog, value["log"]) == log
     findings = [from_plain(Diagnostic, each) for each in value["findings"]]
-    assert findings == list(judge_nccl_log(log))
+    assert findings == list(lint_nccl_log(log))
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (b"", "must be output of NCCL or of torch's watchdog, got no lines"),
-        (b"loss 3\n", "got 1 line and no message of theirs. Set NCCL_DEBUG=INFO"),
-        (b"[    1.234567] NVRM: x\n", "got a kernel log. Type: ronde check read "),
-        (b"\tGPU0\tGPU1\nGPU0\t X \tNV4\nGPU1\tNV4\t X \n", "got a topology. Type: "),
+        (b"", "has no lines from NCCL or torch, and 0 others"),
+        (b"loss 3\n", "no lines from NCCL or torch, and 1 others. Set NCCL_DEBUG=INFO"),
+        (
+            b"[    1.234567] NVRM: x\n",
+            "is a kernel log, not a log of NCCL or torch. Type: ",
+        ),
+        (b"\tGPU0\tGPU1\nGPU0\t X \tNV4\nGPU1\tNV4\t X \n", "is a topology, not a log"),
     ],
 )
 def test_what_is_no_log_is_refused(
@@ -781,12 +625,12 @@ def test_a_file_that_is_not_there_is_refused(
 ) -> None:
     for path in (tmp_path / "none.log", tmp_path):
         said = refusal(capsys, "topo", "log", str(path))
-        assert f"{path} must be a file that can be read" in said
+        assert f"cannot read {path}: " in said
 
 
 def test_every_rule_is_documented_and_no_other() -> None:
     page = (Path(__file__).parents[2] / "docs/topology-log.md").read_text()
     documented = set(re.findall(r"^\| `([a-z0-9-]+)`", page, re.MULTILINE))
-    rules = {key.partition(".")[0] for key in VERDICTS}
+    rules = {key.partition(".")[0] for key in RULES}
 
     assert {rule for rule in rules if not rule.startswith("warned")} == documented

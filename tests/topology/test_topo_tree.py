@@ -9,8 +9,6 @@ from ronde.topology import (
     NCCL_TOPOLOGY,
     GpuDevice,
     HostTopology,
-    Link,
-    LinkKind,
     NetPort,
     NetworkSwitch,
     NumaNode,
@@ -110,11 +108,6 @@ def test_what_is_near_no_node_and_what_is_down_is_said():
     assert lines[6] == "note: it is odd"
 
 
-def test_cpus_without_an_order_are_counted():
-    text = draw(numa_nodes=(NumaNode(0, tuple(range(0, 100, 2))),))
-    assert "50 CPUs from 0 to 98" in text
-
-
 def test_hosts_alike_are_drawn_once():
     hosts = [HostTopology(f"node{n}", numa_nodes=(NumaNode(0),)) for n in range(1, 5)]
     hosts[2] = hosts[2]._replace(gpus=(GpuDevice("", 0),))
@@ -122,12 +115,6 @@ def test_hosts_alike_are_drawn_once():
     assert "3 hosts alike (node1 to node2; node4): 1 NUMA node" in text
     assert text.count("NUMA node 0") == 2
     assert "node3: 1 NUMA node, 1 GPU" in text
-
-
-def test_a_link_to_itself_is_called_so():
-    gpus = (GpuDevice("a", 0, sm=80), GpuDevice("b", 1, sm=80))
-    links = tuple(Link(LinkKind.NVLINK, n, n, 12) for n in "ab")
-    assert "NVLink: every GPU: 12 to itself, 240 GB/s" in draw(gpus=gpus, links=links)
 
 
 def test_switches_between_hosts_are_a_tree():
@@ -145,11 +132,6 @@ def test_switches_between_hosts_are_a_tree():
 
 
 GPU = "0000:02:00.0"
-
-
-def test_of_a_device_that_is_only_named_no_bandwidth_is_guessed():
-    text = draw(gpus=(GpuDevice(GPU, 0),), devices=(PciDevice(GPU),))
-    assert text.splitlines()[-1].endswith("PCI link speed unknown")
 
 
 def test_nvswitches_are_called_so():

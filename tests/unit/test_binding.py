@@ -152,13 +152,6 @@ def test_auto_binds_ranks_near_their_gpus_where_every_node_has_some():
     assert asked.cpus == (2, 3)
 
 
-def test_two_nodes_of_two_threads_are_halved_for_two_ranks():
-    whole = machine({0: 2, 1: 2}, threads=2)
-    first, second = bind(whole, 2, BindMode.CORE, [None, None])
-    assert (first.cpus, first.memory_node, first.num_cores) == ((0, 1, 4, 5), 0, 2)
-    assert (second.cpus, second.memory_node) == ((2, 3, 6, 7), 1)
-
-
 def test_ranks_near_one_node_have_all_of_it_with_numa():
     whole = machine({0: 4, 1: 4})
     near = [gpu(0, 1), gpu(1, 1), gpu(2, 0), gpu(3, 0)]
@@ -206,27 +199,6 @@ def test_a_quota_caps_the_threads_of_who_asked_to_be_bound():
     assert (first.num_cores, second.num_cores) == (1, 1)
 
 
-@given(situations())
-def test_a_policy_changes_nothing_for_who_is_near_its_gpu_and_refuses_by_name(
-    situation,
-):
-    whole, num_ranks, mode, gpus = situation
-    relaxed = bind(whole, num_ranks, mode, gpus)
-    try:
-        strict = bind(whole, num_ranks, mode, gpus, policy=Policy.SINGLE_NUMA_NODE)
-    except PlacementError:
-        assert mode is not BindMode.NONE
-        return
-    near = {each.node for each in gpus if each} - {UNKNOWN_NODE}
-    assert near <= {core.node for core in whole.cores} or mode is BindMode.NONE
-    for binding in strict:
-        assert len({core.node for core in cores_of(binding, whole)}) <= 1 or (
-            mode is BindMode.NONE
-        )
-    if all(each and each.node != UNKNOWN_NODE for each in gpus):
-        assert strict == relaxed
-
-
 def test_the_reason_tells_what_is_divided_among_how_many():
     whole = machine({0: 4, 1: 4})
     near = bind(whole, 2, BindMode.CORE, [gpu(0, 1), gpu(1, 1)])
@@ -235,21 +207,12 @@ def test_the_reason_tells_what_is_divided_among_how_many():
     assert alone.why == "memory node near 1/2 of 8 cores"
 
 
-def test_a_policy_looks_for_a_node_with_room():
-    whole = machine({0: 3, 1: 4})
-    torn, _ = bind(whole, 2, BindMode.CORE, [None, None])
-    assert torn.cpus == (0, 1, 2, 3)
-    policy = Policy.RESTRICTED
-    first, second = bind(whole, 2, BindMode.CORE, [None, None], policy=policy)
-    assert (first.cpus, second.cpus) == ((3, 4, 5, 6), (0, 1, 2))
-
-
 def test_a_refusal_names_host_rank_and_resource():
     whole = machine({0: 4, 1: 4}, gpus=[gpu(0, 0), gpu(1, 7)])
     request = PlacementRequest(BindMode.AUTO, GpuView.ALL, Policy.RESTRICTED)
     with pytest.raises(PlacementError) as refused:
         place_ranks(whole, "n1", 2, request, {})
-    assert "got restricted and rank 1 on n1: gpu: GPU 1 near no node" in str(
+    assert "policy restricted refuses rank 1 on n1: gpu: GPU 1 near no node" in str(
         refused.value
     )
     relaxed = PlacementRequest(BindMode.AUTO, GpuView.ALL)
@@ -260,19 +223,15 @@ def test_best_effort_does_not_mind_how_many_memory_nodes_there_are():
     whole = machine(dict.fromkeys(range(64), 1))
     bindings = bind(whole, 64, BindMode.NUMA, [None] * 64)
     assert [binding.memory_node for binding in bindings] == list(range(64))
-    with pytest.raises(UsageError, match="must be at most 16, got 64"):
+    with pytest.raises(
+        UsageError, match="at most 16 memory nodes with cores, but the host has 64"
+    ):
         bind(whole, 64, BindMode.CORE, [None] * 64, policy=Policy.RESTRICTED)
-
-
-def test_every_rank_sees_all_and_is_expected_to_use_its_own():
-    devices = assign_gpus([gpu(0), gpu(1)], 2, GpuView.ALL, is_choice=False, host="n1")
-    assert [d.gpu and d.gpu.visible_as for d in devices] == ["0", "1"]
-    assert [d.env for d in devices] == [{}, {}]
 
 
 def test_a_rank_that_sees_one_sees_its_own_by_the_number_the_bus_gives_it():
     devices = assign_gpus([gpu(5), gpu(3)], 2, GpuView.ONE, is_choice=False, host="n1")
-    assert [d.env for d in devices] == [
+    assert [env for _, env in devices] == [
         {"CUDA_VISIBLE_DEVICES": "5", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"},
         {"CUDA_VISIBLE_DEVICES": "3", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"},
     ]
@@ -281,7 +240,7 @@ def test_a_rank_that_sees_one_sees_its_own_by_the_number_the_bus_gives_it():
 @pytest.mark.parametrize("gpus", [[], [gpu(0)]])
 def test_one_gpu_each_needs_as_many_as_ranks(gpus):
     with pytest.raises(
-        UsageError, match=rf"got 2 ranks and {len(gpus)} GPUs on n1\. Start"
+        UsageError, match=rf"n1 has 2 ranks and {len(gpus)} GPUs\. Start"
     ):
         assign_gpus(gpus, 2, GpuView.ONE, is_choice=False, host="n1")
 
@@ -302,7 +261,7 @@ def test_the_host_files_gpus_are_counted_among_those_the_host_lets_be_used():
     (by_id,) = choose_gpus(inherited, ["GPU-5f"], "f line 1")
     assert (by_id.bus_id, by_id.visible_as) == ("0000:05:00.0", "GPU-5f")
     for wrong in (["4"], ["0", "0"], ["-1"], ["GPU-9"]):
-        with pytest.raises(UsageError, match=r"got '.*' \(f line 1\)\. Correct it"):
+        with pytest.raises(UsageError, match=r"got '.*' \(f line 1\)\."):
             choose_gpus(inherited, wrong, "f line 1")
 
 

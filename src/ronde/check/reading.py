@@ -20,8 +20,8 @@ from ronde.check.probing import FactReader
 from ronde.errors import UsageError
 from ronde.topology.probes.base import Saved
 from ronde.topology.probes.others import KERNEL_LINE, KERNEL_LOG, recognise_other
-from ronde.topology.probes.rdma_text import RDMA_PORTS, read_rdma_ports
-from ronde.topology.probes.smi_query import SMI_QUERY, read_query
+from ronde.topology.probes.rdma_text import is_rdma_text, read_rdma_ports
+from ronde.topology.probes.smi_query import is_query, read_query
 from ronde.topology.sources import find_probe
 from ronde.units import counted, list_first
 
@@ -176,10 +176,11 @@ def read_saved_facts(saved: Saved) -> tuple[HostFacts, str]:
     is_log = other == KERNEL_LOG
     values: dict[str, Value] = {}
     lines = list(_log_lines(saved))
-    if probe is SMI_QUERY:
+    has_facts = is_query(saved) or is_rdma_text(saved)
+    if is_query(saved):
         kind, own, more = _read_query(values, saved)
         lines += more
-    elif probe is RDMA_PORTS:
+    elif has_facts:
         kind, own = _read_ports(values, saved)
     else:
         kind = counted(len(lines), "kernel line" if is_log else "line")
@@ -191,7 +192,7 @@ def read_saved_facts(saved: Saved) -> tuple[HostFacts, str]:
             each["where"] = lines[int(each["age_s"])][0].strip()
         values["gpu.xids"] = xids
     errors = [*_find_errors(lines), *own]
-    if not (errors or is_log or probe in (SMI_QUERY, RDMA_PORTS)):
+    if not (errors or is_log or has_facts):
         name = probe.format if probe else other or "an unknown format"
         cure = f"Type: ronde topo lint {saved.name}" if probe else cure
         cure = f" {cure}" * cure.startswith("Type: ")

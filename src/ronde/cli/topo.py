@@ -32,10 +32,10 @@ _VISIBILITY = (
 )
 _HELP = """\
 usage: ronde topo [SOURCE ...]            show the links of a machine
-       ronde topo lint [SOURCE ...]       find its faults, and how to fix them
+       ronde topo lint [SOURCE ...]       find faults, and how to fix them
        ronde topo diff A B                compare two hosts
-       ronde topo place -n RANKS          place ranks on it
-       ronde topo limit [SOURCE ...]      show the limits of collectives on it
+       ronde topo place -n RANKS          place ranks on a machine
+       ronde topo limit [SOURCE ...]      show the limits of collectives
        ronde topo log FILE ...            find faults in NCCL's debug log
 
 ronde topo VERB --help shows more about a verb, ronde topo show --help about the first
@@ -48,10 +48,10 @@ _ROOT_OPTION = """\
 """
 _SOURCES_HELP = """\
 SOURCE is a file in one of these forms: NCCL's topology (NCCL_TOPO_DUMP_FILE writes it,
-clouds ship it), AMD's, hwloc's XML, the text of nvidia-smi topo -m or lspci -vvv,
-nvidia-smi -q, amd-smi topology, rocm-smi --showtopo or ibstat, Slurm's topology.conf,
-or the output of ronde topo --json; - is standard input. Each file of any form is one
-host. Without a SOURCE it is this machine.
+clouds ship it), AMD's, hwloc's XML, the text of nvidia-smi topo -m, lspci -vvv,
+amd-smi topology or rocm-smi --showtopo, Slurm's topology.conf, or the output of ronde
+topo --json; - is standard input. Each file is one host. Without a SOURCE, this machine
+is read.
 """
 _SHOW_HELP = f"""\
 usage: ronde topo [SOURCE ...] [--json | --matrix | --paths] [options]
@@ -80,7 +80,7 @@ _MOST = 1 << 20
 _LINT_HELP = f"""\
 usage: ronde topo lint [SOURCE ...] [options]
 
-Find faults of a machine, or of the file of one, their cost and their cure.
+Find faults in a machine or a topology file, with their cost and the fix.
 
 options:
   --json          print one object of JSON
@@ -91,10 +91,10 @@ options:
   --rules         list the rules and exit
 {_ROOT_OPTION}
 {_SOURCES_HELP}
-Several hosts are also compared with each other, and Slurm's switches are judged. A line
-names the facts that the sources do not show.
+Several hosts are also compared with each other, and Slurm's switches are checked. Facts
+that the sources do not show are listed as not checked.
 
-exit code: 0 notes at most, 1 a warning or an error, 64 a source that cannot be read
+exit code: 0 only notes, 1 a warning or an error, 64 a source that cannot be read
 
 example:
   NCCL_TOPO_DUMP_FILE=topo.xml ronde run -n 8 train.py && ronde topo lint topo.xml
@@ -108,12 +108,12 @@ options:
   --json      print one object of JSON
   -h, --help  show this help and exit
 
-A and B are files of any form that ronde topo reads, or directories that hold sys and
-proc: / is this machine. They are two nodes of a job, or a virtual machine and its host.
-Elements are matched by bus address, those left over by number and name. PCI links count
-as they run now.
+A and B are files that ronde topo reads, or directories that contain sys and proc; / is
+this machine. Compare two nodes of a job, or a virtual machine and its host. Elements
+are matched by bus address, the others by number and name. PCI links count at their
+current speed and width.
 
-exit code: 0 they are equal, 1 they differ, 64 one cannot be read
+exit code: 0 the hosts are equal, 1 they differ, 64 a source cannot be read
 
 example:
   ronde topo diff node1.xml node2.xml
@@ -133,8 +133,8 @@ options:
   --json          the plan as JSON
 {_ROOT_OPTION}
 {_SOURCES_HELP}
-On this machine and in a saved tree, only the cores that this process may use are used.
-Rank i gets GPU i if there are as many GPUs as ranks, and an equal part of the cores.
+On this machine and in a saved tree, ranks get only cores that this process may use.
+Rank i gets GPU i if there are enough GPUs, and an equal part of the cores.
 Policies are those of Kubernetes' TopologyManager.
 
 example:
@@ -162,8 +162,8 @@ options:
   --json          print one object of JSON
 {_ROOT_OPTION}
 {_SOURCES_HELP}
-Bounds are busbw, as ronde bench and nccl-tests print it. Several hosts are nodes of one
-job, and the slowest of them counts; one host with --nodes N stands for N like it.
+Bounds are busbw, as ronde bench and nccl-tests print it. Several hosts are the nodes of
+one job, and the slowest one counts. One host with --nodes N stands for N equal hosts.
 
 exit code: 0, 1 --measured is below --threshold, 64 a source that cannot be read
 
@@ -173,22 +173,22 @@ example:
 _LOG_HELP = """\
 usage: ronde topo log FILE... [--json]
 
-Show NCCL's choices and find faults, from its output with NCCL_DEBUG=INFO; and the
-collectives that timed out and the ranks that failed, from the lines of torch, torchrun,
-srun and mpirun.
+Show NCCL's choices and find faults, from NCCL's output with NCCL_DEBUG=INFO. Show also
+the collectives that timed out and the ranks that failed, from the output of torch,
+torchrun, srun and mpirun.
 
 options:
   --json      print one object of JSON
   -h, --help  show this help and exit
 
-Several files are read as one log, gzipped ones too. Lines of ranks that were mixed are
-separated again. - is standard input.
+Several files are read as one log. They may be gzipped. Lines that other ranks
+interrupted are joined again. - is standard input.
 
 To log all that NCCL can, into one file per rank:
   NCCL_DEBUG=INFO NCCL_DEBUG_FILE=nccl.%h.%p \\
   NCCL_DEBUG_SUBSYS=INIT,BOOTSTRAP,ENV,NET,GRAPH,TUNING ronde run -n 8 train.py
 
-exit code: 0 notes at most, 1 a warning or an error, 64 a file that cannot be read
+exit code: 0 only notes, 1 a warning or an error, 64 a file that cannot be read
 """
 _FORMS = ("--json", "--matrix", "--paths")
 
@@ -223,7 +223,7 @@ def _load(sources: Sequence[Saved], root: str | None) -> Topology:
     topology = join_topologies(parts)
     if not topology.hosts and not topology.switches:
         raise UsageError(
-            "sources must have a host or a switch, got neither. Was a file cut?"
+            "the sources contain no host and no switch. A file may be truncated."
         )
     return topology
 
@@ -233,8 +233,8 @@ def load_hosts(options: argparse.Namespace) -> tuple[HostTopology, ...]:
     hosts = _load(_read_sources(options), options.root).hosts
     if not hosts:
         raise UsageError(
-            "sources must have a host, got none. Add a file that does, or give none "
-            "for this machine."
+            "the sources contain no host. Add a file that has one, or leave out all "
+            "files to read this machine."
         )
     return hosts
 
@@ -245,7 +245,7 @@ def _show(options: argparse.Namespace) -> int:
     if sources and all(map(is_log, sources)):
         require_alone(options, "--json", "--matrix", "--paths", "--root")
         files = (BytesIO(each.data) for each in sources)
-        return _judge_log(files, sources[0].name, is_json=options.json)
+        return _lint_log(files, sources[0].name, is_json=options.json)
     topology = _load(sources, options.root)
     _print(topology, options)
     return 0
@@ -324,7 +324,7 @@ def _lint(options: argparse.Namespace) -> int:
     else:
         print(f"{subject}: {count_findings(findings)}.")
         if unseen:
-            print(wrap("", f"Not judged: {', '.join(unseen)}."), end="")
+            print(wrap("", f"Not checked: {', '.join(unseen)}."), end="")
         print("\n" + draw_log_findings(findings) if findings else "", end="")
     if errors:
         raise UsageError("\n".join(map(str, errors)))
@@ -352,8 +352,8 @@ def _names(option: str, given: Sequence[str], known: set[str]) -> set[str]:
     unknown = sorted(names - known)
     if unknown:
         raise UsageError(
-            f"{option} must name rules, got {unknown[0]!r}. Type: ronde topo lint "
-            "--rules"
+            f"{option} must name rules, got {unknown[0]!r}. List the rules with: ronde "
+            "topo lint --rules"
         )
     return names
 
@@ -380,8 +380,7 @@ def _diff(options: argparse.Namespace) -> int:
         if len(found) != 1:
             names = ", ".join(host.name for host in found) or "none"
             raise UsageError(
-                f"sources must have one host, got {len(found)} ({names}). Give one "
-                "host's."
+                f"{name} has {len(found)} hosts ({names}). Give a file with one host."
             )
         hosts += found
     comparison = compare_hosts(*hosts)
@@ -399,7 +398,7 @@ def _plan(options: argparse.Namespace) -> int:
     from ronde.topology.placement.plan import plan_host
 
     if options.n is None:
-        raise UsageError("-n must be given, got none. Type: ronde topo place --help")
+        raise UsageError("-n is required. See: ronde topo place --help")
     policy, scope = options.policy or Policy.BEST_EFFORT, options.scope or Scope.RANK
     request = AlignmentRequest(
         read_number("-n", options.n, "Type: -n 1", least=1),
@@ -419,7 +418,7 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _limit(options: argparse.Namespace) -> int:
-    from ronde.render.topo_tables import judge, tabulate_limits
+    from ronde.render.topo_tables import compare_with_limit, tabulate_limits
     from ronde.topology.limits import (
         COLLECTIVES,
         KnownRates,
@@ -436,13 +435,11 @@ def _limit(options: argparse.Namespace) -> int:
     world = slowest([world_of(host, *size, given) for host in hosts])
     bounds = [bound_of(world, name) for name in names]
     measured: float | None = options.measured
-    judged = bounds[0]
-    limit = None if measured is None else judged.limit
+    limit = None if measured is None else bounds[0].limit
     if limit is None and measured is not None:
         raise UsageError(
-            "--measured must have a bound to compare with, got none: "
-            f"{judged.reason}. Give --link-rate and --gpu-rate, or a source that has "
-            "them."
+            f"there is no bound to compare --measured with: {bounds[0].reason}. Give "
+            "--link-rate and --gpu-rate, or a source that shows these rates."
         )
     if options.json:
         content = {
@@ -455,7 +452,7 @@ def _limit(options: argparse.Namespace) -> int:
     else:
         print(tabulate_limits(world, bounds), end="")
         if limit is not None and measured is not None:
-            print("\n" + judge(limit, measured), end="")
+            print("\n" + compare_with_limit(limit, measured), end="")
     if limit is None or measured is None or options.threshold is None:
         return 0
     return 0 if limit.percent(measured) >= options.threshold else _EXIT_FOUND
@@ -467,14 +464,13 @@ def _collectives(options: argparse.Namespace, known: Sequence[str]) -> Sequence[
     if options.measured is None:
         if options.threshold is not None:
             raise UsageError(
-                "--threshold must come with --measured, got it alone. Give the busbw "
-                "that was measured, too."
+                "--threshold requires --measured. Give the measured busbw, too."
             )
         return names or known
     if len(names) > 1:
         raise UsageError(
-            f"--measured must have results of one collective, got {len(names)}. Choose "
-            "one with --collective."
+            f"--measured is the busbw of one collective, but --collective names "
+            f"{len(names)}. Name one."
         )
     return names or [_MEASURED]
 
@@ -515,23 +511,22 @@ def _rate(text: str) -> float:
 
 def _log(options: argparse.Namespace) -> int:
     files = _open(options.files)
-    return _judge_log(files, options.files[0], is_json=options.json)
+    return _lint_log(files, options.files[0], is_json=options.json)
 
 
-def _judge_log(files: Iterable[BinaryIO], name: str, *, is_json: bool) -> int:
+def _lint_log(files: Iterable[BinaryIO], name: str, *, is_json: bool) -> int:
     from ronde.render.topo_log import draw_log
-    from ronde.topology.nccl_log import judge_nccl_log, read_nccl_log
+    from ronde.topology.nccl_log import lint_nccl_log, read_nccl_log
 
     try:
         log = read_nccl_log(files)
     except OSError as error:
         raise UsageError(
-            f"{error.filename or name} must be a file that can be read, got: "
-            f"{error.strerror}. Check the name."
+            f"cannot read {error.filename or name}: {error.strerror}."
         ) from None
     if not log.num_messages and not log.watchdog.num_lines and not log.failures:
         raise _no_log(name, log.num_lines)
-    findings = judge_nccl_log(log)
+    findings = lint_nccl_log(log)
     if is_json:
         content = {"log": to_plain(log), "findings": to_plain(tuple(findings))}
         print_json("ronde-nccl-log", content)
@@ -542,18 +537,17 @@ def _judge_log(files: Iterable[BinaryIO], name: str, *, is_json: bool) -> int:
 
 def _no_log(name: str, num_lines: int) -> UsageError:
     from ronde.topology.probes.others import LOG, recognise_other
-    from ronde.units import counted
 
     saved = read_saved(name) if num_lines and name != "-" else Saved(name, b"")
     kind, cure = recognise_other(saved)
     if find_probe(saved):
         kind, cure = "a topology", f"Type: ronde topo {name}"
     if not kind or kind == LOG:
-        kind = f"{counted(num_lines, 'line')} and no message of theirs"
-        cure = "Set NCCL_DEBUG=INFO for the job, and give its output."
-    return UsageError(
-        f"{name} must be output of NCCL or of torch's watchdog, got {kind}. {cure}"
-    )
+        return UsageError(
+            f"{name} has no lines from NCCL or torch, and {num_lines} others. Set "
+            "NCCL_DEBUG=INFO for the job, and give its output."
+        )
+    return UsageError(f"{name} is {kind}, not a log of NCCL or torch. {cure}")
 
 
 def _open(names: Sequence[str]) -> Iterator[BinaryIO]:

@@ -21,7 +21,8 @@ __getattr__ = lazy_exports(
         "text": "format_ranks format_runs parse_ranks",
         "topo_log": "count_findings draw_log draw_log_findings",
         "topo_tables": (
-            "draw_comparison judge tabulate_classes tabulate_plan tabulate_speeds"
+            "compare_with_limit draw_comparison tabulate_classes tabulate_plan "
+            "tabulate_speeds"
         ),
         "topo_tree": "draw_tree",
         "trace": "draw_trace",

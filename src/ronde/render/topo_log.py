@@ -1,4 +1,4 @@
-"""Findings of lint, and NCCL's debug log, as text."""
+"""Text for the findings of lint, and for NCCL's debug log."""
 
 from collections.abc import Iterable, Sequence
 
@@ -16,7 +16,7 @@ _SUBSYSTEMS = "NCCL_DEBUG_SUBSYS=INIT,BOOTSTRAP,ENV,NET,GRAPH,TUNING"
 
 
 def draw_log_findings(findings: Sequence[Diagnostic], width: int = WIDTH) -> str:
-    """Return findings as text, the most severe first; equal ones are shown once."""
+    """Format findings, the most severe first. Equal findings are shown once."""
     groups = grouped((each._replace(element=""), each.element) for each in findings)
 
     def order(finding: Diagnostic) -> tuple[int, float]:
@@ -33,7 +33,7 @@ def draw_log_findings(findings: Sequence[Diagnostic], width: int = WIDTH) -> str
 
 
 def count_findings(findings: Sequence[Diagnostic]) -> str:
-    """Return ``1 error, 4 warnings``."""
+    """Count findings by severity: ``1 error, 4 warnings``."""
     counts = [(s, sum(f.severity is s for f in findings)) for s in Level]
     return ", ".join(counted(n, s) for s, n in counts if n) or "nothing found"
 
@@ -47,15 +47,13 @@ def draw_log(log: NcclLog, findings: Sequence[Diagnostic], width: int = WIDTH) -
         else:
             jobs.append(job)
     jobs += [NcclJob(tuple(hosts))] if hosts else []
-    parts = [_job(job, log, width) for job in jobs[:_MAX_JOBS]]
+    parts = [_job(job, width) for job in jobs[:_MAX_JOBS]]
     left = len(jobs) - _MAX_JOBS
     parts += [f"and {left} smaller jobs\n"] if left > 0 else []
     read = f"Read {counted(log.num_messages, 'message')} of NCCL"
     if log.watchdog.num_lines:
         read += f" and {counted(log.watchdog.num_lines, 'line')} of torch's watchdog"
     read += f" in {counted(log.num_lines, 'line')}"
-    if log.loose_versions and not log.jobs:
-        read += f": NCCL {' and '.join(log.loose_versions)}"
     if log.num_mended:
         read += f", {log.num_mended:,} put together from broken lines"
     found = count_findings(findings) if findings else "nothing that looks wrong"
@@ -63,7 +61,7 @@ def draw_log(log: NcclLog, findings: Sequence[Diagnostic], width: int = WIDTH) -
     return "\n".join([*parts, *([draw_log_findings(findings, width)] * bool(findings))])
 
 
-def _job(job: NcclJob, log: NcclLog, width: int) -> str:
+def _job(job: NcclJob, width: int) -> str:
     states = {each.value.split(" on dev")[0].split(":")[0] for each in job.nvls}
     lost = "found and given up" if "lost" in states else ""
     counts = job.communicators[0].channels if job.communicators else ()
@@ -81,19 +79,17 @@ def _job(job: NcclJob, log: NcclLog, width: int) -> str:
         "start": _start(job),
         "missing": _missing(job),
     }
-    text = wrap("", _head(job, log), width, indent=2)
+    text = wrap("", _head(job), width, indent=2)
     for label, value in lines.items():
         if value:
             text += wrap(f"  {label:<{_LABEL - 2}}", value, width, indent=_LABEL)
     return text
 
 
-def _head(job: NcclJob, log: NcclLog) -> str:
+def _head(job: NcclJob) -> str:
     num_ranks = job.communicators[0].num_ranks if job.communicators else 0
     ranks = counted(num_ranks, "rank") if num_ranks else "number of ranks unknown"
     versions = [each.value for each in job.versions]
-    if not versions and len(log.jobs) == 1:
-        versions = list(log.loose_versions)
     hosts = list_first(job.hosts, _MAX_NAMES)
     text = f"{ranks} on {counted(len(job.hosts), 'host')} ({hosts})"
     text += f", NCCL {' and '.join(versions) or 'of unknown version'}"

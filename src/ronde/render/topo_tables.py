@@ -44,7 +44,7 @@ _NOTHING = "no GPU and no network adapter\n"
 
 
 def tabulate_classes(table: ClassTable) -> str:
-    """Return a table in the form of ``nvidia-smi topo -m``, with a legend."""
+    """Return a table like that of ``nvidia-smi topo -m``, with a legend."""
     # The legend explains the words that occur.
     if not table.names:
         return _NOTHING
@@ -222,7 +222,7 @@ def _limit_notes(world: LimitWorld, bounds: Sequence[Bound]) -> str:
     return f"\n{text}" if text else ""
 
 
-def judge(limit: Limit, measured_gb_per_s: float) -> str:
+def compare_with_limit(limit: Limit, measured_gb_per_s: float) -> str:
     percent = limit.percent(measured_gb_per_s)
     text = f"measured {measured_gb_per_s:g} GB/s: {percent:.1f} % of the bound"
     practical = limit.practical_gb_per_s
@@ -284,7 +284,7 @@ def _draw_differences(differences: Sequence[Difference]) -> str:
     by_fact = grouped((each.fact, each) for each in differences)
 
     def order(fact: str) -> tuple[bool, float]:
-        """Return a sort key: the greatest loss first, names last."""
+        # The greatest loss first, names last.
         rates = [
             each.now_gb_per_s / each.was_gb_per_s
             for each in by_fact[fact]

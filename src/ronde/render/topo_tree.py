@@ -48,7 +48,7 @@ class _ElementTree:
         self._ports = grouped((port.bus_id, port) for port in host.ports)
 
     def at(self, nodes: set[int], *, is_known: bool) -> list[_Element]:
-        """Return elements at these NUMA nodes, or if not ``is_known``, all others."""
+        """Return the elements at these nodes, or without ``is_known`` all others."""
         tops = [d for d in self._children.get("", []) if (d.node in nodes) is is_known]
         found = [element for top in tops for element in self._below(top, 0)]
         found += [
@@ -177,10 +177,6 @@ def _summary(host: HostTopology) -> str:
     num_cpus = sum(len(node.cpus) for node in host.numa_nodes)
     memory = sum(max(0, node.memory_bytes) for node in host.numa_nodes)
     cores = counted(num_cpus, "hardware thread") if num_cpus else ""
-    if host.sources and host.sources[0].startswith(("nvidia-smi -q ", "ibstat ")):
-        gpus, ports = len(host.gpus), len(host.ports)
-        shown = counted(gpus, "GPU") if gpus else counted(ports, "network port")
-        return f"{shown}; the rest is not in this file"
     return _joined(
         counted(len(host.numa_nodes), "NUMA node"),
         counted(num_cores, "core") if num_cores else cores,
@@ -226,7 +222,7 @@ def _fabric_lines(host: HostTopology) -> Iterator[str]:
 
 
 def _links_words(gpu: GpuDevice, links: Sequence[Link], titles: dict[str, str]) -> str:
-    """Return ``4 each to the other GPUs, 80 GB/s``."""
+    """Describe a GPU's links: ``4 each to the other GPUs, 80 GB/s``."""
     by_target: dict[str, list[Link]] = {}
     for link in links:
         is_switch = link.target_class >> 8 == _NVSWITCH_CLASS or link.target == NVSWITCH

@@ -14,7 +14,7 @@ __getattr__ = lazy_exports(
         ),
         "limits": (
             "Bound COLLECTIVES Islands KnownRates Limit LimitWorld RankLayout Rate "
-            "bound_of gpu_bound memory_bound network_bound nvls_bound with_gpus "
+            "bound_of gpu_bound memory_bound network_bound with_gpus "
             "world_of"
         ),
         "lint": "lint_fleet lint_host lint_switches unseen_facts",
@@ -23,8 +23,8 @@ __getattr__ = lazy_exports(
             "Core Gpu Machine RankResources UNKNOWN_NODE count_cores count_slots "
             "read_cpu_limit usable_cores"
         ),
-        "nccl_log": "NcclJob NcclLog is_nccl_log judge_nccl_log read_nccl_log",
-        "nccl_log.rules": "VERDICTS",
+        "nccl_log": "NcclJob NcclLog is_nccl_log lint_nccl_log read_nccl_log",
+        "nccl_log.rules": "RULES",
         "nccl_log.log": "ChannelCounts",
         "nccl_log.messages": "MessageReader NcclMessage",
         "paths.classes": "classify",
@@ -33,9 +33,9 @@ __getattr__ = lazy_exports(
         ),
         "paths.speeds": (
             "LOCAL_GB_PER_S link_gb_per_s max_nvlinks nvlink_gb_per_s pci_gb_per_s "
-            "pci_theory_gb_per_s port_gb_per_s smp_gb_per_s xgmi_gb_per_s"
+            "pci_theory_gb_per_s port_gb_per_s smp_gb_per_s"
         ),
-        "pci": "compute_capability plain_address",
+        "pci": "compute_capability",
         "placement.binding": (
             "BindMode GpuView PlacementRequest assign_gpus bind choose_gpus "
             "nearest_ports place_ranks"

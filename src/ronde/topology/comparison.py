@@ -2,7 +2,7 @@
 
 Elements are matched by bus address. If both hosts have the same number of unmatched
 elements, such as virtual machines with other addresses, GPUs are matched by number and
-ports by name. Kinds of elements that one host does not show are left out.
+ports by name. A kind of element that one host's source does not list is not compared.
 """
 
 import re
@@ -148,13 +148,13 @@ class PathChange(NamedTuple):
 
     @property
     def kept(self) -> float:
-        """The share of the bandwidth that the second host keeps."""
+        """The second host's bandwidth divided by the first's; 1.0 if unknown."""
         was, now = self.was.gb_per_s, self.now.gb_per_s
         return now / was if was and now else 1.0
 
 
 class PathComparison(NamedTuple):
-    """All pairs of two kinds of elements with a known path in both hosts."""
+    """The comparison of all paths between two kinds of elements."""
 
     kind: str  # For output: ``GPU to GPU``.
     num_pairs: int  # All of them.
@@ -179,7 +179,7 @@ class HostComparison(NamedTuple):
 
 
 def compare_hosts(first: HostTopology, second: HostTopology) -> HostComparison:
-    """Compare two hosts; facts that are unknown for either host are left out."""
+    """Compare two hosts. Facts that are unknown for one of them are ignored."""
     hidden = _hidden(first), _hidden(second)
     buses = [{p.bus_id for p in host.ports if p.bus_id} for host in (first, second)]
     pairs: dict[str, _Pairs] = {}
@@ -217,7 +217,7 @@ def _hidden(host: HostTopology) -> set[str]:
 
 
 def _key_of(element: Element) -> str:
-    """Return the key that matches an element to one of another host."""
+    """Return the key by which an element is matched with the other host's."""
     if isinstance(element, NetPort) and element.bus_id:
         return f"{element.bus_id} {element.port}"
     return element.bus_id if isinstance(element, GpuDevice) else element.name

@@ -1,6 +1,6 @@
-"""Sets of CPUs: the kernel's text formats, and integers with a bit for each CPU.
+"""CPU sets as integers with one bit per CPU, and the kernel's text formats for them.
 
-The integer ``0b101`` is the set ``{0, 2}``; one operation handles thousands of CPUs.
+The integer ``0b101`` is the set ``{0, 2}``.
 """
 
 import re
@@ -12,7 +12,7 @@ _WORD = re.compile(r"(?:0x)?[0-9a-fA-F]{0,8}")
 
 
 def parse_list(text: str) -> int:
-    """Return the set for a list such as ``0-3,8``; empty text is the empty set."""
+    """Parse a list such as ``0-3,8``; empty text is the empty set."""
     bits = 0
     for part in text.split(",") if text else ():
         low, _, high = part.partition("-")
@@ -24,10 +24,10 @@ def parse_list(text: str) -> int:
 
 
 def parse_mask(text: str) -> int:
-    """Return the set for a mask of 32-bit words, such as ``ff,1``; "" is empty."""
+    """Parse a mask of 32-bit words such as ``ff,1``; empty text is the empty set."""
     words = text.split(",", MAX_CPU // 32 + 1)
     if not all(map(_WORD.fullmatch, words)):
-        raise ValueError(f"{text!r} is no mask")
+        raise ValueError(f"{text!r} is not a mask of CPUs")
     return int("".join(word.removeprefix("0x").zfill(8) for word in words), 16)
 
 
@@ -41,7 +41,7 @@ def members(bits: int) -> list[int]:
 
 
 def format_list(cpus: Iterable[int]) -> str:
-    """Return CPUs as a list in the kernel's format, such as ``0-3,8``."""
+    """Format CPUs as the kernel's list, such as ``0-3,8``."""
     runs: list[list[int]] = []
     for cpu in sorted(cpus):
         if runs and cpu == runs[-1][1] + 1:

@@ -40,7 +40,6 @@ class NumaNode(NamedTuple):
     cpus: tuple[int, ...] = ()  # Hardware threads, ascending; empty for memory alone.
     cores: tuple[tuple[int, ...], ...] = ()  # The same by physical core.
     memory_bytes: int = UNKNOWN
-    package: int = UNKNOWN  # Number of its socket.
     arch: str = ""  # ``x86_64``, ``arm64``, ``ppc64``.
     vendor: str = ""  # ``GenuineIntel``, ``AuthenticAMD``, ...
     family: int = UNKNOWN  # As NCCL counts it: base plus 16 times extended.
@@ -84,11 +83,10 @@ class PciDevice(NamedTuple):
 
 
 class GpuDevice(NamedTuple):
-    """A GPU; its PCI link is that of the device with the same address."""
+    """A GPU. Its PCI link is in the ``PciDevice`` with the same address."""
 
     bus_id: str
     number: int  # In the source's own count, from 0.
-    rank: int = UNKNOWN  # NCCL's.
     sm: int = UNKNOWN  # Compute capability, such as 90; in AMD's files number of units.
     gcn: str = ""  # AMD's architecture, ``942``.
     gdr: int = UNKNOWN  # 1 where network adapters reach its memory, 0 where not.
@@ -115,8 +113,6 @@ class NetPort(NamedTuple):
     gdr: int = UNKNOWN  # 1 where it reaches GPUs' memory, 0 where not.
     is_up: bool = True  # It has a link; True if unknown.
     state: str = ""  # Of its link, as written: ``INIT, LinkUp``, ``1X NDR``.
-    card: str = ""  # Shared by a card's ports where there is no ``bus_id``.
-    model: str = ""  # Of the adapter, such as ``MT4129``.
 
     @property
     def name(self) -> str:
@@ -124,7 +120,7 @@ class NetPort(NamedTuple):
 
     @property
     def is_virtual(self) -> bool:
-        """True if the name is that of a bridge, tunnel or container interface."""
+        """True if the title looks like a bridge, tunnel or container interface."""
         return not self.bus_id and self.title.startswith(_VIRTUAL)
 
 
@@ -149,7 +145,7 @@ class Link(NamedTuple):
 
 
 class Relation(NamedTuple):
-    """The distance of two elements, if the source shows a word in place of a path."""
+    """A distance between two elements that the source gives as a word."""
 
     source: str
     target: str
@@ -185,7 +181,7 @@ class HostTopology(NamedTuple):
 
 
 class NetworkSwitch(NamedTuple):
-    """A network switch with the hosts and switches below."""
+    """A network switch with the hosts and switches below it."""
 
     name: str
     switches: tuple[str, ...] = ()  # Names of those below it.
@@ -209,7 +205,7 @@ class Level(StrEnum):
 
 
 class Diagnostic(NamedTuple):
-    """A finding: its rule and element, three sentences, and two rates."""
+    """A finding about an element: its rule, the texts for the user, and two rates."""
 
     rule: str  # Its name, in words joined by hyphens: ``slow-bridge``.
     severity: Level
@@ -222,7 +218,7 @@ class Diagnostic(NamedTuple):
 
 
 # The version increases when a field changes its meaning or is removed.
-_SCHEMA = {"form": "ronde-topology", "version": 2}
+_SCHEMA = {"form": "ronde-topology", "version": 3}
 _MAX_DEPTH = 256
 
 
@@ -236,18 +232,16 @@ def read_topology(data: bytes, origin: str) -> Topology:
         read: object = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise UsageError(
-            f"{origin} must be JSON, got an error: {error}. Was it cut?"
+            f"cannot read {origin}: not valid JSON: {error}. It may be truncated."
         ) from None
     values = cast("dict[str, object]", read) if isinstance(read, dict) else {}
     found = {name: values.pop(name, None) for name in _SCHEMA}
     if found != _SCHEMA:
-        is_ours = found["form"] == _SCHEMA["form"]
-        version = f"version {shorten(found['version'])}"
-        raise UsageError(
-            f"{origin} must be version 2 of a ronde topology, got "
-            f"{version if is_ours else 'a JSON of something else'}. Write it with this "
-            "version of ronde: ronde topo --json"
-        )
+        problem = "is JSON, but not a ronde topology"
+        if found["form"] == _SCHEMA["form"]:
+            given = shorten(found["version"])
+            problem = f"has format version {given}, but this ronde reads version 3"
+        raise UsageError(f"{origin} {problem}. Write it with: ronde topo --json")
     try:
         topology = from_plain(Topology, values, "topology")
         for host in topology.hosts:
@@ -273,13 +267,13 @@ def require_tree(switches: Sequence[NetworkSwitch], origin: str) -> None:
     except CycleError as error:
         circle = " > ".join(reversed(error.args[1]))
         raise UsageError(
-            f"{origin} must have no switch above itself, got {shorten(circle)}. "
-            "Correct the lines below them."
+            f"{origin} has a cycle of switches: {shorten(circle)}. Correct the lines "
+            "of these switches."
         ) from None
     if max(depths.values(), default=0) > _MAX_DEPTH:
         raise UsageError(
-            f"{origin} must have at most {_MAX_DEPTH} switches above one another, got "
-            f"{max(depths.values())}. Is it a network?"
+            f"{origin} has {max(depths.values())} levels of switches, but at most "
+            f"{_MAX_DEPTH} are supported."
         )
 
 
@@ -289,9 +283,9 @@ def _require_order(devices: Iterable[PciDevice]) -> None:
     for name, parent, *_ in devices:
         rule = ""
         if name in depths or (parent in listed and parent not in depths):
-            rule = "come once and after their parents"
+            rule = "be listed once, and after their parents"
         depths[name] = depths.get(parent, 0) + 1
         if depths[name] > _MAX_DEPTH:
-            rule = f"be at most {_MAX_DEPTH} below one another"
+            rule = f"be nested at most {_MAX_DEPTH} deep"
         if rule:
             raise PlainValueError(f"devices must {rule}, got {name!r}.")

@@ -1,7 +1,7 @@
 """Read small files of /proc and /sys, which may be absent, unreadable or wrong.
 
-Paths are strings: an agent reads hundreds of files at its start, and to construct a
-``Path`` takes longer than to read a file.
+Paths are strings, because an agent reads hundreds of files when it starts, and
+constructing a ``Path`` takes longer than reading such a file.
 """
 
 import os
@@ -31,12 +31,12 @@ def read_number(path: str, default: int, base: int = 10) -> int:
 
 
 def read_list(path: str) -> int:
-    """Return the CPU set of a file such as ``0-3,8``, as bits; 0 on any error."""
+    """Return the CPUs in a file with a list, ``0-3,8``, as bits; 0 on any error."""
     return _parsed(path, parse_list, 0)
 
 
 def read_mask(path: str) -> int:
-    """Return the CPU set of a file with a mask, as bits; 0 on any error."""
+    """Return the CPUs in a file with a mask, as bits; 0 on any error."""
     return _parsed(path, parse_mask, 0)
 
 
@@ -61,6 +61,6 @@ def list_names(directory: str) -> list[str]:
 
 
 def list_numbers(directory: str, prefix: str = "") -> list[int]:
-    """Return, sorted, the numbers that follow a prefix in a directory's names."""
+    """Return the sorted numbers at the end of names such as ``cpu12``."""
     names = [n[len(prefix) :] for n in list_names(directory) if n.startswith(prefix)]
     return sorted(int(name) for name in names if name.isdecimal() and len(name) < 6)

@@ -1,4 +1,4 @@
-"""Read the kernel's log since the boot from /dev/kmsg or the journal."""
+"""Read the kernel's log since boot from /dev/kmsg or the journal."""
 
 import os
 import re
@@ -69,7 +69,7 @@ def _records(path: str) -> Iterator[str]:
 
 
 def read_records(fd: int) -> Iterator[bytes]:
-    """Yield records of the kernel's log; each read returns one record."""
+    """Yield the records of the kernel's log that are available now."""
     while True:
         try:
             record = os.read(fd, _RECORD_BYTES)

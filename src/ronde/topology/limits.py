@@ -1,11 +1,11 @@
-"""Upper bounds of the bandwidth of collectives, from the tightest link of a machine.
+"""Upper bounds for the bandwidth of collectives, set by a machine's slowest link.
 
-Rates are in GB/s (1e9 bytes/s) and for one direction; see docs/bench-limits.md. All
-nodes are equal: n ranks are on N nodes, g consecutive ranks on each. Formulas raise
-``KeyError`` for unknown tests.
+Rates are in GB/s (1e9 bytes/s) and for one direction. All nodes are equal: n ranks run
+on N nodes, g consecutive ranks on each. Formulas raise ``KeyError`` for unknown tests.
+See docs/bench-limits.md.
 
-Source: the bytes that any algorithm must send between nodes, send out of a GPU, or read
-and write in memory.
+Each bound follows from the bytes that any algorithm must send between nodes, send out
+of a GPU, or read and write in memory.
 """
 
 import math
@@ -39,7 +39,7 @@ COLLECTIVES = (*_TO_ALL, *_FROM_ROOT, *_PAIRWISE, *_OTHERS)
 
 
 class RankLayout(NamedTuple):
-    """The numbers of ranks and nodes."""
+    """The number of ranks, of nodes, and of ranks per node."""
 
     num_ranks: int  # n, at least 2.
     num_nodes: int  # N, at least 1.
@@ -47,7 +47,7 @@ class RankLayout(NamedTuple):
 
     @property
     def others(self) -> float:
-        """The share of the data on other ranks, (n-1)/n."""
+        """The share of the data that is on other ranks, (n-1)/n."""
         return (self.num_ranks - 1) / self.num_ranks
 
 
@@ -72,7 +72,7 @@ def network_bound(
 
 
 def gpu_bound(test: str, layout: RankLayout, gpu_gb_per_s: float) -> float:
-    """Return the bound from each GPU's links within a node, without NVLS."""
+    """Return the bound set by each GPU's links within a node, without NVLS."""
     n, g = layout.num_ranks, layout.ranks_per_node
     bounds = {
         **dict.fromkeys(_TO_ALL, gpu_gb_per_s * layout.others * g / (g - 1)),
@@ -83,16 +83,17 @@ def gpu_bound(test: str, layout: RankLayout, gpu_gb_per_s: float) -> float:
 
 
 def nvls_bound(layout: RankLayout, gpu_gb_per_s: float) -> float:
-    """Return the bound of all_reduce if the NVLink switches do the reduction (NVLS)."""
+    """Return the bound for all_reduce if the NVLink switches reduce (NVLS)."""
     g = layout.ranks_per_node
     return gpu_gb_per_s * 2 * layout.others * g / (g + 1)
 
 
 def memory_bound(test: str, layout: RankLayout, memory_gb_per_s: float) -> float:
-    """Return the bound from a node's memory bandwidth.
+    """Return the bound set by a node's memory bandwidth.
 
-    Every input byte is read and every output byte written at least once; the node with
-    the most bytes counts. In-place collectives do not write a rank's own part.
+    Every input byte is read and every output byte written at least once. The node that
+    moves the most bytes sets the bound. In-place collectives do not write a rank's own
+    part.
     """
     n, g = layout.num_ranks, layout.ranks_per_node
     # By test: busbw divided by the rate of reads and writes.
@@ -109,7 +110,7 @@ def memory_bound(test: str, layout: RankLayout, memory_gb_per_s: float) -> float
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """The upper bound of a collective's busbw for any algorithm, and its cause."""
+    """Upper bound for a collective's busbw with any algorithm, and its cause."""
 
     bus_bandwidth_gb_per_s: float  # The bound.
     link: str  # The tightest link with its rate: ``eth0, 3.125 GB/s``.
@@ -120,7 +121,7 @@ class Limit:
     practical_link: str = ""  # The tightest link by NCCL's figures.
 
     def percent(self, busbw_gb_per_s: float) -> float:
-        """Return a busbw in percent of the bound; over 100, an assumption is wrong."""
+        """Return a busbw in percent of the bound; above 100, an assumption is wrong."""
         return 100.0 * busbw_gb_per_s / self.bus_bandwidth_gb_per_s
 
     def warning(self, busbw_gb_per_s: float) -> str:
@@ -144,14 +145,14 @@ class Rate(NamedTuple):
 
 
 class Islands(NamedTuple):
-    """Groups of GPUs with NVLinks inside each, on nodes with several such groups."""
+    """Groups of GPUs that NVLink joins inside each group, but not between groups."""
 
     num_gpus: int  # Of each.
     way_out: Rate  # The total of an island's PCIe links.
 
 
 class LimitWorld(NamedTuple):
-    """Ranks on equal nodes, and the rates of links; None if absent or irrelevant."""
+    """Ranks on equal nodes, and the rates of their links; None for unused links."""
 
     layout: RankLayout
     network: Rate | None = None  # All network links of a node together.
@@ -183,7 +184,7 @@ _BY_RATE = itemgetter(0)
 def bound_of(world: LimitWorld, collective: str) -> Bound:
     """Return the limit of one collective.
 
-    The limit is valid even if a link in ``world.unknown`` is tighter.
+    It remains an upper bound even if a link in ``world.unknown`` is slower.
     """
     if world.layout.num_ranks < 2:
         return Bound(collective, None, "one rank exchanges nothing")
@@ -210,7 +211,10 @@ def _candidates(
     *,
     is_practical: bool = False,
 ) -> Iterator[tuple[float, Rate]]:
-    """Yield the bound from each kind of link; ``switches`` are kinds that reduce."""
+    """Yield the bound set by each kind of link.
+
+    ``switches`` are the kinds of switches that do reductions.
+    """
     layout = world.layout
 
     def rate(of: Rate) -> float:
@@ -295,8 +299,9 @@ class PciFigures(NamedTuple):
 def pci_figures(device: PciDevice) -> PciFigures | None:
     """Return the rate of the link above a device; None if unknown.
 
-    A host bridge has no link above, though NCCL counts one if a file lists it. The
-    slowest PCIe link counts as unknown, because virtual machines report it.
+    A host bridge has no link above it, but NCCL counts one if a file lists it. The
+    slowest PCIe link counts as unlimited, because virtual machines report it in place
+    of the real one.
     """
     device = speeds.as_running(device)
     theory = speeds.pci_theory_gb_per_s(device.speed, device.width)
@@ -311,10 +316,11 @@ def pci_figures(device: PciDevice) -> PciFigures | None:
 
 
 def find_ways(host: HostTopology) -> _Ways:
-    """Return the ports that are up, with known speed, and interfaces above, by title.
+    """Return the usable ports, and the interfaces on top of them, by title.
 
-    Each has a name such as ``bond0 over eth0+eth1``, and the ports that carry its
-    traffic: with load sharing all ports of a bond, else the fastest.
+    Usable ports are up and have a known speed. Each entry has a name such as ``bond0
+    over eth0+eth1`` and the ports that carry its traffic: all ports of a bond that
+    shares load, otherwise the fastest.
     """
     ways: _Ways = {
         port.title: (port.title, (port,))
@@ -374,7 +380,7 @@ def _paths(host: HostTopology, ports: Iterable[NetPort]) -> dict[NetPort, PciFig
 
 
 def _total(host: HostTopology, paths: Mapping[NetPort, PciFigures]) -> PciFigures:
-    """Return the total rate from all ports to the processors, or to GPUs below them."""
+    """Return the total rate at which the ports reach the processors or GPUs."""
     firsts: dict[str, str] = {}
     for device in host.devices:
         firsts.setdefault(device.bus_id.partition(".")[0], device.bus_id)
@@ -452,7 +458,7 @@ def world_of(
     ranks_per_node: int,
     given: KnownRates = _NOTHING_GIVEN,
 ) -> LimitWorld:
-    """Return the links of ranks on nodes that all equal this host.
+    """Return the links that limit ranks on nodes equal to this host.
 
     Rank i of a node has GPU i. If ranks must share GPUs, their rate is unknown.
     """
@@ -475,7 +481,7 @@ def world_of(
 
 
 def slowest(worlds: Sequence[LimitWorld]) -> LimitWorld:
-    """Return a world that combines the slowest link of each kind among these worlds."""
+    """Combine several worlds by taking the slowest link of each kind."""
     rates = {
         name: min(
             (rate for world in worlds if (rate := getattr(world, name)) is not None),
@@ -495,10 +501,10 @@ def slowest(worlds: Sequence[LimitWorld]) -> LimitWorld:
 def with_network(
     world: LimitWorld, host: HostTopology, given: KnownRates
 ) -> LimitWorld:
-    """Add the network links of nodes that all equal this host.
+    """Return a world with the network links of nodes equal to this host.
 
-    These are the RDMA ports, else all hardware ports. The PCIe link is the upper bound
-    of a port of unknown speed.
+    These are the RDMA ports, or all hardware ports if there are none. The PCIe link is
+    the upper bound for a port of unknown speed.
     """
     if given.network_gb_per_s is not None:
         link = f"as given, {given.network_gb_per_s:.4g} GB/s"
@@ -528,9 +534,9 @@ def with_network(
 
 
 def _find_islands(used: Sequence[GpuDevice], links: Iterable[Link]) -> list[set[str]]:
-    """Return sets of GPU names that direct links connect, over any number of hops.
+    """Group GPUs that direct links connect, over any number of hops.
 
-    If switches connect the GPUs, the set also has the empty name of the switches.
+    A group that switches connect also contains ``_SWITCHES``.
     """
     islands = [{gpu.name} for gpu in used]
     for link in links:
@@ -544,9 +550,9 @@ def _find_islands(used: Sequence[GpuDevice], links: Iterable[Link]) -> list[set[
 def with_gpus(
     world: LimitWorld, host: HostTopology, used: Sequence[GpuDevice]
 ) -> LimitWorld:
-    """Add the links of the nodes' GPUs, which equal this host's.
+    """Return a world with the links between the used GPUs of a host.
 
-    Links to unused GPUs do not count. All direct links of a GPU have the same kind.
+    Links to unused GPUs do not count. All direct links of a GPU are of the same kind.
     """
     known, names = {gpu.name for gpu in host.gpus}, {gpu.name for gpu in used}
     links = [
@@ -575,7 +581,7 @@ def _with_pcie(
     used: Sequence[GpuDevice],
     sizes: Sequence[int],
 ) -> LimitWorld:
-    """Add PCIe links between islands of GPUs; ``sizes`` of the islands are sorted."""
+    """Return a world with the PCIe links between islands; ``sizes`` are sorted."""
     # The kernel shows the models of NVIDIA's GPUs, but not their NVLinks.
     is_kernel_alone = all(source.startswith(SYSFS) for source in host.sources)
     may_know = not (host.sources and is_kernel_alone)

@@ -1,7 +1,6 @@
-"""Find faults of hosts and of topology files, and the bandwidth that they cost."""
+"""Find faults in hosts and topology files, and the bandwidth that they cost."""
 
 import math
-import shlex
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 
@@ -43,7 +42,7 @@ _FIRST_MODELS = ((16.0, 0x6A), (32.0, 0x8F))
 
 
 def lint_host(host: HostTopology) -> tuple[Diagnostic, ...]:
-    """Return the findings on a host, in the order of the rules."""
+    """Return the findings about a host, in the order of the rules."""
     view = HostRules(host)
     return tuple(
         found.describe(rule)
@@ -53,9 +52,9 @@ def lint_host(host: HostTopology) -> tuple[Diagnostic, ...]:
 
 
 def lint_fleet(hosts: Sequence[HostTopology]) -> tuple[Diagnostic, ...]:
-    """Return findings on hosts that differ from most hosts.
+    """Return findings about hosts that differ from most others.
 
-    Each rule compares an amount, such as the number of GPUs, if it is known.
+    Each rule compares one quantity, such as the number of GPUs, where it is known.
     """
     return tuple(
         found.describe(rule)
@@ -65,7 +64,7 @@ def lint_fleet(hosts: Sequence[HostTopology]) -> tuple[Diagnostic, ...]:
 
 
 def lint_switches(switches: Sequence[NetworkSwitch]) -> tuple[Diagnostic, ...]:
-    """Return findings on hosts that are listed at several leaf switches."""
+    """Return findings about hosts that several leaf switches list."""
     leaves = [switch for switch in switches if not switch.switches]
     names_at = grouped((host, leaf.name) for leaf in leaves for host in leaf.hosts)
     shared = {host: names for host, names in names_at.items() if len(names) > 1}
@@ -77,7 +76,7 @@ def lint_switches(switches: Sequence[NetworkSwitch]) -> tuple[Diagnostic, ...]:
 
 
 def unseen_facts(hosts: Sequence[HostTopology]) -> tuple[str, ...]:
-    """Return the facts that no rule can check, since some hosts do not show them."""
+    """Return the facts that cannot be checked, because some hosts do not show them."""
     unseen = Counter(fact for host in hosts for fact in _unseen(host))
     return tuple(
         fact if num == len(hosts) else f"{fact} ({num} of {len(hosts)} hosts)"
@@ -95,10 +94,6 @@ def _unseen(host: HostTopology) -> Iterator[str]:
         yield "current speed of PCI links"
     if gpus and not host.shows_acs:
         yield "ACS"
-    for source in host.sources:
-        if source.startswith("nvidia-smi -q "):
-            name = source.removeprefix("nvidia-smi -q ")
-            yield f"health of GPUs (type: ronde check read {shlex.quote(name)})"
     if len(gpus) > 1 and not host.links and all(g.nvlinks == UNKNOWN for g in gpus):
         yield "NVLinks"
     if len(gpus) > 1 and not any(each.peer for each in host.relations):
@@ -129,12 +124,8 @@ def _is_rdma(port: NetPort) -> bool:
     return port.kind == "infiniband" or port.title.startswith(_RDMA_NAMES)
 
 
-def _kind(port: NetPort) -> tuple[str, str]:
-    return port.kind, port.model
-
-
 def _has_likely_rate(port: NetPort) -> bool:
-    """Return True if hardware with a port's rate exists; several may be bonded."""
+    """Return True if one to four bonded hardware ports can have a port's rate."""
     return 0 < port.mbit_per_s <= _HIGHEST and any(
         port.mbit_per_s == rate * num for rate in _RATES for num in (1, 2, 3, 4)
     )
@@ -212,7 +203,7 @@ class HostView:
                 yield gpu, ways
 
     def find_slow_ports(self) -> Iterator[tuple[NetPort, int]]:
-        """Yield RDMA ports slower than most others of the host, and the usual Mb/s."""
+        """Yield RDMA ports slower than the host's usual Mb/s, with that rate."""
         rdma = [
             p for p in self.host.ports if p.is_up and p.mbit_per_s > 0 and _is_rdma(p)
         ]
@@ -222,13 +213,11 @@ class HostView:
             near[gpu] = [p for p, way in ways if way and way.kind <= PathKind.PXB]
         alone = {own[0].name for own in near.values() if len(own) == 1}
         for port in rdma:
-            own = [p for p in rdma if _kind(p) == _kind(port)]
+            own = [p for p in rdma if p.kind == port.kind]
             rates = Counter(each.mbit_per_s for each in own)
             usual, num = max(rates.items(), key=lambda item: item[::-1])
-            # A slower adapter may be for storage, unless it is the only one near a GPU,
-            # or the only slow one of its model.
+            # A slower adapter may be for storage, unless it is the only one near a GPU.
             is_odd = port.name in alone and all(len(o) == 1 for o in near.values())
-            is_odd |= bool(port.model) and num == len(own) - 1 > 2
             is_far = _FAR_SLOWER * port.mbit_per_s <= usual
             has_one_lane = port.state.startswith("1X")
             is_slow = port.mbit_per_s < usual and _has_likely_rate(port)
@@ -237,7 +226,7 @@ class HostView:
 
 
 class HostRules(HostView):
-    """The rules for one host, one method each."""
+    """The rules for one host. Each rule is a method."""
 
     def device_lost(self) -> Iterator[Hit]:
         for bus_id in [*self.gpus, *self.ports]:
@@ -342,7 +331,7 @@ class HostRules(HostView):
                 yield hit(gpu.name, has, should, **words)
 
     def num_up(self, gpu: GpuDevice) -> int:
-        """Return a GPU's number of links that are up, by count or else by list."""
+        """Return the source's count of a GPU's active links, else the number listed."""
         return gpu.nvlinks if gpu.nvlinks != UNKNOWN else self.num_links(gpu.name)
 
     def gpu_without_links(self) -> Iterator[Hit]:
@@ -466,21 +455,18 @@ class HostRules(HostView):
     def nic_down(self) -> Iterator[Hit]:
         # Ports of a card may be functions of one device.
         up = [port for port in self.host.ports if port.is_up]
-        up_at = {port.bus_id[:-2] or port.card for port in up}
+        up_at = {port.bus_id[:-2] for port in up}
         for port in self.host.ports:
             is_infiniband = port.kind == "infiniband"
             # The kernel reports the lowest rate for a port without link.
-            alike = [each.mbit_per_s for each in up if _kind(each) == _kind(port)]
-            num = sum(_kind(each) == _kind(port) for each in self.host.ports)
-            # One port of a model that is down is odd; several may have no cable.
-            is_odd = not port.model or not up or len(alike) == num - 1 > 2
+            alike = [each.mbit_per_s for each in up if each.kind == port.kind]
             mbit_per_s = max(alike, default=0) if is_infiniband else port.mbit_per_s
             rate = f"{mbit_per_s / 8000:g} GB/s" if mbit_per_s > 0 else "its rate"
             state = f" ({port.state})" if port.state else ""
-            if (port.bus_id or port.card) and not port.is_up:
+            if port.bus_id and not port.is_up:
                 # Second ports and management Ethernet often have no cable.
-                is_loss = is_infiniband and (port.bus_id[:-2] or port.card) not in up_at
-                form = ".lost" if is_loss and is_odd else ""
+                is_loss = is_infiniband and port.bus_id[:-2] not in up_at
+                form = ".lost" if is_loss else ""
                 form = ".init" if port.state.startswith(("INIT", "ARMED")) else form
                 if form or not port.state.endswith(("Disabled", "Sleep")):
                     yield hit(port.name, rate=rate, state=state, form=form)

@@ -1,4 +1,4 @@
-"""The texts of lint's rules, and findings made from them."""
+"""The texts of the lint rules, and findings with these texts."""
 
 import re
 from typing import NamedTuple

@@ -86,7 +86,7 @@ def usable_cores(machine: Machine) -> int:
 
 
 def read_cpu_limit(root: str) -> float:
-    """Return the CPU quota of control groups, in CPUs; 0 for no limit."""
+    """Return the CPU quota of the control groups, in CPUs; 0 for no limit."""
     limits: list[float] = []
     for group in list_groups(root, "cpu"):
         old = [read_text(f"{group}/cpu.cfs_{name}_us") for name in ("quota", "period")]
@@ -98,7 +98,7 @@ def read_cpu_limit(root: str) -> float:
 
 
 def read_cores(root: str) -> tuple[Core, ...]:
-    """Return the cores by memory node and number, with their allowed threads."""
+    """Return the cores that this process may use, by memory node and number."""
     cores: list[Core] = []
     nodes = read_node_cpus(root).items()
     for cpus in split_cores(root, _allowed(root)):
@@ -108,7 +108,7 @@ def read_cores(root: str) -> tuple[Core, ...]:
 
 
 def split_cores(root: str, cpus: int) -> list[tuple[int, ...]]:
-    """Return a set of CPUs grouped by physical core, in ascending order."""
+    """Group a set of CPUs by physical core, in ascending order."""
     left = cpus
     cores: list[tuple[int, ...]] = []
     while left:
@@ -129,7 +129,7 @@ def read_online(root: str) -> int:
 
 
 def read_node_cpus(root: str) -> dict[int, int]:
-    """Return the CPUs of each memory node, as bits; node numbers have gaps."""
+    """Return the CPUs of each memory node, as bits; node numbers may have gaps."""
     directory = f"{root}/sys/devices/system/node"
     numbers = list_numbers(directory, "node")
     return {node: read_mask(f"{directory}/node{node}/cpumap") for node in numbers}
@@ -168,7 +168,7 @@ FIRST_BUS = "0000:00:"
 
 
 def read_gpus(root: str, environ: Mapping[str, str]) -> tuple[Gpu, ...]:
-    """Return the GPUs in the program's order: NVIDIA's, else AMD's, else Intel's."""
+    """Return the visible GPUs of the first maker that has any: NVIDIA, AMD, Intel."""
     gpus = _nvidia(root) or _rendering(root, "amd") or _rendering(root, "intel")
     # ROCm has two variables: the upper one counts the GPUs that the lower one leaves.
     lower = environ.get("ROCR_VISIBLE_DEVICES")
@@ -179,7 +179,7 @@ def read_gpus(root: str, environ: Mapping[str, str]) -> tuple[Gpu, ...]:
 
 
 def visible_gpus(gpus: Sequence[Gpu], environ: Mapping[str, str]) -> tuple[Gpu, ...]:
-    """Return the GPUs that a program with this environment sees; idempotent."""
+    """Return the GPUs that a program with this environment sees."""
     maker = gpus[0].maker if gpus else "nvidia"
     text = environ.get(VISIBLE_DEVICES[maker])
     if text is None and maker == "amd":
@@ -188,7 +188,10 @@ def visible_gpus(gpus: Sequence[Gpu], environ: Mapping[str, str]) -> tuple[Gpu, 
 
 
 def select_gpus(gpus: Sequence[Gpu], text: str) -> tuple[Gpu, ...]:
-    """Return the GPUs that a list names, in its order; trusted if no GPU is known."""
+    """Return the GPUs that a list such as ``0,2`` names, in its order.
+
+    If no GPU is known, each number in the list counts as a GPU.
+    """
     chosen: list[Gpu] = []
     for item in text.split(","):
         gpu = _find(gpus, item.strip())
@@ -223,7 +226,7 @@ class DriverGpu(NamedTuple):
 
 
 def read_driver_gpus(root: str) -> dict[str, DriverGpu]:
-    """Return the GPUs of NVIDIA's driver by bus address, in its order."""
+    """Return the GPUs that NVIDIA's driver lists, by bus address and in bus order."""
     directory = f"{root}/proc/driver/nvidia/gpus"
     found: dict[str, DriverGpu] = {}
     for address in sorted(filter(is_address, list_names(directory)), key=bus_order):
@@ -292,7 +295,7 @@ def read_interface_rates(root: str) -> dict[str, int]:
 
 
 def parse_rate(rate: str) -> int:
-    """Return the Mbit/s of ``400 Gb/sec (4X NDR)``; 0 if unknown."""
+    """Parse the rate in ``400 Gb/sec (4X NDR)`` as Mbit/s; 0 for other text."""
     try:
         return int(float(rate.split(maxsplit=1)[0]) * 1000)
     except (ValueError, IndexError, OverflowError):

@@ -57,7 +57,7 @@ def is_address(text: str) -> bool:
 
 
 def bus_order(address: str) -> list[int]:
-    """Return a sort key for PCI addresses, in the order in which drivers count."""
+    """Return a sort key for PCI addresses: drivers number devices in this order."""
     return [int(part, 16) for part in address.replace(".", ":").split(":")]
 
 
@@ -104,7 +104,7 @@ def port_kind(class_code: int) -> str:
 
 
 def compute_capability(title: str) -> int:
-    """Return 90 for ``NVIDIA H100 80GB HBM3``; ``UNKNOWN`` for models not listed.
+    """Return a model's compute capability: 90 for ``NVIDIA H100 80GB HBM3``.
 
     Source: https://developer.nvidia.com/cuda-gpus
     """

@@ -36,12 +36,10 @@ def _find_probes() -> list[Probe]:
     from ronde.topology.probes.lspci import LSPCI
     from ronde.topology.probes.nccl import NCCL_TOPOLOGY
     from ronde.topology.probes.nvidia_smi import NVIDIA_SMI
-    from ronde.topology.probes.rdma_text import RDMA_PORTS
     from ronde.topology.probes.slurm import SLURM_TOPOLOGY
-    from ronde.topology.probes.smi_query import SMI_QUERY
 
     # AMD's tables look like NVIDIA's.
-    text = [AMD_SMI, NVIDIA_SMI, LSPCI, SMI_QUERY, RDMA_PORTS, SLURM_TOPOLOGY]
+    text = [AMD_SMI, NVIDIA_SMI, LSPCI, SLURM_TOPOLOGY]
     return [_JSON, NCCL_TOPOLOGY, HWLOC, *text]
 
 
@@ -58,23 +56,17 @@ def read_saved(name: str) -> Saved:
                 data = packed.read(MAX_BYTES + 1)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise UsageError(
-            f"{name} must be whole gzip data, got an error: {error}. Was it cut?"
+            f"cannot unpack {name}: {error}. It may be truncated."
         ) from None
     except OSError as error:
-        raise UsageError(
-            f"source must be a file that can be read, got {name}: {error.strerror}."
-        ) from None
+        raise UsageError(f"cannot read {name}: {error.strerror}.") from None
     if len(data) > MAX_BYTES:
         raise UsageError(
-            f"source must be at most {MAX_BYTES >> 20} MiB, got more in {name}. Is it "
-            "a topology?"
+            f"{name} is larger than {MAX_BYTES >> 20} MiB, so it is not a topology."
         )
     name = "standard input" if name == "-" else name
     if not data.strip():
-        raise UsageError(
-            f"{name} must describe a machine, got an empty file. Did the program that "
-            "wrote it fail?"
-        )
+        raise UsageError(f"{name} is empty. Did the program that wrote it fail?")
     return Saved(name, data)
 
 
@@ -99,9 +91,9 @@ def read_file(saved: Saved) -> Topology:
         return Topology(_named(hosts, Path(saved.name).stem), switches)
     name, cure = recognise_other(saved)
     if name:
-        raise UsageError(f"{saved.name} must have a topology, got {name}. {cure}")
+        raise UsageError(f"{saved.name} is {name}, not a topology. {cure}")
     formats = ", ".join(probe.format for probe in _find_probes())
-    raise UsageError(f"{saved.name} must be one of these: {formats}; got none of them.")
+    raise UsageError(f"{saved.name} has no known format. Known formats: {formats}.")
 
 
 class Detected(NamedTuple):
@@ -115,17 +107,17 @@ def read_tree(root: Path, environ: Mapping[str, str]) -> Detected:
     """Return a host from a tree with ``sys`` and ``proc``, and notices."""
     if not (root / "sys").is_dir():
         raise UsageError(
-            f"root must be a directory that holds sys, got {root}. Give the directory "
-            "above it."
+            f"root must be a directory that contains sys, got {root}. Give the "
+            "directory above sys."
         )
     host, notices = detect_host(root, environ)
     return Detected(_named((host,), root.name)[0], notices)
 
 
 def detect_host(root: Path, environ: Mapping[str, str]) -> Detected:
-    """Return a host from its kernel's files and, for ``/``, its drivers; never raise.
+    """Read a host from kernel files and, for ``/``, from drivers; never raise.
 
-    If ``environ`` hides GPUs from programs, a notice has their number.
+    A notice tells the user if ``environ`` hides GPUs from programs.
     """
     host, notices = read_host(root), ()
     if root == Path("/"):

@@ -44,7 +44,7 @@ from ronde.records import Record
 from ronde.store.authentication import SharedKey
 from ronde.store.server import serve_network
 from ronde.topology.graph import Level
-from ronde.topology.nccl_log import judge_nccl_log, read_nccl_log
+from ronde.topology.nccl_log import lint_nccl_log, read_nccl_log
 from ronde.units import list_first
 
 RATES = "network.bandwidth"  # fact: GB/s (1e9) from each other host
@@ -208,7 +208,7 @@ def judge_logs(logs: Sequence[bytes]) -> dict[str, Value]:
             "message": finding.seen,
             "remedy": finding.remedy,
         }
-        for finding in judge_nccl_log(log)
+        for finding in lint_nccl_log(log)
         if finding.severity is not Level.NOTE
     }
 

@@ -1,7 +1,7 @@
 """Parse NCCL's debug log in bounded memory.
 
-Equal reports of several ranks are stored once, with their hosts. Processes with common
-communicators, and other processes on their hosts, form a job.
+Equal reports of several ranks are stored once, with their hosts. Processes that share a
+communicator form a job, together with the other processes on their hosts.
 """
 
 import re
@@ -28,8 +28,6 @@ _MAX_KEPT_TEXT = 400
 _SLACK = 2
 # A host in so few messages may be a cut word.
 _MAX_MISREAD = 3
-# NCCL before 2.23 names no more ranks of a ring.
-_MAX_RANKS_OF_OLD_RING = 20
 _DEVICE = re.compile(r"\[\d+\] ?([^\s\[={},]+)")
 _NUMBER = re.compile(r"0x[0-9a-f]+|\d+")
 _NIC = re.compile(r"/-?\d+(?:\(\d+\))?")
@@ -154,7 +152,6 @@ class NcclLog(NamedTuple):
     """Everything known from a log: jobs, time-outs, failures and lost messages."""
 
     jobs: tuple[NcclJob, ...]  # The one with most processes first.
-    loose_versions: tuple[str, ...] = ()  # Versions without a process.
     num_lines: int = 0
     num_messages: int = 0  # Of NCCL's, those put together from pieces included.
     num_mended: int = 0  # Those put together from pieces.
@@ -227,7 +224,6 @@ class _Collector:
         self.parts: list[_Part] = []
         # The process that reports facts common to its host.
         self._first_of_host: dict[str, _Process] = {}
-        self.loose_versions: dict[str, None] = {}
         self.num_messages = 0
         self.num_left_out = 0
         self._num_values: Counter[str] = Counter()
@@ -235,9 +231,6 @@ class _Collector:
     def add(self, message: NcclMessage) -> None:
         self.num_messages += 1
         host, pid, thread, is_warning, location, text = message
-        if not host:
-            self.loose_versions[text.rpartition(" ")[2]] = None
-            return
         process = self.processes.get((host, pid))
         if process is None:
             process = self.processes[host, pid] = _Process(host, pid)
@@ -256,7 +249,7 @@ class _Collector:
     def _note(
         self, process: _Process, topic: str, value: object, *details: object
     ) -> list[Any] | None:
-        """Count a reported value; return count and details, or None if out of room."""
+        """Count a reported value; return its note, or None if there are too many."""
         key = topic, value
         if key not in self.values:
             if self._num_values[topic] >= _MAX_VALUES:
@@ -329,15 +322,6 @@ class _Collector:
         part = self._part(process, (match[1], thread), num_ranks, rank)
         part.num_nodes, part.is_mnnvl = num_nodes, mnnvl == 1
 
-    def on_call(self, process: _Process, _: int, match: _Match) -> None:
-        # Any thread may call; the communicator's start may not be in the log.
-        self._part(process, (match[1],), int(match[2]))
-
-    def on_ring(self, process: _Process, thread: int, match: _Match) -> None:
-        num_ranks = len(match[1].split())
-        may_be_cut = num_ranks == _MAX_RANKS_OF_OLD_RING
-        self._part(process, (thread,), None if may_be_cut else num_ranks)
-
     def on_channels(self, process: _Process, thread: int, match: _Match) -> None:
         counts = ChannelCounts(*map(int, match.groups()))
         self._part(process, (thread,)).channels.add(counts)
@@ -390,7 +374,7 @@ class _Collector:
                 comm = comms.setdefault((part.name, size), new)
                 of_host[host][comm] = None
             comm.add(part)
-        return _join_alike(comms.values())
+        return list(comms.values())
 
 
 def read_nccl_log(files: Iterable[BinaryIO]) -> NcclLog:
@@ -431,7 +415,6 @@ def read_nccl_log(files: Iterable[BinaryIO]) -> NcclLog:
         tuple(_job(jobs[job], comms_of[job], collector.values) for job in ordered),
         watchdog=report,
         failures=_located(reader.failures.report(ranks), ranks),
-        loose_versions=tuple(collector.loose_versions),
         num_messages=collector.num_messages,
         num_left_out=collector.num_left_out,
         num_lines=reader.num_lines,
@@ -461,28 +444,6 @@ def _located(
         old = located.setdefault(key, each._replace(rank=rank, host=host))
         located[key] = old._replace(outcome=min(old.outcome, each.outcome))
     return tuple(located.values())
-
-
-def _join_alike(comms: Iterable[_Comm]) -> list[_Comm]:
-    """Join unnumbered communicators of equal size without a common rank.
-
-    Each host's log has some of the ranks. If a rank appears twice, there are several
-    communicators, and it is unknown which parts belong together.
-    """
-    alike: defaultdict[int | None, list[_Comm]] = defaultdict(list)
-    joined: list[_Comm] = []
-    for comm in comms:
-        is_numbered = not comm.name.startswith("#") or "/" in comm.name
-        (joined if is_numbered else alike[comm.num_ranks]).append(comm)
-    for num_ranks, found in alike.items():
-        ranks = [rank for comm in found for rank in comm.ranks]
-        is_distinct = len(ranks) == len(set(ranks)) <= (num_ranks or 0)
-        if is_distinct and all(comm.ranks for comm in found):
-            for part in [part for comm in found[1:] for part in comm.parts]:
-                found[0].add(part)
-            del found[1:]
-        joined += found
-    return joined
 
 
 def _mend_hosts(processes: Collection[_Process]) -> None:

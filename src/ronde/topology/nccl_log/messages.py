@@ -43,13 +43,10 @@ _MARK_BEGUN = re.compile(
     r"[A-Za-z0-9][\w.-]{0,254}"
     r"(?::|:\d{1,10}(?::\d{0,10}(?: \[?-?\d{0,4}\]?(?: \S{0,300})?)?)?)?"
 )
-_LOOSE_VERSION = re.compile(rf"{_BEFORE}([NR]CCL version (?:: )?\d\S*)")
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 # Ray's note about lines that it folds.
 _REPEATED = re.compile(r" *\[repeated \d{1,9}x across [a-z ]{1,20}\].*")
 
-# Each sentence of torch's reports contains one of these.
-_OF_REPORTS = ("ollective", "anks", "Culprit", "monit")
 _OF_FAILURES = "rror", "xit", "local_rank", "Traceback", "File", "ignored", "restart"
 _PIECE_BYTES = 1 << 20
 _MAX_PREFIXES = 1 << 16
@@ -59,7 +56,7 @@ _HEAD_LASTS = 200  # Lines.
 class NcclMessage(NamedTuple):
     """A message with its prefix parsed: host, process, thread and severity."""
 
-    host: str  # Empty for a version that names none.
+    host: str
     pid: int
     thread: int
     is_warning: bool  # It is marked ``WARN``.
@@ -84,8 +81,6 @@ class MessageReader:
     def feed(self, line: str) -> list[NcclMessage]:
         self.num_lines += 1
         if "CCL" not in line and not self._head:
-            if any(word in line for word in _OF_REPORTS):
-                self.watchdog.feed_report(line)
             is_open = self.failures.waiting or self.failures.may_go_on
             if is_open or any(word in line for word in _OF_FAILURES):
                 self.failures.feed(line)
@@ -164,9 +159,7 @@ class MessageReader:
             lead = lead if match[0].isspace() else lead[match.end() :]
         if not lead.strip():
             return
-        if version := _LOOSE_VERSION.fullmatch(lead):
-            yield NcclMessage("", 0, 0, False, "", version[1])  # noqa: FBT003
-        elif message := self._join(lead):
+        if message := self._join(lead):
             yield message
         elif is_cut:
             self._hold(lead)
@@ -238,7 +231,7 @@ NET/ plugins (NET/Plugin ?: .+|NET/OFI .+)
 Pattern nothing Pattern \d+, crossNic \d+, nChannels \d+, bw .+, sameChannels \d+
 Channel edge Channel \d+(?:/\d+)? : (\d+)\[\w+\] -> (\d+)\[\w+\]
     [ ](?:\[(send|receive)\] )?via (@TRANSPORT)(?: comm \S+ nRanks \d+)?
-Channel ring Channel \d+/\d+ :((?: +\d+)+)
+Channel nothing Channel \d+/\d+ :(?: +\d+)+
 CollNet edge CollNet \d+/\d+ : (\d+)() \[(send|receive)\] via
     [ ](COLLNET/[\w.-]+)/-?\d+(?:/GDRDMA)?(?:/Shared)?
 P2P p2p (P2P is disabled between connected GPUs \d+ and \d+)\..*
@@ -272,8 +265,6 @@ comm: channels comm:0x[0-9a-f]+, nRanks:\d+, nNodes:\d+, coll channels:(\d+)
     [ ]p2p channels per peer:\d+
 tuning tuning (\w+): (\d+) Bytes -> Algo (\w+) proto (\w+)
     [ ]channel\{Lo\.\.Hi\}=\{\d+\.\.\d+\}
-tuning call \w+: opCount \w+ sendbuff \w+ recvbuff \w+ count \d+ datatype \d+ op \d+
-    [ ]root \d+ comm (0x[0-9a-f]+) \[nranks=(\d+)\].*
 setting settings ([NR]CCL_[A-Z0-9_]+) set (?:by environment )?to (\S(?:.*?\S)??)\.?
     => {}={}
 """
@@ -370,10 +361,10 @@ def read_lines(file: BinaryIO) -> Iterator[str]:
             yield from lines
             rest = rest[:MAX_LINE_CHARS]
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        why = "it was cut" if isinstance(error, EOFError) else error
+        why = "it is truncated" if isinstance(error, EOFError) else error
         raise UsageError(
-            f"a packed log must be whole gzip data, got an error: {why}. Unpack "
-            "the rest, and give that: zcat FILE > nccl.log"
+            f"cannot unpack the log: {why}. Give the part that can be unpacked: "
+            "zcat FILE > nccl.log"
         ) from None
     finally:
         whole.detach()  # The file is the caller's to close.

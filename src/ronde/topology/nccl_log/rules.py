@@ -260,8 +260,8 @@ def _read(table: str) -> Iterator[tuple[str, str, tuple[Level, str, str]]]:
 
 _WARNINGS, _FAILURES = list(_read(_WARNING_TEXTS)), list(_read(_FAILURE_TEXTS))
 _TEXTS = (*_read(_RULE_TEXTS), *_WARNINGS, *_FAILURES)
-VERDICTS = {rule: verdict for rule, _, verdict in _TEXTS}
-"""Verdicts by rule; rules with several texts have a suffix for each."""
+RULES = {rule: texts for rule, _, texts in _TEXTS}
+"""Severity, consequence and remedy by rule; a suffix marks one of several texts."""
 
 
 def rule_of_warning(text: str) -> str:

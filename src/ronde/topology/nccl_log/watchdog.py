@@ -1,19 +1,17 @@
-"""Find time-outs of collectives in the lines and reports of torch's watchdog.
+"""Find time-outs of collectives in the lines of torch's watchdog, torch 1.13 to 2.13.
 
-Known formats: ProcessGroupNCCL.cpp of torch 1.13 to 2.13, TORCH_NCCL_DESYNC_DEBUG, the
-output of torchfrtrace, and Gloo's monitored barrier.
+Source: ProcessGroupNCCL.cpp of torch.
 """
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple, TypeVar
 
 _Value = TypeVar("_Value")
 _MAX_KEPT = 1 << 16  # Works and states of groups.
 # Ranks without a line are blamed if this many times as many have one.
 _FEW_SILENT, _FEW_OF_GROUPS = 2, 4
-_NUMBER = re.compile(r"\d{1,6}")
 _RANK = re.compile(r"(?=\[rank(\d{1,6})\]:)")
 # ``[PG ID 5 PG GUID 22(TP) Rank 1]``, ``[PG 0 (default_pg) Rank 1]``, ``[Rank 1]``.
 _HOST = re.compile(r"([A-Za-z][\w.-]{0,253}): ")
@@ -36,18 +34,6 @@ _STORE_LOST = re.compile('Failed to check the "should dump" flag')
 _ALIVE = re.compile("dump signal|signal dumping|dump debug info|failed or timed out")
 _SOURCE = re.compile(r"due to a collective timeout from +rank (\d{1,6})")
 _TRACE = re.compile(r"dumping nccl trace to (/\S*)/")
-_BEHIND = re.compile(r"\[([\d, ]+)\] joined but didn't finish collective #(\d{1,18})")
-# Reports on several ranks: number and operation, and ranks that did not take part.
-_CALL = re.compile(
-    r"collective, sequence number: (\d{1,18})|ollective sequence number: (\d{1,18})"
-    r"|didn't join collective #(\d{1,18})|^collective: \w+:_?(\w+)"
-    r"|failed to pass (monitoredBarrier)"
-)
-_ABSENT = re.compile(
-    r"\[([\d, ]+)\] finished collective #\d+, but|ranks \[([\d, ]+)\] are the lagging"
-    r"|missing ranks: \{([\d, ]+)\}|Culprit rank (\d{1,6});"
-    r"|Ranks? ([\d, ]+) failed to pass monitoredBarrier"
-)
 
 
 class TimedOutWork(NamedTuple):
@@ -71,7 +57,6 @@ class CollectiveTimeout(NamedTuple):
     late: tuple[int, ...] = ()  # Ranks that had not called the first of them.
     ahead: tuple[int, ...] = ()  # Ranks that had completed it.
     silent: tuple[int, ...] = ()  # Ranks without a line of torch's.
-    behind: tuple[int, ...] = ()  # Ranks that have it still to complete, alone.
 
 
 class WatchdogReport(NamedTuple):
@@ -100,13 +85,8 @@ class WatchdogReader:
         self._hosts: defaultdict[int, set[str]] = defaultdict(set)  # By rank.
         self._trace_folder = ""
         self._sources: set[int] = set()  # Ranks that others name.
-        self._reported = _UNKNOWN
-        self._absent: set[int] = set()
-        self._behind: set[int] = set()
-        self._behind_seq = -1
 
     def feed(self, line: str) -> None:
-        """Read a line; ``feed_report`` suffices for lines that name no library."""
         for part in _RANK.sub("\n", line).split("\n") if "[rank" in line else [line]:
             members = _MEMBER.findall(part)
             if members and len(self._works) + len(self._statuses) < _MAX_KEPT:
@@ -114,7 +94,6 @@ class WatchdogReader:
                 if rank and (host := _HOST.match(line)):
                     self._hosts[int(rank[1])].add(host[1])
                 self._feed_rank(int(rank[1] if rank else members[-1][2]), members, part)
-            self.feed_report(part)
 
     def _feed_rank(self, rank: int, members: list[tuple[str, ...]], part: str) -> None:
         group = next((id_ + name for id_, name, _ in members if id_), "")
@@ -140,50 +119,15 @@ class WatchdogReader:
             self._trace_folder = trace[1]
         self.num_lines += bool(found)
 
-    def feed_report(self, part: str) -> None:
-        """Read a line of a report on all ranks; the first report counts."""
-        if behind := _BEHIND.search(part):
-            self._behind.update(map(int, _NUMBER.findall(behind[1])))
-            self._behind_seq = int(behind[2])
-            self._reported = self._reported._replace(seq=self._behind_seq)
-            self.num_lines += 1
-        if self._behind and f"finished collective #{self._behind_seq}," in part:
-            return  # These ranks wait for those.
-        if (call := _CALL.search(part)) and (not self._absent or call[3] or call[5]):
-            if seq := call[1] or call[2] or call[3]:
-                self._reported = self._reported._replace(seq=int(seq))
-            else:
-                name = call[5] or call[4].upper()
-                self._reported = self._reported._replace(operation=name)
-        if absent := _ABSENT.search(part):
-            ranks = next(filter(None, absent.groups()))
-            self._absent.update(map(int, _NUMBER.findall(ranks)))
-            self.num_lines += 1
-
     def report(
         self, known: Collection[int] = (), *, is_one_job: bool = True
     ) -> WatchdogReport:
         """Return the facts from all lines; ``known`` are the ranks in the log."""
-        # Ranks of an unknown group or call join those that name it.
-        groups: defaultdict[TimedOutWork | int, set[str]] = defaultdict(set)
-        calls: defaultdict[int, set[TimedOutWork]] = defaultdict(set)
         works = self._works or {(rank, -1): _UNKNOWN for rank in self._sources}
-        # One rank on two hosts is of two jobs.
+        # A rank on two hosts belongs to two jobs.
         is_one_job &= all(len(hosts) == 1 for hosts in self._hosts.values())
         is_one_job |= len({rank for rank, _ in works}) == len(works)
-        for (rank, seq), work in works.items():
-            for key in (work, seq):
-                groups[key] |= {self._group_of.get((rank, seq), "")} - {""}
-            calls[seq] |= {work} if work.operation else set()
-        waiting: defaultdict[tuple[str, TimedOutWork], dict[int, TimedOutWork]]
-        waiting = defaultdict(dict)
-        # Of several works of a rank the first counts.
-        for key, work in sorted(works.items(), reverse=True):
-            group = _only(groups[work]) or _only(groups[key[1]]) or ""
-            call = work if work.operation else _only(calls[key[1]]) or work
-            group = self._group_of.get(key, group)
-            # Ranks of several jobs that wait for the same are one job's.
-            waiting[group, _UNKNOWN if is_one_job else call][key[0]] = call
+        waiting = self._by_group(works, is_one_job=is_one_job)
         reporting = self._reporting()
         silent = {*(known or range(max(reporting, default=0)))} - reporting
         folded: dict[CollectiveTimeout, CollectiveTimeout] = {}
@@ -204,8 +148,6 @@ class WatchdogReader:
             folded[key] = _join(folded[key], found) if key in folded else found
         found = [*folded.values()]
         found.sort(key=lambda each: -sum(len(work.ranks) for work in each.works))
-        if self._absent or self._behind:
-            found[:1] = [self._with_reported(found[:1], known, reporting)]
         called = [rank for (_, rank), last in self._statuses.items() if last[0] > 0]
         return WatchdogReport(
             self.num_lines,
@@ -216,26 +158,31 @@ class WatchdogReader:
             self._trace_folder,
         )
 
-    def _with_reported(
-        self,
-        found: Sequence[CollectiveTimeout],
-        known: Collection[int],
-        reporting: set[int],
-    ) -> CollectiveTimeout:
-        """Return the first time-out with the ranks that a report names added."""
-        behind = () if self._absent else _sorted(self._behind)
-        work = self._reported._replace(ranks=behind)
-        first = found[0] if found else CollectiveTimeout((), (work,))
-        late = _sorted(self._absent.union(first.late))
-        # If all ranks are listed, none is behind.
-        if {*known, *range(max(behind, default=0)), *reporting} <= {*behind}:
-            behind = ()
-        return first._replace(late=late, behind=behind)
+    def _by_group(
+        self, works: Mapping[tuple[int, int], TimedOutWork], *, is_one_job: bool
+    ) -> Mapping[tuple[str, TimedOutWork], dict[int, TimedOutWork]]:
+        """Return the call that each rank waits for, by process group and job."""
+        # Ranks of an unknown group or call join those that name it.
+        groups: defaultdict[TimedOutWork | int, set[str]] = defaultdict(set)
+        calls: defaultdict[int, set[TimedOutWork]] = defaultdict(set)
+        for (rank, seq), work in works.items():
+            for key in (work, seq):
+                groups[key] |= {self._group_of.get((rank, seq), "")} - {""}
+            calls[seq] |= {work} if work.operation else set()
+        waiting: defaultdict[tuple[str, TimedOutWork], dict[int, TimedOutWork]]
+        waiting = defaultdict(dict)
+        # Of several works of a rank the first counts.
+        for key, work in sorted(works.items(), reverse=True):
+            group = _only(groups[work]) or _only(groups[key[1]]) or ""
+            call = work if work.operation else _only(calls[key[1]]) or work
+            group = self._group_of.get(key, group)
+            # With several jobs, ranks that wait for the same call are of one job.
+            waiting[group, _UNKNOWN if is_one_job else call][key[0]] = call
+        return waiting
 
     def _reporting(self) -> set[int]:
         named = self._sources if not self._works else ()
-        ranks = self._absent.union(named, (rank for rank, _ in self._works))
-        return ranks.union(self._behind, *self._ranks.values())
+        return {rank for rank, _ in self._works}.union(named, *self._ranks.values())
 
     def _timeout(
         self, group: str, waiting: dict[int, TimedOutWork], *, is_one_job: bool

@@ -31,7 +31,7 @@ class ClassTable(NamedTuple):
 
 
 def classify(host: HostTopology) -> ClassTable:
-    """Return words from the PCI tree and NVLinks; without a tree, a source's words."""
+    """Return the matrix, from PCI tree and NVLinks or else from the source's words."""
     gpus = tuple(each.name for each in sorted(host.gpus, key=lambda gpu: gpu.number))
     paired = host.paired
     # Other ports are virtual.

@@ -33,7 +33,7 @@ _END_CLASSES = (*speeds.GPU_CLASSES, 0x02)
 
 
 class PathKind(StrEnum):
-    """The kind of a path's farthest step, nearest first, in NCCL's words and order."""
+    """The kind of a path, set by its farthest step; NCCL's names, nearest first."""
 
     LOC = "LOC"  # The element itself.
     NVL = "NVL"  # NVLink or xGMI, through its switches or directly.
@@ -77,7 +77,6 @@ class Path(NamedTuple):
 
     kind: PathKind  # Of its farthest step.
     gb_per_s: float  # Of its narrowest step, in one direction.
-    num_hops: int
     route: tuple[str, ...]  # Names of the vertices, both ends included.
 
 
@@ -101,7 +100,7 @@ class Edge(NamedTuple):
 
 
 def join_switches(devices: Sequence[PciDevice]) -> dict[str, str]:
-    """Return the parent of each device, without the inner parts of switches."""
+    """Return the parent of each device, with the levels of a switch joined."""
     # Broadcom's PCIe 4 and 5 switches in base mode appear as one switch above others
     # (levels 0 and 1), yet have the full bandwidth between all their ports.
     parents = {each.bus_id: each.parent for each in devices}
@@ -159,7 +158,7 @@ def adapter_name(port: NetPort) -> str:
 
 
 def bridges_above(devices: Mapping[str, PciDevice], bus_id: str) -> list[PciDevice]:
-    """Return a device and the bridges above; [] if the device is not listed."""
+    """Return a device and the bridges above it; [] if the device is not listed."""
     chain: list[PciDevice] = []
     device = devices.get(bus_id)
     while device and device not in chain:
@@ -169,10 +168,11 @@ def bridges_above(devices: Mapping[str, PciDevice], bus_id: str) -> list[PciDevi
 
 
 class PathNetwork:
-    """The vertices of a host, in NCCL's order.
+    """The graph of a host's elements, with the vertices in NCCL's order.
 
-    Elements without a PCI device are at their NUMA node, as if by PCIe 3. PCI devices
-    without a NUMA node are at node -1, as in NCCL. Of equal names, the first counts.
+    Elements without a PCI device are connected to their NUMA node as if by PCIe 3. PCI
+    devices without a NUMA node are at node -1, as in NCCL. If several elements have the
+    same name, the first counts.
     """
 
     def __init__(self, host: HostTopology) -> None:
@@ -234,7 +234,7 @@ class PathNetwork:
                 yield known.get(number) or NumaNode(number)
 
     def _sorted(self, name: str) -> tuple[Edge, ...]:
-        """Return a vertex's edges by falling bandwidth, the one upwards last."""
+        """Return a vertex's edges by falling bandwidth, the edge to its parent last."""
         own = self._edges.get(name, {}).items()
         edges = [Edge(*end, speed) for end, speed in sorted(own, key=lambda e: -e[1])]
         above = self._above.get(name)
@@ -253,7 +253,7 @@ class PathNetwork:
     def _hang(
         self, vertex: str, kind: VertexKind, device: PciDevice, speed: float = 0.0
     ) -> None:
-        """Add a vertex, connected to the device above by the link of ``device``."""
+        """Add a vertex, and connect it to its parent by the PCI link of ``device``."""
         self.kinds[vertex] = kind
         above = self._parents.get(device.bus_id, "")
         if self.kinds.get(above) != VertexKind.PCI:
@@ -317,7 +317,7 @@ class PathNetwork:
 
 
 class Paths(NamedTuple):
-    """The paths from a host's GPUs to its network ports."""
+    """The paths between the elements of a host."""
 
     network: PathNetwork
     table: dict[tuple[str, str], Path]  # By the names of source and target.
@@ -336,7 +336,7 @@ def find_paths(host: HostTopology) -> Paths:
     """Return the paths that the hardware allows, without NCCL's detours.
 
     As in NCCL's ``ncclTopoSetPaths`` (src/graph/paths.cc), the bandwidth is that from
-    target to source, which matters only for links with different directions.
+    target to source. This matters only for links whose directions differ in bandwidth.
     """
     network = PathNetwork(host)
     search = _Search(network)
@@ -344,8 +344,7 @@ def find_paths(host: HostTopology) -> Paths:
     for kind in VertexKind.CPU, VertexKind.GPU, VertexKind.NET, VertexKind.NVS:
         for target in network.named(kind):
             for source, way in search.run(target).items():
-                found = _KINDS[way.rank], way.gb_per_s, len(way.route) - 1, way.route
-                table[source, target] = Path(*found)
+                table[source, target] = Path(_KINDS[way.rank], *way[1:])
     devices = {each.bus_id for each in host.devices}
     for relation in host.relations:
         # A source's word on a pair counts where no PCI tree has more.

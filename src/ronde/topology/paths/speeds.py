@@ -42,10 +42,10 @@ _SMP_BY_ARCH = {"ppc64": 32.0, "arm64": 6.0}
 
 
 def as_running(device: PciDevice) -> PciDevice:
-    """Return a device with the current state of its link.
+    """Return a device with the current speed and width of its link as its maximum.
 
-    Idle GPUs lower the speed to 2.5 or 5 GT/s, which is ignored here, but never the
-    number of lanes.
+    The low speed of an idle GPU, 2.5 or 5 GT/s, is ignored. Idle GPUs keep their number
+    of lanes.
     """
     width = device.width_now if device.width_now > 0 else device.width
     speed = "" if is_at_rest(device) else device.speed_now
@@ -80,7 +80,7 @@ def pci_gb_per_s(device: PciDevice) -> float:
 
 
 def link_words(device: PciDevice) -> str:
-    """Return the link above a device in words: ``16.0 GT/s PCIe x16``."""
+    """Describe the link above a device, such as ``16.0 GT/s PCIe x16``."""
     if not device.speed and device.gb_per_s:
         return f"{device.gb_per_s:g} GB/s"
     lanes = f" x{device.width}" if device.width >= 0 else ""
@@ -115,12 +115,12 @@ def nvlink_gb_per_s(sm: int) -> float:
 
 
 def max_nvlinks(sm: int) -> int:
-    """Return the most NVLinks of a GPU; 0 if unknown."""
+    """Return the largest number of NVLinks of a GPU; 0 if unknown."""
     return next((count for least, count in _NVLINK_COUNTS if sm >= least), 0)
 
 
 def board_nvlinks(gpu: GpuDevice) -> int:
-    """Return the number of NVLinks of a GPU on its board; 0 if it may have none."""
+    """Return the number of NVLinks of a GPU by its board; 0 if it may have none."""
     name = gpu.title.upper()
     if not _BOARDS.search(name) or _ALONE.search(name):
         return 0

@@ -31,13 +31,6 @@ class GpuView(StrEnum):
     ONE = "one"  # its own alone, as device 0
 
 
-class RankDevice(NamedTuple):
-    """The GPU of a rank, and the variables that select it."""
-
-    gpu: Gpu | None  # the one it is expected to use; None where it has none of its own
-    env: dict[str, str]  # variables that make it so
-
-
 def choose_gpus(
     gpus: Sequence[Gpu], wanted: Sequence[str], named_at: str
 ) -> tuple[Gpu, ...]:
@@ -46,8 +39,8 @@ def choose_gpus(
         named = gpus[int(item) :] if item.isdecimal() else select_gpus(gpus, item)
         if not named or named[0] in chosen:
             raise UsageError(
-                f"gpus must name each GPU that the host lets be used, of {len(gpus)} "
-                f"counted from 0, once, got {item!r} ({named_at}). Correct it."
+                f"gpus must name different GPUs of the {len(gpus)} usable ones, "
+                f"counted from 0, got {item!r} ({named_at})."
             )
         chosen.append(named[0])
     return tuple(chosen) if wanted else tuple(gpus)
@@ -55,19 +48,19 @@ def choose_gpus(
 
 def assign_gpus(
     gpus: Sequence[Gpu], num_ranks: int, view: GpuView, *, is_choice: bool, host: str
-) -> tuple[RankDevice, ...]:
+) -> tuple[tuple[Gpu | None, dict[str, str]], ...]:
+    """Return the GPU of each rank, and the variables that select it."""
     if view is GpuView.ONE:
         if num_ranks > len(gpus):
             raise UsageError(
-                f"--gpu-view one must have a GPU for each rank of a host, got "
-                f"{num_ranks} ranks and {len(gpus)} GPUs on {host}. Start fewer ranks "
-                "there, or leave --gpu-view out: all ranks see all GPUs then, and may "
-                "share."
+                f"--gpu-view one needs a GPU for each rank, but {host} has {num_ranks} "
+                f"ranks and {len(gpus)} GPUs. Start fewer ranks there, or leave out "
+                "--gpu-view, so that ranks see all GPUs and may share them."
             )
-        return tuple(RankDevice(gpu, _seeing([gpu])) for gpu in gpus[:num_ranks])
+        return tuple((gpu, _seeing([gpu])) for gpu in gpus[:num_ranks])
     env = _seeing(gpus) if is_choice and gpus else {}
     own = [None] * num_ranks if num_ranks > len(gpus) else gpus[:num_ranks]
-    return tuple(RankDevice(gpu, env) for gpu in own)
+    return tuple((gpu, env) for gpu in own)
 
 
 def _seeing(gpus: Sequence[Gpu]) -> dict[str, str]:
@@ -102,8 +95,9 @@ def bind(
 ) -> tuple[RankResources, ...]:
     """Return the cores and memory node of all ranks of a host.
 
-    ``auto`` uses all CPUs or binds no rank. With ``core``, ranks share cores only if
-    there are fewer cores than ranks. The hardware threads of a core stay together.
+    ``auto`` binds ranks only if they use all CPUs. With ``core``, ranks share cores
+    only if there are fewer cores than ranks. The hardware threads of a core stay
+    together.
     """
     # BEST_EFFORT refuses no rank and does not change the shares, so the many sets of
     # memory nodes of a large host need not be tried.
@@ -211,7 +205,7 @@ def place_ranks(
     devices = assign_gpus(
         chosen, num_ranks, request.view, is_choice=bool(request.gpus), host=host
     )
-    own = [device.gpu for device in devices]
+    own = [gpu for gpu, _ in devices]
     bound = bind(
         machine, num_ranks, request.mode, own, policy=request.policy, host=host
     )

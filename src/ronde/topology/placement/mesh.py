@@ -46,7 +46,7 @@ class MeshPlan(NamedTuple):
 def plan_mesh(
     hosts: Sequence[HostTopology], layout: Layout, ranks_per_host: int | None = None
 ) -> MeshPlan:
-    """Return the links of a layout; a single host stands for any number of hosts.
+    """Find the slowest link of each axis; one host stands for any number of equal ones.
 
     Raises:
         UsageError: The sizes do not fit.
@@ -64,16 +64,16 @@ def _count_ranks(hosts: Sequence[HostTopology], given: int | None) -> int:
     if given is None and len({*counts}) > 1:
         listed = ", ".join(f"{host.name} {len(host.gpus)}" for host in hosts)
         raise UsageError(
-            f"hosts must have as many GPUs each, got {listed}. Type: "
-            f"-n {min(counts) or 1}"
+            f"the hosts have different numbers of GPUs: {listed}. Give the ranks of "
+            f"each host: -n {min(counts) or 1}"
         )
     num = counts[0] if given is None else given
     if not num:
-        raise UsageError("-n must be given for hosts without GPUs, got none. Give it.")
+        raise UsageError("-n is required for hosts without GPUs.")
     if 0 < min(counts) < num:
         raise UsageError(
-            f"-n must be at most the GPUs of a host, {min(counts)}, got {num}. "
-            f"Type: -n {min(counts)}"
+            f"-n must be at most {min(counts)}, the number of GPUs of a host, "
+            f"got {num}."
         )
     return num
 
@@ -85,14 +85,16 @@ def _fit(layout: Layout, num_hosts: int, ranks_per_host: int) -> Layout:
         layout = layout.resolve(num_hosts * ranks_per_host)
     num_ranks = layout.num_ranks
     if num_ranks > _MAX_RANKS:
-        raise UsageError(f"ranks must be at most {_MAX_RANKS}, got {num_ranks}.")
+        raise UsageError(
+            f"the number of ranks must be at most {_MAX_RANKS}, got {num_ranks}."
+        )
     if num_ranks % ranks_per_host:
         most = min(ranks_per_host, num_ranks)
         fitting = max(n for n in range(1, most + 1) if num_ranks % n == 0)
         raise UsageError(
-            f"{'*'.join(AXES)} must be a multiple of the ranks of a host: "
-            f"{'*'.join(map(str, sizes))} = {num_ranks}, got {ranks_per_host} ranks of "
-            f"a host. Type: -n {fitting}, or change a size."
+            f"{'*'.join(AXES)} must be a multiple of the {ranks_per_host} ranks on a "
+            f"host, got {'*'.join(map(str, sizes))} = {num_ranks}. Use -n {fitting}, "
+            "or change a size."
         )
     return layout
 

@@ -1,8 +1,8 @@
 """Place the ranks of one host: a GPU, an equal share of the cores, and an adapter.
 
-By the rules of Kubernetes' TopologyManager, hints for several resources are merged into
-one set of memory nodes, which a policy accepts or refuses. A set of nodes is a bit
-mask; bit 0 is the first node with CPUs. Nodes without CPUs have no bit.
+Hints for several resources are merged into one set of memory nodes, which a policy
+accepts or refuses; the rules are those of Kubernetes' TopologyManager. A set of nodes
+is a bit mask; bit 0 is the first node with CPUs. Nodes without CPUs have no bit.
 """
 
 from collections import Counter
@@ -18,7 +18,7 @@ _MAX_NODES = 16
 
 
 class Policy(StrEnum):
-    """The policy for resources that are not on the same memory nodes."""
+    """The policy for ranks with resources on different memory nodes."""
 
     NONE = "none"  # Nothing is aligned, no rank refused.
     BEST_EFFORT = "best-effort"  # Aligned if possible, no rank refused.
@@ -270,13 +270,13 @@ def place(inventory: Inventory, request: AlignmentRequest) -> tuple[RankPlacemen
     num_nodes, ranks = len(placer.nodes), range(request.num_ranks)
     if policy in {Policy.RESTRICTED, Policy.SINGLE_NUMA_NODE} and not num_nodes:
         raise UsageError(
-            f"policy {policy} must have CPUs to align with, got none from any source. "
-            "Read the machine itself, or take best-effort."
+            f"policy {policy} needs the CPUs of the host, but no source lists them. "
+            "Read the machine itself, or use best-effort."
         )
     if policy is not Policy.NONE and num_nodes > _MAX_NODES:
         raise UsageError(
-            f"memory nodes with cores must be at most {_MAX_NODES}, got {num_nodes}, "
-            "because every set of them is tried. Use policy none."
+            f"policy {policy} supports at most {_MAX_NODES} memory nodes with cores, "
+            f"but the host has {num_nodes}. Use policy none."
         )
     groups = [ranks] if request.scope is Scope.JOB else [[rank] for rank in ranks]
     return tuple(each for group in groups for each in placer.place(group))
@@ -339,8 +339,8 @@ class _Placer:
             together = f"ranks 0-{ranks[-1]}{where} together"
             name = together if len(ranks) > 1 else f"rank {ranks[0]}{where}"
             raise PlacementError(
-                f"policy must be one that every rank can keep, got {self._policy} and "
-                f"{name}: {'; '.join(reasons)}. Use fewer ranks, or take best-effort."
+                f"policy {self._policy} refuses {name}: {'; '.join(reasons)}. Use "
+                "fewer ranks, or best-effort."
             )
         return [self._allocate(rank, alignment, reasons) for rank in ranks]
 

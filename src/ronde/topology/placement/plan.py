@@ -110,10 +110,11 @@ def plan_host(
 def choose_gpus(
     host: HostTopology, num_ranks: int
 ) -> tuple[list[GpuDevice], dict[str, str]]:
-    """Return the GPUs, those of ranks first, and the variables that select them.
+    """Return the GPUs, those for ranks first, and the variables that select them.
 
-    The GPUs with the best NVLinks or xGMI links are chosen. From each GPU, a set grows
-    by the GPU with the best links to it; the set with the best slowest pair wins.
+    The GPUs with the best NVLinks or xGMI links are chosen. Starting from each GPU, a
+    set grows by the GPU with the best links to it. The set with the fastest slowest
+    pair wins.
     """
     gpus, variables = _order_gpus(host)
     if num_ranks >= len(gpus):
@@ -142,7 +143,7 @@ def _fit(rates: Sequence[float]) -> tuple[float, float]:
 
 
 def _order_gpus(host: HostTopology) -> tuple[list[GpuDevice], dict[str, str]]:
-    """Return the GPUs, numbered as programs count them, and the variables for that.
+    """Return the GPUs as programs number them, and the variables for this order.
 
     CUDA can count by bus address; HIP has no such setting. The caller sets variables
     with an empty value to the list of numbers.
@@ -199,7 +200,7 @@ def _plan_rank(
 def _nic_env(
     inventory: Inventory, gpus: Sequence[int], ports: Sequence[NetPort]
 ) -> dict[str, str]:
-    """Return the variable that allows NCCL all adapters nearest to the plan's GPUs.
+    """Return the variable that lets NCCL use the adapters nearest to each of the GPUs.
 
     All ranks of a host must have the same value.
 
@@ -214,7 +215,7 @@ def _nic_env(
 
 
 def find_near_ports(host: HostTopology, bus_ids: set[str]) -> tuple[NearPort, ...]:
-    """Return the distances between some GPUs and the ports for training."""
+    """Return the distances between these GPUs and the ports for training."""
     gpus = [gpu for gpu in host.gpus if gpu.bus_id in bus_ids]
     ports = _training_ports(host)
     return tuple(
@@ -252,7 +253,7 @@ def infer_cores(host: HostTopology) -> tuple[tuple[Core, ...], tuple[str, ...]]:
 
 
 def _threads_by_index(cpus: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Return cores: the CPUs with the same index in each run of consecutive numbers.
+    """Guess the cores: CPUs with the same index in runs of consecutive numbers.
 
     Linux numbers the first threads of a node's cores before the second threads.
     """
@@ -271,7 +272,10 @@ def _is_rdma(port: NetPort) -> bool:
 
 
 def _training_ports(host: HostTopology) -> tuple[NetPort, ...]:
-    """Return RDMA ports (else all) of the usual rate; others may serve storage."""
+    """Return the RDMA ports, else all ports, that have the most frequent rate.
+
+    Ports of other rates may serve storage.
+    """
     paired = host.paired
     placed = [
         port
@@ -310,9 +314,10 @@ def _find_nearness(
 
 
 def _verbs_name(port: NetPort) -> str:
-    """Return ``mlx5_0:1``; "" for a port that NCCL's InfiniBand code does not use.
+    """Return a port's name for ``NCCL_IB_HCA``: ``mlx5_0:1``.
 
-    Fused adapters (``mlx5_0+mlx5_1``) are named one by one.
+    The name is empty for ports that NCCL's InfiniBand code does not use. Fused adapters
+    (``mlx5_0+mlx5_1``) are named one by one.
     """
     if not _is_rdma(port) or not port.title.startswith(_VERBS):
         return ""

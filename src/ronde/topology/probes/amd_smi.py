@@ -58,8 +58,8 @@ def _read(saved: Saved) -> Topology:
     pairs = [(one, other) for one in few for other in few if one != other]
     if not labels or (types and any(pair not in types for pair in pairs)):
         raise UsageError(
-            f"{saved.name} must have a row of words for each GPU, got not all of "
-            f"{len(labels)} GPUs. Was it cut? Write it with: amd-smi topology"
+            f"{saved.name} lacks rows or columns for some of its {len(labels)} GPUs. "
+            "It may be truncated. Write it with: amd-smi topology"
         )
     gpus = {
         label: GpuDevice(plain_address(label), number, node=labels[label])

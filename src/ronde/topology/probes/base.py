@@ -48,8 +48,8 @@ class Probe:
     """A reader of one format.
 
     ``recognises`` is quick, and also true for damaged files. Unusual but readable input
-    becomes a remark of the host; otherwise ``read`` raises ``UsageError`` with the
-    position in the file. Readers do not guess.
+    becomes a remark about the host. For other input, ``read`` raises ``UsageError``
+    with the position in the file.
     """
 
     format: str  # For output: ``NCCL topology file``.
@@ -58,19 +58,19 @@ class Probe:
 
 
 def has_line(pattern: re.Pattern[str]) -> Callable[[Saved], bool]:
-    """Return a predicate: True for files with a pattern in one of their first lines."""
+    """Return a test for files with a pattern in one of their first lines."""
     return lambda saved: any(map(pattern.search, first_lines(saved.text)))
 
 
 def has_root(tag: str) -> Callable[[Saved], bool]:
-    """Return a predicate: True for XML with this outermost element."""
+    """Return a test for XML files with this outermost element."""
     return lambda saved: outermost_tag(saved.data) == tag
 
 
 def bad_value(origin: str, line: int, rule: str, got: object) -> UsageError:
     return UsageError(
-        f"{origin}, line {line}: {rule}, got {shorten(got)}. Was it cut, or changed on "
-        "its way?"
+        f"{origin}, line {line}: {rule}, got {shorten(got)}. The file may be truncated "
+        "or altered."
     )
 
 
@@ -116,8 +116,8 @@ def lines_of_one(lines: Sequence[str], origin: str) -> list[str]:
     plain, origins = untag(lines)
     if len(origins) > 1:
         raise UsageError(
-            f"{origin} must be of one host, got lines of {len(origins)}: "
-            f"{shorten(', '.join(origins))}. Give those of one alone: grep -F "
+            f"{origin} has output from {len(origins)} hosts or ranks: "
+            f"{shorten(', '.join(origins))}. Give the lines of one: grep -F "
             f"{shorten(origins[0])} {origin}"
         )
     return plain
@@ -126,11 +126,11 @@ def lines_of_one(lines: Sequence[str], origin: str) -> list[str]:
 def keep_lower_ends(
     devices: Mapping[str, PciDevice], ends: Iterable[str]
 ) -> tuple[PciDevice, ...]:
-    """Return the devices at ``ends`` and those above, without the upper ends of links.
+    """Return the devices at ``ends`` and those above them, one device per link.
 
-    A link connects a device to a port above; a PCI switch has a port above other ports.
-    As in NCCL, the lower end remains, with the link that both ends support: a switch
-    becomes one device, and each device has the link above it.
+    The source lists both ends of a link: a device, and the port above it. As in NCCL,
+    only the lower end is kept, with the speed and width that both ends support. A PCI
+    switch, which has a port above other ports, becomes one device.
     """
     kept: dict[str, PciDevice] = {}
     redirecting: defaultdict[str, set[str]] = defaultdict(set)
@@ -197,7 +197,7 @@ class Element(NamedTuple):
 
 
 def outermost_tag(data: bytes) -> str:
-    """Return the first element's name in the first 64 KiB, or ""; allow damage."""
+    """Return the name of the first XML element in the first 64 KiB, or ""."""
     # Without NULs, UTF-16 reads the same.
     head = _COMMENT.sub(b"", data[:_LOOKED_AT].replace(b"\0", b""))
     found = _TAG.search(head)
@@ -217,9 +217,8 @@ def parse_xml(data: bytes, origin: str, tag: str) -> Element:
         line = parser.CurrentLineNumber
         if len(opened) > _MAX_DEPTH or num_elements > _MAX_ELEMENTS:
             raise UsageError(
-                f"{origin} must have at most {_MAX_DEPTH} elements inside one another "
-                f"and {_MAX_ELEMENTS} in all, got more at line {line}. Is it a "
-                "topology?"
+                f"{origin} is not a topology: at line {line} it exceeds {_MAX_DEPTH} "
+                f"nested elements or {_MAX_ELEMENTS} elements in all."
             )
         element = Element(tag, attributes, line, origin, [], [])
         opened[-1].children.append(element)
@@ -230,7 +229,7 @@ def parse_xml(data: bytes, origin: str, tag: str) -> Element:
 
     def refuse_entity(name: str, *_: object) -> None:
         raise UsageError(
-            f"{origin} must define no entities, got {name!r} at line "
+            f"{origin} defines the XML entity {name!r} at line "
             f"{parser.CurrentLineNumber}. No program writes such a topology: do not "
             "trust it."
         )
@@ -246,14 +245,14 @@ def parse_xml(data: bytes, origin: str, tag: str) -> Element:
         raise
     except (expat.ExpatError, ValueError, LookupError) as error:
         raise UsageError(
-            f"{origin} must be well-formed XML, got an error: {error}. Was it cut, or "
-            "changed on its way?"
+            f"cannot read {origin}: not well-formed XML: {error}. The file may be "
+            "truncated or altered."
         ) from None
     # Without an outermost element there was an error.
     root = opened[0].children[0]
     if root.tag != tag:
         raise UsageError(
-            f"{origin} must begin with the element {tag}, got {root.tag} at line "
-            f"{root.line}. Is it the right file?"
+            f"{origin} is another kind of XML file: the first element must be {tag}, "
+            f"got {root.tag} at line {root.line}."
         )
     return root

@@ -56,8 +56,8 @@ def _read(saved: Saved) -> Topology:
     machines = root.named("object")
     if not machines:
         raise UsageError(
-            f"{saved.name} must be a machine as hwloc writes it, got topology with "
-            "0 objects. Write it with: lstopo file.xml"
+            f"{saved.name} describes no machine: its topology has no objects. Write it "
+            "with: lstopo file.xml"
         )
     version = _decimal(root.attributes.get("version", "1"))
     if not version >= 2:
@@ -141,9 +141,10 @@ def _decimal(text: str) -> float:
 
 
 class _Nodes:
-    """The NUMA nodes of a machine, each CPU in only one of them.
+    """The NUMA nodes of a machine, with each CPU in only one node.
 
-    Nodes of ordinary memory come first, then those with fewer CPUs, then lower numbers.
+    If several nodes list a CPU, a node of ordinary memory gets it; of several, the one
+    with the fewest CPUs, then the one with the lowest number.
     """
 
     def __init__(self, objects: Sequence[_Object], infos: Mapping[str, str]) -> None:
@@ -194,7 +195,6 @@ def _node(number: int, each: _Object, machine: Mapping[str, str]) -> NumaNode:
     return NumaNode(
         number,
         memory_bytes=_number(each.element, "local_memory"),
-        package=_number(package, "os_index") if package else UNKNOWN,
         arch=_ARCHS.get(arch, arch),
         vendor=infos.get("CPUVendor", ""),
         family=nccl_family(small_number(infos.get("CPUFamilyNumber", ""))),
@@ -214,8 +214,8 @@ def _read_devices(objects: Iterable[_Object], nodes: _Nodes) -> dict[str, PciDev
         speed = _decimal(element.get("pci_link_speed") or "0")
         if kind is None or math.isnan(speed):
             raise element.bad(
-                "pci_type must be such as '0302 [10de:20b0] [10de:134f] a1' and "
-                "pci_link_speed a number of GB/s",
+                "pci_type must look like '0302 [10de:20b0] [10de:134f] a1', and "
+                "pci_link_speed must be a number of GB/s",
                 [element.get("pci_type"), element.get("pci_link_speed")],
             )
         vendor, device, *board = (int(x or "0", 16) for x in kind.group(2, 3, 4, 5))

@@ -74,8 +74,7 @@ def _read(saved: Saved) -> Topology:
             devices[own.bus_id] = own
     if not devices:
         raise UsageError(
-            f"{saved.name} must be the output of lspci, got no line of a device. "
-            "Write it with: lspci -nnvvv -D"
+            f"{saved.name} lists no PCI devices. Write it with: lspci -nnvvv -D"
         )
     for name, device in devices.items():
         devices[name] = device._replace(parent=bridges.get(name[:-5], ""))

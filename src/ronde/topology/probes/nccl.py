@@ -35,7 +35,7 @@ _INTEGER = re.compile(r"\s*[+-]?(0[xX][0-9a-fA-F]{1,15}|[0-9]{1,18})\s*")
 _CODE = re.compile(r"\s*(?:0[xX])?[0-9a-fA-F]{1,15}\s*")
 # NCCL's name for a switch that a virtual machine does not see.
 _UNSEEN = "fffffff:"
-_GPU_NUMBERS = ("dev", "rank", "sm", "gdr")
+_GPU_NUMBERS = ("dev", "sm", "gdr")
 _CODES = ("class", "vendor", "device", "subsystem_vendor", "subsystem_device")
 
 
@@ -46,8 +46,7 @@ def _read_hosts(saved: Saved) -> Topology:
         readers[cpu.get("host_hash").lower()].on_cpu(cpu)
     if not readers:
         raise UsageError(
-            f"{saved.name} must list at least one cpu, got none. Write it with "
-            "NCCL_TOPO_DUMP_FILE."
+            f"{saved.name} lists no cpu. Write it with NCCL_TOPO_DUMP_FILE."
         )
     # A file of one host does not name it.
     names = list(readers) if len(readers) > 1 else [""]
@@ -174,7 +173,7 @@ class _HostReader:
         return self._devices.setdefault(free, device._replace(bus_id=free))
 
     def _on_bare(self, device: PciDevice) -> None:
-        """Add the GPU or port of a device, by its class alone."""
+        """Add the GPU or port of a device that has only a PCI class."""
         bus_id, code = device.bus_id, device.class_code
         if code >> 16 in GPU_CLASSES:
             self._gpus.setdefault(bus_id, GpuDevice(bus_id, UNKNOWN))
@@ -186,9 +185,9 @@ class _HostReader:
         if bus_id in self._gpus:
             self._remark(element, f"is one more part of {bus_id}: left out")
             return
-        number, rank, sm, gdr = (self._integer(element, name) for name in _GPU_NUMBERS)
+        number, sm, gdr = (self._integer(element, name) for name in _GPU_NUMBERS)
         gcn = element.get("gcn").removeprefix("gfx")
-        self._gpus[bus_id] = GpuDevice(bus_id, number, rank, sm, gcn, gdr)
+        self._gpus[bus_id] = GpuDevice(bus_id, number, sm, gcn, gdr)
         for child in element.named("nvlink", "xgmi", "c2c"):
             self._on_link(child, device)
 

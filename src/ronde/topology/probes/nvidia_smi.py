@@ -40,7 +40,7 @@ _MAX_REMARKS = 50
 _MAX_LINKS = 18
 
 _GPU_NAME = re.compile(r"GPU(0|[1-9][0-9]{0,2})")
-_PATHS = r"NV[0-9]{1,3}|NODE|PIX|PXB|PHB|SYS|SOC"
+_PATHS = r"NV[0-9]{1,3}|NODE|PIX|PXB|PHB|SYS"
 _PEERS = r"OK|CNS|GNS|TNS|NS|DR|U"
 _WORD = re.compile(rf"X|{_PATHS}|{_PEERS}")
 _WORDS = re.compile(rf"(?:{_WORD.pattern})+")
@@ -225,7 +225,7 @@ class _Reader:
         self._rows.add(name)
         for other, word in zip(self._columns, words, strict=True):
             if word and other != name:
-                self._on_word(name, other, "SYS" if word == "SOC" else word)
+                self._on_word(name, other, word)
         if _GPU_NAME.fullmatch(name) and any(lists := self._lists(number, tail)):
             self._lists_of[name] = lists
 
@@ -263,8 +263,8 @@ class _Reader:
         self._end_matrix()
         if not self._gpus:
             raise UsageError(
-                f"{self._origin} must be what nvidia-smi topo -m prints, got nothing "
-                "of it. Where there are no GPUs or no NVLinks it prints nothing."
+                f"{self._origin} lists no GPUs. On a machine without GPUs or NVLinks, "
+                "nvidia-smi topo -m prints no table."
             )
         cpus, homes = self._numa_nodes()
         nodes = self._port_nodes(homes)

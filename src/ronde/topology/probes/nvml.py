@@ -1,6 +1,6 @@
 """Query GPUs through NVML, which is part of NVIDIA's driver.
 
-Single queries may fail, and many do in virtual machines; their values are unknown.
+Any query may fail, and many do in virtual machines. The value is then unknown.
 """
 
 from collections import Counter

@@ -1,9 +1,11 @@
-"""Recognise files of other kinds, without a topology, to suggest another command."""
+"""Recognise files without a topology, to suggest the right command for them."""
 
 import re
 
 from ronde.topology.nccl_log import is_nccl_log
 from ronde.topology.probes.base import Saved, first_lines
+from ronde.topology.probes.rdma_text import is_rdma_text
+from ronde.topology.probes.smi_query import is_query
 
 _STAMP = r"\[ *\d+\.\d{6}\]|\[\w{3} \w{3} +\d+ [\d:]{8} \d{4}\]|\[\w{3}\d+ [\d:]{5}\]"
 KERNEL_LINE = re.compile(
@@ -19,18 +21,17 @@ KERNEL_LINE = re.compile(
 """A line of the kernel's log as dmesg, the journal or syslog has it."""
 
 LOG, KERNEL_LOG = "a log of NCCL or torch", "a kernel log"
+_CHECK = "Type: ronde check read {file}"
 _GIVE = "Give it the output of: "
 _CURES = {
     LOG: "Type: ronde topo log {file}",
-    KERNEL_LOG: "Type: ronde check read {file}",
+    KERNEL_LOG: _CHECK,
     "output of nccl-tests": "Type: ronde bench read {file}",
     "a graph of NCCL's search": "Give it the file of NCCL_TOPO_DUMP_FILE.",
     "Slurm's topology.yaml": f"{_GIVE}scontrol show topology",
-    "output of ibnetdiscover": f"{_GIVE}ibstat",
-    "output of ibv_devices": f"{_GIVE}ibstat",
     "lstopo's drawing": "Write it as XML: lstopo topo.xml",
-    "a table of AMD's without links": f"{_GIVE}amd-smi topology",
-    "JSON of AMD's": f"{_GIVE}amd-smi topology",
+    "an AMD table without links": f"{_GIVE}amd-smi topology",
+    "AMD's JSON output": f"{_GIVE}amd-smi topology",
     "a Python traceback": "The program that wrote it has failed: run it again.",
     "packed": "Unpack it first.",
     "an archive": "Unpack it first.",
@@ -43,16 +44,11 @@ a graph of NCCL's search: <graphs\b
 output of numactl -H: available: \d+ nodes|node distances:
 output of lscpu: Architecture: {{3,}}\S+$|NUMA node0 CPU\(s\):
 output of ip: \d+: [\w.@-]+: <[A-Z_,-]+> mtu \d+
-output of ifconfig: \S+: flags=\d+<[A-Z,]+> +mtu
 nvidia-smi's table: \| NVIDIA-SMI \d
-a table of AMD's without links: \| AMD-SMI \d|=+ ROCm System Management
-JSON of AMD's: \s*"link_type": |.*"\(Topology\)
-output of ibnetdiscover: vendid=0x|# Topology file: generated
-output of ibv_devices: \s+device\s+node GUID
-output of dcgmi discovery: \d+ GPUs? found\.
+an AMD table without links: \| AMD-SMI \d|=+ ROCm System Management
+AMD's JSON output: \s*"link_type": |.*"\(Topology\)
 lstopo's drawing: Machine \(\d+\S+ total
 a Python traceback: Traceback \(most recent call last\)
-a page of HTML: \s*<(!(?i:doctype) html|html)\b
 an archive: PK\x03\x04|.{{257}}ustar
 packed: BZh\d1AY|\xfd7zXZ|\x28\xb5\x2f\xfd
 """
@@ -66,6 +62,9 @@ def recognise_other(saved: Saved) -> tuple[str, str]:
     head = saved.text[: 1 << 16]
     if is_nccl_log(head):
         return LOG, _CURES[LOG].format(file=saved.name)
+    for name, is_one in (("nvidia-smi -q", is_query), ("ibstat", is_rdma_text)):
+        if is_one(saved):
+            return f"output of {name}", _CHECK.format(file=saved.name)
     lines = [start, *head.splitlines(), *first_lines(head)]
     for row in _FORMS.strip().splitlines():
         name, _, pattern = row.partition(": ")

@@ -5,20 +5,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from ronde.errors import UsageError
-from ronde.topology.graph import HostTopology, NetPort, Topology
 from ronde.topology.machine import parse_rate
-from ronde.topology.probes.base import Probe, Saved, has_line, lines_of_one
+from ronde.topology.probes.base import Saved, has_line, lines_of_one
 
 _DEVICE = re.compile(
     r"^\s*(?:(?:CA|iWARP RNIC):? '|hca_id:\s*|Infiniband device ')([\w.-]+)"
     r"(?:'? port (\d+) status:|')?\s*$"
 )
+is_rdma_text = has_line(_DEVICE)
 _FIELD = re.compile(r"\s*([A-Za-z][\w ]*?)[ \t]*(\d+)?:\s*(.*?)\s*")
 _FIELDS = {
     "ca_type": "model",
     "vendor_part_id": "model",
     "physical_state": "phys_state",
-    "sys_image_guid": "system_image_guid",
 }
 _SPELLED = {"INITIALIZING": "INIT", "LINK_UP": "LinkUp"}
 
@@ -27,8 +26,8 @@ def read_rdma_ports(saved: Saved) -> dict[str, dict[str, Any]]:
     """Return ports by names such as ``mlx5_0:1``, in the kernel's words.
 
     Each has ``state`` (``ACTIVE``), ``physical_state`` (``LinkUp``), ``mbit_per_s``,
-    ``layer`` (``InfiniBand``), ``model`` (``MT4129``), ``card`` (equal for the ports of
-    a card), and ``link`` (``4X``; ``DOWN, Polling``). Values are empty or 0 if unknown.
+    ``layer`` (``InfiniBand``), ``model`` (``MT4129``), and ``link`` (``4X``; ``DOWN,
+    Polling``). Values are empty or 0 if unknown.
     """
     adapter = ""
     own = device = dict[str, str]()
@@ -46,8 +45,7 @@ def read_rdma_ports(saved: Saved) -> dict[str, dict[str, Any]]:
             own = fields[f"{adapter}:{number}"] = dict(device)
     if not fields:
         raise UsageError(
-            f"{saved.name} must have a port of an RDMA adapter, got none. Write it "
-            "with: ibstat"
+            f"{saved.name} lists no ports of RDMA adapters. Write it with: ibstat"
         )
     return {name: _port(own) for name, own in fields.items()}
 
@@ -64,7 +62,6 @@ def _port(fields: Mapping[str, str]) -> dict[str, Any]:
         "mbit_per_s": rate or int(num_lanes[0] if num_lanes else 1) * of_lane,
         "layer": fields.get("link_layer", ""),
         "model": fields.get("model", ""),
-        "card": fields.get("system_image_guid", ""),
         "link": lanes
         if state == "Active"
         else f"{state.upper()}, {physical}".rstrip(", "),
@@ -72,29 +69,7 @@ def _port(fields: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _word(text: str) -> str:
-    """Return ``ACTIVE`` for the text ``4: ACTIVE`` or ``PORT_ACTIVE (4)``."""
+    """Convert ``4: ACTIVE`` or ``PORT_ACTIVE (4)`` to ``Active``."""
     word = text.rpartition(": ")[2].partition(" (")[0].removeprefix("PORT_")
     word = _SPELLED.get(word.upper(), word)
     return word.capitalize() if word.isupper() else word
-
-
-def _read(saved: Saved) -> Topology:
-    ports = tuple(
-        # The second and later bear their number, as in sysfs.
-        NetPort(
-            name.removesuffix(":1"),
-            kind=own["layer"].lower(),
-            mbit_per_s=own["mbit_per_s"],
-            port=int(name.rpartition(":")[2]),
-            is_up=own["state"] == "ACTIVE",
-            state=own["link"],
-            card=own["card"] or name.rpartition(":")[0],
-            model=own["model"],
-        )
-        for name, own in read_rdma_ports(saved).items()
-    )
-    sources = (f"{RDMA_PORTS.format} {saved.name}",)
-    return Topology((HostTopology(sources=sources, ports=ports),))
-
-
-RDMA_PORTS = Probe("ibstat", has_line(_DEVICE), _read)

@@ -50,8 +50,8 @@ def _read(saved: Saved) -> Topology:
             raise _refusal(origin, f"{rule} in all", num_entries)
     if not found:
         raise UsageError(
-            f"{saved.name} must define switches or blocks as Slurm's topology.conf "
-            "does, got none. Is it the right file?"
+            f"{saved.name} defines no switches and no blocks. Give the topology.conf "
+            "of Slurm."
         )
     switches = tuple(found.values())
     for each in switches:

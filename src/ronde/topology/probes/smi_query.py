@@ -1,21 +1,15 @@
-"""Read GPUs and their PCI links from ``nvidia-smi -q``, as text or XML."""
+"""Read the report of ``nvidia-smi -q``, which is text or XML."""
 
 import re
 from xml.etree import ElementTree as ET
 from xml.etree.ElementTree import Element, SubElement
 
-from ronde.errors import UsageError
-from ronde.topology.graph import UNKNOWN, GpuDevice, HostTopology, PciDevice, Topology
-from ronde.topology.pci import compute_capability, plain_address
-from ronde.topology.probes.base import Probe, Saved, has_line, lines_of_one, parse_xml
+from ronde.topology.probes.base import Saved, has_line, lines_of_one, parse_xml
 
 _GPU = re.compile(r"\s*GPU ([0-9A-Fa-f]{4,8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.[0-7])\s*")
-_FORM = re.compile(rf"=NVSMI LOG=|<nvidia_smi_log\b|^{_GPU.pattern}$")
+is_query = has_line(re.compile(rf"=NVSMI LOG=|<nvidia_smi_log\b|^{_GPU.pattern}$"))
 _REASONS = re.compile(r"clocks_(?:event|throttle)_reasons")
-_CLASS, _NVIDIA = 0x030200, 0x10DE
-_GT_PER_S = {1: 2.5, 2: 5.0, 3: 8.0, 4: 16.0, 5: 32.0, 6: 64.0}
 _MAX_DEPTH = 16
-_LINK = "pci/pci_gpu_link_info"
 _PAIRS = """
     gpu/gpu_uuid=uuid mig_mode/current=current_mig ecc_mode/current=current_ecc
     power_readings/power_limit=current_power_limit pci/gpu_link_info=pci_gpu_link_info
@@ -67,45 +61,3 @@ def _xml_name(section: str, key: str) -> str:
     if name and _REASONS.fullmatch(section):
         return f"{section[:-1]}_{name}"
     return _NAMES.get(f"{section}/{name}", name)
-
-
-def _read(saved: Saved) -> Topology:
-    top = read_query(saved)
-    gpus: list[GpuDevice] = []
-    devices: list[PciDevice] = []
-    for number, gpu in enumerate(top.findall("gpu")):
-        address = plain_address(gpu.get("id", ""))
-        title, uuid = (gpu.findtext(tag, "") for tag in ("product_name", "uuid"))
-        sm = compute_capability(title)
-        gpus.append(GpuDevice(address, number, sm=sm, title=title, uuid=uuid))
-        rates = [_GT_PER_S.get(_count(gpu, f"pcie_gen/{w}_link_gen")) for w in _WHEN]
-        speed, speed_now = (f"{rate:.1f} GT/s PCIe" if rate else "" for rate in rates)
-        width, width_now = (_count(gpu, f"link_widths/{w}_link_width") for w in _WHEN)
-        device = PciDevice(address, class_code=_CLASS, vendor=_NVIDIA, speed=speed)
-        device = device._replace(width=width, width_now=width_now, speed_now=speed_now)
-        is_lost = any("GPU is lost" in (each.text or "") for each in gpu.iter())
-        # With ``-d`` the section may be left out.
-        if speed or width > 0 or is_lost:
-            devices.append(device._replace(is_lost=is_lost))
-    if not gpus:
-        raise UsageError(
-            f"{saved.name} must have a GPU, got none. Look for an error in it: ronde "
-            f"check read {saved.name}"
-        )
-    attached = top.findtext("attached_gpus", "").strip()
-    is_part = attached.isdecimal() and int(attached) != len(gpus)
-    remarks = (f"{len(gpus)} of {attached} GPUs are shown.",) if is_part else ()
-    sources = (f"{SMI_QUERY.format} {saved.name}",)
-    host = HostTopology("", sources, (), tuple(devices), tuple(gpus), remarks=remarks)
-    return Topology((host,))
-
-
-_WHEN = ("max", "current")
-
-
-def _count(gpu: Element, path: str) -> int:
-    match = re.match(r"\d{1,3}", gpu.findtext(f"{_LINK}/{path}", "").strip())
-    return int(match[0]) if match else UNKNOWN
-
-
-SMI_QUERY = Probe("nvidia-smi -q", has_line(_FORM), _read)

@@ -87,7 +87,7 @@ def read_host(root: Path = Path("/")) -> HostTopology:
 
 
 class Function(NamedTuple):
-    """A PCI function: one of the parts of a device with addresses of their own."""
+    """A PCI function, which is a part of a device with its own address."""
 
     chain: tuple[str, ...]  # Its address, then those of all bridges above it.
     class_code: int  # Class, subclass and interface.
@@ -133,7 +133,7 @@ def _read_link(path: str) -> tuple[str, int]:
 
 
 def _read_node(root: str, chain: Sequence[str], nodes: Sequence[NumaNode]) -> int:
-    """Return the NUMA node of a device, of a bridge above, or of its local CPUs."""
+    """Return the NUMA node of a device, else of a bridge above, else of local CPUs."""
     known = {node.number for node in nodes}
     for address in chain:
         node = read_number(f"{root}/{_BUS}/{address}/numa_node", UNKNOWN)
@@ -264,9 +264,7 @@ def _with_cpus(root: str, node: NumaNode, cpus: int) -> NumaNode:
     cores = machine.split_cores(root, cpus)
     if not cores:
         return node._replace(arch="", vendor="", family=UNKNOWN, model=UNKNOWN)
-    topology = f"{root}/sys/devices/system/cpu/cpu{cores[0][0]}/topology"
-    package = max(UNKNOWN, read_number(f"{topology}/physical_package_id", UNKNOWN))
-    return node._replace(cpus=tuple(members(cpus)), cores=tuple(cores), package=package)
+    return node._replace(cpus=tuple(members(cpus)), cores=tuple(cores))
 
 
 def _read_memory(path: str) -> int:

@@ -16,7 +16,7 @@ from ronde.topology.nccl_log.log import (
     TreeLink,
     WarningSeen,
 )
-from ronde.topology.nccl_log.rules import VERDICTS, rule_of_failure, rule_of_warning
+from ronde.topology.nccl_log.rules import RULES, rule_of_failure, rule_of_warning
 from ronde.topology.nccl_log.watchdog import CollectiveTimeout, TimedOutWork
 from ronde.units import counted, list_first
 
@@ -55,10 +55,10 @@ _OWN_PER_HOST = {"NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_TOPO_FILE", "NCCL_HO
 _REPORTED_BY_ONE = {"NCCL_TOPO_DUMP_FILE", "NCCL_GRAPH_DUMP_FILE", "NCCL_COMM_ID"}
 
 
-def judge_nccl_log(log: NcclLog) -> tuple[Diagnostic, ...]:
-    """Return the findings in a log, the most severe first.
+def lint_nccl_log(log: NcclLog) -> tuple[Diagnostic, ...]:
+    """Return the faults that a log shows, the most severe first.
 
-    A fact that is missing in the log never counts as a fault.
+    A fact that is missing from the log is never reported as a fault.
     """
     found = [finding for job in log.jobs for rule in _RULES for finding in rule(job)]
     found += [*_failures(log), *_timeouts(log)]
@@ -75,7 +75,7 @@ def judge_nccl_log(log: NcclLog) -> tuple[Diagnostic, ...]:
             f"{lost} lines were broken and could not be put together; "
             f"{log.num_left_out} things were too many to keep."
         )
-        found.append(_verdict("log-incomplete", ["log"], seen))
+        found.append(_finding("log-incomplete", ["log"], seen))
     return tuple(sorted(found, key=lambda each: list(Level).index(each.severity)))
 
 
@@ -85,16 +85,16 @@ def _failures(log: NcclLog) -> Iterator[Diagnostic]:
         causes = list_first(list(dict.fromkeys(f.cause for f in failures)), 2, "; ")
         name = _failed(failures)
         seen = f"{name[0].upper()}{name[1:]} failed: {causes}.{waited}"
-        yield _verdict(rule, [name], seen)
+        yield _finding(rule, [name], seen)
     for outcome, key, words in (
         (Outcome.RESTARTED, "restarted", "failed, and the job was started again"),
         (Outcome.WENT_ON, "caught", "printed an exception and went on"),
     ):
         if failures := [each for each in log.failures if each.outcome is outcome]:
             name, cause = _failed(failures), failures[0].cause
-            do = VERDICTS[rule_of_failure(cause)][2] if key == "restarted" else ""
+            do = RULES[rule_of_failure(cause)][2] if key == "restarted" else ""
             seen = f"{name[0].upper()}{name[1:]} {words}: {cause}."
-            yield _verdict(f"rank-failed.{key}", [name], seen, do=do)
+            yield _finding(f"rank-failed.{key}", [name], seen, do=do)
 
 
 def _causes(log: NcclLog) -> dict[str, list[RankFailure]]:
@@ -139,7 +139,6 @@ def _timeouts(log: NcclLog) -> Iterator[Diagnostic]:
         kind, unlike, odd = _kind_of(timeout)
         for words, ranks in (
             ("Not joined by", timeout.late),
-            ("Not completed by", timeout.behind),
             ("No line from", silent),
             ("Completed by", timeout.ahead),
             (f"{unlike} the others:", odd),
@@ -147,7 +146,7 @@ def _timeouts(log: NcclLog) -> Iterator[Diagnostic]:
             seen += f" {words} {_ranks(ranks)}." if ranks else ""
         seen += " There are several jobs in the log." if len(comms) > 1 else ""
         waiting = [rank for work in timeout.works for rank in work.ranks]
-        late = [*timeout.late, *timeout.behind] or waiting * bool(timeout.ahead)
+        late = list(timeout.late) or waiting * bool(timeout.ahead)
         suspects = _failed(failed) or _on(late or odd or silent, hosts)
         is_first = timeout.works[-1].seq == 1
         kind = kind or ("silent" if silent else "first" if is_first else "")
@@ -156,18 +155,18 @@ def _timeouts(log: NcclLog) -> Iterator[Diagnostic]:
         more = f" Or {tries}" * (not kind and "EFA" in tries) + trace
         key, ranks = f"collective-timeout.{kind}".rstrip("."), waiting or late
         words = {"suspects": suspects, "tries": tries}
-        finding = _verdict(key, [_ranks(ranks)], seen, **words)
+        finding = _finding(key, [_ranks(ranks)], seen, **words)
         yield finding._replace(remedy=finding.remedy + more)
     for key, ranks, seen in (
         ("watchdog-stuck", report.stuck, "The watchdog itself made no progress."),
         ("store-lost", report.store_lost, "The store of torch's job was closed."),
     ):
         if ranks:
-            yield _verdict(key, [_ranks(ranks)], seen)
+            yield _finding(key, [_ranks(ranks)], seen)
 
 
 def _kind_of(timeout: CollectiveTimeout) -> tuple[str, str, list[int]]:
-    """Return two keys of the rule's texts, and the ranks with other calls than most."""
+    """Return the kind of a time-out, a word for the odd ranks, and these ranks."""
     compared = [w for w in timeout.works if not _UNEQUAL.match(w.operation)]
     # Unknown groups may be several, each with its own numbers.
     num_groups, num_seqs = len(timeout.groups), len({work.seq for work in compared})
@@ -197,7 +196,7 @@ def _tries(log: NcclLog) -> str:
 
 
 def _describe_work(work: TimedOutWork) -> str:
-    """Return ``ALLREDUCE (work 7, 1,024 elements) in 600 s on ranks 0-5``."""
+    """Describe a collective: ``ALLREDUCE (work 7, 1,024 elements) in 600 s``."""
     details = [f"work {work.seq}"] if work.seq >= 0 else []
     if work.num_elements >= 0:
         details.append(counted(work.num_elements, "element"))
@@ -208,12 +207,12 @@ def _describe_work(work: TimedOutWork) -> str:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    """Return ``rank 3``, or ``ranks 0-3, 5``."""
+    """Format rank numbers: ``rank 3``, or ``ranks 0-3, 5``."""
     runs = format_list(sorted(ranks)).split(",")
     return f"rank{'s'[: len(ranks) > 1]} {list_first(runs, 6)}"
 
 
-def _verdict(
+def _finding(
     key: str,
     elements: Sequence[str],
     seen: str,
@@ -222,7 +221,7 @@ def _verdict(
     do: str = "",
     **words: str,
 ) -> Diagnostic:
-    severity, consequence, remedy = VERDICTS[key]
+    severity, consequence, remedy = RULES[key]
     rule, severity = key.partition(".")[0], Level(level or severity)
     texts = seen, consequence.format(**words), do or remedy.format(**words)
     return Diagnostic(rule, severity, _named(elements), *texts)
@@ -255,12 +254,12 @@ def _hosts(found: Iterable[Reported | EdgesSeen | WarningSeen]) -> list[str]:
 
 
 def _by_host(reported: Iterable[Reported]) -> str:
-    """Return values with their hosts: ``IB on a, b; Socket on c``."""
+    """Format values with their hosts: ``IB on a, b; Socket on c``."""
     return "; ".join(f"{each.value} on {_named(each.hosts)}" for each in reported)
 
 
 def _sockets_used(job: NcclJob) -> Iterator[Diagnostic]:
-    """Find data sent over TCP though there is, or may be, an RDMA adapter."""
+    """Find data that goes over TCP, although an RDMA adapter exists or may exist."""
     used = [each for each in job.networks if each.value == "Socket"]
     used += [e for e in job.edges if e.transport.startswith("NET/Socket")]
     if not used or not _spans_nodes(job):
@@ -285,14 +284,14 @@ def _sockets_used(job: NcclJob) -> Iterator[Diagnostic]:
     elif not adapters and any("libibverbs" in each for each in _values(job.plugins)):
         remedy = "Install libibverbs (package rdma-core) where the ranks run."
     seen = f"Data between nodes goes over TCP sockets, {reason}."
-    yield _verdict(key, _hosts(used), seen, do=remedy)
+    yield _finding(key, _hosts(used), seen, do=remedy)
 
 
 def _libfabric_over_tcp(job: NcclJob) -> Iterator[Diagnostic]:
     for each in job.candidates:
         if (match := _BY_TCP.match(each.value)) and _spans_nodes(job):
             seen = f"libfabric uses its provider {match[1]}, not that of an adapter."
-            yield _verdict("libfabric-over-tcp", each.hosts, seen)
+            yield _finding("libfabric-over-tcp", each.hosts, seen)
 
 
 def _ranks_differ(job: NcclJob) -> Iterator[Diagnostic]:
@@ -303,7 +302,7 @@ def _ranks_differ(job: NcclJob) -> Iterator[Diagnostic]:
         ("versions-differ.driver", "Ranks have different CUDA drivers", job.drivers),
     ):
         if len(found) > 1:
-            yield _verdict(key, _hosts(found), f"{seen}: {_by_host(found)}.")
+            yield _finding(key, _hosts(found), f"{seen}: {_by_host(found)}.")
 
 
 def _settings_differ(job: NcclJob) -> Iterator[Diagnostic]:
@@ -315,10 +314,10 @@ def _settings_differ(job: NcclJob) -> Iterator[Diagnostic]:
         if len(choices) > 1:
             seen = f"{name} is not the same for all ranks: {_by_host(choices)}."
             level = "note" if name in _OWN_PER_HOST else ""
-            yield _verdict("settings-differ", _hosts(choices), seen, level=level)
+            yield _finding("settings-differ", _hosts(choices), seen, level=level)
         elif absent and name not in _REPORTED_BY_ONE:
             seen = f"{choices[0].value} is reported on other hosts and not here."
-            yield _verdict("settings-differ.absent", absent, seen)
+            yield _finding("settings-differ.absent", absent, seen)
 
 
 def _adapters_mixed(job: NcclJob) -> Iterator[Diagnostic]:
@@ -338,11 +337,11 @@ def _adapters_mixed(job: NcclJob) -> Iterator[Diagnostic]:
         )
         level = "note" if is_well and job.communicators else ""
         hosts = _hosts(job.candidates)
-        yield _verdict("adapters-mixed", hosts, seen, level=level, ports=ports)
+        yield _finding("adapters-mixed", hosts, seen, level=level, ports=ports)
 
 
 def _nvlink_fabric(jobs: Sequence[NcclJob]) -> Iterator[Diagnostic]:
-    """Find GPUs in another NVLink fabric than the other hosts, or with bad links."""
+    """Find GPUs that are in another NVLink fabric than others, or have bad links."""
     # Hosts without a communicator may be of one job.
     lone = [each for job in jobs if not job.communicators for each in job.fabric]
     for gpus in (lone, *(job.fabric for job in jobs if job.communicators)):
@@ -366,7 +365,7 @@ def _nvlink_fabric(jobs: Sequence[NcclJob]) -> Iterator[Diagnostic]:
                     facts[fact].append(name)
         if facts:
             seen = (f"GPUs {fact}: {_named(names)}." for fact, names in facts.items())
-            yield _verdict("nvlink-fabric", _hosts(gpus), " ".join(seen))
+            yield _finding("nvlink-fabric", _hosts(gpus), " ".join(seen))
 
 
 def _no_gpudirect(job: NcclJob) -> Iterator[Diagnostic]:
@@ -395,7 +394,7 @@ def _no_gpudirect(job: NcclJob) -> Iterator[Diagnostic]:
     if known:
         seen += f"; the plugin reports: {known[0].removeprefix('NET/OFI ')}"
         key, remedy = "no-gpudirect-rdma.plugin", ""
-    yield _verdict(key, _hosts(staged or job.gdr), f"{seen}.", do=remedy)
+    yield _finding(key, _hosts(staged or job.gdr), f"{seen}.", do=remedy)
 
 
 def _virtual_interfaces(job: NcclJob) -> Iterator[Diagnostic]:
@@ -408,11 +407,11 @@ def _virtual_interfaces(job: NcclJob) -> Iterator[Diagnostic]:
         name = each.value.removeprefix("Socket ")
         if len(job.hosts) > 1 and _VIRTUAL.match(name):
             seen = f"{use} {name}, an interface inside one of {len(job.hosts)} hosts."
-            yield _verdict("virtual-interface", each.hosts, seen, choice=change)
+            yield _finding("virtual-interface", each.hosts, seen, choice=change)
 
 
 def _shared_memory_used(job: NcclJob) -> Iterator[Diagnostic]:
-    """Find GPUs that exchange data through host memory without need."""
+    """Find GPUs that exchange data through host memory despite a direct path."""
     staged = [edges for edges in job.edges if edges.transport.startswith("SHM/")]
     has_direct = any(edges.transport.startswith("P2P/") for edges in job.edges)
     between = {*_values(job.gpu_paths)}
@@ -438,13 +437,13 @@ def _shared_memory_used(job: NcclJob) -> Iterator[Diagnostic]:
     seen += f"host's memory, though {reason}."
     do = _unset(job, "forbids it", "NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL")
     key = "shm-where-p2p-was-possible"
-    yield _verdict(key, _hosts(staged), seen, level=severity, do=do)
+    yield _finding(key, _hosts(staged), seen, level=severity, do=do)
 
 
 def _peers_refused(job: NcclJob) -> Iterator[Diagnostic]:
     if job.p2p:
         seen = f"The driver refuses GPUs each other's memory: {job.p2p[0].value}."
-        yield _verdict("p2p-refused", _hosts(job.p2p), seen)
+        yield _finding("p2p-refused", _hosts(job.p2p), seen)
 
 
 def _has_nvlink(job: NcclJob, targets: tuple[str, ...], gb_per_s: float) -> bool:
@@ -466,7 +465,7 @@ def _few_channels(job: NcclJob) -> Iterator[Diagnostic]:
         if count <= _FEW_CHANNELS and max(comm.num_ranks, len(comm.ranks)) > num_nodes:
             has = f"{comm.num_ranks} ranks have {counted(count, 'channel')}"
             seen = f"{has}, though their GPUs have NVLink."
-            yield _verdict("few-channels", comm.hosts, seen, do=do)
+            yield _finding("few-channels", comm.hosts, seen, do=do)
             return
 
 
@@ -485,7 +484,7 @@ def _nvls_lost(job: NcclJob) -> Iterator[Diagnostic]:
         return
     choice = _setting_of(job, "NCCL_NVLS_ENABLE")
     level, do = ("note", f"Unset {choice}.") if choice.endswith("=0") else ("", "")
-    yield _verdict("nvls-lost", _hosts(lost or absent), seen, level=level, do=do)
+    yield _finding("nvls-lost", _hosts(lost or absent), seen, level=level, do=do)
 
 
 def _slow_pci(job: NcclJob) -> Iterator[Diagnostic]:
@@ -505,8 +504,8 @@ def _slow_pci(job: NcclJob) -> Iterator[Diagnostic]:
         key = "slow-pci.virtual" if has < _LEAST_REAL_GB_PER_S else "slow-pci"
         level = "error" if has <= _TINY_PCI_GB_PER_S else "warning"
         elements = [f"{name} on {_named(where)}"]
-        verdict = _verdict(key, elements, seen, level=level, name=name, below=below)
-        yield verdict._replace(has_gb_per_s=has, should_gb_per_s=should)
+        found = _finding(key, elements, seen, level=level, name=name, below=below)
+        yield found._replace(has_gb_per_s=has, should_gb_per_s=should)
 
 
 def _narrow_ones(links: Sequence[TreeLink]) -> Iterator[tuple[str, TreeLink, float]]:
@@ -537,13 +536,13 @@ def _narrow_ones(links: Sequence[TreeLink]) -> Iterator[tuple[str, TreeLink, flo
 
 
 def _bus_address(name: str) -> str:
-    """Return ``0000:1b:00.0`` for NCCL's ``GPU/0-1b000``."""
+    """Convert NCCL's ``GPU/0-1b000`` to the address ``0000:1b:00.0``."""
     digits = name.rpartition("/")[2].rpartition("-")[2].lower().zfill(9)
     return f"{digits[:-5]}:{digits[-5:-3]}:{digits[-3:-1]}.{digits[-1]}"
 
 
 def _nodes_unlike_hosts(job: NcclJob) -> Iterator[Diagnostic]:
-    """Find communicators with a number of NCCL nodes that is not that of hosts."""
+    """Find communicators in which NCCL counts more or fewer nodes than hosts."""
     for comm in job.communicators:
         num_hosts = len(comm.hosts)
         is_whole = len(comm.ranks) == comm.num_ranks
@@ -552,7 +551,7 @@ def _nodes_unlike_hosts(job: NcclJob) -> Iterator[Diagnostic]:
         nodes, hosts = counted(comm.num_nodes, "node"), counted(num_hosts, "host")
         seen = f"NCCL counts {nodes} of {comm.num_ranks} ranks; the log names {hosts}."
         key = "nodes-unlike-hosts" + ".many" * (comm.num_nodes > num_hosts)
-        yield _verdict(key, comm.hosts, seen)
+        yield _finding(key, comm.hosts, seen)
         return
 
 
@@ -576,7 +575,7 @@ def _init_incomplete(job: NcclJob) -> Iterator[Diagnostic]:
             where, peers = _hosts(job.retries), _values(job.retries)
             seen += f"; on {_named(where)} they try to connect: {_named(peers)}"
         key = "init-incomplete" + ".absent" * bool(silent)
-        yield _verdict(key, [_on([*waiting], waiting)], f"{seen}.")
+        yield _finding(key, [_on([*waiting], waiting)], f"{seen}.")
         return
 
 
@@ -584,7 +583,7 @@ def _ranks_not_in_log(job: NcclJob) -> Iterator[Diagnostic]:
     for comm in job.communicators[:1]:
         if 0 < len(comm.ranks) < comm.num_ranks:
             seen = f"{len(comm.ranks)} of {comm.num_ranks} ranks are in the log."
-            yield _verdict("ranks-not-in-log", job.hosts, seen)
+            yield _finding("ranks-not-in-log", job.hosts, seen)
 
 
 def _slow_init(job: NcclJob) -> Iterator[Diagnostic]:
@@ -595,7 +594,7 @@ def _slow_init(job: NcclJob) -> Iterator[Diagnostic]:
             for phase, phase_s in rank.init_phases[:1]:
                 seen += f", of which {phase} {phase_s:.1f} s"
             where = [f"rank {rank.rank} on {rank.host}"]
-            yield _verdict("slow-init", where, f"{seen}.")
+            yield _finding("slow-init", where, f"{seen}.")
 
 
 def _warnings(jobs: Sequence[NcclJob]) -> Iterator[Diagnostic]:
@@ -620,7 +619,7 @@ def _warnings(jobs: Sequence[NcclJob]) -> Iterator[Diagnostic]:
         )
         if others := len({each.text for each in warnings}) - 1:
             seen += f"; and {counted(others, 'similar line')}"
-        yield _verdict(rule, _hosts(warnings), seen)
+        yield _finding(rule, _hosts(warnings), seen)
 
 
 _RULES = (
