@@ -352,7 +352,7 @@ def test_waiting_store_requests_are_refused_when_it_is_cleared(controller):
     assert controller.ask(0, "wait_in_store()") == "waits"
     controller.store.clear()
     kind, reason = controller.hear(0)
-    assert (kind, "dropped" in reason) == ("REFUSED", True)
+    assert (kind, "was cleared" in reason) == ("REFUSED", True)
 
 
 def test_a_job_begins_once_no_process_of_its_host_is_left():

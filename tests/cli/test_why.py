@@ -63,7 +63,7 @@ def test_each_planted_fault_is_named_with_its_line(ronde, tmp_path, backend):
     words = ("-n", "4", "--", sys.executable, str(PROGRAM), backend, str(tmp_path))
     with running(ronde, *words) as (_, socket):
         faults, text = ask(socket)
-        assert faults == [("busy", (2,))]
+        assert faults == [("busy", (2,))], text
         assert line_of("loop") in text
         (tmp_path / "loop").touch()
 

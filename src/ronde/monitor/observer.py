@@ -27,9 +27,12 @@ from ronde.plain_values import to_plain
 from ronde.processes import descendants, read_stat, read_text
 
 _SAMPLE_S = 0.3
-_STACK_S = 4.0  # py-spy takes 10 ms; a process that is exiting may hold it up
+_STACK_S = 2.0  # py-spy takes 10 ms; a process that is exiting may hold it up
 _NUM_THREADS = 4
+_MOST_READS = 5
 _MISSING = "py-spy is not installed there: pip install 'ronde[monitor]'"
+_FAILED = "py-spy failed: "
+_NO_PYTHON = "its main thread runs no Python"
 _REFUSED = (
     "the system forbids reading another process (ptrace); root, or in a container "
     "--cap-add SYS_PTRACE, would help"
@@ -128,7 +131,19 @@ def _is_python(pid: int) -> bool:
 
 
 def read_stack(pid: int) -> tuple[StackFrame, ...] | str:
-    """Return the main thread's stack, or the reason that there is none."""
+    """Return the main thread's stack, or the reason that there is none.
+
+    The process goes on meanwhile. If it is busy, a reading may fail: read again.
+    """
+    stack: tuple[StackFrame, ...] | str = _NO_PYTHON
+    for _ in range(_MOST_READS):
+        stack = _read_stack_once(pid) or _NO_PYTHON
+        if stack != _NO_PYTHON and not str(stack).startswith(_FAILED):
+            break
+    return stack
+
+
+def _read_stack_once(pid: int) -> tuple[StackFrame, ...] | str:
     program = f"{sysconfig.get_path('scripts')}/py-spy"
     command = (program, "dump", "--json", "--nonblocking", "--pid", str(pid))
     try:
@@ -143,7 +158,7 @@ def read_stack(pid: int) -> tuple[StackFrame, ...] | str:
                 make_frame(frame["name"], frame["filename"], frame["line"])
                 for frame in thread["frames"]
             )
-    return "its main thread runs no Python"
+    return _NO_PYTHON
 
 
 def _explain(error: OSError | subprocess.SubprocessError) -> str:
@@ -154,6 +169,8 @@ def _explain(error: OSError | subprocess.SubprocessError) -> str:
             return f"py-spy does not start: {error.strerror}"
         case subprocess.CalledProcessError(stderr=text):
             is_refused = "ermission denied" in text or "not permitted" in text
-            return _REFUSED if is_refused else f"py-spy: {text.strip().splitlines()[0]}"
+            return (
+                _REFUSED if is_refused else f"{_FAILED}{text.strip().splitlines()[0]}"
+            )
         case _:
             return f"py-spy did not read its stack within {_STACK_S:g} s"

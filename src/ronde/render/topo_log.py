@@ -1,4 +1,4 @@
-"""Text for the findings of lint, and for NCCL's debug log."""
+"""The findings of lint, and the analysis of NCCL's debug log, as text."""
 
 from collections.abc import Iterable, Sequence
 

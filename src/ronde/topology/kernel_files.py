@@ -31,12 +31,12 @@ def read_number(path: str, default: int, base: int = 10) -> int:
 
 
 def read_list(path: str) -> int:
-    """Return the CPUs in a file with a list, ``0-3,8``, as bits; 0 on any error."""
+    """Read a list of CPUs such as ``0-3,8`` as a bit mask; return 0 on any error."""
     return _parsed(path, parse_list, 0)
 
 
 def read_mask(path: str) -> int:
-    """Return the CPUs in a file with a mask, as bits; 0 on any error."""
+    """Read a mask of CPUs as a bit mask; return 0 on any error."""
     return _parsed(path, parse_mask, 0)
 
 

@@ -104,7 +104,9 @@ def port_kind(class_code: int) -> str:
 
 
 def compute_capability(title: str) -> int:
-    """Return a model's compute capability: 90 for ``NVIDIA H100 80GB HBM3``.
+    """Return ten times the compute capability of a GPU model, or ``UNKNOWN``.
+
+    It is 90 for ``NVIDIA H100 80GB HBM3``.
 
     Source: https://developer.nvidia.com/cuda-gpus
     """

@@ -97,7 +97,7 @@ def read_file(saved: Saved) -> Topology:
 
 
 class Detected(NamedTuple):
-    """A host from this machine or a tree, with notices for the user."""
+    """A host, read from this machine or a saved sysfs tree, with notices."""
 
     host: HostTopology
     notices: tuple[str, ...]  # Unknown or hidden facts, a sentence each.

@@ -46,7 +46,7 @@ _NOISE = re.compile(
 
 
 class Outcome(IntEnum):
-    """The state of a rank after its failure; of several, the lowest value counts."""
+    """The state of a rank after its last failure; after several, the lowest value."""
 
     FAILED = 0
     RESTARTED = 1  # The job was started again.

@@ -33,7 +33,7 @@ _END_CLASSES = (*speeds.GPU_CLASSES, 0x02)
 
 
 class PathKind(StrEnum):
-    """The kind of a path, set by its farthest step; NCCL's names, nearest first."""
+    """The most distant kind of step in a path, in NCCL's terms, from near to far."""
 
     LOC = "LOC"  # The element itself.
     NVL = "NVL"  # NVLink or xGMI, through its switches or directly.

@@ -143,10 +143,10 @@ def _fit(rates: Sequence[float]) -> tuple[float, float]:
 
 
 def _order_gpus(host: HostTopology) -> tuple[list[GpuDevice], dict[str, str]]:
-    """Return the GPUs as programs number them, and the variables for this order.
+    """Return the GPUs as programs number them, and variables that enforce the order.
 
-    CUDA can count by bus address; HIP has no such setting. The caller sets variables
-    with an empty value to the list of numbers.
+    CUDA can count by bus address; HIP has no such setting. If the value of a variable
+    is empty, the caller fills in the list of GPU numbers.
     """
     vendors = {device.bus_id: device.vendor for device in host.devices}
     amd = [gpu for gpu in host.gpus if gpu.gcn or vendors.get(gpu.bus_id) == _AMD]

@@ -56,7 +56,7 @@ packed: BZh\d1AY|\xfd7zXZ|\x28\xb5\x2f\xfd
 
 
 def recognise_other(saved: Saved) -> tuple[str, str]:
-    """Return the kind of a file without a topology, and a remedy; "" if unknown."""
+    """Return the kind of a file without a topology, and a remedy; two "" if unknown."""
     # The kernel's stamps look like tags of launchers, so whole lines count as well.
     start = saved.data[:512].decode("latin-1")
     head = saved.text[: 1 << 16]
