@@ -1,4 +1,4 @@
-"""Check that hosts are ready for training: collect facts, and compare the hosts."""
+"""Checks that hosts are ready for training, based on facts collected from each host."""
 
 from ronde.lazy_exports import lazy_exports
 

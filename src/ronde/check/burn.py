@@ -1,15 +1,15 @@
 """Measurements with torch: matrix products and GPU copies.
 
 ``--burn`` multiplies matrices on all CPUs and GPUs, then measures the copies of each
-GPU. ``--bandwidth`` measures copies between the GPUs of a host. Each measurement runs
-in its own process.
+GPU. ``--bandwidth`` measures copies between the GPUs of a host. Each of these
+measurements runs in its own process.
 
 Note [Exact products]
-    The factors are integers of at most 2^20. A product of two is at most 2^40, and a
-    sum of ``size`` products at most ``size * 2^40``. For sizes up to 2^13 that is at
-    most 2^53, and float64 represents all integers up to 2^53. So no step rounds, in
-    any order of the sums, with or without fused operations, blocks and threads. All
-    processors and libraries give the same bits, except broken processors.
+    The factors' elements are integers, at most 2^20 in size. A product of two is at
+    most 2^40, and a sum of ``size`` products at most ``size * 2^40``. For sizes up to
+    2^13 that is at most 2^53, and float64 represents all integers up to 2^53. So no
+    step rounds, in any order of summation, with or without fused operations, blocks
+    and threads. All libraries and all intact processors give the same bits.
 """
 
 import ctypes
@@ -79,7 +79,7 @@ Tensor = Any
 
 
 class Rounds(NamedTuple):
-    """Durations of the warm-up and of the measurement of a benchmark."""
+    """Durations of a benchmark's warm-up and of its measurement."""
 
     # Clocks and PCI link of an idle GPU are slow, and take some time to speed up.
     warm_up_s: float = 0.1
@@ -93,12 +93,12 @@ _ROUNDS = Rounds()
 def burn_host(
     _: NodeContext, question: dict[str, Value], overhead_s: float = _OVERHEAD_S
 ) -> dict[str, Value]:
-    """Multiply matrices on the CPU and on all GPUs, then measure each GPU's copies.
+    """Multiply matrices on all CPUs and GPUs, then measure each GPU's copy rates.
 
     ``question`` has ``seconds``, ``size`` and ``seed``. The answer has ``products``,
     the results of ``multiply`` by device, and ``copies``, the results of
-    ``measure_gpu`` by device. A device that failed has ``failure`` instead, with the
-    reason.
+    ``measure_gpu`` by device. For a device that failed, the result has only
+    ``failure``, the reason.
     """
     limit_s = float(question["seconds"]) + overhead_s
     multiplied = run_probe(__name__, limit_s, question)
@@ -190,7 +190,7 @@ def make_factor(torch: Torch, size: int, seed: int) -> Tensor:
 def multiply(
     torch: Torch, device: str, factors: list[Tensor], seconds: float
 ) -> dict[str, Value]:
-    """Multiply two factors again and again for ``seconds``.
+    """Multiply two matrices repeatedly for ``seconds``.
 
     Return the checksum of the first product, the number of products, the number of
     products that differ from the first one, and the speed.
@@ -219,16 +219,16 @@ def multiply(
 
 
 def sum_up(torch: Torch, product: Tensor) -> str:
-    """Return a checksum of an integer-valued matrix; -0.0 and 0.0 are equal."""
+    """Return a checksum of an integer-valued matrix; -0.0 counts as 0.0."""
     numbers = product.to("cpu").to(torch.int64).contiguous()
     data = ctypes.string_at(numbers.data_ptr(), 8 * numbers.numel())
     return hashlib.sha256(data).hexdigest()[:16]
 
 
 def measure_gpu(torch: Torch, number: int) -> dict[str, Value]:
-    """Measure the rates of a GPU's copies.
+    """Measure the rates of copies within a GPU, and to and from host memory.
 
-    ``is_near`` is True if the host's buffer was allocated from a CPU next to the GPU.
+    ``is_near`` is True if the host buffer was allocated from a CPU next to the GPU.
     """
     try:
         model = torch.cuda.get_device_name(number)
@@ -257,7 +257,7 @@ def measure_copies(
 ) -> dict[str, float]:
     """Return the best rate of each kind of copy in GB/s (1e9 bytes).
 
-    A copy within device memory counts twice, as a read and as a write.
+    The bytes of a copy within device memory count twice, as read and as written.
     """
     source, target = buffers
     part = source[: host.numel()]
@@ -278,7 +278,7 @@ def measure_copies(
 
 
 def quickest_s(work: Callable[[], None], rounds: Rounds = _ROUNDS) -> float:
-    """Return the duration of the quickest call of ``work`` after a warm-up."""
+    """Return the duration of the fastest call of ``work`` after a warm-up."""
     taken: list[float] = []
     now_s = rounds.clock()
     warm_s, end_s = now_s + rounds.warm_up_s, math.inf
@@ -294,7 +294,7 @@ def quickest_s(work: Callable[[], None], rounds: Rounds = _ROUNDS) -> float:
 
 @contextmanager
 def _pinned(torch: Torch) -> Generator[Tensor]:
-    """Yield a new pinned buffer on the NUMA node of this thread."""
+    """Yield a new pinned buffer, allocated on the NUMA node of this thread."""
     memory = torch.empty(_HOST_BYTES, dtype=torch.uint8)
     runtime = torch.cuda.cudart()
     code = int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
@@ -325,7 +325,7 @@ def address_of(properties: Any) -> str:  # noqa: ANN401  torch's, without types
 def staying_near(address: str, root: str = "") -> Generator[bool]:
     """Bind this thread to the CPUs next to a GPU, so that it allocates memory there.
 
-    Yield False if that is not possible.
+    Yield True, or False if the thread cannot be bound.
     """
     allowed = os.sched_getaffinity(0)
     path = f"{root}/sys/bus/pci/devices/{address}/local_cpulist"
@@ -366,7 +366,7 @@ BURN_STEP = ProbeStep("burning", run_burn, (PRODUCTS, COPIES), (_NUM_GPUS,), "bu
 def measure_pairs(
     torch: Torch, num_gpus: int, rounds: Rounds = _ROUNDS
 ) -> dict[str, float]:
-    """Return the copy rate of each pair of GPUs, measured one pair at a time."""
+    """Return the rate of each GPU pair's slower direction, measuring pairs in turn."""
     found: dict[str, float] = {}
     zeros = partial(torch.zeros, _DEVICE_BYTES, dtype=torch.uint8)
     for one, other in combinations(range(num_gpus), 2):
@@ -414,7 +414,7 @@ PAIRS_STEP = ProbeStep(
 
 
 class CheckedDevice(NamedTuple):
-    """The CPUs or one GPU of a host, compared with others of the same model."""
+    """All CPUs or one GPU of a host, to be compared with devices of the same model."""
 
     host: str
     name: str  # ``cpu`` for all CPUs of the host, or ``cuda:0`` and so on
@@ -422,7 +422,7 @@ class CheckedDevice(NamedTuple):
 
 
 class SpeedMeasure(NamedTuple):
-    """A measured speed, with its limits as shares of the usual speed."""
+    """The wording for a measured speed, and its limits as shares of the usual speed."""
 
     action: str  # with the preposition before the amount: ``computed at``
     unit: str = "GB/s"
@@ -466,8 +466,8 @@ def _of_hosts(found: Iterable[tuple[CheckedDevice, Problem]]) -> Problems:
 def product_checksum(fleet: Fleet) -> Problems:
     """All CPUs and GPUs compute the same result.
 
-    reads: the checksum of a float64 matrix product, computed on CPUs and GPUs for the
-        time of --burn
+    reads: the checksum of a float64 matrix product, which CPUs and GPUs compute
+        repeatedly for the time of --burn
     threshold: the same bits everywhere; sums of integers below 2^53 are exact in
         float64, in any order
     source: IEEE 754; Dixit et al., Silent Data Corruptions at Scale, arXiv 2102.11245:

@@ -1,4 +1,4 @@
-"""Lists of all probes, steps, operations and checks, and the plan of a run."""
+"""Lists of all probes, steps, operations and checks, and the selection for a run."""
 
 from collections.abc import Mapping, Sequence
 from importlib import import_module

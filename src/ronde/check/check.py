@@ -69,7 +69,7 @@ Judge = Callable[[Fleet], Problems]
 
 
 class Check(NamedTuple):
-    """A rule for hosts, with its texts for ``explain`` and docs/checks.md."""
+    """A rule for hosts, with the texts that ``explain`` and docs/checks.md show."""
 
     id: str
     family: Family

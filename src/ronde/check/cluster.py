@@ -184,7 +184,7 @@ def spin(_: NodeContext, question: dict[str, Value]) -> dict[str, Value]:
 
 
 def measure_pace(hosts: HostSet) -> None:
-    """Measure all hosts at once, and keep the best times; repeat if one seems slow."""
+    """Time ``spin`` on all hosts at once; if one seems slow, repeat; keep the best."""
     for _ in range(_MAX_ROUNDS):
         replies = hosts.ask_all({"do": "spin", "seconds": _SPIN_S}, _SPIN_TIMEOUT_S)
         for host, reply in replies.items():

@@ -19,7 +19,7 @@ _SLACK_S = 5.0
 
 
 class Collected(NamedTuple):
-    """The facts of the hosts that answered, and the failures of the others."""
+    """The facts of the hosts that answered, and the failures of the other hosts."""
 
     hosts: tuple[HostFacts, ...]
     failures: tuple[HostFailure, ...]
@@ -89,7 +89,7 @@ def _run_probes(hosts: HostSet, names: Sequence[str]) -> None:
 def _locate(
     controller: Controller, nodes: Sequence[AgentNode]
 ) -> tuple[list[AgentNode], Mapping[str, str], tuple[HostFailure, ...]]:
-    """Return the connected hosts, their addresses, and the failures of the others."""
+    """Return the hosts that answer, their addresses, and the other hosts' failures."""
     left, lost = list(nodes), ()
     while True:
         try:
@@ -127,11 +127,11 @@ def _own_addresses(node: AgentNode) -> list[str]:
 def choose_addresses(
     own: Mapping[str, Sequence[str]], routed: Mapping[str, Collection[str]]
 ) -> dict[str, str]:
-    """For each host, choose the address that most other hosts have a route to.
+    """Choose for each host the address to which most other hosts have a route.
 
-    An address that two hosts have, such as that of a container bridge, does not count
-    between them: it leads each of them to itself. ``own`` has the addresses of each
-    host, the best one first.
+    An address that two hosts share, such as that of a container bridge, does not count
+    between these two, since each of them would reach itself. ``own`` has the addresses
+    of each host, the best one first.
     """
 
     def count_routes(address: str) -> int:

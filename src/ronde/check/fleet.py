@@ -20,7 +20,7 @@ class HostFacts(NamedTuple):
 
 
 class Fleet(NamedTuple):
-    """All hosts in the user's order, and the settings of the command line."""
+    """The facts of all hosts in the user's order, and the command line's settings."""
 
     hosts: tuple[HostFacts, ...]
     settings: dict[str, Value]

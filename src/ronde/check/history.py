@@ -39,7 +39,7 @@ class SavedRun(NamedTuple):
 
 
 class Change(NamedTuple):
-    """A fact that changed since the last run, with formatted values."""
+    """A fact that changed since the saved run, with both values as text."""
 
     host: str
     fact: str  # with the keys: ``network.interfaces[eth0][mtu]``
@@ -102,7 +102,7 @@ def compare(before: SavedRun, after: SavedRun) -> Changes:
 def _not_in(
     other: SavedRun, findings: Sequence[Finding], hosts: set[str]
 ) -> tuple[Finding, ...]:
-    """Return the findings on ``hosts`` by checks that ``other`` made without them."""
+    """Return findings on ``hosts`` that ``other`` lacks although it made the check."""
     known = {finding[:3] for finding in other.findings}
     return tuple(
         each

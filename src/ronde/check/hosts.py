@@ -40,8 +40,8 @@ class Reply(NamedTuple):
 class HostSet:
     """The connected hosts, and the facts collected from them.
 
-    ``addresses`` has, for each host, its address for the other hosts; it is empty
-    without a route.
+    ``addresses`` has, for each host, the address at which the other hosts reach it, or
+    "" if no other host has a route to it.
     """
 
     def __init__(

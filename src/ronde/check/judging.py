@@ -73,7 +73,7 @@ def _why_unread(facts: HostFacts, names: tuple[str, ...]) -> str | None:
 
 
 class Readiness(NamedTuple):
-    """All hosts in four groups of readiness, each group in the user's order."""
+    """All hosts in four groups by readiness, each group in the user's order."""
 
     ready: tuple[str, ...]
     warned: tuple[str, ...]  # ready, but not with --strict
@@ -105,7 +105,7 @@ def decide(
 ) -> Readiness:
     """Group all hosts, and pairs of hosts, by their worst finding.
 
-    With ``families``, a host is unknown if no check of these families ran there.
+    If ``families`` are given, a host for which none of their checks ran is unknown.
     """
     found: dict[tuple[str, ...], set[Severity]] = defaultdict(set)
     for each in judgement.findings:
@@ -132,7 +132,10 @@ def decide(
 def fit_together(
     hosts: Sequence[str], readiness: Readiness, *, is_strict: bool
 ) -> tuple[str, ...]:
-    """Return hosts that are ready in all pairs, without the hosts in most bad pairs."""
+    """Return ready hosts of which no two are a bad pair.
+
+    As long as there are bad pairs, the host in the most of them is left out.
+    """
     left_out = {*readiness.faulty, *readiness.unknown}
     left_out |= {*(readiness.warned if is_strict else ())}
     pairs = {*readiness.faulty_pairs, *(readiness.warned_pairs if is_strict else ())}

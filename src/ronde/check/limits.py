@@ -82,7 +82,7 @@ def parse_limit(text: str, row: str, column: int = 0) -> int:
 
 
 def _read_capabilities(own: Path) -> list[str]:
-    """Return the capabilities that lift limits; a user namespace has none."""
+    """Return the capabilities that lift limits; in a user namespace there are none."""
     if (own / "uid_map").read_text().split()[2:] != ["4294967295"]:
         return []
     effective = re.search(
@@ -94,7 +94,7 @@ def _read_capabilities(own: Path) -> list[str]:
 
 
 def _read_pids(root: str) -> tuple[int, int]:
-    """Return the lowest process limit of the control groups, and the number left."""
+    """Return the control groups' lowest process limit, and the lowest number left."""
     highest, left = NO_PID_LIMIT, NO_PID_LIMIT
     for group in list_groups(root, "pids"):
         limit = read_number(f"{group}/pids.max", NO_PID_LIMIT)
@@ -104,7 +104,7 @@ def _read_pids(root: str) -> tuple[int, int]:
 
 
 def _read_room(directory: Path) -> tuple[int, int]:
-    """Return size and free bytes of a file system; zeros without the directory."""
+    """Return a file system's size and free bytes; zeros if ``directory`` is missing."""
     try:
         room = os.statvfs(directory)
     except FileNotFoundError:
@@ -117,7 +117,7 @@ def _limit(value: int) -> float:
 
 
 def _raise_limit(option: str, item: str, wanted: int, hard: int | None) -> str:
-    """Return the command that raises a limit, for root if the hard limit is too low."""
+    """Return a command that raises a limit, as root if the hard limit is too low."""
     if hard is not None and _limit(hard) >= wanted:
         return f"ulimit -{option} {wanted}  # there, also in ~/.bashrc"
     lines = shlex.quote(f"* - {item} {wanted}\\nroot - {item} {wanted}\\n")

@@ -1,4 +1,4 @@
-"""Find hosts that differ from the majority; without a majority, all hosts."""
+"""Comparison of hosts, to find those that differ from the majority."""
 
 import json
 import statistics
@@ -17,7 +17,7 @@ MIN_MAJORITY = 3  # with fewer hosts there is no majority
 def same_everywhere(
     severity: Severity, fact: str, title: str
 ) -> Callable[[Callable[[Value], str]], Check]:
-    """Return a decorator that makes a check of one fact, equal on all hosts.
+    """Return a decorator for a check that one fact is equal on all hosts.
 
     The decorated function formats the fact.
     """
@@ -43,7 +43,7 @@ def spell(value: Value) -> str:
 def find_odd(shown: Mapping[K, str], of: str = "hosts") -> Iterator[tuple[K, str, str]]:
     """Yield the hosts that differ from the majority, or all hosts without a majority.
 
-    Each host comes with its value, and with a text on the values of the others.
+    Each host comes with its value, and with a message on the other hosts' values.
     """
     counts = Counter(shown.values())
     if len(counts) < 2:
@@ -59,7 +59,7 @@ def find_odd(shown: Mapping[K, str], of: str = "hosts") -> Iterator[tuple[K, str
 
 
 def usual_value(usual: str) -> str:
-    """Return the majority's value from a text of ``find_odd``, or "" without one."""
+    """Return the majority's value in a message of ``find_odd``, "" if there is none."""
     return usual.rpartition(" on ")[0]
 
 
@@ -82,7 +82,7 @@ class LowAmounts(NamedTuple, Generic[K]):
 def find_low(amounts: Mapping[K, float], share: float) -> LowAmounts[K]:
     """Find the keys with an amount below ``share`` of the upper median.
 
-    The result is a draw if these are half of the keys or more.
+    If these are at least half of the keys, the result is a draw with all keys.
     """
     if not amounts:
         return LowAmounts((), 0.0, is_draw=False)
@@ -100,7 +100,7 @@ def find_less(
     fail_share: float = 0.0,
     kind: str = "hosts",
 ) -> Iterator[tuple[K, Severity, str]]:
-    """Yield the keys of ``find_low``, with severity and a text on the other amounts."""
+    """Yield the keys that ``find_low`` finds, with a severity and the usual amount."""
     few, fewest = find_low(amounts, share), find_low(amounts, fail_share)
     for key in few.hosts:
         usual = f"{show(few.usual)} on most {kind}"
@@ -125,7 +125,7 @@ def having_less(
 
 
 def once_a_host(*problems: Problems) -> Problems:
-    """Yield the problems of several sources, for each host those of the first one."""
+    """Yield, for each host, only the problems of the first source that has any."""
     known: set[str] = set()
     for each in problems:
         found = [problem for problem in each if problem.host not in known]

@@ -164,7 +164,7 @@ def _output_of(
 
 
 def _processor_use(group: int) -> tuple[float, bool]:
-    """Return a process group's CPU seconds, and True if a process is runnable."""
+    """Return a process group's CPU seconds, and True if a member is runnable."""
     ticks, is_ready = 0, False
     for path in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended

@@ -168,7 +168,7 @@ def logged_errors(values: Values, _: Fleet) -> Problems:
 
 
 def read_saved_facts(saved: Saved) -> tuple[HostFacts, str]:
-    """Return the facts in a saved file, as those of a host, and the kind of the file.
+    """Return the facts in a saved file, as those of a host, and its kind as text.
 
     Raise ``UsageError`` for a file of an unknown kind.
     """

@@ -133,7 +133,7 @@ def read_driver(root: str) -> str:
 def select_environment(
     own: Mapping[str, str], forwarded: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the environment variables of ranks that affect training."""
+    """Return those environment variables of the ranks that affect training."""
     known = base_environment(own) | dict(forwarded)
     return {
         name: _show_setting(value)
@@ -256,7 +256,8 @@ def _differing_names(
 ) -> Problems:
     """Yield one problem per differing host, which lists the names that differ.
 
-    ``find_fix`` gets a text of ``find_odd`` for each of these names.
+    ``find_fix`` is called with the host's facts and the message of ``find_odd`` on
+    each of these names.
     """
     known: dict[str, dict[str, str]] = fleet.known(fact)
     values: dict[str, list[str]] = defaultdict(list)
@@ -295,7 +296,7 @@ def packages(fleet: Fleet) -> Problems:
 
 
 def _install_usual(values: Values, usual: Mapping[str, str]) -> str:
-    """Return the command that installs the majority's versions, or ""."""
+    """Return a command that installs the majority's versions, "" if there are none."""
     # Except ronde, whose version here contains a hash of the code.
     versions = {n: usual_value(text) for n, text in usual.items() if n != "ronde"}
     wanted = [f"{name}=={v}" for name, v in versions.items() if v and v != ABSENT]

@@ -215,7 +215,7 @@ def hung_mount(values: Values, _: Fleet) -> Problems:
     reads: statfs of network file systems, the folder where ranks start, TMPDIR and
         --path
     threshold: an answer within 5 s
-    source: ronde's choice; a usual answer takes milliseconds
+    source: ronde's choice: an answer usually takes milliseconds
     fix: look at the file server of the mount; then umount -f -l MOUNT, and mount it
         again
     why: Every process that uses the file system hangs, and even kill -9 does not end
@@ -284,7 +284,7 @@ def find_shared(hosts: HostSet, patience_s: float = _PATIENCE_S) -> None:
 def _try_path(
     hosts: HostSet, path: str, patience_s: float
 ) -> dict[str, dict[str, bool]]:
-    """Return, for each host, the files of other hosts that it sees.
+    """Return, for each host and each other host, True if it sees the other's file.
 
     Hosts that fail are left out.
     """

@@ -1,4 +1,4 @@
-"""A look into a job: the observers of its hosts, and the verdict on a hang."""
+"""Diagnosis of a job that hangs: the observers on its hosts, and the verdict."""
 
 from ronde.lazy_exports import lazy_exports
 

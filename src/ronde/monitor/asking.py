@@ -16,7 +16,7 @@ _REPORTED_S = 2.0  # one for a rank to report a change, and one for its agent
 
 
 class InspectedJob(NamedTuple):
-    """A job's table, and the state of its workers' processes."""
+    """The status table of a job, and the state of its workers' processes."""
 
     status: JobStatus
     inspections: dict[int, Inspection]  # by worker
@@ -50,8 +50,8 @@ def _names_of(job: JobStatus) -> str:
 def inspect_job(name: str | None = None) -> InspectedJob:
     """Inspect each worker of a job once.
 
-    A host without an answer is given up after 3 s. If ranks report their collectives,
-    it takes 2 s more, until their reports from before the inspections have arrived.
+    Hosts that do not answer within 3 s are left out. If ranks report their collectives,
+    the call waits 2 s more, for their reports from before the inspections.
 
     Raises:
         UsageError: As ``choose_job``.

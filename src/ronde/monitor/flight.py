@@ -1,9 +1,9 @@
-"""Dumps of torch's flight recorder: the verdict on a job that has ended.
+"""The verdict on a job that has ended, from dumps of torch's flight recorder.
 
 Source: torch 2.13, ``torch/distributed/flight_recorder`` and ``FlightRecorder.hpp``.
-Calls are matched by group and sequence number: the number of a record is that of a
-rank's own buffer, so it tells nothing about other ranks. A call of Gloo stays
-``scheduled`` for ever; ``retired`` says that it is complete.
+Calls are matched by group and sequence number, not by the number of the record, which
+counts the records of one rank only. A call of Gloo stays ``scheduled`` for ever;
+``retired`` says that it is complete.
 """
 
 import io
@@ -48,7 +48,7 @@ class Dump(NamedTuple):
 
 
 class _DataUnpickler(pickle.Unpickler):
-    """Loads containers, numbers and texts; a file must not run code."""
+    """Unpickler of containers, numbers and strings only, so that no file runs code."""
 
     def find_class(self, module: str, name: str) -> NoReturn:
         raise pickle.UnpicklingError(f"it wants to load {module}.{name}")
@@ -58,7 +58,7 @@ def read_dumps(paths: Iterable[str]) -> list[Dump]:
     """Read the dumps of a job, one file for each rank.
 
     Raises:
-        UsageError: A file cannot be read, is no dump, or two are of one rank.
+        UsageError: A file cannot be read or is no dump, or a rank has two files.
     """
     dumps: dict[int, Dump] = {}
     for path in map(Path, paths):
@@ -164,10 +164,10 @@ def _find_frontier(
     ranks: Sequence[int],
     lines: dict[int, str],
 ) -> list[Wait]:
-    """Return the first call that not all ranks have made alike, by operation.
+    """Return the waits in the first call that not all ranks have made alike.
 
-    It is the first that is incomplete, without those that some ranks have completed:
-    the others are late, or had not noticed it yet.
+    There is one wait for each operation. A call that all ranks have made is skipped if
+    one of them has completed it: the others are late, or have not noticed yet.
     """
     calls = {
         rank: {call.sequence: call for call in by_rank[rank].calls.get(group, ())}
@@ -206,7 +206,7 @@ def _find_frontier(
 
 
 def _is_past(dump: Dump | None, group: _Group, number: int) -> bool:
-    """Return True if a rank has completed a call that its buffer no longer has."""
+    """Return True if a rank has completed a call, or its buffer begins after it."""
     if dump is None or group not in dump.calls:
         return False
     first = min(call.sequence for call in dump.calls[group])

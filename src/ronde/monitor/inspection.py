@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class StackFrame(NamedTuple):
-    """One frame of a stack."""
+    """One frame of a Python stack: a function, and the line that it executes."""
 
     function: str
     file: str

@@ -1,12 +1,12 @@
 """The observer: a process on each host of a job that answers a watcher's questions.
 
 The agent of the host starts it for the first question, and ends it with the job. A
-question is a JSON object on a line of standard input, an answer one on a line of
+question is a JSON object on a line of standard input, and an answer is one on a line of
 standard output. ``reader`` identifies the watcher; ``pids`` has the process of each
 worker of this host. ``ask`` is one of:
 
 - ``inspect``: the state of each worker's process, and its stack.
-- ``stop``: the watcher is gone; end its requests.
+- ``stop``: the watcher is gone; this has no effect, since no question is repeated.
 
 Stacks come from py-spy, which reads the memory of a process without stopping it.
 """
@@ -117,7 +117,7 @@ def _read_usage(pid: int) -> _Usage:
 
 
 def find_python(pid: int) -> int:
-    """Return the process itself if it is Python, else its first child that is."""
+    """Return the process if it runs Python, else its first descendant that does."""
     candidates = [pid, *(process.pid for process in descendants(pid))]
     return next((each for each in candidates if _is_python(each)), pid)
 

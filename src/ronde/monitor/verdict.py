@@ -1,7 +1,7 @@
 """The verdict on a hang: the ranks that hold up the others, and the reasons.
 
-A member of a collective's group that is not in the collective, and is in no other one,
-is at fault. If each missing member is in another collective, the ranks wait for each
+If some members of a group are in a collective, each member that is in no collective is
+at fault. If each missing member is in another collective, the ranks wait for each
 other: they call different collectives, or use several groups in different orders. All
 faults are reported, not just the first.
 """
@@ -49,7 +49,7 @@ class Verdict(NamedTuple):
 
 
 class _Job:
-    """A job's rows and inspections, by rank."""
+    """The status rows of a job and the inspections of its processes, by rank."""
 
     def __init__(
         self, status: JobStatus, inspections: Mapping[int, Inspection]
@@ -63,7 +63,7 @@ class _Job:
         }
 
     def is_in_call(self, rank: int) -> bool | None:
-        """Return True if a rank's stack is in a collective; None without a stack."""
+        """Return True if a rank's stack is in a collective; None if it has no stack."""
         inspection = self.inspections.get(rank)
         if inspection is None or not inspection.frames:
             return None
@@ -81,7 +81,7 @@ class _Job:
         return not is_running and not self.is_in_call(rank)
 
     def line_of(self, rank: int) -> str:
-        """Return the user's line of a call, with the line that called its function."""
+        """Return the line of user code that a rank executes, and that of its caller."""
         inspection = self.inspections.get(rank)
         frames = inspection.frames if inspection else ()
         own = [frame for frame in frames if frame.is_user]
@@ -92,7 +92,7 @@ class _Job:
 
 
 def explain_hang(status: JobStatus, inspections: Mapping[int, Inspection]) -> Verdict:
-    """Find the faults of a running job; inspections are by worker id."""
+    """Find the faults of a running job; the keys of ``inspections`` are worker IDs."""
     job = _Job(status, inspections)
     waits = _find_waits(job)
     long = [wait for wait in waits if wait.age_s >= HANG_S]
@@ -165,7 +165,7 @@ def _describe_rank(job: _Job, rank: int, waits: Sequence[Wait]) -> Fault:
 
 
 def _explain(process: Inspection) -> tuple[str, str]:
-    """Return the kind of a fault, and its description as half a sentence."""
+    """Return the kind of a fault, and a description that continues a sentence."""
     where, state = _where(process.user_frame), process.state
     is_loading = any(_LOADER in frame.file for frame in process.frames)
     kill, core = f"kill -CONT {process.pid}", f"({process.cpu:.0%} of a core)"
@@ -198,7 +198,7 @@ def find_conflicts(waits: Sequence[Wait], line_of: LineOf) -> list[Fault]:
 
 
 def _find_mismatches(waits: Sequence[Wait], line_of: LineOf) -> list[Fault]:
-    """Find calls of one group that wait for each other's ranks: all must be one."""
+    """Find different calls of one group that wait for each other's ranks."""
     groups: dict[object, list[Wait]] = defaultdict(list)
     for wait in waits:
         groups[wait.collective.group, wait.collective.ranks].append(wait)

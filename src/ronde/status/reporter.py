@@ -1,10 +1,10 @@
 """The thread of a rank that reports its status to the launcher.
 
 Note [The cost of a status]
-    Once a second a thread samples existing tables, and writes a line of some hundred
-    bytes if something has changed or five seconds have passed. It never blocks: a line
+    Once a second a thread samples existing tables. It writes a line of a few hundred
+    bytes if a value has changed or five seconds have passed. It never blocks: a line
     that cannot be written now is dropped. It adds no work to collectives. Without a
-    channel, or with ``RONDE_STATUS=0``, there is no thread.
+    channel to the launcher, or with ``RONDE_STATUS=0``, there is no thread.
 """
 
 import functools

@@ -9,7 +9,7 @@ _SILENCE_S = 2.5
 
 
 class JobInfo(NamedTuple):
-    """The facts of a job that never change, and its number of restarts."""
+    """The constant facts of a job, and the number of its restarts."""
 
     job_id: str
     command: tuple[str, ...]
@@ -40,7 +40,7 @@ class WorkerInfo(NamedTuple):
 
     @property
     def collective_age_s(self) -> float:
-        """The minimum time since the rank entered ``collective``; 0 outside of one."""
+        """The minimum time since the rank entered ``collective``; 0 if that is None."""
         if self.collective is None:
             return 0.0
         # A rank reports a change within two seconds: silence means no change.
@@ -48,7 +48,7 @@ class WorkerInfo(NamedTuple):
         return self.collective.age_s + (self.status_age_s if is_still_in else 0.0)
 
     def is_absent(self, collective: PendingCollective, begun_s: float) -> bool:
-        """Return True if this worker is known to be outside of a collective.
+        """Return True if this worker is known not to be in ``collective``.
 
         ``begun_s`` is the time since other ranks entered the collective.
         """

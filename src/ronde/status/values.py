@@ -10,7 +10,7 @@ UNKNOWN = -1
 
 
 class PendingCollective(NamedTuple):
-    """One collective that a rank has entered and not left."""
+    """A collective that a rank has entered and has not left."""
 
     name: str  # of the tensor or bucket; in a torch process group the kind
     group: str  # ``all``, ``set 2``, or the name of a torch process group
@@ -22,11 +22,11 @@ class PendingCollective(NamedTuple):
 
     @property
     def key(self) -> tuple[str, str, str, int]:
-        """The name of the call, equal on all of its ranks."""
+        """The fields of a call that are equal on all of its ranks."""
         return self.name, self.group, self.kind, self.sequence
 
     def is_same(self, other: "PendingCollective") -> bool:
-        """Return True if both are one call; groups may have the same name."""
+        """Return True if both are the same call; different groups may share a name."""
         own, others = self.ranks, other.ranks
         is_group = own == others or UNKNOWN in own or UNKNOWN in others
         return self.key == other.key and is_group
@@ -45,7 +45,7 @@ class RankStatus(NamedTuple):
 
 
 def encode_status(status: RankStatus) -> str:
-    """Return a status as one line of at most ``MAX_STATUS_BYTES``."""
+    """Return a status as one line, shortened to at most ``MAX_STATUS_BYTES``."""
     line = _dump(status)
     if len(line) > MAX_STATUS_BYTES:
         first = [each._replace(ranks=(UNKNOWN,)) for each in status.collectives[:1]]

@@ -13,11 +13,12 @@ Note [Mutual authentication]
 
     A proof is HMAC-SHA256 of the role, the greeting, the client's nonce, its claim and,
     with TLS, the server's certificate. So it can be neither replayed nor reflected, and
-    a man in the middle has another certificate. The client proves first: a false server
-    can try keys on one proof only, so a key has at least 128 bits. On a connection to
-    the store every later frame ends with a MAC of its direction, number and body. So no
-    frame can be changed, repeated, dropped or reordered unnoticed. Nothing is
-    encrypted: keys and values are addresses, not secrets. Joining nodes use TLS.
+    a man in the middle has another certificate. Since the client proves first, a false
+    server gets a proof on which it can try keys; so a key has at least 128 bits. On a
+    connection to the store every later frame ends with a MAC of its direction, number
+    and body. So no frame can be changed, repeated, dropped or reordered unnoticed.
+    Nothing is encrypted, as keys and values are addresses, not secrets. Joining nodes
+    use TLS.
 """
 
 import hmac
@@ -75,8 +76,8 @@ class SharedKey:
 def user_key(job: str, directory: Path) -> SharedKey:
     """Return the key of a job, derived from this user's secret.
 
-    The secret is a file in ``directory``, which is created if it is missing. It must be
-    the same on all hosts. Only this user's processes can read it.
+    The secret is in a file in ``directory``, which is created if it is missing. The
+    secret must be the same on all hosts. Only this user's processes can read it.
     """
     secret = read_secret(directory / "secret")
     return SharedKey(hmac.digest(secret, b"ronde job " + job.encode(), "sha256"))
@@ -182,7 +183,7 @@ class ProvenConnection(PlainConnection):
 def dial_network(
     address: str, port: int, key: SharedKey, timeout_s: float
 ) -> ProvenConnection:
-    """Connect to the store.
+    """Connect to the store over TCP, and authenticate.
 
     Raises:
         StoreError: The server at this address is not the store of this job.

@@ -17,7 +17,7 @@ _CREDENTIALS = Struct("3i")
 
 
 def temporary_directory() -> Path:
-    """Return the directory for all socket directories, the same for a whole host."""
+    """Return the parent of socket directories, the same for all processes of a host."""
     # Not ``/run/user``: it is emptied at logout, and containers often lack it. Not
     # ``TMPDIR``: it may differ between ranks, and be too long for a socket.
     for path in ("/tmp", "/var/tmp"):  # noqa: S108  a private directory in it

@@ -19,7 +19,7 @@ _MAX_UNSENT_BYTES = 32 << 20
 
 
 class PendingLimits(NamedTuple):
-    """Limits for clients before authentication; the oldest one is dropped."""
+    """Limits for unauthenticated clients; beyond them, the oldest one is dropped."""
 
     most: int = 256
     each_s: float = 5.0

@@ -1,7 +1,7 @@
-"""Alignment of all ranks' records to one clock, and each operation's late rank.
+"""Alignment of all ranks' records to one clock, and the last rank of each operation.
 
-Ranks on one kernel share ``CLOCK_MONOTONIC``; ``clock_identity`` names it. For other
-clocks an exchange bounds the offset: the reference's time in the answer was read
+Ranks on one kernel share ``CLOCK_MONOTONIC``; ``clock_identity`` names it. The offset
+of another clock is bounded by an exchange: the reference's time in the answer was read
 between ``asked_ns`` and ``answered_ns`` on the asking rank's clock.
 """
 
@@ -20,7 +20,7 @@ DRIFT = 1e-4  # bound of the drift between two clocks
 
 
 def clock_identity() -> str:
-    """Return an identity of ``time.monotonic_ns()``: boot id and time namespace."""
+    """Return the identity of ``time.monotonic_ns()``: boot ID and time namespace."""
     try:
         space = Path("/proc/self/ns/time").readlink()
     except OSError:
@@ -38,7 +38,7 @@ class ClockReading(NamedTuple):
 
 
 def bound_offset(exchanges: Sequence[ClockReading]) -> ClockBound:
-    """Combine the bounds of exchanges in quick succession."""
+    """Return the bounds of a clock's offset from exchanges in quick succession."""
     first, last = exchanges[0].asked_ns, exchanges[-1].answered_ns
     middle = (first + last) // 2
     slack = int((last - first) * DRIFT / 2)
@@ -67,7 +67,7 @@ class ClockMap(NamedTuple):
         return self._interpolate(at_ns, 1) if self.points else 0
 
     def error_ns(self, at_ns: int) -> int:
-        """Return the error of the offset, which grows outside the measured times."""
+        """Return the offset's largest error, which grows outside the measured times."""
         if not self.points or not self.is_measured:
             return 0
         inside_ns = min(max(at_ns, self.points[0][0]), self.points[-1][0])
@@ -96,7 +96,7 @@ class OperationKey(NamedTuple):
 
 
 class Arrival(NamedTuple):
-    """The last rank to submit an operation, and submission times."""
+    """The last rank to submit an operation, and the first and last submission times."""
 
     late_rank: int  # the last rank; of several, the lowest
     late_ns: int
@@ -125,7 +125,7 @@ class AlignedTrack(NamedTuple):
 
     @property
     def error_us(self) -> float | None:
-        """Largest possible error of the track's times; None if unmeasured."""
+        """The largest possible error of the track's times; None if unmeasured."""
         if not self.clock.is_measured:
             return None
         ends = [record.ended_ns for _, record in self.keyed]
@@ -138,7 +138,7 @@ class AlignedTrack(NamedTuple):
 
 
 def align(tracks: Sequence[Track]) -> list[AlignedTrack]:
-    """Align all tracks to the clock of rank 0, or else of the lowest rank."""
+    """Align all tracks to rank 0's clock, or to the lowest rank's if it is unknown."""
     clocks = _clock_maps(tracks)
     aligned: list[AlignedTrack] = []
     for track in tracks:
@@ -152,7 +152,7 @@ def align(tracks: Sequence[Track]) -> list[AlignedTrack]:
 def with_keys(
     records: Iterable[tuple[int, Recorded]],
 ) -> list[tuple[OperationKey, Recorded]]:
-    """Compute the keys of one rank's records, given in order with their sessions."""
+    """Add keys to one rank's records, which are given in order with their sessions."""
     turns: Counter[tuple[int, int, int, str]] = Counter()
     keyed: list[tuple[OperationKey, Recorded]] = []
     for session, record in records:
@@ -183,7 +183,7 @@ def _clock_maps(tracks: Sequence[Track]) -> dict[str, ClockMap]:
 def find_arrivals(
     ranks: Iterable[tuple[int, Iterable[tuple[OperationKey, Recorded]]]],
 ) -> dict[OperationKey, Arrival]:
-    """Return the last rank of each operation that several ranks submitted."""
+    """Return the ``Arrival`` of each operation that several ranks submitted."""
     submitted: dict[OperationKey, list[tuple[int, int]]] = {}
     for rank, records in ranks:
         for key, record in records:
@@ -195,7 +195,7 @@ def find_arrivals(
 
 
 def _shift(record: Recorded, clock: ClockMap) -> Recorded:
-    """Shift a record to the common clock; 0 stays 0."""
+    """Shift a record's times to the common clock, except 0, which means none."""
     if not clock.points:
         return record
     # One offset for all times, so that activities keep their lengths and stay nested.

@@ -2,13 +2,13 @@
 
 Note [The form of the file]
     A JSON object: first ``otherData`` with the ranks and their clocks, then
-    ``traceEvents``, one per line, sorted by time. A rank is a ``pid``; operations of a
-    process set that overlap lie in several ``tid``, its lanes. An operation is an ``X``
-    named ``NEGOTIATE_<OP>`` from its submission to the agreement, and one named
-    ``<OP>`` with its activities inside. At the last rank's submission an ``X`` of
+    ``traceEvents``, one per line, sorted by time. A rank is a ``pid``. A process set
+    has several lanes, each a ``tid``, if its operations overlap. An operation is an
+    ``X`` named ``NEGOTIATE_<OP>`` from its submission to the agreement, and an ``X``
+    named ``<OP>`` with its activities inside. At the last rank's submission an ``X`` of
     zero length shows that rank's number. Arguments are the tensor (``tensor``), the
     last rank (``late_rank``) and the wait of this rank's tensor for that rank
-    (``waited_us``). Times are us since the first event, with three decimals.
+    (``waited_us``). Times are in us since the first event, with three decimals.
 """
 
 import gzip
@@ -195,7 +195,7 @@ def write_trace(
 ) -> int:
     """Write a trace, leaving out the oldest operations if it exceeds the limit.
 
-    An existing file is replaced once the new file is complete. Returns the number of
+    An existing file is replaced once the new file is complete. Return the number of
     operations that were left out.
     """
     aligned = align(tracks)
@@ -221,7 +221,7 @@ def write_trace(
 
 
 def _replace(path: Path, lines: Iterator[tuple[float, str]], limit_bytes: int) -> float:
-    """Write a file and return 1, or the share that fits if it exceeds the limit."""
+    """Write a file; return 1, or the share that fits if the file exceeds the limit."""
     # A temporary file first, so that ``path`` is never incomplete.
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     draft, is_packed = Path(name), path.name.endswith(".gz")
@@ -244,7 +244,7 @@ def _replace(path: Path, lines: Iterator[tuple[float, str]], limit_bytes: int) -
 def _text(
     tracks: Sequence[AlignedTrack], since_ns: int | None, remarks: Sequence[str]
 ) -> Iterator[tuple[float, str]]:
-    """Yield the lines of the file, each with the share of events written by then."""
+    """Yield the lines of the file, each with the share of the events before it."""
     arrivals = find_arrivals((track.rank, track.keyed) for track in tracks)
     kept: list[list[Keyed]] = [
         [] if since_ns is None else [k for k in t.keyed if k[1].ended_ns >= since_ns]

@@ -37,7 +37,7 @@ class Recorder(Protocol):
 
 
 class ClockBound(NamedTuple):
-    """Bounds of a clock's offset at one time."""
+    """Bounds of the offset from a rank's clock to the reference's, at one time."""
 
     at_ns: int  # on this rank's clock
     low_ns: int  # the reference's clock is ahead by at least this

@@ -1,6 +1,6 @@
 """Clock comparison, and transfer of the ranks' records to rank 0, through a store.
 
-All waits are bounded. A rank that has ended or records nothing is left out.
+All waits have a timeout. A rank that has ended or records nothing is left out.
 """
 
 import logging
@@ -33,7 +33,7 @@ class SharedStore(Protocol):
 
 
 class GatheringOptions(NamedTuple):
-    """Timeouts of waits for other ranks, and the clock."""
+    """Timeouts of waits for other ranks, and the clock to compare."""
 
     start_s: float = 30.0  # for the first comparison of clocks
     exchange_s: float = 1.0  # for each later exchange of times
@@ -48,7 +48,7 @@ USUAL = GatheringOptions()
 class Gathering:
     """One rank's side of the clock comparison and of the transfer of records.
 
-    Only one thread may call the methods after ``start``.
+    After ``start``, only one thread may call the other methods.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class Gathering:
                     self._answer(f"{phase}/{clock}", deadline)
 
     def _answer(self, topic: str, deadline: float) -> None:
-        """Answer the requests of another clock's leader for this rank's time."""
+        """Send this rank's time to the leader of another clock's ranks when it asks."""
         for number in range(NUM_EXCHANGES):
             if not self._wait([f"ask/{topic}/{number}"], deadline):
                 break

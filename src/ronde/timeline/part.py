@@ -10,9 +10,10 @@ Note [The form of a part]
         ["b", at, low, high]                                   a bound of the clock
         ["e", num_recorded, num_lost]                          the end of a recording
 
-    ``ended`` counts from the line before; ``submitted``, ``agreed`` and ``begun`` back
-    from ``ended``, -1 for none. An activity is a name, a time after ``begun`` and a
-    length. Times are in ns. A truncated stream is read up to its last whole line.
+    ``ended`` is the time since the previous ``ended``. ``submitted``, ``agreed`` and
+    ``begun`` are times before ``ended``, or -1 for none. An activity is a name, a time
+    after ``begun`` and a length. Times are in ns. A truncated stream is read up to its
+    last whole line.
 """
 
 import json
@@ -33,7 +34,7 @@ MAGIC = b"\x1f\x8b"
 
 @dataclass(frozen=True, slots=True)
 class PartHeader:
-    """Rank, host, clock and session of the records."""
+    """The rank, host, clock and session of the records in a segment."""
 
     rank: int
     size: int  # number of ranks
@@ -223,9 +224,9 @@ SUFFIX = ".ronde-part"
 
 
 class PartFiles:
-    """One rank's records in compressed files of a directory, within a limit.
+    """One rank's records in compressed files of a directory, within a size limit.
 
-    After a crash the files hold all records that were added.
+    The oldest file is removed at the limit. A crash loses no record that was added.
     """
 
     def __init__(self, directory: Path, header: PartHeader, limit_bytes: int) -> None:
@@ -252,7 +253,7 @@ class PartFiles:
         self._write(lines)
 
     def add_bound(self, bound: ClockBound) -> None:
-        """Add a bound, to be written with the next records; any thread."""
+        """Add a bound, to be written with the next records; any thread may do this."""
         self._bounds.append(bound)
 
     def close(self, num_lost: int) -> None:

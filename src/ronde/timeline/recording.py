@@ -195,7 +195,7 @@ _LIVE_GATHER_S = 0.05
 
 
 def part_header(rank: int, size: int, host: str, session: int) -> PartHeader:
-    """Return a header; ``session`` is the recording's number, equal on all ranks."""
+    """Return a header for this process; ``session`` must be equal on all ranks."""
     wall_ns = time.time_ns() - time.monotonic_ns()
     return PartHeader(rank, size, host, clock_identity(), wall_ns, session)
 
@@ -252,9 +252,9 @@ class RankRecording:
         self._files.remove()
 
     def merge(self, path: Path, limit_bytes: int) -> None:
-        """Write all ranks' trace on rank 0, remove the parts; call it after ``close``.
+        """Write the trace of all ranks on rank 0, and remove the parts.
 
-        On failure a warning is logged and the parts are kept.
+        Call it after ``close``. On failure a warning is logged and the parts are kept.
         """
         header, gathering = self._header, self._gathering
         try:
@@ -331,7 +331,7 @@ def open_horovod_recording(
 def recorded_job(
     path: Path, limit: str | None, report: Callable[[str], None]
 ) -> Generator[dict[str, str]]:
-    """Yield variables that make a job's ranks record; then merge the records.
+    """Yield environment variables that make ranks record; merge the records later.
 
     The trace is written even if the job fails.
     """

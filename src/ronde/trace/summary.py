@@ -1,4 +1,4 @@
-"""Summary of a trace: waits of ranks and tensors, and late ranks."""
+"""Summary of a trace: the waits by rank and by tensor, and the late ranks."""
 
 import math
 from collections import Counter
@@ -29,7 +29,7 @@ class RankSummary(NamedTuple):
 
 
 class TensorSummary(NamedTuple):
-    """The waits of the ranks for one tensor's late ranks."""
+    """The waits of one tensor's operations for late ranks, and those ranks."""
 
     name: str  # on the wire
     num_operations: int  # with a known last rank
@@ -39,7 +39,7 @@ class TensorSummary(NamedTuple):
 
 
 class FusionSummary(NamedTuple):
-    """Fused collectives of the rank with the most records."""
+    """Numbers and sizes of the fused collectives on the rank with the most records."""
 
     num_tensors: int
     num_batches: int  # collectives
@@ -48,7 +48,7 @@ class FusionSummary(NamedTuple):
 
 
 class TraceSummary(NamedTuple):
-    """Figures of a trace."""
+    """Totals of a trace, and summaries of its ranks, tensors and fused collectives."""
 
     trace: Trace
     span_s: float  # from the first event to the last

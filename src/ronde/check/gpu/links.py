@@ -53,7 +53,7 @@ _COMPARE = "sudo lspci -vv  # on the bare machine: LnkCap of the GPU and its bri
 
 
 def read_is_virtual(root: str) -> bool:
-    """Return True in a virtual machine, and False if that is unknown."""
+    """Return True if the host is known to be a virtual machine."""
     cpu = read_text(f"{root}/proc/cpuinfo", _CPUINFO_BYTES)
     flags = re.search(r"^flags\s*:(.*)", cpu, re.MULTILINE)
     if flags is not None:
@@ -67,7 +67,7 @@ def read_is_virtual(root: str) -> bool:
 
 
 def read_direct_rdma(root: str, module: str) -> Value:
-    """Return the number of NVIDIA's RDMA adapters, and the way to GPU memory or ""."""
+    """Return the number of NVIDIA RDMA adapters, and their way to GPU memory or ""."""
     top, way = f"{root}/sys/class/infiniband", ""
     vendors = [read_text(f"{top}/{name}/device/vendor") for name in list_names(top)]
     if list_names(f"{root}/sys/module/nvidia_peermem"):

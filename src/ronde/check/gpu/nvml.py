@@ -1,6 +1,6 @@
 """Query the GPUs of this host with NVML, each GPU in its own process.
 
-A GPU that hangs, or crashes the driver, loses only its own answers. Each question
+If a GPU hangs or crashes the driver, only its own answers are missing. Each question
 becomes a fact: a list of answers in NVML's order, with None if the question does not
 apply to a GPU. A function that nvidia-ml-py or the driver lacks counts as a refusal.
 ``each_gpu`` and ``odd_gpus`` check such lists. GPUs of a host with the same problem
@@ -111,7 +111,7 @@ def _text(answer: Any) -> str:  # noqa: ANN401  str, or bytes by release of the 
 
 
 def _memory(ask: _AskedGpu) -> Value:
-    """Return the total and used bytes, without those that the driver reserves."""
+    """Return the total bytes, and the used bytes except those of the driver."""
     memory = ask("GetMemoryInfo", getattr(ask.driver.nvml, "nvmlMemory_v2", None))
     return {"total": int(memory.total), "used": int(memory.used)}
 
@@ -204,7 +204,7 @@ def _nvlinks(ask: _AskedGpu) -> Value:
 
 
 def _processes(ask: _AskedGpu) -> Value:
-    """Return the GPU's compute processes, without those of a desktop."""
+    """Return the GPU's compute processes, except those that also use its graphics."""
     computing, drawing = ask("GetComputeRunningProcesses"), set[int]()
     with suppress(RefusedError):
         if computing:
@@ -281,14 +281,14 @@ def ask_apart(count: int, deadline_s: float) -> list[GpuReport]:
 
 
 def read(reader: FactReader) -> None:
-    """Query the GPU numbered by the setting ``gpu``."""
+    """Query the GPU with the number in the setting ``gpu``."""
     with open_nvml() as nvml:
         report = ask_gpu(NvmlDriver(nvml), reader.settings["gpu"])
     reader.values |= report._asdict()
 
 
 def ask_driver(reader: FactReader, deadline_s: float = _DEADLINE_S) -> None:
-    """Store ``ALL_ANSWERS`` from NVML, or from nvidia-smi without nvidia-ml-py."""
+    """Store ``ALL_ANSWERS`` from NVML; from nvidia-smi if nvidia-ml-py is missing."""
     with reader.reading(*ALL_ANSWERS):
         try:
             with open_nvml() as nvml:
@@ -320,7 +320,7 @@ def store_report(reader: FactReader, report: SmiReport) -> None:
 def store_answers(
     reader: FactReader, nvml: NvmlDriver, ask_gpus: Callable[[int], Sequence[GpuReport]]
 ) -> None:
-    """Store ``ALL_ANSWERS`` from NVML; ``ask_gpus`` gets the number of GPUs."""
+    """Store ``ALL_ANSWERS``; ``ask_gpus`` is called with the number of GPUs."""
     for question in HOST_QUESTIONS:
         with reader.reading(f"gpu.{question}"):
             reader.values[f"gpu.{question}"] = nvml.ask_host(question)
@@ -346,7 +346,7 @@ def _store_gpus(reader: FactReader, gpus: Sequence[GpuReport]) -> None:
 
 
 def fold_gpus(host: str, problems: Iterable[Problem | None]) -> Problems:
-    """Yield each distinct problem of a host's GPUs once, with the numbers of the GPUs.
+    """Yield each distinct problem of a host's GPUs once, with the GPUs that have it.
 
     ``problems`` has one entry per GPU, which is None for a healthy GPU.
     """
@@ -365,7 +365,7 @@ def each_gpu(
 ) -> Callable[[Callable[..., Problems]], Check]:
     """Return a decorator for a function that yields the problems of one GPU.
 
-    The function gets the GPU's answers. Only the first problem counts.
+    The function is called with the GPU's answers. Only its first problem counts.
     """
 
     def make(judge: Callable[..., Problems]) -> Check:

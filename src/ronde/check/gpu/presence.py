@@ -55,7 +55,7 @@ def read(reader: FactReader) -> None:
 
 
 def read_cards(root: str) -> list[Value]:
-    """Return the PCI address and the driver, "" if none, of each NVIDIA card."""
+    """Return the PCI address and the driver (or "") of each NVIDIA card."""
     found: list[Value] = []
     for address, each in read_functions(root).items():
         if each.vendor == _NVIDIA and is_gpu(each.class_code, each.vendor):

@@ -3,8 +3,8 @@
 The fix for each number is the immediate action in NVIDIA's catalogue of Xid errors, as
 copied by gpud 4a8de33 (nvidia/xid/catalog_generated.go, of 2025-10). For 45, 48, 74 and
 144 to 150 the catalogue names a workflow; here they have its usual outcome. The
-catalogue has no action for 167, 171 and 172. They have the fix of 48, since 171 and 172
-come together with a 48; for 167 that is ronde's choice.
+catalogue has no action for 167, 171 and 172. Here 171 and 172 have the fix of 48, since
+they come together with a 48. For 167 that fix is ronde's choice.
 """
 
 import re
@@ -113,10 +113,10 @@ def read_xids(root: str) -> list[Value]:
 
 
 def find_xids(lines: Iterable[tuple[float, str]]) -> list[Value]:
-    """Return the last error of each kind, GPU and number, with a count of them.
+    """Return the last error of each kind, device and number, with a count of errors.
 
-    ``lines`` are pairs of a line's age in seconds and its text. The driver logs
-    ``is_fatal`` for SXids, and since Blackwell also for the Xids of NVLinks.
+    ``lines`` are pairs of a line's age in seconds and its text. ``is_fatal`` is True if
+    the driver logged "Fatal": for SXids, since Blackwell also for the Xids of NVLinks.
     """
     found: dict[tuple[str, str, int], Value] = {}
     for age_s, line in lines:

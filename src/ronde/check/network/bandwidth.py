@@ -134,7 +134,7 @@ class Benches:
         ]
 
     def open(self, _: HostSet) -> dict[str, str]:
-        """Return no failures: ``measure`` starts a store for each pair."""
+        """Return no failures, since nothing is opened before ``measure``."""
         return {}
 
     def measure(
@@ -200,7 +200,7 @@ def busbw_of(record: str) -> float:
 
 
 def judge_logs(logs: Sequence[bytes]) -> dict[str, Value]:
-    """Return the findings on the NCCL logs of two hosts, keyed by rule."""
+    """Return the findings on the NCCL logs of two hosts, by rule and without notes."""
     log = read_nccl_log(io.BytesIO(text) for text in logs)
     return {
         finding.rule: {
@@ -229,7 +229,7 @@ def hold_rendezvous(
 def bench(
     context: NodeContext, question: dict[str, Value], grace_s: float = _GRACE_S
 ) -> dict[str, Value]:
-    """Run this host's ranks of a job on two hosts until they end.
+    """Run this host's ranks of a two-host job, and wait until they end.
 
     The question has the fields of ``HalfJob`` and ``limit_s``. The answer has the
     ``record`` of rank 0, the compressed NCCL ``log``, and ``failure``.
@@ -261,7 +261,7 @@ def rounds(hosts: Sequence[str]) -> Iterator[tuple[HostPair, ...]]:
 
 
 class SlowHost(NamedTuple):
-    """A host that is slow with most other hosts.
+    """A host with slow connections to most other hosts.
 
     The rates are medians over the other hosts, in GB/s (1e9 bytes).
     """
@@ -275,7 +275,7 @@ class SlowHost(NamedTuple):
 
 
 class SlowLink(NamedTuple):
-    """Two hosts that are slow only with each other."""
+    """Two hosts that are not slow, but have a slow connection with each other."""
 
     host: str
     other: str
@@ -355,9 +355,9 @@ def judge_links(fleet: Fleet) -> dict[HostPair, LackingPair]:
 def _find_lacking(
     rates: Rates, lacking: Mapping[HostPair, LackingPair]
 ) -> dict[str, LackingPair]:
-    """Return the hosts that lack bandwidth in all pairs, and the pairs of other hosts.
+    """Return the hosts that lack bandwidth in all their pairs, and other such pairs.
 
-    A host comes with its best pair. A pair is named by ``name_pair``.
+    The value of a host is its best pair. The key of a pair is its ``name_pair``.
     """
     own: dict[str, list[HostPair]] = {}
     for pair in _rates_of_pairs(rates):
@@ -378,7 +378,7 @@ def _least_rate(link: HostLink) -> float:
 
 
 def _link_of(values: Values) -> HostLink:
-    """Return the link that was measured: with NCCL the RDMA ports, if any are up."""
+    """Return the measured link; for NCCL these are the RDMA ports, if any are up."""
     ports: Mapping[str, Any] = values.get(_PORTS, {}) if values[WAY] == "nccl" else {}
     up = [p["mbit_per_s"] / 8000 for p in ports.values() if p["state"] == "ACTIVE"]
     if not up:
@@ -391,7 +391,7 @@ def run(hosts: HostSet) -> None:
     """Measure the pairs of hosts in rounds, and the slow pairs twice.
 
     All pairs of a round are measured at the same time, to load the network like a job.
-    The second measurement counts if the network was busy during the first.
+    The better result of a slow pair counts, as the network may have been busy.
     """
     if len(hosts.names) < 2:
         return
@@ -566,7 +566,7 @@ def slow_host_link(fleet: Fleet) -> Problems:
 
 @check(FAIL, RATES)
 def slow_pair(fleet: Fleet) -> Problems:
-    """No two hosts have less bandwidth with each other than with the rest.
+    """No two hosts have less bandwidth between them than other pairs.
 
     reads: the bandwidth between pairs of hosts, as for slow-host-link
     threshold: 70 % of the median of the pairs without a slow host; below 30 % is a

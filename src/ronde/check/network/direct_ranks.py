@@ -56,8 +56,8 @@ class HalfJob(NamedTuple):
 def run_half(job: HalfJob, limit_s: float, grace_s: float) -> tuple[bytes, bytes, str]:
     """Run the ranks until they end; return the record, NCCL's log and the failure.
 
-    The record is that of the first rank. After a failure, the other ranks get
-    ``grace_s`` more to end. The failure is empty if all ranks succeeded.
+    The record is that of the first rank. After a failure, the other ranks have
+    ``grace_s`` seconds left to end. The failure is empty if all ranks succeeded.
     """
     with ExitStack() as closing:
         ranks = [

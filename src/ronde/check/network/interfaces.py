@@ -63,7 +63,7 @@ def read(reader: FactReader) -> None:
 
 
 def read_interfaces(root: str) -> dict[str, Value]:
-    """Return the network interfaces by name, without addresses for a saved tree.
+    """Return the network interfaces by name; those of a saved tree have no addresses.
 
     An unknown ``mbit_per_s`` is 0, and an unknown ``carrier_changes`` -1.
     """
@@ -91,8 +91,8 @@ def read_interfaces(root: str) -> dict[str, Value]:
 def read_link_downs(root: str, values: Values) -> dict[str, int]:
     """Return the number of times that each physical link went down in 24 hours.
 
-    On the first day after the boot, the kernel's counter is used in addition to its
-    log.
+    The numbers come from the kernel log. On the first day after the boot, the kernel's
+    counter is used if it is higher.
     """
     links = values.get(INTERFACES, {})
     own = {name: i for name, i in links.items() if i["kind"] == "physical"}
@@ -137,7 +137,7 @@ def list_carriers(directory: str, name: str) -> list[str]:
 
 
 def find_name(values: Values) -> str:
-    """Return the name of the interface with ``ADDRESS``, or "" if it is unknown."""
+    """Return the interface with the host's ``ADDRESS``, or "" if it is unknown."""
     interfaces: Interfaces = values.get(INTERFACES, {})
     address = values.get(ADDRESS)
     found = (name for name, each in interfaces.items() if address in each["addresses"])
@@ -152,7 +152,7 @@ class HostLink(NamedTuple):
 
 
 def find_link(values: Values) -> HostLink:
-    """Return the link with ``ADDRESS``; the rate of a virtual link is unknown."""
+    """Return the link with the host's ``ADDRESS``; a virtual link has no known rate."""
     if not (name := find_name(values)):
         return HostLink("the rate of its link is unknown", None)
     interfaces: Interfaces = values[INTERFACES]

@@ -1,7 +1,7 @@
 """Measure the largest packet that arrives at another host.
 
 Datagrams with "don't fragment" go to ``reach.ReachServer`` on that host, which replies
-with the size of each.
+to each datagram with its size.
 """
 
 import socket
@@ -29,7 +29,7 @@ def measure_mtu(
     own_mtu: int,
     wait_s: float = ANSWER_S,
 ) -> int | None:
-    """Return the size of the largest packet that arrives, None without one."""
+    """Return the size of the largest packet that arrives, or None if none arrives."""
     family = family_of(address)
     headers, least = (28, 576) if family == socket.AF_INET else (48, 1280)
     with socket.socket(family, socket.SOCK_DGRAM) as sending:

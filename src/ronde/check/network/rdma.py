@@ -72,7 +72,7 @@ def read(reader: FactReader) -> None:
 
 
 def _list_ports(root: str) -> Iterator[tuple[str, str, bool]]:
-    """Yield the name and directory of each port, and True for a virtual function."""
+    """Yield each port's name and directory, and True if it is of a virtual function."""
     top = f"{root}/sys/class/infiniband"
     for adapter in list_names(top):
         is_function = Path(f"{top}/{adapter}/device/physfn").exists()
@@ -146,7 +146,7 @@ def _is_up(port: Port) -> bool:
 
 
 def _has_gpus(values: Values) -> bool:
-    """Return False if a host has no GPUs, so that NCCL uses no RDMA port there."""
+    """Return False if a host is known to have no GPUs; NCCL uses no RDMA port there."""
     return values.get(_NUM_GPUS) != 0
 
 
@@ -296,7 +296,7 @@ def _is_usable(port: Port) -> bool:
 def _weigh_gids(facts: HostFacts, name: str, hosts: Iterable[HostFacts]) -> Severity:
     """Return the severity for a port without an address.
 
-    A port for storage may not need one.
+    A port that is used for storage may not need an address.
     """
     others = [each.values[_PORTS].get(name) for each in hosts if each is not facts]
     num_usable = sum(other is not None and _is_usable(other) for other in others)

@@ -3,10 +3,10 @@
 Every host listens, and then connects to the others. If several pairs fail, the host
 that they have in common is reported.
 
-A client first sends the token of the host. A frame on a TCP connection has a length and
-as many bytes; the reply is one byte. Datagrams are sent with "don't fragment"; the
-reply is their size. The sockets close when the program on the host ends. Idle
-connections close after a few seconds.
+A client first sends the token of the other host. A frame on a TCP connection is a
+length and that many bytes; the reply is one byte. Datagrams are sent with "don't
+fragment"; the reply to each is its size. The sockets close when the program on the host
+ends. Idle connections close after a few seconds.
 """
 
 import hmac
@@ -171,7 +171,7 @@ def _connect(address: str, port: int, token: bytes) -> socket.socket:
 
 
 def listen(context: NodeContext, _: dict[str, Value]) -> dict[str, Value]:
-    """Start the server once; return its ports, its token and the senders heard."""
+    """Start the server on the first call; return its ports, its token and ``heard``."""
     reception: ReachServer | None = context.memory.get("reception")
     if reception is None:
         context.memory["reception"] = reception = ReachServer()
@@ -201,7 +201,7 @@ def stream(_: NodeContext, question: dict[str, Value]) -> dict[str, Value]:
 
 
 def _pump(line: socket.socket, begun_s: float, due_s: float) -> float:
-    """Send frames, two of them in flight, and return the bytes received per second.
+    """Send frames, keeping two in flight; return the bytes received per second.
 
     The time starts with the first byte of any stream, so that a thread that starts late
     does not make the link seem faster.
@@ -240,7 +240,7 @@ def reach(
 
     - ``error``: the error of a connection to one of the ports, else empty;
     - ``is_refused``: True if the target refused the connection;
-    - ``lost_bytes``: size of a lost message if small messages arrive, else 0;
+    - ``lost_bytes``: size of a large message that is lost if small ones arrive, else 0;
     - ``mtu``: the largest packet in bytes that arrives; null if none arrives;
     - ``own_mtu``: MTU in bytes of the interface to the target; 0 without a route.
     """
@@ -405,7 +405,7 @@ def lossy_pairs(reached: Reached) -> list[HostPair]:
 
 
 def own_mtu(others: Mapping[str, Mapping[str, Any]]) -> int:
-    """Return the MTU of the interface that routes to most other hosts, or 0."""
+    """Return the MTU of the interface that routes to most other hosts, 0 if unknown."""
     counts = Counter(each["own_mtu"] for each in others.values() if each["own_mtu"])
     return counts.most_common(1)[0][0] if counts else 0
 
@@ -415,8 +415,8 @@ def blame(
 ) -> dict[str, list[HostPair]]:
     """Return the hosts that explain the faulty pairs, with the pairs of each host.
 
-    The host with the most faulty pairs is chosen first, then the next among the
-    remaining pairs. Hosts with equally many pairs are chosen together. Of a pair that
+    The host with the most faulty pairs is chosen first, then the one with the most of
+    the remaining pairs. Hosts with equally many are chosen together. Of a pair that
     shares no host with other pairs, the sender is chosen, or the receiver if the pair
     is in ``at_receiver``.
     """
@@ -452,8 +452,8 @@ def _name_ways(
 def reachable(fleet: Fleet) -> Problems:
     """Hosts can connect to each other at ports that the kernel chooses.
 
-    reads: TCP and datagrams between all pairs; of more than 32 hosts, between
-        neighbours in a ring and eight other hosts
+    reads: TCP and datagrams between all pairs; with more than 32 hosts, only between
+        neighbours in a ring and with eight further hosts each
     threshold: each connection succeeds within a second, in one of two attempts
     source: NCCL 2.30.7's manual, IP ports: ranks listen at ports that the kernel
         chooses, and so does Gloo; ronde's choice: a second, as TCP's first retry (RFC
