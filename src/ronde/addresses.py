@@ -1,6 +1,6 @@
 """The addresses of this host, and the routes to other hosts.
 
-Every agent imports this module at its start, so it uses light standard modules only.
+Every agent imports this module at its start, so it imports only fast standard modules.
 """
 
 import ctypes
@@ -87,15 +87,15 @@ def choose_address(
     sources: Sequence[Sequence[str]],
     mbit_per_s: Mapping[str, int],
 ) -> int | None:
-    """Return the index of a host's best address that all others reach, or None.
+    """Return the index of a host's best address that all other hosts reach, or None.
 
     An address reached without a router is best, then IPv4, then the fastest interface.
 
     Args:
         candidates: The addresses of the host.
         sources: For every other host, its local address on the route to each
-            candidate; empty without a route.
-        mbit_per_s: Speeds of interfaces.
+            candidate; empty if there is no route.
+        mbit_per_s: The speeds of interfaces, by name.
     """
     reached = [i for i in range(len(candidates)) if all(each[i] for each in sources)]
 

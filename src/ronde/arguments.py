@@ -14,7 +14,7 @@ _OPTIONAL = "[no-]"
 class CommandParser(argparse.ArgumentParser):
     """A parser with the options that the help text declares.
 
-    A line of two blanks and a name that begins with ``-`` declares an option:
+    A line that begins with two blanks and a ``-`` declares an option:
     ``  -n, --num-proc N  ranks`` takes a value, ``  --json  print JSON`` takes none. A
     value in braces must be one of those words, one in brackets may be left out, and
     with ``...`` behind it the option may be given several times. ``--[no-]x`` is both
@@ -23,7 +23,7 @@ class CommandParser(argparse.ArgumentParser):
     Args:
         types: Functions that convert a value, by the option's first name or by the
             value's word in the help. They raise ``UsageError``.
-        positionals: The ``nargs`` of each.
+        positionals: The ``nargs`` of each positional argument, by its name.
 
     Raises:
         UsageError: The command line is invalid.
@@ -81,7 +81,7 @@ class CommandParser(argparse.ArgumentParser):
         return self._help
 
     def given(self, options: argparse.Namespace) -> dict[str, str]:
-        """Map each given option's attribute to the option's first name."""
+        """Return the first names of the options that were given, by attribute."""
         given: dict[str, str] = {}
         for action in self._actions:
             value = getattr(options, action.dest, action.default)
@@ -96,7 +96,7 @@ class CommandParser(argparse.ArgumentParser):
         return self._option_string_actions
 
     def alias(self, option: str, *names: str) -> None:
-        """Accept further names of an option, which the help does not show."""
+        """Accept further names of an option; the help does not show them."""
         for name in names:
             self._option_string_actions[name] = self._option_string_actions[option]
 

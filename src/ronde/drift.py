@@ -2,10 +2,10 @@
 
 Note [Drift detection]
     After an optimizer step every rank computes checksums of some parameters, and of one
-    state tensor of each. The next sample has others. Some bits of the checksums, and
-    the complements of these bits, travel with a collective that runs anyway. If only
-    some ranks have a bit, all ranks see at once that they differ. A rank without
-    checksums sends zeros.
+    state tensor of each. The next sample has other parameters. Some bits of the
+    checksums, and the complements of these bits, travel with a collective that runs
+    anyway. If only some ranks have a bit, all ranks see at once that they differ. A
+    rank without checksums sends zeros.
 
     Eight parameters after every eighth step take much less time than one after each
     step: code that runs once a step is no longer in the processor's caches.
@@ -127,7 +127,7 @@ class Background:
 
 
 class Values(NamedTuple):
-    """The compared values of one rank, by name, as values of JSON."""
+    """The values of one rank that are compared with other ranks' values, by name."""
 
     weights: dict[str, str]  # shape, dtype and checksum
     state: dict[str, Any]  # the same, and numbers
@@ -174,7 +174,7 @@ def compare(
 
 
 def judge(everyone: Mapping[int, Values], known: Background) -> Drift:
-    """Return the differences between the values of ranks, and their cause.
+    """Return the differences between the values of all ranks, and their likely cause.
 
     Weights and state that only some ranks have count as sharded, and are left out.
     """
@@ -311,7 +311,7 @@ def is_plain(value: object) -> TypeGuard[Tensor]:
 
 
 def read_words(tensor: Tensor) -> Tensor:
-    """Return a tensor's elements as integers, one-dimensional, in order of memory."""
+    """Return the elements of a tensor as a vector of integers, in memory order."""
     flat = tensor.detach()
     if not flat.is_contiguous():
         order = sorted(range(flat.dim()), key=flat.stride, reverse=True)
@@ -326,7 +326,7 @@ def read_words(tensor: Tensor) -> Tensor:
 
 
 def sum_of_words(tensor: Tensor) -> int:
-    """Return a checksum of all of a tensor, 64 bits; 0 if it cannot be read.
+    """Return a 64-bit checksum of a whole tensor; 0 if the tensor cannot be read.
 
     It depends on the order of the elements, and costs little memory.
     """
@@ -354,7 +354,7 @@ def _part_bytes(tensor: Tensor) -> int:
 
 
 def _checksum(tensor: Tensor, turn: int) -> Tensor:
-    """Return the sum of one part of a tensor; the next ``turn`` takes the next part."""
+    """Return the sum of one part of a tensor; ``turn`` selects the part cyclically."""
     words = read_words(tensor)
     part = _part_bytes(words) // words.itemsize
     num_parts = -(-words.numel() // part)
@@ -373,9 +373,9 @@ def _masks(device: torch.device) -> tuple[Tensor, Tensor]:
 def sums_of_parts(
     parameters: Mapping[str, Tensor], optimizer: Optimizer, turn: int
 ) -> tuple[dict[str, str], dict[str, Any]]:
-    """Return checksums of parts of parameters and of parts of their state, by name.
+    """Return checksums of a part of each parameter and of its state, by name.
 
-    The state also has the number of steps, unless it is on an accelerator.
+    The state also has the number of steps, unless that is on an accelerator.
     """
     sums: tuple[dict[str, Tensor], dict[str, Tensor]] = {}, {}
     for name, parameter in parameters.items():
@@ -402,7 +402,7 @@ def _read_all(sums: Sequence[Tensor]) -> list[int]:
 def _tensor_of_state(
     optimizer: Optimizer, parameter: Tensor, turn: int
 ) -> list[tuple[str, Tensor, int]]:
-    """Return the state tensor for a turn, if any, with its name and part number."""
+    """Return the state tensor to check in this turn, if any, with its name and part."""
     state = [
         (key, value)
         for key, value in _state_of(optimizer, parameter).items()
@@ -433,7 +433,7 @@ class DriftCheck:
         self.sums: list[Tensor] = []  # since the last ``pop_flags``
 
     def step_done(self, optimizer: Optimizer) -> None:
-        """Count a step of an optimizer; after every ``PERIOD`` steps sample it."""
+        """Count an optimizer step, and take a sample every ``PERIOD`` steps."""
         if not (self._is_over or self._num_since_restart % PERIOD):
             self._sample(optimizer)
         self._num_since_restart += 1
@@ -469,15 +469,15 @@ class DriftCheck:
         return (total.mul_(_FACTOR) >> shifts).bitwise_and_(1).bitwise_xor_(complements)
 
     def restart(self) -> None:
-        """Restart at the first parameter. Call it on all ranks after some joined."""
+        """Restart at the first parameter; call on all ranks after some have joined."""
         self._num_sampled = self._num_since_restart = 0
         self.sums.clear()
 
     def report(self, carrier: TensorGroup, named: Named, known: Background) -> None:
         """Warn of differing weights, or raise, and stop checking. Collective.
 
-        State may differ on purpose, such as error feedback. If only state differs, only
-        weights are checked from then on.
+        State, such as error feedback, may differ on purpose. If only state differs,
+        only weights are checked from then on.
 
         Raises:
             CollectiveError: Weights differ, and the mode is error.
@@ -506,7 +506,7 @@ def report(drift: Drift, mode: str, num_steps: int, *, is_first: bool) -> None:
 
 
 def is_apart(flags: Sequence[float]) -> bool:
-    """Return True if the sums of all ranks' flags show a difference."""
+    """Return True if the flags, summed over all ranks, show a difference."""
     bits, complements = flags[:_NUM_BITS], flags[_NUM_BITS:]
     return any(bits) and any(
         bit and other for bit, other in zip(bits, complements, strict=True)

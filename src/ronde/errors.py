@@ -82,7 +82,7 @@ class MembershipError(CollectiveError):
 
 
 class UnpairedError(CollectiveError):
-    """Every rank of a set waits to connect, but none to a rank that waits for it."""
+    """A wait to connect failed because not all ranks wait for the same name."""
 
 
 def fresh(error: E) -> E:

@@ -5,7 +5,7 @@ from importlib import import_module
 
 
 def lazy_exports(package: str, names: Mapping[str, str]) -> Callable[[str], object]:
-    """Return the ``__getattr__`` of a package.
+    """Return a ``__getattr__`` for a package, which imports a module when it is needed.
 
     Args:
         package: The package's ``__name__``.

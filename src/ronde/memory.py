@@ -57,7 +57,7 @@ _FILES = (
 
 
 def available_memory(root: Path = _ROOT) -> AvailableMemory:
-    """Return the least memory that the machine or a control group leaves."""
+    """Return the machine's available memory, or a control group's if that is less."""
     of_machine = AvailableMemory(
         _fields(root / "proc/meminfo").get("MemAvailable:", 0) * 1024,
         "MemAvailable of this machine",
@@ -83,7 +83,7 @@ def _of_groups(root: Path) -> Iterator[AvailableMemory]:
 
 
 def list_groups(root: str, controller: str) -> list[str]:
-    """Return directories of this process's cgroups, inner first; some may not exist."""
+    """List this process's cgroup directories, innermost first; some may not exist."""
     mounts = f"{root}/sys/fs/cgroup"
     found: list[str] = []
     for line in _read(Path(f"{root}/proc/self/cgroup")).splitlines():
@@ -139,7 +139,7 @@ class MallocThresholds(NamedTuple):
 
 
 def malloc_thresholds(num_ranks: int, root: Path = _ROOT) -> MallocThresholds | None:
-    """Return each rank's thresholds; None to keep the defaults of malloc."""
+    """Return the thresholds for each rank; None if malloc's defaults should stay."""
     try:
         version = (os.confstr("CS_GNU_LIBC_VERSION") or "").removeprefix("glibc ")
     except (OSError, ValueError):  # another C library

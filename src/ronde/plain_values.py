@@ -23,7 +23,7 @@ def encode_message(message: object) -> str:
 
 
 def decode_message(raw: str | bytes, kinds: tuple[type[T], ...]) -> T:
-    """Decode a message of one of some classes; raise PlainValueError for others."""
+    """Decode a message as one of ``kinds``; raise ``PlainValueError`` if none fits."""
     try:
         decoded: object = json.loads(raw)
     except ValueError as error:
@@ -40,7 +40,7 @@ def decode_message(raw: str | bytes, kinds: tuple[type[T], ...]) -> T:
 
 
 def to_plain(value: object) -> object:
-    """Convert a value to JSON's types: every record in it to an object."""
+    """Convert a value to JSON's types; named tuples and dataclasses become objects."""
     if _is_record(type(value)):
         return {n: to_plain(getattr(value, n)) for n in type(value).__annotations__}
     if isinstance(value, tuple):
@@ -49,7 +49,7 @@ def to_plain(value: object) -> object:
 
 
 def from_plain(kind: type[T], plain: object, where: str = "") -> T:
-    """Return a plain value as ``kind``, a named tuple or dataclass.
+    """Convert a plain value to ``kind``, a named tuple or dataclass.
 
     ``where`` is the name of the value in messages.
     """
@@ -75,7 +75,7 @@ def _is_record(kind: Any) -> bool:  # noqa: ANN401 - an annotation is any object
 
 
 def _checked(value: object, wanted: Any, where: str) -> object:  # noqa: ANN401
-    """Convert a value to its annotation: lists to tuples, texts to enum members."""
+    """Convert a value to a type: lists to tuples, strings to enumeration members."""
     if isinstance(wanted, UnionType):
         wanted = _chosen(value, wanted)
     outer = getattr(wanted, "__origin__", wanted)
@@ -104,7 +104,7 @@ def _member(value: Any, wanted: Any, where: str) -> object:  # noqa: ANN401
 
 
 def _chosen(value: object, union: UnionType) -> Any:  # noqa: ANN401
-    """Return the type in a union that fits a value; the fields identify a record."""
+    """Return the type in a union that fits a value, for a record by its fields."""
     own, fields = type(value), None
     if isinstance(value, dict):
         fields = cast("dict[object, object]", value).keys()
@@ -117,7 +117,7 @@ def _chosen(value: object, union: UnionType) -> Any:  # noqa: ANN401
 def _checked_items(
     items: list[object], wanted: tuple[Any, ...], where: str
 ) -> tuple[object, ...]:
-    """Return items of ``tuple[T, ...]``, or of a tuple with a type for each."""
+    """Convert items for ``tuple[T, ...]``, or for a tuple with a type per item."""
     if wanted[-1] is Ellipsis:
         wanted = (wanted[0],) * len(items)
     if len(wanted) != len(items):

@@ -52,7 +52,7 @@ def adopting_orphans() -> Generator[None]:
 
 
 def die_with_parent(parent_pid: int, death_signal: int) -> bool:
-    """Request a signal for the parent's end; return False if it has already ended."""
+    """Request a signal for when the parent ends; return False if it already has."""
     _prctl(_PR_SET_PDEATHSIG, death_signal)
     return os.getppid() == parent_pid
 
@@ -111,7 +111,7 @@ def read_process(pid: int) -> ProcessStat | None:
 
 
 def read_stat(pid: int) -> list[str]:
-    """Return the fields of ``/proc/PID/stat`` from the name on; OSError if it ended."""
+    """Return the fields of ``/proc/PID/stat`` after the pid; OSError if it ended."""
     # The name may contain spaces and parentheses: split at the last one.
     text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     head, _, tail = text.rpartition(")")
@@ -127,7 +127,7 @@ def read_text(path: str) -> str:
 
 
 def is_fork(process: ProcessStat, parent: ProcessStat) -> bool:
-    """Return True if two processes run one program in one group, as after a fork."""
+    """Return True if two processes have the same program and group, as after a fork."""
     try:
         programs = {
             Path(f"/proc/{each.pid}/exe").readlink() for each in (process, parent)
@@ -182,7 +182,7 @@ def children() -> frozenset[int]:
 
 
 def has_children() -> bool:
-    """Return True if this process has a child, running or ended; reap none."""
+    """Return True if this process has a child, running or ended; nothing is reaped."""
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:

@@ -1,4 +1,4 @@
-"""Measurements as lines of JSON, with a version.
+"""Measurements as lines of JSON, with a schema version.
 
 A file of records has one JSON object on each line:
 ``{"schema": 1, "kind": ..., "created_at": ..., "ronde": ..., "machine": ...,
@@ -103,7 +103,7 @@ class Record:
 
 
 def append_record(path: Path, record: Record, *, is_private: bool = False) -> None:
-    """Append one line to ``path``; concurrent lines do not mix."""
+    """Append one line to ``path``; lines of concurrent writers do not mix."""
     line = f"{record.to_json()}\n".encode()
     mode = 0o600 if is_private else 0o644
     # One write to a file opened for appending: the kernel keeps lines whole.
@@ -113,7 +113,7 @@ def append_record(path: Path, record: Record, *, is_private: bool = False) -> No
 
 
 def read_records(path: Path, kind: str | None = None) -> list[Record]:
-    """Read the records of a file in order, all or those of one ``kind``."""
+    """Read the records of a file in order, or only those of one ``kind``."""
     records: list[Record] = []
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):

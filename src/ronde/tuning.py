@@ -51,7 +51,7 @@ class TuningLog:
 
 @dataclass(frozen=True, slots=True)
 class TuningOptions:
-    """The size of a search. All ranks must have the same, except the log."""
+    """The settings of a search. All but the log must be equal on all ranks."""
 
     warmup_samples: int = 3  # samples of the default, discarded
     steps_per_sample: int = 10
@@ -86,7 +86,7 @@ class Tuner(Generic[S]):
     """Chooses the setting of the next step: see Note [The choice of a setting].
 
     The first candidate is the default. Once ``is_over``, ``setting`` is the choice.
-    ``name`` and ``columns`` are the tuner and its settings in the log.
+    In the log, ``name`` stands for the tuner and ``columns`` for its settings.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Tuner(Generic[S]):
 
     @property
     def best_cost(self) -> float | None:
-        """The median of the choice's samples after the warm-up; None without any."""
+        """The median cost of ``setting`` after the warm-up; None without samples."""
         counted = [s for s in self.samples if s.phase != "warmup"]
         costs = [s.cost for s in counted if s.setting == self.setting]
         return median(costs) if costs else None

@@ -1,6 +1,6 @@
 """Convert sizes, durations and counts between text and numbers.
 
-Binary units are powers of 1024 (``KiB``, and ``K`` alone as nccl-tests has it), decimal
+Binary units are powers of 1024 (``KiB``, and ``K`` alone as in nccl-tests), decimal
 ones powers of 1000 (``kB``, ``GB/s``). Case does not matter.
 """
 
@@ -130,12 +130,12 @@ def counted(number: int, noun: str) -> str:
 
 
 def name_rank(rank: int, worker: int) -> str:
-    """Return ``rank 1 (worker 4)``, without a worker id that is the rank or unknown."""
+    """Return ``rank 1 (worker 4)``; a worker id equal to the rank is left out."""
     return f"rank {rank}{'' if worker in (rank, -1) else f' (worker {worker})'}"
 
 
 def grouped(pairs: Iterable[tuple[_Key, _Value]]) -> dict[_Key, list[_Value]]:
-    """Return the values of each key, both in the order of the pairs."""
+    """Return the values of each key; keys and values are in the order of the pairs."""
     groups: dict[_Key, list[_Value]] = {}
     for key, value in pairs:
         groups.setdefault(key, []).append(value)

@@ -60,7 +60,7 @@ class BucketLimits:
     """The sizes in bytes at which a bucket is full; its last gradient may exceed it.
 
     The first bucket is small, so that communication starts early in backward; the
-    others are large, since each collective costs a latency.
+    others are large, since each collective has a fixed latency.
     """
 
     first_bytes: int = 1 << 20
@@ -76,8 +76,8 @@ def plan_buckets(
     """Divide gradients into buckets in ``order``, the order of backward.
 
     ``order`` has indices into ``specs``. The gradients of a group share a bucket of any
-    size (or one for each kind), at the position of the group's last gradient in
-    ``order``. Offsets are aligned.
+    size (one for each dtype and device), at the position of the group's last gradient
+    in ``order``. Offsets are aligned.
     """
     group_of = {index: g for g, group in enumerate(groups) for index in group}
     sizes = Counter((group_of[i], specs[i].kind) for i in order if i in group_of)
@@ -146,7 +146,7 @@ class BucketTuning:
         self._last_s = time.perf_counter()
 
     def round_done(self) -> Steps[BucketLimits | None]:
-        """Count a round; return new limits, or None. Collective in some rounds."""
+        """Count a round; return new limits, if any. Collective in some rounds."""
         if self.is_over:
             return None
         now_s = time.perf_counter()
@@ -172,7 +172,7 @@ def _columns(limits: BucketLimits) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """Factors of a reduction: after * sum over ``size`` ranks (before * gradient)."""
+    """Factors applied before and after the sum of a gradient over ``size`` ranks."""
 
     before: float
     after: float
@@ -183,7 +183,7 @@ class Scaling:
 
     @property
     def keep(self) -> float:
-        """The factor for a result that another round must not change."""
+        """The factor for results that must pass the next round unchanged."""
         return 1.0 / (self.size * self.before * self.after)
 
 
@@ -359,7 +359,7 @@ class GradientBucket:
         self._num_own_uses = num_uses + 6 + len(self._views)
 
     def adopt(self) -> None:
-        """Make this the bucket of its gradients, and move their values into it."""
+        """Assign the gradients to this bucket, and move their values into it."""
         for gradient, view in zip(self.gradients, self._views, strict=True):
             if not gradient.is_planned:
                 continue
@@ -433,7 +433,7 @@ class GradientBucket:
         self.works = next(total)
 
     def go_to(self, stage: int) -> None:
-        """Wait for a stage of the current sum, if there is one."""
+        """Advance the current sum, if there is one, to a stage."""
         while self._sum is not None and self._stage < stage:
             self._stage += 1
             self.works = next(self._sum, ())
@@ -447,7 +447,7 @@ class GradientBucket:
         return round(float(self.flags[flag].real))
 
     def finish(self, scaling: Scaling, keep: Callable[[], float]) -> bool:
-        """Assign the results to ``grad``; return True if backward has added to one.
+        """Assign results to ``grad``; return True if backward has added gradients.
 
         ``keep`` returns the factor for a result that enters the next round.
         """
@@ -518,7 +518,7 @@ def reduce_sparse(
 
 
 def _own(gradient: Gradient, scaling: Scaling) -> tuple[Tensor, Tensor]:
-    """Return this rank's indices, one row per entry, and its scaled entries."""
+    """Return this rank's sparse indices, one row per entry, and the scaled entries."""
     grad = gradient.parameter.grad
     if grad is None or not gradient.is_planned:
         return no_entries(gradient)

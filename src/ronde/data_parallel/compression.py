@@ -11,7 +11,7 @@ from ronde.errors import UsageError
 
 
 class Compressor(Protocol):
-    """Protocol of deterministic functions that keep the number of elements."""
+    """Protocol of a deterministic compression that preserves the number of elements."""
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:

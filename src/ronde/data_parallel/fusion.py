@@ -64,7 +64,7 @@ def is_fusible(parameter: Tensor) -> bool:
 
 
 def fuse(gradients: Sequence[Gradient]) -> list[RemovableHandle]:
-    """Make this backward pass write gradients into buckets; return the hooks."""
+    """Make this backward pass write gradients into buckets; return hook handles."""
     backward = current_backward()
     by_weight = {g.parameter: g for g in gradients if g.is_fusible}
     code = _engine_run_backward.__code__
@@ -83,7 +83,7 @@ def fuse(gradients: Sequence[Gradient]) -> list[RemovableHandle]:
 def _paths(
     roots: Sequence[Node], by_weight: Mapping[Tensor, Gradient]
 ) -> list[tuple[Gradient, Sequence[Node]]]:
-    """Return the nodes from product to weight, for weights that are used once."""
+    """Return the nodes from product to weight, for each weight that is used once."""
     num_uses = Counter(roots)
     user: dict[Node, Node] = {}
     leaves: list[Node] = []

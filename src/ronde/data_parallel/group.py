@@ -36,8 +36,8 @@ class ReducerKey(NamedTuple):
 class GroupConnector(Protocol):
     """Connects a reducer with its counterparts on other ranks, at its first use.
 
-    ``waits`` are the waits of this process. ``start`` begins to connect and returns the
-    ranks' sync point. ``connect`` is collective; with ``is_watched`` the stall
+    ``waits`` has the waits of this process. ``start`` begins to connect and returns the
+    sync point of all ranks. ``connect`` is collective; with ``is_watched`` the stall
     inspector watches it. It raises if there is no session, a rank is lost, or the
     ranks' models differ. ``give_up`` makes a running ``connect`` fail.
     """
@@ -53,7 +53,7 @@ class GroupConnector(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ReducerGroup:
-    """The ranks of a connected reducer; also a ``GroupConnector``."""
+    """The connected ranks of a reducer; also a connector that returns itself."""
 
     communicator: Communicator  # used by this reducer only
     coordinator: Coordinator | None = None  # watches the reducer's waits

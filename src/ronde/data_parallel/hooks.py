@@ -20,7 +20,7 @@ from ronde.data_parallel.buckets import Gradient
 def add_hook(
     gradient: Gradient, index: int, method: Callable[[int], None], *, is_before: bool
 ) -> RemovableHandle:
-    """Call a bound method after, or before, backward adds to a gradient.
+    """Hook a gradient: call a bound method before or after backward adds to it.
 
     The method's object is held weakly. Frozen parameters are hooked too.
     """
@@ -49,7 +49,7 @@ def add_hook(
 
 
 def is_last_hook(gradient: Gradient) -> bool:
-    """Return True if the reducer's hook is the last one, else move it to the end.
+    """Return True if the reducer's hook is the last one; else move it to the end.
 
     Later hooks would not find the gradient, as the reducer's hook removes it.
     """
@@ -94,7 +94,7 @@ def current_backward() -> int:
 
 
 def is_nested_backward() -> bool:
-    """Return True in a backward run by a node of another: reentrant checkpointing."""
+    """Return True in a backward run inside another (reentrant checkpointing)."""
     # The engine calls nodes written in Python through this function.
     return caller_frame(BackwardCFunction.apply.__code__) is not None
 

@@ -127,7 +127,7 @@ class FlagReader:
 
 
 class StepCheck:
-    """Finds ranks that ran backward unequally often between two optimizer steps.
+    """Finds ranks that ran backward more often than others between optimizer steps.
 
     Each rank that trains sets one of three flags, chosen by its step count modulo 3. If
     more than one sum is nonzero, a round has added up gradients of different steps.
@@ -168,7 +168,7 @@ class RoundChecks:
         self._has_sums = True  # the first bucket's memory has sums of drift
 
     def restart(self) -> None:
-        """Reset, on all ranks, after they have taken different numbers of steps."""
+        """Restart all checks. Call this on all ranks once step counts have diverged."""
         self.steps, self._reader = StepCheck(), FlagReader()
         self.drift.restart()
 
@@ -247,7 +247,7 @@ def require_equal(everyone: Sequence[list[str] | None]) -> None:
 
 
 class ReductionRounds:
-    """Runs rounds, one after the other; not thread-safe.
+    """Runs one round after the other; not thread-safe.
 
     All ranks launch the buckets in the same order, then sparse gradients. A full bucket
     waits for the preceding ones, because collectives are matched by their order.
@@ -265,7 +265,7 @@ class ReductionRounds:
         connector: GroupConnector,
         communicators: list[Communicator],
     ) -> None:
-        """``gradients`` may grow; new communicators are added to ``communicators``."""
+        """``gradients`` may grow later; new communicators go to ``communicators``."""
         self._gradients, self._options = gradients, options
         self._connector, self._communicators = connector, communicators
         self.is_connected = False
@@ -289,7 +289,7 @@ class ReductionRounds:
         self._tuning: BucketTuning | None = None
 
     def start(self) -> SyncPoint:
-        """Begin to connect, if necessary; return the ranks' sync point."""
+        """Begin to connect, if necessary; return the sync point of all ranks."""
         return self._point if self.is_connected else self._connector.start()
 
     def set_options(self, options: ReducerOptions) -> None:
@@ -309,7 +309,7 @@ class ReductionRounds:
 
     @property
     def tuned_limits(self) -> BucketLimits | None:
-        """The bucket sizes found by tuning, or None before its end."""
+        """The bucket sizes found by tuning, or None before tuning ends."""
         is_over = self._tuning is not None and self._tuning.is_over
         return self._limits if is_over else None
 
@@ -322,7 +322,7 @@ class ReductionRounds:
         )
 
     def arrive(self, index: int, *, is_final: bool = True) -> None:
-        """Handle a gradient of backward; if not ``is_final``, it is copied in later."""
+        """Handle a gradient from backward; copy it in now only if ``is_final``."""
         if not self.is_open:
             self._open()
         gradient = self._gradients[index]
@@ -414,7 +414,7 @@ class ReductionRounds:
                 bucket.start(self._sum_of(bucket), self.scaling)
 
     def _complete(self) -> Steps[bool]:
-        """Launch the rest and wait for all; return True if backward added meanwhile."""
+        """Launch and finish all buckets; return True if backward added gradients."""
         self._launch(has_all=True)
         self.is_open = False
 
@@ -529,7 +529,7 @@ class ReductionRounds:
         return new, arrivals[0] or []
 
     def _arrange(self, order: Sequence[int]) -> Steps[None]:
-        """Plan buckets for ``order``, then the other planned gradients; collective."""
+        """Plan buckets for ``order``, then all other known gradients; collective."""
         self._order = [*order, *sorted(set(self._order) - set(order), reverse=True)]
         specs, dense = self._specs_and_dense()
         plans = plan_buckets(specs, dense, self._limits, self._options.groups)
@@ -569,7 +569,7 @@ class ReductionRounds:
         return specs, [i for i in self._order if not self._gradients[i].sparse_dims]
 
     def _tune(self) -> Steps[None]:
-        """Try other bucket sizes, if tuning is on; collective in some rounds."""
+        """Try other bucket sizes, if tuning is enabled; collective in some rounds."""
         options = self._options
         if options.tuning is None or not self.buckets:
             return

@@ -1,4 +1,4 @@
-"""The program of a rank of ``horovod.run``: ``python -m ronde.horovod DIRECTORY``."""
+"""The program of ``horovod.run``'s ranks: ``python -m ronde.horovod DIRECTORY``."""
 
 import sys
 from pathlib import Path

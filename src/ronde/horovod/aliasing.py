@@ -65,7 +65,7 @@ class _Finder(MetaPathFinder):
 
 
 def _loader(name: str) -> tuple[Loader | None, bool]:
-    """Return the loader of one of Horovod's modules, and True if it is a package."""
+    """Return a loader for one of Horovod's modules, and True if it is a package."""
     if name == _RUN:
         return _Loader(_find_run), True
     if name in _MODULES:
@@ -96,14 +96,14 @@ class _Loader(Loader):
 
 
 def _find_run() -> ModuleType:
-    """Make ``import horovod.run.runner`` work; ``horovod.run`` stays a function."""
+    """Make ``import horovod.run.runner`` work, though ``horovod.run`` is a function."""
     run = import_module("ronde.horovod").run
     run.run = run
     return cast("ModuleType", run)
 
 
 def _find_package(name: str) -> ModuleType:
-    """Create one of Horovod's packages that have only modules, and ``run``."""
+    """Create an empty package of Horovod's; ``horovod.runner`` gets ``run``."""
     module = sys.modules.setdefault(f"horovod.{name}", ModuleType(f"horovod.{name}"))
     if name == "runner":
         module.__dict__["run"] = import_module("ronde.horovod").run

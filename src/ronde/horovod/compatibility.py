@@ -94,7 +94,7 @@ def env(**kwargs: str | None) -> Generator[None]:
 
 
 def is_version_greater_equal_than(ver: str, target: str) -> bool:
-    """Return True if ``ver`` is at least ``target``, a ``major.minor.patch``."""
+    """Return True if version ``ver`` is at least ``target`` (``major.minor.patch``)."""
     from packaging.version import Version
 
     if target.count(".") != 2:
@@ -122,10 +122,10 @@ class BaseDataLoader:
 
 
 class AsyncDataLoaderMixin(BaseDataLoader):
-    """Mixin that prefetches in a thread; it precedes a ``BaseDataLoader`` base.
+    """Mixin that prefetches batches in a thread; list it before ``BaseDataLoader``.
 
-    The thread runs over all epochs until ``close_async_loader``. If
-    ``async_loader_queue_size`` is 0, none runs. ``debug_data_loader`` logs each batch.
+    The thread loads epoch after epoch until ``close_async_loader``. There is no thread
+    if ``async_loader_queue_size`` is 0. ``debug_data_loader`` logs each batch.
     """
 
     def __init__(

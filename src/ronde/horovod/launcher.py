@@ -165,7 +165,7 @@ def _renamed(asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def _words(asked: Mapping[str, Any]) -> list[str]:
-    """Return the command line that starts ranks, without their program."""
+    """Return the ``ronde run`` command that starts the ranks, without their program."""
     # --standalone, as the call is in a folder of this machine.
     words = [sys.executable, "-m", "ronde", "run", "--standalone", "--horovod-alias"]
     if read_rank_info().size == 1:
@@ -203,7 +203,7 @@ def run_job(words: Sequence[str]) -> None:
 
 
 def _show_job(words: Sequence[str]) -> tuple[int, Iterable[str]]:
-    """Run a command and show its output; return exit code and last stderr lines."""
+    """Run a command and show its output; return its exit code and last stderr lines."""
     errors: deque[str] = deque(maxlen=_TAIL_LINES)
     # In a notebook ``sys.stdout`` and ``sys.stderr`` are not the process's own.
     devnull, pipe = subprocess.DEVNULL, subprocess.PIPE

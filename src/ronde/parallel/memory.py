@@ -2,7 +2,7 @@
 
 Only a rank's parameters after division by pp and tp are counted. A unit is a group of
 parameters that FSDP2 gathers and reduces together; units are in the order of the
-forward. Activations are not counted.
+forward pass. Activations are not counted.
 
 Source: Rajbhandari et al. 2020 (arXiv:1910.02054) for the model states; FSDPMemTracker
 of torch 2.13 for the peaks.
@@ -29,7 +29,7 @@ class Precision(StrEnum):
 
 
 class OptimizerName(StrEnum):
-    """Optimizers with a memory estimate. All state is fp32."""
+    """Optimizers for which memory can be estimated. All state is fp32."""
 
     ADAM = "Adam"
     SGD_MOMENTUM = "SGD momentum"
@@ -117,9 +117,9 @@ class Sharding:
     def peak(self, units: Sequence[int]) -> RankMemory:
         """Return the peak memory of a step, for units with these parameter counts.
 
-        zero 0 includes DDP's buckets (without ``gradient_as_bucket_view``). With zero 2
-        and 3 FSDP2 keeps fp32 shards of weights and gradients; the gathered unit and
-        the buffers of running collectives are in ``precision``.
+        With zero 0 this includes DDP's buckets (without ``gradient_as_bucket_view``).
+        With zero 2 and 3 FSDP2 keeps fp32 shards of weights and gradients; the gathered
+        unit and the buffers of running collectives are in ``precision``.
         """
         if not units or min(units) < 1:
             raise UsageError(
@@ -147,7 +147,7 @@ class Sharding:
         return -(-num_params // self.num_ranks)
 
     def _forward(self, units: Sequence[int], unit: int) -> list[tuple[str, int]]:
-        """Return the extra memory once ``unit`` is gathered, with zero 2."""
+        """Return the extra memory after ``unit`` is gathered in the forward."""
         before = units[unit - 1] if unit else 0
         gathered = list(accumulate(units))[unit]
         return [

@@ -1,6 +1,6 @@
 """The idle time of pipeline schedules, and the division of layers into stages.
 
-A forward is assumed to take 1, a backward 2, and messages no time.
+A forward pass is assumed to take one unit of time, a backward pass two, messages none.
 
 Source: Huang et al. 2019 (arXiv:1811.06965) for GPipe; Narayanan et al. 2021
 (arXiv:2104.04473) for 1F1B and its interleaved form.
@@ -61,7 +61,7 @@ class Pipeline:
 
 
 def cut_evenly(costs: Sequence[float], num_stages: int) -> tuple[range, ...]:
-    """Cut layers into consecutive stages with the smallest possible maximal cost.
+    """Divide layers into consecutive stages so that the largest stage cost is minimal.
 
     Every stage has at least one layer.
 

@@ -19,7 +19,7 @@ def step_traffic(layout: Layout, sizes: StepSizes, zero: int) -> dict[str, float
     """Return the bytes that the busiest rank sends along each axis.
 
     Gradients are reduced over dp_shard, then their shards over dp_replicate. Weights
-    are gathered once over dp_shard, with zero 3 twice. A middle stage of a pipeline
+    are gathered once over dp_shard, or twice with zero 3. A middle stage of a pipeline
     sends activations forward and their gradients back. cp has no entry, as its traffic
     depends on the kind of attention.
 

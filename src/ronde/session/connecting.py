@@ -119,7 +119,7 @@ class Connector:
         self.key = ReducerKey(set_id, int(_digest(self._name), 16), len(state.ranks))
 
     def _compare(self) -> Steps[None]:
-        """Compare models of ranks that wait for different names; agree on one name."""
+        """Compare models of ranks that wait under different names; agree on one."""
         line = json.dumps([self._name, self._parameters]) + "\n"
         sent = torch.frombuffer(bytearray(line.encode()), dtype=torch.uint8)
         work = Allgather(self._process_set, "optimizer.parameters").start((sent,))

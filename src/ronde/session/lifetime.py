@@ -216,7 +216,7 @@ class _Entry(NamedTuple):
 
 
 def _enter_view(member: Member, engine: str, sets: SetTable, reason: str) -> ViewBegins:
-    """Report to the launcher until the ranks of a new view have connected."""
+    """Report to the launcher until the ranks of a new view are connected."""
     while True:
         try:
             if member.is_over or reason:

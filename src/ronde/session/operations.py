@@ -87,7 +87,7 @@ def require_adasum(process_set: ProcessSet, size: int) -> None:
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Return True for a DTensor, as in FSDP2 and tensor parallelism."""
+    """Return True for a DTensor, the tensor class of FSDP2 and tensor parallelism."""
     # A program with DTensors has imported their module; importing it here is slow.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
@@ -135,7 +135,7 @@ class NamedCollective:
         in_place: bool = False,
         convert: Callable[[Any], Any] = lambda result: result,
     ) -> int:
-        """Start the collective; return a handle, with a result made by ``convert``."""
+        """Start the collective; return a handle. ``convert`` is applied to results."""
         given = tuple(tensors)
         work = self.start(given, in_place=in_place) if given else Work[Any](())
 
@@ -148,7 +148,7 @@ class NamedCollective:
         return handle
 
     def result(self, results: Tensors) -> Any:  # noqa: ANN401  a tensor or a tuple
-        """Return the single result, or a tuple of a group's or of several results."""
+        """Return a tuple for a group or several results, else the single result."""
         return results if self.is_group or len(results) > 1 else results[0]
 
     def _finish(self, results: Any) -> tuple[Tensor, ...]:  # noqa: ANN401  the operation's own
@@ -223,7 +223,7 @@ class Broadcast(NamedCollective):
 
 @dataclass(slots=True)
 class Reducescatter(NamedCollective):
-    """The sum or average over ranks, with each rank's own rows as its result."""
+    """A sum or average over ranks, of which each rank gets its own rows."""
 
     kind = OpKind.REDUCESCATTER
 
@@ -298,7 +298,7 @@ def poll(handle: int) -> bool:
 
 @outside_compiler
 def synchronize(handle: int) -> Any:  # noqa: ANN401  each operation's own result
-    """Wait for an operation; return its result, None for an unknown handle."""
+    """Wait for an operation and return its result; None if the handle is unknown."""
     handles = current_session().handles
     if handle not in handles:
         return None
@@ -355,7 +355,7 @@ def allgather_object(
 
 
 class NamedTransport:
-    """Sends an object's bytes by named collectives, addressed by global rank."""
+    """Sends the bytes of an object with named collectives; ranks are global."""
 
     def __init__(self, name: str | None, process_set: ProcessSet) -> None:
         state = state_of(process_set, OpKind.BROADCAST)

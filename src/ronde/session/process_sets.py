@@ -64,7 +64,7 @@ def register(
 ) -> bool:
     """Give a set an id and connect its ranks; collective.
 
-    Returns False if another set has the same ranks, unless ``can_equal``.
+    Returns False if another set has the same ranks; ``can_equal`` permits this.
     """
     ranks = tuple(process_set.ranks)
     size = session.world.size

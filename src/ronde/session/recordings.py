@@ -54,7 +54,7 @@ class Recordings:
 
     @property
     def recorder(self) -> Recorder | None:
-        """The recorder for coordinators; this object if both timelines run."""
+        """The recorder for coordinators: this object itself if both timelines run."""
         if self._launcher and self._own:
             return self
         recording = self._launcher or self._own
@@ -103,7 +103,7 @@ class Recordings:
         )
 
     def _is_writable(self, path: Path, shared: SharedStore | None) -> bool:
-        """Return True, on all ranks, if rank 0 can write its file."""
+        """Return rank 0's answer on all ranks: True if it can write its file."""
         is_writable = True
         if self.rank == 0:
             try:

@@ -130,7 +130,7 @@ class ProcessSetState:
     _taken: set[tuple[str, int]] = field(default_factory=set[tuple[str, int]])
 
     def claim_number(self, label: str, number: int | None = None) -> int:
-        """Return an unused number for this label, ``number`` itself if possible."""
+        """Reserve an unused number for a label: ``number`` itself if it is free."""
         if number is None or (label, number) in self._taken:
             number = next(i for i in count() if (label, i) not in self._taken)
         self._taken.add((label, number))
@@ -176,7 +176,7 @@ class Session:
     def connect(
         self, set_id: int, ranks: Sequence[int], own: Communicator | None = None
     ) -> ProcessSetState:
-        """Connect a set's ascending ranks, over ``own`` if given; collective."""
+        """Connect the sorted ranks, by ``own`` or a new communicator; collective."""
         connections, rank = self.connections, ranks.index(self.world.rank)
         name = f"set{set_id}"
         if own is None:
@@ -211,12 +211,12 @@ class Session:
 
     @property
     def is_of_views(self) -> bool:
-        """True if this rank is in a view of an elastic job, or waits for one."""
+        """True if this rank is in a view of an elastic job or waits to enter one."""
         return self.view is not None or self.expected is not None
 
     @property
     def source(self) -> int:
-        """The rank that all others copy their state from when a view begins."""
+        """The rank from which all other ranks copy their state when a view begins."""
         if self.view is None or self.begins is None:
             return 0
         return self.view.rank_of(self.begins.source)
@@ -275,7 +275,7 @@ def current_world() -> World:
 
 
 def state_of(process_set: ProcessSet, kind: OpKind) -> ProcessSetState:
-    """Return this rank's state of a process set; ``kind`` is named in errors."""
+    """Return this rank's state in a process set; error messages name ``kind``."""
     session = current_session()
     set_id = process_set.process_set_id
     state = session.states.get(set_id) if set_id is not None else None
@@ -313,7 +313,7 @@ def _ranks_of(comm: Any) -> list[int]:  # noqa: ANN401  mpi4py's
 
 
 def _leave_to_parent() -> None:
-    """In a forked child, leave the session to the parent without closing it."""
+    """Leave the session to the parent without closing it, in a forked child."""
     if sessions and current_world().size > 1:
         parents.append(current_world())
         _kept.append(sessions.pop())
@@ -380,7 +380,7 @@ def mpi_enabled() -> bool:
 
 
 def mpi_threads_supported() -> bool:
-    """Return True if several threads may call MPI; ``UsageError`` without MPI."""
+    """Return True if several threads may call MPI; raise ``UsageError`` without MPI."""
     if not mpi_enabled():
         raise UsageError(
             "Horovod MPI is not enabled; Please make sure it's installed and enabled."
@@ -399,7 +399,7 @@ gloo_enabled = gloo_built
 
 
 def nccl_built() -> int:
-    """Return the version of torch's NCCL, such as 22304 for 2.23.4; 0 without it."""
+    """Return torch's NCCL version, such as 22304 for 2.23.4; 0 if it has none."""
     if not distributed.is_available() or not distributed.is_nccl_available():
         return 0
     major, minor, patch = cast("tuple[int, ...]", nccl.version())[:3]

@@ -62,7 +62,7 @@ class DeltaStep:
 
     @torch.no_grad()
     def participate_with_zeros(self) -> None:
-        """Contribute zeros to other ranks' steps until no rank trains."""
+        """Contribute zeros to other ranks' steps until no rank trains any more."""
         communicator = self._connected(is_watched=False)
         while communicator.all_reduce(torch.zeros(1, device="cpu")).wait().item():
             self._num_steps += 1

@@ -89,7 +89,7 @@ class OptimizerState:
     def expect(self, plain: Any) -> None:  # noqa: ANN401  JSON's
         """Prepare ``tensors`` to receive another rank's state.
 
-        If ``plain`` is equal on both ranks, the optimizer's own tensors are used.
+        If ``plain`` equals this rank's own, the optimizer's own tensors are used.
         """
         is_sharded = DistributedOptimizer.share_of(self._optimizer) is not None
         if plain != self.plain or is_sharded:
@@ -110,10 +110,10 @@ def check_parity(
 ) -> Drift:
     """Compare weights and optimizer state bitwise between ranks; collective.
 
-    This compares the model's parameters, and the optimizer's state and options. It
-    leaves out buffers, such as the statistics of ``BatchNorm``, which may differ
-    between ranks, and with ``zero=1`` the state. Sharded parameters raise
-    ``UsageError``.
+    This compares the model's parameters, and the optimizer's state and options. Two
+    things are not compared, because they may differ between ranks: buffers, such as
+    the statistics of ``BatchNorm``, and with ``zero=1`` the optimizer's state. Sharded
+    parameters raise ``UsageError``.
     """
     named = [(plain_name(name), p) for name, p in model.named_parameters()]
     require_whole(parameter for _, parameter in named)

@@ -281,7 +281,10 @@ def sparse_allreduce_async(
 def allgather(
     tensor: Tensor, name: Name = None, process_set: ProcessSet = _ALL
 ) -> Tensor:
-    """Return the ranks' tensors, concatenated; dimension 0 may differ by rank."""
+    """Return the tensors of all ranks, concatenated along dimension 0.
+
+    The size of dimension 0 may differ between ranks.
+    """
     return _run(Allgather(process_set, name), (tensor,))[0]
 
 
@@ -315,7 +318,7 @@ def grouped_allgather_async(
 def broadcast(
     tensor: Tensor, root_rank: int, name: Name = None, process_set: ProcessSet = _ALL
 ) -> Tensor:
-    """Return the tensor of ``root_rank``, a global rank even in a process set."""
+    """Return the tensor of ``root_rank``, which is global even in a process set."""
     return _run(Broadcast(process_set, name, root_rank=root_rank), (tensor,))[0]
 
 
@@ -467,7 +470,7 @@ class _Differentiable(torch.autograd.Function):
 def _differentiate(
     collective: NamedCollective, gradients: Tensors, num_rows: list[int]
 ) -> Tensors:
-    """Return the gradients of the inputs, which have ``num_rows`` rows."""
+    """Return the gradients of the inputs; ``num_rows`` has each input's rows."""
     process_set, is_group = collective.process_set, collective.is_group
     name = collective.name and f"{collective.name}.gradient"
     state = state_of(process_set, collective.kind)

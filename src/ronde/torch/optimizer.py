@@ -212,7 +212,7 @@ class DistributedOptimizer(OptimizerProxy):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401 - the wrapped one's
         """Step with gradients that are reduced over all ranks.
 
-        The gradients of ``closure`` are reduced at each of its calls; its loss is not.
+        Each call of ``closure`` has its gradients reduced; its loss is not reduced.
         """
         if not self._is_checked:
             if (self._reducer or self._delta) is not None:
@@ -246,12 +246,12 @@ class DistributedOptimizer(OptimizerProxy):
         return result
 
     def report(self) -> Part:
-        """Return the number of steps, for this rank's status."""
+        """Return the number of steps, to be shown in this rank's status."""
         return Part(step=self._num_steps)
 
     @outside_compiler
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset gradients; ``AssertionError`` if a reduction is postponed."""
+        """Reset gradients; raise ``AssertionError`` if a reduction is postponed."""
         if self._reducer is not None:
             self._reducer.refuse_put_off()
             if self._is_synchronized:  # but not stepped: GradScaler found an inf
@@ -284,7 +284,7 @@ class DistributedOptimizer(OptimizerProxy):
 
     @property
     def reducer(self) -> Reducer | None:
-        """The gradients' reducer; None with Adasum, on one rank, or outside the set."""
+        """The gradients' reducer; None with Adasum, one rank, or outside the set."""
         return self._reducer
 
     @property
@@ -316,13 +316,13 @@ class DistributedOptimizer(OptimizerProxy):
     def state_dict(self) -> dict[str, Any]:
         """Return the wrapped optimizer's state.
 
-        With ``zero=1`` call it only on the ``root`` of ``consolidate_state_dict()``,
-        and before the next step.
+        With ``zero=1``, first call ``consolidate_state_dict()`` on all ranks; then call
+        this only on its ``root``, and before the next step.
         """
         return (self._sharded or self.wrapped).state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a plain optimizer's state; with ``zero=1`` this rank's share of it."""
+        """Load a plain optimizer's state; with ``zero=1``, only this rank's share."""
         (self._sharded or self.wrapped).load_state_dict(state_dict)
 
     @staticmethod
@@ -559,14 +559,14 @@ def _default_name(group: int, index: int) -> str:
 
 
 def plain_name(name: str) -> str:
-    """Remove the prefix that ``torch.compile`` adds, as not every rank may use it."""
+    """Remove the prefix that ``torch.compile`` adds, as some ranks may not compile."""
     return name.replace("_orig_mod.", "")
 
 
 def _name_parameters(
     optimizer: Optimizer, named_parameters: Iterable[object] | None
 ) -> list[tuple[str, Tensor]]:
-    """Pair every parameter of ``optimizer`` with a unique name, in its order."""
+    """Pair each parameter with a unique name, in the order of ``optimizer``."""
     if named_parameters is None:
         return [
             (_default_name(g, i), parameter)
@@ -606,10 +606,10 @@ def group_indices(
     groups: int | Sequence[Sequence[Tensor]] | None,
     num_groups: int = 0,
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the indices of trained parameters in each of Horovod's ``groups``.
+    """Return the indices of the trained parameters in each group.
 
-    ``groups`` is the number of groups, which then have consecutive parameters, or the
-    members of each group.
+    ``groups`` is Horovod's argument: the members of each group, or a number of groups,
+    which then have consecutive parameters.
     """
     if num_groups:
         warnings.warn(
@@ -652,7 +652,7 @@ def _refuse_sharded(named: Iterable[tuple[str, Tensor]]) -> None:
 def _refuse_averaged(parameters: Iterable[Tensor]) -> None:
     """Raise if DistributedDataParallel averages the gradients of these parameters.
 
-    It leaves no mark on parameters, so all objects are searched for such a model.
+    DDP leaves no mark on parameters, so all objects are searched for a DDP model.
     """
     if not (distributed.is_available() and distributed.is_initialized()):
         return

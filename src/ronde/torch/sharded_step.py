@@ -110,8 +110,8 @@ def _own_step(kind: Any) -> object:  # noqa: ANN401  a class
 class ShardedStep:
     """The step of an optimizer with its state divided among all ranks.
 
-    On all ranks the parameters have the same order and values, and the same ones
-    require a gradient.
+    Parameters must have the same order and values on all ranks, and the same parameters
+    must require a gradient.
     """
 
     def __init__(self, optimizer: Optimizer, rank: int, size: int) -> None:
@@ -178,7 +178,7 @@ class ShardedStep:
 
     @property
     def options(self) -> list[dict[str, Any]]:
-        """The options of the groups, such as learning rates."""
+        """The options of the optimizer's groups, such as learning rates."""
         groups = self._optimizer.param_groups
         return [{k: v for k, v in each.items() if k != "params"} for each in groups]
 
@@ -215,7 +215,7 @@ class ShardedStep:
 
     @torch.no_grad()
     def put(self, pieces: Sequence[SharePiece]) -> None:
-        """Load the parameters of an old share, and this rank's part of its state."""
+        """Load the parameters of an old share, and the state of this rank's parts."""
         own: dict[int, list[_Part]] = {}
         for part in (part for row in self._rows for part in row.parts[self._rank]):
             own.setdefault(part.parameter, []).append(part)
@@ -228,7 +228,7 @@ class ShardedStep:
                     _put_state(self._optimizer.state[tensor], part, piece)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a plain optimizer's state, as loaded or consolidated on this rank."""
+        """Return the full optimizer state that was last loaded or consolidated."""
         if self._whole is None:
             # A rank's share may be empty, and have no state.
             if self._optimizer.state or self._communicator is not None:
@@ -332,7 +332,7 @@ class ShardedStep:
 
     @torch.no_grad()
     def _own_parts(self) -> list[list[Tensor]]:
-        """Return this rank's parts with their gradients, for each group."""
+        """Return this rank's parts for each group, and set their gradients."""
         self._cut_new()
         groups: list[list[Tensor]] = []
         for group in self._own_groups():

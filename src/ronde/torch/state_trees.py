@@ -40,7 +40,7 @@ def split_tree(value: Any, tensors: list[Tensor]) -> Any:  # noqa: ANN401 - a tr
 
 
 def rebuild_tree(plain: Any, tensors: list[Tensor], device: str | None = None) -> Any:  # noqa: ANN401 - a tree
-    """Return the tree with new, empty tensors, which are appended to ``tensors``.
+    """Return the tree with uninitialised tensors, which are appended to ``tensors``.
 
     The tensors are on ``device``, or by default on the original device types.
     """

@@ -16,11 +16,11 @@ from ronde.torch.mpi_ops import Sum, allreduce, allreduce_
 
 
 class SyncBatchNorm(_BatchNorm):
-    """Batch normalization with the statistics of all ranks' batches together.
+    """Batch normalization with statistics computed over the batches of all ranks.
 
     Inputs have the shape (N, C, ...); N may differ from rank to rank, down to 0. In
-    training, all ranks of ``process_set`` must run the layer equally often. A rank
-    that has called ``join()`` counts as a rank without data.
+    training, all ranks of ``process_set`` must run the layer the same number of times.
+    A rank that has called ``join()`` counts as a rank without data.
     """
 
     def __init__(
@@ -125,8 +125,9 @@ class _Normalize(torch.autograd.Function):
 def _moments(inputs: Tensor, process_set: ProcessSet) -> tuple[Tensor, Tensor, Tensor]:
     """Return each channel's mean and variance over all ranks, and its element count.
 
-    The ranks sum their counts, sums and sums of squares in float64. These are derived
-    from each rank's mean and variance, so that a large mean does not cost precision.
+    The ranks sum their counts, sums and sums of squares in float64. The sums are
+    derived from each rank's mean and variance, so that a large mean does not cost
+    precision.
     """
     count = inputs.numel() // inputs.shape[1]
     channels = inputs.shape[1]

@@ -48,7 +48,7 @@ class Version(NamedTuple):
 
 
 class CompleteVersion(NamedTuple):
-    """A version with each of its shares on some rank."""
+    """A version of which every share is stored on at least one rank."""
 
     step: int
     view: int
@@ -115,9 +115,9 @@ class ShareCopies:
         )
 
     def begin(self, *, is_new: bool) -> None:
-        """Cut shares for the current ranks.
+        """Cut new shares for the current ranks.
 
-        With ``is_new``, shares that are cut for the same rank and size stay.
+        With ``is_new``, shares that were already cut for this rank and size stay.
         """
         for each in self.shares:
             if not is_new or each.rank_and_size != (rank(), size()):
@@ -157,7 +157,7 @@ class ShareCopies:
 
 
 def find_keepers(hosts: Sequence[str]) -> list[int]:
-    """Return the rank that stores each rank's copy, if possible on another host."""
+    """Choose the rank to store each rank's copy, preferably on another host."""
     order = sorted(range(len(hosts)), key=lambda r: hosts.index(hosts[r]))
     shift = max(Counter(hosts).values()) % len(hosts) or 1
     keepers = [0] * len(hosts)

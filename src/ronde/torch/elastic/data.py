@@ -82,13 +82,13 @@ class DataSource(Protocol):
 class ElasticLoader:
     """Loads each rank's share of every step from a map-style data set.
 
-    Arguments must be equal on all ranks. With the policy "global", ``batch_size``
-    counts the samples of all ranks together, so it does not depend on their number;
-    with "per-rank" it counts those of one rank. The last batch of an epoch may be
+    Arguments must be equal on all ranks. With the policy "global", ``batch_size`` is
+    the number of samples summed over all ranks, which stays the same when ranks change;
+    with "per-rank" it is the number per rank. The last batch of an epoch may be
     short; ``drop_last`` skips it. ``micro_batch`` is the number of samples of a
-    micro-batch; by default each share is one. If shares or micro-batches differ in
-    size, gradients need ``GradientWeights``. Batch norm computes its statistics per
-    micro-batch.
+    micro-batch; by default a share is one micro-batch. If shares or micro-batches
+    differ in size, gradients need ``GradientWeights``. Batch norm computes its
+    statistics per micro-batch.
 
     With ``seed_samples`` the generators of Python, NumPy and torch are seeded from
     (seed, epoch, id) before each sample is loaded, so that its augmentation is the same
@@ -202,7 +202,7 @@ class ElasticLoader:
         return self.epochs is not None and shard.start.epoch >= self.epochs
 
     def _next_request(self) -> "_Request":
-        """Return the next request, an empty one after the last epoch.
+        """Return the next request, or an empty one after the last epoch.
 
         The requests never end, because ``seek`` may go back.
         """

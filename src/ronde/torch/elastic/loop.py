@@ -115,7 +115,7 @@ class Loop:
         optimizer: A ``DistributedOptimizer``, or several. If one has ``zero=1``, all
             must; each rank then keeps a copy of another rank's share.
         data: An ``ElasticLoader`` or ``ElasticShards``, or a map-style data set.
-        batch: The samples per step of all ranks together; only with a data set.
+        batch: The number of samples per step, over all ranks; only with a data set.
         epochs: The number of epochs; only with a data set.
         objects: Other objects with ``state_dict()`` and ``load_state_dict()``, such as
             learning-rate schedulers and gradient scalers, by name. All ranks must
@@ -169,7 +169,7 @@ class Loop:
 
     @property
     def num_applied(self) -> int:
-        """The number of applied steps, over all views."""
+        """The number of steps applied since training began, including earlier views."""
         return self._training.num_applied
 
     def __iter__(self) -> Iterator[Step]:
@@ -201,7 +201,7 @@ class Loop:
     # Steps
 
     def _next(self) -> Step | None:
-        """Return the next step, or None after the last; change the view if needed."""
+        """Return the next step, or None at the end; change the view if needed."""
         while True:
             try:
                 is_over = ""
@@ -234,7 +234,7 @@ class Loop:
         self._save(self._undone_tensors())
 
     def end_step(self, step: Step, error: BaseException | None) -> bool:
-        """Count the step; if a collective failed, undo it and enter the next view."""
+        """Count the step; after a failed collective, undo it and enter a new view."""
         self._step = None
         if error is None:
             if not step.is_applied:  # a gradient scaler may skip step()

@@ -49,7 +49,7 @@ def derive_seed(*numbers: int) -> int:
 
 
 def order_of(num_samples: int, seed: int, epoch: int) -> Ids:
-    """Return all sample ids in shuffled order, int32 for fewer than 2^31."""
+    """Return all sample ids in shuffled order, as int32 if they fit."""
     ids = np.arange(num_samples, dtype=np.int32 if num_samples < 1 << 31 else np.int64)
     np.random.Generator(np.random.PCG64(derive_seed(seed, epoch))).shuffle(ids)
     return ids
@@ -59,7 +59,7 @@ def shard_batch(num_samples: int, rank: int, size: int, micro_batch: int = 1) ->
     """Return one rank's slice of a batch, in whole micro-batches.
 
     Only the last rank's last micro-batch may be short. Ranks differ by at most one
-    micro-batch, and no rank has more than the last one.
+    micro-batch, and no rank has more than the last rank.
     """
     num_micro_batches = -(-num_samples // micro_batch)
     first, end = (num_micro_batches * each // size for each in (rank, rank + 1))
@@ -93,7 +93,7 @@ class StepSampler:
             )
 
     def full_batch(self, size: int) -> int:
-        """Return the number of samples in a full step, of all ranks together."""
+        """Return the number of samples in a full step, summed over all ranks."""
         batch = self.batch_size * (size if self.policy == "per-rank" else 1)
         if self.drop_last and batch > self.num_samples:
             raise UsageError(
@@ -125,7 +125,7 @@ class StepSampler:
         return StepShard(start, position, batch_size, ids, parts, weights)
 
     def _first_step(self, position: Position, full: int) -> Position:
-        """Return ``position``, or the next epoch if this one has no step left."""
+        """Return ``position``, or the next epoch's start if no step is left."""
         needed = full if self.drop_last else 1
         is_over = self.num_samples - position.samples < needed
         return Position(position.epoch + 1) if is_over else position

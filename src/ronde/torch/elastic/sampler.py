@@ -26,7 +26,7 @@ class ElasticSampler(Sampler[int]):
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch, with no sample processed."""
+        """Begin an epoch, in which no sample is processed yet."""
         self.epoch = epoch
         self.processed_num = 0
         self.reset()

@@ -1,4 +1,4 @@
-"""Elastic data from iterables with their own state, like ``StatefulDataLoader``."""
+"""Elastic data from iterables that have a state, such as ``StatefulDataLoader``."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
@@ -60,11 +60,11 @@ class ElasticShards:
     """Data of an elastic job in shards, each read by a single rank.
 
     A step takes one batch from every shard that is not at its end. Each rank gets the
-    batches of its own shards as micro-batches, possibly none. So the batch of all ranks
-    together does not depend on their number. ``next()`` is collective, as it sums the
+    batches of its own shards as micro-batches, possibly none. So the total batch
+    does not depend on the number of ranks. ``next()`` is collective, as it sums the
     numbers of samples over ranks.
 
-    ``position.samples`` counts steps of the epoch here. A lost rank's shards continue
+    Here ``position.samples`` counts steps, not samples. A lost rank's shards continue
     from the newest state that another rank got through ``load_state_dict`` or
     ``merge_states``; later batches are read again and dropped.
 
@@ -175,7 +175,7 @@ class _Shard:
         self._end = (-1, 0)  # the last finished epoch, and its number of batches
 
     def draw(self, epoch: int, number: int) -> list[Any]:
-        """Return a list with batch ``number`` of ``epoch``, empty past the end."""
+        """Return a list with batch ``number`` of ``epoch``, or [] past the end."""
         wanted = (epoch, number)
         is_drawn = self._last is not None and self._last[0] == wanted
         is_known = is_drawn or self._is_past_end(wanted)

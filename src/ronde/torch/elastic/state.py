@@ -47,7 +47,7 @@ class HostUpdateResult(IntFlag):
 class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818  Horovod's name
     """Raised when hosts were added or removed.
 
-    With ``skip_sync`` the remaining ranks have equal state.
+    ``skip_sync`` means that the remaining ranks have equal state.
     """
 
     def __init__(self, skip_sync: bool) -> None:
@@ -247,7 +247,7 @@ class StateDictHandler(StateHandler):
 
 @torch.no_grad()
 def _copy_into(kept: Any, value: Any) -> Any:
-    """Return a copy of ``value``, in the tensors of ``kept`` if they fit."""
+    """Return a copy of ``value``, reusing the tensors of ``kept`` that fit."""
     if type(value) in (dict, OrderedDict):
         old = cast("dict[Any, Any]", kept) if isinstance(kept, dict) else {}
         copied = copy(value)
@@ -306,12 +306,12 @@ _registry: HandlerRegistry = [
 
 
 def get_handler_registry() -> HandlerRegistry:
-    """Return a copy of the registry of handlers by type."""
+    """Return a copy of the registry, which maps types to their handlers."""
     return list(_registry)
 
 
 def set_handler_registry(registry: HandlerRegistry) -> None:
-    """Replace the registry of handlers by type."""
+    """Replace the registry, which maps types to their handlers."""
     _registry[:] = registry
 
 
@@ -380,7 +380,7 @@ def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
     The function's first argument is the state, which is equal on all ranks. When a
     collective fails (``HorovodInternalError``), the state returns to its last commit;
     when hosts change, it stays. In both cases the ranks reconnect, and the function is
-    called again. After repeated quick failures, this waits between 0.1 s and 10 s.
+    called again. Repeated quick failures are followed by pauses of 0.1 s to 10 s.
 
     Raises:
         CollectiveError: There were more resets than ``HOROVOD_RESET_LIMIT`` allows.
@@ -461,7 +461,7 @@ def _notify() -> None:
 
 
 class _Pause:
-    """Pause between attempts: 0 at first, then longer after each quick failure."""
+    """The pause between attempts: 0 at first, longer after each quick failure."""
 
     def __init__(self) -> None:
         self.began_s = 0.0

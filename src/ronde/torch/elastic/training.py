@@ -1,4 +1,4 @@
-"""The state of a training, and its broadcast to ranks with older state."""
+"""The state of a training run, and its broadcast to ranks with an older state."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
@@ -21,7 +21,7 @@ class Training:
 
     Attributes:
         objects: Other objects with ``state_dict()`` and ``load_state_dict()``, by name.
-        num_applied: The number of applied steps, over all views.
+        num_applied: The number of steps applied so far, including earlier views.
         position: The position in the data after the applied steps.
     """
 
@@ -83,7 +83,7 @@ class Training:
         self.load_small_state(state)
 
     def describe(self) -> list[str]:
-        """Return lines about torch, model and optimizers, to compare between ranks."""
+        """Describe torch, model and optimizers in lines to compare between ranks."""
         tensors = self.model.state_dict().items()
         return [
             f"torch {torch.__version__}",
@@ -97,7 +97,7 @@ class Training:
         Args:
             root: A rank with the newest state.
             newest: The step of that state.
-            member: This process in an elastic job, else None.
+            member: This process's membership in an elastic job, or None.
         """
         own = self.describe()
         optimizers = [OptimizerState(each, self.model) for each in self.optimizers]

@@ -12,12 +12,12 @@ from ronde.torch.optimizer import DistributedOptimizer
 
 
 class GradientWeights:
-    """Scales gradients so that their average over ranks is one over samples.
+    """Scales gradients so that averaging over ranks gives the average over samples.
 
     A loss is a mean over a micro-batch, and ``DistributedOptimizer`` averages over
     ranks. So each gradient is multiplied by ``micro_batch * size / batch``, and
     reduced after this rank's last micro-batch. Ranks may differ in their number of
-    micro-batches. While the factor is 1, parameters have no hooks.
+    micro-batches. No hooks are set while the factor is 1.
 
     Args:
         parameters: The parameters of the model.

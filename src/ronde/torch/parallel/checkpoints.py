@@ -116,7 +116,7 @@ def load(
 
 
 def _difference(path: Path, model: nn.Module) -> str:
-    """Return the first difference between checkpoint and model, or an empty string."""
+    """Describe the first difference between checkpoint and model, if any."""
     stored = checkpoint.FileSystemReader(path).read_metadata().state_dict_metadata
     for name, value in get_model_state_dict(model).items():
         entry = stored.get(f"model.{name}")

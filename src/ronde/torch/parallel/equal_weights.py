@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class _State(NamedTuple):
-    """The form and checksum of a tensor, for comparison between ranks."""
+    """The description and checksum of a tensor, for comparison between ranks."""
 
     form: str
     checksum: int | None  # None on the meta device.

@@ -56,7 +56,7 @@ def estimate(
 ) -> RankMemory:
     """Return the peak memory of rank 0 in a training step, in bytes by kind.
 
-    ``RankMemory.shortage(limit_bytes)`` returns a sentence if a device has less memory.
+    ``RankMemory.shortage(limit_bytes)`` returns a message if a limit is exceeded.
     On CPU the kind "process" is this process's current memory, with the interpreter and
     torch; "allocator" estimates the freed memory that glibc keeps. On GPUs the memory
     of CUDA, the allocator and the communication library is not included.

@@ -43,9 +43,9 @@ class Mismatch(NamedTuple):
 class Parity:
     """The differences between sharded training and one process.
 
-    Errors are relative to the largest value of the gradient or weight. If this value is
-    below 1/16 of the largest value of all gradients or weights, errors are relative to
-    that 1/16, as very small gradients may consist of rounding errors.
+    Errors are relative to the largest value of the gradient or weight, but at least to
+    1/16 of the largest value of all gradients or weights, as very small gradients may
+    consist of rounding errors.
     """
 
     layout: Layout
@@ -141,7 +141,7 @@ def _sgd(parameters: Any) -> torch.optim.Optimizer:  # noqa: ANN401  Optimizer's
 
 
 class _Side:
-    """One side of the comparison: a model and its optimizer."""
+    """One of the two compared models, with its optimizer."""
 
     def __init__(
         self,
@@ -168,7 +168,7 @@ class _Side:
 
 
 class _StagedSide(_Side):
-    """A pipelined side, on which only the last stage's ranks have a loss."""
+    """A pipelined model, of which only the last stage's ranks have a loss."""
 
     def __init__(
         self,

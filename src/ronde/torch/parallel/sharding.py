@@ -34,7 +34,7 @@ def init_mesh(
     Args:
         layout: The layout; a size of -1 means all remaining ranks.
         device_type: "cuda" or "cpu", by default "cuda" if it is available.
-        allow_tp_over_hosts: Allow tp's groups to span hosts, which costs four messages
+        allow_tp_over_hosts: Allow tp groups that span hosts, which costs four messages
             over the network per layer.
 
     Raises:
@@ -165,9 +165,9 @@ def find_units(
 
 
 def _shared(model: nn.Module, units: Sequence[nn.Module]) -> list[dict[nn.Module, str]]:
-    """Return each shared parameter's names by owner, a unit or the model itself.
+    """Return the names of each shared parameter, by the units or model that contain it.
 
-    FSDP2 gathers a parameter with one unit only.
+    FSDP2 can gather a parameter with only one unit.
     """
     plain: Any = model
     modules: dict[str, nn.Module] = dict(plain.named_modules(remove_duplicate=False))
@@ -194,9 +194,9 @@ def _find_repeated(module: nn.Module, units: list[nn.Module]) -> None:
 
 
 def _by_dtype(units: Sequence[nn.Module]) -> list[list[nn.Module]]:
-    """Return the groups to shard: each unit after its modules of another dtype.
+    """Return the groups to shard: units, each after its modules of another dtype.
 
-    FSDP2 supports one dtype per group, and reports others only in the first forward.
+    FSDP2 supports one dtype per group, and detects a mix only in the first forward.
     """
     seen: set[nn.Parameter] = set()
     groups: list[list[nn.Module]] = []

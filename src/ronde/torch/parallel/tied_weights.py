@@ -1,4 +1,4 @@
-"""Weights shared by several pipeline stages, kept equal by summing gradients."""
+"""Weights shared by several pipeline stages, which stay equal by summed gradients."""
 
 from collections.abc import Sequence
 

@@ -125,7 +125,7 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def _is_plain(layer: nn.Module, style: Any, tp: int) -> bool:  # noqa: ANN401  any style
-    """Return True for a linear layer with an even cut and the usual layouts."""
+    """Return True for a linear layer that is cut evenly, with the usual layouts."""
     if type(style) not in _PLAIN or not isinstance(layer, nn.Linear):
         return False
     layouts = (*style.input_layouts, *style.output_layouts)
@@ -153,7 +153,7 @@ def _parameters(block: nn.Module) -> Iterable[tuple[str, nn.Parameter]]:
 def _fault(
     block: nn.Module, mesh: DeviceMesh, plan: Mapping[str, ParallelStyle]
 ) -> str:
-    """Return the first difference of the divided block, or an empty string."""
+    """Describe the first difference of the divided block; empty if there is none."""
     group, device = mesh.get_group(), torch.device(mesh.device_type)
     devices = [torch.cuda.current_device()] if device.type == "cuda" else []
     column = next(n for n, style in plan.items() if isinstance(style, ColwiseParallel))
@@ -177,7 +177,7 @@ def _fault(
 
 
 def _copy(block: nn.Module, device: torch.device) -> nn.Module | None:
-    """Return a copy on a device, with random weights and no dropout, or None."""
+    """Return a copy with random weights and no dropout; None if it cannot be made."""
     is_meta = any(parameter.is_meta for parameter in block.parameters())
     if any(buffer.is_meta for buffer in block.buffers()):
         return None  # they have no values
@@ -203,7 +203,7 @@ def _copy(block: nn.Module, device: torch.device) -> nn.Module | None:
 def _run_whole(
     block: nn.Module, shape: tuple[int, ...]
 ) -> tuple[_CallForm | None, dict[str, Tensor]]:
-    """Return the first call form with a deterministic result, and the result."""
+    """Return the first call form that gives a deterministic result, and that result."""
     for way in _CALL_FORMS:
         try:
             torch.manual_seed(0)
@@ -255,7 +255,7 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def _difference(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> str:
-    """Return a text with the first wrong result and its error, or an empty string."""
+    """Describe the first wrong result and its error; empty if there is none."""
     if found[_OUTPUT].shape != wanted[_OUTPUT].shape:
         return ""  # only a part of it, meant for another block
     sizes = {name: float(tensor.abs().max()) for name, tensor in wanted.items()}

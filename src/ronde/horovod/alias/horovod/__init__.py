@@ -1,4 +1,4 @@
-"""A replacement for Horovod if that is not installed.
+"""A replacement for Horovod, used if Horovod is not installed.
 
 ``ronde run`` puts the parent directory first on the ranks' ``PYTHONPATH``, and ``ronde
 alias --install`` puts it into a .pth file. An installed Horovod is imported instead,
