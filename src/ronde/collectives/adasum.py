@@ -3,7 +3,7 @@
 Two vectors give (1 - a·b / 2|a|²) a + (1 - a·b / 2|b|²) b: their sum if they are
 orthogonal, their mean if they are parallel. More vectors are combined in pairs along a
 binary tree. Each level halves the vectors and doubles the distance between partners;
-the products are summed over all ranks that hold parts of the pair.
+the dot products are summed over all ranks that hold parts of the pair.
 
 Source: Maleki et al., "Scaling Distributed Training with Adaptive Summation", 2021.
 """
@@ -27,7 +27,7 @@ _TINY = sys.float_info.min**0.5  # a squared norm below this counts as 0: coeffi
 def adasum_all_reduce(
     communicator: Communicator, tensor: Tensor, lengths: Sequence[int] = ()
 ) -> Tensor:
-    """Combine ``tensor`` over all ranks with Adasum, in place; blocks until done."""
+    """Combine ``tensor`` over all ranks with Adasum, in place; block until done."""
     # The result is bitwise equal on all ranks. Products and coefficients are float64.
     # ``lengths`` are those of consecutive tensors, which are combined separately.
     size = communicator.size
@@ -103,7 +103,7 @@ def _combine(
 
 
 def _sum(communicator: Communicator, values: Tensor, size: int) -> Tensor:
-    """Return the sum over each block of ``size`` ranks, bitwise equal within it."""
+    """Sum ``values`` over each block of ``size`` ranks; bitwise equal in a block."""
     distance = 1
     while distance < size:
         theirs = torch.empty_like(values)
@@ -127,7 +127,7 @@ def _chunks(part: slice) -> Iterator[slice]:
 
 
 def _overlap(mine: slice, bound: slice) -> slice:
-    """Return the overlap of both slices, relative to the start of ``mine``."""
+    """Return the overlap of the two slices, relative to the start of ``mine``."""
     start = max(mine.start, bound.start)
     stop = max(start, min(mine.stop, bound.stop))
     return slice(start - mine.start, stop - mine.start)

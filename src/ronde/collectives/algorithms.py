@@ -24,7 +24,7 @@ from ronde.errors import UsageError
 
 
 class Action(StrEnum):
-    """The use of chunks in a step: sent, reduced into or overwritten."""
+    """The effect of a step on its chunks: they are sent, reduced into or replaced."""
 
     SEND = "send"
     REDUCE = "reduce"  # receive and combine with this rank's elements
@@ -33,7 +33,7 @@ class Action(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ScheduleStep:
-    """A send or receive of one rank."""
+    """One rank's send or receive of consecutive chunks."""
 
     action: Action
     peer: int
@@ -66,7 +66,7 @@ class Chunks:
         return cls(len(sizes), offsets[-1], offsets)
 
     def start(self, chunk: int) -> int:
-        """Return the index of a chunk's first element; for ``num_chunks``, the end."""
+        """Return the index of a chunk's first element; the end for ``num_chunks``."""
         if self.offsets is not None:
             return self.offsets[chunk]
         base, extra = divmod(self.numel, self.num_chunks)
@@ -76,7 +76,7 @@ class Chunks:
         return self.start(first), self.start(first + count)
 
     def largest(self, count: int = 1) -> int:
-        """Return the largest size of ``count`` cyclically consecutive chunks."""
+        """Return the largest total of ``count`` cyclically consecutive chunks."""
         if self.offsets is None:
             base, extra = divmod(self.numel, self.num_chunks)
             return count * base + min(count, extra)
@@ -85,7 +85,7 @@ class Chunks:
 
 
 class Load(NamedTuple):
-    """Some consecutive rounds and the load of the busiest rank in each."""
+    """A number of consecutive rounds, and the load of the busiest rank in each."""
 
     num_rounds: int
     numel: int  # most elements that a rank sends or receives in a round
@@ -106,7 +106,7 @@ class Schedule:
         return sum(load.num_rounds for load in self.loads)
 
     def seconds(self, alpha_s: float, beta_s: float) -> float:
-        """Return the predicted duration.
+        """Predict the duration: ``alpha_s`` per round, ``beta_s`` per element of load.
 
         Source: Hockney's model, as in Thakur, Rabenseifner and Gropp, "Optimization of
         collective communication operations in MPICH", 2005.
@@ -122,7 +122,7 @@ def _in_turn(
     loads: tuple[Load, ...],
     *parts: Callable[[int, int], Iterator[Round]],
 ) -> Schedule:
-    """Return a schedule that runs ``parts``, functions of rank and size, in order."""
+    """Return a schedule of the rounds that ``parts(rank, size)`` yield in turn."""
     size = chunks.num_chunks
 
     def of_rank(rank: int) -> Iterable[Round]:
@@ -172,7 +172,7 @@ def ring_broadcast(size: int, numel: int, root: int) -> Schedule:
 
 
 def _collect(rank: int, size: int) -> Iterator[Round]:
-    """Pass partial sums on; at the end each rank has the complete sum of its chunk."""
+    """Pass partial sums around the ring until each rank has its chunk's full sum."""
     for index in range(size - 1):
         yield _pass_on(Action.REDUCE, rank, size, (rank - index - 1) % size)
 
@@ -193,7 +193,7 @@ def _pass_on(action: Action, rank: int, size: int, sent: int) -> Round:
 
 
 def tree_all_reduce(size: int, numel: int) -> Schedule:
-    """Reduce to the trees' roots, then broadcast: ``2 floor(log2 n)`` rounds."""
+    """Reduce to the roots of both trees, then broadcast: ``2 floor(log2 n)`` rounds."""
     trees = _BinaryTree(size), _BinaryTree(size, is_mirrored=True)
     depth = trees[0].depth
 
@@ -217,7 +217,7 @@ def tree_all_reduce(size: int, numel: int) -> Schedule:
 
 
 def tree_broadcast(size: int, numel: int, root: int) -> Schedule:
-    """Send one half down each tree: ``1 + floor(log2 (n-1))`` rounds."""
+    """Send half of the vector down each tree: ``1 + floor(log2 (n-1))`` rounds."""
     # The trees contain all ranks except ``root``, which sends to their roots.
     trees = _BinaryTree(size - 1), _BinaryTree(size - 1, is_mirrored=True)
     num_rounds = 1 + trees[0].depth
@@ -243,7 +243,7 @@ def tree_broadcast(size: int, numel: int, root: int) -> Schedule:
 
 
 class _BinaryTree(NamedTuple):
-    """An in-order binary tree of the members 1 to ``size``."""
+    """A binary tree of the members 1 to ``size``, numbered by in-order traversal."""
 
     # The height of a node is its number of trailing zero bits: odd nodes are leaves. In
     # the mirrored tree even members are leaves. It is reversed for an even size and
@@ -262,7 +262,7 @@ class _BinaryTree(NamedTuple):
         return self._mirror(1 << self.depth, -1)
 
     def to_root(self, member: int) -> Iterator[tuple[int, Action, int]]:
-        """Yield the steps of ``member`` in a reduction: round, action and peer."""
+        """Yield round, action and peer of each step of ``member`` in a reduction."""
         node = self._mirror(member, 1)
         for child in self._children(node):
             yield _height(child), Action.REDUCE, self._mirror(child, -1)
@@ -271,7 +271,7 @@ class _BinaryTree(NamedTuple):
             yield _height(node), Action.SEND, self._mirror(parent, -1)
 
     def from_root(self, member: int) -> Iterator[tuple[int, Action, int]]:
-        """Yield the steps of ``member`` in a broadcast from the root."""
+        """Yield round, action and peer of each step of ``member`` in a broadcast."""
         node = self._mirror(member, 1)
         parent = above = self._parent(node)
         level = 0
@@ -361,7 +361,7 @@ def halving_doubling_broadcast(size: int, numel: int, root: int) -> Schedule:
 
 
 def _distances(size: int) -> list[tuple[int, int]]:
-    """Return the number of chunks still to reduce before and after each halving."""
+    """Return the numbers of chunks left to reduce before and after each halving."""
     found: list[tuple[int, int]] = []
     while size > 1:
         kept = (size + 1) // 2
@@ -394,7 +394,7 @@ def _double(rank: int, size: int) -> Iterator[Round]:
 def _of_runs(
     action: Action, peer: int, first: int, count: int, num_chunks: int
 ) -> Iterator[ScheduleStep]:
-    """Yield a step for cyclically consecutive chunks, or two if they wrap around."""
+    """Yield one step for consecutive chunks, or two steps if they wrap around."""
     first %= num_chunks
     fitting = min(count, num_chunks - first)
     yield ScheduleStep(action, peer, first, fitting)
@@ -430,7 +430,7 @@ def _halving_loads(chunks: Chunks) -> tuple[Load, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Algorithm:
-    """An algorithm: one function for each collective that makes its schedule."""
+    """A named set of functions, one per collective, that make its schedules."""
 
     name: str
     all_reduce: Callable[[int, int], Schedule]  # size, numel

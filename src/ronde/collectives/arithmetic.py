@@ -63,7 +63,7 @@ def require_reducible(
 
 
 def rounds_often(dtype: torch.dtype, op: ReduceOp, size: int) -> bool:
-    """Return True for 16-bit floats that need a wider dtype to be combined pairwise."""
+    """Return True for 16-bit floats if pairwise reduction needs a wider dtype."""
     # Every pairwise sum would be rounded, and the sum of two float16 may overflow
     # although their average does not.
     if dtype not in HALVES or op in _ORDERED:
@@ -72,7 +72,7 @@ def rounds_often(dtype: torch.dtype, op: ReduceOp, size: int) -> bool:
 
 
 def dense(tensor: Tensor) -> Tensor:
-    """Return the elements in row-major order, detached; shares memory if possible."""
+    """Return a detached, row-major tensor: a copy only if it is necessary."""
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
@@ -82,7 +82,7 @@ def flat(tensor: Tensor) -> Tensor:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """View a row-major tensor of any dtype as its bytes."""
+    """Return the bytes of a row-major tensor as a 1-D view."""
     if tensor.dim() != 1 or tensor.stride(0) != 1 or tensor.requires_grad:
         tensor = flat(tensor.detach())
     return tensor.view(torch.uint8)
@@ -96,7 +96,7 @@ def put_back(values: Tensor, tensor: Tensor) -> Tensor:
 
 
 def scale_(tensor: Tensor, factor: float) -> None:
-    """Multiply in place. Integers use float64 and are truncated toward zero."""
+    """Multiply in place; for integers, in float64 with truncation toward zero."""
     if factor == 1.0:
         return
     values = tensor.detach()
@@ -109,7 +109,7 @@ def scale_(tensor: Tensor, factor: float) -> None:
 def encode(tensor: Tensor, op: ReduceOp) -> Tensor:
     """Return a row-major tensor that every engine can reduce; may share memory.
 
-    AVERAGE becomes SUM; ``decode`` divides.
+    For AVERAGE, engines reduce by SUM, and ``decode`` divides.
     """
     values = dense(tensor)
     dtype = values.dtype
@@ -130,7 +130,7 @@ def decode(
 ) -> Tensor:
     """Convert the reduction of encoded tensors back to ``dtype``.
 
-    Divides the sum by ``size`` for AVERAGE. May overwrite ``reduced``.
+    Divides by ``size`` for AVERAGE, then scales. May overwrite ``reduced``.
     """
     if op is ReduceOp.AVERAGE:
         _divide_(reduced, dtype, size)
@@ -148,7 +148,7 @@ def decode(
 
 
 def reduce_stack(stack: Tensor, op: ReduceOp, postscale: float = 1.0) -> Tensor:
-    """Reduce dimension 0, one entry for each rank, rounding 16-bit floats once."""
+    """Reduce dimension 0, which has an entry per rank; round 16-bit floats once."""
     size, dtype = stack.shape[0], stack.dtype
     wide = stack.to(torch.float32) if dtype in HALVES else stack
     encoded = encode(wide, op)

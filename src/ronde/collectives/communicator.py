@@ -94,7 +94,7 @@ class Routes:
         self._is_closed = False
 
     def of(self, call: str, tensor: Tensor, *, is_sized: bool = False) -> Engine:
-        """Return the engine for a tensor; ``is_sized``: equal size on all ranks."""
+        """Return a tensor's engine; ``is_sized`` if its size is equal on all ranks."""
         if self._choose is None:
             return self._first
         num_bytes = tensor.nbytes if is_sized else None
@@ -111,7 +111,7 @@ class Routes:
         return self._first if tensor.is_cpu else self._nccl or self._first
 
     def engine(self, call: str, num_bytes: int | None, device_type: str) -> Engine:
-        """Return the engine for a call, connecting it at its first use."""
+        """Return the engine for a call, and connect it if this is its first use."""
         if self._choose is None or self._connect is None:
             return self._first
         name = self._choose(call, num_bytes, device_type)
@@ -129,13 +129,13 @@ class Routes:
         return Routes(first, self._choose, self._connect, nccl, name)
 
     def end(self) -> list[Engine]:
-        """Return all engines, and stop connecting others."""
+        """Refuse to connect further engines, and return those that are connected."""
         self._is_closed = True
         return list(self._engines.values())
 
 
 class _ParentEngine:
-    """Replacement for an engine in a forked child, which must not use the parent's."""
+    """Replacement for the parent's engine in a forked child; refuses collectives."""
 
     def __init__(self, name: str, kept: Routes) -> None:
         self.name = name
@@ -301,7 +301,7 @@ class Communicator:
             op: As in ``all_reduce``, like ``prescale`` and ``postscale``.
             out: May be this rank's rows of ``tensor``.
             splits: Rows for each rank, equal on all ranks. None splits evenly; the
-                first ranks get the extra rows. Rows past the sum are ignored.
+                first ranks get the extra rows. Rows past their sum are ignored.
         """
         engine = self._only or self._routes.of("reduce_scatter", tensor, is_sized=True)
         device = tensor.is_cpu or tensor.device.type
@@ -346,7 +346,7 @@ class Communicator:
         return work.with_finish(finish)
 
     def broadcast(self, tensor: Tensor, root: int) -> Work[Tensor]:
-        """Copy ``root``'s tensor into every rank's ``tensor``, of equal shape."""
+        """Copy ``root``'s tensor into ``tensor``, of equal shape, on every rank."""
         if not 0 <= root < self.size:
             raise UsageError(f"root must be in 0..{self.size - 1}, got {root}.")
         engine = self._only or self._routes.of("broadcast", tensor, is_sized=True)
@@ -367,7 +367,7 @@ class Communicator:
         *,
         out: Tensor | None = None,
     ) -> Work[tuple[Tensor, list[int]]]:
-        """Send consecutive rows of dimension 0 to the ranks and receive theirs.
+        """Send consecutive rows of dimension 0 to each rank, and receive from each.
 
         Args:
             tensor: At least one dimension; later dimensions equal on all ranks.
@@ -410,7 +410,7 @@ class Communicator:
         return engine.send(flat(dense(tensor)), to, tag).with_result(None)
 
     def recv(self, tensor: Tensor, source: int, tag: int = 0) -> Work[Tensor]:
-        """Receive from ``source`` a message with the shape and dtype of ``tensor``."""
+        """Receive a message of ``tensor``'s shape and dtype from ``source`` into it."""
         engine = self._engine_to("source", source, tensor)
         if not tensor.numel():
             return Work(tensor)
@@ -419,9 +419,9 @@ class Communicator:
         return work.with_finish(partial(put_back, values, tensor))
 
     def find_sender(self, tensor: Tensor, tag: int = 0) -> int | None:
-        """Return a rank with an unreceived message for ``tensor``, or None.
+        """Return a rank that has sent an unreceived message with this tag, or None.
 
-        Only the ``shared_memory`` engine supports this.
+        ``tensor`` selects the engine. Only ``shared_memory`` supports this.
         """
         return self._routes.of_pair(tensor).find_sender(tag)
 
@@ -459,7 +459,7 @@ class Communicator:
         return self._engine.name == "shared_memory"
 
     def exchange(self, message: bytes) -> list[bytes]:
-        """Exchange messages of at most 512 bytes; block until all have arrived."""
+        """Return all ranks' messages of at most 512 bytes; block until they arrive."""
         if len(message) > MESSAGE_BYTES:
             raise UsageError(
                 f"message must have at most {MESSAGE_BYTES} bytes, got {len(message)}. "
@@ -576,7 +576,7 @@ def _require_splits(
 
 
 def _require_out(out: Tensor, like: Tensor, num_rows: int | None = None) -> None:
-    """Raise UsageError if ``out`` does not fit; ``num_rows`` None allows any number."""
+    """Raise UsageError if ``out`` has the wrong shape, dtype, device or strides."""
     rest = tuple(like.shape[1:])
     fits = (
         out.dtype is like.dtype

@@ -79,9 +79,9 @@ def connect(
     Args:
         timeout_s: The longest time that a collective waits for another rank.
             Connecting takes at most 300 s.
-        engine: ``auto`` or one of ``ENGINES``, equal on all ranks; default: from
-            ``info``.
-        algorithm: For engines with several algorithms; default: from ``info``.
+        engine: ``auto`` or one of ``ENGINES``, equal on all ranks; if empty, the
+            engine of ``info``.
+        algorithm: For engines with several algorithms; if empty, that of ``info``.
 
     Raises:
         UsageError: The engine is unknown, or a library that it needs is missing.
@@ -146,11 +146,11 @@ class Connections:
     def connect(
         self, name: str, ranks: Sequence[int], hosts: Sequence[str] = ()
     ) -> Communicator:
-        """Connect some ranks of the job; collective over them.
+        """Connect the given ranks of the job; collective over these ranks.
 
         Args:
-            name: The same on all of these ranks; not used before.
-            ranks: Ascending, with this rank. ``ranks[i]`` becomes rank i.
+            name: A new name for the group, equal on all of these ranks.
+            ranks: Ascending; includes this rank. ``ranks[i]`` becomes rank i.
             hosts: The host of every rank of the job, if known.
         """
         info = self.info
@@ -294,7 +294,7 @@ def _scheduled(config: EngineConfig) -> Engine:
 
 
 def two_levels(config: EngineConfig, host: str = "") -> Engine:
-    """Connect ranks of a host by shared memory, and hosts by Gloo; collective."""
+    """Connect ranks within hosts by shared memory, hosts by Gloo; collective."""
     from ronde.collectives.algorithms import find_algorithm
     from ronde.collectives.engines.hierarchical import (
         EvenHostsEngine,

@@ -151,7 +151,7 @@ class Work(Generic[T]):
         return self._result
 
     def wait_watched(self, poll: PollCallback) -> bool:
-        """Block until complete or ``poll`` returns None; return True if complete."""
+        """Wait until complete or ``poll`` returns None; return True if complete."""
         return self.is_over or self._block(poll)
 
     def with_result(self, result: S) -> "Work[S]":
@@ -161,7 +161,7 @@ class Work(Generic[T]):
         return work
 
     def with_finish(self, finish: Callable[[], S]) -> "Work[S]":
-        """Return this work; its first ``wait()`` calls ``finish`` to get the result."""
+        """Return this work; its first ``wait()`` calls ``finish`` for the result."""
         work: Any = self
         work._finish = finish  # noqa: SLF001  same class
         return work
@@ -216,10 +216,10 @@ class Engine(ABC):
 
     @abstractmethod
     def native(self, call: str, like: Tensor, op: ReduceOp) -> Reduction | None:
-        """Return the reduction if the engine reduces such tensors directly, else None.
+        """Return a reduction if the engine reduces tensors like ``like``, else None.
 
-        With None the caller converts 16-bit floats to float32, and other tensors with
-        ``arithmetic.encode``. Every engine must support the resulting dtypes.
+        If it is None, the caller converts 16-bit floats to float32, and other tensors
+        with ``arithmetic.encode``. Every engine must support the resulting dtypes.
         """
 
     @abstractmethod
@@ -249,7 +249,7 @@ class Engine(ABC):
         return gathered
 
     def exchange(self, message: bytes) -> list[bytes]:
-        """Exchange messages of at most ``MESSAGE_BYTES``; block until complete."""
+        """Wait for every rank's message of at most ``MESSAGE_BYTES``; return all."""
         length = len(message).to_bytes(8, "little")
         packed = bytearray(length + message.ljust(MESSAGE_BYTES))
         own = torch.frombuffer(packed, dtype=torch.int64)
@@ -261,7 +261,7 @@ class Engine(ABC):
     def all_gather(
         self, own: Tensor, out: Tensor, counts: Sequence[int], call: str = "all_gather"
     ) -> Work[Any]:
-        """Concatenate the ranks' bytes; ``own`` may be this rank's part of ``out``."""
+        """Gather the ranks' bytes into ``out``; ``own`` may be this rank's part."""
 
     def all_to_all(self, sent: Tensor, received: Tensor, plan: Plan) -> Work[Any]:
         """Send ``plan[r][s]`` consecutive bytes from each rank r to each rank s.
@@ -290,7 +290,7 @@ class Engine(ABC):
         raise NotImplementedError
 
     def find_sender(self, _tag: int) -> int | None:
-        """Return a rank with an unreceived message of this tag, or None."""
+        """Return a rank that has sent an unreceived message with this tag, or None."""
         raise UsageError(
             f"the {self.name} engine cannot receive from any source. Pass the source "
             "rank, or use the shared_memory engine."
@@ -302,7 +302,7 @@ class Engine(ABC):
 
     @abstractmethod
     def clone(self) -> Self:
-        """Return a new engine for the same ranks; its calls have their own order."""
+        """Return a new engine for the same ranks, with an order of calls of its own."""
 
     @abstractmethod
     def close(self) -> None:
@@ -327,14 +327,14 @@ class Engine(ABC):
     # Engines that send shapes and data together override these three.
 
     def refuse(self, layout: CallLayout) -> None:
-        """Notify the other ranks, which wait, that this rank's arguments are wrong."""
+        """Report wrong arguments on this rank to the other ranks, which wait for it."""
         with suppress(CollectiveError):
             self.exchange_shapes(layout)
 
     def gather_rows(
         self, layout: CallLayout, data: Tensor, row_bytes: int, allocate: AllocateRows
     ) -> Work[Any]:
-        """Gather rows of bytes from all ranks; the number of rows may differ."""
+        """Gather rows of bytes; their number may differ between ranks."""
         summaries = self.exchange_shapes(layout)
         result = allocate(summaries)
         if not result.numel():
@@ -361,7 +361,7 @@ class Engine(ABC):
         return self.all_to_all(data, result, sizes)
 
     def exchange_shapes(self, own: CallLayout) -> list[LayoutSummary]:
-        """Exchange layouts with all ranks; raise if they are incompatible."""
+        """Return a summary of each rank's layout; raise if they are incompatible."""
         numbers = torch.tensor(own.summarize(), device="cpu")
         gathered = as_rows(self.gather_numbers(numbers, own.call))
         summaries = [LayoutSummary(*each) for each in gathered]

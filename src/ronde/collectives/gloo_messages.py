@@ -18,7 +18,7 @@ Backend = Any  # torch's stubs give the backends' methods no common type
 
 
 class BackendWork(Protocol):
-    """The used part of ``torch.distributed.Work``."""
+    """The methods of ``torch.distributed.Work`` that ronde uses."""
 
     def is_completed(self) -> bool: ...
 

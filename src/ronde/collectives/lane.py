@@ -55,7 +55,7 @@ class FutureWork(Work[T]):
 
 
 class LaneEngine(Engine):
-    """Base class of engines that reduce and copy in several steps of other engines."""
+    """Base class of engines that run a collective as several calls of other engines."""
 
     # Only the lane's thread calls ``inner`` and the abstract methods. ``world`` serves
     # all other calls.
@@ -88,7 +88,7 @@ class LaneEngine(Engine):
 
     @abstractmethod
     def _copy(self, data: Tensor, root: int) -> None:
-        """Copy the root's bytes in place."""
+        """Copy the root's bytes into ``data`` on every other rank."""
 
     def require_open(self) -> None:
         if self._is_closed:

@@ -84,7 +84,7 @@ def _unpack(message: bytes | bytearray) -> int:
 def _broadcast(
     communicator: TensorGroup, dump: Callable[[], bytes], root: int
 ) -> bytes:
-    """Send ``root``'s bytes to every rank; all ranks fail if ``dump`` does."""
+    """Return ``root``'s ``dump()`` on every rank; if it raises, all ranks raise."""
     is_root = communicator.rank == root
     message = _pack(_FAILED, b"")
     try:
@@ -110,7 +110,7 @@ def _broadcast(
 
 
 def _all_gather(communicator: TensorGroup, dump: Callable[[], bytes]) -> list[bytes]:
-    """Return the bytes of all ranks; all ranks fail if one ``dump`` does."""
+    """Return every rank's ``dump()``; if one raises, all ranks raise."""
     length, payload = _FAILED, b""
     try:
         payload = dump()

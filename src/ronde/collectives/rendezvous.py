@@ -86,7 +86,7 @@ def open_store(
     """Return a store that all ranks of a job share; collective.
 
     For one ``job_id``, the n-th call on every rank returns the same store, which has no
-    keys yet. With a ``scope`` the store is the launcher's and is closed when the scope
+    keys yet. If the launcher serves the store, the connection is closed when ``scope``
     is aborted.
 
     Raises:
@@ -228,7 +228,7 @@ def _host_store(info: RankInfo, timeout_s: float) -> JobStore:
 
 
 def socket_name(info: RankInfo) -> str:
-    """Return a socket name from the launcher's process, the ranks' common ancestor."""
+    """Derive a socket name from the launcher's process, the ranks' common ancestor."""
     pid, started_at = find_launcher(info)
     identity = f"{boot_identity()} {pid} {started_at} {info.job_id}"
     return hashlib.sha256(identity.encode()).hexdigest()[:32]
@@ -240,7 +240,7 @@ def socket_prefix() -> str:
 
 
 def join_at(path: str, info: RankInfo, timeout_s: float) -> JobStore | None:
-    """Join the store at a socket; return None without one, or if other ranks use it."""
+    """Join a socket's store; return None if it is absent or belongs to other ranks."""
     try:
         local_socket.dial(path, timeout_s).close()
     except OSError:
@@ -332,7 +332,7 @@ def _addresses_of(name: str) -> tuple[str, ...]:
 
 
 def step_ports(job_id: str) -> list[int]:
-    """Return ports, equal on all ranks of a user's step, different in other steps."""
+    """Return the ports of a user's step in the order to try, equal on all its ranks."""
     drawing = random.Random(f"ronde {os.geteuid()} {job_id}")  # noqa: S311  no secret
     return drawing.sample(range(_FIRST_PORT, _END_PORT), _NUM_PORTS)
 
@@ -381,7 +381,7 @@ def _join_step(
 def _authenticated(
     targets: Sequence[tuple[str, int]], key: SharedKey
 ) -> list[tuple[str, int]]:
-    """Return the servers that prove knowledge of the key; try many concurrently."""
+    """Try many servers at once; return those that prove knowledge of the key."""
 
     def is_ours(target: tuple[str, int]) -> bool:
         try:

@@ -47,7 +47,7 @@ class AbortScope:
         self._is_dropping = False
 
     def add(self, abort: Callable[[], object]) -> None:
-        """Register a bound method, held weakly; after the abort, call it at once."""
+        """Register a bound method as a weak reference; if aborted, call it at once."""
         with self._lock:
             if self.failure is None:
                 self._methods = [each for each in self._methods if each() is not None]
@@ -56,7 +56,7 @@ class AbortScope:
         abort()
 
     def abort(self, failure: CollectiveError) -> None:
-        """Abort registered operations, newest first; later ones are aborted at once."""
+        """Abort registered operations, newest first; abort later ones when added."""
         with self._lock:
             if self.failure is not None:
                 return
@@ -95,7 +95,7 @@ class AbortScope:
                 function()
 
     def wait(self) -> None:
-        """Wait until an abort by any thread is complete.
+        """Wait until an abort by any thread is complete, for at most a second.
 
         Otherwise Python might exit while another thread frees Gloo's objects, and C++
         would abort the process.
@@ -114,9 +114,9 @@ class AbortScope:
             raise fresh(self.failure)
 
     def run(self, function: Callable[[], T]) -> T:
-        """Call a function that cannot be interrupted; return early on abort.
+        """Call a function that cannot be interrupted; after an abort, raise at once.
 
-        The function then finishes in its thread, and its result is dropped.
+        The function still finishes in its own thread, and its result is dropped.
         """
         if not self.is_live:
             return function()

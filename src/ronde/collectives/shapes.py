@@ -21,7 +21,7 @@ _NO_ROWS = -1
 
 
 class LayoutSummary(NamedTuple):
-    """The part of a layout that every rank needs."""
+    """The numbers of a layout that are sent to every rank."""
 
     signature: int  # equal for equal calls, dtypes and dimensions after the first
     num_rows: int  # dimension 0; -1 for a scalar or wrong arguments

@@ -39,7 +39,7 @@ def shut_down(addresses: AbstractSet[bytes]) -> None:
 
 
 def block_connections(listening: dict[int, int]) -> None:
-    """Make the kernel drop all packets to sockets: see Note [Gloo's sockets]."""
+    """Make the kernel drop all packets to these sockets: see Note [Gloo's sockets]."""
     for sock in _open(listening):
         # A sandbox may not support filters. Then the port stays open.
         with suppress(OSError):
@@ -47,12 +47,12 @@ def block_connections(listening: dict[int, int]) -> None:
 
 
 def address_of(listening: dict[int, int]) -> bytes:
-    """Return the address of the first of these sockets; empty without one."""
+    """Return the first socket's address as text; empty if all sockets are closed."""
     return next((_encode(sock.getsockname()) for sock in _open(listening)), b"")
 
 
 def _open(inodes: dict[int, int]) -> Iterator[socket.socket]:
-    """Yield the sockets with a matching inode; each is closed before the next."""
+    """Yield duplicates of sockets that still have their inode, closed one by one."""
     for fd, inode in inodes.items():
         with suppress(OSError), socket.socket(fileno=os.dup(fd)) as sock:
             if os.fstat(sock.fileno()).st_ino == inode:
@@ -60,7 +60,7 @@ def _open(inodes: dict[int, int]) -> Iterator[socket.socket]:
 
 
 def _own_sockets() -> Iterator[tuple[int, socket.socket]]:
-    """Yield descriptors and TCP sockets; each socket is closed before the next."""
+    """Yield descriptors and duplicates of TCP sockets; close each before the next."""
     for name in os.listdir("/proc/self/fd"):  # noqa: PTH208  numbers, not paths
         with suppress(OSError):
             if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):

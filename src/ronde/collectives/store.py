@@ -100,10 +100,10 @@ class JobStore(Store):
 
 
 def clone_of(store: Store) -> Store:
-    """Return a clone of a store, with its own connection.
+    """Return a clone of a store, on which waits do not block calls on the original.
 
-    A wait in a store blocks all other calls on its connection, so threads that connect
-    at the same time need a clone each.
+    A wait in a ``TCPStore`` blocks all other calls on its connection, so threads that
+    connect at the same time need a clone each.
     """
     return cast("Any", store).clone()  # missing in torch's stub
 
@@ -136,8 +136,8 @@ def get_all(store: Store, keys: list[str], limit: timedelta) -> list[bytes]:
 class RendezvousStore(Store):
     """Prefetching store in which a Gloo group exchanges addresses.
 
-    Gloo reads one rank's address after the other, twice. The first read here fetches
-    all addresses. The store must be kept alive, like ``JobStore``.
+    Gloo reads one rank's address after the other, twice. A read here fetches many
+    addresses at once. The store must be kept alive, like ``JobStore``.
     """
 
     def __init__(self, store: Store, size: int) -> None:
@@ -193,7 +193,7 @@ def remote_store(
 
 
 def join(store: JobStore, info: RankInfo) -> bool:
-    """Register this rank in a store; return False if an earlier process did."""
+    """Register this rank in a store; return False if it was registered before."""
     own = secrets.token_hex(8).encode()
     return store.compare_set(f"{_JOINED}/{info.rank}", b"", own) == own
 

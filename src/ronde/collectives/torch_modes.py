@@ -18,7 +18,7 @@ _NOTHING = nullcontext()
 
 
 def in_mode_of_caller(work: Callable[P, T]) -> Callable[P, T]:
-    """Wrap ``work`` to run in the inference mode of the thread that wraps it."""
+    """Wrap ``work`` so that it runs in the inference mode of the current thread."""
     is_inference = torch.is_inference_mode_enabled()
 
     @wraps(work)

@@ -89,7 +89,7 @@ class CoordinatorState:
         set_id: int,
         ranks: tuple[int, ...],
     ) -> None:
-        """``ranks`` are the ranks of the process set; empty for all."""
+        """Create the state; ``ranks`` are those of the process set, empty for all."""
         self.submitted: deque[Entry] = deque()  # any thread may append
         # Called when a stall ends the job.
         self.on_stop: Callable[[], None] = lambda: None
@@ -193,7 +193,7 @@ class CoordinatorState:
             self._inspector.step()
 
     def _exchange(self) -> bool:
-        """Receive and send messages; return True if there are commands."""
+        """Receive and send messages; return True if there are commands to execute."""
         node, channel = self._node, self._channel
         for sender, message in channel.receive():
             node.receive(sender, message)
@@ -394,7 +394,7 @@ class Coordinator:
 
     @property
     def fast_path(self) -> FastPath | None:
-        """The fast path, or None unless all ranks share memory."""
+        """The fast path; None if ranks do not share memory or fusion is tuned."""
         return self._state.fast_path
 
     def submit(self, operation: NamedOperation) -> Work[Any]:
@@ -407,9 +407,9 @@ class Coordinator:
         join.
 
         Raises:
-            UsageError: The name is in use. (Horovod's text.)
-            CollectiveError: The job is shut down, or a rank is lost. From ``wait()``
-                also: the ranks' operations are incompatible.
+            UsageError: The name is in use; the text is Horovod's.
+            CollectiveError: The job is shut down, or a rank is lost; from ``wait()``,
+                also if the ranks' operations are incompatible.
         """
         self.waits.add_user()
         return self._submit(operation)

@@ -50,7 +50,7 @@ class CoordinationOptions:
 
 
 class _Item(NamedTuple):
-    """A tensor: the index of its request in the run, and its index in the request."""
+    """A tensor, by the index of its request in the run and its index in the request."""
 
     request: int
     tensor: int
@@ -289,7 +289,7 @@ def _plan_batches(
 ) -> list[_Batch]:
     """Batch tensors that are reduced or broadcast in the same way, up to a size.
 
-    If dtypes alternate, each dtype gets a batch (Horovod's look-ahead).
+    Tensors of alternating dtypes get one batch per dtype (Horovod's look-ahead).
     """
     copied_bytes = min(threshold_bytes, _COPIED_BYTES)
     limits = {OpKind.ALLREDUCE: threshold_bytes, OpKind.BROADCAST: copied_bytes}
@@ -333,7 +333,7 @@ def _copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
 
 
 class FusionTuning:
-    """Tunes the fusion threshold; runs on the root of a process set's coordinators.
+    """Tunes the fusion threshold; runs on the first rank of a process set.
 
     A step ends when a name is repeated. The cost of a step is seconds per byte, as
     steps differ in size.

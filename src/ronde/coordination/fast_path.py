@@ -70,7 +70,7 @@ class FastPath:
 
     Attributes:
         num_polls: The number of polls of ``wait`` before it sleeps.
-        first_nap_s: The time until a sleeping wait polls.
+        first_nap_s: The first interval between polls of a sleeping wait; it doubles.
         patience_s: The time until a wait asks the other ranks to refuse the round.
     """
 
@@ -218,7 +218,7 @@ class FastPath:
             nap_s *= 2
 
     def _enter_round(self, tag: int) -> None:
-        """Enter the next round; the last must be complete and the elements stored."""
+        """Enter the next round, after the last is complete and elements are stored."""
         number = self._number = self._number + 1
         own = self._own
         own[_TAGS + (number & 1)] = tag

@@ -71,7 +71,7 @@ class Tree:
 
 
 class Loss(NamedTuple):
-    """A lost rank and the reason."""
+    """A rank that is lost, and the reason."""
 
     rank: int
     reason: str  # such as ``rank 3, process 4711, ended``

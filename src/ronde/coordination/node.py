@@ -1,4 +1,4 @@
-"""The negotiation on one rank: turns messages into messages and commands.
+"""The negotiation on one rank: turns messages into further messages and commands.
 
 A node neither waits nor sends, so tests run any number of them in one process.
 
@@ -45,20 +45,20 @@ class RunCommand(NamedTuple):
 
 
 class ConnectCommand(NamedTuple):
-    """Make a communicator, as all ranks that have not joined request it."""
+    """Make a communicator that all ranks, except joined ones, have requested."""
 
     name: str
 
 
 class FailCommand(NamedTuple):
-    """Fail the operation of this name, as the ranks' requests are incompatible."""
+    """Fail a named operation for which the ranks made incompatible requests."""
 
     name: str
     text: str
 
 
 class JoinedCommand(NamedTuple):
-    """Complete the join of all ranks; ``last`` joined last."""
+    """Complete the join on all ranks; ``last`` is the rank that joined last."""
 
     last: int
 
@@ -79,7 +79,7 @@ class GiveWayCommand(NamedTuple):
 
 
 class StopCommand(NamedTuple):
-    """End the job for a reason."""
+    """End the job; ``text`` is the reason."""
 
     text: str
 
@@ -146,7 +146,7 @@ class RequestCache:
 
 
 class PendingName(NamedTuple):
-    """The reports of one name so far."""
+    """The reports on one name so far."""
 
     ranks: dict[str, int]  # bits of ranks, by the text of their request
     contributors: set[int]  # the rank and children that have reported the name
@@ -232,7 +232,7 @@ class Node:
         self._counter.add(rank, request.name, request.text, 1 << rank)
 
     def change(self, number: int, request: Request) -> None:
-        """Submit a request that differs from the cached request of that name."""
+        """Submit a request that differs from the cached request of the same name."""
         self.report("changed", number)
         self.submit(request)
 

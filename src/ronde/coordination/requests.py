@@ -208,7 +208,7 @@ class Entry(Work[Any]):
         wake: Callable[[], None],
         drive: Callable[["Entry", PollCallback | None], None],
     ) -> None:
-        """``wake`` requests progress soon, ``drive`` makes progress in this thread."""
+        """Create an entry; ``drive`` makes progress, ``wake`` requests it soon."""
         super().__init__(None, is_over=False)
         self._wake, self._drive = wake, drive
         self.name = name

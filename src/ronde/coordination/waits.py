@@ -103,7 +103,7 @@ class PendingTable:
             return self.entries.pop(name, None)
 
     def fail(self, failure: CollectiveError, *, is_last: bool = False) -> None:
-        """Fail all current and later operations, with the first failure given."""
+        """Fail current and later operations; ``is_last`` replaces an earlier reason."""
         with self._lock:
             if self.failure is None or is_last:
                 self.failure = failure
@@ -180,7 +180,7 @@ class BlockedWait(NamedTuple):
 
 
 class PolledWait:
-    """A thread's blocked wait, used as the ``PollCallback`` of the wait."""
+    """A thread's blocked wait, which is its own ``PollCallback``."""
 
     def __init__(
         self,
@@ -268,14 +268,14 @@ class Waits:
         self._begun[point.set_id, point.name] = point.number
 
     def drive(self) -> bool:
-        """Make progress on this thread's deferred rounds; True if rounds are left."""
+        """Advance this thread's deferred rounds; return True if any are left."""
         for progress, thread in list(self.put_off.items()):
             if thread == threading.get_ident():
                 progress()
         return bool(self.put_off)
 
     def answer(self, points: Sequence[SyncPoint]) -> Sequence[Sequence[object]]:
-        """Return the published waits; with ``points`` their ids and points reached.
+        """Return published waits or, given ``points``, their ids and reached points.
 
         Returns no waits if any thread of this rank is not blocked.
         """
@@ -335,8 +335,8 @@ class StallReport(NamedTuple):
 class Inspector:
     """Sends inquiries from the root, one after the other, and acts on the answers.
 
-    It warns of stalls, ends the job, and lets waits give way. If all ranks of a set
-    wait to connect, but not with each other, it fails these waits.
+    It warns of stalls, may end the job after a stall, and lets waits give way. If all
+    ranks of a set wait to connect, but under different names, it fails these waits.
     """
 
     def __init__(self, root: RootNode, warning_s: float, shutdown_s: float) -> None:
@@ -536,7 +536,7 @@ def find_circles(
 
 
 def find_unpaired(circles: BlockedWaits, size: int) -> dict[int, list[int]]:
-    """Return a wait id of each rank, for sets in which all ranks wait to connect."""
+    """Return ids of waits, by rank, in sets in which all ranks wait to connect."""
     by_set = defaultdict[int, dict[int, BlockedWait]](dict)
     for rank, waits in circles.items():
         for each in waits:

@@ -1,4 +1,4 @@
-"""Records, in a group's store, of the calls in which its ranks wait."""
+"""Records, kept in a group's store, of the calls in which its ranks wait."""
 
 from concurrent.futures import Future
 from contextlib import suppress

@@ -1,4 +1,4 @@
-"""The base class of process groups: torch's properties, and the start of calls."""
+"""The base class of the process group: torch's properties, and the start of calls."""
 
 import os
 import time
@@ -35,7 +35,7 @@ _ProcessGroup: Any = dist.ProcessGroup  # its stub names parameters differently
 
 
 class GroupBase(_ProcessGroup):
-    """Base of the process group, with torch's properties and the start of calls."""
+    """Base class of ``RondeProcessGroup``, which adds the collectives."""
 
     supports_splitting = supports_coalescing = supports_time_estimate = False
 

@@ -42,7 +42,7 @@ class GroupDrift:
     """The drift checks of all models that are trained over one group."""
 
     def __init__(self, store: SideStore, rank: int, size: int, mode: str) -> None:
-        """``mode`` is off, warn or error."""
+        """Create the checks; ``mode`` is off, warn or error."""
         self._store, self._rank, self._size, self._mode = store, rank, size, mode
         self._is_over = True  # until there is a model
         self._period = max(_PERIOD, size)
@@ -137,7 +137,7 @@ class GroupDrift:
                 return
 
     def _exchange(self, phase: int) -> list[dict[int, Values]]:
-        """Write this phase's snapshots; return the last phase's, each by rank."""
+        """Write this phase's snapshots; return each of the last phase's, by rank."""
         store = self._store.connection
         store.set(f"drift/{self._rank}/{phase % 2}", json.dumps(self._snapshots))
         last = [f"drift/{rank}/{(phase - 1) % 2}" for rank in range(self._size)]

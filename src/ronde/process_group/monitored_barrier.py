@@ -1,4 +1,4 @@
-"""A barrier over the group's store, with absent ranks named in the error."""
+"""A barrier over the group's store that names absent ranks in its error."""
 
 import time
 from contextlib import suppress

@@ -189,7 +189,7 @@ class Reductions(GroupBase):
 def _read_op(
     name: str, opts: Options, tensors: Sequence[Tensor]
 ) -> tuple[ReduceOp, float]:
-    """Return the reduction and the factor to multiply the inputs by."""
+    """Return the ``ReduceOp`` for torch's operation, and a factor for the inputs."""
     if name == "SUM" and any(tensor.dtype is torch.bool for tensor in tensors):
         name = "MAX"  # logical or, as in torch's own groups
     if name not in _OPS:

@@ -15,7 +15,7 @@ def flattened(tensor: Tensor) -> Tensor:
 
 
 def joined(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the elements of all tensors, which have one dtype, as one vector."""
+    """Return the elements of all tensors, which must have one dtype, as a vector."""
     if len(tensors) == 1:
         return flattened(tensors[0])
     return torch.cat([flattened(tensor) for tensor in tensors])
@@ -98,7 +98,7 @@ def as_real(tensor: Tensor, op: ReduceOp) -> Tensor:
 
 
 def memory_of(tensor: Tensor) -> Tensor | None:
-    """Return a 1-D view of a tensor's memory; None if it is not contiguous."""
+    """Return a 1-D view of a contiguous tensor's memory; None for other tensors."""
     detached = tensor.data
     return detached.view(-1) if detached.is_contiguous() else None
 
@@ -116,8 +116,8 @@ def received(
 ) -> list[Tensor]:
     """Copy the result of ``all_to_all`` into ``outputs``.
 
-    ``lengths`` has the number of elements from each rank; if empty, each output is from
-    one rank.
+    ``lengths`` has the number of elements from each rank. If it is empty, output r is
+    from rank r.
     """
     joint, sent = results[0]
     require_lengths(sent, lengths or [output.numel() for output in outputs])

@@ -35,7 +35,7 @@ def as_backend_error(error: CollectiveError) -> CollectiveError:
 
 
 class Late(NamedTuple):
-    """Callbacks for a call that has waited too long. Messages have no ``number``."""
+    """Callbacks for a call that waits too long; ``number`` is None for messages."""
 
     attendance: Attendance
     abort: Callable[[], None]
@@ -110,8 +110,8 @@ class GroupWork(dist.Work):
     ) -> None:
         """Track started ``works``; ``finish`` converts their results to tensors.
 
-        Without ``works``, ``finish`` makes the call itself. ``late`` handles a wait of
-        more than ``limit_s``.
+        If ``works`` is None, ``finish`` makes the call itself. ``late`` handles a wait
+        of more than ``limit_s``.
         """
         super().__init__()
         self.source = -1  # the sender of a message

@@ -55,8 +55,8 @@ def require_algorithm(name: str, source: str) -> str:
 def read_cpu_engine(environ: Environ) -> str:
     """Return the engine that Horovod's variables name, or an empty text.
 
-    ``HOROVOD_CPU_OPERATIONS`` has precedence over ``HOROVOD_CONTROLLER``, whose value
-    gloo only means that no MPI launcher is used.
+    ``HOROVOD_CPU_OPERATIONS`` has precedence over ``HOROVOD_CONTROLLER``. The value
+    gloo of the latter only means that no MPI launcher is used.
     """
     engine = ""
     if "HOROVOD_GLOO_RENDEZVOUS_ADDR" in environ:
@@ -72,7 +72,7 @@ def read_cpu_engine(environ: Environ) -> str:
 
 
 def read_malloc_tuning(environ: Environ | None = None) -> bool:
-    """Return False if the user has turned tuning off, or has tuned malloc already."""
+    """Return False if the user has tuned malloc, or has turned ronde's tuning off."""
     environ = own_or(environ)
     name = "RONDE_MALLOC_TUNING"
     text = environ.get(name) or "1"
@@ -85,7 +85,7 @@ def read_malloc_tuning(environ: Environ | None = None) -> bool:
 
 
 def read_drift(environ: Environ | None = None) -> str:
-    """Return ``off``, ``warn`` or ``error``."""
+    """Return the mode of drift checks: ``off``, ``warn`` or ``error``."""
     mode = own_or(environ).get("RONDE_DRIFT") or "warn"
     if mode not in ("off", "warn", "error"):
         raise WorldError(f"RONDE_DRIFT must be off, warn or error, got {mode!r}.")
@@ -129,7 +129,7 @@ def boot_identity() -> str:
 
 
 def network_identity() -> str:
-    """Return an identifier of this machine's, or container's, network namespace."""
+    """Return an identifier of the network namespace of this machine or container."""
     space = os.uname().nodename  # if a sandbox hides the namespace
     with suppress(OSError):
         space = str(_NETWORK.stat().st_ino)
@@ -204,7 +204,7 @@ def unmark_rank() -> None:
 def is_child_of_rank(identity: str) -> bool:
     """Return True in a child process of the rank with this identity.
 
-    A launcher inside of a rank gives its own ranks another identity.
+    A launcher that a rank has started gives its own ranks another identity.
     """
     pid, _, found = own_or(None).get(_RANK, "").partition(":")
     return found == identity and pid != str(os.getpid())

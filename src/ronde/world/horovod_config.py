@@ -16,7 +16,7 @@ DYNAMIC = "DYNAMIC"
 
 @dataclass(frozen=True, slots=True)
 class HorovodConfig:
-    """The values of the variables, with Horovod's defaults."""
+    """The values of Horovod's variables, with Horovod's defaults."""
 
     fusion_threshold_bytes: int = 128 << 20  # 0 for no fusion
     cycle_time_s: float = 0.001  # time for which submissions are collected
@@ -81,7 +81,7 @@ def read_horovod_config(environ: Mapping[str, str] | None = None) -> HorovodConf
 
 @cache
 def report_ignored(config: HorovodConfig) -> None:
-    """Log the variables without effect, once in a process."""
+    """Log the variables that have no effect, once in a process."""
     import logging
 
     logger = logging.getLogger("ronde")

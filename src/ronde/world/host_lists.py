@@ -23,7 +23,7 @@ def split_list(text: str, source: str) -> list[str]:
 
 
 def expand_list(text: str, source: str) -> list[str]:
-    """Return the names of a list, in order and with duplicates."""
+    """Return the host names of a list, in order and with duplicates."""
     names: list[str] = []
     for word in split_list(text, source):
         names += expand(word, source)
@@ -34,7 +34,7 @@ def expand_list(text: str, source: str) -> list[str]:
 def expand(word: str, source: str) -> list[str]:
     """Return the names of a word such as ``rack[0-1]n[08-11]x``.
 
-    The last range varies fastest. A number is as wide as the low end of its range.
+    The last range varies fastest. Numbers are padded to the width of a range's low end.
     """
     count, choices = 1, list[list[str]]()
     for index, piece in enumerate(re.split(r"\[([^][]*)\]", word)):

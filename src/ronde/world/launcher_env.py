@@ -133,7 +133,7 @@ class LauncherReading(NamedTuple):
 
     @property
     def is_above_slurm(self) -> bool:
-        """True if ``srun``, where used, started this launcher and not the ranks."""
+        """True if ``srun``, if used at all, started this launcher and not the ranks."""
         by_hand = (Launcher.SLURM, Launcher.PLAIN)
         return not self.missing and self.launcher not in by_hand
 
@@ -318,7 +318,7 @@ def is_of_ronde(environ: Mapping[str, str]) -> bool:
 def _read_slurm(environ: Mapping[str, str]) -> list[LauncherReading]:
     """Read the variables of a task that ``srun`` has started.
 
-    Processes outside of a step (``salloc``, a batch script) are no ranks.
+    Processes outside of a step (``salloc``, a batch script) are not ranks.
     """
     step = environ.get("SLURM_STEP_ID")
     if step is None or (step.isdecimal() and int(step) in _PSEUDO_STEPS):
@@ -398,15 +398,15 @@ def integer(environ: Mapping[str, str], name: str) -> int | None:
 def read_rank_info(environ: Mapping[str, str] | None = None) -> RankInfo:
     """Read rank and size of this process from the launcher's variables.
 
-    Without any variable it is a world of one. Stray variables, such as ``LOCAL_RANK=0``
-    alone, are ignored and listed in the result.
+    Without any variable the process is a world of one. Stray variables, such as
+    ``LOCAL_RANK=0`` alone, are ignored and listed in the result.
 
     If no variable describes this host, ``local_rank`` is 0, and ``local_size`` the
     smallest that fits: exchange hosts (``World.from_hosts``) before you rely on them.
 
     Raises:
-        WorldError: The variables are incomplete, no numbers, contradict each other, or
-            name an unknown engine.
+        WorldError: The variables are incomplete, are not numbers, contradict each
+            other, or name an unknown engine.
     """
     environ = own_or(environ)
     found = read_launcher_env(environ)

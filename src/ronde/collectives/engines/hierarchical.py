@@ -50,7 +50,7 @@ class HostGroups(NamedTuple):
 
 
 class HierarchicalEngine(LaneEngine):
-    """Base class of the engines with two levels."""
+    """Base class of engines that work within each host and between hosts."""
 
     # ``world`` has all ranks and serves calls that gain nothing from two levels;
     # ``local`` has the ranks of this host, ``cross`` one rank of each host.
@@ -100,7 +100,7 @@ class HierarchicalEngine(LaneEngine):
 
 
 class EvenHostsEngine(HierarchicalEngine):
-    """Engine for hosts with equal numbers of ranks: each rank exchanges a share."""
+    """Engine for equally many ranks per host; each exchanges a share between hosts."""
 
     # ``cross`` has the ranks with this local rank on every host.
 
@@ -171,13 +171,13 @@ class EvenHostsEngine(HierarchicalEngine):
         _overlap(map(copy, _pieces(data)))
 
     def _slices(self, stack: Tensor) -> list[Tensor]:
-        """Return ``stack[local_rank, host]`` of each rank, in rank order."""
+        """Return ``stack[local_rank, host]`` for each rank, in rank order."""
         positions = map(self._groups.of, range(self.size))
         return [stack[local_rank, host] for host, local_rank in positions]
 
 
 class LeadersEngine(HierarchicalEngine):
-    """Engine for hosts with unequal numbers of ranks; each host's first rank leads."""
+    """Engine for unequal numbers of ranks per host; the first ranks link the hosts."""
 
     # ``cross`` has the leaders; None on all other ranks.
 
@@ -190,7 +190,7 @@ class LeadersEngine(HierarchicalEngine):
         _overlap(map(reduce, _pieces(vector)))
 
     def _copy(self, data: Tensor, root: int) -> None:
-        """Broadcast on the root's host, then to the leaders, then on their hosts."""
+        """Broadcast on the root's host, to the leaders, then on the other hosts."""
         root_host, root_local = self._groups.of(root)
         is_home = self._groups.of(self.rank)[0] == root_host
 
@@ -205,7 +205,7 @@ class LeadersEngine(HierarchicalEngine):
 
 
 def _overlap(pieces: Iterable[_Steps]) -> None:
-    """Run all pieces; up to ``_NUM_AHEAD`` more start before the oldest ends."""
+    """Run all pieces; up to ``_NUM_AHEAD`` later pieces start before one ends."""
     started: deque[tuple[Work[Tensor] | None, _Steps]] = deque()
     for steps in pieces:
         started.append((next(steps), steps))
@@ -227,7 +227,7 @@ def _pieces(vector: Tensor) -> Iterator[Tensor]:
 
 
 def _windows(vector: Tensor, sizes: Sequence[int]) -> Iterator[slice]:
-    """Yield ranges within a part; the same range of all parts makes up a piece."""
+    """Yield ranges within a part; the same range of every part makes one piece."""
     width = max(1, PIECE_BYTES // (len(sizes) * vector.element_size()))
     for begin in range(0, max(sizes), width):
         yield slice(begin, min(begin + width, max(sizes)))

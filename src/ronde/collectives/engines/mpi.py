@@ -242,7 +242,7 @@ class MpiEngine(Engine):
         return copy
 
     def close(self) -> None:
-        """Free the communicator, unless a call failed: MPI might hang."""
+        """Free the communicator, unless a call failed, as MPI might hang then."""
         comm, self._comm = self._comm, None
         if comm is None or self._library.has_failed or MPI.Is_finalized():
             return
@@ -313,7 +313,7 @@ class MpiWork(Work[None]):
         return self.is_over
 
     def _block(self, poll: PollCallback | None) -> bool:
-        """Make MPI progress until done; sleep only after the expected duration."""
+        """Poll MPI until done; sleep between polls after the expected duration."""
         started_s = time.monotonic()
         sleep_s = _FIRST_SLEEP_S
         num_bytes = sum(tensor.nbytes for tensor in self._held)
@@ -370,13 +370,13 @@ def connect_world(
 
 
 def _elements(vector: Tensor) -> _Buffer:
-    """Return the memory of a dense vector, which must outlive the returned buffer."""
+    """Return an MPI buffer of a dense vector, which must outlive the buffer."""
     memory = MPI.buffer.fromaddress(vector.data_ptr(), vector.nbytes)
     return [memory, _DATATYPES[vector.dtype]]
 
 
 def _bytes(vector: Tensor, counts: Sequence[int] | None = None) -> _Buffer:
-    """Return the memory of a dense vector as bytes, in parts of ``counts``."""
+    """Return an MPI buffer of a dense vector's bytes, in parts of ``counts``."""
     memory = MPI.buffer.fromaddress(vector.data_ptr(), vector.nbytes)
     if counts is None:
         return [memory, MPI.BYTE]

@@ -1,4 +1,4 @@
-"""Collectives by schedules of another engine's point-to-point calls.
+"""Collectives that run schedules of another engine's point-to-point messages.
 
 Note [Stages]
     Chunks are cut into pieces of about a cache's size, the same on both sides of a
@@ -40,7 +40,7 @@ _MAX_TAG = 1 << 14  # MPI guarantees 32,767; messages of equal tag arrive in ord
 
 
 class ScheduledMessage(NamedTuple):
-    """A send or receive of one rank, after the messages that it depends on."""
+    """One rank's send or receive, and the messages on which it depends."""
 
     action: Action
     peer: int
@@ -96,7 +96,7 @@ def compile_program(
 
 
 def _drafts(schedule: Schedule, rank: int, piece_numel: int) -> Iterator[_Draft]:
-    """Yield messages of at most a piece: part of a long chunk, or several chunks."""
+    """Yield messages of one piece: part of a long chunk, or several short chunks."""
     chunks = schedule.chunks
     largest = max(1, chunks.largest())
     num_together = max(1, piece_numel // largest)
@@ -156,9 +156,10 @@ def _program(
     extent: tuple[int, ...],
     element_bytes: int,
 ) -> tuple[ScheduledMessage, ...]:
-    """Return a rank's messages.
+    """Return a rank's messages in one collective.
 
-    ``extent`` is the vector's length (and root), or the length of each rank's part.
+    ``extent`` is the vector's length, with the root for a broadcast, or the length of
+    each rank's part.
     """
     schedules = find_algorithm(algorithm)
     if collective == "all_reduce":
@@ -208,7 +209,7 @@ class _Run:
         return "recv", tensor
 
     def _complete(self, index: int, wait: WaitForMessage) -> None:
-        """Wait for a message and add its summands, if not done yet."""
+        """Wait for a message and reduce received elements, unless already done."""
         work = self.works.pop(index, None)
         if work is None:
             return

@@ -1,4 +1,4 @@
-"""The engine of one rank: no process group, thread or socket."""
+"""The engine of a single rank, without process group, thread or socket."""
 
 from collections.abc import Sequence
 from typing import Never
@@ -17,7 +17,7 @@ from ronde.collectives.engine import (
 
 
 class SoloEngine(Engine):
-    """Copies tensors of any device."""
+    """Engine of one rank, which copies inputs to outputs on any device."""
 
     name = "solo"
     rank = 0

@@ -188,7 +188,7 @@ class Nccl:
     def message(
         self, call: str, values: Tensor, peer: int, tag: int
     ) -> "GroupedMessage":
-        """Queue a ``send`` or ``recv``, to start in one group with other messages."""
+        """Queue a ``send`` or ``recv``; NCCL starts all queued messages together."""
         if tag:
             raise UsageError(
                 f"tag must be 0 for CUDA tensors, as NCCL has no tags, got {tag}. Omit "
@@ -274,7 +274,7 @@ class GroupedMessage:
 
 
 class Groups:
-    """The process groups of one communicator; NCCL's is connected at first use."""
+    """The process groups of one communicator; NCCL connects at its first use."""
 
     def __init__(
         self, store: Store, rank: int, size: int, timeout_s: float, *, is_one_host: bool
@@ -438,7 +438,7 @@ class Groups:
             nccl.abort()
 
     def _end_messages(self, gloo: Backend) -> None:
-        """Return once no connection moves data: see Note [Gloo's sockets]."""
+        """Wait until no connection moves data: see Note [Gloo's sockets]."""
         for peer in range(self._size):
             if peer == self._rank:
                 continue

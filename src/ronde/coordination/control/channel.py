@@ -113,7 +113,7 @@ def connect_channel(
 
     Args:
         store: Empty under the keys used here; None for one rank.
-        exchange: For ranks on one host; exchanges bytes faster than the store does.
+        exchange: Given if all ranks are on one host; it is faster than the store.
 
     Raises:
         CollectiveError: Not all ranks connected in time.

@@ -164,7 +164,7 @@ class Waiter:
             self._count(-1, kind)
 
     def _count(self, change: int, kind: int = 0) -> None:
-        """Adjust a count of waiters or sleepers; store the kinds to wake."""
+        """Adjust a count of waiters or sleepers; store the kinds of waits to wake."""
         with self._lock:
             if kind:
                 self._num_asleep[kind] += change

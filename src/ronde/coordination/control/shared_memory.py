@@ -110,7 +110,7 @@ class SharedMemoryConnection:
         return room
 
     def _read(self, into: list[tuple[int, bytes]]) -> bool:
-        """Append whole messages; return True if the sender waits for the freed room."""
+        """Append whole messages to ``into``; return True if the sender needs room."""
         written = self._in[_WRITTEN]
         if written == self._taken:
             return False

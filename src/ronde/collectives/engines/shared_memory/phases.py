@@ -155,7 +155,7 @@ def _send_to_all(
 def _exchange_layouts(
     state: SharedState, layout: CallLayout, location: int
 ) -> Generator[None, None, tuple[Sequence[LayoutSummary], list[int]]]:
-    """Return all ranks' layouts, if compatible, and the locations of their tensors."""
+    """Return all tensors' layouts and locations; raise if layouts are incompatible."""
     turn = state.announce(_EXCHANGE.signature, location, layout.summarize())
     yield
     if not state.is_agreed(turn, _EXCHANGE.signature):
@@ -174,7 +174,7 @@ def _exchange_layouts(
 def _show(
     state: SharedState, slot: int, data: Tensor, offset: int = 0, prescale: float = 1.0
 ) -> list[Tensor]:
-    """Copy the data that fits into this rank's slot; return views of all slots."""
+    """Fill this rank's slot from the start of ``data``; return views of all slots."""
     room = state.staging.slot_bytes // data.element_size()
     if data.numel() > room:
         data = data[:room]
@@ -194,7 +194,7 @@ def _copy_shown(
     start: int,
     room: int,
 ) -> None:
-    """Copy from the other ranks' slots to their parts, from ``start`` on."""
+    """Copy the other ranks' slots into ``parts`` of the result, from ``start`` on."""
     for rank, part in enumerate(parts):
         if rank == state.rank or part.numel() <= start:
             continue
@@ -216,7 +216,7 @@ _INTEGERS = frozenset({torch.int8, torch.uint8, torch.int16, torch.int32, torch.
 
 
 class Scratch:
-    """A buffer for the float32 sum of 16-bit floats."""
+    """A reusable buffer for float32 sums of 16-bit floats."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.float32, device="cpu")
@@ -229,7 +229,7 @@ class Scratch:
 
 
 class ReduceKernel:
-    """Kernel for one reduction of one dtype over a fixed number of ranks."""
+    """Kernel for one operation and dtype that combines one tensor of each rank."""
 
     # ``combine`` reduces one flat tensor of each rank into ``out``, which may be one of
     # these tensors. It combines in rank order, so the result is bitwise equal on every
@@ -308,7 +308,7 @@ class KnownReduction:
 
 
 class KnownReductions:
-    """A cache of prepared reductions, as most calls are repeated."""
+    """A cache of prepared reductions, since most calls are repeated."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -414,7 +414,7 @@ def _plan(
 def _reduce_shown(
     state: SharedState, source: Tensor, out: Tensor, known: KnownReduction, shown: int
 ) -> Steps[None]:
-    """Reduce through alternating slots; ``shown`` is a slot already filled, or -1."""
+    """Reduce through alternating slots; ``shown`` is an already filled one, or -1."""
     # Each of two ranks reduces everything. More ranks reduce a share each and copy the
     # others' shares.
     staging, combine = state.staging, known.kernel.combine
@@ -490,7 +490,7 @@ def reduce_scatter(
 
 
 def _share(numel: int, itemsize: int, size: int, rank: int) -> tuple[int, int]:
-    """Return the range of elements that ``rank`` reduces, in whole cache lines."""
+    """Return the range of elements that ``rank`` reduces: whole cache lines."""
     line = max(1, _LINE_BYTES // itemsize)
     counts = rows(-(-numel // line), size)
     first = sum(counts[:rank]) * line

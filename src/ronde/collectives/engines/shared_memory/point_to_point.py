@@ -31,7 +31,7 @@ CHANNEL_BYTES = _NUM_PIECES * (_HEAD_BYTES + PIECE_BYTES)
 
 
 class ChannelMemory(NamedTuple):
-    """The memory of all channels, at ``start`` bytes in each sender's segment."""
+    """The memory of all channels, from byte ``start`` of each sender's segment."""
 
     blocks: Sequence[ControlBlock]
     segments: Sequence[Segment]
@@ -86,7 +86,7 @@ class Channel:
 
 
 class Sending(Message):
-    """A send in progress."""
+    """A send in progress, which writes its pieces in the order of its queue."""
 
     __slots__ = ("_num_done", "_queue")
 
@@ -124,7 +124,7 @@ class Sending(Message):
 
 
 class Receiving(Message):
-    """A receive in progress."""
+    """A receive in progress, which ``ReceiveQueue`` matches with a message."""
 
     __slots__ = ("_queue",)
 
@@ -165,7 +165,7 @@ class Receiving(Message):
 
 
 class ReceiveQueue(Channel):
-    """Messages from one rank, read in the order sent and matched by tag."""
+    """The messages from one rank, read in the order of sending, matched by tag."""
 
     # Any thread may advance the queue for all waiting receives, in any inference mode.
 
@@ -187,13 +187,13 @@ class ReceiveQueue(Channel):
         self._waiting.append(receiving)
 
     def has_unexpected(self, tag: int) -> bool:
-        """Return True if a message has arrived without a matching receive."""
+        """Return True if a message with ``tag`` has arrived that no receive awaits."""
         self.advance(reads_all=True)
         is_awaited = any(each.header.tag == tag for each in self._waiting)
         return not is_awaited and any(header.tag == tag for header, _ in self._kept)
 
     def advance(self, *, reads_all: bool = False) -> None:
-        """Read available pieces while a receive waits; all of them if ``reads_all``."""
+        """Read available pieces while a receive waits, or all if ``reads_all``."""
         self._waiting = [each for each in self._waiting if not each.is_over]
         while (self._waiting or reads_all) and self.num_sent() != self.num_taken():
             header = self._header
@@ -217,7 +217,7 @@ class ReceiveQueue(Channel):
         return next((r for r in self._waiting if r.header.tag == header.tag), None)
 
     def _begin(self, header: MessageHeader) -> None:
-        """Read into a waiting receive's tensor if it fits, else into new memory."""
+        """Choose the target: a waiting receive's tensor if it fits, or new memory."""
         self._num_done = 0
         receiving = self._find(header)
         if receiving is not None and receiving.header == header:

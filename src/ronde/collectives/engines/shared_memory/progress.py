@@ -203,7 +203,7 @@ class ProgressEngine:
             self._advance()
 
     def find_pending(self) -> PendingWord | None:
-        """Return the progress word of a rank that has not completed the phase."""
+        """Return the progress word of a rank that lags behind this rank, or None."""
         phase = self._num_phases
         for rank, block in self._others:
             value = block.words[PROGRESS]
@@ -280,7 +280,7 @@ class ProgressEngine:
             self._advance()
 
     def _resume(self) -> None:
-        """Run the first collective to its next phase; if it ends, begin the next."""
+        """Run the first collective to its next phase; if it ends, run the next one."""
         # An error that all ranks raise ends only this collective. Any other error puts
         # this rank out of step and breaks the communicator.
         queue = self._queue
@@ -333,7 +333,7 @@ class ProgressEngine:
         self._messages = []
 
     def sleep(self, work: SharedMemoryWork, poll: PollCallback | None) -> bool:
-        """Yield, then sleep until progress is likely; False if ``poll`` ends it."""
+        """Wait until progress is likely; return False if ``poll`` ends the wait."""
         if CONTENTION.spin(
             lambda: work.is_over or work.find_pending() is None, _NUM_YIELDS
         ):

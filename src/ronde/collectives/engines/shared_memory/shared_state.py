@@ -94,7 +94,7 @@ def _map(
 
 
 class SegmentFile(NamedTuple):
-    """A rank's file for a segment, sent to the other ranks as JSON."""
+    """The identity of a rank's segment file, which is sent to all ranks as JSON."""
 
     process: PeerProcess
     descriptor: int
@@ -172,7 +172,7 @@ _PROBLEM = b"!"
 def _exchange_or_fail(
     exchange: ExchangeBytes, rank: int, make: Callable[[], bytes]
 ) -> Sequence[bytes]:
-    """Exchange the ranks' ``make()`` results; if one fails, all ranks raise."""
+    """Return every rank's ``make()`` result; if one fails, all ranks raise."""
     message, problem = b"", ""
     try:
         message = make()
@@ -191,7 +191,7 @@ def _exchange_or_fail(
 
 
 def _require_room(size: int, num_bytes: int) -> None:
-    """Raise MemoryError if segments do not fit, before the kernel kills a rank."""
+    """Raise MemoryError if the ranks' segments exceed the available memory."""
     available = available_memory()
     needed = size * num_bytes
     if needed + _RESERVE_BYTES > available.num_bytes:
@@ -310,7 +310,7 @@ class ControlBlock:
         return -(-(num_words * 8 + _TEXT_BYTES) // 4096) * 4096
 
     def publish(self, index: int, value: int) -> None:
-        """Store a word of this rank and wake its sleepers; not thread-safe."""
+        """Store a word of this rank and wake ranks asleep on it; not thread-safe."""
         if IS_WEAKLY_ORDERED:
             fence()
         words = self.words
@@ -323,7 +323,7 @@ class ControlBlock:
                 return
 
     def fall_asleep(self, rank: int) -> None:
-        """Register ``rank``, this process, to be woken by ``publish``; thread-safe."""
+        """Register ``rank`` as asleep, so that ``publish`` wakes it; thread-safe."""
         with self._lock:
             self._num_asleep += 1
             self.bytes[8 * _SLEEPERS + rank] = 1
@@ -354,7 +354,7 @@ def slot_bytes(size: int, *, is_crowded: bool) -> int:
 
 
 class StagingSlots:
-    """Two slots on each rank, used in turn.
+    """Two slots for data in each rank's segment, used in turn.
 
     Note [Two slots]
         A rank reads the others' slots between the first phase after its ``take()`` and
@@ -376,7 +376,7 @@ class StagingSlots:
         return self._taken
 
     def reset(self) -> None:
-        """Start again with the first slot, once all ranks have read the slots."""
+        """Start again with the first slot; all ranks must have read both slots."""
         self._taken = 1
 
     def views(
@@ -419,7 +419,7 @@ class SymmetricHeap:
         self._gone: deque[int] = deque()
 
     def add(self, segments: Sequence[Segment], rank: int) -> Tensor:
-        """Add a region; return this rank's bytes. Their views keep the region alive."""
+        """Add a region; return this rank's bytes, views of which keep it alive."""
         # Views made here use another buffer and do not keep the region alive.
         self._forget()
         self._num_regions += 1
@@ -523,7 +523,7 @@ class SharedState:
     def announce(
         self, signature: int, location: int = 0, layout: LayoutSummary | None = None
     ) -> int:
-        """Write this rank's call, to publish with the next phase; return the turn."""
+        """Write this rank's call, which the next phase publishes; return its turn."""
         # The turn, an argument of the methods below, is 0 or 1: see Note [Two slots].
         turn = self._turn = 1 - self._turn
         own = self._own
@@ -556,7 +556,7 @@ class SharedState:
     def synchronize(
         self, call: Call, location: int = 0
     ) -> Generator[None, None, list[int]]:
-        """Complete a phase; return the tensors' locations, or raise if calls differ."""
+        """Complete a phase; return all tensors' locations, or raise if calls differ."""
         turn = self.announce(call.signature, location)
         yield
         if not self.is_agreed(turn, call.signature):
@@ -564,7 +564,7 @@ class SharedState:
         return self.locations(turn)
 
     def mismatch(self, call: Call) -> Generator[None, None, CollectiveError]:
-        """Exchange texts of differing calls; return the error that all ranks raise."""
+        """Exchange texts of differing calls; return an error, equal on all ranks."""
         self._blocks[self.rank].write_text(call.text)
         yield
         # Only some of the calls have taken a slot.

@@ -104,7 +104,7 @@ _now = time.monotonic
 
 
 class Contention:
-    """Policy of spinning while other programs need cores; thread-safe."""
+    """Decides if waits may poll, by the number of runnable threads; thread-safe."""
 
     def __init__(self) -> None:
         self._num_expected = os.cpu_count() or 1
@@ -124,7 +124,7 @@ class Contention:
         return 0 if self._is_high else most
 
     def spin(self, is_over: Callable[[], bool], most: int) -> bool:
-        """Poll up to ``most`` times and yield in between; return True once over."""
+        """Poll up to ``most`` times, yielding in between; True once ``is_over()``."""
         for _ in repeat(None, self.num_polls(most)):
             if is_over():
                 return True
@@ -193,10 +193,10 @@ class Peers:
         """True if there are fewer cores than ranks."""
 
     def find_loss(self, rank: int, own: int) -> str:
-        """Return the reason if a rank's process has ended, else ""; call periodically.
+        """Return an error text if a rank's process has ended, else "".
 
-        A stopped process may continue, so it is not lost. The lowest rank that is not
-        stopped logs a warning.
+        Call it periodically: a stopped process is not lost, as it may continue, but the
+        lowest rank that is not stopped soon logs a warning.
         """
         process = self.processes[rank]
         state = process.state()
