@@ -1,4 +1,4 @@
-"""`ronde bench`: collectives and training steps, measured."""
+"""``ronde bench``: measurement of collectives and training steps."""
 
 from ronde.lazy_exports import lazy_exports
 

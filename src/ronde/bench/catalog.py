@@ -220,7 +220,7 @@ Matrix = tuple[tuple[int, ...], ...]  # ``matrix[i][j]`` bytes go from rank i to
 
 
 def traffic_matrix(total_bytes: int, size: int) -> Matrix:
-    """Return the traffic of ``alltoallv``, proportional to the distance of ranks."""
+    """Return the traffic of ``alltoallv``, proportional to each pair's distance."""
     if size == 1:
         return ((_chunks(total_bytes),),)
     sum_of_distances = size * (size - 1) // 2

@@ -161,7 +161,7 @@ class ReductionInputs:
         return given
 
     def _factor(self, draw: "Draw", rank: int) -> Tensor:
-        """Return a random significand for one rank, powers of two for the others."""
+        """Return a rank's factors: significands at its turns, else powers of two."""
         bits, room = self.dtype.significand_bits, self.dtype.max_exponent
         half = 2 ** (bits - 1)
         significand = (draw.below(rank, half) + half).double() / half
@@ -237,7 +237,7 @@ class Draw:
 
 
 def _mix(values: Tensor) -> Tensor:
-    """Hash int32 in place, bijectively. Source: lowbias32, Wellons."""
+    """Hash int32 values in place and bijectively. Source: lowbias32, Wellons."""
     # torch's right shift copies the sign bit, so mask the copies.
     values ^= (values >> 16).bitwise_and_(0xFFFF)
     values *= 0x7FEB352D
@@ -283,7 +283,7 @@ Expected = list[tuple[Tensor, Tensor]]
 def prepare(
     spec: CallSpec, inputs: ReductionInputs, views: Views, canaries: Sequence[Tensor]
 ) -> Expected:
-    """Fill the input, spoil the result, and return the expected result.
+    """Fill the input, overwrite the result with wrong values, return the right ones.
 
     If nothing is reduced, only the type, seed and device of ``inputs`` are used.
     """

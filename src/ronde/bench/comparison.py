@@ -156,6 +156,6 @@ class Compared(NamedTuple):
         return self.rows[engine].sides()[0]
 
     def ratio(self, engine: str) -> float:
-        """Return the speed of an engine relative to the first."""
+        """Return an engine's speed relative to the first engine."""
         first = self.side(next(iter(self.rows)))
         return (first.time_us or 0.0) / (self.side(engine).time_us or math.inf)

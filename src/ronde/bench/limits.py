@@ -75,7 +75,7 @@ def cache_bytes(root: Path = _ROOT) -> int:
 
 
 def buffer_bytes(cache: int, available: int, num_ranks: int) -> int:
-    """Return the size of each of a rank's two buffers."""
+    """Return the size of each of a rank's two buffers for copying memory."""
     # All buffers together are twice the caches, at most an eighth of the free memory.
     wanted = min(max(_TIMES_CACHE * cache, _MIN_BYTES), _MAX_BYTES)
     total = min(wanted, available // _SHARE_OF_MEMORY)

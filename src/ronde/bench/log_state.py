@@ -18,7 +18,7 @@ from ronde.errors import UsageError
 
 
 class _Interval(NamedTuple):
-    """The range of busbw / algbw that rounds to one printed pair of values."""
+    """The range of busbw / algbw that is consistent with one printed pair of values."""
 
     low: float
     high: float
@@ -28,7 +28,7 @@ class _Interval(NamedTuple):
         return self.low - 1e-9 <= ratio <= self.high + 1e-9
 
     def num_ranks(self, factor: Factor) -> tuple[float, float, float]:
-        """Return the least, greatest and likeliest number of ranks for these ratios."""
+        """Return the least, greatest and likeliest number of ranks for this range."""
         limit = 2.0 if factor is Factor.REDUCED else 1.0
         low, high, middle = (
             limit / (limit - ratio) if ratio < limit else math.inf
@@ -136,7 +136,7 @@ class Log(NamedTuple):
 
 
 class ListedDevice(NamedTuple):
-    """One line of the list of devices."""
+    """One line of a log's list of devices."""
 
     rank: int
     group: int
@@ -230,7 +230,7 @@ class ParserState:
         self.footers[name] = value
 
     def missing(self) -> list[str]:
-        """Return a message if the run neither ended nor failed visibly."""
+        """Return messages about a run that neither ended nor failed visibly."""
         if self.is_over or self.has_failed:
             return []
         if self.has_table:

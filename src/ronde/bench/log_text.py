@@ -414,7 +414,7 @@ def _parse_header(words: Sequence[str], titles: Sequence[str]) -> _Columns:
 
 
 def _parse_row(words: Sequence[str], columns: _Columns) -> tuple[Row, bool]:
-    """Return the row, and True if its ``error`` (of old releases) has a number."""
+    """Return the row, and True if its ``error`` cell (old releases) has a number."""
     needed = columns.num_words(words)
     # Old tables print a root without a column for it in the header.
     has_stray_root = not columns.has_root and len(words) == needed + 1

@@ -91,7 +91,7 @@ class Buffers:
         return Views(own, receive[end : end + shape.receive], is_in_place)
 
     def fill(self, pattern: Tensor, num_bytes: int) -> None:
-        """Repeat the bytes of ``pattern`` in the first part of both buffers."""
+        """Fill the beginning of both buffers with repetitions of ``pattern``."""
         # Zeros and denormal numbers could change the speed of a reduction; numbers that
         # overflow do not.
         end = min(num_bytes + 2 * CANARY_BYTES, self._send.numel())
@@ -118,7 +118,7 @@ def make_operation(
 ) -> Operation:
     """Return a function that runs the collective on ``views`` and waits for it.
 
-    On CUDA only later work on the current stream waits.
+    On CUDA, only later work on the current stream waits, not the host.
     """
     return _MAKERS[spec.test.name](spec, communicator, views)
 

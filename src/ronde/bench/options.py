@@ -22,7 +22,7 @@ from ronde.units import parse_duration_s, parse_size_bytes
 
 
 class Exit(IntEnum):
-    """The exit code of ``ronde bench``."""
+    """Exit codes of ``ronde bench``."""
 
     OK = 0
     INTERNAL = 1

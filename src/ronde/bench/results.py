@@ -18,7 +18,7 @@ from ronde.units import counted
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One half of a row: out of place or in place."""
+    """The figures of one half of a row, out of place or in place."""
 
     time_us: float | None  # time of an operation; None if not printed
     algbw_gb_per_s: float | None  # the operation's bytes divided by its time
@@ -57,7 +57,7 @@ HALVES = ("out_of_place", "in_place")
 
 
 class RankSource(StrEnum):
-    """Source of a number of ranks."""
+    """Origin of the number of ranks in a ``RankCount``."""
 
     GIVEN = "given"
     DEVICES = "devices"  # the list of devices, one line per rank
@@ -242,7 +242,7 @@ class Heading:
 
 
 class Half(NamedTuple):
-    """One measured half of a row: out of place or in place."""
+    """One half of a row, with the times of its iterations."""
 
     side: Side
     iterations: IterationTimes | None = None  # if each was timed
@@ -261,7 +261,7 @@ class Measured:
 
 
 class Reason(IntEnum):
-    """Reason for the end of a run. If ranks differ, the largest value is used."""
+    """Reason for the end of a run. If ranks have different ones, the largest counts."""
 
     COMPLETE = 0
     DURATION = 1  # --duration has passed

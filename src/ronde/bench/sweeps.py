@@ -222,7 +222,7 @@ class SweepBench:
                 yield from cases
 
     def agree_to_stop(self, started_s: float) -> results.Reason:
-        """Return the reason to stop, or ``COMPLETE`` to go on; collective."""
+        """Agree across ranks on a reason to stop; ``COMPLETE`` if there is none."""
         duration_s = self.options.loop.duration_s
         is_over = bool(duration_s) and monotonic() - started_s > duration_s
         own = results.Reason.DURATION if is_over else results.Reason.COMPLETE
@@ -233,7 +233,7 @@ class SweepBench:
         return results.Reason(int(max(each[0] for each in reasons)))
 
     def possible(self) -> tuple[list[tuple[catalog.DType, str]], list[str]]:
-        """Return the types and operations of the engine, and notes on the others."""
+        """Return the supported types and operations, and notes on unsupported ones."""
         sweep, communicator = self.options.sweep, self.rows.communicator
         possible: list[tuple[catalog.DType, str]] = []
         skipped: list[str] = []

@@ -67,7 +67,7 @@ class Clock:
     between: Callable[[Any, Any], float] = lambda begun, ended: ended - begun
 
     def time(self, operations: Sequence[Operation], loop: TimingLoop) -> Elapsed:
-        """Time ``iterations * aggregated`` calls, going through the list in a cycle."""
+        """Time ``iterations * aggregated`` calls, cycling through ``operations``."""
         count = loop.iterations * loop.aggregated
         calls = list(islice(cycle(operations), count))
         with without_collector():

@@ -161,7 +161,7 @@ def run_self(
     """Run ``python -m ronde WORDS`` once per rank on this machine.
 
     Ctrl-C and SIGTERM go to all ranks, which have 10 s to exit. Returns the exit code
-    of the rank that failed first, else 0; after Ctrl-C the highest of all.
+    of the rank that failed first, else 0; after Ctrl-C, the highest exit code.
     """
     with caught_signals() as signal_fd, start_local_agent() as agent:
         spec = JobSpec(

@@ -31,9 +31,9 @@ _PROGRESS_S = 0.3
 
 @contextmanager
 def _stopping() -> Generator[Callable[[], bool]]:
-    """Turn Ctrl-C and SIGTERM into a flag; the second signal kills.
+    """Turn Ctrl-C or SIGTERM into a flag; a second signal kills this process.
 
-    Yields a function that returns True after the first one.
+    Yields a function that returns True after the first signal.
     """
     received: list[int] = []
 

@@ -186,7 +186,7 @@ def run(words: Sequence[str], timeouts: Timeouts = USUAL) -> int:
 
 
 def _read(words: Sequence[str]) -> int:
-    """Run ``ronde check read``: check files, each of which counts as a host."""
+    """Run ``ronde check read``: check saved files, each as if it were a host."""
     parser = CommandParser("ronde check read", _READ_HELP, positionals={"files": "+"})
     options = parser.read(words)
     if options is None:
@@ -325,7 +325,7 @@ def _unwritable(option: str, got: str) -> UsageError:
 def make_preflight(directory: str, env: dict[str, str]) -> Preflight:
     """Return the preflight of ``ronde run``: all checks except ``torch-installed``.
 
-    The preflight does not import torch, since ranks that need torch import it soon.
+    The preflight imports no torch, as the ranks that need torch soon import it anyway.
     """
     checks = [each for each in all_checks() if each.id != "torch-installed"]
 

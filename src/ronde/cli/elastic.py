@@ -1,4 +1,4 @@
-"""Read the options of elastic jobs in the spelling of ronde, horovodrun or torchrun."""
+"""Read options of elastic jobs, as ronde, horovodrun or torchrun spell them."""
 
 import argparse
 from collections.abc import Mapping

@@ -18,7 +18,7 @@ _VERBS = ("run", *_TOOLS, "horovodrun")
 def main(argv: Sequence[str] | None = None, timeouts: Timeouts = USUAL) -> int:
     """Run one command and return its exit code.
 
-    Without ``argv`` run this process's own command, and then end the process.
+    Without ``argv``, run this process's own command line and then end the process.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     _open_standard_fds()

@@ -31,7 +31,7 @@ def is_unwritten(error: OSError) -> bool:
 
 
 def give_up_output(error: OSError) -> int:
-    """Report a full disk on standard error; return the exit code."""
+    """Report a failed write, unless a reader is gone; return the exit code."""
     # The rest of the buffer must not fail at exit.
     sys.stdout = None
     if isinstance(error, BrokenPipeError):

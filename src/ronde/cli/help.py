@@ -1,6 +1,6 @@
 """The help of ``ronde`` and ``ronde run``, and the options that commands share.
 
-The lines of options also declare them: see ``ronde.arguments``. This module imports
+The help's lines also declare the options: see ``ronde.arguments``. This module imports
 nothing, so that help appears at once.
 """
 

@@ -228,9 +228,9 @@ def _configured(given: Mapping[str, str]) -> dict[str, str]:
 
 
 def read_config(path: str, sections: Sequence[str]) -> Iterator[tuple[str, str, str]]:
-    """Yield section, key and value of a configuration file in YAML.
+    """Yield the section, key and value of each entry in a YAML configuration file.
 
-    If a section is not a mapping, its key is empty. true and false become 1 and 0.
+    If a section is not a mapping, its key is empty. ``true`` becomes 1, ``false`` 0.
     """
     text = read_text(path, "--config-file")
     try:

@@ -37,7 +37,7 @@ HOST_TYPES = {
 
 
 class HorovodOptions(NamedTuple):
-    """Options of horovodrun among those of ``ronde run``."""
+    """horovodrun's options from the command line of ``ronde run``."""
 
     env: Mapping[str, str] = MappingProxyType({})  # variables for all ranks
     elastic: Mapping[str, Any] = MappingProxyType({})  # options of elastic jobs
@@ -82,7 +82,7 @@ def find_run_hosts(
 
 
 def read_nodes(text: str) -> tuple[int, int]:
-    """Read a number of hosts, ``3``, or a range as in torchrun, ``2:4``."""
+    """Read a number of hosts, such as ``3``, or a torchrun range, such as ``2:4``."""
     few, is_range, many = text.partition(":")
     cure = "Type: ronde run -H a,b --nodes 2 ..."
     least = read_number("--nodes", few if is_range else text, cure, least=1)

@@ -176,7 +176,7 @@ def make_run_parser(words: Sequence[str] | None = None) -> RunParser:
 
 
 def _are_own(words: Sequence[str], names: Container[str]) -> bool:
-    """Return False if one of the options may be horovodrun's."""
+    """Return True if all options are ronde's own, so none can be horovodrun's."""
     # The program's options count as well: its beginning is not known yet.
     before = (w.replace("_", "-") for w in takewhile("--".__ne__, words))
     options = [w.partition("=")[0] for w in before if w.startswith("-")]
@@ -276,7 +276,7 @@ def _read_horovod(
 
 
 def refuse_nesting(size: int | None, environ: Mapping[str, str]) -> None:
-    """Refuse to start ranks inside a rank of a world that has other ranks."""
+    """Refuse to start inside a rank, except the only rank of another launcher."""
     from ronde.world import Launcher, read_rank_info
 
     try:
@@ -359,7 +359,7 @@ def _placement(options: argparse.Namespace) -> "PlacementRequest | None":
 def require_listen_or_agent(
     options: argparse.Namespace, given: Mapping[str, str]
 ) -> None:
-    """Refuse options that do not fit ``--listen`` or ``--agent``, or need them."""
+    """Refuse options that conflict with ``--listen`` or ``--agent``, or need either."""
     how = "--listen" if options.listen else "--agent" if options.agent else ""
     if options.listen and options.agent:
         raise UsageError("--agent and --listen cannot be used together. Drop one.")
@@ -428,7 +428,7 @@ def make_sinks(
 
 
 def require_tee(options: argparse.Namespace) -> str:
-    """Return a warning about torchrun's ``--tee``, which is ``--log-dir`` here."""
+    """Return a warning if ``--tee`` is given without ``--log-dir``, which it needs."""
     if options.tee is None:
         return ""
     if not re.fullmatch(r"[0-3]|[0-9]+:[0-3](,[0-9]+:[0-3])*", options.tee):

@@ -21,9 +21,9 @@ _PROGRAM = (
 
 
 def start_local_agent(*, has_input: bool = False) -> "subprocess.Popen[bytes]":
-    """Start an agent on this machine, which waits for its controller's first frame.
+    """Start an agent on this machine; it waits for its controller's first frame.
 
-    With ``has_input`` rank 0, if it runs here, reads this process's standard input,
+    With ``has_input``, a rank 0 on this machine reads this process's standard input,
     unless that is a terminal with another program in its foreground.
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -69,7 +69,7 @@ def raise_open_files_limit(wanted: int) -> None:
 
 
 def explain_shortage(error: OSError) -> str:
-    """Explain an error that a resource limit caused; empty for other errors."""
+    """Explain an error that a resource limit caused; return "" for other errors."""
     match error.errno:
         case errno.EMFILE:
             limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)

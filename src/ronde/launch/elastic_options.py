@@ -1,4 +1,4 @@
-"""The options of an elastic job."""
+"""Options of elastic jobs: sizes, time limits and sources of hosts."""
 
 from enum import StrEnum
 from typing import NamedTuple
@@ -10,7 +10,7 @@ NO_LIMIT = 1 << 20
 
 
 class FailureDomain(StrEnum):
-    """The slots that fail together with a rank: its own, or all of its host."""
+    """The slots that count as failed with a rank: only its own, or all of its host."""
 
     SLOT = "slot"
     HOST = "host"
@@ -47,6 +47,6 @@ class ElasticOptions(NamedTuple):
 
     @property
     def num_processes(self) -> int | None:
-        """The largest number of ranks and spares; None for no limit."""
+        """The largest number of ranks and spares; None if there is no limit."""
         is_open = self.max_ranks == NO_LIMIT
         return None if is_open else self.max_ranks + self.spares

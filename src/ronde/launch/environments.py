@@ -78,7 +78,7 @@ def own_environment() -> dict[str, str]:
 
 
 class JobFacts(NamedTuple):
-    """Values for the environment of all ranks of a job."""
+    """Facts about a job that all its ranks receive as environment variables."""
 
     job_id: str
     epoch: int  # generation of the world
@@ -87,7 +87,7 @@ class JobFacts(NamedTuple):
 
 
 class NodeFacts(NamedTuple):
-    """Values for the environment of all ranks on a node."""
+    """Facts about a node that its ranks receive as environment variables."""
 
     host: str
     node_rank: int
@@ -183,7 +183,7 @@ def read_assignments(
 
     ``NAME=VALUE`` sets a variable, and ``NAME`` forwards one. A pattern such as
     ``WANDB_*`` forwards all matching variables, except probable secrets and variables
-    of this host or of another launcher: those must be named.
+    of this host or of another launcher, which are forwarded only by their full names.
     """
     extra: dict[str, str] = {}
     for word in words:
@@ -252,7 +252,7 @@ def find_horovod(paths: Iterable[str]) -> Path | None:
 
 
 def warn_of_horovod(environ: Mapping[str, str], paths: Iterable[str]) -> str:
-    """Return a warning if ranks import Horovod itself, else an empty text."""
+    """Return a warning if ranks import Horovod, not ronde's alias of it, else ""."""
     entries = environ.get("PYTHONPATH", "").split(os.pathsep)
     if str(ALIAS_DIRECTORY) not in entries or environ.get(_FORCED) == "1":
         return ""

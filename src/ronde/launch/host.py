@@ -86,7 +86,7 @@ class LookUp:
 
 
 def resolve(name: str) -> tuple[str, ...]:
-    """Return the addresses of a host name; an empty tuple if it is unknown.
+    """Return the addresses of a host name; an empty tuple if the name is unknown.
 
     Raises OSError if no name server answers.
     """

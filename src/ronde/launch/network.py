@@ -92,10 +92,10 @@ def _bind(address: str, port: int, *, is_shared: bool = False) -> socket.socket 
 def locate(
     addresses: Sequence[str], port: int, deadline_s: float = DEADLINE_S
 ) -> tuple[str, ...]:
-    """Return this host's local address on the route to each numeric address.
+    """Return this host's source address for the route to each numeric address.
 
-    The text is empty if there is no route, if the address is this host's own, or if
-    ``port`` is not 0 and does not answer within the deadline. A refusal is an answer.
+    It is empty if there is no route, if the address is this host's own, or if ``port``
+    is not 0 and does not answer within the deadline. A refusal counts as an answer.
     """
     pairs = [(address, source_towards(address)) for address in addresses]
     pairs = [(a, "" if a == own or is_loopback(own) else own) for a, own in pairs]

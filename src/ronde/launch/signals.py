@@ -1,4 +1,4 @@
-"""The user's signals as bytes in a pipe; waiting for file descriptors."""
+"""The user's signals as bytes in a pipe, and waits for file descriptors."""
 
 import os
 import select
@@ -40,7 +40,7 @@ def interruption_code(number: int) -> int:
 
 
 def interrupter(number: int) -> str:
-    """Return ``SIGINT``, ``timeout`` or ``full disk``."""
+    """Name the cause of an interruption: ``SIGINT``, ``timeout``, ``full disk``."""
     if number == OUTPUT_FULL:
         return "full disk"
     return "timeout" if number == TIMED_OUT else signal.Signals(number).name
@@ -55,7 +55,7 @@ def signal_pipe() -> tuple[int, int]:
 
 
 def notice_signals(numbers: Iterable[int]) -> dict[int, Any]:
-    """Route signals to the pipe; return the previous handlers."""
+    """Give signals empty handlers, so that they wake the pipe; return the old ones."""
     return {
         number: signal.signal(number, lambda _number, _frame: None)
         for number in numbers
@@ -104,7 +104,7 @@ def suspend_self() -> None:
 def wait_for(
     readable: Sequence[int], writable: Sequence[int], timeout_s: float
 ) -> list[int]:
-    """Return the ready descriptors; ``poll``, because epoll refuses plain files."""
+    """Wait with ``poll``, as epoll refuses plain files; return ready descriptors."""
     poll = select.poll()
     for fd in readable:
         poll.register(fd, select.POLLIN)

@@ -46,8 +46,8 @@ def watch(socket: Path) -> Generator[JobStatus]:
     """Yield the newest version of a table, about once a second, until the job is over.
 
     Raises:
-        OSError: The job is gone, another user's, or does not answer for 10 s.
-        LaunchError: The job runs another version of ronde.
+        OSError: The job is gone, belongs to another user, or does not answer for 10 s.
+        LaunchError: The job runs with another version of ronde.
     """
     for version in ask(socket):
         if isinstance(version, JobStatus):
@@ -64,7 +64,7 @@ class HostAnswer(NamedTuple):
 def ask(
     socket: Path, *questions: Mapping[str, object]
 ) -> Generator[JobStatus | HostAnswer]:
-    """Ask the observers on all hosts of a job; yield answers and new versions.
+    """Ask the observers on a job's hosts; yield answers and new tables.
 
     Raises:
         OSError: As ``watch``.

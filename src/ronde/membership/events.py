@@ -7,7 +7,7 @@ from ronde.membership.view import FromRank, ToRank, Worker
 
 
 class HostsFound(NamedTuple):
-    """The hosts that may be used, in order, with their slots; -1 for unknown."""
+    """The hosts that may be used, in order, with their slots (-1 if unknown)."""
 
     slots: Mapping[str, int]
 
@@ -34,7 +34,7 @@ class HostLeaves(NamedTuple):
 
 
 class WorkerReport(NamedTuple):
-    """A worker has sent a message about the current view, or its first one."""
+    """A worker has sent a message about the current view, or its first message."""
 
     worker: int
     message: FromRank
@@ -64,19 +64,19 @@ class Connect(NamedTuple):
 
 
 class Release(NamedTuple):
-    """Close the agent of a host, which has no workers any more."""
+    """Close the agent of a host that no longer has workers."""
 
     host: str
 
 
 class StartWorker(NamedTuple):
-    """Start a worker in its slot."""
+    """Start a worker process in its slot."""
 
     worker: Worker
 
 
 class Kill(NamedTuple):
-    """Kill a worker; its slot is free after its ``WorkerLost``."""
+    """Kill a worker; its slot becomes free with its ``WorkerLost`` event."""
 
     worker: int
     reason: str
@@ -84,7 +84,7 @@ class Kill(NamedTuple):
 
 
 class Send(NamedTuple):
-    """Send one message to each of some workers."""
+    """Send the same message to several workers."""
 
     workers: tuple[int, ...]
     message: ToRank

@@ -120,7 +120,7 @@ class Member:
         self._send(Entered(self.view.view, self.step))
 
     def done(self, step: int) -> None:
-        """Report that the last step is applied; wait for all other ranks.
+        """Report that the last step is applied; wait until all ranks have applied it.
 
         Raises ``MembershipError`` if the view ends first.
         """
@@ -154,7 +154,7 @@ class Member:
         return stop.reason if stop is not None and step >= stop.step else ""
 
     def call_on_end(self, function: Callable[[str], None]) -> None:
-        """Call ``function`` with the reason, in any thread, when this view ends."""
+        """Call ``function`` with the reason when this view ends, in any thread."""
         with self._news:
             if not self.reason:
                 self._on_end.append(function)
@@ -281,7 +281,7 @@ def _report_failure(
     pid: int,
     *raised: Any,  # noqa: ANN401
 ) -> None:
-    """Report an uncaught exception at once: Python takes seconds to end after it."""
+    """Report an uncaught exception at once, as Python may take seconds to exit."""
     show(*raised)
     error = raised[1]
     if isinstance(error, Exception) and os.getpid() == pid:

@@ -11,8 +11,8 @@ Note [The members of the next view]
     host wait too. After a loss the survivors form a view at once if there are
     ``min_ranks``; only then are replacements started.
 
-    A worker that exits with 0 may have finished, so its view continues. If not, the
-    others lose their peer and settle without a request.
+    A worker that exits with 0 may have finished, so its view continues. If it had not
+    finished, the other members lose their peer and settle without a request.
 """
 
 from collections import Counter
@@ -119,7 +119,7 @@ class _Host:
 
 
 def name_worker(worker: int, rank: int | None, host: str) -> str:
-    """Return ``rank 1 (worker 4) on node2``, without an id that equals the rank."""
+    """Name a worker: ``rank 1 (worker 4) on node2``; omit an id equal to the rank."""
     if rank is None:
         return f"worker {worker} on {host}"
     return f"{name_rank(rank, worker)} on {host}"
@@ -188,7 +188,7 @@ class _Roster:
             self._review(name)
 
     def _review(self, name: str) -> None:
-        """Mark members that must leave their slots on a host; kill other workers."""
+        """Mark a host's members that must leave their slots; kill others that must."""
         for worker in self._workers_on(name):
             reason = self._why_left(self._workers[worker])
             (self._unwanted.add if reason else self._unwanted.discard)(worker)
@@ -254,7 +254,7 @@ class _Roster:
 
     @property
     def reason(self) -> str:
-        """The reason that the view began or ended, or will end."""
+        """The reason why the view began, ended, or will end."""
         first, *others = self._reasons
         if len(others) > 1:
             return f"{first}, and {len(others)} more were lost"
@@ -376,7 +376,7 @@ class _Roster:
                 yield from ((name, n) for n in range(host.slots) if n not in host.used)
 
     def _starting_hosts(self) -> list[str]:
-        """Return the hosts of starting workers that members wait for."""
+        """Return the hosts with starting workers for which the members wait."""
         if not (self.rules.awaits_joining and self._num[_State.STARTING]):
             return []
         starting = [w for w in self._workers.values() if w.state is _State.STARTING]
@@ -692,7 +692,7 @@ class Membership(_Roster):
         self.phase = ViewPhase.RUNNING
 
     def _start_view(self, view: View, newest: int) -> None:
-        """Send the next view: complete to new members, a difference to the others."""
+        """Send the next view: in full to new members, as a difference to old ones."""
         before, self.view = self.view, view
         former, self.ranks = self.ranks, view.ranks
         steps = [self._workers[worker.id].step for worker in view.members]

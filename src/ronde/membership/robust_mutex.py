@@ -1,8 +1,8 @@
 """A mutex that reports its owner's death before the kernel frees the owner's memory.
 
 A killed process closes its sockets and becomes a zombie only after its memory is freed:
-20 to 80 ms later for a rank that has torch loaded. Before that the kernel releases a
-*robust* mutex of POSIX in shared memory.
+20 to 80 ms later for a rank that has torch loaded. Before that, the kernel releases the
+process's *robust* POSIX mutexes in shared memory.
 """
 
 import ctypes
@@ -17,13 +17,13 @@ _LIBC = ctypes.CDLL(None)
 
 
 def lock_new_mutex() -> int:
-    """Make a mutex that this thread holds until it ends.
+    """Make a mutex that this thread holds for the rest of the thread's life.
 
     Returns:
-        The descriptor of its memory, for another process; the caller closes it.
+        The descriptor of the mutex's memory, for another process; the caller closes it.
 
     Raises:
-        OSError: It cannot be made or locked.
+        OSError: The mutex cannot be made or locked.
     """
     fd = os.memfd_create("ronde-mutex")
     try:
@@ -52,7 +52,7 @@ def _make_and_lock(mutex: ctypes.c_void_p) -> None:
 
 
 def await_owner_death(fd: int) -> bool:
-    """Wait until the owner of a mutex ends, and close its ``fd``.
+    """Wait until the owner of the mutex in ``fd`` ends; ``fd`` is closed at once.
 
     Returns False if waiting is impossible.
     """

@@ -14,7 +14,7 @@ Note [From one view to the next]
 
     Data-parallel ranks are never more than one step apart. A member that has answered
     ``AskStep`` begins no step beyond the next until it receives ``StopAfter``. So all
-    can still stop after the step that follows the largest.
+    can still stop after the step that follows the largest number in an answer.
 """
 
 from collections.abc import Sequence
@@ -103,7 +103,7 @@ class StopAfter(NamedTuple):
 
 
 class Save(NamedTuple):
-    """To a rank: write a checkpoint after this step: all hosts are about to end."""
+    """To a rank: write a checkpoint after this step, as all hosts are about to end."""
 
     view: int
 
@@ -143,7 +143,7 @@ def encode_text(message: FromRank | ToRank) -> str:
 
 
 def decode_text(text: str, kinds: tuple[type[T], ...]) -> T:
-    """Decode a message; raise LaunchError if it is none of ``kinds``."""
+    """Decode a message; raise LaunchError if it is not one of ``kinds``."""
     # Thousands of ranks send the same short text.
     decode = _decode_again if len(text) <= _SHORT else _decode
     return cast("T", decode(text, kinds))
@@ -164,8 +164,8 @@ def order_ranks(
 ) -> list[int]:
     """Return worker ids in the order of their new ranks.
 
-    Survivors keep their order, and if possible their ranks; rank 0 is always one of
-    them. New workers fill the gaps.
+    Survivors keep their order and, if possible, their ranks. Rank 0 is the first
+    survivor. New workers fill the gaps.
 
     Args:
         survivors: Ids and former ranks, ascending by rank.
@@ -202,7 +202,7 @@ class View(NamedTuple):
 
     @property
     def ranks(self) -> dict[int, int]:
-        """The ranks of the members by worker id, in the order of the ranks."""
+        """The rank of each member by its worker id, in the order of the ranks."""
         return {worker.id: rank for rank, worker in enumerate(self.members)}
 
     def rank_of(self, worker: int) -> int:

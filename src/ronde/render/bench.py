@@ -118,7 +118,7 @@ def row_line(measured: results.Measured, heading: results.Heading) -> str:
 
 
 def limit_percent(measured: results.Measured, heading: results.Heading) -> float:
-    """Return the row's highest busbw in percent of the bound; 0 without a bound."""
+    """Return the row's highest busbw in percent of the bound, 0 if there is none."""
     if heading.limit is None:
         return 0.0
     halves = (measured.out_of_place, measured.in_place)
@@ -141,7 +141,7 @@ def _half(half: results.Half) -> str:
 
 
 def number(value: float, width: int) -> str:
-    """Format a number with up to two decimals, as many as fit into ``width``."""
+    """Format a number with as many decimals as fit into ``width``, at most two."""
     for decimals in (2, 1, 0):
         text = f"{value:{width}.{decimals}f}"
         if len(text) <= width:
@@ -234,7 +234,7 @@ VERSION = 3
 
 
 class JsonReport:
-    """Writes one result as JSON; valid after ``end``, also after Ctrl-C."""
+    """Writes one result as JSON, which is valid after ``end``, even after Ctrl-C."""
 
     def __init__(self, file: TextIO) -> None:
         self._file = file

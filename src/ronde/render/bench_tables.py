@@ -107,7 +107,7 @@ def _run_cells(name: str, run: Run) -> list[str]:
 
 
 def _several(words: Iterable[str]) -> str:
-    """Return the word if all are equal, else the number of different words."""
+    """Return the common word, or else the number of different words."""
     different = list(dict.fromkeys(words)) or [_NONE]
     return different[0] if len(different) == 1 else f"{len(different)} kinds"
 

@@ -42,7 +42,7 @@ def tabulate_hosts(
     checks: Sequence[Check],
     width: int = WIDTH,
 ) -> str:
-    """Format a table of marks by host and family; equal hosts share a line."""
+    """Format a table of marks; hosts with equal marks share a line."""
     families = [f for f in Family if any(check.family is f for check in checks)]
     marks = _marks(hosts, judgement, {check.id: check.family for check in checks})
     rows: dict[tuple[str, ...], list[str]] = {}
@@ -65,7 +65,7 @@ def tabulate_hosts(
 def _marks(
     hosts: Sequence[str], judgement: Judgement, families: Mapping[str, Family]
 ) -> dict[tuple[str, Family], str]:
-    """Return the worst mark for each host and family in which checks ran."""
+    """Return each host's worst mark in each family of checks that ran there."""
     marks = dict.fromkeys(judgement.made, _FINE)
     for unread in judgement.unread:
         family = families.get(unread.check)
@@ -91,7 +91,7 @@ def _wrap_names(text: str, width: int) -> list[str]:
 
 
 def draw_findings(findings: Sequence[Finding], width: int = WIDTH) -> str:
-    """Format findings, the worst first; equal ones of several hosts appear once."""
+    """Format findings, the worst first; a finding on several hosts appears once."""
     groups = grouped(((each.check, each.severity, each.fix), each) for each in findings)
     text = ""
     for (check, severity, fix), same in groups.items():
@@ -121,7 +121,7 @@ def _draw_causes(same: Sequence[Finding], width: int) -> str:
 
 
 def draw_unread(unread: Sequence[Unread], width: int = WIDTH) -> str:
-    """Format the reasons for checks that could not run, each reason once."""
+    """Format the reasons why checks could not run, each reason once."""
     hosts = grouped(((each.reason, each.check), each.host) for each in unread)
     groups = grouped(
         ((reason, fold_hosts(names, _MAX_NAMES)), check)
@@ -181,7 +181,7 @@ def _draw_ready(verdict: Readiness) -> str:
 
 
 def draw_changes(changes: Changes, since: str, width: int = WIDTH) -> str:
-    """Format changes; equal changes of several hosts appear once."""
+    """Format changes; a change on several hosts appears once."""
     same: dict[str, list[str]] = {}
     for word, findings in (("new", changes.new), ("gone", changes.gone)):
         for each in findings:

@@ -45,7 +45,7 @@ class LineAssembler:
     """Splits one stream into lines.
 
     A line ends at its newline, at the end of the stream, at ``HELD_BYTES``, or after
-    ``HELD_S`` unfinished. The rest of a line that was cut by these two limits is marked
+    ``HELD_S``. The rest of a line that was cut by one of these two limits is marked
     as a continuation. A carriage return discards the part of a line before it.
     """
 
@@ -66,7 +66,7 @@ class LineAssembler:
 
     @property
     def progress(self) -> bytes | None:
-        """The current text of a progress bar, None without one."""
+        """The current text of the progress bar, None if there is none."""
         if not self._is_overwriting:
             return None
         text = newest_part(bytes(self._held))
@@ -145,7 +145,7 @@ def printable(raw: bytes) -> bytes:
 
 
 class TagStyle(StrEnum):
-    """The content of a line's prefix."""
+    """The content of a ``Tag``: the rank, the host and rank, or nothing."""
 
     AUTO = "auto"  # the rank, and its host where there are several
     RANK = "rank"
@@ -154,14 +154,14 @@ class TagStyle(StrEnum):
 
 
 class Tag(NamedTuple):
-    """The prefix of each line."""
+    """The form of the prefix that each line of output gets."""
 
     style: TagStyle = TagStyle.AUTO
     has_time: bool = False  # the time of day comes first
 
 
 def parse_tag(text: str) -> Tag:
-    """Read ``--tag``: ``rank``, ``host``, ``none``, each with ``,time``."""
+    """Read ``--tag``: ``rank``, ``host`` or ``none``, with or without ``,time``."""
     words = [word.strip() for word in text.split(",")]
     styles = [word for word in words if word != _TIME]
     if len(styles) > 1 or words.count(_TIME) > 1 or not set(styles) <= set(TagStyle):
@@ -173,7 +173,7 @@ def parse_tag(text: str) -> Tag:
 
 
 class Tagger:
-    """Puts tags before lines."""
+    """Prefixes each rank's lines with its tag."""
 
     def __init__(self, tag: Tag) -> None:
         self._tag = tag
@@ -191,7 +191,7 @@ class Tagger:
         ]
 
     def tagged(self, rank: int, lines: RankLines) -> bytes:
-        """Return tagged lines of a rank; a continuation is marked by +."""
+        """Return a rank's lines with tags; ``+`` in a tag marks a continuation."""
         first = self.tag(rank)
         head = first[:-1] + b"+" if lines.is_continuation and first else first
         return head + lines.text.replace(b"\n", b"\n" + first) + b"\n"
@@ -221,7 +221,7 @@ class FdWriter:
             self._mode, self.is_broken = 0, True
 
     def _open(self) -> None:
-        """Reopen a pipe if possible, so that others keep it in blocking mode."""
+        """Reopen a pipe if possible, so that it still blocks for other processes."""
         # Then a write takes sixteen times as much, and wakes the reader less often. Not
         # before the first write: the process that writes may be a fork of this one.
         self._write_fd = self.fd
@@ -246,7 +246,7 @@ class FdWriter:
         self._waiting.clear()
 
     def write(self) -> None:
-        """Write until it would block. The descriptor must be ready at the call."""
+        """Write until a write would block; the call needs a ready descriptor."""
         if self._write_fd < 0:
             self._open()
         for _ in range(_MAX_PIECES):
@@ -268,7 +268,7 @@ class FdWriter:
 
 
 class Screen:
-    """Lines and, on a terminal, progress bars on one descriptor."""
+    """Writes lines and, on a terminal, progress bars to one descriptor."""
 
     def __init__(self, writer: FdWriter) -> None:
         self.writer = writer
@@ -280,7 +280,7 @@ class Screen:
         self.writer.put(self._erased() + text + self._drawn())
 
     def set_bar(self, key: _Key, text: bytes | None) -> None:
-        """Show a bar, or with None remove it; bars are ordered by key."""
+        """Show a bar, or remove it if ``text`` is None; bars are ordered by key."""
         if self._bars.get(key) == text:
             return
         if text is None:
@@ -474,8 +474,8 @@ def _is_same(stdout_fd: int, stderr_fd: int) -> bool:
 class SelfLaunchConsole(Console):
     """A console that shows the ranks as if they were one process.
 
-    The same message of several ranks is shown once. The end of a rank with one of the
-    command's own exit codes is not reported again.
+    A message that several ranks write is shown once. If a rank ends with one of the
+    command's own exit codes, that is not reported again.
     """
 
     def __init__(self) -> None:

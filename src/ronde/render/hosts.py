@@ -44,7 +44,7 @@ def fold_hosts(names: Iterable[str], most: int = 1 << 16) -> str:
 def _varying_numbers(parts: list[list[str]]) -> dict[tuple[str, ...], int]:
     """Return the index of the last varying number, or 0, for each kind of name.
 
-    The key is the text between the numbers.
+    Names are of one kind if the text between their numbers is equal; it is the key.
     """
     alike: dict[tuple[str, ...], list[list[str]]] = {}
     for part in parts:
@@ -72,7 +72,7 @@ def _runs(numbers: Iterable[str]) -> Iterator[tuple[str, int]]:
 
 
 def write_hostfile(hosts: Sequence[Host]) -> str:
-    """Format a host file; without hosts a comment, which ``ronde run`` refuses."""
+    """Format a host file, or without hosts a comment, which ``ronde run`` refuses."""
     if not hosts:
         return "# no host is ready\n"
     text = ""

@@ -81,7 +81,7 @@ def _span(numbers: range) -> str:
 
 
 def _environments(plan: JobPlan) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the variables common to all ranks, and a line for each other one."""
+    """Return the variables equal on all ranks, and a line for each other variable."""
     ranks = [job.env | rank.env for job in plan.jobs(0) for rank in job.workers]
     shared: dict[str, str] = {}
     own: dict[str, str] = {}
@@ -128,7 +128,7 @@ def tabulate_failures(
 
 
 def draw_stacks(taken: Sequence[Stacks], hosts: Sequence[str]) -> str:
-    """Return the stacks of ranks in a frame; ranks with equal stacks share one."""
+    """Draw ranks' stacks in a box; ranks with equal stacks are listed together."""
     ranks = sorted(taken)
     groups = grouped((_stack(p), (n, p)) for n, processes in ranks for p in processes)
     body: list[str] = []
@@ -201,7 +201,7 @@ def summarize(
 
 
 def describe_status(status: int) -> str:
-    """Return ``exit code 3`` or ``killed by SIGSEGV``."""
+    """Describe an exit status: ``exit code 3`` or ``killed by SIGSEGV``."""
     return f"exit code {status}" if status >= 0 else f"killed by {signal_name(-status)}"
 
 
@@ -261,7 +261,7 @@ def _quoted(end: RankEnd) -> list[str]:
 def _failures(
     result: JobResult, cause: RankEnd | LostHost
 ) -> Iterator[tuple[str, str]]:
-    """Yield the independent failures besides the cause; equal ones share a line."""
+    """Yield the other independent failures; equal failures share a line."""
     for lost in result.also_lost:
         yield "lost too", f"{lost.host} ({name_ranks(lost.ranks)}): {lost.reason}"
     groups = grouped((_fate(e), e) for e in result.also_failed if not e.is_secondary)

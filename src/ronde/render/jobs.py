@@ -25,7 +25,7 @@ Awaited = Mapping[int, Sequence[int]]
 
 
 def draw_jobs(jobs: Sequence[JobStatus], *, is_complete: bool = False) -> str:
-    """Return jobs with their ranks; many ranks are shown as hosts and outliers."""
+    """Format jobs and their ranks; for a large job, only hosts and outliers."""
     if not jobs:
         return "No job of yours runs on this host.\n"
     return "\n".join(_draw_job(job, is_complete=is_complete) for job in jobs)
@@ -106,7 +106,7 @@ def _step_of(worker: WorkerInfo) -> int:
 def _draw_hosts(
     workers: Sequence[WorkerInfo], outliers: Sequence[WorkerInfo], awaited: Awaited
 ) -> str:
-    """Return a line for each host; if there are too many, those of outliers first."""
+    """Return a line per host; if some are left out, those with outliers come first."""
     by_host = grouped((each.host, each) for each in workers)
     hosts, left = list(by_host), len(by_host) - _MOST_HOSTS
     if left > 0:
@@ -132,7 +132,7 @@ def _host_row(
 
 
 def _find_outliers(workers: Sequence[WorkerInfo], awaited: Awaited) -> list[WorkerInfo]:
-    """Return ranks that others wait for, that ended, lag in steps or wait longest."""
+    """Return ranks that others await, that ended, that lag, or that wait longest."""
     late = _awaited_by(workers, awaited)
     steps = [_step_of(each) for each in workers if _step_of(each) != UNKNOWN]
     least, most = min(steps, default=0), max(steps, default=0)

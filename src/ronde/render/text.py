@@ -28,7 +28,7 @@ def wrap(label: str, text: str, width: int = WIDTH, *, indent: int = 7) -> str:
 
 
 def list_some(names: Sequence[str], most: int = 8, noun: str = "times") -> str:
-    """Return ``a`` or ``2 times: a, b``; for more than ``most``, only the count."""
+    """Return a single name, or ``2 times: a, b`` with at most ``most`` names."""
     if len(names) == 1:
         return names[0]
     return f"{len(names)} {noun}: {list_first(names, most)}"
@@ -65,7 +65,7 @@ def align(
 
 
 def format_runs(values: Sequence[str]) -> str:
-    """Return values in order; runs and repeats are joined: ``0-7, 125 times``."""
+    """Format values in order; runs and repeats are joined: ``0-7, 125 times``."""
     joined: list[tuple[list[str], int]] = []
     for value, same in groupby(values):
         count = len(list(same))
@@ -127,7 +127,7 @@ class RankChoice(NamedTuple):
 
 
 def parse_ranks(text: str, option: str, *, is_local: bool = False) -> RankChoice:
-    """Read ``3``, ``0-7``, ``0-7:2`` (every second) or several with commas between."""
+    """Read ``3``, ``0-7``, ``0-7:2`` (every second rank), or several with commas."""
     ranges = tuple(_parse_range(part.strip()) for part in text.split(","))
     if not all(ranges):
         raise UsageError(
@@ -147,7 +147,7 @@ def format_ranks(ranks: Iterable[int]) -> str:
 
 
 def name_ranks(ranks: Collection[int]) -> str:
-    """Return ``rank 3``, or ``ranks 0-3, 5``."""
+    """Name one or more ranks: ``rank 3``, or ``ranks 0-3, 5``."""
     return f"rank{'s' if len(ranks) != 1 else ''} {format_ranks(ranks)}"
 
 

@@ -19,7 +19,7 @@ _RIGHT = ("rank", "CPU", "step", "for")
 
 
 def draw_hang(inspected: InspectedJob, verdict: Verdict) -> str:
-    """Return the verdict in a paragraph, then the evidence."""
+    """Format the verdict as a paragraph, followed by a table of the ranks."""
     job = inspected.status.job
     ran = format_duration(max(0.0, time.time() - job.started_at))
     lines = [
@@ -34,7 +34,7 @@ def draw_hang(inspected: InspectedJob, verdict: Verdict) -> str:
 
 
 def draw_dumps(verdict: Verdict, num_dumps: int) -> str:
-    """Return the verdict on dumps in a paragraph."""
+    """Format the verdict on the dumps that ranks left, as a paragraph."""
     text = f"{counted(num_dumps, 'rank')} left a dump. "
     if not verdict.faults:
         text += "All made the same calls, and no rank is missing in a pending one."
@@ -68,7 +68,7 @@ def _describe(wait: Wait) -> str:
 
 
 def _draw_table(inspected: InspectedJob, verdict: Verdict) -> str:
-    """Return a row for each rank; of many ranks, those at fault come first."""
+    """Return a row per rank; if some are left out, those at fault come first."""
     guilty = {rank for fault in verdict.faults for rank in fault.ranks}
     rows = sorted(
         inspected.status.workers, key=lambda row: (row.rank is None, row.rank)

@@ -39,7 +39,7 @@ from ronde.units import format_size
 
 
 class Stopwatch:
-    """Stopwatch that sums the phases' times; without ``synchronize`` it is off."""
+    """Sums the times of each phase; does nothing without ``synchronize``."""
 
     def __init__(self, synchronize: Callable[[], None] | None = None) -> None:
         self._synchronize = synchronize
@@ -153,7 +153,7 @@ def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 class Footprint(NamedTuple):
-    """Minimum memory of one rank."""
+    """The memory that a rank needs at least, apart from temporary buffers."""
 
     fixed_bytes: int  # weights, gradients and optimizer state of all replicas
     sample_bytes: int  # inputs and saved activations of one sample
@@ -288,7 +288,7 @@ OnProgress = Callable[[int, int], None]  # numbers of finished and of all blocks
 def measure(
     options: TrainOptions, on_progress: OnProgress | None = None
 ) -> TrainingOutcome:
-    """Train on 1 rank, on all, and on all without communication; collective.
+    """Measure steps on 1 rank, on all, and on all without communication; collective.
 
     The three variants alternate in blocks of a few steps, in a new order every round,
     so that a machine that slows down affects all of them.

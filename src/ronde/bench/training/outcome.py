@@ -67,7 +67,7 @@ class Phase(StrEnum):
 
 
 class Variant(StrEnum):
-    """The variants of a run that are compared."""
+    """The variants of training that a run compares."""
 
     ONE_RANK = "one_rank"
     ALL_RANKS = "all_ranks"
@@ -126,7 +126,7 @@ class TrainingOutcome:
         return statistics.median(each[source].phases_s[phase] for each in self.rounds)
 
     def exposed_s(self) -> float:
-        """Return the communication time of a step that backward does not hide."""
+        """Return the communication time per step that backward does not hide."""
         # The time of ``backward()`` with communication minus the time without; noise
         # can make it negative.
         variants, phase = (Variant.ALL_RANKS, Variant.NO_COMMUNICATION), Phase.BACKWARD

@@ -1,1 +1,1 @@
-"""The agent, the process that runs the ranks of one host."""
+"""The agent: the process that runs the ranks of one host."""

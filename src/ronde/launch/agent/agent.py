@@ -1,8 +1,8 @@
 """The agent, which runs the ranks of one host for a controller.
 
-It runs under ``python -I -S`` with the standard library alone. One thread runs its
-loop; the threads of ``RankChannels`` only wait. It exchanges frames over its standard
-input and output. Its parent, the *reaper*, kills the processes of an agent that died.
+The agent runs under ``python -I -S`` with the standard library alone. One thread runs
+its loop; the threads of ``RankChannels`` only wait. It exchanges frames over standard
+input and output. Its parent, the *reaper*, kills the processes that a dead agent left.
 """
 
 import os
@@ -57,9 +57,9 @@ def run_reaped(
     """Run ``work`` in a forked child, and kill all remaining descendants afterwards.
 
     This works even if one of the two processes is killed: both adopt orphans, and the
-    child gets SIGTERM when this process ends. A stopped process is continued. The
-    caller must have one thread. ``disconnect`` closes the connection to the controller
-    in this process.
+    child gets SIGTERM when this process ends. If one is stopped, the other resumes it.
+    The caller must have only one thread. ``disconnect`` closes the connection to the
+    controller in this process.
 
     This function does not return. The child exits with the result of ``work``. This
     process exits with the child's exit code, with 128 plus its signal, or with
@@ -169,7 +169,7 @@ def run_agent(
 
 
 class Agent:
-    """Runs one job after another until its controller disconnects."""
+    """Runs a controller's jobs, one after another, until the controller disconnects."""
 
     def __init__(
         self, transport: messages.Transport, directory: Path, first_message_s: float

@@ -70,7 +70,7 @@ class KernelDiagnostics:
         self._kernel_fd = _open_kernel_log()
 
     def explain(self, status: int, wait_status: int, pid: int, cwd: str) -> str:
-        """Return the kernel's reason for an exit as half a sentence, if it has any."""
+        """Return the kernel's reason for an exit as a clause, "" if there is none."""
         if status in _PLAIN_ENDS:
             return ""
         kernel_line = self._kernel_line(pid)
@@ -127,7 +127,7 @@ def _explain_core(pid: int, cwd: str) -> str:
 
 
 def core_file(pattern: str, pid: int) -> str:
-    """Return the path of a core file, with ``*`` for unknown parts."""
+    """Expand the kernel's pattern for core files, with ``*`` for unknown parts."""
     known = {"%": "%", "p": str(pid)}
     return re.sub(r"%(.)", lambda found: known.get(found[1], "*"), pattern)
 
@@ -155,7 +155,7 @@ def _open_kernel_log() -> int:
 
 
 class StackTaker:
-    """Collects stacks of an agent's workers; polled by the agent's loop."""
+    """Collects the stacks of an agent's workers; the agent's loop polls it."""
 
     def __init__(self) -> None:
         self._files: dict[int, int] = {}
@@ -212,7 +212,7 @@ class StackTaker:
 def _read_stacks(
     processes: Sequence[ProcessStat], fd: int
 ) -> Generator[None, None, tuple[ProcessStack, ...]]:
-    """Return the stacks of a worker's processes, one by one; yield while waiting."""
+    """Collect the stacks of a worker's processes in turn; yield while waiting."""
     ends_at_s = time.monotonic() + _RANK_S
     found: list[ProcessStack] = []
     for process in processes:

@@ -99,7 +99,7 @@ def read_azure() -> str:
 
 
 def _request(host: str, method: str, path: str, headers: dict[str, str]) -> str:
-    """Return a service's answer, empty for "not found"; no proxy is used."""
+    """Return a service's answer, empty for "not found"; proxies are ignored."""
     connection = HTTPConnection(host, timeout=_TIMEOUT_S)
     try:
         connection.request(method, path, headers=headers)

@@ -69,9 +69,9 @@ _LIMIT_BEFORE = resource.getrlimit(resource.RLIMIT_NOFILE)
 
 @contextmanager
 def inherited_binding(cpus: Sequence[int]) -> Generator[str]:
-    """Bind this process, so that children started in the ``with`` block inherit it.
+    """Bind this process to ``cpus`` in the block; children started there inherit it.
 
-    Yields the reason that some CPUs cannot be used; empty if all can.
+    Yields the reason why some CPUs cannot be used; empty if all can be used.
     """
     before, refused = os.sched_getaffinity(0), ""
     try:
@@ -90,7 +90,7 @@ def inherited_binding(cpus: Sequence[int]) -> Generator[str]:
 
 
 class WorkerProcess:
-    """The process of a worker; ``is_running`` until it is reaped."""
+    """A worker's process; ``is_running`` is true until the process is reaped."""
 
     def __init__(
         self,
@@ -273,7 +273,7 @@ class LocalJob:
         self._sender.send((messages.HostLeaving if leaving else messages.Notice)(text))
 
     def observe(self, line: str) -> None:
-        """Pass a question to the observer; start it first if it does not run."""
+        """Pass a question to the observer, which is started for the first one."""
         try:
             if self._observer is None and self.phase is JobPhase.RUNNING:
                 self._observer = RemoteProgram(
@@ -362,10 +362,10 @@ class LocalJob:
         self.send(signal.SIGCONT)
 
     def _signal_programs(self) -> None:
-        """Send the stop signal to each process once, and to a fork after its parent.
+        """Send the stop signal once to each process; to a fork after its parent ends.
 
-        A last step or checkpoint may need forks such as DataLoader's workers. A rank
-        that is already exiting gets no signal, so that it keeps its own exit code.
+        A parent's last step or checkpoint may need forks such as DataLoader's workers.
+        A rank that is already exiting gets no signal, so that it keeps its exit code.
         """
         leaving = {rank.pid for rank in self._running if rank.began_s}
         below = {p.pid: p for p in descendants(os.getpid()) if not p.is_zombie}

@@ -45,9 +45,9 @@ _MAX_EXIT_NOTICES = 16
 
 
 class OutputSender(messages.MessageWriter):
-    """Sends messages first, then bytes of the store, then output while credit lasts.
+    """Sends messages first, then store traffic, then output while credit lasts.
 
-    If the terminal stalls, the credit runs out, and then ranks block in their writes.
+    If the terminal stalls, the credit runs out, and the ranks' writes block.
     """
 
     def __init__(self, write: Callable[[memoryview], int]) -> None:
@@ -110,7 +110,7 @@ class OutputPipe:
         os.set_blocking(file.fileno(), False)
 
     def read(self) -> bool:
-        """Read once and queue the output; return False if nothing was there."""
+        """Read once and queue the output; return False if there was none."""
         try:
             # The pipe may have been drained and closed since the poll.
             is_open = not self.file.closed
@@ -162,7 +162,7 @@ class PolledSocket:
         return True
 
     def receive_lines(self) -> tuple[list[bytes], list[int]] | None:
-        """Return complete lines and received descriptors; None if nothing has come.
+        """Return complete lines and received descriptors; None if there is no data.
 
         Reading ends when the peer closes the socket or sends a line that is too long.
         """
@@ -270,10 +270,10 @@ class StoreRelay:
 class RankChannels:
     """The agent's ends of its ranks' channels: see Note [One channel a rank].
 
-    In an elastic job they carry membership messages between ranks and controller. A
-    rank that does not read loses its channel. The newest statuses are sent once a
-    second; exit notices are kept for ``read_exits``. In elastic jobs ``on_death`` is
-    called with a worker's number once the kernel has begun to end it.
+    The newest status of each rank is sent to the controller once a second; exit notices
+    are kept for ``read_exits``. In an elastic job, channels also carry membership
+    messages, and ``on_death`` is called with a worker's number once the kernel begins
+    to end that worker. If a rank does not read, its channel is closed.
     """
 
     def __init__(
@@ -347,7 +347,7 @@ class RankChannels:
             self.flush()
 
     def read_exits(self) -> list[tuple[int, float, int]]:
-        """Return new exit notices as worker, time and pid."""
+        """Return new exit notices as tuples of worker, time and pid."""
         for rank, channel in self._by_rank.items():
             self._read(rank, channel)
         found: list[tuple[int, float, int]] = []

@@ -79,7 +79,7 @@ def _is_less(now: Host | None, before: Host) -> bool:
 class Discovery:
     """Finds the hosts of a running job.
 
-    Call ``advance`` at ``due_s`` (monotonic); it never blocks.
+    Call ``advance``, which never blocks, at the monotonic time ``due_s``.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Discovery:
         return self._source.due_s if self._source else inf
 
     def advance(self, now_s: float) -> tuple[Host, ...] | None:
-        """Return all hosts after a change; ranks must leave those with 0 slots."""
+        """Return all hosts if any changed; ranks must leave hosts with 0 slots."""
         if self._source is None or self._spec is None:
             return None
         try:
@@ -134,7 +134,7 @@ class Discovery:
 def parse_answer(
     data: bytes, spec: DiscoverySpec, ports: Mapping[str, int]
 ) -> tuple[tuple[Host, ...], tuple[str, ...]]:
-    """Return the hosts of an answer, and a warning for each host named twice."""
+    """Return the hosts in an answer, and a warning for each host named twice."""
     where = spec.source if spec.is_file else f"{spec.option} {spec.source}"
     try:
         text = data.decode()
@@ -180,7 +180,7 @@ class _Command:
         self._killed: list[subprocess.Popen[bytes]] = []
 
     def read(self, now_s: float) -> bytes | None:
-        """Return the output of a run that has just ended, else None."""
+        """Return the command's output if a run has just ended, else None."""
         self._reap()
         if self._process is None:
             if now_s >= self.due_s:
@@ -278,7 +278,7 @@ def _exit_code(pid: int) -> int | None:
 
 
 class _Hostfile:
-    """A host file; a change counts once it was read twice."""
+    """A host file; a change counts only if two successive reads agree on it."""
 
     def __init__(self, spec: DiscoverySpec, every_s: float, due_s: float) -> None:
         self._spec, self._every_s, self.due_s = spec, every_s, due_s

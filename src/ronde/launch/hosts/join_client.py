@@ -46,7 +46,7 @@ _FAILURES = (OSError, EOFError, LaunchError, StoreError)
 
 
 class JoinRequest(NamedTuple):
-    """Options of a node that joins."""
+    """Options of a node that joins a job."""
 
     host: str  # name or numeric address of the head
     port: int
@@ -127,7 +127,7 @@ def _connect(
 
 
 def _wait(signal_fd: int, fd: int, wanted: int, ends_at: float) -> None:
-    """Wait until ``fd`` is ready, or until ``ends_at`` if ``fd`` is negative."""
+    """Wait until ``fd`` is ready; if ``fd`` is negative, wait until ``ends_at``."""
     readable = [signal_fd, *([fd] if wanted == select.POLLIN else [])]
     writable = [fd] if wanted == select.POLLOUT else []
     while (left_s := ends_at - time.monotonic()) > 0:
@@ -148,7 +148,7 @@ def follow_head(
 
     If the head node sends no exit code, call ``on_lost`` and exit with
     ``EXIT_UNREACHABLE``. A first signal asks the head node to end the job, a second one
-    ends this node at once. ``local`` is an agent process that is not needed: end it.
+    ends this node at once. ``local`` is an agent that is no longer needed; it is ended.
     """
     local.communicate()
     directory, reaper = name_directory(), os.getpid()

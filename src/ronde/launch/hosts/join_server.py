@@ -38,7 +38,7 @@ _NOT_PROVEN = "did not prove that it knows the token"
 
 
 class JoinConfig(NamedTuple):
-    """Options of the head node for the nodes that join."""
+    """Options of a head node that waits for other nodes to join."""
 
     address: str  # numeric address to listen on
     port: int  # its port, 0 for any

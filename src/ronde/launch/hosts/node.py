@@ -1,4 +1,4 @@
-"""The controller's connection to a host: start of its agent, messages, loss."""
+"""The controller's connection to a host: the agent's start, messages and loss."""
 
 import fcntl
 import functools
@@ -97,7 +97,7 @@ class ProcessTransport(messages.PipeTransport):
 
 
 class HostLoss(NamedTuple):
-    """The reason for a host's loss, and the job's exit code if it fails from it."""
+    """The reason for a host's loss, and the exit code of a job that it makes fail."""
 
     reason: str  # in half a sentence
     exit_code: int  # of the job, if this is why it failed
@@ -301,9 +301,9 @@ def start_remote_agent(
 
 
 class AgentStarter:
-    """Starts agents; without ``make_spawner`` all hosts are this machine.
+    """Starts agents; without ``make_spawner``, all host names mean this machine.
 
-    With ``has_aliases`` several hosts may be this machine, each with its own agent.
+    With ``has_aliases``, several names may mean this machine, each with its own agent.
     """
 
     def __init__(
@@ -341,7 +341,7 @@ class AgentStarter:
         return host.name in self._here
 
     def look_up(self, hosts: Sequence[Host], stop_fd: int) -> None:
-        """Resolve many names in parallel; ``is_here`` resolves one by one."""
+        """Resolve names in parallel if there are many; ``is_here`` uses the results."""
         names = [host.name for host in hosts if host.name not in self._found]
         if self._make_spawner is None or len(names) < _MANY:
             return
@@ -351,7 +351,7 @@ class AgentStarter:
         self._found |= {name: look_up.answers.get(name, ()) for name in names}
 
     def is_looked_up(self, host: Host) -> bool:
-        """Return True once a host's name was looked up, in a thread."""
+        """Look up a host's name in a thread; return True once that is done."""
         name = host.name
         if self._make_spawner is None or self._found.get(name):
             return True
@@ -380,7 +380,7 @@ class AgentStarter:
     def explain_silence(
         self, failures: Sequence[HostFailure], hosts: Sequence[Host]
     ) -> list[HostFailure]:
-        """Return failures, with a better reason for the first silent host."""
+        """Return the failures; that of the first silent host gets a better reason."""
         # Imported late: most hosts answer.
         from ronde.launch.hosts.spawner import NO_ANSWER
 

@@ -1,4 +1,4 @@
-"""The first program on another host, sent as text on standard input.
+"""The first program that runs on another host; its text arrives on standard input.
 
 It runs on any Python since 3.6, so that a Python that is too old can still report its
 version.

@@ -51,7 +51,7 @@ _WARNING = "cluster configuration lacks support for cpu binding"
 
 
 class SlurmSpawner(Spawner):
-    """Starts programs by ``srun``, inside an allocation."""
+    """Starts programs with ``srun`` inside a Slurm allocation."""
 
     name = "srun"
 

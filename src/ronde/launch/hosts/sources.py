@@ -140,8 +140,8 @@ def merge_repeated(
 ) -> tuple[tuple[Host, ...], tuple[str, ...]]:
     """Merge repeated hosts; return the hosts and a warning for each repeated one.
 
-    The smallest number of slots wins. With ``is_counted``, as in a host file, each
-    repetition of a host without slots adds one slot.
+    The smallest number of slots wins. With ``is_counted``, as in a host file, a host
+    that is repeated without slots gets one slot per line, and no warning.
     """
     merged: list[Host] = []
     doubles: list[str] = []

@@ -1,4 +1,4 @@
-"""Interface of ssh and srun, and the first message of a remote Python."""
+"""Common interface for ssh and srun, and the first message of a remote Python."""
 
 import json
 import shlex
@@ -36,14 +36,14 @@ class Spawner(ABC):
 
     @abstractmethod
     def command(self, host: Host, words: Sequence[str]) -> list[str]:
-        """Return the command that runs ``words`` on a host. It must hold no secrets."""
+        """Return the command that runs ``words``, without secrets, on a host."""
 
     @abstractmethod
     def explain(self, host: Host, exit_code: int, errors: str) -> Failure:
-        """Return the reason that the command exited before the hello message."""
+        """Return the reason why the command exited before the hello message."""
 
     def explain_silence(self, host: Host) -> Failure | None:  # noqa: ARG002
-        """Find the reason that a connected host sends nothing; it may take seconds."""
+        """Find the reason why a connected host sends nothing; may take seconds."""
         return None
 
 
@@ -81,7 +81,7 @@ def explain_program(exit_code: int, errors: str) -> Failure:
 
 
 class RemotePython(NamedTuple):
-    """Versions on a host, as ``remote_bootstrap`` sends them."""
+    """Versions of Python and ronde on a host, as ``remote_bootstrap`` sends them."""
 
     python: str  # version of the Python there: ``3.11.2``
     executable: str
@@ -89,7 +89,7 @@ class RemotePython(NamedTuple):
     import_error: str
 
     def problem(self, host: Host, program: str) -> Failure | None:
-        """Return the reason that this Python cannot run an agent, or None."""
+        """Return the reason why this Python cannot run an agent; None if it can."""
         here = "{}.{}".format(*sys.version_info[:2])
         there = ".".join(self.python.split(".")[:2])
         if here != there:

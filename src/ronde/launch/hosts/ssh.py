@@ -1,4 +1,4 @@
-"""Start programs by the system's ssh, with the user's configuration."""
+"""Start programs with the system's ssh and the user's ssh configuration."""
 
 import re
 import shlex
@@ -81,7 +81,7 @@ _ERRORS = (
 
 
 class SshSpawner(Spawner):
-    """Starts programs by ssh."""
+    """Starts programs on other hosts with ssh."""
 
     name = "ssh"
 

@@ -1,8 +1,8 @@
 """Diagnosis of an ssh that hangs because large packets are lost on the path.
 
 TCP connects and the server's first line arrives, in small packets. The key exchange
-has packets of full size, so it hangs. To find the largest size that arrives, send TCP
-segments to the server: its kernel acknowledges them.
+has packets of full size, so it hangs. To find the largest size that arrives, TCP
+segments are sent to the server, whose kernel acknowledges those that arrive.
 """
 
 import fcntl
@@ -87,14 +87,14 @@ def _explain(address: str, port: int) -> Failure | None:
 
 
 class PathSizes(NamedTuple):
-    """Sizes of IP packets to a host, in bytes."""
+    """Sizes in bytes of IP packets that arrived or were lost on the way to a host."""
 
     arrived: int  # the largest that arrived
     lost: int  # the smallest that was lost; 0 for none
 
 
 def measure_ssh_path(address: str, port: int) -> PathSizes | None:
-    """Find the largest packet that reaches an ssh server; None for other servers."""
+    """Find the largest packet that reaches a server; None if it is no ssh server."""
     arrived, lost = LEAST_BYTES, 0
     for step in _STEPS_BYTES:
         with socket.create_connection((address, port), _CONNECT_S) as line:

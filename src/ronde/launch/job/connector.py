@@ -74,7 +74,7 @@ class AgentConnector(Handler):
     def add(
         self, hosts: Sequence[Host], patience_s: float = 0.0, *, in_thread: bool = True
     ) -> None:
-        """Connect to more hosts; retry for ``patience_s``.
+        """Connect to more hosts; retry failed connections for ``patience_s``.
 
         With ``in_thread`` names are resolved in threads, so that nothing blocks.
         """
@@ -103,7 +103,7 @@ class AgentConnector(Handler):
         return bool(self._failed or self._greeted)
 
     def collect(self) -> list[tuple[Host, AgentNode | Failure]]:
-        """Return new results: the connected node, or the failure, of each host."""
+        """Return new results: for each host, the connected node or the failure."""
         done: list[tuple[_Attempt, AgentNode | Failure]] = [*self._failed]
         done += [(attempt, node) for node, attempt in self._greeted.items()]
         self._failed, self._greeted = [], {}

@@ -300,7 +300,7 @@ def _find_hosts(controller: Controller, spec: JobSpec) -> _Found:
 def _find_elastic_hosts(
     controller: Controller, hosts: Sequence[Host], options: ElasticOptions
 ) -> _Found:
-    """Leave out hosts that do not answer, and use all slots of the others."""
+    """Connect to the hosts, drop those that fail, and use all slots of the rest."""
     size, min_ranks = options.num_processes, options.min_ranks
     if options.discovery is not None:
         min_ranks = 1  # others may still be found

@@ -93,7 +93,7 @@ _Client = tuple[AgentNode, int]
 
 
 class StoreService:
-    """The store of one generation, reached through the agents.
+    """The key-value store of one generation; its ranks reach it through the agents.
 
     Every frame has the ``epoch`` of its generation, so that ranks of another generation
     get no answer. The default -1 matches no generation.
@@ -120,7 +120,7 @@ class StoreService:
             self._send(client, b"")
 
     def clear(self) -> None:
-        """Drop all keys, and refuse waiting requests: a new view begins."""
+        """Drop all keys and refuse waiting requests, because a new view begins."""
         self._send_all(self._state.clear())
 
     def forget(self, node: AgentNode) -> None:
@@ -150,7 +150,7 @@ class Handler:
         self._loop = loop
 
     def on_message(self, node: AgentNode, message: FromAgent) -> None:
-        """Handle a message; the default refuses it."""
+        """Handle an agent's message; by default, refuse it."""
         kind = type(message).__name__
         raise LaunchError(f"agent on {node.name} sent an unexpected {kind}.")
 
@@ -170,7 +170,7 @@ class Handler:
             raise InterruptedStartError(number)
 
     def on_broken_output(self, number: int) -> None:
-        """Handle a closed standard output; ``number`` is the signal for it."""
+        """Handle a closed or full standard output; ``number`` is its signal."""
 
 
 class EventLoop:
@@ -206,7 +206,7 @@ class EventLoop:
         is_done: Callable[[], bool],
         deadline: Callable[[], float],
     ) -> bool:
-        """Run until ``is_done()``; return False at the deadline."""
+        """Run until ``is_done()``; return False if the deadline passes first."""
         while not is_done():
             now_s, nodes = time.monotonic(), self.live_nodes
             due_s = min([deadline(), *(node.silent_by_s for node in nodes)])

@@ -67,9 +67,9 @@ class Tail:
         return tuple(self._lines()[-self._num_lines :])
 
     def traceback(self) -> str:
-        """Return the Python traceback at the end, or an empty text.
+        """Return the traceback at the end of the output, or an empty text.
 
-        It includes chained exceptions. A prefix of every line, such as torch's
+        It includes chained exceptions. A prefix that all lines have, such as torch's
         ``[rank0]: ``, is removed.
         """
         has_any = _TRACEBACK.encode() in self._kept
@@ -171,7 +171,7 @@ class RankEnd(NamedTuple):
 
     @property
     def last_words(self) -> str:
-        """The rank's own error message in lower case; empty if it was killed."""
+        """The rank's error text in lower case; only after an exit code or SIGABRT."""
         if self.status <= 0 and self.status != -signal.SIGABRT:
             return ""
         text = self.traceback if self.status == 1 else ""
@@ -193,7 +193,7 @@ class LostHost(NamedTuple):
 
 
 class ViewRecord(NamedTuple):
-    """The start of one view of an elastic job, and the time and steps it cost."""
+    """The start of a view of an elastic job, and the time and steps that it cost."""
 
     view: int
     began_at_s: float  # end of the previous view, since the start of the ranks
@@ -205,7 +205,7 @@ class ViewRecord(NamedTuple):
 
 
 class JobResult(NamedTuple):
-    """Exit code of a job, with the first failure and all others."""
+    """The exit code of a job, its first failure, and all other failures."""
 
     exit_code: int  # of the whole job
     cause: RankEnd | LostHost | None  # the first failure; None without one
@@ -234,10 +234,10 @@ def judge(
     failures; at equal times signals come before exit codes, and exit codes before lost
     hosts.
 
-    If all failed ranks lost a peer, the cause may be a stopped rank that crashed, that
-    had probably failed before the signal, or that their errors name. It may also be a
-    rank that their errors name and that exited with 0. If the cause has no exit code,
-    the job gets the exit code of the first failed rank.
+    If all failed ranks lost a peer, the cause may be a stopped rank: one that crashed,
+    one that had probably failed before the signal, or one that an error message names.
+    It may also be a rank that an error message names and that exited with 0. If the
+    cause has no exit code, the job gets the exit code of the first failed rank.
     """
     # A rank that lost a peer ended after that peer.
     losses = [(end.at_s, end.lost_ranks) for end in ends if end.lost_ranks]

@@ -61,7 +61,7 @@ class JobView(Protocol):
 
 
 class RunningWorker:
-    """A worker, from its start to its end."""
+    """A worker's node, pid, last error output, and exit once it has ended."""
 
     def __init__(self, node: AgentNode) -> None:
         self.node, self.pid, self.tail = node, 0, Tail()
@@ -69,7 +69,7 @@ class RunningWorker:
 
 
 class Generation(Handler):
-    """One attempt of a job; in a plain job the id of a worker is its rank."""
+    """One attempt of a job; in a plain job, a worker's id is its rank."""
 
     def __init__(
         self,
@@ -210,7 +210,7 @@ class Generation(Handler):
             node.send(messages.SendToWorkers(tuple(numbers), text))
 
     def kill(self, worker: int) -> None:
-        """Kill a worker; its end does not fail the job."""
+        """Kill a worker without failing the job."""
         self.survived.add(worker)
         node = self.workers[worker].node
         if not node.is_over:
@@ -222,7 +222,7 @@ class Generation(Handler):
         self._ask_for_stacks(workers)
 
     def stop(self, number: int) -> None:
-        """End all workers; send them this signal first."""
+        """End all workers, first with this signal, then with SIGKILL."""
         self.is_stopping = True
         self._send(messages.StopWorkers(number))
         self._answer_by_s = time.monotonic() + self.grace_s + _SWEEP_S
@@ -313,7 +313,7 @@ class Generation(Handler):
     # The user
 
     def on_signal(self, number: int) -> None:
-        """Forward a signal, or end the job; a second ending signal kills it."""
+        """Forward a signal or end the job; a second ending signal kills the ranks."""
         if number in FORWARDED:
             self._send(messages.Forward(number))
         elif number == ASKING:
@@ -405,7 +405,7 @@ class FixedView:
     """The view of a plain job: the job ends with the first failure.
 
     A worker that lost a peer may exit before that peer. So the other workers are
-    stopped a moment later: a worker that gets a signal cannot show its own exit code.
+    stopped a moment later, since a stopped worker cannot show its own exit code.
     """
 
     can_lose_hosts = False

@@ -124,8 +124,8 @@ class RankLogs(_Report):
     """The files of ``--log-dir``: each rank's output, unchanged.
 
     ``DIR/<job id>/attempt_<epoch>/`` has ``<rank>/{stdout,stderr}.log``, their list
-    ``index.json``, and the report ``end.json``. After an error no more is written to
-    that file, and one notice names its rank.
+    ``index.json``, and the report ``end.json``. After an error, no more is written to
+    the file that failed, and one notice names its rank.
     """
 
     def __init__(self, sink: OutputSink, directory: str) -> None:

@@ -1,7 +1,7 @@
 """The process that shows a job's output and events, and writes them to files.
 
-It is a fork of the controller, so that only it blocks when a file system or a terminal
-stalls.
+It is forked from the controller, which therefore does not block when a file system or a
+terminal stalls.
 """
 
 import errno
@@ -67,7 +67,7 @@ def attempt_dir(directory: str, attempt: Attempt) -> str:
 
 
 class OutputSink(Protocol):
-    """Interface of a job's display; called in the output process.
+    """Interface of a job's display; the output process calls its methods.
 
     The process polls the ``pending_fds``, calls ``write_to`` for ready ones, and reads
     no more output while ``backlog_bytes`` is large. ``write_to`` raises BrokenPipeError
@@ -93,7 +93,7 @@ class OutputSink(Protocol):
     def finished(self, result: JobResult) -> None: ...
 
     def tick(self, now_s: float) -> float:
-        """Show lines that are due; return the time of the next call, or infinity."""
+        """Show lines that are due; return the time for the next call, or infinity."""
         ...
 
     def write_to(self, fd: int) -> None: ...
@@ -108,7 +108,7 @@ MakeSinks = Callable[[], tuple[OutputSink, Sequence["JobFile"]]]
 class JobFile:
     """Base class of a job's files; output is written to them before it is shown.
 
-    ``begin`` may raise UsageError; later errors are notices.
+    ``begin`` may raise UsageError; later errors become notices.
     """
 
     def __init__(self, sink: OutputSink, path: str) -> None:
@@ -128,11 +128,11 @@ class JobFile:
 
 
 class EndOfStacks(NamedTuple):
-    """To the process: show the ``Stacks`` sent since the last ``EndOfStacks``."""
+    """To the output process: show all ``Stacks`` since the last ``EndOfStacks``."""
 
 
 class OutputAnswer(NamedTuple):
-    """From the process: an attempt can begin, or writing has failed."""
+    """From the output process: an attempt can begin, or writing has failed."""
 
     problem: str  # error of an attempt, or empty
     signal: int  # SIGPIPE, SIGHUP of a closed terminal, OUTPUT_FULL; or 0
@@ -158,8 +158,8 @@ class NoOutput:
 class OutputProcess(MessageWriter):
     """The controller's handle of the output process, with non-blocking writes.
 
-    The process is a fork of this one, which must have one thread and no other children
-    yet. It dies with this process.
+    The output process is forked from this process and dies with it. At the fork, this
+    process must have only one thread and no other children.
     """
 
     def __init__(self, make_sinks: MakeSinks) -> None:
@@ -209,7 +209,7 @@ class OutputProcess(MessageWriter):
         self.send(result)
 
     def discard(self) -> None:
-        """Drop output that is not shown yet; files are still complete."""
+        """Drop output that is not shown yet; files still receive all of it."""
         if self._discard_fd >= 0:
             os.close(self._discard_fd)
             self._discard_fd = -1
@@ -240,7 +240,7 @@ class OutputProcess(MessageWriter):
         return unread_signal
 
     def close(self) -> None:
-        """Send the rest; ``has_ended`` becomes true once everything is written."""
+        """Send the buffered rest; ``has_ended`` becomes true once all is written."""
         self._is_closing = True
         self.flush()
         if not self.has_ended:

@@ -80,7 +80,7 @@ class JobPlan(NamedTuple):
         return jobs
 
     def elastic_job(self, epoch: int, share: HostShare) -> messages.NodeJob:
-        """Return one host's part of an elastic job; it has no workers yet."""
+        """Return one host's part of an elastic job, without workers yet."""
         job = self._job(epoch, share)
         # A marker for each host: a host may join again while others run.
         marker = f"{job.job_marker}.{share.host.name}"

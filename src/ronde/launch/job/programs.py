@@ -1,4 +1,4 @@
-"""Programs on the hosts that answer each line with one line."""
+"""Programs, one on each host, that answer each line of input with one line."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from ronde.launch.wire import messages
 
 
 class Answer(NamedTuple):
-    """A host's answer to one line, or the reason that it has none."""
+    """A host's answer to one line, or the reason why there is none."""
 
     line: str
     failure: str  # in half a sentence; empty with an answer

@@ -4,9 +4,9 @@ A reader gets the newest version of the table as a line of JSON, at most once a 
 see ``ronde.launch.status``. A reader that stalls misses versions, and is dropped
 after some seconds. No write blocks.
 
-A reader may also send questions, each a JSON object on a line of its own. They go to
-the observer on each host of the job, which is started for the first question. Each of
-its answers comes back as one more line, with the host's name.
+A reader may also send questions, each a JSON object on a line of its own. A question
+goes to the observer on each host of the job; the first one starts the observers. Each
+observer's answer comes back as one more line, with the host's name.
 """
 
 import itertools
@@ -83,7 +83,7 @@ class StatusService:
         rows: Callable[[], Iterable[WorkerInfo]],
         observe: Callable[[str], object],
     ) -> None:
-        """Serve the table of a start; ``observe`` sends a line to all observers."""
+        """Serve a new attempt's table; ``observe`` sends a line to all observers."""
         self._job, self._rows = self._job._replace(restarts=epoch), rows
         self._observe = observe
         self._statuses.clear()
@@ -96,7 +96,7 @@ class StatusService:
                     self._statuses[worker] = text, now_s - age_s
 
     def on_observed(self, host: str, line: str) -> None:
-        """Send an answer to the reader that asked, if it is still there."""
+        """Send an answer to the reader that asked, if it is still connected."""
         with suppress(ValueError, RecursionError, TypeError, KeyError):
             number = json.loads(line)["reader"]
             for reader in self._readers:

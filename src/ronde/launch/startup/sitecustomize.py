@@ -1,5 +1,5 @@
 # ruff: noqa: INP001 - a directory of PYTHONPATH is no package
-"""Makes every Python of a rank write its stacks to its agent on a signal.
+"""Makes every Python process of a rank write its stacks to its agent on a signal.
 
 An agent puts this directory first on its ranks' ``PYTHONPATH``, since Python imports
 ``sitecustomize`` at startup. This module then imports the user's own ``sitecustomize``,

@@ -101,7 +101,7 @@ class Forward(NamedTuple):
 
 
 class StopWorkers(NamedTuple):
-    """To the agent: signal the ranks, and kill the rest after the grace period.
+    """To the agent: signal the ranks, and kill them after the grace period.
 
     With SIGKILL there is no grace period, and unsent output is dropped.
     """
@@ -146,19 +146,19 @@ class Hello(NamedTuple):
 
 
 class Located(NamedTuple):
-    """From the agent: the answer to ``Locate``; empty texts without a route."""
+    """From the agent: the answer to ``Locate``, in the form of ``locate()``."""
 
     sources: tuple[str, ...]
 
 
 class ProgramLine(NamedTuple):
-    """A line from the program, or to it."""
+    """A line of the ``RemoteProgram``'s input or output."""
 
     line: str
 
 
 class ProgramExited(NamedTuple):
-    """From the agent: the program has ended, or did not start."""
+    """From the agent: the ``RemoteProgram`` has ended, or did not start."""
 
     reason: str  # in half a sentence
 
@@ -184,7 +184,7 @@ class Started(NamedTuple):
 
 
 class HostEnding(NamedTuple):
-    """From the agent: Slurm or Kubernetes ends the job on its host by this signal."""
+    """From the agent: Slurm or Kubernetes ends its part of the job with this signal."""
 
     signal: int
 
@@ -265,7 +265,7 @@ class Stacks(NamedTuple):
 
 
 class Observed(NamedTuple):
-    """From the agent: a line of the observer."""
+    """From the agent: an answer of the observer."""
 
     line: str
 
@@ -284,7 +284,7 @@ class Pong(NamedTuple):
 
 
 class Finished(NamedTuple):
-    """From the agent: every process of the job has ended, except the ``stuck``."""
+    """From the agent: all processes of the job have ended, except the ``stuck``."""
 
     num_swept: int  # processes that outlived their rank and were killed
     stuck: tuple[str, ...]  # processes that survive SIGKILL, by name
@@ -374,7 +374,7 @@ class MessageDecoder(Generic[T]):
     def feed(self, data: bytes) -> list[T]:
         """Add received bytes; return the messages that are complete now.
 
-        Raises LaunchError for anything else; then the stream cannot be used further.
+        Raises LaunchError for malformed data; after that, the stream is unusable.
         """
         try:
             frames = self._splitter.feed(data)
@@ -460,8 +460,8 @@ class MessageWriter:
 class Transport(Protocol):
     """A non-blocking connection, polled by its owner.
 
-    ``read`` returns new bytes, empty at the end, None for none now; ``write`` the
-    number of bytes written.
+    ``read`` returns new bytes, ``b""`` at the end, or None if there is no data yet.
+    ``write`` returns the number of bytes written.
     """
 
     @property

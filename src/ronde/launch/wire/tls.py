@@ -6,8 +6,8 @@ the head node parses nothing else, and the node sends nothing else. The token gi
 access to the whole job. The functions for authentication never block: they yield the
 event of ``select.poll`` to wait for.
 
-Data is then sent in records of a length, a kind and a body. A record of its own kind
-marks the end of the data, and a last one has an exit code.
+Data is then sent in records of a length, a kind and a body. A record of a separate kind
+marks the end of the data, and a last record has an exit code.
 """
 
 import datetime as dt
@@ -67,7 +67,7 @@ def with_port(address: str, port: int) -> str:
 
 
 def parse_endpoint(text: str, option: str) -> tuple[str, int]:
-    """Parse ``HOST:PORT``, ``[IPV6]:PORT``, or ``PORT`` with an empty host."""
+    """Parse ``HOST:PORT``, ``[IPV6]:PORT``, or ``PORT``, which leaves HOST empty."""
     host, colon, port = text.rpartition(":")
     is_bracketed = host.startswith("[") and host.endswith("]")
     is_number = port.isascii() and port.isdecimal() and int(port) <= 65535
@@ -155,7 +155,7 @@ def host_name(nodename: str) -> str:
 
 
 class HeadTls(NamedTuple):
-    """The head node's TLS context for one job; its key is only in memory."""
+    """The head node's TLS context for one job; its key exists only in memory."""
 
     context: ssl.SSLContext
     certificate: bytes  # in DER
@@ -285,7 +285,7 @@ def _record(kind: int, body: bytes | memoryview = b"") -> bytes:
 
 
 class TlsChannel:
-    """An authenticated connection; an ``AgentTransport``."""
+    """An authenticated connection that serves as an ``AgentTransport``."""
 
     error_fd = -1  # the node shows the errors of its agent itself
 
@@ -354,7 +354,7 @@ class TlsChannel:
     def wait(self, timeout_s: float) -> int | None:
         """Wait for the peer's exit code, and drop its data.
 
-        Returns 0 if the peer closed the connection without one, None after the timeout.
+        Returns 0 if the peer closed the connection without a code, None on a timeout.
         """
         ends_at = time.monotonic() + timeout_s
         while self.result is None and not self._is_broken:

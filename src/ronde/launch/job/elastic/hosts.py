@@ -95,10 +95,10 @@ class JobHosts:
         return pending is not None and pending.node is node
 
     def on_message(self, node: AgentNode, message: messages.FromAgent) -> str | None:
-        """Handle a message of a new host.
+        """Handle a message from a new host.
 
-        Returns an empty text once the host is ready, the reason if it cannot be used,
-        and None while it is still connecting.
+        Returns an empty text once the host is ready, a reason if the host cannot be
+        used, and None while it is still connecting.
         """
         pending, problem = self._pending.get(node.name), None
         if pending is None:

@@ -311,9 +311,9 @@ def describe_end(status: int, evidence: str) -> str:
 
 
 class HostNotices:
-    """Hosts that will be reclaimed soon, held until their ranks can leave.
+    """Notices of hosts that will be reclaimed, held until their ranks can leave.
 
-    Notices within a second are handled together, such as at Slurm's time limit. If all
+    Notices within a second, such as at Slurm's time limit, are handled together. If all
     hosts of the view will be reclaimed, no rank leaves until another host joins, and
     ``save`` is called repeatedly.
     """
@@ -336,7 +336,7 @@ class HostNotices:
         self.due_s = min(self.due_s, now_s + _TOGETHER_S)
 
     def on_due(self, current: view.View, now_s: float) -> list[events.HostLeaves]:
-        """Return events for the hosts that ranks can leave now."""
+        """Return an event for each host that its ranks can leave now."""
         if now_s < self.due_s:
             return []
         self._reasons = {n: r for n, r in self._reasons.items() if not n.is_over}
@@ -371,7 +371,7 @@ class HostNotices:
 
 
 class ViewLog:
-    """Records each view when all its members run."""
+    """Records each view once all its members run."""
 
     def __init__(self, started_at_s: float) -> None:
         self.records: list[ViewRecord] = []
@@ -406,7 +406,7 @@ class ViewLog:
         return f"{times} of membership, {ranks}: {took} at a standstill, {lost} lost"
 
     def enter(self, worker: int, step: int) -> str:
-        """Record that a member runs; return a line for the user after the last one."""
+        """Record that a member runs; for the last member, return a line to show."""
         self._running[worker] = step
         if len(self._running) < len(self._view.members):
             return ""
