@@ -141,7 +141,7 @@ ALONE = "needs --min-ranks, --max-ranks or --host-discovery. Type"
         ),
         (
             "--min-ranks 4 --max-ranks 2",
-            "--min-ranks must be at most --max-ranks, got 4 and --max-ranks 2. Correct",
+            "--min-ranks must be at most --max-ranks, got 4 and",
         ),
         ("-n 5 --max-np 4", "-np must be at most --max-np, got 5 and --max-np 4"),
         (
@@ -177,7 +177,7 @@ ALONE = "needs --min-ranks, --max-ranks or --host-discovery. Type"
         ("--min-np 1 --reset-limit -1", "--reset-limit must be a whole number"),
         (
             "--min-np 1 --notice slack",
-            "--notice must be signal, aws, gcp, azure, slurm or",
+            "--notice must be a list of signal, aws, gcp, azure,",
         ),
         (
             "-H a --host-discovery hosts",

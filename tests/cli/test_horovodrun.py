@@ -92,7 +92,7 @@ def test_what_changes_nothing_is_named_in_one_line(ronde) -> None:
     ("words", "message"),
     [
         ("--gloo --mpi", "--gloo cannot be combined with --mpi"),
-        ("--config-file /no/such", "the file of --config-file"),
+        ("--config-file /no/such", "given with --config-file"),
         ("--cycle-time-ms x", "HOROVOD_CYCLE_TIME must be a number of at least 0"),
         ("-x HOROVOD_AUTOTUNE=maybe", "HOROVOD_AUTOTUNE must be 1 or 0, got 'maybe'"),
         ("--fusion-threshold-mb x", "must be a whole number of at least 0, got 'x'"),

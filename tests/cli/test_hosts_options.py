@@ -83,7 +83,7 @@ def test_without_a_word_this_machine_is_meant() -> None:
         "--slots 0": "--slots must be a whole number from 1 to 65536, got '0'",
         "-H=": "-H names no host. Type names such as a:2,b:4",
         "-H a:x": "-H: slots of a must be a whole number",
-        "--hostfile /no/such": "cannot read '/no/such', the file of --hostfile",
+        "--hostfile /no/such": "cannot read '/no/such', given with --hostfile",
         "--hostfile /dev/null": "/dev/null names no host",
         "--host-discovery-script false": "--host-discovery-script: 'false' failed: "
         "exit code 1. Run it by hand.",

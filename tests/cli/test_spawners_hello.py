@@ -62,7 +62,7 @@ def test_a_greeting_is_found_however_it_comes(noise, after, cuts):
 @given(words=st.binary(max_size=200), cuts=CUTS)
 def test_malformed_hellos_are_refused(words, cuts):
     hello_reader = HelloReader("ssh", SENTINEL)
-    with pytest.raises(LaunchError, match="hello of the remote Python "):
+    with pytest.raises(LaunchError, match="hello from the remote Python "):
         feed(hello_reader, SENTINEL + words.replace(b"\n", b"") + b"\n", cuts)
     assert hello_reader.found is None
 

@@ -66,16 +66,16 @@ def test_the_text_has_what_is_not_1() -> None:
             Layout(pp=2, dp_shard=3, tp=2),
             16,
             (
-                "pp*dp_replicate*dp_shard*cp*tp must be the number of ranks: "
-                "2*1*3*1*2 = 12, got 16 ranks. dp_shard=4 fits."
+                "pp*dp_replicate*dp_shard*cp*tp must be the number of ranks, 16, "
+                "got 2*1*3*1*2 = 12. dp_shard=4 fits."
             ),
         ),
         (
             Layout(dp_replicate=3, tp=2),
             16,
             (
-                "pp*dp_replicate*dp_shard*cp*tp must be the number of ranks: "
-                "1*3*1*1*2 = 6, got 16 ranks. Use 6 ranks, or other sizes."
+                "pp*dp_replicate*dp_shard*cp*tp must be the number of ranks, 16, "
+                "got 1*3*1*1*2 = 6. Use 6 ranks, or other sizes."
             ),
         ),
         (

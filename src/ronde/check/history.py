@@ -73,7 +73,8 @@ def load_last(path: Path) -> tuple[str, SavedRun]:
         ) from None
     if not records:
         raise UsageError(
-            f"{path} contains no saved run. Give --since a file of ronde check --save."
+            f"{path} contains no saved run. Give --since a file written by ronde check "
+            "--save."
         )
     try:
         kept = from_plain(SavedRun, records[-1].values, f"{path}: run")

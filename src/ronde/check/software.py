@@ -256,8 +256,8 @@ def _differing_names(
 ) -> Problems:
     """Yield one problem per differing host, which lists the names that differ.
 
-    ``find_fix`` is called with the host's facts and the message of ``find_odd`` on
-    each of these names.
+    ``find_fix`` gets the host's facts and, for each such name, the message that
+    ``find_odd`` returned.
     """
     known: dict[str, dict[str, str]] = fleet.known(fact)
     values: dict[str, list[str]] = defaultdict(list)

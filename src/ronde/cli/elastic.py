@@ -193,7 +193,7 @@ def _read_notice(text: str) -> tuple[str, ...]:
         kind, _, path = name.partition(":")
         if name not in _NOTICES and not (kind == "file" and path):
             raise UsageError(
-                f"--notice must be {', '.join(_NOTICES)} or file:PATH, got "
+                f"--notice must be a list of {', '.join(_NOTICES)} or file:PATH, got "
                 f"{name!r}. Type: --notice signal,aws"
             )
     return names

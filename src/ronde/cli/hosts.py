@@ -147,7 +147,7 @@ def read_text(path: str, option: str) -> str:
         return Path(path).read_bytes().decode()
     except (OSError, ValueError) as error:
         raise UsageError(
-            f"cannot read {path!r}, the file of {option}: {error}. Check the path."
+            f"cannot read {path!r}, given with {option}: {error}. Check the path."
         ) from None
 
 

@@ -240,7 +240,7 @@ def socket_prefix() -> str:
 
 
 def join_at(path: str, info: RankInfo, timeout_s: float) -> JobStore | None:
-    """Join a socket's store; return None if it is absent or belongs to other ranks."""
+    """Join the store at a socket; return None if it is absent or of other ranks."""
     try:
         local_socket.dial(path, timeout_s).close()
     except OSError:
@@ -307,7 +307,7 @@ def _slurm_store(info: RankInfo, timeout_s: float) -> JobStore:
         addresses, wanted = _addresses_of(first), f"address for {first}"
     if not addresses:
         raise WorldError(
-            f"rank {info.rank} found no {wanted}, a host of the Slurm step. {_CURE}"
+            f"rank {info.rank} found no {wanted}, which is in the Slurm step. {_CURE}"
         )
     key = user_key(f"slurm {info.job_id}", read_config_directory())
     if info.rank != 0:

@@ -208,7 +208,7 @@ class Entry(Work[Any]):
         wake: Callable[[], None],
         drive: Callable[["Entry", PollCallback | None], None],
     ) -> None:
-        """Create an entry; ``drive`` makes progress, ``wake`` requests it soon."""
+        """Create an entry; ``drive`` makes progress, ``wake`` has a thread do so."""
         super().__init__(None, is_over=False)
         self._wake, self._drive = wake, drive
         self.name = name

@@ -41,9 +41,9 @@ class Worker(NamedTuple):
 
 
 class Settled(NamedTuple):
-    """From a rank: all operations of earlier views have ended here.
+    """From a rank: all its operations of earlier views have ended.
 
-    Sent without a request, it means that this rank cannot continue in its view.
+    Without a request for it, it also says that the rank cannot continue in its view.
     """
 
     view: int  # the last view that it was in; NO_VIEW for a new worker
@@ -202,7 +202,7 @@ class View(NamedTuple):
 
     @property
     def ranks(self) -> dict[int, int]:
-        """The rank of each member by its worker id, in the order of the ranks."""
+        """A dict from worker id to rank, in rank order."""
         return {worker.id: rank for rank, worker in enumerate(self.members)}
 
     def rank_of(self, worker: int) -> int:

@@ -40,7 +40,7 @@ def choose_job(jobs: Sequence[JobStatus], name: str | None) -> JobStatus:
         )
     if not found:
         raise UsageError(f"JOB must be one of {ids}, got {name!r}.")
-    raise UsageError(f"several jobs run, so JOB must be given: one of {ids}.")
+    raise UsageError(f"several jobs are running, so JOB must be given: one of {ids}.")
 
 
 def _names_of(job: JobStatus) -> str:

@@ -90,8 +90,8 @@ class Layout:
         if not self._open:
             if self.num_ranks != world_size:
                 raise UsageError(
-                    f"{'*'.join(AXES)} must be the number of ranks: "
-                    f"{_product(self.sizes.values())}, got {world_size} ranks. "
+                    f"{'*'.join(AXES)} must be the number of ranks, {world_size}, got "
+                    f"{_product(self.sizes.values())}. "
                     f"{self._cure(world_size)}"
                 )
             return self

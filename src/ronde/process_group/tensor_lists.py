@@ -47,7 +47,7 @@ def require_dtype(tensors: Sequence[Tensor], like: Tensor, name: str) -> None:
     for tensor in tensors:
         if tensor.dtype is not like.dtype:
             raise UsageError(
-                f"{name} must have {like.dtype}, the dtype of the other tensors, got "
+                f"{name} must have the dtype of the other tensors, {like.dtype}, got "
                 f"{tensor.dtype}. Use tensor.to({like.dtype})."
             )
 

@@ -105,7 +105,7 @@ def require_whole(tensors: Iterable[Tensor]) -> None:
 # Not frozen: each call makes one, and frozen ones take three times as long to make.
 @dataclass(slots=True)
 class NamedCollective:
-    """A collective of one process set on some tensors, with a result for each.
+    """A collective on one or more tensors in a process set, with a result for each.
 
     ``run`` waits for the results; ``start`` and ``start_handle`` do not. With
     ``in_place`` an all-reduce or a broadcast writes its results into the tensors.

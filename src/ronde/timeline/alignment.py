@@ -30,7 +30,7 @@ def clock_identity() -> str:
 
 
 class ClockReading(NamedTuple):
-    """One exchange of times with the reference."""
+    """One exchange of timestamps with the reference clock."""
 
     asked_ns: int  # on this rank's clock
     reference_ns: int  # on the reference's clock

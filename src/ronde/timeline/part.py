@@ -183,7 +183,7 @@ def _lines(blob: bytes, source: str) -> Iterator[bytes]:
             text = unpacker.decompress(blob)
         except zlib.error as error:
             raise UsageError(
-                f"cannot decompress {source}: {error}. Name files that a rank of ronde "
+                f"cannot decompress {source}: {error}. Give files that ranks of ronde "
                 "wrote."
             ) from error
         yield from text[: text.rfind(b"\n") + 1].splitlines()

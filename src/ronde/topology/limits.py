@@ -581,7 +581,7 @@ def _with_pcie(
     used: Sequence[GpuDevice],
     sizes: Sequence[int],
 ) -> LimitWorld:
-    """Return a world with the PCIe links between islands; ``sizes`` are sorted."""
+    """Return a world with PCIe links between islands of GPUs of these sorted sizes."""
     # The kernel shows the models of NVIDIA's GPUs, but not their NVLinks.
     is_kernel_alone = all(source.startswith(SYSFS) for source in host.sources)
     may_know = not (host.sources and is_kernel_alone)

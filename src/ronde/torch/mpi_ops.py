@@ -377,7 +377,7 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
-    """Start ``reducescatter``."""
+    """Start ``reducescatter``; return a handle for ``synchronize`` or ``poll``."""
     factors = (op, prescale_factor, postscale_factor)
     return Reducescatter(process_set, name, False, *factors).start_handle((tensor,))
 

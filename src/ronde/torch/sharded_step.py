@@ -54,7 +54,7 @@ class _Part(NamedTuple):
 
 
 class SharePiece(NamedTuple):
-    """A part with its values and state, to be copied or to form new shares."""
+    """A slice of a share: parameter values and optimizer state, to build new shares."""
 
     parameter: int
     start: int

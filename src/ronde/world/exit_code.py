@@ -1,10 +1,10 @@
 """The exit code of this process, for functions that run at its exit.
 
 Note [The exit code at exit]
-    An uncaught exception leaves ``sys.last_value``, but a SystemExit leaves nothing. At
-    the end the interpreter reads its ``code`` while no Python frame runs. So the
-    replaced ``sys.exit`` raises a SystemExit that records this read. The code of a
-    program that raises SystemExit directly is unknown.
+    An uncaught exception is left in ``sys.last_value``; a SystemExit is not. But the
+    interpreter reads the ``code`` of a SystemExit after the last Python frame has
+    ended. So the replaced ``sys.exit`` raises a SystemExit that records this reading.
+    If a program raises SystemExit itself, its exit code is unknown.
 """
 
 import _sitebuiltins

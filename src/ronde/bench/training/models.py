@@ -132,8 +132,8 @@ class Transformer(nn.Module):
     """Decoder-only language model like GPT-2, without dropout.
 
     Source: Radford et al., "Language models are unsupervised multitask learners", 2019:
-    normalisation before each part and after the last, learned positions, GELU, the
-    output layer tied to the embedding.
+    layer norm before each sub-layer and after the last block, learned positional
+    embeddings, GELU, the output layer tied to the embedding.
     """
 
     def __init__(self, shape: TransformerShape) -> None:

@@ -2,9 +2,9 @@
 
 If a GPU hangs or crashes the driver, only its own answers are missing. Each question
 becomes a fact: a list of answers in NVML's order, with None if the question does not
-apply to a GPU. A function that nvidia-ml-py or the driver lacks counts as a refusal.
-``each_gpu`` and ``odd_gpus`` check such lists. GPUs of a host with the same problem
-share a finding.
+apply to a GPU. If nvidia-ml-py or the driver lacks a function, its answers are
+unreadable. ``each_gpu`` and ``odd_gpus`` check such lists. GPUs of one host with the
+same problem are reported together.
 """
 
 from collections import Counter, defaultdict

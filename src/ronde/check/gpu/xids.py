@@ -1,10 +1,10 @@
-"""GPU errors (Xid) and NVSwitch errors (SXid) in the kernel log since the boot.
+"""GPU errors (Xid) and NVSwitch errors (SXid) in the kernel log since boot.
 
 The fix for each number is the immediate action in NVIDIA's catalogue of Xid errors, as
 copied by gpud 4a8de33 (nvidia/xid/catalog_generated.go, of 2025-10). For 45, 48, 74 and
-144 to 150 the catalogue names a workflow; here they have its usual outcome. The
-catalogue has no action for 167, 171 and 172. Here 171 and 172 have the fix of 48, since
-they come together with a 48. For 167 that fix is ronde's choice.
+144 to 150 the catalogue names a workflow; the fix here is its usual outcome. The
+catalogue has no action for 167, 171 and 172. Their fix here is that of 48: 171 and 172
+come together with a 48, and for 167 it is ronde's choice.
 """
 
 import re

@@ -479,11 +479,11 @@ def _show_gbit(gb_per_s: float) -> str:
 def link_rate(fleet: Fleet) -> Problems:
     """The bandwidth between hosts matches the rate of their links.
 
-    reads: the bandwidth between pairs of hosts, as for slow-host-link, which is always
-        shown; the rate of the interfaces or RDMA ports between them, which is unknown
-        for virtual ones
-    threshold: the rate of --expect, such as 10GB/s; else 30 % of the link's rate, of
-        which at most 10 Gbit/s count. An unknown rate counts as 100 Mbit/s. Gloo is
+    reads: the bandwidth between pairs of hosts, measured as for slow-host-link and
+        always shown; the rate of the interfaces or RDMA ports between them, which is
+        unknown for virtual ones
+    threshold: the rate of --expect, such as 10GB/s; else 30 % of the link's rate. Rates
+        above 10 Gbit/s are taken as 10 Gbit/s, unknown ones as 100 Mbit/s. Gloo is
         compared with --expect only
     source: ronde's choice: four streams use more than half of a healthy link of up to
         10 Gbit/s, even if it is shared; on faster links, one CPU may be the limit
@@ -566,7 +566,7 @@ def slow_host_link(fleet: Fleet) -> Problems:
 
 @check(FAIL, RATES)
 def slow_pair(fleet: Fleet) -> Problems:
-    """No two hosts have less bandwidth between them than other pairs.
+    """No two hosts have much less bandwidth between them than other pairs.
 
     reads: the bandwidth between pairs of hosts, as for slow-host-link
     threshold: 70 % of the median of the pairs without a slow host; below 30 % is a

@@ -156,8 +156,8 @@ def rdma_port(fleet: Fleet) -> Problems:
 
     reads: state and phys_state in /sys/class/infiniband, of the ports that NCCL_IB_HCA
         selects
-    threshold: ACTIVE and LinkUp. Disabled and Sleep count as intended, except if it is
-        the only port, of four or more of its model, that is not up
+    threshold: ACTIVE and LinkUp. Disabled or Sleep is taken as intended, unless the
+        host has four or more ports of this model and all others are up
     source: NCCL 2.30.7's manual, NIC-level diagnostics; Disabled and Sleep: AMD's
         Primus fd1eeab (preflight/node_smoke/cli.py); ronde's choice: a failure if the
         port is up on most hosts, or if NCCL_IB_HCA names it

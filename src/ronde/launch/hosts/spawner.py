@@ -136,7 +136,7 @@ class HelloReader:
         hello, is_whole, after = after.partition(b"\n")
         if len(hello) > MAX_HELLO_BYTES:
             raise LaunchError(
-                f"hello of the remote Python is longer than {MAX_HELLO_BYTES} bytes."
+                f"hello from the remote Python is longer than {MAX_HELLO_BYTES} bytes."
             )
         if not is_whole:
             return None
@@ -144,12 +144,12 @@ class HelloReader:
             found = from_plain(RemotePython, json.loads(hello))
         except PlainValueError:
             raise LaunchError(
-                "hello of the remote Python must have the fields "
+                "hello from the remote Python must have the fields "
                 f"{', '.join(RemotePython._fields)}, got {hello!r:.80}."
             ) from None
         except (ValueError, RecursionError) as error:
             raise LaunchError(
-                f"hello of the remote Python is not JSON: {error}."
+                f"hello from the remote Python is not JSON: {error}."
             ) from None
         # Remove control characters: they are shown on a terminal.
         texts = ("".join(filter(str.isprintable, text)) for text in found)

@@ -94,7 +94,7 @@ class PathSizes(NamedTuple):
 
 
 def measure_ssh_path(address: str, port: int) -> PathSizes | None:
-    """Find the largest packet that reaches a server; None if it is no ssh server."""
+    """Measure the largest packet that reaches a server; None if it is no ssh server."""
     arrived, lost = LEAST_BYTES, 0
     for step in _STEPS_BYTES:
         with socket.create_connection((address, port), _CONNECT_S) as line:

@@ -156,7 +156,7 @@ class NoOutput:
 
 
 class OutputProcess(MessageWriter):
-    """The controller's handle of the output process, with non-blocking writes.
+    """The controller's connection to the output process; writes do not block.
 
     The output process is forked from this process and dies with it. At the fork, this
     process must have only one thread and no other children.

@@ -265,7 +265,7 @@ class Stacks(NamedTuple):
 
 
 class Observed(NamedTuple):
-    """From the agent: an answer of the observer."""
+    """From the agent: an answer from the observer."""
 
     line: str
 

@@ -100,7 +100,7 @@ class Edge(NamedTuple):
 
 
 def join_switches(devices: Sequence[PciDevice]) -> dict[str, str]:
-    """Return the parent of each device, with the levels of a switch joined."""
+    """Return the parent of each device; the levels of a switch count as one."""
     # Broadcom's PCIe 4 and 5 switches in base mode appear as one switch above others
     # (levels 0 and 1), yet have the full bandwidth between all their ports.
     parents = {each.bus_id: each.parent for each in devices}

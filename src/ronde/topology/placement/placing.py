@@ -125,7 +125,7 @@ def compare(current: Hint | None, candidate: Hint, count: int) -> Hint | None:
 
 
 def best_count(resources: Iterable[Iterable[Hint]]) -> int:
-    """Return the number of nodes that the most demanding resource needs at least."""
+    """Return the least number of memory nodes for the most demanding resource."""
     masks = ([h.mask for h in hints if h.mask is not None] for hints in resources)
     sizes = (min((mask.bit_count() for mask in each), default=0) for each in masks)
     return max(sizes, default=0)

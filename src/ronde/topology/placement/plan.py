@@ -253,9 +253,10 @@ def infer_cores(host: HostTopology) -> tuple[tuple[Core, ...], tuple[str, ...]]:
 
 
 def _threads_by_index(cpus: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Guess the cores: CPUs with the same index in runs of consecutive numbers.
+    """Guess which CPUs share a core, from their numbers.
 
-    Linux numbers the first threads of a node's cores before the second threads.
+    The i-th CPUs of all runs of consecutive numbers are one core: Linux numbers the
+    first threads of a node's cores before the second threads.
     """
     by_run = groupby(enumerate(cpus), key=lambda each: each[1] - each[0])
     runs = [[cpu for _, cpu in run] for _, run in by_run]

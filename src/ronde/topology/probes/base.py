@@ -156,7 +156,7 @@ def keep_lower_ends(
 
 
 def _with_both_ends(device: PciDevice, port: PciDevice | None) -> PciDevice:
-    """Return a device with the best link that it and the port above support."""
+    """Return a device with its link set to the best that both of its ends support."""
     if port is None or not (port.speed or port.width > 0 or port.gb_per_s):
         # The slot's maximum is unknown, so the link's current state may be its best.
         return as_running(device)

@@ -365,7 +365,7 @@ class Loop:
             copies.make(training)
 
     def _finish(self) -> bool:
-        """Return True once all ranks have applied the last step."""
+        """Wait until all ranks have applied the last step; False if one was lost."""
         if self._member is None:
             return True
         try:

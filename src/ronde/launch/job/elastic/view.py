@@ -406,7 +406,7 @@ class ViewLog:
         return f"{times} of membership, {ranks}: {took} at a standstill, {lost} lost"
 
     def enter(self, worker: int, step: int) -> str:
-        """Record that a member runs; for the last member, return a line to show."""
+        """Record that a member is running; once all are, return a line to print."""
         self._running[worker] = step
         if len(self._running) < len(self._view.members):
             return ""
