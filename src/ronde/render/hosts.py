@@ -72,7 +72,7 @@ def _runs(numbers: Iterable[str]) -> Iterator[tuple[str, int]]:
 
 
 def write_hostfile(hosts: Sequence[Host]) -> str:
-    """Format a host file; without hosts it is a comment, which ``ronde run`` refuses."""
+    """Format a host file; without hosts, a comment, which ``ronde run`` refuses."""
     if not hosts:
         return "# no host is ready\n"
     text = ""
