@@ -116,3 +116,41 @@ def test_a_command_line_names_the_job(ronde, ronde_here):
         assert "reports no collectives" in flat(text)
     refused = ronde_here("why", name)
     assert refused.returncode == 64
+
+
+HANGS_ONCE = """
+import os, time
+import torch
+import torch.distributed as dist
+dist.init_process_group("ronde")
+if os.environ["RONDE_EPOCH"] == "0" and dist.get_rank() == 1:
+    time.sleep(1000)
+dist.all_reduce(torch.ones(1))
+"""
+
+
+def test_a_hang_ends_a_start_with_its_verdict_and_the_next_one_goes_on(ronde, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(HANGS_ONCE)
+    words = (
+        "-n",
+        "2",
+        "--hang-timeout",
+        "5s",
+        "--max-restarts",
+        "1",
+        "--",
+        str(script),
+    )
+    done = ronde("run", *words)
+    assert done.returncode == 0
+    text = flat(done.stderr.decode().replace("|", ""))
+    assert "--hang-timeout ended the job, exit code 124" in text
+    assert text.count(f"sleeps or waits at {script}:7 in <module>()") == 2
+    assert "restart 1 of 1: the ranks hung." in text
+
+
+def test_a_short_hang_timeout_is_refused(ronde_here):
+    done = ronde_here("run", "--hang-timeout", "1s", "true")
+    assert done.returncode == 64
+    assert b"--hang-timeout must be at least 5s, got '1s'" in done.stderr

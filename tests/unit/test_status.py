@@ -150,7 +150,7 @@ def observed():
 @pytest.fixture
 def service(observed):
     found = StatusService("a job", ("sleep", "100"), stall_s=0.5)
-    found.begin(1, lambda: ROWS, lambda line: observed.append(json.loads(line)))
+    found.begin(1, lambda: ROWS, lambda sent: observed.append(json.loads(sent.line)))
     with closing(found):
         yield found
 

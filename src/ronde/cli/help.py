@@ -99,10 +99,12 @@ start:
 end:
   --timeout TIME        show the stacks of all ranks and end the job after
                         TIME, as 30m or 2h; exit code 124
+  --hang-timeout TIME   end the job once a collective has waited for TIME, and say
+                        which rank it waits for, and why; exit code 124
   --grace TIME          time from SIGTERM to SIGKILL, as 500ms, 5s or 2m
                         (default: 15s)
   --max-restarts R      start all ranks again up to R times when one fails or
-                        a host is lost
+                        a host is lost, or --hang-timeout ends them
   --no-restart-codes CODES
                         exit codes that cause no restart (default: 93,64)
 
@@ -186,7 +188,7 @@ fail ends the job: the others get SIGTERM, and after --grace every process of th
 killed. Ctrl-\\ shows the stacks of all ranks.
 
 exit code: 0 if all ranks ended with 0, else the code of the rank that failed first (128
-plus the number of a signal); 130 after Ctrl-C, 143 after SIGTERM, 124 after --timeout;
+plus the number of a signal); 130 after Ctrl-C, 143 after SIGTERM, 124 after a timeout;
 64 for a bad command line; 69 if a host cannot be used or was lost; 70 if the launcher
 itself failed.
 

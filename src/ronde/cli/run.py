@@ -14,6 +14,7 @@ from collections.abc import Container, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from itertools import takewhile
+from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
 from ronde.arguments import (
@@ -61,6 +62,7 @@ if TYPE_CHECKING:
 
 _Agent = subprocess.Popen[bytes]
 _UNITS = {"gpu": SLOTS_GPUS, "cpu": SLOTS_CORES}
+_LEAST_HANG_S = 5.0  # reports of ranks are up to two seconds old
 _TOKEN_VARIABLE = "RONDE_TOKEN_FILE"  # noqa: S105 - a name, and of a file at that
 _HIDDEN = """\
   --local-ranks-filter RANKS
@@ -128,9 +130,17 @@ def _exit_codes(text: str) -> frozenset[int]:
     return frozenset(read(code) for word in text.split(",") if (code := word.strip()))
 
 
+def _hang_timeout(text: str) -> float:
+    limit_s = parse_positive_s(text)
+    if limit_s < _LEAST_HANG_S:
+        raise UsageError(f"must be at least {_LEAST_HANG_S:g}s, got {text!r}")
+    return limit_s
+
+
 _TYPES = {
     **HOST_TYPES,
     "TIME": parse_positive_s,
+    "--hang-timeout": _hang_timeout,
     "--grace": parse_duration_s,
     "--join-timeout": parse_duration_s,
     "--elastic-timeout": str,  # horovodrun's, as --reset-limit: see cli.elastic
@@ -258,6 +268,7 @@ def read_request(
         no_restart_codes=options.no_restart_codes,
         is_verbose=bool(options.verbose),
         elastic=elastic,
+        hang_timeout_s=options.hang_timeout or inf,
     )
     return RunRequest(options, horovod, spec, preflight)
 

@@ -48,16 +48,24 @@ def _names_of(job: JobStatus) -> str:
 
 
 def inspect_job(name: str | None = None) -> InspectedJob:
+    """Inspect the workers of the job that ``choose_job`` returns.
+
+    Raises:
+        UsageError: As ``choose_job``.
+        OSError: The job ended meanwhile.
+    """
+    return inspect_workers(choose_job(list_jobs(), name))
+
+
+def inspect_workers(status: JobStatus) -> InspectedJob:
     """Inspect each worker of a job once.
 
     Hosts that do not answer within 3 s are left out. If ranks report their collectives,
     the call waits 2 s more, for their reports from before the inspections.
 
     Raises:
-        UsageError: As ``choose_job``.
         OSError: The job ended meanwhile.
     """
-    status = choose_job(list_jobs(), name)
     hosts = {row.host for row in status.workers if row.state == "running"}
     inspections: dict[int, Inspection] = {}
     now_s = time.monotonic()

@@ -14,9 +14,11 @@ from ronde.monitor.inspection import Inspection, StackFrame
 from ronde.status.table import JobStatus
 from ronde.status.values import UNKNOWN, PendingCollective
 from ronde.topology.cpu_sets import format_list
+from ronde.units import format_duration
 
 HANG_S = 3.0  # a shorter wait is no hang; it may have begun after the inspections
 _BUSY = 0.3
+_MOST_WAITS = 3
 _MANY_FAULTS_PER_S = 500.0
 _BLOCKED = "a disk, a network file system or a driver does not answer"
 _LOADER = "/torch/utils/data/dataloader.py"
@@ -107,6 +109,19 @@ def explain_hang(status: JobStatus, inspections: Mapping[int, Inspection]) -> Ve
         unknown = {rank for wait in long for rank in wait.unknown} - waiting
         faults = [_describe_rank(job, rank, long) for rank in sorted(unknown)]
     return Verdict(tuple(faults), tuple(waits))
+
+
+def describe_hang(verdict: Verdict) -> str:
+    """Return a sentence on the longest waits; "" if the job does not hang."""
+    long = [wait for wait in verdict.waits if wait.age_s >= HANG_S]
+    texts: list[str] = []
+    for wait in long[:_MOST_WAITS]:
+        have = "have" if len(wait.ranks) > 1 else "has"
+        missing = wait.missing or wait.unknown
+        for_whom = f" for {_ranks(missing)}" if missing else ""
+        waited = f"{have} waited {format_duration(wait.age_s)} in "
+        texts.append(f"{_ranks(wait.ranks)} {waited}{wait.collective.name}{for_whom}")
+    return f"The job hangs: {'; '.join(texts)}." if texts else ""
 
 
 def _find_waits(job: _Job) -> list[Wait]:
@@ -280,7 +295,8 @@ def _judge_stacks(job: _Job) -> tuple[Fault, ...]:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {format_list(sorted(ranks))}"
+    listed = format_list(ranks).replace(",", ", ")
+    return f"rank{'s' * (len(ranks) > 1)} {listed}"
 
 
 def _be(ranks: Sequence[int]) -> str:

@@ -14,7 +14,13 @@ from ronde.launch.job.output import NO_ATTEMPT, Attempt, attempt_dir
 from ronde.launch.job.plan import JobPlan
 from ronde.launch.signals import OUTPUT_FULL, TIMED_OUT, interruption_code
 from ronde.launch.wire.messages import ProcessStack, Stacks
-from ronde.render.text import align, format_ranks_on_hosts, format_runs, name_ranks
+from ronde.render.text import (
+    align,
+    format_ranks_on_hosts,
+    format_runs,
+    name_ranks,
+    wrap,
+)
 from ronde.topology.cpu_sets import format_list
 from ronde.topology.machine import UNKNOWN_NODE, RankResources
 from ronde.units import counted, grouped, list_first, name_rank
@@ -184,10 +190,14 @@ def summarize(
 ) -> str:
     """Return the report of a job's end; empty if it succeeded."""
     cause = result.cause
-    if cause is None:
+    if result.hang:
+        body = wrap("", result.hang, _WIDTH, indent=0).splitlines()
+        facts = [*_consequences(result)]
+    elif cause is None:
         return _interrupted(result)
-    body = _draw_cause(cause)
-    facts = [*_failures(result, cause), *_consequences(result)]
+    else:
+        body = _draw_cause(cause)
+        facts = [*_failures(result, cause), *_consequences(result)]
     if attempt.job_id and log_dir:
         facts.append(("logs", attempt_dir(log_dir, attempt)))
     if facts:
@@ -195,7 +205,9 @@ def summarize(
         body += [f"{f'{label}:':<{_LABEL_WIDTH}} {fact}" for label, fact in facts]
     start = f" at start {attempt.epoch + 1}" if attempt.epoch else ""
     title = f"the job failed{start}, exit code {result.exit_code}"
-    if result.interrupted_by is not None:
+    if result.hang:
+        title = f"--hang-timeout ended the job{start}, exit code {result.exit_code}"
+    elif result.interrupted_by is not None:
         title = f"{_interruption(result.interrupted_by)}{start}"
     return _frame(title, body)
 

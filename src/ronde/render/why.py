@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from ronde.monitor.asking import InspectedJob
 from ronde.monitor.inspection import Inspection
-from ronde.monitor.verdict import HANG_S, Verdict, Wait
-from ronde.render.text import WIDTH, align, name_ranks, shorten, wrap
+from ronde.monitor.verdict import Verdict, describe_hang
+from ronde.render.text import WIDTH, align, shorten, wrap
 from ronde.status.table import WorkerInfo
 from ronde.status.values import UNKNOWN
 from ronde.units import counted, format_duration
@@ -44,9 +44,8 @@ def draw_dumps(verdict: Verdict, num_dumps: int) -> str:
 
 
 def _headline(inspected: InspectedJob, verdict: Verdict) -> str:
-    long = [wait for wait in verdict.waits if wait.age_s >= HANG_S]
-    if long:
-        return "The job hangs: " + "; ".join(map(_describe, long[:3])) + "."
+    if hang := describe_hang(verdict):
+        return hang
     if not any(row.status for row in inspected.status.workers):
         some = " Some ranks are in a collective and others are not." * bool(
             verdict.faults
@@ -56,15 +55,6 @@ def _headline(inspected: InspectedJob, verdict: Verdict) -> str:
         age = format_duration(verdict.waits[0].age_s)
         return f"The job does not hang: its oldest collective began {age} ago."
     return "The job does not hang: no rank waits in a collective."
-
-
-def _describe(wait: Wait) -> str:
-    have = "have" if len(wait.ranks) > 1 else "has"
-    missing = wait.missing or wait.unknown
-    for_whom = f" for {name_ranks(missing)}" if missing else ""
-    age = format_duration(wait.age_s)
-    own = wait.collective
-    return f"{name_ranks(wait.ranks)} {have} waited {age} in {own.name}{for_whom}"
 
 
 def _draw_table(inspected: InspectedJob, verdict: Verdict) -> str:

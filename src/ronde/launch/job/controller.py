@@ -124,10 +124,10 @@ class Controller(Handler):
                 is_last = epoch >= spec.max_restarts
                 if is_last or not result.is_worth_restart(spec.no_restart_codes):
                     return result
-                why = "a rank failed"
+                why = "the ranks hung" if result.hang else "a rank failed"
                 if isinstance(result.cause, LostHost):
                     why = f"{result.cause.host} was lost"
-                elif result.cause is not None:
+                elif result.cause is not None and not result.hang:
                     why = f"rank {result.cause.rank} failed on {result.cause.host}"
             epoch += 1
             self._output.notice(f"restart {epoch} of {spec.max_restarts}: {why}")
@@ -158,6 +158,11 @@ class Controller(Handler):
             hosts = JobHosts(plan, jobs[0].epoch, connector, loop.output.notice)
             make_view = partial(ElasticView, loop=loop, plan=plan, hosts=hosts)
         generation = Generation(loop, nodes, jobs, make_view)
+        if plan.spec.hang_timeout_s < float("inf"):
+            # As above.
+            from ronde.launch.job.hangs import HangWatch
+
+            generation.hang_watch = HangWatch(plan.spec.hang_timeout_s)
         return generation.run(plan.address, port)
 
     def _replace_lost(self, nodes: list[AgentNode]) -> list[AgentNode]:

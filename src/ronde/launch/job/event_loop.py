@@ -169,6 +169,10 @@ class Handler:
         if number in STOPPING:
             raise InterruptedStartError(number)
 
+    def watched(self) -> Watched:
+        """Yield further descriptors to poll, as ``EventLoop`` does."""
+        return iter(())
+
     def on_broken_output(self, number: int) -> None:
         """Handle a closed or full standard output; ``number`` is its signal."""
 
@@ -242,6 +246,7 @@ class EventLoop:
             yield transport.read_fd, select.POLLIN, serve
         if self.status is not None:
             yield from self.status.watched()
+        yield from handler.watched()
 
     def _read_output(self, handler: Handler) -> None:
         if number := self.output.read():

@@ -214,8 +214,11 @@ class JobResult(NamedTuple):
     interrupted_by: int | None  # the user's signal, or None
     also_lost: tuple[LostHost, ...] = ()  # other lost hosts
     views: tuple[ViewRecord, ...] = ()  # of an elastic job
+    hang: str = ""  # the verdict on the hang that ended the job
 
     def is_worth_restart(self, excluded_codes: Collection[int]) -> bool:
+        if self.hang:
+            return True
         if self.interrupted_by is not None or self.exit_code == 0:
             return False
         failed = [e for e in (self.cause, *self.also_failed) if isinstance(e, RankEnd)]

@@ -21,10 +21,18 @@ from ronde.launch.job.failure import (
     judge,
     signal_name,
 )
-from ronde.launch.signals import ASKING, FORWARDED, STOPPING, TIMED_OUT, interrupter
+from ronde.launch.signals import (
+    ASKING,
+    FORWARDED,
+    STOPPING,
+    TIMED_OUT,
+    Watched,
+    interrupter,
+)
 from ronde.launch.wire import messages
 
 if TYPE_CHECKING:
+    from ronde.launch.job.hangs import HangWatch
     from ronde.status.table import WorkerInfo
 
 _CAUSE_WITHIN_S = 5.0  # between the end of a worker that lost a peer, and the peer's
@@ -99,6 +107,8 @@ class Generation(Handler):
         self._started_at_s = 0.0
         self._argv = jobs[0].argv
         self._has_status, self._status_by_s = False, inf
+        self.hang_watch: HangWatch | None = None
+        self._hang = ""  # the verdict on the hang that ends the job
         self._view = make_view(self)
 
     def run(self, address: str, port: int) -> JobResult:
@@ -111,8 +121,14 @@ class Generation(Handler):
             node.limit_credit(_ALL_CREDIT_BYTES // len(self.nodes))
             node.send(start)
         self._view.begin(start)
-        while not self._loop.serve(self, lambda: not self._unfinished(), self._due_s):
-            self._on_due()
+        try:
+            while not self._loop.serve(
+                self, lambda: not self._unfinished(), self._due_s
+            ):
+                self._on_due()
+        finally:
+            if self.hang_watch is not None:
+                self.hang_watch.close()
         for node in self.nodes:
             node.watch(is_watched=False)
         self._report_leftovers()
@@ -140,7 +156,7 @@ class Generation(Handler):
             for host in self.lost
             if not self.survived >= {*host.ranks}
         ]
-        return judge(ends, self._interrupted_by, lost)
+        return judge(ends, self._interrupted_by, lost)._replace(hang=self._hang)
 
     def _starting(self) -> list[str]:
         return list({w.node.name: 0 for w in self.workers.values() if not w.pid})
@@ -162,16 +178,24 @@ class Generation(Handler):
     def _serve_status(self) -> None:
         if self._has_status:
             return
-        from ronde.launch.job.status import StatusService
+        from ronde.launch.job.status import SOCKET, StatusService
 
         self._has_status, self._status_by_s = True, inf
         loop = self._loop
         with suppress(OSError):  # no room for a socket: the job goes on without
             loop.status = loop.status or StatusService(loop.job_id, self._argv)
-            loop.status.begin(self._epoch, self._rows, self._observe)
+            loop.status.begin(self._epoch, self._rows, self._send)
+            if self.hang_watch is not None:
+                self.hang_watch.start(loop.status.directory / SOCKET, self._on_hang)
 
-    def _observe(self, line: str) -> None:
-        self._send(messages.Observe(line))
+    def _on_hang(self, verdict: str) -> None:
+        if not (self.is_stopping or self._view.is_ending):
+            self._hang, self._interrupted_by = verdict, TIMED_OUT
+            self._loop.output.notice(verdict)
+            self.stop(signal.SIGTERM)
+
+    def watched(self) -> Watched:
+        return iter(()) if self.hang_watch is None else self.hang_watch.watched()
 
     def _rows(self) -> "Iterator[WorkerInfo]":
         from ronde.status.table import WorkerInfo

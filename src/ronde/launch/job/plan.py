@@ -42,6 +42,7 @@ class JobSpec(NamedTuple):
     max_restarts: int = 0
     no_restart_codes: frozenset[int] = frozenset()  # exit codes without a restart
     is_verbose: bool = False  # report the time of each step of the start
+    hang_timeout_s: float = float("inf")  # of one collective
     elastic: ElasticOptions | None = None  # None for a plain job
 
 

@@ -63,7 +63,7 @@ class StatusService:
         self._job = JobInfo(job_id, tuple(argv), time.time(), head, pid, restarts=0)
         self._stall_s = stall_s
         self._rows: Callable[[], Iterable[WorkerInfo]] = tuple
-        self._observe: Callable[[str], object] = lambda _line: None
+        self._send: Callable[[messages.Observe], object] = lambda _message: None
         self._statuses: dict[int, tuple[str, float]] = {}  # text, time
         self._version, self._line, self._built_at_s = 0, b"", 0.0
         self._readers: list[_Reader] = []
@@ -81,11 +81,11 @@ class StatusService:
         self,
         epoch: int,
         rows: Callable[[], Iterable[WorkerInfo]],
-        observe: Callable[[str], object],
+        send: Callable[[messages.Observe], object],
     ) -> None:
-        """Serve a new attempt's table; ``observe`` sends a line to all observers."""
+        """Serve a new attempt's table; ``send`` sends a message to all agents."""
         self._job, self._rows = self._job._replace(restarts=epoch), rows
-        self._observe = observe
+        self._send = send
         self._statuses.clear()
 
     def on_statuses(self, statuses: messages.Statuses) -> None:
@@ -131,7 +131,7 @@ class StatusService:
             self._write(reader)
 
     def close(self) -> None:
-        self._observe = lambda _line: None  # the agents are gone
+        self._send = lambda _message: None  # the agents are gone
         for reader in list(self._readers):
             self._drop(reader)
         self._listener.close()
@@ -177,7 +177,7 @@ class StatusService:
             for line in lines:
                 question = {**json.loads(line), "reader": reader.number}
                 reader.has_asked = True
-                self._observe(json.dumps(question))
+                self._send(messages.Observe(json.dumps(question)))
         except (ValueError, TypeError, RecursionError):
             is_open = False  # it sent something else than JSON objects
         except OSError as error:
@@ -198,7 +198,8 @@ class StatusService:
             self._readers.remove(reader)
             reader.sock.close()
             if reader.has_asked:
-                self._observe(json.dumps({"ask": "stop", "reader": reader.number}))
+                stop = {"ask": "stop", "reader": reader.number}
+                self._send(messages.Observe(json.dumps(stop)))
 
 
 def _refuse(constant: str) -> NoReturn:
