@@ -15,6 +15,8 @@ from ronde.launch import watch
 from ronde.monitor import explain_hang, inspect_job
 from ronde.render import draw_hang
 
+pytestmark = pytest.mark.waits
+
 PROGRAM = Path(__file__).with_name("faulty_rank.py")
 SETTLED_S = 3.5  # the age of a hang at the end of the question
 

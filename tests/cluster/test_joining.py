@@ -203,7 +203,7 @@ def test_a_head_that_is_interrupted_while_it_waits_lets_the_nodes_go(party):
     assert end_of(head)[0] == 130
     code, _, errors = end_of(node)
     assert code == 69, errors
-    assert "is gone" in errors
+    assert "lost the head node" in errors
     party.require_nothing_left()
 
 
