@@ -3,16 +3,18 @@
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+from tests.cli.conftest import clean_environment
 from tests.cli.test_ps import running
 from tests.limits import HANG_S
 
-from ronde.launch import watch
-from ronde.monitor import explain_hang, inspect_job
+from ronde.launch import StackTaker, watch
+from ronde.monitor import explain_hang, inspect_job, read_by_signal
 from ronde.render import draw_hang
 
 pytestmark = pytest.mark.waits
@@ -156,3 +158,33 @@ def test_a_short_hang_timeout_is_refused(ronde_here):
     done = ronde_here("run", "--hang-timeout", "1s", "true")
     assert done.returncode == 64
     assert b"--hang-timeout must be at least 5s, got '1s'" in done.stderr
+
+
+WAITS = """
+import threading, time
+threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
+def load():
+    print("there", flush=True)
+    time.sleep(1000)
+load()
+"""
+
+
+def test_a_stack_is_read_without_the_right_to_read_memory():
+    taker = StackTaker()
+    env = clean_environment()
+    with subprocess.Popen(
+        [sys.executable, "-c", WAITS],
+        env=env | taker.environment(0, env),
+        stdout=subprocess.PIPE,
+    ) as process:
+        try:
+            assert process.stdout.readline() == b"there\n"
+            found = [(each.function, each.line) for each in read_by_signal(process.pid)]
+            assert found == [("load", 6), ("<module>", 7)]
+            os.kill(process.pid, signal.SIGSTOP)
+            assert read_by_signal(process.pid) == ()
+        finally:
+            process.kill()
+    taker.close()
+    assert read_by_signal(os.getpid()) == ()

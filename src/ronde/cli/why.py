@@ -23,8 +23,8 @@ options:
   --json      print everything as one JSON object
   -h, --help  show this help and exit
 
-Stacks need py-spy on each host: pip install 'ronde[monitor]'. Type the command on the
-host of ronde run.
+Type the command on the host of ronde run. With py-spy on each host (pip install
+'ronde[monitor]') it also shows the stack of a stopped rank, and disturbs no rank.
 """
 
 

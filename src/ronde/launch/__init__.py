@@ -12,7 +12,7 @@ from ronde.lazy_exports import lazy_exports
 __getattr__ = lazy_exports(
     __name__,
     {
-        "agent.diagnostics": "KernelDiagnostics core_file",
+        "agent.diagnostics": "KernelDiagnostics StackTaker core_file",
         "agent.ranks": "inherited_binding",
         "agent.relay": "MAX_LINE_BYTES",
         "elastic_options": "DiscoverySpec ElasticOptions NO_LIMIT",

@@ -7,6 +7,7 @@ __getattr__ = lazy_exports(
     {
         "asking": "InspectedJob choose_job inspect_job",
         "flight": "explain_dumps read_dumps",
+        "stacks": "read_by_signal",
         "verdict": "Fault Verdict Wait explain_hang",
     },
 )

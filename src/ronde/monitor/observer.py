@@ -7,36 +7,24 @@ worker of this host. ``ask`` is one of:
 
 - ``inspect``: the state of each worker's process, and its stack.
 - ``stop``: the watcher is gone; this has no effect, since no question is repeated.
-
-Stacks come from py-spy, which reads the memory of a process without stopping it.
 """
 
 import json
 import os
-import subprocess
 import sys
-import sysconfig
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from ronde.monitor.inspection import HostInspection, Inspection, StackFrame, make_frame
+from ronde.monitor.inspection import HostInspection, Inspection
+from ronde.monitor.stacks import read_stack
 from ronde.plain_values import to_plain
 from ronde.processes import descendants, read_stat, read_text
 
 _SAMPLE_S = 0.3
-_STACK_S = 2.0  # py-spy takes 10 ms; a process that is exiting may hold it up
 _NUM_THREADS = 4
-_MOST_READS = 5
-_MISSING = "py-spy is not installed there: pip install 'ronde[monitor]'"
-_FAILED = "py-spy failed: "
-_NO_PYTHON = "its main thread runs no Python"
-_REFUSED = (
-    "the system forbids reading another process (ptrace); root, or in a container "
-    "--cap-add SYS_PTRACE, would help"
-)
 
 
 class Observer:
@@ -128,49 +116,3 @@ def _is_python(pid: int) -> bool:
     except OSError:
         return False
     return program.startswith("python")
-
-
-def read_stack(pid: int) -> tuple[StackFrame, ...] | str:
-    """Return the main thread's stack, or the reason that there is none.
-
-    The process goes on meanwhile. If it is busy, a reading may fail: read again.
-    """
-    stack: tuple[StackFrame, ...] | str = _NO_PYTHON
-    for _ in range(_MOST_READS):
-        stack = _read_stack_once(pid) or _NO_PYTHON
-        if stack != _NO_PYTHON and not str(stack).startswith(_FAILED):
-            break
-    return stack
-
-
-def _read_stack_once(pid: int) -> tuple[StackFrame, ...] | str:
-    program = f"{sysconfig.get_path('scripts')}/py-spy"
-    command = (program, "dump", "--json", "--nonblocking", "--pid", str(pid))
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, check=True, timeout=_STACK_S
-        )
-    except (OSError, subprocess.SubprocessError) as error:
-        return _explain(error)
-    for thread in json.loads(done.stdout):
-        if thread["os_thread_id"] == pid:
-            return tuple(
-                make_frame(frame["name"], frame["filename"], frame["line"])
-                for frame in thread["frames"]
-            )
-    return _NO_PYTHON
-
-
-def _explain(error: OSError | subprocess.SubprocessError) -> str:
-    match error:
-        case FileNotFoundError():
-            return _MISSING
-        case OSError():
-            return f"py-spy does not start: {error.strerror}"
-        case subprocess.CalledProcessError(stderr=text):
-            is_refused = "ermission denied" in text or "not permitted" in text
-            return (
-                _REFUSED if is_refused else f"{_FAILED}{text.strip().splitlines()[0]}"
-            )
-        case _:
-            return f"py-spy did not read its stack within {_STACK_S:g} s"

@@ -185,7 +185,7 @@ class StackTaker:
             if rank not in self._running and pid in table:
                 processes = [table[pid], *descendants(pid, table=table)]
                 alive = [p for p in processes if not p.is_zombie][:_MAX_PROCESSES]
-                self._running[rank] = _read_stacks(alive, self._files.get(rank, -1))
+                self._running[rank] = read_stacks(alive, self._files.get(rank, -1))
 
     def collect(self) -> list[Stacks]:
         done: list[Stacks] = []
@@ -209,7 +209,7 @@ class StackTaker:
         self._running.clear()
 
 
-def _read_stacks(
+def read_stacks(
     processes: Sequence[ProcessStat], fd: int
 ) -> Generator[None, None, tuple[ProcessStack, ...]]:
     """Collect the stacks of a worker's processes in turn; yield while waiting."""

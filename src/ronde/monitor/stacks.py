@@ -1,0 +1,112 @@
+"""The Python stack of a process, read from outside.
+
+py-spy reads the memory of a process without stopping it. Often it may not: Ubuntu's
+kernels allow it to root and to a parent alone (``kernel.yama.ptrace_scope``), as do
+some containers. Then a signal makes the process write its stacks by itself.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sysconfig
+import time
+
+from ronde.launch.agent.diagnostics import read_stacks
+from ronde.monitor.inspection import StackFrame, make_frame
+from ronde.processes import read_process, read_text
+
+Stack = tuple[StackFrame, ...]
+"""The frames of one thread, the innermost first."""
+
+_STACK_S = 2.0  # py-spy takes 10 ms; a process that is exiting may hold it up
+_POLL_S = 0.005
+_MOST_READS = 5
+_MISSING = "py-spy is not installed there: pip install 'ronde[monitor]'"
+_FAILED = "py-spy failed: "
+_NO_PYTHON = "its main thread runs no Python"
+_REFUSED = (
+    "the system forbids reading another process (ptrace); root, or in a container "
+    "--cap-add SYS_PTRACE, would help"
+)
+_VARIABLE = "RONDE_STACKS="
+_FRAME = re.compile(r'\s*File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)')
+
+
+def read_stack(pid: int) -> Stack | str:
+    """Return the main thread's stack, or the reason that there is none."""
+    stack = _read_by_py_spy(pid)
+    return (read_by_signal(pid) or stack) if isinstance(stack, str) else stack
+
+
+def read_by_signal(pid: int) -> Stack:
+    """Make ``faulthandler`` write a rank's stacks; return the main thread's.
+
+    It is empty if the process is stopped or no rank: see Note [Stacks] in
+    ``launch.agent.diagnostics``.
+    """
+    process = read_process(pid)
+    environ = read_text(f"/proc/{pid}/environ").split("\0")
+    found = [text for text in environ if text.startswith(_VARIABLE)]
+    if process is None or not found:
+        return ()
+    try:
+        fd = os.open(found[0].partition(",")[2], os.O_RDWR | os.O_CLOEXEC)
+    except OSError:  # another agent's, whose job is over
+        return ()
+    try:
+        steps = read_stacks([process], fd)
+        while True:
+            next(steps)
+            time.sleep(_POLL_S)
+    except StopIteration as end:
+        [read] = end.value
+    finally:
+        os.close(fd)
+    # Python lists the newest thread first.
+    lines = read.text.rpartition("hread 0x")[2].splitlines()
+    frames = filter(None, map(_FRAME.fullmatch, lines))
+    return tuple(make_frame(f["name"], f["file"], int(f["line"])) for f in frames)
+
+
+def _read_by_py_spy(pid: int) -> Stack | str:
+    # The process goes on meanwhile. If it is busy, a reading may fail: read again.
+    stack: Stack | str = _NO_PYTHON
+    for _ in range(_MOST_READS):
+        stack = _read_stack_once(pid) or _NO_PYTHON
+        if stack != _NO_PYTHON and not str(stack).startswith(_FAILED):
+            break
+    return stack
+
+
+def _read_stack_once(pid: int) -> Stack | str:
+    program = f"{sysconfig.get_path('scripts')}/py-spy"
+    command = (program, "dump", "--json", "--nonblocking", "--pid", str(pid))
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=_STACK_S
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        return _explain(error)
+    for thread in json.loads(done.stdout):
+        if thread["os_thread_id"] == pid:
+            return tuple(
+                make_frame(frame["name"], frame["filename"], frame["line"])
+                for frame in thread["frames"]
+            )
+    return _NO_PYTHON
+
+
+def _explain(error: OSError | subprocess.SubprocessError) -> str:
+    match error:
+        case FileNotFoundError():
+            return _MISSING
+        case OSError():
+            return f"py-spy does not start: {error.strerror}"
+        case subprocess.CalledProcessError(stderr=text):
+            is_refused = "ermission denied" in text or "not permitted" in text
+            return (
+                _REFUSED if is_refused else f"{_FAILED}{text.strip().splitlines()[0]}"
+            )
+        case _:
+            return f"py-spy did not read its stack within {_STACK_S:g} s"
