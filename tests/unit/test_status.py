@@ -24,7 +24,13 @@ from ronde.launch import (
     wait_for,
     watch,
 )
-from ronde.monitor import Fault, InspectedJob, Verdict
+from ronde.monitor import (
+    Fault,
+    InspectedJob,
+    KernelLine,
+    Verdict,
+    find_kernel_lines,
+)
 from ronde.render import draw_hang, draw_jobs
 from ronde.status import (
     UNKNOWN,
@@ -297,12 +303,34 @@ def test_a_source_that_fails_once_ends_no_reports():
 
 def test_many_ranks_show_those_at_fault_first():
     rows = tuple(worker(n, age_s=9.0) for n in range(1000))
-    own = InspectedJob(JobStatus(Path("x"), 1, JOB, rows), {}, ("node2",))
+    kernel_lines = {"node3": (KernelLine(8.0, "NVRM: Xid (0000:3b:00): 79"),)}
+    table = JobStatus(Path("x"), 1, JOB, rows)
+    own = InspectedJob(table, {}, kernel_lines, ("node2",))
     fault = Fault("dead", (612,), "Rank 612 has left.")
     lines = draw_hang(own, Verdict((fault,), ())).splitlines()
     assert max(map(len, lines)) <= 80
     assert "Rank 612 has left." in lines
     assert "No answer within 3 s from node2." in lines
+    text = "The kernel of node3 wrote 8s ago: NVRM: Xid (0000:3b:00): 79"
+    assert text in lines
     first = [line.split()[0] for line in lines if line]
     assert first[first.index("rank") :][:3] == ["rank", "612", "0"]
     assert lines[-1] == "and 968 more ranks; --json shows all"
+
+
+def test_trouble_in_the_kernel_log_is_found(tmp_path):
+    lines = [
+        "6,1,100000000,-;nfs: server old not responding, still trying",
+        "6,2,1000000000,-;eth0: link becomes ready",
+        "4,3,1001000000,-;NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus",
+    ]
+    for name, text in {
+        "dev/kmsg": "\n".join(lines) + "\n",
+        "proc/uptime": "1009.0 1.0",
+    }.items():
+        path = tmp_path / name
+        path.parent.mkdir()
+        path.write_text(text)
+    [(age_s, text)] = find_kernel_lines(str(tmp_path))
+    assert (age_s, text[:9]) == (8.0, "NVRM: Xid")
+    assert find_kernel_lines(str(tmp_path / "none")) == ()

@@ -45,6 +45,7 @@ def run(words: Sequence[str]) -> int:
             "inspections": [
                 to_plain(inspection) for inspection in inspected.inspections.values()
             ],
+            "kernel_lines": to_plain(inspected.kernel_lines),
             "silent_hosts": inspected.silent,
         }
         print(json.dumps(plain))

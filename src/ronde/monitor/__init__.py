@@ -7,6 +7,8 @@ __getattr__ = lazy_exports(
     {
         "asking": "InspectedJob choose_job inspect_job",
         "flight": "explain_dumps read_dumps",
+        "inspection": "KernelLine",
+        "observer": "find_kernel_lines",
         "stacks": "read_by_signal",
         "verdict": "Fault Verdict Wait explain_hang",
     },

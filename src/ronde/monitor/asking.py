@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ronde.errors import UsageError
 from ronde.launch.status import HostAnswer, ask, list_jobs
-from ronde.monitor.inspection import HostInspection, Inspection
+from ronde.monitor.inspection import HostInspection, Inspection, KernelLine
 from ronde.plain_values import from_plain
 from ronde.status.table import JobStatus
 
@@ -20,6 +20,7 @@ class InspectedJob(NamedTuple):
 
     status: JobStatus
     inspections: dict[int, Inspection]  # by worker
+    kernel_lines: dict[str, tuple[KernelLine, ...]]  # by host
     silent: tuple[str, ...]  # hosts whose observer did not answer in time
 
 
@@ -68,6 +69,7 @@ def inspect_workers(status: JobStatus) -> InspectedJob:
     """
     hosts = {row.host for row in status.workers if row.state == "running"}
     inspections: dict[int, Inspection] = {}
+    kernel_lines: dict[str, tuple[KernelLine, ...]] = {}
     now_s = time.monotonic()
     answers_by_s = now_s + _ANSWER_S
     ends_s = inf
@@ -77,6 +79,7 @@ def inspect_workers(status: JobStatus) -> InspectedJob:
             plain = {k: v for k, v in news.answer.items() if k != "reader"}
             found = from_plain(HostInspection, plain)
             inspections |= {each.worker: each for each in found.inspections}
+            kernel_lines[news.host] = found.kernel_lines
             hosts.discard(news.host)
         else:
             status = news
@@ -86,4 +89,4 @@ def inspect_workers(status: JobStatus) -> InspectedJob:
             ends_s = now_s + (_REPORTED_S if is_reported else 0.0)
         if now_s >= ends_s:
             break
-    return InspectedJob(status, inspections, tuple(sorted(hosts)))
+    return InspectedJob(status, inspections, kernel_lines, tuple(sorted(hosts)))

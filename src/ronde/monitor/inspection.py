@@ -43,7 +43,15 @@ class Inspection(NamedTuple):
         return next((frame for frame in self.frames if frame.is_user), None)
 
 
+class KernelLine(NamedTuple):
+    """A line of the kernel's log that may explain a hang."""
+
+    age_s: float
+    text: str
+
+
 class HostInspection(NamedTuple):
     """One observer's answer to the question ``inspect``."""
 
     inspections: tuple[Inspection, ...]
+    kernel_lines: tuple[KernelLine, ...]  # the newest last

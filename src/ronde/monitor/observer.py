@@ -11,6 +11,7 @@ worker of this host. ``ask`` is one of:
 
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Mapping
@@ -18,13 +19,20 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from ronde.monitor.inspection import HostInspection, Inspection
+from ronde.monitor.inspection import HostInspection, Inspection, KernelLine
 from ronde.monitor.stacks import read_stack
 from ronde.plain_values import to_plain
 from ronde.processes import descendants, read_stat, read_text
+from ronde.topology.kernel_log import read_log
 
 _SAMPLE_S = 0.3
 _NUM_THREADS = 4
+_RECENT_S = 600.0
+_MOST_LINES = 5
+_TROUBLE = re.compile(
+    r"NVRM: Xid|oom-kill|Out of memory|blocked for more than|I/O error|NETDEV WATCHDOG"
+    r"|nfs: server \S+ not responding|Lustre.*(?:timed out|evicted)"
+)
 
 
 class Observer:
@@ -79,7 +87,21 @@ def inspect(pids: Mapping[int, int]) -> HostInspection:
                 problem=frames if isinstance(frames, str) else "",
             )
         )
-    return HostInspection(tuple(inspections))
+    return HostInspection(tuple(inspections), find_kernel_lines())
+
+
+def find_kernel_lines(root: str = "") -> tuple[KernelLine, ...]:
+    """Return the newest lines about memory, GPUs, disks and network file systems.
+
+    They are of the last ten minutes; none if the log may not be read.
+    """
+    try:
+        lines = [KernelLine(age_s, text) for age_s, text in read_log(root)]
+    except OSError:
+        return ()
+    found = [each for each in lines if each.age_s < _RECENT_S]
+    found = [each for each in found if _TROUBLE.search(each.text)]
+    return tuple(found[-_MOST_LINES:])
 
 
 class _Usage(NamedTuple):

@@ -28,6 +28,11 @@ def draw_hang(inspected: InspectedJob, verdict: Verdict) -> str:
         wrap("", _headline(inspected, verdict), indent=0).rstrip(),
         *(wrap("", fault.text, indent=0).rstrip() for fault in verdict.faults),
     ]
+    for host, kernel_lines in inspected.kernel_lines.items():
+        for each in kernel_lines:
+            age = format_duration(each.age_s)
+            text = f"The kernel of {host} wrote {age} ago: {each.text}"
+            lines.append(wrap("", text, indent=0).rstrip())
     if inspected.silent:
         lines.append(f"No answer within 3 s from {', '.join(inspected.silent)}.")
     return "\n".join(lines) + "\n\n" + _draw_table(inspected, verdict)
