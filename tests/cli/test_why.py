@@ -150,7 +150,7 @@ def test_a_hang_ends_a_start_with_its_verdict_and_the_next_one_goes_on(ronde, tm
     assert done.returncode == 0
     text = flat(done.stderr.decode().replace("|", ""))
     assert "--hang-timeout ended the job, exit code 124" in text
-    assert text.count(f"sleeps or waits at {script}:7 in <module>()") == 2
+    assert text.count(f"sleeps or waits at {script}:7 (") == 2
     assert "restart 1 of 1: the ranks hung." in text
 
 

@@ -200,7 +200,11 @@ def _explain(process: Inspection) -> tuple[str, str]:
 
 
 def _where(frame: StackFrame | None) -> str:
-    return f" at {frame.file}:{frame.line} in {frame.function}()" if frame else ""
+    if frame is None:
+        return ""
+    is_named = not frame.function.startswith("<")
+    function = f" in {frame.function}()" * is_named
+    return f" at {frame.file}:{frame.line}{function}"
 
 
 LineOf = Callable[[int], str]
