@@ -157,7 +157,7 @@ def test_a_hang_ends_a_start_with_its_verdict_and_the_next_one_goes_on(ronde, tm
 def test_a_short_hang_timeout_is_refused(ronde_here):
     done = ronde_here("run", "--hang-timeout", "1s", "true")
     assert done.returncode == 64
-    assert b"--hang-timeout must be at least 5s, got '1s'" in done.stderr
+    assert b"--hang-timeout must be at least 5s, got 1s." in done.stderr
 
 
 WAITS = """

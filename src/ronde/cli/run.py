@@ -130,17 +130,9 @@ def _exit_codes(text: str) -> frozenset[int]:
     return frozenset(read(code) for word in text.split(",") if (code := word.strip()))
 
 
-def _hang_timeout(text: str) -> float:
-    limit_s = parse_positive_s(text)
-    if limit_s < _LEAST_HANG_S:
-        raise UsageError(f"must be at least {_LEAST_HANG_S:g}s, got {text!r}")
-    return limit_s
-
-
 _TYPES = {
     **HOST_TYPES,
     "TIME": parse_positive_s,
-    "--hang-timeout": _hang_timeout,
     "--grace": parse_duration_s,
     "--join-timeout": parse_duration_s,
     "--elastic-timeout": str,  # horovodrun's, as --reset-limit: see cli.elastic
@@ -268,9 +260,19 @@ def read_request(
         no_restart_codes=options.no_restart_codes,
         is_verbose=bool(options.verbose),
         elastic=elastic,
-        hang_timeout_s=options.hang_timeout or inf,
+        hang_timeout_s=_hang_timeout(options),
     )
     return RunRequest(options, horovod, spec, preflight)
+
+
+def _hang_timeout(options: argparse.Namespace) -> float:
+    limit_s = options.hang_timeout or inf
+    if limit_s < _LEAST_HANG_S:
+        raise UsageError(
+            f"--hang-timeout must be at least {_LEAST_HANG_S:g}s, got "
+            f"{format_duration(limit_s)}."
+        )
+    return limit_s
 
 
 def _read_horovod(

@@ -307,7 +307,7 @@ def _slurm_store(info: RankInfo, timeout_s: float) -> JobStore:
         addresses, wanted = _addresses_of(first), f"address for {first}"
     if not addresses:
         raise WorldError(
-            f"rank {info.rank} found no {wanted}, which is in the Slurm step. {_CURE}"
+            f"rank {info.rank} found no {wanted}, a host of the Slurm step. {_CURE}"
         )
     key = user_key(f"slurm {info.job_id}", read_config_directory())
     if info.rank != 0:
