@@ -31,7 +31,6 @@ class RecordedCall(NamedTuple):
     sequence: int
     operation: str  # with its size and type
     is_complete: bool
-    has_started: bool
     line: str  # `` at FILE:LINE``, or no text
 
 
@@ -110,13 +109,12 @@ def _parse(rank: int, plain: Mapping[str, Any]) -> Dump:
         end = ends.get(str(entry.get("pg_id")), {}).get("last_completed_collective", -1)
         completed[group] = int(end)
         number = int(entry["collective_seq_id"])
-        state, is_retired = entry["state"], bool(entry.get("retired"))
-        is_complete = state == "completed" or is_retired or number <= int(end)
+        is_retired = bool(entry.get("retired"))
+        is_complete = entry["state"] == "completed" or is_retired or number <= int(end)
         call = RecordedCall(
             number,
             _name_operation(entry),
             is_complete,
-            is_complete or state == "started",
             _find_line(entry.get("frames") or ()),
         )
         calls[group].append(call)
