@@ -81,6 +81,7 @@ def train(job):
     for step in range(5):
         job.reduce(step)
     if job.rank == 2:
+        (directory / "ready").touch()
         loop()
     job.reduce(5)
     if job.rank == 2:

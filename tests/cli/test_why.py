@@ -38,7 +38,7 @@ def ask(socket, before=()):
         faults = faults_of(verdict)
         age_s = max((wait.age_s for wait in verdict.waits), default=0.0)
         # A program that reports nothing has no waits.
-        is_settled = age_s >= SETTLED_S if verdict.waits else faults == earlier
+        is_settled = age_s >= SETTLED_S if verdict.waits else faults == earlier != []
         if is_settled and faults != list(before):
             return faults, draw_hang(inspected, verdict)
         earlier = faults
@@ -66,6 +66,8 @@ def flat(text):
 def test_each_planted_fault_is_named_with_its_line(ronde, tmp_path, backend):
     words = ("-n", "4", "--", sys.executable, str(PROGRAM), backend, str(tmp_path))
     with running(ronde, *words) as (_, socket):
+        # Until all ranks have joined, others wait for them.
+        until((tmp_path / "ready").exists)
         faults, text = ask(socket)
         assert faults == [("busy", (2,))], text
         assert line_of("loop") in text
