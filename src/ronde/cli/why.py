@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ronde.arguments import CommandParser
+from ronde.errors import LaunchError
 from ronde.monitor.asking import inspect_job
 from ronde.monitor.verdict import explain_hang
 from ronde.plain_values import to_plain
@@ -36,7 +37,10 @@ def run(words: Sequence[str]) -> int:
     names: list[str] = options.jobs
     if len(names) > 1 or any("/" in name or Path(name).exists() for name in names):
         return _judge_files(names, is_json=options.json)
-    inspected = inspect_job(names[0] if names else None)
+    try:
+        inspected = inspect_job(names[0] if names else None)
+    except OSError as error:
+        raise LaunchError(f"the job ended or does not answer: {error}.") from None
     verdict = explain_hang(inspected.status, inspected.inspections)
     if options.json:
         plain = {

@@ -3,10 +3,8 @@
 The agent of the host starts it for the first question, and ends it with the job. A
 question is a JSON object on a line of standard input, and an answer is one on a line of
 standard output. ``reader`` identifies the watcher; ``pids`` has the process of each
-worker of this host. ``ask`` is one of:
-
-- ``inspect``: the state of each worker's process, and its stack.
-- ``stop``: the watcher is gone; this has no effect, since no question is repeated.
+worker of this host. ``ask`` is ``inspect``, for the state of each worker's process and
+its stack.
 """
 
 import json

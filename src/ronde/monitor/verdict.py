@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+from ronde.launch.job.failure import signal_name
 from ronde.monitor.inspection import Inspection, StackFrame
 from ronde.status.table import JobStatus
 from ronde.status.values import UNKNOWN, PendingCollective
@@ -166,9 +167,9 @@ def _describe_rank(job: _Job, rank: int, waits: Sequence[Wait]) -> Fault:
     who = f"Rank {rank} ({row.host}, pid {inspection.pid if inspection else row.pid})"
     if row.state == "ended":
         code = row.exit_code or 0
-        how = (
-            f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
-        )
+        how = f"exited with code {code}"
+        if code < 0:
+            how = f"was killed by {signal_name(-code)}"
         return Fault("dead" if code else "left", (rank,), f"{who} {how} before {name}.")
     if row.state == "lost":
         return Fault("dead", (rank,), f"{who} was lost with its host.")

@@ -178,15 +178,17 @@ class Generation(Handler):
     def _serve_status(self) -> None:
         if self._has_status:
             return
-        from ronde.launch.job.status import SOCKET, StatusService
+        from ronde.launch.job.status import StatusService
 
         self._has_status, self._status_by_s = True, inf
         loop = self._loop
         with suppress(OSError):  # no room for a socket: the job goes on without
             loop.status = loop.status or StatusService(loop.job_id, self._argv)
             loop.status.begin(self._epoch, self._rows, self._send)
-            if self.hang_watch is not None:
-                self.hang_watch.start(loop.status.directory / SOCKET, self._on_hang)
+        if self.hang_watch is not None:
+            why_not = self.hang_watch.start(loop.status, self._on_hang)
+            if why_not:
+                loop.output.notice(f"--hang-timeout has no effect: {why_not}")
 
     def _on_hang(self, verdict: str) -> None:
         if not (self.is_stopping or self._view.is_ending):

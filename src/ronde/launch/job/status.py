@@ -47,7 +47,6 @@ class _Reader:
         self.number = next(_numbers)
         self.received = b""  # of a question
         self.answers: list[bytes] = []  # to send after ``unsent``
-        self.has_asked = False
         self.unsent = memoryview(b"")
         self.next_at_s = 0.0
         self.took_at_s = time.monotonic()  # of its last read
@@ -176,7 +175,6 @@ class StatusService:
             is_open = bool(data) and len(reader.received) <= _MAX_QUESTION_BYTES
             for line in lines:
                 question = {**json.loads(line), "reader": reader.number}
-                reader.has_asked = True
                 self._send(messages.Observe(json.dumps(question)))
         except (ValueError, TypeError, RecursionError):
             is_open = False  # it sent something else than JSON objects
@@ -197,9 +195,6 @@ class StatusService:
         if reader in self._readers:
             self._readers.remove(reader)
             reader.sock.close()
-            if reader.has_asked:
-                stop = {"ask": "stop", "reader": reader.number}
-                self._send(messages.Observe(json.dumps(stop)))
 
 
 def _refuse(constant: str) -> NoReturn:
