@@ -26,6 +26,8 @@ def _register() -> None:
 
     if not dist.is_available() or hasattr(dist.Backend, "RONDE"):
         return
+    if "RONDE_CHANNEL" in os.environ:  # noqa: TID251  it reads no more
+        _measure_input()
     devices = ["cpu", "cuda"]
     dist.Backend.register_backend("ronde", _make, extended_api=True, devices=devices)
     if os.environ.get(_REPLACE) == "1" and dist.is_gloo_available():  # noqa: TID251  it reads no more
@@ -33,6 +35,23 @@ def _register() -> None:
 
         stand_in = _Replaced("ProcessGroupGloo", (), {})
         distributed_c10d.ProcessGroupGloo = stand_in  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _measure_input() -> None:
+    """Add up the time that the program waits for its DataLoaders, for ``ronde top``."""
+    from torch.utils.data import dataloader
+
+    from ronde.status.steps import own_meter
+
+    # torch has no hook for this.
+    iterator: Any = getattr(dataloader, "_BaseDataLoaderIter")  # noqa: B009
+    get_next, activity = iterator.__next__, own_meter().input
+
+    def measured(self: object) -> Any:  # noqa: ANN401  the loader's own
+        with activity:
+            return get_next(self)
+
+    iterator.__next__ = measured
 
 
 def _make(given: Any, options: object) -> object:  # noqa: ANN401  torch's, without a type

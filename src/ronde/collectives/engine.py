@@ -25,6 +25,7 @@ from ronde.collectives.shapes import (
     do_fit,
 )
 from ronde.errors import CollectiveError, PeerLostError, UsageError, fresh
+from ronde.status.steps import own_meter
 
 MESSAGE_BYTES = 512  # limit of a message in ``exchange``
 _NO_SCOPE = AbortScope()
@@ -142,7 +143,8 @@ class Work(Generic[T]):
             PeerLostError: It failed because another rank was lost.
         """
         if not self.is_over:
-            self._block(None)
+            with own_meter().blocked:
+                self._block(None)
         if self.failure is not None:
             raise fresh(self.failure)
         if self._finish is not None:

@@ -47,6 +47,7 @@ from ronde.data_parallel.hooks import (
 )
 from ronde.data_parallel.rounds import ReducerOptions, ReductionRounds
 from ronde.errors import UsageError
+from ronde.status.steps import own_meter
 
 _NOT_OVER = (
     "the gradients of the last backward() are not reduced yet, as other ranks wait for "
@@ -284,7 +285,7 @@ class Reducer:
         rounds.waiting = PolledWait(
             self._waits, point, self._owner, can_give_way=can_give_way
         )
-        with rounds.waiting as waiting:
+        with own_meter().blocked, rounds.waiting as waiting:
             is_over = under_way.run(waiting)
         if not is_over:
             self._under_way = under_way

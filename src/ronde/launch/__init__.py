@@ -50,7 +50,7 @@ __getattr__ = lazy_exports(
         ),
         "program": "resolve_program",
         "signals": "InterruptedStartError caught_signals wait_for",
-        "status": "find_sockets list_jobs watch",
+        "status": "HostAnswer JobConnection find_sockets list_jobs watch",
         "wire.messages": (
             "Credit Exited FROM_AGENT Finished Forward Hello MAX_FRAME_BYTES "
             "MessageDecoder MessageWriter NodeJob Notice Output Ping PipeTransport "

@@ -9,10 +9,10 @@ Each line there is one version: a JSON object of the fields of a ``JobStatus``.
 """
 
 import json
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from ronde.errors import LaunchError
 from ronde.launch.job.status import PREFIX, SOCKET
@@ -49,9 +49,10 @@ def watch(socket: Path) -> Generator[JobStatus]:
         OSError: The job is gone, belongs to another user, or does not answer for 10 s.
         LaunchError: The job runs with another version of ronde.
     """
-    for version in ask(socket):
-        if isinstance(version, JobStatus):
-            yield version
+    with JobConnection(socket) as job:
+        for version in job:
+            if isinstance(version, JobStatus):
+                yield version
 
 
 class HostAnswer(NamedTuple):
@@ -61,26 +62,42 @@ class HostAnswer(NamedTuple):
     answer: dict[str, object]
 
 
-def ask(
-    socket: Path, *questions: Mapping[str, object]
-) -> Generator[JobStatus | HostAnswer]:
-    """Ask the observers on a job's hosts; yield answers and new tables.
+class JobConnection:
+    """A connection to a job's table: a context manager and an iterator.
+
+    It yields a new table about once a second, and answers as they come.
 
     Raises:
         OSError: As ``watch``.
         LaunchError: As ``watch``.
     """
-    with dial(str(socket), _ANSWER_S) as sock, sock.makefile("rb") as lines:
-        for question in questions:
-            sock.sendall(json.dumps(question).encode() + b"\n")
-        for line in lines:
-            yield _decode(socket, line)
+
+    def __init__(self, socket: Path) -> None:
+        self._path = socket
+        self._sock = dial(str(socket), _ANSWER_S)
+        self._lines = self._sock.makefile("rb")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._lines.close()
+        self._sock.close()
+
+    def send(self, question: Mapping[str, object]) -> None:
+        """Ask the observers on the job's hosts; each answers once."""
+        self._sock.sendall(json.dumps(question).encode() + b"\n")
+
+    def __iter__(self) -> Iterator[JobStatus | HostAnswer]:
+        for line in self._lines:
+            yield _decode(self._path, line)
 
 
 def _decode(socket: Path, line: bytes) -> JobStatus | HostAnswer:
     try:
         plain: dict[str, Any] = json.loads(line)
         if "answer" in plain:
+            plain["answer"].pop("reader", None)
             return HostAnswer(plain["host"], plain["answer"])
         workers = [
             from_plain(WorkerInfo, {**row, "status": None})._replace(

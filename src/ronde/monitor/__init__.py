@@ -1,4 +1,4 @@
-"""Diagnosis of a job that hangs: the observers on its hosts, and the verdict."""
+"""Views of a running job, from the observers on its hosts; the verdict on a hang."""
 
 from ronde.lazy_exports import lazy_exports
 
@@ -10,6 +10,8 @@ __getattr__ = lazy_exports(
         "inspection": "KernelLine",
         "observer": "find_kernel_lines",
         "stacks": "read_by_signal",
+        "usage": "GpuUsage HostUsage Interface ProcessUsage",
+        "view": "HostView JobView JobWatcher RankView Shares",
         "verdict": "Fault Verdict Wait explain_hang",
     },
 )

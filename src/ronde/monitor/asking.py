@@ -6,7 +6,7 @@ from math import inf
 from typing import NamedTuple
 
 from ronde.errors import UsageError
-from ronde.launch.status import HostAnswer, ask, list_jobs
+from ronde.launch.status import HostAnswer, JobConnection, list_jobs
 from ronde.monitor.inspection import HostInspection, Inspection, KernelLine
 from ronde.plain_values import from_plain
 from ronde.status.table import JobStatus
@@ -73,20 +73,21 @@ def inspect_workers(status: JobStatus) -> InspectedJob:
     now_s = time.monotonic()
     answers_by_s = now_s + _ANSWER_S
     ends_s = inf
-    for news in ask(status.socket, {"ask": "inspect"}):
-        now_s = time.monotonic()
-        if isinstance(news, HostAnswer):
-            plain = {k: v for k, v in news.answer.items() if k != "reader"}
-            found = from_plain(HostInspection, plain)
-            inspections |= {each.worker: each for each in found.inspections}
-            kernel_lines[news.host] = found.kernel_lines
-            hosts.discard(news.host)
-        else:
-            status = news
-        # A version comes each second, so the limits hold.
-        if ends_s == inf and (not hosts or now_s >= answers_by_s):
-            is_reported = any(row.status for row in status.workers)
-            ends_s = now_s + (_REPORTED_S if is_reported else 0.0)
-        if now_s >= ends_s:
-            break
+    with JobConnection(status.socket) as job:
+        job.send({"ask": "inspect"})
+        for news in job:
+            now_s = time.monotonic()
+            if isinstance(news, HostAnswer):
+                found = from_plain(HostInspection, news.answer)
+                inspections |= {each.worker: each for each in found.inspections}
+                kernel_lines[news.host] = found.kernel_lines
+                hosts.discard(news.host)
+            else:
+                status = news
+            # A version comes each second, so the limits hold.
+            if ends_s == inf and (not hosts or now_s >= answers_by_s):
+                is_reported = any(row.status for row in status.workers)
+                ends_s = now_s + (_REPORTED_S if is_reported else 0.0)
+            if now_s >= ends_s:
+                break
     return InspectedJob(status, inspections, kernel_lines, tuple(sorted(hosts)))

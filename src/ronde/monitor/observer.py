@@ -12,7 +12,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -42,16 +42,22 @@ class Observer:
     def run(self) -> None:
         for line in sys.stdin:
             question = json.loads(line)
-            if question.get("ask") == "inspect":
-                self._pool.submit(self._answer, question)
+            answer = _ANSWERS.get(question.get("ask"))
+            if answer is not None:
+                self._pool.submit(_answer, answer, question)
         self._pool.shutdown(cancel_futures=True)
 
-    def _answer(self, question: dict[str, Any]) -> None:
-        pids = {int(worker): int(pid) for worker, pid in question["pids"].items()}
-        found = cast("dict[str, object]", to_plain(inspect(pids)))
-        line = json.dumps({"reader": question["reader"], **found}) + "\n"
-        # In one write, since other threads write too.
-        os.write(1, line.encode())
+
+_Pids = Mapping[int, int]
+"""The process of each worker."""
+
+
+def _answer(answer: Callable[[_Pids], object], question: dict[str, Any]) -> None:
+    pids = {int(worker): int(pid) for worker, pid in question["pids"].items()}
+    found = cast("dict[str, object]", to_plain(answer(pids)))
+    line = json.dumps({"reader": question["reader"], **found}) + "\n"
+    # In one write, since other threads write too.
+    os.write(1, line.encode())
 
 
 def main() -> None:
@@ -59,7 +65,7 @@ def main() -> None:
     Observer().run()
 
 
-def inspect(pids: Mapping[int, int]) -> HostInspection:
+def inspect(pids: _Pids) -> HostInspection:
     """Inspect the processes of workers, given by worker id."""
     pids = {worker: find_python(pid) for worker, pid in pids.items()}
     began_s = time.monotonic()
@@ -136,3 +142,7 @@ def _is_python(pid: int) -> bool:
     except OSError:
         return False
     return program.startswith("python")
+
+
+_ANSWERS: dict[object, Callable[[_Pids], object]] = {"inspect": inspect}
+"""The function that answers each question."""

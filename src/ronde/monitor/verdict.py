@@ -71,7 +71,7 @@ class _Job:
         if inspection is None or not inspection.frames:
             return None
         for frame in inspection.frames:
-            if frame.is_user:
+            if frame.is_user or _LOADER in frame.file:
                 return False
             if any(part in frame.file for part in _DISTRIBUTED):
                 return True

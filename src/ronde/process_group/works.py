@@ -14,6 +14,7 @@ from torch.autograd.variable import Variable
 from ronde.collectives import Work
 from ronde.errors import CollectiveError, PeerLostError, fresh
 from ronde.process_group.attendance import Attendance
+from ronde.status.steps import own_meter
 
 _POLL_EVERY_S, _NOTE_AFTER_S = 0.05, 1.0
 _torch: Any = torch
@@ -166,10 +167,11 @@ class GroupWork(dist.Work):
     def _complete(self) -> None:
         if not self._is_over:
             try:
-                if not self._await(self._limit_s):
-                    self._late.expire(self._limit_s)
-                results = [work.wait() for work in self.works or ()]
-                self._tensors = self._finish(results)
+                with own_meter().blocked:
+                    if not self._await(self._limit_s):
+                        self._late.expire(self._limit_s)
+                    results = [work.wait() for work in self.works or ()]
+                    self._tensors = self._finish(results)
             except CollectiveError as error:
                 self._failure = as_backend_error(error)
                 # The traceback refers to this work, and so to the group.

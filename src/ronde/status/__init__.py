@@ -5,7 +5,8 @@ from ronde.lazy_exports import lazy_exports
 __getattr__ = lazy_exports(
     __name__,
     {
-        "reporter": "Part StatusReporter add_source",
+        "reporter": "Part StatusReporter add_source progress",
+        "steps": "StepMeter StepTime own_meter",
         "table": "JobInfo JobStatus WorkerInfo",
         "values": "PendingCollective RankStatus UNKNOWN decode_status encode_status",
     },

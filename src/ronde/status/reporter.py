@@ -14,10 +14,14 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from math import isfinite
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 from weakref import WeakMethod
 
+from ronde.errors import UsageError
+from ronde.plain_values import shorten
+from ronde.status.steps import own_meter
 from ronde.status.values import UNKNOWN, PendingCollective, RankStatus, encode_status
 from ronde.world.environment import own_or, read_channel, send_to_agent
 
@@ -25,7 +29,7 @@ _EVERY_S = 1.0
 _AT_LEAST_EVERY_S = 5.0
 _MOST_COLLECTIVES = 8
 _MOST_LETTERS = 120
-_NOTHING: Mapping[str, float] = MappingProxyType({})
+_NOTHING: Mapping[str, float | None] = MappingProxyType({})
 
 
 class Part(NamedTuple):
@@ -33,8 +37,8 @@ class Part(NamedTuple):
 
     collectives: Sequence[PendingCollective] = ()
     step: int = UNKNOWN  # the number of steps that an optimizer has applied
-    job_step: int = UNKNOWN  # of an elastic job; takes precedence over ``step``
-    progress: Mapping[str, float] = _NOTHING
+    job_step: int = UNKNOWN  # of the job or the program; it goes before ``step``
+    progress: Mapping[str, float | None] = _NOTHING
 
 
 class StatusReporter:
@@ -47,6 +51,8 @@ class StatusReporter:
         self.pid = os.getpid()  # a forked child has no thread and reports nothing
         self._sources: list[WeakMethod[Callable[[], Part]]] = []
         self._page_bytes = os.sysconf("SC_PAGE_SIZE")
+        self._meter = own_meter()
+        self._meter.watch_gc()
         threading.Thread(target=self._run, name="ronde-status", daemon=True).start()
 
     def add(self, source: Callable[[], Part]) -> None:
@@ -73,6 +79,7 @@ class StatusReporter:
             rss_bytes=self._read_rss(),
             device_bytes=_read_device_bytes(),
             progress=progress,
+            steps=self._meter.sample(None if job_step == UNKNOWN else job_step),
         )
 
     def _run(self) -> None:
@@ -118,3 +125,66 @@ def _own_reporter() -> StatusReporter | None:
     channel = read_channel()
     is_off = own_or(None).get("RONDE_STATUS") == "0"
     return None if channel is None or channel.fd < 0 or is_off else StatusReporter()
+
+
+class _Progress:
+    """The figures that the program has reported."""
+
+    def __init__(self) -> None:
+        self.figures: dict[str, float | None] = {}
+        self.step = UNKNOWN
+        add_source(self.report)
+
+    def report(self) -> Part:
+        return Part(job_step=self.step, progress=self.figures)
+
+
+@functools.cache
+def _own_progress() -> _Progress:
+    return _Progress()
+
+
+def progress(
+    *,
+    step: int | None = None,
+    loss: float | None = None,
+    tokens: float | None = None,
+    **figures: float,
+) -> None:
+    """Report figures that only the program knows to ``ronde top`` and ``ronde ps``.
+
+    A call takes microseconds and is not collective. Outside of ``ronde run`` it has no
+    effect. A CUDA tensor as a figure makes the program wait for the GPU.
+
+    Args:
+        step: The number of steps done; without it, optimizers of ronde count them.
+        loss: This rank's loss.
+        tokens: The number of tokens or samples that this rank has processed since its
+            last call.
+        figures: Further figures by name, each one number.
+
+    Raises:
+        UsageError: A figure is not a number.
+    """
+    own = _own_progress()
+    given = {"loss": loss, "tokens": tokens, **figures}
+    found = {name: _figure(name, value) for name, value in given.items()}
+    found = {n: value for n, value in found.items() if given[n] is not None}
+    if tokens is not None:
+        found["tokens"] = (own.figures.get("tokens") or 0.0) + (found["tokens"] or 0.0)
+    own.figures = {**own.figures, **found}
+    if step is not None:
+        own.step = int(step)
+        own_meter().report(own.step)
+
+
+def _figure(name: str, value: object) -> float | None:
+    """Return a number; None if it is not finite, which JSON does not have."""
+    if value is None:
+        return None
+    try:
+        number = float(cast("float", value))
+    except (TypeError, ValueError):
+        text = f"progress({name}=...) must be a number, got {shorten(value)}."
+        raise UsageError(text) from None
+    return number if isfinite(number) else None

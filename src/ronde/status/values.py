@@ -1,9 +1,10 @@
 """The status of one rank, as a value and as one line of JSON."""
 
 import json
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 from ronde.plain_values import PlainValueError, from_plain, to_plain
+from ronde.status.steps import StepTime
 from ronde.world.environment import MAX_STATUS_BYTES
 
 UNKNOWN = -1
@@ -41,7 +42,8 @@ class RankStatus(NamedTuple):
     num_collectives: int
     rss_bytes: int
     device_bytes: int  # allocated by torch on the current device; 0 without one
-    progress: dict[str, float]  # figures of the program, by name
+    progress: dict[str, float | None]  # the program's figures; None: not finite
+    steps: tuple[StepTime, ...] = ()  # some of the last seconds, the newest last
 
 
 def encode_status(status: RankStatus) -> str:
@@ -49,17 +51,22 @@ def encode_status(status: RankStatus) -> str:
     line = _dump(status)
     if len(line) > MAX_STATUS_BYTES:
         first = [each._replace(ranks=(UNKNOWN,)) for each in status.collectives[:1]]
-        line = _dump(status._replace(collectives=tuple(first), progress={}))
+        short = status._replace(collectives=tuple(first), progress={}, steps=())
+        line = _dump(short)
     return line
 
 
 def _dump(status: RankStatus) -> str:
-    return json.dumps(to_plain(status), separators=(",", ":"))
+    plain = cast("dict[str, object]", to_plain(status._replace(steps=())))
+    # As lists, which are short.
+    plain["steps"] = [[round(value, 6) for value in each] for each in status.steps]
+    return json.dumps(plain, separators=(",", ":"))
 
 
-def decode_status(plain: object) -> RankStatus | None:
+def decode_status(plain: Any) -> RankStatus | None:  # noqa: ANN401  any JSON
     """Return the status in a JSON value; None if another version wrote it."""
     try:
-        return from_plain(RankStatus, plain)
-    except PlainValueError:
+        steps = [dict(zip(StepTime._fields, e, strict=True)) for e in plain["steps"]]
+        return from_plain(RankStatus, {**plain, "steps": steps})
+    except (PlainValueError, LookupError, TypeError, ValueError):
         return None

@@ -32,6 +32,7 @@ from ronde.session.session import (
     state_of,
 )
 from ronde.status.reporter import Part, add_source
+from ronde.status.steps import own_meter
 from ronde.torch.delta_step import DeltaStep
 from ronde.torch.mpi_ops import Adasum, Average, Sum, allreduce_async_, synchronize
 from ronde.torch.sharded_step import ShardedStep, require_elementwise
@@ -241,6 +242,7 @@ class DistributedOptimizer(OptimizerProxy):
         else:
             result = self.wrapped.step(reduced)
         self._num_steps += 1
+        own_meter().step_done(self, self._num_steps)
         if self._reducer is not None:
             self._reducer.step_done(self.wrapped)
         return result

@@ -1,0 +1,346 @@
+"""What a watcher shows of a job: its shares of time, its ranks by blame, its hosts.
+
+Note [Waiting and communication]
+    Ranks that train in step block in the same collectives. In one step, the rank that
+    arrives last blocks just as long as the communication takes, and the others block
+    longer, as they wait for it. So the shortest blocked time of all ranks is the
+    exposed communication of that step, and the rest is waiting for that rank.
+"""
+
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
+from statistics import fmean, median
+from typing import NamedTuple
+
+from ronde.launch.status import HostAnswer
+from ronde.monitor.usage import HostUsage, ProcessUsage
+from ronde.monitor.verdict import describe_hang, explain_hang
+from ronde.plain_values import PlainValueError, from_plain
+from ronde.status.steps import StepTime
+from ronde.status.table import JobInfo, JobStatus, WorkerInfo
+from ronde.status.values import UNKNOWN
+from ronde.units import grouped
+
+_MOST_STEPS = 600  # kept for the quantiles
+_RATE_S = 10.0
+_SILENT_S = 2.0  # after which a host's figures are old
+
+
+class Shares(NamedTuple):
+    """Shares of the time of a step; the sum is 1."""
+
+    compute: float
+    communication: float  # exposed: not hidden by compute
+    waiting: float  # for the rank that arrived last
+    input: float
+    other: float  # Python's garbage collector
+
+
+class RankView(NamedTuple):
+    """One rank as a watcher shows it; None where nothing is known."""
+
+    rank: int | None
+    worker: int
+    host: str
+    pid: int
+    state: str
+    step: int | None
+    step_s: float | None  # median of the last seconds
+    own_s: float | None  # the median of it without collectives
+    slowness: float | None  # ``own_s`` relative to the median rank's
+    shares: Shares | None
+    blame: float  # share of the step time that other ranks wait for this one
+    is_awaited: bool  # others are in a collective now and this one is not
+    collective: str
+    collective_age_s: float
+    status_age_s: float
+    cpu: float | None  # cores in use
+    rss_bytes: int
+    device_bytes: int
+    progress: dict[str, float | None]
+
+
+class HostView(NamedTuple):
+    """One host as a watcher shows it; rates are None before the second answer."""
+
+    host: str
+    num_ranks: int
+    usage: HostUsage | None
+    age_s: float  # of ``usage``
+    cpu: float | None  # share of all cores in use
+    received_per_s: float | None  # bytes, over all interfaces
+    sent_per_s: float | None
+    num_errors: int  # of the interfaces since the watcher began
+    num_oom_kills: int  # since the watcher began
+
+
+class JobView(NamedTuple):
+    """A job as a watcher shows it at one time."""
+
+    job: JobInfo
+    at: float  # Unix time
+    step: int | None
+    step_s: float | None  # the median, of the slowest rank in each step
+    step_p99_s: float | None
+    tokens_per_s: float | None
+    loss: float | None  # the mean over ranks
+    shares: Shares | None  # the mean over ranks
+    hang: str  # a sentence; empty if the job does not hang
+    ranks: tuple[RankView, ...]  # those to look at first come first
+    hosts: tuple[HostView, ...]
+
+
+class _Host(NamedTuple):
+    first: HostUsage
+    before: HostUsage
+    last: HostUsage
+    at_s: float
+
+
+class JobWatcher:
+    """Collects what comes from a ``JobConnection``; ``view`` sums it up."""
+
+    def __init__(self, status: JobStatus) -> None:
+        self._status = status
+        self._hosts: dict[str, _Host] = {}
+        self._steps: dict[int, float] = {}
+        self._tokens: dict[int, deque[tuple[float, float]]] = defaultdict(deque)
+        self.add(status)
+
+    def add(self, news: JobStatus | HostAnswer) -> None:
+        """Take over a new table or a host's answer to ``usage``."""
+        if isinstance(news, JobStatus):
+            self._status = news
+            self._add_figures(news.workers)
+            return
+        try:
+            usage = from_plain(HostUsage, news.answer)
+        except PlainValueError:  # the answer to another question
+            return
+        known = self._hosts.get(news.host)
+        first, before = (known.first, known.last) if known else (usage, usage)
+        self._hosts[news.host] = _Host(first, before, usage, time.monotonic())
+
+    def view(self) -> JobView:
+        status = self._status
+        running = [row for row in status.workers if row.state == "running"]
+        times = _StepTimes(running)
+        statuses = [row.status for row in running if row.status]
+        steps = [each.step for each in statuses if each.step != UNKNOWN]
+        ranks = self._rank_views(times)
+        losses = [s.progress["loss"] for s in statuses if "loss" in s.progress]
+        shares = [rank.shares for rank in ranks if rank.shares]
+        slowest = sorted(self._steps.values())
+        return JobView(
+            job=status.job,
+            at=time.time(),
+            step=max(steps, default=None),
+            step_s=median(slowest) if slowest else None,
+            step_p99_s=slowest[len(slowest) * 99 // 100] if slowest else None,
+            tokens_per_s=self._tokens_per_s(),
+            loss=_mean(losses),
+            shares=Shares(*map(fmean, zip(*shares, strict=True))) if shares else None,
+            hang=describe_hang(explain_hang(status, {})),
+            ranks=tuple(ranks),
+            hosts=tuple(self._host_views()),
+        )
+
+    def _add_figures(self, workers: Iterable[WorkerInfo]) -> None:
+        now_s = time.monotonic()
+        for row in workers:
+            if row.status is None:
+                continue
+            for each in row.status.steps:
+                self._steps[each.step] = max(
+                    each.total_s, self._steps.pop(each.step, 0.0)
+                )
+            tokens, at_s = row.status.progress.get("tokens"), now_s - row.status_age_s
+            series = self._tokens[row.worker]
+            if tokens is not None and (not series or tokens != series[-1][1]):
+                series.append((at_s, tokens))
+            while series and series[0][0] < now_s - _RATE_S:
+                series.popleft()
+        for step in list(islice(self._steps, max(0, len(self._steps) - _MOST_STEPS))):
+            del self._steps[step]
+
+    def _tokens_per_s(self) -> float | None:
+        rates = [
+            (series[-1][1] - series[0][1]) / (series[-1][0] - series[0][0])
+            for series in self._tokens.values()
+            if len(series) > 1 and series[-1][0] > series[0][0]
+        ]
+        return sum(rates) if rates else None
+
+    def _rank_views(self, times: "_StepTimes") -> list[RankView]:
+        awaited = {
+            rank for ranks in self._status.find_awaited().values() for rank in ranks
+        }
+        views = [
+            self._rank_view(row, times, is_awaited=row.rank in awaited)
+            for row in self._status.workers
+        ]
+        return sorted(views, key=_blame_order)
+
+    def _rank_view(
+        self, row: WorkerInfo, times: "_StepTimes", *, is_awaited: bool
+    ) -> RankView:
+        status, found = row.status, times.of(row.worker)
+        is_known = status is not None and status.step != UNKNOWN
+        return RankView(
+            rank=row.rank,
+            worker=row.worker,
+            host=row.host,
+            pid=row.pid,
+            state=row.state,
+            step=status.step if status and is_known else None,
+            step_s=found.step_s if found else None,
+            own_s=found.own_s if found else None,
+            slowness=found.slowness if found else None,
+            shares=found.shares if found else None,
+            blame=found.blame if found else 0.0,
+            is_awaited=is_awaited,
+            collective=row.collective.name if row.collective else "",
+            collective_age_s=row.collective_age_s,
+            status_age_s=row.status_age_s,
+            cpu=self._cpu_of(row),
+            rss_bytes=self._rss_of(row),
+            device_bytes=status.device_bytes if status else 0,
+            progress=status.progress if status else {},
+        )
+
+    def _cpu_of(self, row: WorkerInfo) -> float | None:
+        host, name = self._hosts.get(row.host), str(row.worker)
+        if host is None or host.last.at_s <= host.before.at_s:
+            return None
+        before, last = host.before.workers.get(name), host.last.workers.get(name)
+        if before is None or last is None:
+            return None
+        used_s = last.cpu_s - before.cpu_s
+        return max(0.0, used_s) / (host.last.at_s - host.before.at_s)
+
+    def _rss_of(self, row: WorkerInfo) -> int:
+        host = self._hosts.get(row.host)
+        own: ProcessUsage | None = None
+        if host is not None:
+            own = host.last.workers.get(str(row.worker))
+        if own is not None:
+            return own.rss_bytes
+        return row.status.rss_bytes if row.status else 0
+
+    def _host_views(self) -> list[HostView]:
+        rows = grouped((row.host, row) for row in self._status.workers)
+        return [
+            _view_host(host, len(own), self._hosts.get(host))
+            for host, own in rows.items()
+        ]
+
+
+def _view_host(name: str, num_ranks: int, host: _Host | None) -> HostView:
+    if host is None:
+        return HostView(name, num_ranks, None, 0.0, None, None, None, 0, 0)
+    first, before, last, at_s = host
+    took_s = last.at_s - before.at_s
+    cpu = received = sent = None
+    if took_s > 0.0:
+        cpu = (last.cpu_s - before.cpu_s) / took_s / last.num_cpus
+        old = {each.name: each for each in before.interfaces}
+        pairs = [(old[each.name], each) for each in last.interfaces if each.name in old]
+        received = sum(b.received_bytes - a.received_bytes for a, b in pairs) / took_s
+        sent = sum(b.sent_bytes - a.sent_bytes for a, b in pairs) / took_s
+    errors = [sum(i.num_errors for i in each.interfaces) for each in (first, last)]
+    return HostView(
+        host=name,
+        num_ranks=num_ranks,
+        usage=last,
+        age_s=time.monotonic() - at_s,
+        cpu=cpu,
+        received_per_s=received,
+        sent_per_s=sent,
+        num_errors=errors[1] - errors[0],
+        num_oom_kills=last.num_oom_kills - first.num_oom_kills,
+    )
+
+
+def _blame_order(rank: RankView) -> tuple[float, ...]:
+    is_over = rank.state in ("ended", "lost")
+    number = rank.worker if rank.rank is None else rank.rank
+    return -rank.is_awaited, -is_over, -round(rank.blame, 2), number
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    found = [float("nan") if value is None else value for value in values]
+    return fmean(found) if found else None
+
+
+class _RankTimes(NamedTuple):
+    step_s: float
+    own_s: float
+    slowness: float | None
+    shares: Shares
+    blame: float
+
+
+class _StepTimes:
+    """The times of the steps that all ranks report, divided as the note above says."""
+
+    def __init__(self, workers: Iterable[WorkerInfo]) -> None:
+        reported = {
+            row.worker: {each.step: each for each in row.status.steps}
+            for row in workers
+            if row.status and row.status.steps
+        }
+        common = set[int]().union(*reported.values()).intersection(*reported.values())
+        self._steps: dict[int, list[StepTime]] = (
+            {
+                worker: [steps[step] for step in sorted(common)]
+                for worker, steps in reported.items()
+            }
+            if common
+            else {}
+        )
+        own_s = {worker: _own_s(steps) for worker, steps in self._steps.items()}
+        self._median_s = median(own_s.values()) if own_s else 0.0
+        self._own_s = own_s
+        columns = list(zip(*self._steps.values(), strict=True))
+        self._exposed_s = [min(each.blocked_s for each in column) for column in columns]
+        self._blame = self._find_blame(columns)
+
+    def of(self, worker: int) -> _RankTimes | None:
+        steps = self._steps.get(worker)
+        if not steps:
+            return None
+        total_s = sum(each.total_s for each in steps)
+        exposed_s = sum(self._exposed_s)
+        parts = {
+            "communication": exposed_s,
+            "waiting": sum(each.blocked_s for each in steps) - exposed_s,
+            "input": sum(each.input_s for each in steps),
+            "other": sum(each.gc_s for each in steps),
+        }
+        parts = {name: part / total_s for name, part in parts.items()}
+        own_s = self._own_s[worker]
+        return _RankTimes(
+            step_s=median(each.total_s for each in steps),
+            own_s=own_s,
+            slowness=own_s / self._median_s if self._median_s else None,
+            shares=Shares(compute=1.0 - sum(parts.values()), **parts),
+            blame=self._blame.get(worker, 0.0),
+        )
+
+    def _find_blame(self, columns: Sequence[Sequence[StepTime]]) -> Mapping[int, float]:
+        workers = list(self._steps)
+        blame: dict[int, float] = defaultdict(float)
+        total_s = sum(fmean(each.total_s for each in column) for column in columns)
+        for column, exposed_s in zip(columns, self._exposed_s, strict=True):
+            last = min(range(len(column)), key=lambda i: column[i].blocked_s)
+            others = [each for i, each in enumerate(column) if i != last]
+            if others and total_s:
+                waited_s = fmean(each.blocked_s - exposed_s for each in others)
+                blame[workers[last]] += waited_s / total_s
+        return blame
+
+
+def _own_s(steps: Sequence[StepTime]) -> float:
+    return median(each.total_s - each.blocked_s for each in steps)
