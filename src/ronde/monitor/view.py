@@ -1,4 +1,4 @@
-"""What a watcher shows of a job: its shares of time, its ranks by blame, its hosts.
+"""Views of a job for a watcher: its shares of time, its ranks by blame, its hosts.
 
 Note [Waiting and communication]
     Ranks that train in step block in the same collectives. In one step, the rank that
@@ -100,7 +100,7 @@ class _Host(NamedTuple):
 
 
 class JobWatcher:
-    """Collects what comes from a ``JobConnection``; ``view`` sums it up."""
+    """Collects tables and answers of a ``JobConnection``; ``view`` sums them up."""
 
     def __init__(self, status: JobStatus) -> None:
         self._status = status
