@@ -7,9 +7,10 @@ __getattr__ = lazy_exports(
     {
         "asking": "InspectedJob choose_job inspect_job",
         "flight": "explain_dumps read_dumps",
-        "inspection": "KernelLine",
+        "inspection": "Inspection KernelLine StackFrame",
         "observer": "find_kernel_lines",
         "stacks": "read_by_signal",
+        "samples": "Profile SampleWindow",
         "usage": "GpuUsage HostUsage Interface ProcessUsage",
         "view": "HostView JobView JobWatcher RankView Shares",
         "verdict": "Fault Verdict Wait explain_hang",
