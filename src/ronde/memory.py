@@ -67,19 +67,33 @@ def available_memory(root: Path = _ROOT) -> AvailableMemory:
 
 
 def _of_groups(root: Path) -> Iterator[AvailableMemory]:
-    for folder in map(Path, list_groups(str(root).rstrip("/"), "memory")):
+    for limit in list_limits(str(root).rstrip("/")):
+        yield AvailableMemory(
+            max(0, limit.limit_bytes - limit.used_bytes),
+            f"{limit.name} {limit.limit_bytes} of the control group",
+            "Use fewer ranks or a smaller model, or raise the memory limit of "
+            "the container or job (docker run --memory, sbatch --mem, "
+            "resources.limits).",
+        )
+
+
+class GroupLimit(NamedTuple):
+    """The memory limit of a control group, and the memory in use there."""
+
+    name: str  # of the file
+    limit_bytes: int
+    used_bytes: int  # without what the kernel can reclaim
+
+
+def list_limits(root: str) -> Iterator[GroupLimit]:
+    """Yield the limits that apply to this process, the innermost group's first."""
+    for folder in map(Path, list_groups(root, "memory")):
         for limit_name, usage_name, reclaimable in _FILES:
             limit, usage = (_read(folder / name) for name in (limit_name, usage_name))
             # Empty if it is not mounted, "max" without a limit.
             if limit[:1].isdecimal() and usage and int(limit) < _UNLIMITED:
                 used = int(usage) - _fields(folder / "memory.stat").get(reclaimable, 0)
-                yield AvailableMemory(
-                    max(0, int(limit) - used),
-                    f"{limit_name} {int(limit)} of the control group",
-                    "Use fewer ranks or a smaller model, or raise the memory limit of "
-                    "the container or job (docker run --memory, sbatch --mem, "
-                    "resources.limits).",
-                )
+                yield GroupLimit(limit_name, int(limit), used)
 
 
 def list_groups(root: str, controller: str) -> list[str]:

@@ -7,6 +7,8 @@ __getattr__ = lazy_exports(
     {
         "asking": "InspectedJob choose_job inspect_job",
         "flight": "explain_dumps read_dumps",
+        "gpus": "GpuReader HangingReader",
+        "host": "UsageReader read_usage",
         "inspection": "Inspection KernelLine StackFrame",
         "observer": "find_kernel_lines",
         "stacks": "read_by_signal",

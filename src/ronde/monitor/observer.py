@@ -4,19 +4,21 @@ The agent of the host starts it for the first question, and ends it with the job
 question is a JSON object on a line of standard input, and an answer is one on a line of
 standard output. ``reader`` identifies the watcher; ``pids`` has the process of each
 worker of this host. ``ask`` is ``inspect``, for the state of each worker's process and
-its stack.
+its stack, or ``usage``, for the figures of this host, its GPUs and the processes.
 """
 
 import json
 import os
 import re
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+from ronde.monitor.host import read_usage
 from ronde.monitor.inspection import HostInspection, Inspection, KernelLine
 from ronde.monitor.stacks import read_stack
 from ronde.plain_values import to_plain
@@ -48,6 +50,8 @@ class Observer:
         self._pool.shutdown(cancel_futures=True)
 
 
+_writing = threading.Lock()  # a long line may take several writes
+
 _Pids = Mapping[int, int]
 """The process of each worker."""
 
@@ -56,8 +60,9 @@ def _answer(answer: Callable[[_Pids], object], question: dict[str, Any]) -> None
     pids = {int(worker): int(pid) for worker, pid in question["pids"].items()}
     found = cast("dict[str, object]", to_plain(answer(pids)))
     line = json.dumps({"reader": question["reader"], **found}) + "\n"
-    # In one write, since other threads write too.
-    os.write(1, line.encode())
+    with _writing:
+        sys.stdout.write(line)
+        sys.stdout.flush()
 
 
 def main() -> None:
@@ -144,5 +149,8 @@ def _is_python(pid: int) -> bool:
     return program.startswith("python")
 
 
-_ANSWERS: dict[object, Callable[[_Pids], object]] = {"inspect": inspect}
+_ANSWERS: dict[object, Callable[[_Pids], object]] = {
+    "inspect": inspect,
+    "usage": read_usage,
+}
 """The function that answers each question."""

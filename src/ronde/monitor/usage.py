@@ -9,7 +9,7 @@ class Interface(NamedTuple):
     name: str
     received_bytes: int
     sent_bytes: int
-    num_errors: int  # errors and drops of both directions
+    num_errors: int  # of both directions; without drops, which healthy networks have
     bits_per_s: int  # its rate; 0 if unknown
 
 
@@ -32,8 +32,8 @@ class GpuUsage(NamedTuple):
 class ProcessUsage(NamedTuple):
     """A worker's process and its descendants."""
 
-    cpu_s: float  # since they began
-    rss_bytes: int
+    cpu_s: float  # since they began, also of ended ones
+    rss_bytes: int  # pages that they share count in each
 
 
 class HostUsage(NamedTuple):
@@ -42,14 +42,12 @@ class HostUsage(NamedTuple):
     at_s: float  # of the host's own monotonic clock
     cpu_s: float  # busy CPU seconds of all cores since boot
     num_cpus: int
-    memory_bytes: int  # in use; of the container if it has a limit
+    memory_bytes: int  # in use; of the container or job if it has a limit
     total_memory_bytes: int
     shm_bytes: int  # in use in /dev/shm
     total_shm_bytes: int
-    num_oom_kills: int  # by the kernel, in this container since it began
-    interfaces: tuple[Interface, ...]  # without loopback
+    num_oom_kills: int  # by the kernel, in this container or job since it began
+    interfaces: tuple[Interface, ...]  # adapters and InfiniBand ports
     gpus: tuple[GpuUsage, ...]
-    gpu_problem: (
-        str  # why ``gpus`` is empty or old, in half a sentence; "" if it is not
-    )
+    gpu_problem: str  # why GPUs are missing or old, in half a sentence; or empty
     workers: dict[str, ProcessUsage]  # by worker id
