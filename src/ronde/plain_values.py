@@ -45,6 +45,9 @@ def to_plain(value: object) -> object:
         return {n: to_plain(getattr(value, n)) for n in type(value).__annotations__}
     if isinstance(value, tuple):
         return [to_plain(item) for item in cast("tuple[object, ...]", value)]
+    if isinstance(value, dict):
+        found = cast("dict[str, object]", value)
+        return {name: to_plain(item) for name, item in found.items()}
     return value
 
 

@@ -26,8 +26,6 @@ def _register() -> None:
 
     if not dist.is_available() or hasattr(dist.Backend, "RONDE"):
         return
-    if "RONDE_CHANNEL" in os.environ:  # noqa: TID251  it reads no more
-        _measure_input()
     devices = ["cpu", "cuda"]
     dist.Backend.register_backend("ronde", _make, extended_api=True, devices=devices)
     if os.environ.get(_REPLACE) == "1" and dist.is_gloo_available():  # noqa: TID251  it reads no more
@@ -35,6 +33,8 @@ def _register() -> None:
 
         stand_in = _Replaced("ProcessGroupGloo", (), {})
         distributed_c10d.ProcessGroupGloo = stand_in  # pyright: ignore[reportAttributeAccessIssue]
+    if "RONDE_CHANNEL" in os.environ:  # noqa: TID251  it reads no more
+        _measure_input()
 
 
 def _measure_input() -> None:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from math import isfinite
 from types import MappingProxyType
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 from weakref import WeakMethod
 
 from ronde.errors import UsageError
@@ -167,14 +167,18 @@ def progress(
         UsageError: A figure is not a number.
     """
     own = _own_progress()
+    number = _figure("step", step)
+    if step is not None and (number is None or number < 0):
+        text = f"progress(step=...) must be at least 0, got {shorten(step)}."
+        raise UsageError(text)
     given = {"loss": loss, "tokens": tokens, **figures}
     found = {name: _figure(name, value) for name, value in given.items()}
     found = {n: value for n, value in found.items() if given[n] is not None}
     if tokens is not None:
         found["tokens"] = (own.figures.get("tokens") or 0.0) + (found["tokens"] or 0.0)
     own.figures = {**own.figures, **found}
-    if step is not None:
-        own.step = int(step)
+    if number is not None:
+        own.step = int(number)
         own_meter().report(own.step)
 
 
@@ -183,8 +187,10 @@ def _figure(name: str, value: object) -> float | None:
     if value is None:
         return None
     try:
-        number = float(cast("float", value))
-    except (TypeError, ValueError):
+        # torch warns of a conversion of a tensor that requires gradients.
+        plain: Any = getattr(value, "detach", lambda: value)()
+        number = float(plain)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
         text = f"progress({name}=...) must be a number, got {shorten(value)}."
         raise UsageError(text) from None
     return number if isfinite(number) else None

@@ -11,7 +11,7 @@ import gc
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import NamedTuple
 from weakref import ref
@@ -38,7 +38,8 @@ class StepTime(NamedTuple):
 class _Clock:
     """The state that all activities of a meter share."""
 
-    def __init__(self) -> None:
+    def __init__(self, read_s: Callable[[], float]) -> None:
+        self.read_s = read_s
         self.thread = threading.main_thread().ident
         self.depth = 0
         self.begun_s = 0.0
@@ -58,7 +59,7 @@ class Activity:
         if threading.get_ident() == clock.thread:
             clock.depth += 1
             if clock.depth == 1:
-                clock.begun_s = time.monotonic()
+                clock.begun_s = clock.read_s()
 
     def __exit__(
         self,
@@ -70,7 +71,7 @@ class Activity:
         if threading.get_ident() == clock.thread:
             clock.depth -= 1
             if clock.depth == 0:
-                self.total_s += time.monotonic() - clock.begun_s
+                self.total_s += clock.read_s() - clock.begun_s
 
 
 class StepMeter:
@@ -79,8 +80,8 @@ class StepMeter:
     Of several optimizers the first counts, as long as it makes steps.
     """
 
-    def __init__(self) -> None:
-        self._clock = _Clock()
+    def __init__(self, read_s: Callable[[], float] = time.monotonic) -> None:
+        self._clock = _Clock(read_s)
         self.blocked = Activity(self._clock)  # in collectives
         self.input = Activity(self._clock)  # in the DataLoader
         self._gc_s = self._gc_begun_s = 0.0
@@ -104,27 +105,30 @@ class StepMeter:
             if current is not None and self._num_others <= _MOST_OTHERS:
                 return
             self._owner = ref(owner)
+            self._forget()
         self._num_others = 0
         self._end(step)
 
     def report(self, step: int) -> None:
         """End step number ``step`` as the program counts; optimizers' steps do not."""
-        self._is_explicit = True
+        if not self._is_explicit:
+            self._is_explicit = True
+            self._forget()
         self._end(step)
 
     def sample(self, newest: int | None = None) -> tuple[StepTime, ...]:
         """Return at most 16 of the last seconds' steps, and at least four.
 
         Ranks choose equal numbers, the multiples of a power of two. ``newest`` is the
-        number of the last step if the job counts otherwise than this process.
+        number of the last step if the job counts otherwise than the optimizer.
         """
         kept = [*self._steps.copy()]
-        since_s = time.monotonic() - _RECENT_S
+        since_s = self._clock.read_s() - _RECENT_S
         first = next(
             (i for i, (at_s, _) in enumerate(kept) if at_s >= since_s), 1 << 30
         )
         steps = [step for _, step in kept[min(first, max(0, len(kept) - _LEAST)) :]]
-        if newest is not None and steps:
+        if newest is not None and steps and not self._is_explicit:
             ahead = newest - steps[-1].step
             steps = [each._replace(step=each.step + ahead) for each in steps]
         stride = 1
@@ -133,8 +137,13 @@ class StepMeter:
             steps = [each for each in steps if each.step % stride == 0]
         return tuple(steps)
 
+    def _forget(self) -> None:
+        """Begin anew: steps of two counts, or half of one, are not alike."""
+        self._steps.clear()
+        self._ended_s = 0.0
+
     def _end(self, step: int) -> None:
-        now_s = time.monotonic()
+        now_s = self._clock.read_s()
         totals = self.blocked.total_s, self.input.total_s, self._gc_s
         if self._ended_s:
             parts = [now - then for now, then in zip(totals, self._before, strict=True)]
@@ -145,9 +154,9 @@ class StepMeter:
         del info
         # It holds all threads up, except one that is blocked anyhow.
         if phase == "start":
-            self._gc_begun_s = 0.0 if self._clock.depth else time.monotonic()
+            self._gc_begun_s = 0.0 if self._clock.depth else self._clock.read_s()
         elif self._gc_begun_s:
-            self._gc_s += time.monotonic() - self._gc_begun_s
+            self._gc_s += self._clock.read_s() - self._gc_begun_s
 
 
 @functools.cache
