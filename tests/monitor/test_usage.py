@@ -10,10 +10,12 @@ import pynvml
 import pytest
 from tests.check.nvml_fake import healthy, refusal
 from tests.check.nvml_library import FakeLibrary, at
+from tests.cli.conftest import Ronde
+from tests.cli.test_ps import running
 from tests.limits import HANG_S, until
 from tests.monitor.jobs import make_table
 
-from ronde.launch import HostAnswer
+from ronde.launch import HostAnswer, JobConnection
 from ronde.monitor import (
     GpuReader,
     HangingReader,
@@ -124,7 +126,8 @@ BUSY = """
 import os, subprocess, sys, time
 burn = "import time\\nwhile time.process_time() < 0.2: pass\\nprint(flush=True)\\n"
 stay = burn + "import sys; sys.stdin.read()"
-child = subprocess.Popen([sys.executable, "-c", stay], stdout=subprocess.PIPE)
+pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+child = subprocess.Popen([sys.executable, "-c", stay], **pipes)
 child.stdout.readline()
 print(flush=True)
 sys.stdin.readline()
@@ -306,3 +309,14 @@ def test_an_answer_survives_json_and_reaches_the_view():
     watcher.add(HostAnswer("node0", plain))
     watcher.add(HostAnswer("node0", {"error": "something else"}))
     assert watcher.view().hosts[0].usage == usage
+
+
+@pytest.mark.waits
+def test_a_running_job_answers():
+    words = ("-n", "2", "/bin/sleep", "1002")
+    with running(Ronde(), *words) as (_, path), JobConnection(path) as job:
+        job.send({"ask": "usage"})
+        answer = next(news for news in job if isinstance(news, HostAnswer))
+    found = from_plain(HostUsage, answer.answer)
+    assert found.workers.keys() == {"0", "1"}
+    assert all(each.rss_bytes > 0 for each in found.workers.values())

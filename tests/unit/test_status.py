@@ -27,8 +27,11 @@ from ronde.launch import (
 from ronde.monitor import (
     Fault,
     InspectedJob,
+    Inspection,
     KernelLine,
+    StackFrame,
     Verdict,
+    explain_hang,
     find_kernel_lines,
 )
 from ronde.render import draw_hang, draw_jobs
@@ -314,6 +317,21 @@ def test_many_ranks_show_those_at_fault_first():
     first = [line.split()[0] for line in lines if line]
     assert first[first.index("rank") :][:3] == ["rank", "612", "0"]
     assert lines[-1] == "and 968 more ranks; --json shows all"
+
+
+def test_a_rank_in_its_data_loader_is_at_fault_below_the_hook_that_measures_it():
+    """It has not reported since the others wait, so its stack decides."""
+    places = [
+        ("wait", "/usr/lib/python3.11/threading.py"),
+        ("_next_data", "/venv/site-packages/torch/utils/data/dataloader.py"),
+        ("measured", "/venv/site-packages/ronde/torch_entry.py"),
+        ("train", "train.py"),
+    ]
+    frames = [StackFrame(*place, 7, place[1] == "train.py") for place in places]
+    own = Inspection(1, 101, "S", "", 0.0, 0.0, 0, tuple(frames), "")
+    job = table(worker(0, status(collective())), worker(1, status(), age_s=9.0))
+    (fault,) = explain_hang(job, {1: own}).faults
+    assert (fault.kind, fault.ranks) == ("input", (1,))
 
 
 def test_trouble_in_the_kernel_log_is_found(tmp_path):

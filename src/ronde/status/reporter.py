@@ -178,8 +178,8 @@ def progress(
         found["tokens"] = (own.figures.get("tokens") or 0.0) + (found["tokens"] or 0.0)
     own.figures = {**own.figures, **found}
     if number is not None:
+        own_meter().report(int(number))
         own.step = int(number)
-        own_meter().report(own.step)
 
 
 def _figure(name: str, value: object) -> float | None:
