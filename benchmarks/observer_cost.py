@@ -1,86 +1,202 @@
-"""The cost of ``ronde why``: steps of a training that is inspected once a second.
+"""The cost of looking into a running job.
 
-    python benchmarks/observer_cost.py --turns 12
+    python benchmarks/observer_cost.py inspect --turns 12
+    python benchmarks/observer_cost.py watch --turns 24
+    python benchmarks/observer_cost.py usage
 
-Two ranks train a small MLP. In every second turn of five seconds all processes are
-inspected once a second, as ``ronde why`` does once. Prints the mean step of each turn.
+Two ranks train a small MLP, in turns of five seconds. ``inspect``: in every second turn
+all processes are inspected once a second, as ``ronde why`` does once. ``watch``: in
+every second turn the ranks report their steps and a watcher asks for ``usage`` once a
+second, as ``ronde top`` does; in the others there are neither reports nor a watcher.
+Both print the steps' times, and ratios of neighbouring turns. ``usage``: the CPU time
+of one answer about 8 ranks with 2 and with 64 processes.
 """
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
-from ronde.launch.status import HostAnswer, ask, list_jobs
+from ronde.launch import HostAnswer, JobConnection, list_jobs, watch as watch_tables
+from ronde.monitor import JobWatcher, UsageReader
+from ronde.processes import descendants, read_processes, read_stat, read_text
 
 TURN_S = 5.0
+WARM_S = 1.5  # of each turn, in which reports begin or end
 TRAIN = """
-import json, sys, time
+import gc, json, os, sys, time
 import torch
 import ronde.torch as hvd
+from ronde.session import current_session
+from ronde.status import StatusReporter
 
-ends = time.time() + float(sys.argv[1])
+begins, turn_s, num_turns = map(float, sys.argv[1:4])
+is_switched, turn = sys.argv[4] == "watch", 0
+channel = os.environ["RONDE_CHANNEL"]
 hvd.init()
 torch.manual_seed(0)
+torch.set_num_threads(1)
 model = torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(6)])
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
 inputs, steps, is_over = torch.ones(64, 256), [], False
 while not is_over:
+    now = int((time.time() - begins) // turn_s)
+    if is_switched and now != turn:
+        turn = now
+        os.environ["RONDE_CHANNEL"] = channel if turn % 2 else ""
+        if turn % 2:
+            reporter = StatusReporter()
+            reporter.add(optimizer.report)
+            reporter.add(current_session().waits.report)
+            gc.callbacks.pop()  # the first reporter's is enough
     begun = time.perf_counter()
     optimizer.zero_grad()
     model(inputs).sum().backward()
     optimizer.step()
     steps.append((time.time(), time.perf_counter() - begun))
     if len(steps) % 50 == 0:
-        is_over = hvd.allreduce(torch.tensor([float(time.time() > ends)]), op=hvd.Max)
+        is_over = hvd.allreduce(torch.tensor([float(now >= num_turns)]), op=hvd.Max)
 if hvd.rank() == 0:
-    open(sys.argv[2], "w").write(json.dumps(steps))
+    open(sys.argv[5], "w").write(json.dumps(steps))
 """
 
 
-def inspect(socket: Path) -> None:
-    for news in ask(socket, {"ask": "inspect"}):
-        if isinstance(news, HostAnswer):
-            return
+def look_once(socket: Path) -> None:
+    with JobConnection(socket) as job:
+        job.send({"ask": "inspect"})
+        next(news for news in job if isinstance(news, HostAnswer))
+
+
+def inspect(socket: Path, until_s: float) -> None:
+    while (now_s := time.time()) < until_s:
+        look_once(socket)
+        time.sleep(max(0.0, now_s + 1 - time.time()))
+
+
+def watch(socket: Path, until_s: float) -> None:
+    with JobConnection(socket) as job:
+        watcher = JobWatcher(next(watch_tables(socket)))
+        for news in job:
+            watcher.add(news)
+            if not isinstance(news, HostAnswer):
+                watcher.view()
+                job.send({"ask": "usage"})
+            if time.time() >= until_s:
+                return
+
+
+def measure(kind: str, num_turns: int) -> None:
+    look = watch if kind == "watch" else inspect
+    with tempfile.TemporaryDirectory() as folder:
+        script, out = Path(folder, "train.py"), Path(folder, "steps.json")
+        script.write_text(TRAIN)
+        begins = time.time() + 2 * TURN_S + TURN_S * (num_turns % 2)
+        numbers = map(str, (begins, TURN_S, num_turns))
+        words = ["run", "-n", "2", str(script), *numbers, kind, str(out)]
+        with subprocess.Popen([sys.executable, "-m", "ronde", *words]) as process:
+            observer_s = take_turns(process.pid, begins, num_turns, look)
+        steps = json.loads(out.read_text())
+    turns = [
+        [took for at, took in steps if WARM_S <= at - begins - TURN_S * turn <= TURN_S]
+        for turn in range(num_turns)
+    ]
+    for name, of_turn in ("median", statistics.median), ("mean", statistics.mean):
+        print_ratios(name, [1e3 * of_turn(own) for own in turns])
+    share = observer_s / (TURN_S * (num_turns // 2))
+    print(f"the observer took {share:.2%} of a core while it was asked")
+
+
+def take_turns(
+    pid: int, begins: float, num_turns: int, look: Callable[[Path, float], None]
+) -> float:
+    """Look in every second turn; return the CPU time of the observer."""
+    time.sleep(begins - time.time())
+    [job] = [job for job in list_jobs() if job.job.head_pid == pid]
+    cpu_s = 0.0
+    for turn in range(num_turns):
+        ends = begins + TURN_S * (turn + 1)
+        if turn % 2:
+            before_s = observer_cpu_s(pid)
+            look(job.socket, ends - 0.3)
+            cpu_s += observer_cpu_s(pid) - before_s
+        time.sleep(max(0.0, ends - time.time()))
+    return cpu_s
+
+
+def observer_cpu_s(pid: int) -> float:
+    for process in descendants(pid):
+        if "ronde.monitor.observer" in read_text(f"/proc/{process.pid}/cmdline"):
+            ticks = sum(map(int, read_stat(process.pid)[12:14]))
+            return ticks / os.sysconf("SC_CLK_TCK")
+    return 0.0
+
+
+def print_ratios(name: str, turns_ms: Sequence[float]) -> None:
+    # Each against the mean of its neighbours, so that a drift cancels.
+    ratios = [
+        2 * turns_ms[turn] / (turns_ms[turn - 1] + turns_ms[turn + 1])
+        for turn in range(1, len(turns_ms) - 1, 2)
+    ]
+    noise = [
+        max(a, b) / min(a, b) for a, b in pairwise(turns_ms[::2])
+    ]  # of turns without a look
+    print(
+        f"{name:6} {statistics.median(turns_ms[::2]):.3f} ms alone; ratio "
+        f"{statistics.median(ratios):.3f}, quartiles "
+        f"{', '.join(f'{q:.3f}' for q in statistics.quantiles(ratios)[::2])}; "
+        f"two turns alone differ by {statistics.median(noise) - 1:.1%}",
+        flush=True,
+    )
+
+
+def measure_usage() -> None:
+    child = "import subprocess, sys; n = int(sys.argv[1]); own = [subprocess.Popen("
+    child += "['/bin/sleep', '60']) for _ in range(n)]; print(flush=True); "
+    child += "sys.stdin.read(); [each.kill() for each in own]"
+    for num_processes in (2, 64):
+        num_workers = min(8, num_processes)
+        more = str(num_processes // num_workers - 1)
+        words = [sys.executable, "-c", child, more]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        workers: list[Any] = [
+            subprocess.Popen(words, **pipes) for _ in range(num_workers)
+        ]
+        for each in workers:
+            each.stdout.readline()
+        pids = {number: each.pid for number, each in enumerate(workers)}
+        reader = UsageReader()
+        reader.read(pids)
+        begun_s = time.process_time()
+        for _ in range(200):
+            reader.read(pids)
+        took_ms = (time.process_time() - begun_s) * 1e3 / 200
+        present = len(read_processes())
+        print(
+            f"{num_workers} ranks, {num_processes} processes of {present} on this "
+            f"host: {took_ms:.2f} ms an answer"
+        )
+        for each in workers:
+            each.communicate(b"")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("kind", choices=["inspect", "watch", "usage"])
     parser.add_argument("--turns", type=int, default=12)
-    num_turns = parser.parse_args().turns
-    with tempfile.TemporaryDirectory() as folder:
-        script, out = Path(folder, "train.py"), Path(folder, "steps.json")
-        script.write_text(TRAIN)
-        limit_s = str(TURN_S * num_turns + 20)
-        words = ["run", "-n", "2", str(script), limit_s, str(out)]
-        with subprocess.Popen([sys.executable, "-m", "ronde", *words]) as process:
-            time.sleep(10)  # until the ranks train
-            [job] = [j for j in list_jobs() if j.job.head_pid == process.pid]
-            turns: list[tuple[bool, float, float]] = []
-            for turn in range(num_turns):
-                begun = time.time()
-                while (past_s := time.time() - begun) < TURN_S:
-                    if turn % 2:
-                        inspect(job.socket)
-                    time.sleep(1 - past_s % 1)
-                turns.append((bool(turn % 2), begun, time.time()))
-        steps = json.loads(out.read_text())
-    for is_inspected in (False, True):
-        means_ms = [
-            1e3 * statistics.mean(took for at, took in steps if first <= at <= last)
-            for is_one, first, last in turns
-            if is_one == is_inspected
-        ]
-        name = "inspected" if is_inspected else "alone"
-        print(
-            f"{name:9} {statistics.median(means_ms):.3f} ms",
-            *map("{:.3f}".format, means_ms),
-        )
+    options = parser.parse_args()
+    if options.kind == "usage":
+        measure_usage()
+    else:
+        measure(options.kind, options.turns)
 
 
 if __name__ == "__main__":

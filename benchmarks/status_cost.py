@@ -1,13 +1,14 @@
-"""Time the cost of statuses: a training step, and the controller of 1,000 ranks.
+"""Time the cost of statuses: a training step, and the controller of many ranks.
 
     ronde run -n 2 python benchmarks/status_cost.py mnist_cnn mlp
-    python benchmarks/status_cost.py table
+    python benchmarks/status_cost.py table --ranks 512
 
 The first trains with the reporter on and off in turn, some seconds each: the median
 over these pairs of the ratios of their median and of their mean steps. The second
-feeds the controller's table, once a second, the frames of 125 agents with 8 ranks
-each, while a reader takes every version, and shows its processor time. What one report
-takes of a rank, in microseconds a second, is shown with the first.
+feeds the controller's table, once a second, the frames of agents with 8 ranks each,
+while a reader takes every version, and shows its processor time; each host's observer
+also answers a question every second. What one report takes of a rank, in microseconds a
+second, is shown with the first.
 """
 
 import argparse
@@ -19,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from typing import Any, cast
 
 from ronde.launch import (
     FROM_AGENT,
@@ -30,11 +32,15 @@ from ronde.launch import (
     find_sockets,
     wait_for,
 )
+from ronde.launch.wire.messages import Observed
+from ronde.monitor import GpuUsage, HostUsage, Interface, ProcessUsage
+from ronde.plain_values import to_plain
 from ronde.status import (
     Part,
     PendingCollective,
     RankStatus,
     StatusReporter,
+    StepTime,
     WorkerInfo,
     encode_status,
 )
@@ -43,7 +49,7 @@ from ronde.world.environment import send_to_agent
 
 _PHASE_S = 3.0
 _WARM_S = 5.0
-_NUM_AGENTS, _RANKS_EACH, _REFRESHES = 125, 8, 20
+_RANKS_EACH, _REFRESHES = 8, 20
 _CHANNEL = "RONDE_CHANNEL"
 
 
@@ -51,10 +57,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("subjects", nargs="+", metavar="MODEL|table")
     parser.add_argument("--pairs", type=int, default=15)
+    parser.add_argument("--ranks", type=int, default=1000, help="of the table")
     options = parser.parse_args()
     for subject in options.subjects:
         is_table = subject == "table"
-        record = measure_table() if is_table else measure(subject, options.pairs)
+        record = (
+            measure_table(options.ranks)
+            if is_table
+            else measure(subject, options.pairs)
+        )
         if record:
             print(json.dumps({"subject": subject, **record}), flush=True)
 
@@ -141,44 +152,71 @@ _READER = """
 import socket, sys
 sock = socket.socket(socket.AF_UNIX)
 sock.connect(sys.argv[1])
+sock.sendall(b'{"ask": "usage"}\\n')
 while sock.recv(1 << 20):
     pass
 """
 
 
-def measure_table() -> dict[str, float]:
-    """Return the share of one core that the table of 1,000 ranks takes."""
-    size = _NUM_AGENTS * _RANKS_EACH
+def measure_table(size: int) -> dict[str, float]:
+    """Return the share of one core that a table of so many ranks takes."""
+    agents = range(size // _RANKS_EACH)
     rows = [
         WorkerInfo(n, n, f"node{n // 8:03}", 1000 + n, "running", None, 0.0, None)
         for n in range(size)
     ]
-    decoders = [MessageDecoder(FROM_AGENT) for _ in range(_NUM_AGENTS)]
+    decoders = [MessageDecoder(FROM_AGENT) for _ in agents]
+    questions: list[Any] = []
     with closing(StatusService("table", ("train.py",))) as service:
-        service.begin(0, lambda: rows)
+        service.begin(0, lambda: rows, questions.append)
         (path,) = [p for p in find_sockets() if p.parent == service.directory]
         with subprocess.Popen([sys.executable, "-c", _READER, str(path)]):
             frames = [
-                [_frame(agent, refresh) for agent in range(_NUM_AGENTS)]
+                [_frame(agent, refresh) for agent in agents]
                 for refresh in range(_REFRESHES)
             ]
+            answers = [_answer(agent) for agent in agents]
             _serve(service, time.monotonic() + 1.0)
             begun_s, cpu_s = time.monotonic(), time.process_time()
             for refresh, sent in enumerate(frames):
-                for decoder, frame in zip(decoders, sent, strict=True):
-                    for message in decoder.feed(frame):
-                        service.on_statuses(message)
+                reader = str(json.loads(questions[-1].line)["reader"])
+                for agent, decoder in zip(agents, decoders, strict=True):
+                    answer = encode(Observed(answers[agent].replace("READER", reader)))
+                    for message in decoder.feed(sent[agent] + answer):
+                        if isinstance(message, Observed):
+                            service.on_observed(f"node{agent:03}", message.line)
+                        else:
+                            service.on_statuses(message)
                 _serve(service, begun_s + refresh + 1.0)
             cpu_s = time.process_time() - cpu_s
             wall_s = time.monotonic() - begun_s
             service.close()
     sizes = [len(frame) for frame in frames[0]]
+    if not questions:
+        raise RuntimeError("the reader has not asked")
     return {
         "ranks": size,
         "share_of_a_core": cpu_s / wall_s,
         "refreshes": _REFRESHES,
         "bytes_a_second": sum(sizes),
     }
+
+
+def _answer(agent: int) -> str:
+    gpu = GpuUsage(
+        *(0, "NVIDIA H100 80GB HBM3", 0.97, 60 << 30, 80 << 30),
+        *(650.5, 61.0, 1755, 1980, (), (1000,)),
+    )
+    port = Interface("mlx5_0:1", 10**15, 10**15, 0, 4 * 10**11)
+    usage = HostUsage(
+        *(1e5, 1e6, 128, 10**12, 2 * 10**12, 10**9, 10**12, 0),
+        interfaces=(port,) * 9,
+        gpus=(gpu,) * 8,
+        gpu_problem="",
+        workers={str(8 * agent + n): ProcessUsage(1e5, 10**10) for n in range(8)},
+    )
+    plain = cast("dict[str, object]", to_plain(usage))
+    return json.dumps({"reader": "READER", **plain}).replace('"READER"', "READER")
 
 
 def _frame(agent: int, refresh: int) -> bytes:
@@ -196,7 +234,17 @@ def _frame(agent: int, refresh: int) -> bytes:
             for n in range(2)
         )
         status = RankStatus(
-            1000 + worker, refresh, collectives, 2, 3 << 30, 40 << 30, {}
+            pid=1000 + worker,
+            step=refresh,
+            collectives=collectives,
+            num_collectives=2,
+            rss_bytes=3 << 30,
+            device_bytes=40 << 30,
+            progress={"loss": 2.123456789, "tokens": 1e6 * refresh},
+            steps=tuple(
+                StepTime(refresh * 16 + n, 0.5123456, 0.1123456, 0.0123456, 0.0012345)
+                for n in range(16)
+            ),
         )
         found.append(StatusText(worker, encode_status(status), 0.4))
     return encode(Statuses(tuple(found)))

@@ -41,6 +41,7 @@ from ronde.status import (
     JobStatus,
     PendingCollective,
     RankStatus,
+    StepTime,
     WorkerInfo,
     decode_status,
     encode_status,
@@ -110,6 +111,11 @@ def test_a_status_is_one_line_that_the_kernel_takes_whole():
     assert found.num_collectives == 8
     assert [each.ranks for each in found.collectives] == [(UNKNOWN,)]
     assert decode_status({"step": 3}) is None
+    timed = whole._replace(steps=(StepTime(3, 0.5, 0.25, 0.0, 0.0),))
+    plain = json.loads(encode_status(timed))
+    assert decode_status(plain) == timed
+    for bad in ([[3, 0.5]], [[3, 1, 1, 1, "x"]], [3], 3):
+        assert decode_status({**plain, "steps": bad}) is None
 
 
 def test_few_ranks_are_drawn_one_a_line():

@@ -108,20 +108,21 @@ class _ProcessTree:
             str(worker): self._read_tree(pid, children) for worker, pid in pids.items()
         }
 
-    def _read_tree(self, pid: int, children: Mapping[int, list[int]]) -> ProcessUsage:
-        cpu_s, rss_bytes, waiting = 0.0, 0, [pid]
+    def _read_tree(self, pid: int, children: dict[int, list[int]]) -> ProcessUsage:
+        num_ticks, num_pages, waiting = 0, 0, [pid]
         while waiting:
             own = waiting.pop()
-            waiting += children.get(own, ())
+            # Removed, since a reused pid could make a circle.
+            waiting += children.pop(own, ())
             try:
                 fields = read_stat(own)
             except OSError:
                 continue
             # Numbers of fields as in proc(5), minus 2: utime to cstime, and rss.
             self._parents[own] = int(fields[2])
-            cpu_s += sum(map(int, fields[12:16])) / _TICKS_PER_S
-            rss_bytes += int(fields[22]) * _PAGE_BYTES
-        return ProcessUsage(cpu_s, rss_bytes)
+            num_ticks += sum(map(int, fields[12:16]))
+            num_pages += int(fields[22])
+        return ProcessUsage(num_ticks / _TICKS_PER_S, num_pages * _PAGE_BYTES)
 
 
 def _read_cpu_s(root: str) -> float:

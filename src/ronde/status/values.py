@@ -66,7 +66,8 @@ def _dump(status: RankStatus) -> str:
 def decode_status(plain: Any) -> RankStatus | None:  # noqa: ANN401  any JSON
     """Return the status in a JSON value; None if another version wrote it."""
     try:
-        steps = [dict(zip(StepTime._fields, e, strict=True)) for e in plain["steps"]]
-        return from_plain(RankStatus, {**plain, "steps": steps})
+        steps = [StepTime(int(n), *map(float, parts)) for n, *parts in plain["steps"]]
+        found = from_plain(RankStatus, {**plain, "steps": []})
+        return found._replace(steps=tuple(steps))
     except (PlainValueError, LookupError, TypeError, ValueError):
         return None
