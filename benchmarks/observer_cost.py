@@ -1,7 +1,7 @@
 """The cost of looking into a running job.
 
-    python benchmarks/observer_cost.py inspect --turns 12
-    python benchmarks/observer_cost.py watch --turns 24
+    python benchmarks/observer_cost.py inspect --turns 25
+    python benchmarks/observer_cost.py watch --turns 25
     python benchmarks/observer_cost.py usage
 
 Two ranks train a small MLP, in turns of five seconds. ``inspect``: in every second turn
@@ -32,14 +32,14 @@ from ronde.processes import descendants, read_processes, read_stat, read_text
 TURN_S = 5.0
 WARM_S = 1.5  # of each turn, in which reports begin or end
 TRAIN = """
-import gc, json, os, sys, time
+import gc, json, os, pathlib, sys, time
 import torch
 import ronde.torch as hvd
 from ronde.session import current_session
 from ronde.status import StatusReporter
 
-begins, turn_s, num_turns = map(float, sys.argv[1:4])
-is_switched, turn = sys.argv[4] == "watch", 0
+folder, turn_s, num_turns = pathlib.Path(sys.argv[1]), *map(float, sys.argv[2:4])
+is_switched, turn, begins = sys.argv[4] == "watch", 0, None
 channel = os.environ["RONDE_CHANNEL"]
 hvd.init()
 torch.manual_seed(0)
@@ -49,7 +49,9 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
 inputs, steps, is_over = torch.ones(64, 256), [], False
 while not is_over:
-    now = int((time.time() - begins) // turn_s)
+    if begins is None and len(steps) % 50 == 0 and (folder / "begins").exists():
+        begins = float((folder / "begins").read_text())
+    now = 0 if begins is None else int((time.time() - begins) // turn_s)
     if is_switched and now != turn:
         turn = now
         os.environ["RONDE_CHANNEL"] = channel if turn % 2 else ""
@@ -65,8 +67,9 @@ while not is_over:
     steps.append((time.time(), time.perf_counter() - begun))
     if len(steps) % 50 == 0:
         is_over = hvd.allreduce(torch.tensor([float(now >= num_turns)]), op=hvd.Max)
+        (folder / f"trains-{hvd.rank()}").touch()
 if hvd.rank() == 0:
-    open(sys.argv[5], "w").write(json.dumps(steps))
+    (folder / "steps.json").write_text(json.dumps(steps))
 """
 
 
@@ -96,15 +99,19 @@ def watch(socket: Path, until_s: float) -> None:
 
 def measure(kind: str, num_turns: int) -> None:
     look = watch if kind == "watch" else inspect
-    with tempfile.TemporaryDirectory() as folder:
-        script, out = Path(folder, "train.py"), Path(folder, "steps.json")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        script, begin = folder / "train.py", folder / "begins"
         script.write_text(TRAIN)
-        begins = time.time() + 2 * TURN_S + TURN_S * (num_turns % 2)
-        numbers = map(str, (begins, TURN_S, num_turns))
-        words = ["run", "-n", "2", str(script), *numbers, kind, str(out)]
+        words = ["run", "-n", "2", str(script), name, str(TURN_S), str(num_turns), kind]
         with subprocess.Popen([sys.executable, "-m", "ronde", *words]) as process:
+            while len(list(folder.glob("trains-*"))) < 2:
+                time.sleep(0.1)
+            begins = time.time() + 2.0
+            (folder / "new").write_text(str(begins))
+            (folder / "new").rename(begin)
             observer_s = take_turns(process.pid, begins, num_turns, look)
-        steps = json.loads(out.read_text())
+        steps = json.loads((folder / "steps.json").read_text())
     turns = [
         [took for at, took in steps if WARM_S <= at - begins - TURN_S * turn <= TURN_S]
         for turn in range(num_turns)
@@ -191,7 +198,7 @@ def measure_usage() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("kind", choices=["inspect", "watch", "usage"])
-    parser.add_argument("--turns", type=int, default=12)
+    parser.add_argument("--turns", type=int, default=25, help="at least 5, odd")
     options = parser.parse_args()
     if options.kind == "usage":
         measure_usage()

@@ -1,4 +1,4 @@
-"""The state of a host's GPUs, from NVML, whose calls may hang in the driver."""
+"""The state of a host's GPUs, from NVML. Its calls may hang in the driver."""
 
 import threading
 import time

@@ -1,4 +1,4 @@
-"""The observer's answer to ``usage``: what a host and its ranks' processes use.
+"""The observer's answer to ``usage``: figures of a host and its ranks' processes.
 
 Figures come from /proc and /sys, and the GPUs' from NVML. The kernel adds the CPU time
 of an ended child to its parent, so that of a worker does not fall when one ends; it may
@@ -42,7 +42,7 @@ _PORT_ERRORS = (
 
 
 def read_usage(pids: Mapping[int, int]) -> HostUsage:
-    """Return what this host and the processes of workers use."""
+    """Return the usage of this host and of the processes of workers."""
     return _own_reader().read(pids)
 
 
