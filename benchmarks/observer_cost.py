@@ -60,11 +60,12 @@ while not is_over:
             reporter.add(optimizer.report)
             reporter.add(current_session().waits.report)
             gc.callbacks.pop()  # the first reporter's is enough
-    begun = time.perf_counter()
+    begun, begun_cpu = time.perf_counter(), time.process_time()
     optimizer.zero_grad()
     model(inputs).sum().backward()
     optimizer.step()
-    steps.append((time.time(), time.perf_counter() - begun))
+    cpu = time.process_time() - begun_cpu
+    steps.append((time.time(), time.perf_counter() - begun, cpu))
     if len(steps) % 50 == 0:
         is_over = hvd.allreduce(torch.tensor([float(now >= num_turns)]), op=hvd.Max)
         (folder / f"trains-{hvd.rank()}").touch()
@@ -112,12 +113,17 @@ def measure(kind: str, num_turns: int) -> None:
             (folder / "new").rename(begin)
             observer_s = take_turns(process.pid, begins, num_turns, look)
         steps = json.loads((folder / "steps.json").read_text())
-    turns = [
-        [took for at, took in steps if WARM_S <= at - begins - TURN_S * turn <= TURN_S]
-        for turn in range(num_turns)
-    ]
-    for name, of_turn in ("median", statistics.median), ("mean", statistics.mean):
-        print_ratios(name, [1e3 * of_turn(own) for own in turns])
+
+    def is_in(turn: int, step: Sequence[float]) -> bool:
+        return WARM_S <= step[0] - begins - TURN_S * turn <= TURN_S
+
+    statistic = {"median": statistics.median, "mean": statistics.mean}
+    for name, column in (("median", 1), ("mean", 1), ("mean", 2)):
+        turns_ms = [
+            1e3 * statistic[name](step[column] for step in steps if is_in(turn, step))
+            for turn in range(num_turns)
+        ]
+        print_ratios(f"{name}{' CPU time' * (column == 2)}", turns_ms)
     share = observer_s / (TURN_S * (num_turns // 2))
     print(f"the observer took {share:.2%} of a core while it was asked")
 
@@ -157,7 +163,7 @@ def print_ratios(name: str, turns_ms: Sequence[float]) -> None:
         max(a, b) / min(a, b) for a, b in pairwise(turns_ms[::2])
     ]  # of turns without a look
     print(
-        f"{name:6} {statistics.median(turns_ms[::2]):.3f} ms alone; ratio "
+        f"{name:13} {statistics.median(turns_ms[::2]):.3f} ms alone; ratio "
         f"{statistics.median(ratios):.3f}, quartiles "
         f"{', '.join(f'{q:.3f}' for q in statistics.quantiles(ratios)[::2])}; "
         f"two turns alone differ by {statistics.median(noise) - 1:.1%}",
