@@ -114,7 +114,7 @@ class ProfileTraits(NamedTuple):
     is_loading_itself: bool  # a DataLoader without worker processes
     is_ddp_opaque: bool  # DDP of another backend communicates inside backward()
     has_gpus: bool
-    rounds: str  # ``steps`` or ``slices``
+    rounds: str  # ``steps`` or ``periods``
     num_rounds: int
     failed: float  # share of readings that failed
     problems: tuple[tuple[int, str], ...]  # worker, and why a window has no samples
@@ -305,17 +305,20 @@ def _split_waiting(
             continue
         own = shares[members, index]
         mean, last = float(own.mean()), members[own.argmin()]
-        deviation = math.sqrt(mean * (1 - mean) / counts[members, index].min())
+        deviation = math.sqrt(
+            max(0.0, mean * (1 - mean)) / counts[members, index].min()
+        )
         noise = deviation * (1 + math.sqrt(2 * math.log(len(members))))
         is_late = mean - own.min() > noise
-        exposed = ratio * (float(own.min()) if is_late else mean)
-        parts[members, index] = 1 - np.minimum(1.0, _divide(exposed, own, 1.0))
+        exposed = float(own.min()) if is_late else own
+        part = 1.0 - ratio * _divide(exposed, own, 1.0)
+        parts[members, index] = np.maximum(0.0, part)
         waits[last, index] = is_late * (parts * blocked)[:, index].sum()
     communication = time.cells[:, :, _COMM]
     waiting = communication * parts[:, None, time.slices]
     time.cells[:, :, _COMM] -= waiting
     time.cells[:, :, _WAITING] += waiting
-    rounds = "slices"
+    rounds = "periods"
     if len(step_waits) and ratio < _ALTERNATES:
         rounds, waits = "steps", step_waits
     blame = _divide(waits.sum(1), waits.sum()) * _divide(

@@ -24,12 +24,11 @@ _MOST_LINES, _MOST_RANKS = 15, 32
 
 def draw_profile(report: ProfileReport) -> str:
     """Format headline, shares, advice, lines and ranks, in at most 100 columns."""
-    job, num = report.job, sum(rank.num_samples for rank in report.ranks)
+    job = report.job
     lines = [
         find_headline(report),
         shorten(f"job {job.job_id}: {shlex.join(job.command)}", _WIDTH - 3),
-        f"{counted(num, 'sample')} of {counted(len(report.ranks), 'rank')} in "
-        f"{format_duration(report.duration_s)}, {report.rate_hz} a second.",
+        describe_sampling(report),
     ]
     bars = [
         f"{label:20}{getattr(report.shares, kind):6.1%}  "
@@ -40,6 +39,17 @@ def draw_profile(report: ProfileReport) -> str:
     parts = ["\n".join([*lines, "", *bars, ""]), "".join(advice)]
     parts += [_draw_lines(report), _draw_ranks(report)]
     return "\n".join(part for part in parts if part)
+
+
+def describe_sampling(report: ProfileReport) -> str:
+    num = sum(rank.num_samples for rank in report.ranks)
+    ranks, length = (
+        counted(len(report.ranks), "rank"),
+        format_duration(report.duration_s),
+    )
+    return (
+        f"{counted(num, 'sample')} of {ranks} in {length}, {report.rate_hz} a second."
+    )
 
 
 def _draw_lines(report: ProfileReport) -> str:
