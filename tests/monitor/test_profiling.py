@@ -92,7 +92,10 @@ def test_shares_are_those_of_the_samples():
     assert report.shares == pytest.approx((0.6, 0, 0, 0.3, 0.08, 0, 0.02), abs=1e-12)
     assert math.fsum(report.shares) == 1
     assert report.ranks[0].shares == report.shares
-    assert [line.place for line in report.lines][:2] == ["train.py:40", "train.py:88"]
+    assert [line.location for line in report.lines][:2] == [
+        "train.py:40",
+        "train.py:88",
+    ]
     assert sum(map(sum, report.bins)) == pytest.approx(1)
     assert find_headline(report) == (
         "train.py spends its time computing in this configuration (1 rank on 1 node)."
@@ -179,7 +182,7 @@ def test_slow_input_is_advised_upon_with_its_loop():
     assert find_headline(report).startswith("train.py spends its time computing")
     [text] = advice_of(report, "input")
     assert text.startswith("40% of the time goes to input at train.py:88. Its Data")
-    assert "no workers" in text
+    assert "no workers: the rank loads" in text
     assert text.endswith("Gain: at most 1.67x.")
     [text] = advice_of(summarize({"loader": 400, "compute": 600}), "input")
     assert "more workers (num_workers)" in text
@@ -193,21 +196,21 @@ def test_communication_and_checkpoints_are_advised_upon():
     assert text.startswith("70% of the time is communication by shared_memory that no")
     assert "train.py:45" in text
     assert "train.py:52" in advice_of(report, "checkpoint")[0]
-    gains = [each.gain for each in find_advice(report) if each.gain]
+    gains = [each.gain for each in find_advice(report) if each.kind != "note"]
     assert gains == pytest.approx([1 / 0.3, 1 / 0.8])
 
 
 def test_uneven_lines_are_advised_upon_if_no_rank_waits():
     report = summarize({"compute": 900, "model": 100}, {"compute": 600, "model": 400})
     [text] = advice_of(report, "compute")
-    assert "of rank 0, and 75% of the median rank's" in text
+    assert text.startswith("model.py:212 takes 40% of the time of rank 1, and 10% of")
 
 
 def test_notes_name_shares_without_gain_and_the_limits_of_the_figures():
     report = summarize({"compute": 100, "ddp": 10}, {}, rate_hz=50)
     text = "\n".join(advice_of(report, "note"))
     assert "No time in communication, waiting for late ranks, input or checkp" in text
-    assert "Few samples: 220 per rank. A share of one rank may be off by 7%" in text
+    assert "Few samples: 220 per rank. A share of one rank may be off by 7% of" in text
     assert "Without samples: rank 1. " in text
     assert "DDP communicates inside backward(), in C++" in text
 
@@ -216,7 +219,7 @@ def test_failed_readings_are_reported():
     profile = make_profile({"compute": 1000})
     window = profile.windows[0]._replace(runs=(), problem="py-spy is not installed")
     report = summarize_profile(profile._replace(windows=(window, profile.windows[1])))
-    text = "50% of the readings failed: py-spy is not installed."
+    text = "50% of the readings failed (py-spy is not installed)."
     assert text in " ".join(advice_of(report, "note"))
     assert report.shares.compute == 1
     lost = profile._replace(windows=(window,))

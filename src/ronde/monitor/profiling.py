@@ -76,8 +76,8 @@ class LineReport(NamedTuple):
     context: tuple[str, ...]  # lines of source; () if unknown
 
     @property
-    def place(self) -> str:
-        return name_place(self.file, self.line)
+    def location(self) -> str:
+        return name_location(self.file, self.line)
 
     @property
     def text(self) -> str:
@@ -110,7 +110,7 @@ class ProfileTraits(NamedTuple):
 
     name: str  # of the program
     engine: str  # of its collectives
-    input_place: str  # of the loop over the DataLoader
+    input_location: str  # of the loop over the DataLoader
     is_loading_itself: bool  # a DataLoader without worker processes
     is_ddp_opaque: bool  # DDP of another backend communicates inside backward()
     has_gpus: bool
@@ -150,7 +150,7 @@ def read_source(file: str, before: float) -> Sequence[str]:
         return ()
 
 
-def name_place(file: str, line: int) -> str:
+def name_location(file: str, line: int) -> str:
     """Return ``train.py:41``; a file that every package has keeps its directory."""
     parts = Path(file).parts[-2:]
     is_common = bool(parts) and parts[-1] in ("__init__.py", "__main__.py")
@@ -176,7 +176,7 @@ def summarize_profile(
     traits = ProfileTraits(
         name=_name_program(status.job.command),
         engine=reader.engine,
-        input_place=time.input_place,
+        input_location=time.input_location,
         is_loading_itself=reader.is_loading_itself,
         is_ddp_opaque=reader.is_ddp_opaque,
         has_gpus=has_gpus,
@@ -248,8 +248,8 @@ class _Times:
                 spent[own[index].line] += count * each_s
                 if loop := own[index].loop:
                     loops[loop] += count
-        self.input_place = (
-            name_place(*max(loops, key=lambda e: loops[e])) if loops else ""
+        self.input_location = (
+            name_location(*max(loops, key=lambda e: loops[e])) if loops else ""
         )
         least = _LEAST_SHARE * sum(spent.values())
         found = [line for line, s in spent.most_common() if line and s >= least]

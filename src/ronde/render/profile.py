@@ -67,7 +67,7 @@ def _line_row(line: LineReport) -> Sequence[str]:
         f"{sum(line.shares):.1%}",
         LABELS[kind],
         f"{min(on_ranks):.0%}-{max(on_ranks):.0%}",
-        shorten(line.place, 24),
+        shorten(line.location, 24),
         shorten(line.text, 28),
     )
 

@@ -42,9 +42,7 @@ def _page_data(report: ProfileReport) -> dict[str, object]:
         "num": report.num_bins,
         "stride": report.stride,
         "bins": _millionths(report.bins),
-        "advice": [
-            {"text": each.text, "place": each.place} for each in find_advice(report)
-        ],
+        "advice": [each.text for each in find_advice(report)],
         "lines": [_line_data(line) for line in report.lines],
         "ranks": [_rank_data(rank) for rank in report.ranks],
     }
@@ -52,7 +50,7 @@ def _page_data(report: ProfileReport) -> dict[str, object]:
 
 def _line_data(line: LineReport) -> dict[str, object]:
     return {
-        "place": line.place,
+        "location": line.location,
         "where": f"{line.file}:{line.line} in {line.function}",
         "line": line.line,
         "text": line.text,
