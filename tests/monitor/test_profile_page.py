@@ -100,7 +100,7 @@ def test_a_range_is_selected_by_dragging(page, file):
     page.mouse.move(box["x"] + box["width"] / 2 - 9, box["y"] + 9)
     page.mouse.up()
     assert shares(page) == ["100.0%", "0.0%"]
-    page.get_by_text("Whole time").click()
+    page.get_by_role("button").get_by_text("Whole time").click()
     assert shares(page) == ["50.0%", "50.0%"]
 
 

@@ -201,9 +201,10 @@ def test_communication_and_checkpoints_are_advised_upon():
 
 
 def test_uneven_lines_are_advised_upon_if_no_rank_waits():
-    report = summarize({"compute": 900, "model": 100}, {"compute": 600, "model": 400})
+    usual = {"compute": 800, "model": 100, "step": 100}
+    report = summarize(usual, usual, {"compute": 600, "model": 400})
     [text] = advice_of(report, "compute")
-    assert text.startswith("model.py:212 takes 40% of the time of rank 1, and 10% of")
+    assert text.startswith("model.py:212 takes 40% of the time of rank 2, and 10% of")
 
 
 def test_notes_name_shares_without_gain_and_the_limits_of_the_figures():

@@ -188,7 +188,8 @@ def advise_balance(report: ProfileReport) -> Advice | None:
         key=lambda found: found[0],
         default=(0.0, 0, None),
     )
-    if line is None or excess < _LEAST_PART:
+    nums = [rank.num_samples for rank in report.ranks if rank.num_samples]
+    if line is None or excess < max(_LEAST_PART, 2.0 * min(nums) ** -0.5):
         return None
     own = line.own_shares()[index]
     text = f"{line.location} takes {own:.0%} of the time of "

@@ -7,10 +7,10 @@ Note [Late ranks in samples]
     of the other ranks' is waiting for it, as in Note [Waiting and communication] of
     ``monitor.view``. A difference that sampling alone may cause is no waiting.
 
-    If the last rank changes from step to step, a slice hides it. Ranks that report the
-    times of their steps show how much: the sum over steps of the shortest blocked time,
-    divided by the shortest sum of a rank. The exposed communication of every slice is
-    multiplied by this ratio, which is 1 without such reports.
+    If the last rank changes from step to step, slices hide it. Ranks that report the
+    times of their last steps show the share of waiting in these. If it is larger than
+    that of the last slices, the difference is waiting too, and all slices lose this
+    part of their exposed communication.
 """
 
 import math
@@ -32,7 +32,8 @@ _MOST_LINES = 100
 _LEAST_SHARE = 0.001  # of a line in the report
 _SLICE_S, _SLICE_SAMPLES = 5.0, 200
 _LEAST_SAMPLES = 20  # of a rank in a slice that is compared with others
-_ALTERNATES = 0.9  # below this ratio, steps and not slices show the late ranks
+_RECENT_S = 8.0  # the time that the reported steps are of
+_LEAST_HIDDEN = 0.02
 _MOST_CELLS = 1600  # ranks times bins of a line
 _CONTEXT = 2  # lines of source before and after
 _MOST_SOURCE_BYTES = 4 << 20
@@ -294,56 +295,63 @@ def _split_waiting(
     Returns the kind and number of the rounds, and for each worker the share of the
     job's time that others wait for it and the number of its late rounds.
     """
-    ratio, step_waits = _read_steps(time, status)
     blocked = time.in_slices(time.cells[:, :, _COMM].sum(1))
-    shares = _divide(blocked, time.in_slices(time.cells.sum((1, 2))))
-    counts = time.in_slices(time.counts)
-    parts, waits = np.zeros_like(shares), np.zeros_like(shares)
+    spent, counts = time.in_slices(time.cells.sum((1, 2))), time.in_slices(time.counts)
+    shares = _divide(blocked, spent)
+    parts, last = np.zeros_like(shares), np.full(shares.shape[1], -1)
     for index in range(shares.shape[1]):
         members = np.flatnonzero(counts[:, index] >= _LEAST_SAMPLES)
         if len(members) < 2:
             continue
         own = shares[members, index]
-        mean, last = float(own.mean()), members[own.argmin()]
+        mean, least = float(own.mean()), float(own.min())
         deviation = math.sqrt(
             max(0.0, mean * (1 - mean)) / counts[members, index].min()
         )
-        noise = deviation * (1 + math.sqrt(2 * math.log(len(members))))
-        is_late = mean - own.min() > noise
-        exposed = float(own.min()) if is_late else own
-        part = 1.0 - ratio * _divide(exposed, own, 1.0)
-        parts[members, index] = np.maximum(0.0, part)
-        waits[last, index] = is_late * (parts * blocked)[:, index].sum()
+        if mean - least > deviation * (1 + math.sqrt(2 * math.log(len(members)))):
+            last[index] = members[own.argmin()]
+            parts[members, index] = 1.0 - _divide(least, own, 1.0)
+    waited, step_waits = _read_steps(time, status)
+    recent = slice(-max(1, round(_RECENT_S * len(last) / time.duration_s)), None)
+    waits = parts * blocked
+    hidden = waited - _divide(waits[:, recent].sum(), spent[:, recent].sum())
+    exposed = _divide((blocked - waits)[:, recent].sum(), spent[:, recent].sum())
+    rounds, num_rounds = "periods", len(last)
+    if hidden > _LEAST_HIDDEN:
+        kept = 1.0 - min(1.0, _divide(hidden, exposed))
+        parts = 1.0 - kept * (1.0 - parts)
+        rounds, num_rounds = "steps", step_waits.shape[1]
     communication = time.cells[:, :, _COMM]
     waiting = communication * parts[:, None, time.slices]
     time.cells[:, :, _COMM] -= waiting
     time.cells[:, :, _WAITING] += waiting
-    rounds = "periods"
-    if len(step_waits) and ratio < _ALTERNATES:
-        rounds, waits = "steps", step_waits
-    blame = _divide(waits.sum(1), waits.sum()) * _divide(
+    caused = step_waits
+    if rounds == "periods":
+        caused = (last == np.arange(len(parts))[:, None]) * waits.sum(0)
+    blame = _divide(caused.sum(1), caused.sum()) * _divide(
         waiting.sum(), time.cells.sum()
     )
-    late = [[float(b), int(n)] for b, n in zip(blame, (waits > 0).sum(1), strict=True)]
-    return rounds, waits.shape[1], late
+    late = [[float(b), int(n)] for b, n in zip(blame, (caused > 0).sum(1), strict=True)]
+    return rounds, num_rounds, late
 
 
 def _read_steps(time: _Times, status: JobStatus) -> tuple[float, _Array]:
-    """Return the ratio of the note above, and each worker's waits caused, by step."""
+    """Return the share of waiting in reported steps, and the seconds of it.
+
+    The seconds are in the row of the rank that the others waited for, by step.
+    """
     rows = {row.worker: row.status.steps for row in status.workers if row.status}
-    steps = {w: {each.step: each for each in rows[w]} for w in rows if rows[w]}
-    common = set[int]().union(*steps.values()).intersection(*steps.values())
-    blocked = np.array([[steps[w][s].blocked_s for s in sorted(common)] for w in steps])
-    least = blocked.sum(1).min() if blocked.size else 0.0
-    if len(steps) < 2 or not least:
-        return 1.0, np.zeros((0, 0))
-    waits = np.zeros((len(time.workers), blocked.shape[1]))
-    known = list(steps)
-    for step, column in enumerate(blocked.T):
-        last = known[int(column.argmin())]
-        if last in time.workers:
-            waits[time.workers.index(last), step] = (column - column.min()).sum()
-    return min(1.0, float(blocked.min(0).sum() / least)), waits
+    rows = {w: {each.step: each for each in rows[w]} for w in rows if rows[w]}
+    common = sorted(set[int]().union(*rows.values()).intersection(*rows.values()))
+    waits = np.zeros((len(time.workers), len(common)))
+    if len(rows) < 2 or not common or not rows.keys() <= {*time.workers}:
+        return 0.0, waits
+    blocked = np.array([[rows[w][step].blocked_s for step in common] for w in rows])
+    total_s = sum(rows[w][step].total_s for w in rows for step in common)
+    waited_s = (blocked - blocked.min(0)).sum(0)
+    index = np.array([time.workers.index(w) for w in rows])
+    waits[index[blocked.argmin(0)], np.arange(len(common))] = waited_s
+    return float(_divide(waited_s.sum(), total_s)), waits
 
 
 def _move_gc(time: _Times, status: JobStatus) -> None:
