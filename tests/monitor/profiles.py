@@ -64,7 +64,11 @@ STACKS = {
     ),
     "synchronize": (called("synchronize", f"{TORCH}/cuda/__init__.py"), user(47)),
     "ddp": (called("DDP.forward", f"{TORCH}/nn/parallel/distributed.py"), user(40)),
-    "import": (called("_find_and_load", "<frozen importlib._bootstrap>"), user(1)),
+    "import": (
+        called("<module>", f"{TORCH}/utils/data/dataloader.py"),
+        called("_find_and_load", "<frozen importlib._bootstrap>"),
+        user(1),
+    ),
     "lost": (called("f", "/venv/lib/python3.11/queue.py"),),
 }
 NAMES = [*STACKS]

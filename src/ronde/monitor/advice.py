@@ -206,6 +206,15 @@ def note_nothing(report: ProfileReport) -> Advice | None:
     return note if names and any(report.shares) else None
 
 
+def note_start(report: ProfileReport) -> Advice | None:
+    part, location = report.shares.other, _location(report, "other")
+    text = (
+        f"{part:.0%} of the time is imports, garbage collection or not in your code, "
+    )
+    text += f"most of it at {location}. To leave a start out: ronde profile --attach."
+    return Advice("note", text) if part >= _LEAST_PART else None
+
+
 def note_precision(report: ProfileReport) -> Advice | None:
     """Report the error of shares of few samples: two standard deviations at most."""
     nums = [rank.num_samples for rank in report.ranks if rank.num_samples]
@@ -251,6 +260,7 @@ _RULES: Sequence[_Rule] = (
 )
 _NOTES: Sequence[_Rule] = (
     note_nothing,
+    note_start,
     note_precision,
     note_problems,
     note_ddp,

@@ -10,6 +10,7 @@ _LOADER = "/torch/utils/data/dataloader.py"
 _IN_PROCESS = "/torch/utils/data/_utils/fetch.py"  # else only worker processes run it
 _DDP = "/torch/nn/parallel/distributed.py"
 _GENERATED = ("", "<string>")  # code of named tuples; what py-spy cannot name
+_IMPORT = "<frozen importlib"
 _ENGINE = re.compile(r"/ronde/collectives/engines/(\w+)")
 _SYNC_CALL = re.compile(r"\.(item|cpu|tolist|numpy|synchronize|nonzero)\(|\.to\(.cpu")
 
@@ -39,7 +40,6 @@ _KINDS = (
     ("/webdataset/", "input"),
     ("/torch/nn/", "compute"),
     ("/torch/optim/", "compute"),
-    ("<frozen importlib", "other"),
 )
 
 
@@ -79,8 +79,12 @@ class StackReader:
         ]
         inner = frames[users[0]] if users else None
         line = (inner.file, inner.line, inner.function) if inner else None
+        called = frames[: users[0]] if users else frames
+        if any(frame.file.startswith(_IMPORT) for frame in called):
+            return StackKind("other", line)
         loaders = [i for i, frame in enumerate(frames) if _LOADER in frame.file]
-        self._has_ddp |= any(_DDP in frame.file for frame in frames)
+        # It wraps the model's forward().
+        self._has_ddp |= any(_DDP in f.file and "forward" in f.function for f in frames)
         if loaders:
             # Its user frames are the data set's; those outside iterate the loader.
             outer = [frames[index] for index in users if index > loaders[-1]]
@@ -88,7 +92,7 @@ class StackReader:
             self.is_loading_itself |= is_own
             loop = (outer[0].file, outer[0].line) if outer else None
             return StackKind("input", line, loop)
-        kind = self._kind(frames[: users[0]] if users else frames, inner)
+        kind = self._kind(called, inner)
         if kind == "communication":
             names = [_ENGINE.search(frame.file) for frame in frames]
             found = [name[1] for name in names if name]
