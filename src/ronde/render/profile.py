@@ -38,7 +38,9 @@ def draw_profile(report: ProfileReport) -> str:
     advice = [wrap("- ", each.text, _WIDTH, indent=2) for each in find_advice(report)]
     parts = ["\n".join([*lines, "", *bars, ""]), "".join(advice)]
     parts += [_draw_lines(report), _draw_ranks(report)]
-    return "\n".join(part for part in parts if part)
+    text = "\n".join(part for part in parts if part)
+    # A program's source may have anything in it.
+    return "".join(sign if sign.isprintable() or sign == "\n" else " " for sign in text)
 
 
 def describe_sampling(report: ProfileReport) -> str:
