@@ -222,7 +222,7 @@ def test_failed_readings_are_reported():
     profile = make_profile({"compute": 1000})
     window = profile.windows[0]._replace(runs=(), problem="py-spy is not installed")
     report = summarize_profile(profile._replace(windows=(window, profile.windows[1])))
-    text = "50% of the readings failed (py-spy is not installed)."
+    text = "50% of the expected samples are missing (py-spy is not installed)."
     assert text in " ".join(advice_of(report, "note"))
     assert report.shares.compute == 1
     lost = profile._replace(windows=(window,))

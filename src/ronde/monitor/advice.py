@@ -15,7 +15,7 @@ _LEAST_WAITING = 0.02
 _LEAST_PART, _LEAST_STOP = 0.05, 0.025
 _LEAST_SAMPLES = 1000
 _NOTHING = 0.01
-_MANY_FAILED = 0.1
+_MANY_MISSING = 0.1
 _STATES = {
     "compute": "spends its time computing",
     "communication": "is communication-bound",
@@ -225,13 +225,13 @@ def note_precision(report: ProfileReport) -> Advice | None:
 
 
 def note_problems(report: ProfileReport) -> Advice | None:
-    """Report ranks without samples, and failed readings."""
+    """Report ranks without samples, and missing samples."""
     missing = [name_report(rank) for rank in report.ranks if not rank.num_samples]
     reasons = dict.fromkeys(text for _, text in report.traits.problems)
-    if not (missing or reasons or report.traits.failed > _MANY_FAILED):
+    if not (missing or reasons or report.traits.missing > _MANY_MISSING):
         return None
-    failed = f"{report.traits.failed:.0%} of the readings failed"
-    text = f"Without samples: {list_first(missing)}" if missing else failed
+    missed = f"{report.traits.missing:.0%} of the expected samples are missing"
+    text = f"Without samples: {list_first(missing)}" if missing else missed
     text += f" ({list_first([*reasons], 2, '; ')})" * bool(reasons)
     return Advice("note", f"{text}. The shares are of the others.")
 

@@ -117,7 +117,7 @@ class ProfileTraits(NamedTuple):
     has_gpus: bool
     rounds: str  # ``steps`` or ``periods``
     num_rounds: int
-    failed: float  # share of readings that failed
+    missing: float  # share of the expected samples
     problems: tuple[tuple[int, str], ...]  # worker, and why a window has no samples
 
 
@@ -183,7 +183,7 @@ def summarize_profile(
         has_gpus=has_gpus,
         rounds=rounds,
         num_rounds=num_rounds,
-        failed=max(0.0, 1.0 - float(time.counts.sum()) / max(1.0, time.num_expected)),
+        missing=max(0.0, 1.0 - float(time.counts.sum()) / max(1.0, time.num_expected)),
         problems=tuple(
             dict.fromkeys((w.worker, w.problem) for w in profile.windows if w.problem)
         ),
