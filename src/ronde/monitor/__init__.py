@@ -5,13 +5,17 @@ from ronde.lazy_exports import lazy_exports
 __getattr__ = lazy_exports(
     __name__,
     {
+        "advice": "Advice find_advice find_headline",
         "asking": "InspectedJob choose_job inspect_job",
         "flight": "explain_dumps read_dumps",
         "gpus": "GpuReader HangingReader",
         "host": "UsageReader read_usage",
         "inspection": "Inspection KernelLine StackFrame",
         "observer": "find_kernel_lines",
+        "stack_kinds": "StackKind StackReader",
         "stacks": "read_by_signal",
+        "profiling": "LineReport ProfileReport ProfileShares ProfileTraits RankReport"
+        " summarize_profile",
         "samples": "Profile SampleWindow",
         "usage": "GpuUsage HostUsage Interface ProcessUsage",
         "view": "HostView JobView JobWatcher RankView Shares",

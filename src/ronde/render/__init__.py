@@ -18,6 +18,9 @@ __getattr__ = lazy_exports(
         "hosts": "fold_hosts write_hostfile",
         "job": "plan_text summarize tabulate_failures",
         "jobs": "draw_jobs",
+        "profile": "draw_profile",
+        "profile_exports": "write_collapsed write_speedscope",
+        "profile_page": "write_page",
         "text": "format_ranks format_runs parse_ranks",
         "topo_log": "count_findings draw_log draw_log_findings",
         "topo_tables": (
