@@ -19,6 +19,7 @@ from weakref import ref
 _LEAST, _MOST_STEPS = 4, 16  # in a report
 _RECENT_S = 8.0  # two ranks' reports may be five seconds apart
 _MOST_KEPT = 4096
+_GOLDEN = 0x9E3779B97F4A7C15  # 2**64 by the golden ratio: multiples spread evenly
 _MOST_OTHERS = 8  # steps of other optimizers before one of them counts
 
 
@@ -119,8 +120,9 @@ class StepMeter:
     def sample(self, newest: int | None = None) -> tuple[StepTime, ...]:
         """Return at most 16 of the last seconds' steps, and at least four.
 
-        Ranks choose equal numbers, the multiples of a power of two. ``newest`` is the
-        number of the last step if the job counts otherwise than the optimizer.
+        Ranks choose equal numbers, but no regular ones, as a program may do something
+        in every second step. ``newest`` is the number of the last step if the job
+        counts otherwise than the optimizer.
         """
         kept = [*self._steps.copy()]
         since_s = self._clock.read_s() - _RECENT_S
@@ -131,10 +133,10 @@ class StepMeter:
         if newest is not None and steps and not self._is_explicit:
             ahead = newest - steps[-1].step
             steps = [each._replace(step=each.step + ahead) for each in steps]
-        stride = 1
+        below = 1 << 64
         while len(steps) > _MOST_STEPS:
-            stride *= 2
-            steps = [each for each in steps if each.step % stride == 0]
+            below //= 2
+            steps = [e for e in steps if e.step * _GOLDEN % (1 << 64) < below]
         return tuple(steps)
 
     def _forget(self) -> None:
