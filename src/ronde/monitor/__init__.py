@@ -7,12 +7,15 @@ __getattr__ = lazy_exports(
     {
         "asking": "InspectedJob choose_job inspect_job",
         "flight": "explain_dumps read_dumps",
+        "http_server": "HttpServer",
         "inspection": "Inspection KernelLine StackFrame",
+        "metrics": "MetricsFile MetricsServer open_metrics",
         "observer": "find_kernel_lines",
         "stacks": "read_by_signal",
         "samples": "Profile SampleWindow",
         "usage": "GpuUsage HostUsage Interface ProcessUsage",
         "view": "HostView JobView JobWatcher RankView Shares",
+        "web": "WebPage publish",
         "verdict": "Fault Verdict Wait explain_hang",
     },
 )
