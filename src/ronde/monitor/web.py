@@ -12,6 +12,7 @@ import secrets
 import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from hmac import compare_digest
 from http.cookies import CookieError, SimpleCookie
 from math import isfinite
@@ -115,9 +116,12 @@ class WebPage:
 
 def publish(views: Iterable[JobView], sinks: Sequence[ViewSink]) -> None:
     """Pass a job's views on until they end, and then end the sinks."""
-    for view in views:
+    with ExitStack() as stack:
         for sink in sinks:
-            sink.add(view)
+            stack.enter_context(sink)
+        for view in views:
+            for sink in sinks:
+                sink.add(view)
 
 
 class _Feed:

@@ -202,16 +202,18 @@ class Table {
   }
 }
 
-// A series: label, values, text of a value, colour.
+// A line: its label, its colour, its dashes. Values stand in the caption.
 class Chart {
-  constructor(id, { most: top, text: write, lines, isStacked = false }) {
-    Object.assign(this, { box: $(id), name: $(id).firstChild.textContent, top, write, lines, isStacked });
-    this.frame = element("div", this.box);
+  constructor(id, write, lines, { top, describe } = {}) {
+    Object.assign(this, { box: $(id), write, lines, top, describe, isStacked: lines.length > 2 });
+    this.caption = this.box.querySelector("figcaption");
+    this.values = element("b", this.caption);
+    this.frame = element("div", this.box, "", { role: "img", "aria-label": this.caption.textContent });
     new ResizeObserver(() => this.plot?.setSize(this.size())).observe(this.frame);
   }
 
   size() {
-    return { width: Math.max(200, this.frame.clientWidth), height: 190 };
+    return { width: Math.max(200, this.frame.clientWidth), height: 170 };
   }
 
   forget() {
@@ -220,34 +222,37 @@ class Chart {
   }
 
   show(data) {
+    this.data = data;
     this.box.hidden = !known(data.slice(1).flat()).length;
     if (this.box.hidden) return this.forget();
     this.plot ??= this.make();
     this.plot.setData(data);
-    if (this.plot.cursor.idx === null) this.plot.setLegend({ idx: data[0].length - 1 });
-    const [now, low, high] = [data[1].at(-1) ?? null, least(data[1]), most(data[1])].map(this.write);
-    const label = this.isStacked ? "the list has the newest shares" : `now ${now || "unknown"}, least ${low}, most ${high}`;
-    this.plot.root.setAttribute("aria-label", `Chart of ${this.name}: ${label}`);
+    this.showValues();
+  }
+
+  showValues() {
+    const at = this.plot.cursor.idx ?? this.data[0].length - 1;
+    if (this.describe) return this.describe(at);
+    const values = this.lines.map(([label], i) => `${label} ${this.write(this.data[i + 1][at]) || "unknown"}`);
+    setText(this.values, ` ${values.join(", ").trim()} at ${clock(this.data[0][at])}`);
   }
 
   make() {
     const style = getComputedStyle(document.body);
     const color = (name) => style.getPropertyValue(`--${name}`);
     const axis = { stroke: color("text"), grid: { stroke: color("line"), width: 1 }, ticks: { stroke: color("line") } };
-    const series = this.lines.map(([label, name, dash], i) => ({
-      label, stroke: color(name), width: 1.5, dash, points: { show: false },
+    const series = this.lines.map(([, name, dash], i) => ({
+      stroke: color(name), width: 1.5, dash, points: { show: false },
       fill: this.isStacked ? hatch(color(name), color("box"), i) : undefined,
-      value: (plot, x) => this.write(x) || "-",
     }));
-    const made = new uPlot({
-      ...this.size(), series: [{ label: "time", value: (plot, x) => clock(x) }, ...series],
-      axes: [{ ...axis, space: 90, values: (plot, ticks) => ticks.map(clock) }, { ...axis, size: 76, values: (plot, ticks) => ticks.map(this.write) }],
+    return new uPlot({
+      ...this.size(), series: [{}, ...series],
+      axes: [{ ...axis, size: 30, space: 62,
+        values: (plot, ticks, i, space, step) => ticks.map((x) => clock(x).slice(0, step < 60 ? 8 : 5)) },
+        { ...axis, size: 76, values: (plot, ticks) => ticks.map(this.write) }],
       scales: { y: { range: (plot, low, high) => [0, this.top ?? (Math.max(high, 0) * 1.1 || 1)] } },
-      cursor: { y: false }, legend: { show: !this.isStacked },
-      hooks: { setCursor: [(plot) => this.isStacked && showParts(plot.cursor.idx)] },
-    }, [[], ...this.lines.map(() => [])], this.frame);
-    made.root.setAttribute("role", "img");
-    return made;
+      cursor: { y: false }, legend: { show: false }, hooks: { setCursor: [() => this.data && this.plot && this.showValues()] },
+    }, [[], ...series.map(() => [])], this.frame);
   }
 }
 
@@ -266,14 +271,9 @@ function hatch(color, paper, i) {
   return pen.createPattern(tile, "repeat");
 }
 
-const tables = { ranks: new Table("rank-table", "rank", RANKS), hosts: new Table("host-table", "host", HOSTS), gpus: new Table("gpu-table", "GPU", GPUS) };
-const charts = {
-  shares: new Chart("shares", { most: 1, text: percent, isStacked: true, lines: PARTS.map((part) => [part, part]) }),
-  step: new Chart("step", { text: seconds, lines: [["step time", "communication"]] }),
-  tokens: new Chart("tokens", { text: count, lines: [["tokens/s", "compute"]] }),
-  loss: new Chart("loss", { text: number(4), lines: [["loss", "waiting"]] }),
-  cpu: new Chart("cpu", { most: 1, text: percent, lines: [["CPU", "compute"]] }),
-  network: new Chart("network", { text: rate, lines: [["received", "communication"], ["sent", "waiting", [6, 4]]] }),
+const tables = {
+  ranks: new Table("rank-table", "rank", RANKS), hosts: new Table("host-table", "host", HOSTS),
+  gpus: new Table("gpu-table", "GPU", GPUS),
 };
 const swatches = PARTS.map((part) => {
   const item = element("li", $("parts"));
@@ -281,11 +281,15 @@ const swatches = PARTS.map((part) => {
   element("b", item, LABELS[part] ?? part);
   return { swatch, value: element("span", item) };
 });
-
-function showParts(i) {
-  const point = points[points.length - recent(points).length + (i ?? Infinity)] ?? points.at(-1) ?? [];
-  swatches.forEach(({ value }, j) => setText(value, percent(point[8 - j] ?? null)));
-}
+const showParts = (at) => swatches.forEach(({ value }, i) => setText(value, percent(recent(points)[at]?.[8 - i] ?? null)));
+const charts = {
+  shares: new Chart("shares", percent, PARTS.map((part) => [part, part]), { top: 1, describe: showParts }),
+  step: new Chart("step", seconds, [["", "communication"]]),
+  tokens: new Chart("tokens", (x) => x === null ? "" : count(Math.round(x)), [["", "compute"]]),
+  loss: new Chart("loss", number(4), [["", "waiting"]]),
+  cpu: new Chart("cpu", percent, [["", "compute"]], { top: 1 }),
+  network: new Chart("network", rate, [["received (line)", "communication"], ["sent (dashes)", "waiting", [6, 4]]]),
+};
 
 const recent = (rows) => rows.filter((row) => row[0] >= rows.at(-1)[0] - $("span").value);
 
@@ -300,7 +304,6 @@ function showCharts() {
   const rates = (i) => own.map((row) => row[1][$("host").value]?.[i] ?? null);
   charts.cpu.show([own.map((row) => row[0]), rates(0)]);
   charts.network.show([own.map((row) => row[0]), rates(1), rates(2)]);
-  showParts(null);
 }
 
 function restyle() {
@@ -321,7 +324,7 @@ function show() {
   setText($("hang"), view.hang);
   const figures = {
     "step": count(view.step), "step time": seconds(view.step_s), "99 % of steps below": seconds(view.step_p99_s),
-    "tokens/s": view.tokens_per_s === null ? "" : count(Math.round(view.tokens_per_s)), "loss": number(4)(view.loss),
+    "tokens/s": charts.tokens.write(view.tokens_per_s), "loss": number(4)(view.loss),
     "ranks": count(ranks.length), "hosts": count(hosts.length), "running for": seconds(view.at - job.started_at),
     "restarts": count(job.restarts),
   };
