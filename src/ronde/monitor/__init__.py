@@ -7,9 +7,8 @@ __getattr__ = lazy_exports(
     {
         "asking": "InspectedJob choose_job inspect_job",
         "flight": "explain_dumps read_dumps",
-        "http_server": "HttpServer",
         "inspection": "Inspection KernelLine StackFrame",
-        "metrics": "MetricsFile MetricsServer open_metrics",
+        "metrics": "open_metrics",
         "observer": "find_kernel_lines",
         "stacks": "read_by_signal",
         "samples": "Profile SampleWindow",

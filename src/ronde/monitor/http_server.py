@@ -63,7 +63,7 @@ class Request(BaseHTTPRequestHandler):
 
 
 class HttpServer(ThreadingHTTPServer):
-    """A server with a thread for each client; a context manager.
+    """A running server with a thread for each client.
 
     With more than 64 clients, the one that has been connected longest is closed, but
     not those that ``keep`` was called for.
@@ -97,7 +97,7 @@ class HttpServer(ThreadingHTTPServer):
     def port(self) -> int:
         return self.server_address[1]
 
-    def __exit__(self, *error: object) -> None:
+    def close(self) -> None:
         self.shutdown()
         self.server_close()
         with self._lock:

@@ -117,7 +117,7 @@ class MetricsServer:
         return self
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
-        self._server.__exit__()
+        self._server.close()
 
     def add(self, view: JobView) -> None:
         self._collector.view = view

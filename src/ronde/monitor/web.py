@@ -79,7 +79,7 @@ class WebPage:
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
         self._feed.close(is_over=kind is None)
-        self._server.__exit__()
+        self._server.close()
 
     def add(self, view: JobView) -> None:
         self._feed.add(view)

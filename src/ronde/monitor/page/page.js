@@ -13,9 +13,9 @@ const least = (values) => known(values).length ? Math.min(...known(values)) : nu
 const sum = (values) => known(values).length ? known(values).reduce((a, b) => a + b) : null;
 const same = (values) => new Set(values).size === 1 ? values[0] : "";
 
-const number = (digits) => (x) =>
-  x === null || x === "" ? "" : typeof x === "string" ? "not finite" : x.toLocaleString("en", { maximumSignificantDigits: digits });
-const count = (x) => x === null || x === "" ? "" : x.toLocaleString("en");
+const number = (digits) => (x) => x === null ? ""
+  : typeof x === "string" ? "not finite" : x.toLocaleString("en", { maximumSignificantDigits: digits });
+const count = (x) => x === null ? "" : x.toLocaleString("en");
 const percent = (x) => x === null ? "" : `${Math.round(100 * x)} %`;
 const unit = (name, factor = 1, digits = 3) => (x) => x === null ? "" : `${number(digits)(x / factor)} ${name}`;
 const seconds = (x) => x === null ? ""
@@ -26,7 +26,7 @@ const rate = (x) => x === null ? "" : x < 1e9 ? unit("MB/s", 1e6)(x) : unit("GB/
 const text = (x) => `${x ?? ""}`;
 
 let fields = {}, points = [], hostPoints = [], view = null;
-let isPaused = false, isOver = false, lastNews = performance.now();
+let isPaused = false, isOver = false, announced = "", lastNews = performance.now();
 
 function element(name, parent, content = "", attributes = {}) {
   const made = document.createElement(name);
@@ -77,7 +77,7 @@ function decode(plain) {
   return found;
 }
 
-// A column: title, value of a row, text of a value, value of many rows; is it text?
+// A column: its title, a row's value, a value's text, the value of many; is it text?
 const notes = ["note", (row) => row.marks.join(", "), text, () => "", true];
 const host = ["host", (row) => row.host, text, same, true];
 const RANKS = [
@@ -193,7 +193,9 @@ class Table {
 
   line(row) {
     const line = document.createElement("tr");
-    this.columns.forEach((column, i) => element(i ? "td" : "th", line, "", { class: column[4] ? "text" : "", ...(i ? {} : { scope: "row" }) }));
+    this.columns.forEach((column, i) => {
+      element(i ? "td" : "th", line, "", { class: column[4] ? "text" : "", ...(i ? {} : { scope: "row" }) });
+    });
     if (row.own) element("button", line.children[0], "", { title: row.host }).onclick = () => {
       if (!this.open.delete(row.key)) this.open.add(row.key);
       this.show(this.rows);
@@ -231,7 +233,7 @@ class Chart {
   }
 
   showValues() {
-    const at = this.plot.cursor.idx ?? this.data[0].length - 1;
+    const at = Math.min(this.plot.cursor.idx ?? Infinity, this.data[0].length - 1);
     if (this.describe) return this.describe(at);
     const values = this.lines.map(([label], i) => `${label} ${this.write(this.data[i + 1][at]) || "unknown"}`);
     setText(this.values, ` ${values.join(", ").trim()} at ${clock(this.data[0][at])}`);
@@ -251,7 +253,8 @@ class Chart {
         values: (plot, ticks, i, space, step) => ticks.map((x) => clock(x).slice(0, step < 60 ? 8 : 5)) },
         { ...axis, size: 76, values: (plot, ticks) => ticks.map(this.write) }],
       scales: { y: { range: (plot, low, high) => [0, this.top ?? (Math.max(high, 0) * 1.1 || 1)] } },
-      cursor: { y: false }, legend: { show: false }, hooks: { setCursor: [() => this.data && this.plot && this.showValues()] },
+      cursor: { y: false }, legend: { show: false },
+      hooks: { setCursor: [() => this.plot && this.showValues()] },
     }, [[], ...series.map(() => [])], this.frame);
   }
 }
@@ -322,6 +325,10 @@ function show() {
   setText($("title"), `job ${job.job_id}: ${job.command.join(" ")}`);
   document.title = `${view.hang ? "hangs, " : ""}step ${view.step ?? "unknown"}, ${job.job_id}`;
   setText($("hang"), view.hang);
+  // Read aloud once, not each second with another duration.
+  const news = view.hang.replace(/[0-9.]+(ms|[smh])([0-9]+[smh])?/g, "");
+  if (announced !== news) setText($("alert"), view.hang);
+  announced = news;
   const figures = {
     "step": count(view.step), "step time": seconds(view.step_s), "99 % of steps below": seconds(view.step_p99_s),
     "tokens/s": charts.tokens.write(view.tokens_per_s), "loss": number(4)(view.loss),
@@ -374,6 +381,7 @@ source.addEventListener("view", (event) => {
 source.addEventListener("end", () => {
   isOver = true;
   source.close();
+  if (view) show();
   setState();
 });
 source.onopen = source.onerror = setState;
