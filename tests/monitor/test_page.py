@@ -14,6 +14,12 @@ from ronde.status import PendingCollective
 playwright = pytest.importorskip("playwright.sync_api")
 CHROMIUM = shutil.which("chromium")
 FOCUSABLE = "a[href], button, select, [tabindex='0']"
+FOCUSED = """
+() => {
+  const focused = document.activeElement;
+  return [focused.dataset.number, getComputedStyle(focused).outlineWidth];
+}
+"""
 CONTRAST = """
 () => {
   const light = (text) => {
@@ -75,12 +81,14 @@ def rows_of(tab, name="rank"):
 
 @pytest.mark.parametrize(
     ("num_ranks", "scheme", "num_rows"),
-    [(1, "light", 1), (8, "dark", 8), (512, "dark", 65), (512, "light", 65)],
+    [(1, "dark", 1), (512, "light", 65)],
 )
 def test_a_job_of_any_size_is_legible(browser, num_ranks, scheme, num_rows):
     late = num_ranks // 2 if num_ranks > 1 else None
     with WebPage() as page:
-        page.add(make_watcher(num_ranks, late=late).view())
+        view = make_watcher(num_ranks, late=late).view()
+        page.add(view)
+        page.add(view._replace(at=view.at + 1))
         with opened(browser, page, color_scheme=scheme) as tab:
             assert rows_of(tab).count() == num_rows
             first = rows_of(tab).first.text_content()
@@ -88,7 +96,7 @@ def test_a_job_of_any_size_is_legible(browser, num_ranks, scheme, num_rows):
             assert ("holds others up, slow" in first) == (late is not None)
             assert tab.locator("#title").text_content().endswith("train.py --epochs 3")
             assert min(tab.evaluate(CONTRAST)) >= 4.5
-            assert tab.locator("figure:visible canvas").count() >= 6
+            assert tab.locator("figure:visible .uplot").count() == 4
             page_light = tab.evaluate("getComputedStyle(document.body).backgroundColor")
             assert (page_light == "rgb(255, 255, 255)") == (scheme == "light")
             tab.emulate_media(color_scheme="dark" if scheme == "light" else "light")
@@ -118,10 +126,9 @@ def test_the_keyboard_reaches_everything(browser):
             reached = []
             for _ in shown:
                 tab.keyboard.press("Tab")
-                found = "document.activeElement"
-                reached.append(tab.evaluate(f"{found}.dataset.number"))
-                width = tab.evaluate(f"getComputedStyle({found}).outlineWidth")
+                found, width = tab.evaluate(FOCUSED)
                 assert width == "3px"
+                reached.append(found)
             assert sorted(reached) == sorted(shown)
             tab.locator(".skip").focus()
             tab.keyboard.press("Enter")

@@ -226,14 +226,13 @@ class Chart {
   show(data) {
     this.data = data;
     this.box.hidden = !known(data.slice(1).flat()).length;
-    if (this.box.hidden) return this.forget();
-    this.plot ??= this.make();
-    this.plot.setData(data);
-    this.showValues();
+    if (this.box.hidden || data[0].length < 2) this.forget();
+    else (this.plot ??= this.make()).setData(data);
+    if (!this.box.hidden) this.showValues();
   }
 
   showValues() {
-    const at = Math.min(this.plot.cursor.idx ?? Infinity, this.data[0].length - 1);
+    const at = Math.min(this.plot?.cursor.idx ?? Infinity, this.data[0].length - 1);
     if (this.describe) return this.describe(at);
     const values = this.lines.map(([label], i) => `${label} ${this.write(this.data[i + 1][at]) || "unknown"}`);
     setText(this.values, ` ${values.join(", ").trim()} at ${clock(this.data[0][at])}`);
@@ -254,7 +253,7 @@ class Chart {
         { ...axis, size: 76, values: (plot, ticks) => ticks.map(this.write) }],
       scales: { y: { range: (plot, low, high) => [0, this.top ?? (Math.max(high, 0) * 1.1 || 1)] } },
       cursor: { y: false }, legend: { show: false },
-      hooks: { setCursor: [() => this.plot && this.showValues()] },
+      hooks: { setCursor: [() => this.showValues()] },
     }, [[], ...series.map(() => [])], this.frame);
   }
 }
