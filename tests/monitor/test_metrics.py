@@ -111,11 +111,15 @@ def test_a_directory_that_cannot_be_written_is_reported(tmp_path):
         file.add(make_watcher(1).view())
 
 
-@pytest.mark.parametrize(
-    "where", ["", "x", "host:", "70000", "9" * 5000, "a.txt", "-1"]
-)
+@pytest.mark.parametrize("where", ["", "x", "host:", "9" * 5000, "a.txt", "-1"])
 def test_another_destination_is_refused(where):
     with pytest.raises(UsageError, match="--prometheus must be"):
+        open_metrics(where)
+
+
+@pytest.mark.parametrize("where", ["70000", "192.0.2.1:9400"])
+def test_an_address_that_is_not_this_hosts_is_refused(where):
+    with pytest.raises(UsageError, match=f"{where}"):
         open_metrics(where)
 
 

@@ -57,14 +57,14 @@ def opened(browser, page, expected=(), **options):
     tab, problems = context.new_page(), []
     tab.on("console", lambda message: problems.append(message.text))
     tab.on("pageerror", lambda error: problems.append(str(error)))
-    own = urlsplit(page.url).netloc
+    own = urlsplit(page.where).netloc
 
     def check(request):
         if urlsplit(request.url).netloc != own:
             problems.append(request.url)
 
     tab.on("request", check)
-    tab.goto(page.url)
+    tab.goto(page.where)
     tab.wait_for_selector("#rank-table tbody tr")
     yield tab
     assert [each for each in problems if each not in expected] == []
@@ -111,7 +111,7 @@ def test_the_token_does_not_stay_in_the_address(browser):
             tab.reload()
             tab.wait_for_selector("#rank-table tbody tr")
         stranger = browser.new_page()
-        assert stranger.goto(f"http://{urlsplit(page.url).netloc}/").status == 403
+        assert stranger.goto(f"http://{urlsplit(page.where).netloc}/").status == 403
         stranger.close()
 
 
@@ -173,7 +173,7 @@ def test_the_page_outlives_a_lost_connection(browser):
     view = make_watcher(2).view()
     page = WebPage()
     page.add(view)
-    url = urlsplit(page.url)
+    url = urlsplit(page.where)
     failed = "Failed to load resource: "
     expected = [
         failed + "net::ERR_CONNECTION_REFUSED",

@@ -15,7 +15,7 @@ from tests.monitor.jobs import make_watcher
 from ronde.errors import UsageError
 from ronde.monitor import WebPage, publish
 
-PATHS = ("/", "/page.js", "/page.css", "/uPlot.iife.min.js", "/events", "/x")
+PATHS = ("/", "/page.js", "/page.css", "/uPlot.iife.min.js", "/events", "/x", "//[")
 
 
 class Response(NamedTuple):
@@ -27,7 +27,7 @@ class Response(NamedTuple):
 @contextmanager
 def open_path(page, path, *, token="", **headers):
     """Send a request, and yield the response, whose body is unread."""
-    url = urlsplit(page.url)
+    url = urlsplit(page.where)
     client = http.client.HTTPConnection(url.hostname, url.port, timeout=HANG_S)
     with closing(client):
         path += f"?token={token}" if token else ""
@@ -46,7 +46,7 @@ def open_events(page):
 
 
 def token_of(page):
-    return page.url.partition("token=")[2]
+    return page.where.partition("token=")[2]
 
 
 def read_events(response):
@@ -91,7 +91,7 @@ def test_a_page_forbids_everything_from_elsewhere_and_leaves_a_cookie():
         assert "Access-Control-Allow-Origin" not in response.headers
         cookie, *attributes = response.headers["Set-Cookie"].split("; ")
         assert attributes == ["Path=/", "HttpOnly", "SameSite=Strict"]
-        for path in PATHS[:-2]:
+        for path in PATHS[:-3]:
             assert ask(page, path, Cookie=cookie).status == 200
         assert ask(page, "/x", Cookie=cookie).status == 404
         with WebPage() as other:
@@ -145,7 +145,7 @@ def test_an_interrupted_page_does_not_end_the_job():
 def test_silent_and_stalled_clients_hold_nobody_up():
     view = make_watcher(64).view()
     with WebPage() as page, ExitStack() as stack:
-        url = urlsplit(page.url)
+        url = urlsplit(page.where)
 
         def connect():
             sock = socket.create_connection((url.hostname, url.port), timeout=HANG_S)
@@ -173,5 +173,7 @@ def test_too_many_browsers_are_refused():
 
 
 def test_a_port_in_use_is_refused():
-    with WebPage() as page, pytest.raises(UsageError, match="the port must be free"):
-        WebPage(urlsplit(page.url).port)
+    with WebPage() as page, pytest.raises(UsageError, match="must be a free port"):
+        WebPage(urlsplit(page.where).port)
+    with pytest.raises(UsageError, match="the port must be from 0 to 65535, got 70000"):
+        WebPage(70000)

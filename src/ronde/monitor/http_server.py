@@ -83,12 +83,14 @@ class HttpServer(ThreadingHTTPServer):
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._clients: dict[socket.socket, bool] = {}  # the longest connected first
         self._lock = threading.Lock()
+        if not 0 <= port < 1 << 16:
+            raise UsageError(f"the port must be from 0 to 65535, got {port}.")
         try:
             super().__init__((host, port), Request)
         except OSError as error:
             raise UsageError(
-                f"the port must be free, got {host}:{port}: {error.strerror}. "
-                "Choose another one."
+                f"{host}:{port} must be a free port on an address of this host: "
+                f"{error.strerror}. Choose another one."
             ) from None
         run = threading.Thread(target=self.serve_forever, args=[_POLL_S], daemon=True)
         run.start()

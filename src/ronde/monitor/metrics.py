@@ -176,7 +176,7 @@ def open_metrics(where: str) -> ViewSink:
     host, _, port = where.rpartition(":")
     if where.endswith(".prom"):
         return MetricsFile(Path(where))
-    if not (port.isascii() and port.isdecimal() and int(port[:6]) < 1 << 16):
+    if not (port.isascii() and port.isdecimal() and len(port) < 9):
         raise UsageError(
             f"--prometheus must be [HOST:]PORT or FILE.prom, got {where!r}. "
             "Type: --prometheus 9400"

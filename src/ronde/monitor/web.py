@@ -18,7 +18,7 @@ from http.cookies import CookieError, SimpleCookie
 from math import isfinite
 from pathlib import Path
 from typing import Protocol, Self, cast
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs
 
 from ronde.monitor.http_server import HttpServer, Request
 from ronde.monitor.usage import GpuUsage, HostUsage, Interface
@@ -37,6 +37,7 @@ _SAFE = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Referrer-Policy": "no-referrer",
 }
+_REFUSED = b"The token is wrong or missing. Open the URL that ronde top printed.\n"
 _KINDS = {"html": "text/html", "js": "text/javascript", "css": "text/css"}
 _FILES = ("index.html", "page.js", "page.css", "uPlot.iife.min.js", "uPlot.min.css")
 _VALUES = (JobView, JobInfo, RankView, HostView, HostUsage, GpuUsage, Interface, Shares)
@@ -44,6 +45,8 @@ _VALUES = (JobView, JobInfo, RankView, HostView, HostUsage, GpuUsage, Interface,
 
 class ViewSink(Protocol):
     """A receiver of a job's views; a context manager that ends with the job."""
+
+    where: str  # a URL, or the path of a file
 
     def __enter__(self) -> Self: ...
     def __exit__(self, kind: object, error: object, traceback: object) -> None: ...
@@ -54,8 +57,8 @@ class ViewSink(Protocol):
 class WebPage:
     """Serves a page with a job's views on 127.0.0.1; a context manager.
 
-    Leaving it without an error ends the job on the page. ``url`` has the token without
-    which nothing is served.
+    Leaving it without an error ends the job on the page. ``where`` has the token
+    without which nothing is served.
 
     Raises:
         UsageError: The port is in use.
@@ -69,10 +72,7 @@ class WebPage:
         self._files = {f"/{name}": (own / name).read_bytes() for name in _FILES}
         self._feed = _Feed()
         self._server = HttpServer("127.0.0.1", port, self._respond)
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self._server.port}/?token={self._token}"
+        self.where = f"http://127.0.0.1:{self._server.port}/?token={self._token}"
 
     def __enter__(self) -> Self:
         return self
@@ -85,14 +85,11 @@ class WebPage:
         self._feed.add(view)
 
     def _respond(self, request: Request) -> None:
-        target = urlsplit(request.path)
-        path = "/index.html" if target.path == "/" else target.path
-        given = parse_qs(target.query).get("token", [self._read_cookie(request)])[0]
+        path, _, query = request.path.partition("?")
+        path = "/index.html" if path == "/" else path
+        given = parse_qs(query).get("token", [self._read_cookie(request)])[0]
         if not compare_digest(given.encode(errors="replace"), self._token.encode()):
-            text = (
-                "The token is wrong or missing. Open the URL that ronde top printed.\n"
-            )
-            request.reply(403, text.encode(), headers=_SAFE)
+            request.reply(403, _REFUSED, headers=_SAFE)
         elif path == "/events":
             request.keep()
             self._feed.send_to(request)
