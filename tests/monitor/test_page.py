@@ -111,6 +111,7 @@ def test_the_token_does_not_stay_in_the_address(browser):
             tab.reload()
             tab.wait_for_selector("#rank-table tbody tr")
         stranger = browser.new_page()
+        stranger.set_default_timeout(1000 * HANG_S)
         assert stranger.goto(f"http://{urlsplit(page.where).netloc}/").status == 403
         stranger.close()
 
