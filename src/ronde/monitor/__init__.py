@@ -11,6 +11,7 @@ __getattr__ = lazy_exports(
         "gpus": "GpuReader HangingReader",
         "host": "UsageReader read_usage",
         "inspection": "Inspection KernelLine StackFrame",
+        "metrics": "open_metrics",
         "observer": "find_kernel_lines",
         "stack_kinds": "StackKind StackReader",
         "stacks": "read_by_signal",
@@ -19,6 +20,7 @@ __getattr__ = lazy_exports(
         "samples": "Profile SampleWindow",
         "usage": "GpuUsage HostUsage Interface ProcessUsage",
         "view": "HostView JobView JobWatcher RankView Shares",
+        "web": "WebPage publish",
         "verdict": "Fault Verdict Wait explain_hang",
     },
 )
