@@ -5,11 +5,13 @@ from ronde.lazy_exports import lazy_exports
 __getattr__ = lazy_exports(
     __name__,
     {
-        "asking": "InspectedJob choose_job inspect_job",
+        "asking": "InspectedJob ObservedJob choose_job inspect_job observe_job",
         "flight": "explain_dumps read_dumps",
         "inspection": "Inspection KernelLine StackFrame",
         "observer": "find_kernel_lines",
         "stacks": "read_by_signal",
+        "send_queues": "SendQueue",
+        "slow": "explain_slow",
         "samples": "Profile SampleWindow",
         "usage": "GpuUsage HostUsage Interface ProcessUsage",
         "view": "HostView JobView JobWatcher RankView Shares",

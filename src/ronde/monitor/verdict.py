@@ -68,14 +68,7 @@ class _Job:
     def is_in_call(self, rank: int) -> bool | None:
         """Return True if a rank's stack is in a collective; None if it has no stack."""
         inspection = self.inspections.get(rank)
-        if inspection is None or not inspection.frames:
-            return None
-        for frame in inspection.frames:
-            if frame.is_user or _LOADER in frame.file:
-                return False
-            if any(part in frame.file for part in _DISTRIBUTED):
-                return True
-        return False
+        return None if inspection is None else is_in_call(inspection)
 
     def is_frozen(self, rank: int) -> bool:
         """Return True if a rank cannot report that it is outside of a collective."""
@@ -92,6 +85,16 @@ class _Job:
             return ""
         callers = [f", called from line {frame.line}" for frame in own[1:2]]
         return f" at {own[0].file}:{own[0].line}{''.join(callers)}"
+
+
+def is_in_call(inspection: Inspection) -> bool | None:
+    """Return True if a stack is in a collective; None without a stack."""
+    for frame in inspection.frames:
+        if frame.is_user or _LOADER in frame.file:
+            return False
+        if any(part in frame.file for part in _DISTRIBUTED):
+            return True
+    return False if inspection.frames else None
 
 
 def explain_hang(status: JobStatus, inspections: Mapping[int, Inspection]) -> Verdict:
@@ -182,7 +185,7 @@ def _describe_rank(job: _Job, rank: int, waits: Sequence[Wait]) -> Fault:
 
 def _explain(process: Inspection) -> tuple[str, str]:
     """Return the kind of a fault, and a description that continues a sentence."""
-    where, state = _where(process.user_frame), process.state
+    where, state = locate(process.user_frame), process.state
     is_loading = any(_LOADER in frame.file for frame in process.frames)
     kill, core = f"kill -CONT {process.pid}", f"({process.cpu:.0%} of a core)"
     stopped = f"is stopped{where} (SIGSTOP or a debugger). Type: {kill}"
@@ -200,7 +203,8 @@ def _explain(process: Inspection) -> tuple[str, str]:
     return found[0] if found else ("sleeping", f"sleeps or waits{where} {core}")
 
 
-def _where(frame: StackFrame | None) -> str:
+def locate(frame: StackFrame | None) -> str:
+    """Return `` at FILE:LINE in FUNCTION()``, or no text."""
     if frame is None:
         return ""
     is_named = not frame.function.startswith("<")
