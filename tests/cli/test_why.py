@@ -98,7 +98,7 @@ def test_each_planted_fault_is_named_with_its_line(ronde, tmp_path, backend):
             assert line_of("has skipped one") in text
 
 
-@pytest.mark.parametrize("backend", ["ronde", "named"])
+@pytest.mark.parametrize("backend", ["ronde", "named", "gloo"])
 def test_groups_used_in_another_order_are_a_cycle(ronde, tmp_path, backend):
     program = (sys.executable, str(PROGRAM), backend, str(tmp_path), "deadlock")
     with running(ronde, "-n", "4", "--", *program) as (_, socket):
@@ -108,6 +108,14 @@ def test_groups_used_in_another_order_are_a_cycle(ronde, tmp_path, backend):
         assert f"called from line {line_of('first group').partition(':')[2]}" in flat(
             text
         )
+
+
+def test_another_operation_of_gloo_is_a_mismatch(ronde, tmp_path):
+    program = (sys.executable, str(PROGRAM), "gloo", str(tmp_path), "other")
+    with running(ronde, "-n", "4", "--", *program) as (_, socket):
+        faults, text = ask(socket)
+        assert faults == [("mismatch", (0,))], text
+        assert f"in broadcast at {PROGRAM}" in flat(text)
 
 
 def test_a_command_line_names_the_job(ronde, ronde_here):

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from ronde.launch.job.failure import signal_name
 from ronde.monitor.inspection import Inspection, StackFrame
-from ronde.status.table import JobStatus
+from ronde.status.table import JobStatus, WorkerInfo
 from ronde.status.values import UNKNOWN, PendingCollective
 from ronde.topology.cpu_sets import format_list
 from ronde.units import format_duration
@@ -112,6 +112,7 @@ def explain_hang(status: JobStatus, inspections: Mapping[int, Inspection]) -> Ve
     if long and not faults:
         unknown = {rank for wait in long for rank in wait.unknown} - waiting
         faults = [_describe_rank(job, rank, long) for rank in sorted(unknown)]
+        faults = faults or [*_judge_stacks(job)]  # the ranks of its group are unknown
     return Verdict(tuple(faults), tuple(waits))
 
 
@@ -141,10 +142,21 @@ def _find_waits(job: _Job) -> list[Wait]:
         age_s = max(each.age_s + job.rows[rank].status_age_s for rank, each in members)
         group = first.ranks or tuple(job.rows)
         others = [rank for rank in group if rank not in ranks and rank != UNKNOWN]
+        others = [rank for rank in others if not _has_passed(job.rows.get(rank), first)]
         missing = tuple(r for r in others if _is_missing(job, r, first, age_s))
         unknown = tuple(rank for rank in others if rank not in missing)
         waits.append(Wait(first, ranks, missing, unknown, age_s))
     return sorted(waits, key=lambda wait: -wait.age_s)
+
+
+def _has_passed(row: WorkerInfo | None, call: PendingCollective) -> bool:
+    """Return True if a rank is in a later call of the group, as a root may be."""
+    calls = row.status.collectives if row is not None and row.status else ()
+    return any(
+        each.sequence > call.sequence > 0 and each.name == each.kind
+        for each in calls
+        if (each.group, each.ranks) == (call.group, call.ranks)
+    )
 
 
 def _is_missing(
