@@ -164,6 +164,31 @@ def test_a_hang_ends_a_start_with_its_verdict_and_the_next_one_goes_on(ronde, tm
     assert "restart 1 of 1: the ranks hung." in text
 
 
+HANGS_ALWAYS = """
+import time
+import torch
+import ronde.torch as hvd
+hvd.init()
+@hvd.elastic.run
+def train(state):
+    if hvd.rank() == 1:
+        time.sleep(1000)
+    hvd.allreduce(torch.ones(1), name="x")
+train(hvd.elastic.TorchState())
+"""
+
+
+def test_a_hang_ends_an_elastic_job(ronde, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(HANGS_ALWAYS)
+    words = ("-n", "2", "--min-ranks", "2", "--hang-timeout", "5s", "--", str(script))
+    done = ronde("run", *words)
+    text = flat(done.stderr.decode().replace("|", ""))
+    assert done.returncode == 124, text
+    assert "rank 0 has waited" in text
+    assert f"sleeps or waits at {script}:9 in train()" in text
+
+
 def test_a_short_hang_timeout_is_refused(ronde_here):
     done = ronde_here("run", "--hang-timeout", "1s", "true")
     assert done.returncode == 64
