@@ -58,7 +58,7 @@ def _measure_input() -> None:
 
 
 def _watch_groups() -> None:
-    """Report what groups of Gloo and NCCL wait for, once there is one."""
+    """Report the pending calls of groups of Gloo and NCCL, once there is one."""
     from torch.distributed import distributed_c10d
 
     # torch has no hook for this.

@@ -36,7 +36,7 @@ def test_a_throttled_gpu_explains_a_slow_rank_and_its_line_is_the_unusual_one():
     assert words in slow.text
     assert "It was at train.py:41 in train() in 1 of 2 samples." in slow.text
     assert slow.text.endswith("Without it steps are 1.4 times as fast at most.")
-    assert errors.kind == "errors"
+    assert (errors.kind, errors.ranks) == ("errors", (0, 1, 2, 3))
     assert "12 packets" in errors.text
 
 

@@ -57,6 +57,7 @@ def run(words: Sequence[str]) -> int:
             ],
             "kernel_lines": to_plain(inspected.kernel_lines),
             "silent_hosts": inspected.silent,
+            "usages": {n: to_plain(each) for n, each in inspected.usages.items()},
         }
         print(json.dumps(plain))
         return 0

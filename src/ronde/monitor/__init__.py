@@ -15,6 +15,6 @@ __getattr__ = lazy_exports(
         "samples": "Profile SampleWindow",
         "usage": "GpuUsage HostUsage Interface ProcessUsage",
         "view": "HostView JobView JobWatcher RankView Shares",
-        "verdict": "Fault Verdict Wait explain_hang",
+        "verdict": "Fault Verdict Wait explain_hang find_evidence",
     },
 )

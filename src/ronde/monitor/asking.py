@@ -10,6 +10,7 @@ from ronde.errors import UsageError
 from ronde.launch.status import HostAnswer, JobConnection, list_jobs
 from ronde.monitor.inspection import HostInspection, Inspection, KernelLine
 from ronde.monitor.send_queues import SendQueue
+from ronde.monitor.usage import HostUsage
 from ronde.monitor.view import JobView, JobWatcher
 from ronde.plain_values import PlainValueError, from_plain
 from ronde.status.table import JobStatus
@@ -28,6 +29,7 @@ class InspectedJob(NamedTuple):
     inspections: dict[int, Inspection]  # by worker
     kernel_lines: dict[str, tuple[KernelLine, ...]]  # by host
     silent: tuple[str, ...]  # hosts whose observer did not answer in time
+    usages: dict[str, HostUsage]  # by host
 
 
 def choose_job(jobs: Sequence[JobStatus], name: str | None) -> JobStatus:
@@ -76,14 +78,18 @@ def inspect_workers(status: JobStatus) -> InspectedJob:
     hosts = {row.host for row in status.workers if row.state == "running"}
     inspections: dict[int, Inspection] = {}
     kernel_lines: dict[str, tuple[KernelLine, ...]] = {}
+    usages: dict[str, HostUsage] = {}
     now_s = time.monotonic()
     answers_by_s = now_s + _ANSWER_S
     ends_s = inf
     with JobConnection(status.socket) as job:
         job.send({"ask": "inspect"})
+        job.send({"ask": "usage"})
         for news in job:
             now_s = time.monotonic()
-            if isinstance(news, HostAnswer):
+            if isinstance(news, HostAnswer) and "inspections" not in news.answer:
+                usages[news.host] = from_plain(HostUsage, news.answer)
+            elif isinstance(news, HostAnswer):
                 found = from_plain(HostInspection, news.answer)
                 inspections |= {each.worker: each for each in found.inspections}
                 kernel_lines[news.host] = found.kernel_lines
@@ -96,7 +102,8 @@ def inspect_workers(status: JobStatus) -> InspectedJob:
                 ends_s = now_s + (_REPORTED_S if is_reported else 0.0)
             if now_s >= ends_s:
                 break
-    return InspectedJob(status, inspections, kernel_lines, tuple(sorted(hosts)))
+    silent = tuple(sorted(hosts))
+    return InspectedJob(status, inspections, kernel_lines, silent, usages)
 
 
 class ObservedJob(NamedTuple):

@@ -25,6 +25,7 @@ _CPU_WAIT = 0.1  # of the time, more than the others
 _SLOW_CLOCK = 0.9
 _SENDING, _UNREAD = 0.5, 0.3  # of the time
 _FULL = 0.8  # of an interface's rate
+_MOST_HOSTS = 4
 _GC_ADVICE = (
     "type gc.freeze() after the start, or gc.disable(), and gc.collect() in the same "
     "steps of all ranks."
@@ -133,12 +134,11 @@ def _explain_code(seen: ObservedJob, rank: RankView) -> dict[str, str]:
         has = f" and it has nice {nice}" if nice > 0 else ""
         text = f"It waits for a CPU {own:.0%} of the time, the others {others:.0%}"
         found["cpu"] = f"{text}: other processes use its cores{has}."
-    clock, median_clock = _compare(seen, rank, lambda each: _clock(seen, each)[0])
-    throttled_by = _clock(seen, rank)[1]
-    if clock and (throttled_by or clock < _SLOW_CLOCK * median_clock):
-        why = f" ({', '.join(throttled_by)})" if throttled_by else ""
-        text = f"Its GPU runs at {clock:.0f} MHz, the others at {median_clock:.0f}"
-        found["gpu"] = f"{text}{why}."
+    own, others = _compare(seen, rank, lambda each: _clock(seen, each)[0])
+    if 0.0 < own < _SLOW_CLOCK * others:
+        why = f" ({', '.join(reasons)})" if (reasons := _clock(seen, rank)[1]) else ""
+        text = f"Its GPU runs at {own:.0f} MHz, the others at {others:.0f}{why}."
+        found["gpu"] = text
     return found
 
 
@@ -180,7 +180,8 @@ def _find_line(seen: ObservedJob, rank: RankView) -> str:
     """Return the line at which a rank is more often than the others."""
     shares: dict[str, float] = defaultdict(float)
     for worker, found in seen.inspections.items():
-        weight = 1.0 if worker == rank.worker else -1.0 / (len(seen.inspections) - 1)
+        others = max(1, len(seen.inspections) - 1)
+        weight = 1.0 if worker == rank.worker else -1.0 / others
         for each in found:
             if is_in_call(each) is False and (line := locate(each.user_frame)):
                 shares[line] += weight / len(found)
@@ -196,47 +197,44 @@ _Path = tuple[str, str]
 
 def _judge_network(seen: ObservedJob, share: float) -> list[Fault]:
     """Find the host with a slow link if communication takes much of the steps."""
-    faults = [
-        Fault("errors", (), f"{_be_lost(host)} on the interfaces of {host.host}.")
-        for host in seen.view.hosts
-        if host.num_errors
-    ]
+    faults: list[Fault] = []
+    for host in seen.view.hosts:
+        if host.num_errors:
+            text = f"{host.num_errors:,} packets were damaged within seconds on the "
+            text += f"interfaces of {host.host}."
+            faults.append(Fault("errors", _ranks_on(seen, {host.host}), text))
     if share < _COMMUNICATING:
         return faults
     kind, hosts = "communication", set[str]()
     texts = [f"{share:.0%} of each step is communication that no compute hides."]
     paths = _find_sending(seen)
-    busy = {path for path, sending in paths.items() if sending >= _SENDING}
-    if busy and busy != {*paths}:
-        kind, hosts = "link", set(next(iter(busy)))
-        for path in busy:
-            hosts &= set(path)
-        hosts = hosts or {host for path in busy for host in path}
-        waits = fmean(paths[path] for path in busy)
-        rest = fmean(paths[path] for path in {*paths} - busy)
+    busy = [set(path) for path, sending in paths.items() if sending >= _SENDING]
+    if 0 < len(busy) < len(paths):
+        kind, hosts = "link", busy[0].intersection(*busy) or busy[0].union(*busy)
+        waits = fmean(each for each in paths.values() if each >= _SENDING)
+        rest = fmean(each for each in paths.values() if each < _SENDING)
         link = f"link {'of' if len(hosts) == 1 else 'between'} "
         text = f"The {link}{' and '.join(sorted(hosts))} is slow: data waits "
         text += f"{waits:.0%} of the time to be sent over it, and {rest:.0%} on others."
         texts.append(text)
-    texts += map(_describe_rate, seen.view.hosts)
+    texts += [_describe_rate(host) for host in seen.view.hosts[:_MOST_HOSTS]]
+    text = " ".join(filter(None, texts))
+    return [*faults, Fault(kind, _ranks_on(seen, hosts), text)]
+
+
+def _ranks_on(seen: ObservedJob, hosts: set[str]) -> tuple[int, ...]:
     ranks = [each.rank for each in seen.view.ranks if each.host in hosts]
-    numbers = tuple(sorted(rank for rank in ranks if rank is not None))
-    return [*faults, Fault(kind, numbers, " ".join(filter(None, texts)))]
-
-
-def _be_lost(host: HostView) -> str:
-    return f"{host.num_errors:,} packets were damaged or dropped within seconds"
+    return tuple(sorted(rank for rank in ranks if rank is not None))
 
 
 def _describe_rate(host: HostView) -> str:
     if host.usage is None or host.sent_per_s is None or host.received_per_s is None:
         return ""
-    sent, received = (
-        format_size(int(r)) for r in (host.sent_per_s, host.received_per_s)
-    )
+    rates = host.sent_per_s, host.received_per_s
     limit = max((each.bits_per_s for each in host.usage.interfaces), default=0)
-    is_full = limit and 8 * max(host.sent_per_s, host.received_per_s) >= _FULL * limit
+    is_full = limit and 8 * max(rates) >= _FULL * limit
     full = f", the limit of its interface ({limit / 1e9:g} Gbit/s)" if is_full else ""
+    sent, received = (format_size(int(rate)) for rate in rates)
     return f"{host.host} sends {sent}/s and receives {received}/s{full}."
 
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from ronde.launch.job.failure import signal_name
 from ronde.monitor.inspection import Inspection, StackFrame
+from ronde.monitor.usage import HostUsage
 from ronde.status.table import JobStatus, WorkerInfo
 from ronde.status.values import UNKNOWN, PendingCollective
 from ronde.topology.cpu_sets import format_list
@@ -20,6 +21,8 @@ from ronde.units import format_duration
 HANG_S = 3.0  # a shorter wait is no hang; it may have begun after the inspections
 _BUSY = 0.3
 _MOST_WAITS = 3
+_MOST_EVIDENCE = 8
+_FULL = 0.97  # of a host's memory
 _MANY_FAULTS_PER_S = 500.0
 _BLOCKED = "a disk, a network file system or a driver does not answer"
 _LOADER = "/torch/utils/data/dataloader.py"
@@ -114,6 +117,31 @@ def explain_hang(status: JobStatus, inspections: Mapping[int, Inspection]) -> Ve
         faults = [_describe_rank(job, rank, long) for rank in sorted(unknown)]
         faults = faults or [*_judge_stacks(job)]  # the ranks of its group are unknown
     return Verdict(tuple(faults), tuple(waits))
+
+
+def find_evidence(
+    verdict: Verdict, status: JobStatus, usages: Mapping[str, HostUsage]
+) -> list[str]:
+    """Return sentences on GPUs, memory and networks of the hosts of ranks at fault."""
+    ranks = {rank for fault in verdict.faults for rank in fault.ranks}
+    rows = [row for row in status.workers if row.rank in ranks]
+    texts: list[str] = []
+    for host in dict.fromkeys(row.host for row in rows if row.host in usages):
+        usage = usages[host]
+        uses_gpus = any(row.status and row.status.device_bytes for row in rows)
+        if usage.gpu_problem and uses_gpus:
+            texts.append(f"The GPUs of {host} cannot be read: {usage.gpu_problem}.")
+        for gpu in usage.gpus:
+            if gpu.throttled_by:
+                why = ", ".join(gpu.throttled_by)
+                texts.append(f"GPU {gpu.number} of {host} is throttled ({why}).")
+        if usage.memory_bytes > _FULL * usage.total_memory_bytes:
+            texts.append(f"The memory of {host} is full.")
+        for each in usage.interfaces:
+            if each.num_errors:
+                since = f"{each.num_errors:,} errors since boot"
+                texts.append(f"Interface {each.name} of {host} has had {since}.")
+    return texts[:_MOST_EVIDENCE]
 
 
 def describe_hang(verdict: Verdict) -> str:

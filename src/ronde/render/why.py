@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ronde.monitor.asking import InspectedJob
 from ronde.monitor.inspection import Inspection
-from ronde.monitor.verdict import Fault, Verdict, describe_hang
+from ronde.monitor.verdict import Fault, Verdict, describe_hang, find_evidence
 from ronde.monitor.view import JobView, RankView, Shares
 from ronde.render.text import WIDTH, align, shorten, wrap
 from ronde.status.table import JobInfo, WorkerInfo
@@ -33,6 +33,8 @@ def draw_hang(inspected: InspectedJob, verdict: Verdict) -> str:
             age = format_duration(each.age_s)
             text = f"The kernel of {host} wrote {age} ago: {each.text}"
             lines.append(wrap("", text, indent=0).rstrip())
+    evidence = find_evidence(verdict, inspected.status, inspected.usages)
+    lines += [wrap("", text, indent=0).rstrip() for text in evidence]
     if inspected.silent:
         lines.append(f"No answer within 3 s from {', '.join(inspected.silent)}.")
     return "\n".join(lines) + "\n\n" + _draw_table(inspected, verdict)
