@@ -15,8 +15,7 @@ from ronde.monitor.inspection import Inspection, StackFrame
 from ronde.monitor.usage import HostUsage
 from ronde.status.table import JobStatus, WorkerInfo
 from ronde.status.values import UNKNOWN, PendingCollective
-from ronde.topology.cpu_sets import format_list
-from ronde.units import format_duration
+from ronde.units import format_duration, name_ranks
 
 HANG_S = 3.0  # a shorter wait is no hang; it may have begun after the inspections
 _BUSY = 0.3
@@ -151,9 +150,11 @@ def describe_hang(verdict: Verdict) -> str:
     for wait in long[:_MOST_WAITS]:
         have = "have" if len(wait.ranks) > 1 else "has"
         missing = wait.missing or wait.unknown
-        for_whom = f" for {_ranks(missing)}" if missing else ""
+        for_whom = f" for {name_ranks(missing)}" if missing else ""
         waited = f"{have} waited {format_duration(wait.age_s)} in "
-        texts.append(f"{_ranks(wait.ranks)} {waited}{wait.collective.name}{for_whom}")
+        texts.append(
+            f"{name_ranks(wait.ranks)} {waited}{wait.collective.name}{for_whom}"
+        )
     return f"The job hangs: {'; '.join(texts)}." if texts else ""
 
 
@@ -286,7 +287,7 @@ def _describe_mismatch(waits: list[Wait], line_of: LineOf) -> Fault:
     odd, most = ordered[:-1], ordered[-1]
     is_tie = max(len(wait.ranks) for wait in odd) == len(most.ranks)
     named = [
-        f"{_ranks(wait.ranks)} {_be(wait.ranks)} in {wait.collective.name}"
+        f"{name_ranks(wait.ranks)} {_be(wait.ranks)} in {wait.collective.name}"
         f"{line_of(wait.ranks[0])}"
         for wait in ordered
     ]
@@ -331,7 +332,7 @@ def _describe_cycle(cycle: Sequence[tuple[int, Wait]], line_of: LineOf) -> Fault
 
 def _group(collective: PendingCollective) -> str:
     ranks = collective.ranks
-    return f"the group of {_ranks(ranks)}" if ranks else collective.group
+    return f"the group of {name_ranks(ranks)}" if ranks else collective.group
 
 
 def _judge_stacks(job: _Job) -> tuple[Fault, ...]:
@@ -341,11 +342,6 @@ def _judge_stacks(job: _Job) -> tuple[Fault, ...]:
     if not inside:
         return ()
     return tuple(_describe_rank(job, rank, ()) for rank in outside)
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    listed = format_list(ranks).replace(",", ", ")
-    return f"rank{'s' * (len(ranks) > 1)} {listed}"
 
 
 def _be(ranks: Sequence[int]) -> str:
