@@ -3,7 +3,9 @@
 An error here would make ``import torch`` fail in every program of the environment.
 """
 
+import functools
 import os
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -35,6 +37,7 @@ def _register() -> None:
         distributed_c10d.ProcessGroupGloo = stand_in  # pyright: ignore[reportAttributeAccessIssue]
     if "RONDE_CHANNEL" in os.environ:  # noqa: TID251  it reads no more
         _measure_input()
+        _watch_groups()
 
 
 def _measure_input() -> None:
@@ -52,6 +55,29 @@ def _measure_input() -> None:
             return get_next(self)
 
     iterator.__next__ = measured
+
+
+def _watch_groups() -> None:
+    """Report the pending calls of groups of Gloo and NCCL, once there is one."""
+    from torch.distributed import distributed_c10d
+
+    # torch has no hook for this.
+    name = "_new_process_group_helper"
+    make_group = getattr(distributed_c10d, name)
+
+    @functools.wraps(make_group)
+    def watched(*given: Any, **options: Any) -> Any:  # noqa: ANN401  torch's
+        made = make_group(*given, **options)
+        with suppress(Exception):
+            from torch._C import _distributed_c10d as recorder
+
+            from ronde.status.flight_recorder import watch_groups
+
+            modules: Any = distributed_c10d, recorder
+            watch_groups(*modules)
+        return made
+
+    setattr(distributed_c10d, name, watched)
 
 
 def _make(given: Any, options: object) -> object:  # noqa: ANN401  torch's, without a type

@@ -6,7 +6,7 @@ ones powers of 1000 (``kB``, ``GB/s``). Case does not matter.
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from ronde.errors import UsageError
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
+_MAX_RANGES = 4
 _PREFIXES = "kmgtpe"
 _POWERS = dict(enumerate(_PREFIXES, 1))
 _SIZE_UNITS = {"": 1, "b": 1}
@@ -145,3 +146,28 @@ def grouped(pairs: Iterable[tuple[_Key, _Value]]) -> dict[_Key, list[_Value]]:
 def list_first(names: Sequence[str], most: int = 8, sign: str = ", ") -> str:
     left = len(names) - most
     return sign.join(names[:most]) + (f" and {left:,} more" if left > 0 else "")
+
+
+def format_list(numbers: Iterable[int]) -> str:
+    """Format numbers as the kernel's lists of CPUs, such as ``0-3,8``."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(f"{a}" if a == b else f"{a}-{b}" for a, b in runs)
+
+
+def format_ranks(ranks: Iterable[int]) -> str:
+    """Format numbers as ``0-3, 5``; a long list as ``0, 2, 4, 6 and 60 more``."""
+    ordered = sorted(ranks)
+    shown = format_list(ordered).split(",")[:_MAX_RANGES]
+    last = shown[-1].rpartition("-")[2]
+    num_left = sum(rank > int(last) for rank in ordered)
+    return ", ".join(shown) + (f" and {num_left} more" if num_left else "")
+
+
+def name_ranks(ranks: Collection[int]) -> str:
+    """Name one or more ranks: ``rank 3``, or ``ranks 0-3, 5``."""
+    return f"rank{'s' if len(ranks) != 1 else ''} {format_ranks(ranks)}"

@@ -1,4 +1,4 @@
-"""A program with planted faults: ``faulty_rank.py BACKEND DIRECTORY [deadlock]``.
+"""A program with planted faults: ``faulty_rank.py BACKEND DIRECTORY [deadlock|other]``.
 
 It leaves a fault when the file of its name appears in the directory. The tests find the
 line of a fault by the comment there.
@@ -51,6 +51,9 @@ class Grouped:
     def reduce(self, step):
         dist.all_reduce(torch.ones(8))
 
+    def broadcast(self, step):
+        dist.broadcast(torch.ones(8), 0)
+
     def within(self, number):
         dist.all_reduce(torch.ones(8), group=self.groups[number])
 
@@ -92,11 +95,12 @@ def train(job):
     if job.rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)  # second
     job.reduce(7)
-    if job.rank != 3:
-        job.reduce(8)
-    elif backend == "named":
-        job.reduce(9)  # skips 8
-    else:
+    if backend == "named":
+        job.reduce(9 if job.rank == 3 else 8)  # skips 8
+    for number in range(50):
+        if (job.rank, number) != (3, 20):
+            job.reduce(number)
+    if job.rank == 3:
         time.sleep(1000)  # has skipped one
 
 
@@ -109,6 +113,8 @@ def deadlock(job):
 
 if __name__ == "__main__":
     work = Named() if backend == "named" else Grouped()
-    if len(sys.argv) > 3:
+    if "deadlock" in sys.argv:
         deadlock(work)
+    if "other" in sys.argv and work.rank == 0:
+        work.broadcast(0)  # other operation
     train(work)

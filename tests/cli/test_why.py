@@ -98,7 +98,7 @@ def test_each_planted_fault_is_named_with_its_line(ronde, tmp_path, backend):
             assert line_of("has skipped one") in text
 
 
-@pytest.mark.parametrize("backend", ["ronde", "named"])
+@pytest.mark.parametrize("backend", ["ronde", "named", "gloo"])
 def test_groups_used_in_another_order_are_a_cycle(ronde, tmp_path, backend):
     program = (sys.executable, str(PROGRAM), backend, str(tmp_path), "deadlock")
     with running(ronde, "-n", "4", "--", *program) as (_, socket):
@@ -108,6 +108,14 @@ def test_groups_used_in_another_order_are_a_cycle(ronde, tmp_path, backend):
         assert f"called from line {line_of('first group').partition(':')[2]}" in flat(
             text
         )
+
+
+def test_another_operation_of_gloo_is_a_mismatch(ronde, tmp_path):
+    program = (sys.executable, str(PROGRAM), "gloo", str(tmp_path), "other")
+    with running(ronde, "-n", "4", "--", *program) as (_, socket):
+        faults, text = ask(socket)
+        assert faults == [("mismatch", (0,))], text
+        assert f"in broadcast at {PROGRAM}" in flat(text)
 
 
 def test_a_command_line_names_the_job(ronde, ronde_here):
@@ -154,6 +162,31 @@ def test_a_hang_ends_a_start_with_its_verdict_and_the_next_one_goes_on(ronde, tm
     assert "--hang-timeout ended the job, exit code 124" in text
     assert text.count(f"sleeps or waits at {script}:7 (") == 2
     assert "restart 1 of 1: the ranks hung." in text
+
+
+HANGS_ALWAYS = """
+import time
+import torch
+import ronde.torch as hvd
+hvd.init()
+@hvd.elastic.run
+def train(state):
+    if hvd.rank() == 1:
+        time.sleep(1000)
+    hvd.allreduce(torch.ones(1), name="x")
+train(hvd.elastic.TorchState())
+"""
+
+
+def test_a_hang_ends_an_elastic_job(ronde, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(HANGS_ALWAYS)
+    words = ("-n", "2", "--min-ranks", "2", "--hang-timeout", "5s", "--", str(script))
+    done = ronde("run", *words)
+    text = flat(done.stderr.decode().replace("|", ""))
+    assert done.returncode == 124, text
+    assert "rank 0 has waited" in text
+    assert f"sleeps or waits at {script}:9 in train()" in text
 
 
 def test_a_short_hang_timeout_is_refused(ronde_here):

@@ -13,15 +13,17 @@ from tests.timed import impatient_ronde
 pytestmark = pytest.mark.waits
 
 RANK = """
-import os, signal
-from ronde.status import PendingCollective, RankStatus, encode_status
-from ronde.world.environment import send_to_agent
-rank, progress = int(os.environ["RANK"]), {"loss": 0.5}
-pending = [PendingCollective("grad", "all", "allreduce", 1, 4, 100.0)] * (rank < 2)
-status = RankStatus(os.getpid(), 7 + rank, tuple(pending), len(pending), 0, 0, progress)
-assert send_to_agent(f"status {encode_status(status)}")
+import signal
+import torch
+import torch.distributed as dist
+import ronde
+dist.init_process_group("gloo")
+dist.all_reduce(torch.ones(1))
+ronde.progress(step=7 + dist.get_rank(), loss=0.5)
 print("there", flush=True)
-signal.pause()
+if dist.get_rank() == 2:
+    signal.pause()
+dist.all_reduce(torch.ones(1))
 """
 ENV = {"PATH": os.defpath, "HOME": str(Path.home())}
 
@@ -50,20 +52,25 @@ def test_ranks_of_all_hosts_are_listed_where_the_job_was_started(cluster):
     ) as process:
         try:
             assert [process.stdout.readline() for _ in range(3)] == ["there\n"] * 3
-            workers = [{"status": None}]
-            while not all(each["status"] for each in workers):
+            jobs = []
+            # The call is reported after a second, and then by rank 2 that it is not in.
+            while not any(job["awaited_ranks"] == {"0": [2], "1": [2]} for job in jobs):
                 assert process.poll() is None
                 jobs = ps(cluster)
-                workers = [worker for job in jobs for worker in job["workers"]]
+            workers = jobs[0]["workers"]
             hosts = [each["host"] for each in workers]
             assert hosts == ["node1", "node2", "node3"]
             assert [each["status"]["step"] for each in workers] == [7, 8, 9]
             assert workers[2]["status"]["progress"] == {"loss": 0.5}
-            found = ask(cluster, "why", jobs[0]["job_id"])
-            (fault,) = found["verdict"]["faults"]
+            faults = []
+            while not faults:  # a wait of less than three seconds is no hang
+                found = ask(cluster, "why", jobs[0]["job_id"])
+                faults = found["verdict"]["faults"]
+            (fault,) = faults
+            assert found["verdict"]["waits"][0]["collective"]["sequence"] == 2
             assert (fault["kind"], fault["ranks"]) == ("sleeping", [2])
             assert "(node3, pid " in fault["text"]
-            assert "<string>:10" in fault["text"]
+            assert "<string>:11" in fault["text"]
             assert found["silent_hosts"] == []
         finally:
             process.terminate()

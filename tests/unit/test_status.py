@@ -312,7 +312,7 @@ def test_many_ranks_show_those_at_fault_first():
     rows = tuple(worker(n, age_s=9.0) for n in range(1000))
     kernel_lines = {"node3": (KernelLine(8.0, "NVRM: Xid (0000:3b:00): 79"),)}
     table = JobStatus(Path("x"), 1, JOB, rows)
-    own = InspectedJob(table, {}, kernel_lines, ("node2",))
+    own = InspectedJob(table, {}, kernel_lines, ("node2",), {})
     fault = Fault("dead", (612,), "Rank 612 has left.")
     lines = draw_hang(own, Verdict((fault,), ())).splitlines()
     assert max(map(len, lines)) <= 80

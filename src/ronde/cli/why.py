@@ -6,13 +6,14 @@ from pathlib import Path
 
 from ronde.arguments import CommandParser
 from ronde.errors import LaunchError
-from ronde.monitor.asking import inspect_job
+from ronde.monitor.asking import inspect_job, observe_job
 from ronde.monitor.verdict import explain_hang
 from ronde.plain_values import to_plain
-from ronde.render.why import draw_dumps, draw_hang, draw_stacks
+from ronde.render.why import draw_dumps, draw_hang, draw_slow, draw_stacks
 
 _HELP = """\
 usage: ronde why [JOB] [--stacks] [--json]
+       ronde why --slow [JOB] [--json]
        ronde why FILE ... [--json]
 
 Say which ranks hold up a running job, at which line, and why. The job goes on. Without
@@ -20,6 +21,8 @@ JOB, a part of the job's id or command, it is your only job on this host. FILEs 
 dumps of torch's flight recorder, one for each rank, of a job that has ended.
 
 options:
+  --slow      watch a job that makes steps for 4 s; say which ranks and hosts cost
+              how much of a step: own code, input, GC, tokens, CPU, GPU or network
   --stacks    show the stack of each rank as well
   --json      print everything as one JSON object
   -h, --help  show this help and exit
@@ -37,8 +40,11 @@ def run(words: Sequence[str]) -> int:
     names: list[str] = options.jobs
     if len(names) > 1 or any("/" in name or Path(name).exists() for name in names):
         return _judge_files(names, is_json=options.json)
+    name = names[0] if names else None
     try:
-        inspected = inspect_job(names[0] if names else None)
+        if options.slow:
+            return _judge_speed(name, is_json=options.json)
+        inspected = inspect_job(name)
     except OSError as error:
         raise LaunchError(f"the job ended or does not answer: {error}.") from None
     verdict = explain_hang(inspected.status, inspected.inspections)
@@ -51,12 +57,27 @@ def run(words: Sequence[str]) -> int:
             ],
             "kernel_lines": to_plain(inspected.kernel_lines),
             "silent_hosts": inspected.silent,
+            "usages": {n: to_plain(each) for n, each in inspected.usages.items()},
         }
         print(json.dumps(plain))
         return 0
     print(draw_hang(inspected, verdict), end="")
     if options.stacks:
         print("\n" + draw_stacks([*inspected.inspections.values()]), end="")
+    return 0
+
+
+def _judge_speed(name: str | None, *, is_json: bool) -> int:
+    # Imported late: most questions are about a hang.
+    from ronde.monitor.slow import explain_slow
+
+    seen = observe_job(name)
+    faults = explain_slow(seen)
+    if is_json:
+        plain = {"faults": to_plain(faults), "view": to_plain(seen.view)}
+        print(json.dumps(plain))
+    else:
+        print(draw_slow(seen.view, faults), end="")
     return 0
 
 

@@ -2,16 +2,23 @@
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from math import inf
 from typing import NamedTuple
 
 from ronde.errors import UsageError
 from ronde.launch.status import HostAnswer, JobConnection, list_jobs
 from ronde.monitor.inspection import HostInspection, Inspection, KernelLine
-from ronde.plain_values import from_plain
+from ronde.monitor.send_queues import SendQueue
+from ronde.monitor.usage import HostUsage
+from ronde.monitor.view import JobView, JobWatcher
+from ronde.plain_values import PlainValueError, from_plain
 from ronde.status.table import JobStatus
+from ronde.units import grouped
 
 _ANSWER_S = 3.0
+_OBSERVED_S = 4.0
+_MOST_ANSWERS = 64  # with stacks
 _REPORTED_S = 2.0  # one for a rank to report a change, and one for its agent
 
 
@@ -22,6 +29,7 @@ class InspectedJob(NamedTuple):
     inspections: dict[int, Inspection]  # by worker
     kernel_lines: dict[str, tuple[KernelLine, ...]]  # by host
     silent: tuple[str, ...]  # hosts whose observer did not answer in time
+    usages: dict[str, HostUsage]  # by host
 
 
 def choose_job(jobs: Sequence[JobStatus], name: str | None) -> JobStatus:
@@ -70,14 +78,18 @@ def inspect_workers(status: JobStatus) -> InspectedJob:
     hosts = {row.host for row in status.workers if row.state == "running"}
     inspections: dict[int, Inspection] = {}
     kernel_lines: dict[str, tuple[KernelLine, ...]] = {}
+    usages: dict[str, HostUsage] = {}
     now_s = time.monotonic()
     answers_by_s = now_s + _ANSWER_S
     ends_s = inf
     with JobConnection(status.socket) as job:
         job.send({"ask": "inspect"})
+        job.send({"ask": "usage"})
         for news in job:
             now_s = time.monotonic()
-            if isinstance(news, HostAnswer):
+            if isinstance(news, HostAnswer) and "inspections" not in news.answer:
+                usages[news.host] = from_plain(HostUsage, news.answer)
+            elif isinstance(news, HostAnswer):
                 found = from_plain(HostInspection, news.answer)
                 inspections |= {each.worker: each for each in found.inspections}
                 kernel_lines[news.host] = found.kernel_lines
@@ -90,4 +102,51 @@ def inspect_workers(status: JobStatus) -> InspectedJob:
                 ends_s = now_s + (_REPORTED_S if is_reported else 0.0)
             if now_s >= ends_s:
                 break
-    return InspectedJob(status, inspections, kernel_lines, tuple(sorted(hosts)))
+    silent = tuple(sorted(hosts))
+    return InspectedJob(status, inspections, kernel_lines, silent, usages)
+
+
+class ObservedJob(NamedTuple):
+    """A job as it was over some seconds."""
+
+    before: JobView  # at the first table
+    view: JobView  # at the last one
+    inspections: dict[int, list[Inspection]]  # by worker, one or more
+    queues: dict[str, list[SendQueue]]  # by host, of all inspections
+
+
+def observe_job(name: str | None = None) -> ObservedJob:
+    """Observe the job that ``choose_job`` returns for about 4 s.
+
+    Raises:
+        UsageError: As ``choose_job``.
+        OSError: The job ended meanwhile.
+    """
+    status = choose_job(list_jobs(), name)
+    watcher = JobWatcher(status)
+    before = watcher.view()
+    num_hosts = len({row.host for row in status.workers})
+    found: list[tuple[str, HostInspection]] = []
+    ends_s = time.monotonic() + _OBSERVED_S
+    with JobConnection(status.socket) as job:
+        job.send({"ask": "inspect"})
+        for news in job:
+            watcher.add(news)
+            if not isinstance(news, HostAnswer):
+                if time.monotonic() >= ends_s:
+                    break
+                job.send({"ask": "usage"})  # about once a second
+                continue
+            with suppress(PlainValueError):  # the answer to another question
+                found.append((news.host, from_plain(HostInspection, news.answer)))
+                is_first = news.host == found[0][0]
+                if is_first and len(found) + num_hosts <= _MOST_ANSWERS:
+                    job.send({"ask": "inspect"})
+    inspections = [each for _, answer in found for each in answer.inspections]
+    queues = [(host, each) for host, answer in found for each in answer.queues]
+    return ObservedJob(
+        before,
+        watcher.view(),
+        grouped((each.worker, each) for each in inspections),
+        grouped(queues),
+    )

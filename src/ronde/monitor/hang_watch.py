@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ronde.launch.status import watch
 from ronde.monitor.asking import inspect_workers
-from ronde.monitor.verdict import describe_hang, explain_hang
+from ronde.monitor.verdict import describe_hang, explain_hang, find_evidence
 
 
 def main() -> None:
@@ -25,6 +25,7 @@ def main() -> None:
             verdict = explain_hang(inspected.status, inspected.inspections)
             if verdict.waits and verdict.waits[0].age_s >= limit_s:
                 faults = [fault.text for fault in verdict.faults]
+                faults += find_evidence(verdict, inspected.status, inspected.usages)
                 text = " ".join([describe_hang(verdict), *faults])
                 print(json.dumps(text), flush=True)  # noqa: T201
                 return

@@ -4,6 +4,8 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
+from ronde.monitor.send_queues import SendQueue
+
 
 class StackFrame(NamedTuple):
     """One frame of a Python stack: a function, and the line that it executes."""
@@ -36,6 +38,8 @@ class Inspection(NamedTuple):
     rss_bytes: int
     frames: tuple[StackFrame, ...]  # of the main thread, the innermost first
     problem: str  # why there is no stack, in half a sentence; empty with one
+    cpu_wait: float = 0.0  # share of the time in which its main thread waited for a CPU
+    nice: int = 0
 
     @property
     def user_frame(self) -> StackFrame | None:
@@ -55,3 +59,4 @@ class HostInspection(NamedTuple):
 
     inspections: tuple[Inspection, ...]
     kernel_lines: tuple[KernelLine, ...]  # the newest last
+    queues: tuple[SendQueue, ...] = ()

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, cast
 
 from ronde.monitor.host import read_usage
 from ronde.monitor.inspection import HostInspection, Inspection, KernelLine
+from ronde.monitor.send_queues import sample_queues
 from ronde.monitor.stacks import read_stack
 from ronde.plain_values import to_plain
 from ronde.processes import descendants, read_stat, read_text
@@ -77,7 +78,7 @@ def inspect(pids: _Pids) -> HostInspection:
     before = {worker: _read_usage(pid) for worker, pid in pids.items()}
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
         stacks = dict(zip(pids, pool.map(read_stack, pids.values()), strict=True))
-    time.sleep(max(0.0, began_s + _SAMPLE_S - time.monotonic()))
+    queues = sample_queues(pids.values(), began_s + _SAMPLE_S)
     took_s = time.monotonic() - began_s
     inspections: list[Inspection] = []
     for worker, pid in pids.items():
@@ -94,9 +95,11 @@ def inspect(pids: _Pids) -> HostInspection:
                 rss_bytes=usage.rss_bytes,
                 frames=() if isinstance(frames, str) else frames,
                 problem=frames if isinstance(frames, str) else "",
+                cpu_wait=max(0.0, usage.waited_s - before[worker].waited_s) / took_s,
+                nice=usage.nice,
             )
         )
-    return HostInspection(tuple(inspections), find_kernel_lines())
+    return HostInspection(tuple(inspections), find_kernel_lines(), queues)
 
 
 def find_kernel_lines(root: str = "") -> tuple[KernelLine, ...]:
@@ -118,6 +121,8 @@ class _Usage(NamedTuple):
     cpu_s: float
     num_faults: int
     rss_bytes: int
+    nice: int = 0
+    waited_s: float = 0.0  # of its main thread, for a CPU
 
 
 def _read_usage(pid: int) -> _Usage:
@@ -125,6 +130,7 @@ def _read_usage(pid: int) -> _Usage:
         fields = read_stat(pid)
     except OSError:
         return _Usage("", 0.0, 0, 0)
+    schedule = read_text(f"/proc/{pid}/schedstat").split()  # of the main thread
     # Numbers of fields as in proc(5), minus 2.
     ticks = int(fields[12]) + int(fields[13])
     return _Usage(
@@ -132,6 +138,8 @@ def _read_usage(pid: int) -> _Usage:
         cpu_s=ticks / os.sysconf("SC_CLK_TCK"),
         num_faults=int(fields[10]),
         rss_bytes=int(fields[22]) * os.sysconf("SC_PAGE_SIZE"),
+        nice=int(fields[17]),
+        waited_s=int(schedule[1]) / 1e9 if schedule else 0.0,
     )
 
 

@@ -12,14 +12,16 @@ from typing import NamedTuple
 
 from ronde.launch.job.failure import signal_name
 from ronde.monitor.inspection import Inspection, StackFrame
-from ronde.status.table import JobStatus
+from ronde.monitor.usage import HostUsage
+from ronde.status.table import JobStatus, WorkerInfo
 from ronde.status.values import UNKNOWN, PendingCollective
-from ronde.topology.cpu_sets import format_list
-from ronde.units import format_duration
+from ronde.units import format_duration, name_ranks
 
 HANG_S = 3.0  # a shorter wait is no hang; it may have begun after the inspections
 _BUSY = 0.3
 _MOST_WAITS = 3
+_MOST_EVIDENCE = 8
+_FULL = 0.97  # of a host's memory
 _MANY_FAULTS_PER_S = 500.0
 _BLOCKED = "a disk, a network file system or a driver does not answer"
 _LOADER = "/torch/utils/data/dataloader.py"
@@ -68,14 +70,7 @@ class _Job:
     def is_in_call(self, rank: int) -> bool | None:
         """Return True if a rank's stack is in a collective; None if it has no stack."""
         inspection = self.inspections.get(rank)
-        if inspection is None or not inspection.frames:
-            return None
-        for frame in inspection.frames:
-            if frame.is_user or _LOADER in frame.file:
-                return False
-            if any(part in frame.file for part in _DISTRIBUTED):
-                return True
-        return False
+        return None if inspection is None else is_in_call(inspection)
 
     def is_frozen(self, rank: int) -> bool:
         """Return True if a rank cannot report that it is outside of a collective."""
@@ -94,6 +89,16 @@ class _Job:
         return f" at {own[0].file}:{own[0].line}{''.join(callers)}"
 
 
+def is_in_call(inspection: Inspection) -> bool | None:
+    """Return True if a stack is in a collective; None without a stack."""
+    for frame in inspection.frames:
+        if frame.is_user or _LOADER in frame.file:
+            return False
+        if any(part in frame.file for part in _DISTRIBUTED):
+            return True
+    return False if inspection.frames else None
+
+
 def explain_hang(status: JobStatus, inspections: Mapping[int, Inspection]) -> Verdict:
     """Find the faults of a running job; the keys of ``inspections`` are worker IDs."""
     job = _Job(status, inspections)
@@ -109,7 +114,33 @@ def explain_hang(status: JobStatus, inspections: Mapping[int, Inspection]) -> Ve
     if long and not faults:
         unknown = {rank for wait in long for rank in wait.unknown} - waiting
         faults = [_describe_rank(job, rank, long) for rank in sorted(unknown)]
+        faults = faults or [*_judge_stacks(job)]  # the ranks of its group are unknown
     return Verdict(tuple(faults), tuple(waits))
+
+
+def find_evidence(
+    verdict: Verdict, status: JobStatus, usages: Mapping[str, HostUsage]
+) -> list[str]:
+    """Return sentences on GPUs, memory and networks of the hosts of ranks at fault."""
+    ranks = {rank for fault in verdict.faults for rank in fault.ranks}
+    rows = [row for row in status.workers if row.rank in ranks]
+    texts: list[str] = []
+    for host in dict.fromkeys(row.host for row in rows if row.host in usages):
+        usage = usages[host]
+        uses_gpus = any(row.status and row.status.device_bytes for row in rows)
+        if usage.gpu_problem and uses_gpus:
+            texts.append(f"The GPUs of {host} cannot be read: {usage.gpu_problem}.")
+        for gpu in usage.gpus:
+            if gpu.throttled_by:
+                why = ", ".join(gpu.throttled_by)
+                texts.append(f"GPU {gpu.number} of {host} is throttled ({why}).")
+        if usage.memory_bytes > _FULL * usage.total_memory_bytes:
+            texts.append(f"The memory of {host} is full.")
+        for each in usage.interfaces:
+            if each.num_errors:
+                since = f"{each.num_errors:,} errors since boot"
+                texts.append(f"Interface {each.name} of {host} has had {since}.")
+    return texts[:_MOST_EVIDENCE]
 
 
 def describe_hang(verdict: Verdict) -> str:
@@ -119,9 +150,11 @@ def describe_hang(verdict: Verdict) -> str:
     for wait in long[:_MOST_WAITS]:
         have = "have" if len(wait.ranks) > 1 else "has"
         missing = wait.missing or wait.unknown
-        for_whom = f" for {_ranks(missing)}" if missing else ""
+        for_whom = f" for {name_ranks(missing)}" if missing else ""
         waited = f"{have} waited {format_duration(wait.age_s)} in "
-        texts.append(f"{_ranks(wait.ranks)} {waited}{wait.collective.name}{for_whom}")
+        texts.append(
+            f"{name_ranks(wait.ranks)} {waited}{wait.collective.name}{for_whom}"
+        )
     return f"The job hangs: {'; '.join(texts)}." if texts else ""
 
 
@@ -138,10 +171,21 @@ def _find_waits(job: _Job) -> list[Wait]:
         age_s = max(each.age_s + job.rows[rank].status_age_s for rank, each in members)
         group = first.ranks or tuple(job.rows)
         others = [rank for rank in group if rank not in ranks and rank != UNKNOWN]
+        others = [rank for rank in others if not _has_passed(job.rows.get(rank), first)]
         missing = tuple(r for r in others if _is_missing(job, r, first, age_s))
         unknown = tuple(rank for rank in others if rank not in missing)
         waits.append(Wait(first, ranks, missing, unknown, age_s))
     return sorted(waits, key=lambda wait: -wait.age_s)
+
+
+def _has_passed(row: WorkerInfo | None, call: PendingCollective) -> bool:
+    """Return True if a rank is in a later call of the group, as a root may be."""
+    calls = row.status.collectives if row is not None and row.status else ()
+    return any(
+        each.sequence > call.sequence > 0 and each.name == each.kind
+        for each in calls
+        if (each.group, each.ranks) == (call.group, call.ranks)
+    )
 
 
 def _is_missing(
@@ -182,7 +226,7 @@ def _describe_rank(job: _Job, rank: int, waits: Sequence[Wait]) -> Fault:
 
 def _explain(process: Inspection) -> tuple[str, str]:
     """Return the kind of a fault, and a description that continues a sentence."""
-    where, state = _where(process.user_frame), process.state
+    where, state = locate(process.user_frame), process.state
     is_loading = any(_LOADER in frame.file for frame in process.frames)
     kill, core = f"kill -CONT {process.pid}", f"({process.cpu:.0%} of a core)"
     stopped = f"is stopped{where} (SIGSTOP or a debugger). Type: {kill}"
@@ -200,7 +244,8 @@ def _explain(process: Inspection) -> tuple[str, str]:
     return found[0] if found else ("sleeping", f"sleeps or waits{where} {core}")
 
 
-def _where(frame: StackFrame | None) -> str:
+def locate(frame: StackFrame | None) -> str:
+    """Return `` at FILE:LINE in FUNCTION()``, or no text."""
     if frame is None:
         return ""
     is_named = not frame.function.startswith("<")
@@ -242,7 +287,7 @@ def _describe_mismatch(waits: list[Wait], line_of: LineOf) -> Fault:
     odd, most = ordered[:-1], ordered[-1]
     is_tie = max(len(wait.ranks) for wait in odd) == len(most.ranks)
     named = [
-        f"{_ranks(wait.ranks)} {_be(wait.ranks)} in {wait.collective.name}"
+        f"{name_ranks(wait.ranks)} {_be(wait.ranks)} in {wait.collective.name}"
         f"{line_of(wait.ranks[0])}"
         for wait in ordered
     ]
@@ -287,7 +332,7 @@ def _describe_cycle(cycle: Sequence[tuple[int, Wait]], line_of: LineOf) -> Fault
 
 def _group(collective: PendingCollective) -> str:
     ranks = collective.ranks
-    return f"the group of {_ranks(ranks)}" if ranks else collective.group
+    return f"the group of {name_ranks(ranks)}" if ranks else collective.group
 
 
 def _judge_stacks(job: _Job) -> tuple[Fault, ...]:
@@ -297,11 +342,6 @@ def _judge_stacks(job: _Job) -> tuple[Fault, ...]:
     if not inside:
         return ()
     return tuple(_describe_rank(job, rank, ()) for rank in outside)
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    listed = format_list(ranks).replace(",", ", ")
-    return f"rank{'s' * (len(ranks) > 1)} {listed}"
 
 
 def _be(ranks: Sequence[int]) -> str:

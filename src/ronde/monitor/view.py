@@ -47,8 +47,8 @@ class RankView(NamedTuple):
     pid: int
     state: str
     step: int | None
-    step_s: float | None  # median of the last seconds
-    own_s: float | None  # the median of it without collectives
+    step_s: float | None  # the mean of the last seconds
+    own_s: float | None  # of it without collectives
     slowness: float | None  # ``own_s`` relative to the median rank's
     shares: Shares | None
     blame: float  # share of the step time that other ranks wait for this one
@@ -322,7 +322,7 @@ class _StepTimes:
         parts = {name: part / total_s for name, part in parts.items()}
         own_s = self._own_s[worker]
         return _RankTimes(
-            step_s=median(each.total_s for each in steps),
+            step_s=fmean(each.total_s for each in steps),
             own_s=own_s,
             slowness=own_s / self._median_s if self._median_s else None,
             shares=Shares(compute=1.0 - sum(parts.values()), **parts),
@@ -343,4 +343,4 @@ class _StepTimes:
 
 
 def _own_s(steps: Sequence[StepTime]) -> float:
-    return median(each.total_s - each.blocked_s for each in steps)
+    return fmean(each.total_s - each.blocked_s for each in steps)

@@ -29,6 +29,6 @@ __getattr__ = lazy_exports(
         ),
         "topo_tree": "draw_tree",
         "trace": "draw_trace",
-        "why": "draw_dumps draw_hang draw_stacks",
+        "why": "draw_dumps draw_hang draw_slow draw_stacks",
     },
 )

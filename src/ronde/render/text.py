@@ -2,13 +2,16 @@
 
 import textwrap
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
 from ronde.errors import UsageError
-from ronde.topology.cpu_sets import format_list
-from ronde.units import list_first
+from ronde.units import (
+    format_ranks as format_ranks,  # noqa: PLC0414  for users of ranks
+    list_first,
+    name_ranks,
+)
 
 WIDTH = 80
 _MAX_RUNS = 8
@@ -95,7 +98,6 @@ def _word(values: list[str], count: int) -> str:
     return word if count == 1 else f"{word}, {each}{count} times"
 
 
-_MAX_RANGES = 4
 _MAX_HOSTS = 4
 
 
@@ -135,20 +137,6 @@ def parse_ranks(text: str, option: str, *, is_local: bool = False) -> RankChoice
             f"Type: {option} 0"
         )
     return RankChoice(ranges, option, is_local)
-
-
-def format_ranks(ranks: Iterable[int]) -> str:
-    """Format numbers as ``0-3, 5``; a long list as ``0, 2, 4, 6 and 60 more``."""
-    ordered = sorted(ranks)
-    shown = format_list(ordered).split(",")[:_MAX_RANGES]
-    last = shown[-1].rpartition("-")[2]
-    num_left = sum(rank > int(last) for rank in ordered)
-    return ", ".join(shown) + (f" and {num_left} more" if num_left else "")
-
-
-def name_ranks(ranks: Collection[int]) -> str:
-    """Name one or more ranks: ``rank 3``, or ``ranks 0-3, 5``."""
-    return f"rank{'s' if len(ranks) != 1 else ''} {format_ranks(ranks)}"
 
 
 def _parse_range(text: str) -> range:

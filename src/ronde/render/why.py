@@ -6,25 +6,25 @@ from collections.abc import Sequence
 
 from ronde.monitor.asking import InspectedJob
 from ronde.monitor.inspection import Inspection
-from ronde.monitor.verdict import Verdict, describe_hang
+from ronde.monitor.verdict import Fault, Verdict, describe_hang, find_evidence
+from ronde.monitor.view import JobView, RankView, Shares
 from ronde.render.text import WIDTH, align, shorten, wrap
-from ronde.status.table import WorkerInfo
+from ronde.status.table import JobInfo, WorkerInfo
 from ronde.status.values import UNKNOWN
 from ronde.units import counted, format_duration
 
+_HINT = "If it is slow: ronde why --slow."
 _MOST_ROWS = 32
 _MOST_FRAMES = 12
 _TITLES = ("rank", "host", "state", "CPU", "step", "in", "for", "line")
+_SLOW_TITLES = ("rank", "host", "blame", "own", "input", "GC", "CPU")
 _RIGHT = ("rank", "CPU", "step", "for")
 
 
 def draw_hang(inspected: InspectedJob, verdict: Verdict) -> str:
     """Format the verdict as a paragraph, followed by a table of the ranks."""
-    job = inspected.status.job
-    ran = format_duration(max(0.0, time.time() - job.started_at))
     lines = [
-        shorten(f"job {job.job_id}: {shlex.join(job.command)}, for {ran}", WIDTH),
-        "",
+        *_head(inspected.status.job),
         wrap("", _headline(inspected, verdict), indent=0).rstrip(),
         *(wrap("", fault.text, indent=0).rstrip() for fault in verdict.faults),
     ]
@@ -33,9 +33,51 @@ def draw_hang(inspected: InspectedJob, verdict: Verdict) -> str:
             age = format_duration(each.age_s)
             text = f"The kernel of {host} wrote {age} ago: {each.text}"
             lines.append(wrap("", text, indent=0).rstrip())
+    evidence = find_evidence(verdict, inspected.status, inspected.usages)
+    lines += [wrap("", text, indent=0).rstrip() for text in evidence]
     if inspected.silent:
         lines.append(f"No answer within 3 s from {', '.join(inspected.silent)}.")
     return "\n".join(lines) + "\n\n" + _draw_table(inspected, verdict)
+
+
+def _head(job: JobInfo) -> list[str]:
+    ran = format_duration(max(0.0, time.time() - job.started_at))
+    text = f"job {job.job_id}: {shlex.join(job.command)}, for {ran}"
+    return [shorten(text, WIDTH), ""]
+
+
+def draw_slow(view: JobView, faults: Sequence[Fault]) -> str:
+    """Format the verdict on a slow job, followed by a table of the ranks by blame."""
+    texts = [_describe_step(view), *(fault.text for fault in faults)]
+    if view.shares and not faults:
+        texts.append("No rank, host or network holds it up.")
+    wrapped = "".join(wrap("", text, indent=0) for text in filter(None, texts))
+    ranks = [each for each in view.ranks if each.shares][:_MOST_ROWS]
+    rows = [_SLOW_TITLES, *map(_slow_row, ranks)]
+    table = "\n" + align(rows, right=_SLOW_TITLES) if ranks else ""
+    return "\n".join(_head(view.job)) + f"\n{wrapped}{table}"
+
+
+def _describe_step(view: JobView) -> str:
+    if view.hang:
+        return f"{view.hang} ronde why without --slow says more."
+    if view.shares is None or view.step_s is None:
+        return (
+            "The program reports no steps. hvd.DistributedOptimizer counts them, or "
+            "call ronde.progress(step=...) in each."
+        )
+    shares = view.shares._asdict().items()
+    parts = ", ".join(f"{share:.0%} {name}" for name, share in shares if share >= 0.005)
+    return f"A step takes {format_duration(view.step_s)}: {parts}."
+
+
+def _slow_row(rank: RankView) -> tuple[str, ...]:
+    shares, step_s = rank.shares or Shares(1.0, 0.0, 0.0, 0.0, 0.0), rank.step_s or 0.0
+    parts = (rank.own_s or 0.0, shares.input * step_s, shares.other * step_s)
+    times = [format_duration(round(max(0.0, part), 4)) for part in parts]
+    cpu = "-" if rank.cpu is None else f"{rank.cpu:.0%}"
+    who = "-" if rank.rank is None else str(rank.rank)
+    return (who, shorten(rank.host, 10), f"{rank.blame:.0%}", *times, cpu)
 
 
 def draw_dumps(verdict: Verdict, num_dumps: int) -> str:
@@ -58,8 +100,8 @@ def _headline(inspected: InspectedJob, verdict: Verdict) -> str:
         return f"The program reports no collectives; its stacks show more.{some}"
     if verdict.waits:
         age = format_duration(verdict.waits[0].age_s)
-        return f"The job does not hang: its oldest collective began {age} ago."
-    return "The job does not hang: no rank waits in a collective."
+        return f"The job does not hang: its oldest collective began {age} ago. {_HINT}"
+    return f"The job does not hang: no rank waits in a collective. {_HINT}"
 
 
 def _draw_table(inspected: InspectedJob, verdict: Verdict) -> str:

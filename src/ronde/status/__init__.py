@@ -5,6 +5,7 @@ from ronde.lazy_exports import lazy_exports
 __getattr__ = lazy_exports(
     __name__,
     {
+        "flight_recorder": "FlightRecorderSource",
         "reporter": "Part StatusReporter add_source progress",
         "steps": "StepMeter StepTime own_meter",
         "table": "JobInfo JobStatus WorkerInfo",

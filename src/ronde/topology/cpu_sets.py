@@ -4,7 +4,8 @@ The integer ``0b101`` is the set ``{0, 2}``.
 """
 
 import re
-from collections.abc import Iterable
+
+from ronde.units import format_list as format_list  # noqa: PLC0414  for users of sets
 
 MAX_CPU = (1 << 16) - 1
 """No kernel supports more CPUs; a list with higher numbers could exhaust the memory."""
@@ -38,14 +39,3 @@ def members(bits: int) -> list[int]:
         found.append(lowest.bit_length() - 1)
         bits ^= lowest
     return found
-
-
-def format_list(cpus: Iterable[int]) -> str:
-    """Format CPUs as the kernel's list, such as ``0-3,8``."""
-    runs: list[list[int]] = []
-    for cpu in sorted(cpus):
-        if runs and cpu == runs[-1][1] + 1:
-            runs[-1][1] = cpu
-        else:
-            runs.append([cpu, cpu])
-    return ",".join(f"{a}" if a == b else f"{a}-{b}" for a, b in runs)
