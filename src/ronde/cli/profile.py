@@ -18,6 +18,7 @@ from ronde.cli.run import make_run_parser, require_listen_or_agent, run_job
 from ronde.errors import LaunchError, UsageError
 from ronde.launch.bootstrap import start_local_agent
 from ronde.launch.environments import own_environment
+from ronde.launch.host import is_here
 from ronde.launch.limits import EXIT_UNWRITTEN, Timeouts
 from ronde.launch.signals import caught_signals
 from ronde.launch.status import list_jobs
@@ -56,7 +57,7 @@ examples:
   ronde profile --attach train.py -d 1m -o profile.json
 """
 _ATTACHED_S = 30.0
-_REFUSED_S = 5.0  # then no rank can be sampled
+_REFUSED_S = 3.0  # then no rank can be sampled
 _OWN = ("rate", "output", "attach", "duration")
 _EXAMPLE = "Type: ronde profile -n 4 train.py, or ronde profile --attach"
 
@@ -83,8 +84,8 @@ def run(words: Sequence[str], timeouts: Timeouts) -> int:
     if options.agent:
         raise UsageError("--agent cannot be profiled. Type: ronde run --agent ...")
     require_listen_or_agent(options, given)
-    # Hosts that are named may be other ones.
-    if not find_run_hosts(options, own_environment(), 0):
+    # Other hosts report their obstacles themselves.
+    if any(map(is_here, find_run_hosts(options, own_environment(), 0))):
         _require_readable()
     return _run_program(options, timeouts)
 

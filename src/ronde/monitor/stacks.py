@@ -137,9 +137,10 @@ def explain(error: OSError | subprocess.SubprocessError) -> str:
         case OSError():
             return f"py-spy does not start: {error.strerror}"
         case subprocess.CalledProcessError(stderr=text):
-            is_refused = "ermission denied" in text or "not permitted" in text
-            return (
-                _REFUSED if is_refused else f"{_FAILED}{text.strip().splitlines()[0]}"
-            )
+            if re.search("permission denied|not permitted", text, re.IGNORECASE):
+                return _REFUSED
+            if "find python version" in text:
+                return NO_PYTHON
+            return f"{_FAILED}{text.strip().splitlines()[0]}"
         case _:
             return f"py-spy did not read its stack within {_STACK_S:g} s"
