@@ -1,4 +1,4 @@
-"""A rank that spins until it was sampled, and then for a second more.
+"""A rank that spins until it was sampled, and then for about a second more.
 
 A word ``N:M:kill`` kills rank M in start N then. ``stay`` spins for good.
 """
@@ -6,18 +6,15 @@ A word ``N:M:kill`` kills rank M in start N then. ``stay`` spins for good.
 import os
 import signal
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
 
 from ronde.launch import own_environment
 
 
-def spin(is_over):
-    while not is_over():
-        ends = time.monotonic() + 0.1
-        while time.monotonic() < ends:  # spins
-            pass
+def spin():
+    for _ in range(2_000_000):  # spins
+        pass
 
 
 def is_sampled():
@@ -29,12 +26,14 @@ def is_sampled():
     return False
 
 
-spin(is_sampled)
-ends = time.monotonic() + 1.0
-spin(lambda: time.monotonic() > ends)
+while not is_sampled():
+    spin()
+for _ in range(12):
+    spin()
 sys.stdout.write("sampled\n")
 sys.stdout.flush()
 environ = own_environment()
 if f"{environ['RONDE_EPOCH']}:{environ['RANK']}:kill" in sys.argv:
     os.kill(os.getpid(), signal.SIGKILL)
-spin(lambda: "stay" not in sys.argv)
+while "stay" in sys.argv:
+    spin()

@@ -107,7 +107,7 @@ def test_a_running_job_is_sampled_while_someone_attends(ronde, ronde_here, tmp_p
     path, words = tmp_path / "profile.json", ("-n", "2", "--", str(PROGRAM), "stay")
     with running(ronde, *words, tmp_path.name) as (process, socket):
         job = ("--attach", tmp_path.name)
-        done = ronde_here("profile", *job, "-d", "2s", "-r", "200", "-o", str(path))
+        done = ronde_here("profile", *job, "-d", "1s", "-r", "200", "-o", str(path))
         assert done.returncode == 0, done.stderr
         found, pids = read(path), pids_of(socket)
         assert sorted(found) == [(0, pids[0]), (1, pids[1])]

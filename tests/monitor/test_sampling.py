@@ -9,7 +9,7 @@ from tests.cli.conftest import Ronde
 
 PROGRAM = Path(__file__).with_name("timed_rank.py")
 PARTS = ("loop", "sleep", "product", "text")
-RATE_HZ, RUN_S = 500, 7
+RATE_HZ, RUN_S = 500, 6
 POINTS = 0.03
 
 

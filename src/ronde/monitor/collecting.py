@@ -64,7 +64,7 @@ class ProfileCollector:
                     return
 
     def profile(self) -> Profile | None:
-        """Return what was collected; None if no job was found."""
+        """Return the profile so far; None if no job was found."""
         if self._status is None:
             return None
         windows = self._windows.all()

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from ronde.launch.signals import wait_for
 from ronde.monitor.inspection import StackFrame, make_frame
 from ronde.monitor.samples import HostSamples, SampleWindow
-from ronde.monitor.stacks import NO_PYTHON, explain, find_python, py_spy
+from ronde.monitor.stacks import NO_PYTHON, explain, explain_output, find_python, py_spy
 from ronde.processes import is_alive, read_stat
 
 _LONGEST_S, _SHORTEST_S = 20, 5
@@ -109,8 +109,8 @@ class Sampler:
                 yield from _make_windows(worker, pid, run, samples, frames)
             is_over = not is_alive(pid) or time.monotonic() >= self._until_s
             if not samples and not is_over:
-                error = subprocess.CalledProcessError(1, command, stderr=run.text)
-                problem = explain(error) if process.returncode else NO_PYTHON
+                is_read = process.returncode == 0
+                problem = NO_PYTHON if is_read else explain_output(run.text)
                 yield _without_samples(worker, pid, problem)
 
     def _follow(self, process: "subprocess.Popen[bytes]", pid: int) -> "_PySpyRun":

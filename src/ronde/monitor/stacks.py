@@ -137,10 +137,15 @@ def explain(error: OSError | subprocess.SubprocessError) -> str:
         case OSError():
             return f"py-spy does not start: {error.strerror}"
         case subprocess.CalledProcessError(stderr=text):
-            if re.search("permission denied|not permitted", text, re.IGNORECASE):
-                return _REFUSED
-            if "find python version" in text:
-                return NO_PYTHON
-            return f"{_FAILED}{text.strip().splitlines()[0]}"
+            return explain_output(text)
         case _:
             return f"py-spy did not read its stack within {_STACK_S:g} s"
+
+
+def explain_output(text: str) -> str:
+    """Return the reason that py-spy gives for a failure, in half a sentence."""
+    if re.search("permission denied|not permitted", text, re.IGNORECASE):
+        return _REFUSED
+    if "find python version" in text:
+        return NO_PYTHON
+    return _FAILED + text.strip().partition("\n")[0]
