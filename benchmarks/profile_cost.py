@@ -67,7 +67,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         script, out = Path(folder, "train.py"), Path(folder, "steps.json")
         script.write_text(TRAIN)
-        limit_s = str((TURN_S + 1) * options.turns + 20)
+        limit_s = str((TURN_S + 3) * options.turns + 20)
         words = ["run", "-n", "2", str(script), limit_s, str(out)]
         with subprocess.Popen([sys.executable, "-m", "ronde", *words]) as process:
             time.sleep(10)  # until the ranks train

@@ -30,7 +30,7 @@ class ProfileCollector:
         self._rate_hz = rate_hz
         self._begun_at = time.time()
         self._status: JobStatus | None = None
-        self._windows = _Windows()
+        self._windows = WindowStore()
 
     @property
     def is_refused(self) -> bool:
@@ -81,7 +81,7 @@ class ProfileCollector:
         return False
 
 
-class _Windows:
+class WindowStore:
     """The windows of a profile in bounded memory.
 
     If they become too many, every second one of each worker is dropped, and so on.
