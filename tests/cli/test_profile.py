@@ -54,19 +54,15 @@ def samplers_of(pid):
     return found
 
 
-def count_sleeps(pid):
-    """Return how often py-spy has slept, each time after a sample."""
+def is_sampled(pid):
+    """Return True once py-spy has slept a few times, each time after a sample."""
     found = [
         int(count)
         for directory in samplers_of(pid)
         for path in directory.glob("task/*/status")
         for count in re.findall(r"\nvoluntary_ctxt_switches:\s+(\d+)", path.read_text())
     ]
-    return max(found, default=0)
-
-
-def is_sampled(pid):
-    return count_sleeps(pid) > 20
+    return max(found, default=0) > 20
 
 
 def pids_of(socket):

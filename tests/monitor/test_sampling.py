@@ -1,18 +1,14 @@
 """Shares of samples against times that the program measures itself."""
 
 import json
-import subprocess
-import sys
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from tests.cli.conftest import Ronde
-from tests.cli.test_profile import count_sleeps
-from tests.limits import until
 
-from ronde.monitor import Sampler, SampleWindow, StackFrame, WindowStore
+from ronde.monitor import PySpyRun, SampleWindow, StackFrame, WindowStore, make_windows
 
 PROGRAM = Path(__file__).with_name("timed_rank.py")
 PARTS = ("loop", "sleep", "product", "text")
@@ -73,40 +69,27 @@ def test_shares_of_samples_are_those_of_the_time(tmp_path, run_s, points):
     assert found == pytest.approx(true, abs=points / 100), (counted, timed)
 
 
-DEEP = """
-def call(depth):
-    while not depth:
-        pass
-    call(depth - 1)
-call(900)
-"""
-
-
-def test_many_frames_are_sent_in_several_windows():
-    sent = []
-    sampler = Sampler(sent.append)
-    with subprocess.Popen([sys.executable, "-c", DEEP]) as process:
-        try:
-
-            def has_many_samples():
-                sampler.ask({7: process.pid}, 100)
-                return count_sleeps(process.pid) > 250
-
-            until(has_many_samples)
-            sampler.ask({}, 0)
-        finally:
-            process.kill()
-    *windows, end = (each.window for each in sent)
-    assert end is None
-    assert {(each.worker, each.pid, each.problem) for each in windows} == {
-        (7, process.pid, "")
-    }
-    assert len(windows) > 1
+def test_many_frames_make_several_windows():
+    """Deep stacks at a high rate: a line to the controller has a limit."""
+    frames = [StackFrame(f"f{n}", "a.py", n, True) for n in range(1001)]
+    # The outermost first, and every fifth sample as the one before.
+    samples = [[0, *range(1, 901 + n % 5)] for n in range(1000)]
+    samples = [samples[n - (n % 5 == 4)] for n in range(1000)]
+    run = PySpyRun(100.0, 110.0, 1 << 20, "")
+    windows = [*make_windows(7, 9, run, samples, frames)]
+    assert len(windows) == 5
+    assert (windows[0].begun_at, windows[-1].ended_at) == (100.0, 110.0)
     for window, following in pairwise(windows):
         assert window.begun_at < window.ended_at == following.begun_at
-        frames = [window.frames[number] for number in window.stacks[0]]
-        assert [frames[0].function, frames[-1].function] == ["call", "<module>"]
-        assert 900 <= len(frames) <= 902
+    read = [
+        [window.frames[number].line for number in reversed(window.stacks[stack])]
+        for window in windows
+        for stack, count in window.runs
+        for _ in range(count)
+    ]
+    assert read == samples
+    assert sum(len(window.runs) for window in windows) < 900
+    assert [*make_windows(7, 9, run, [], frames)] == []
 
 
 def test_a_long_profile_keeps_every_nth_window():

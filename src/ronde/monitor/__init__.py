@@ -11,7 +11,7 @@ __getattr__ = lazy_exports(
         "inspection": "Inspection KernelLine StackFrame",
         "observer": "find_kernel_lines",
         "stacks": "read_by_signal",
-        "sampler": "Sampler",
+        "sampler": "PySpyRun Sampler make_windows",
         "samples": "HostSamples Profile SampleWindow",
         "usage": "GpuUsage HostUsage Interface ProcessUsage",
         "view": "HostView JobView JobWatcher RankView Shares",

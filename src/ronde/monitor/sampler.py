@@ -37,6 +37,15 @@ _MOST_FRAMES = 200_000  # in the samples of a window; more are sent as several w
 _RSS_FIELD = 22  # number as in proc(5), minus 2
 
 
+class PySpyRun(NamedTuple):
+    """One run of py-spy, which makes the samples of a window."""
+
+    begun_at: float  # Unix time
+    ended_at: float
+    rss_bytes: int
+    text: str  # its messages
+
+
 class Sampler:
     """Samples the workers of one host for one watcher, as long as it asks.
 
@@ -106,14 +115,14 @@ class Sampler:
                 result = json.load(file)
                 samples = _samples_of(result, pid)
                 frames = [_frame(each) for each in result["shared"]["frames"]]
-                yield from _make_windows(worker, pid, run, samples, frames)
+                yield from make_windows(worker, pid, run, samples, frames)
             is_over = not is_alive(pid) or time.monotonic() >= self._until_s
             if not samples and not is_over:
                 is_read = process.returncode == 0
                 problem = NO_PYTHON if is_read else explain_output(run.text)
                 yield _without_samples(worker, pid, problem)
 
-    def _follow(self, process: "subprocess.Popen[bytes]", pid: int) -> "_PySpyRun":
+    def _follow(self, process: "subprocess.Popen[bytes]", pid: int) -> PySpyRun:
         """Wait until py-spy ends, or end it."""
         text, begun_at, rss_bytes = "", 0.0, 0
         output = process.stdout.fileno() if process.stdout else -1
@@ -121,7 +130,7 @@ class Sampler:
             if wait_for([output], [], _POLL_S):
                 data = os.read(output, _READ_BYTES)
                 if not data:
-                    return _PySpyRun(begun_at, time.time(), rss_bytes, text)
+                    return PySpyRun(begun_at, time.time(), rss_bytes, text)
                 text += data.decode(errors="replace")
                 begun_at = begun_at or time.time()
             rss_bytes = _read_rss(pid) or rss_bytes  # 0 once the process has ended
@@ -130,13 +139,6 @@ class Sampler:
                 process.kill()
             elif past_s >= 0.0:
                 process.send_signal(signal.SIGINT)  # it writes its result
-
-
-class _PySpyRun(NamedTuple):
-    begun_at: float  # Unix time
-    ended_at: float
-    rss_bytes: int
-    text: str  # its messages
 
 
 def _read_rss(pid: int) -> int:
@@ -158,10 +160,10 @@ def _frame(frame: Mapping[str, Any]) -> StackFrame:
     return make_frame(frame["name"], frame["file"] or "", frame["line"] or 0)
 
 
-def _make_windows(
+def make_windows(
     worker: int,
     pid: int,
-    run: _PySpyRun,
+    run: PySpyRun,
     samples: Sequence[Sequence[int]],
     frames: Sequence[StackFrame],
 ) -> Iterator[SampleWindow]:
