@@ -15,7 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from ronde.launch.status import list_jobs
+from ronde.launch.status import list_jobs, watch
 from ronde.monitor.collecting import ProfileCollector
 from ronde.status.table import JobStatus
 
@@ -46,6 +46,10 @@ if hvd.rank() == 0:
 """
 
 
+def is_training(job: JobStatus) -> bool:
+    return all(row.status and row.status.step > 100 for row in job.workers)
+
+
 def sample(job: JobStatus, rate_hz: int) -> tuple[float, float]:
     """Sample both ranks; return the time for which both were sampled."""
     ends = time.time() + TURN_S
@@ -70,8 +74,10 @@ def main() -> None:
         limit_s = str((TURN_S + 3) * options.turns + 20)
         words = ["run", "-n", "2", str(script), limit_s, str(out)]
         with subprocess.Popen([sys.executable, "-m", "ronde", *words]) as process:
-            time.sleep(10)  # until the ranks train
-            [job] = [j for j in list_jobs() if j.job.head_pid == process.pid]
+            jobs: list[JobStatus] = []
+            while not jobs:
+                jobs = [j for j in list_jobs() if j.job.head_pid == process.pid]
+            job = next(each for each in watch(jobs[0].socket) if is_training(each))
             turns: list[tuple[float, float]] = []
             for turn in range(options.turns):
                 begun = time.time()
