@@ -254,6 +254,32 @@ def test_questions_reach_the_observers_and_answers_their_reader(service, observe
         serve(service, lambda: len(list(service.watched())) == 2)
 
 
+def test_answers_are_sent_before_the_table_ends(service, observed):
+    """Longer ones than a socket takes; a reader that has died costs no time."""
+    asking, dead = (socket.socket(socket.AF_UNIX) for _ in range(2))
+    received = bytearray()
+
+    def read():
+        while data := asking.recv(1 << 16):
+            received.extend(data)
+
+    with asking, dead:
+        for each in (asking, dead):
+            each.connect(str(own_socket(service)))
+            each.sendall(b"{}\n")
+        serve(service, lambda: len(observed) == 2)
+        dead.close()
+        for question in observed:
+            line = {"reader": question["reader"], "text": "x" * (4 << 20)}
+            service.on_observed("node1", json.dumps(line))
+        thread = threading.Thread(target=read)
+        thread.start()
+        service.close()
+        thread.join()
+    answers = [line for line in received.splitlines() if b'"answer"' in line]
+    assert [len(json.loads(each)["answer"]["text"]) for each in answers] == [4 << 20]
+
+
 def test_a_table_of_another_version_is_refused(tmp_path):
     path = tmp_path / "status"
     plain = {**JOB._asdict(), "new": 1}

@@ -11,7 +11,7 @@ from ronde.cli import exits
 from ronde.errors import HostError, RondeError
 from ronde.launch.limits import USUAL, Timeouts
 
-_TOOLS = ("ps", "why", "bench", "trace", "check", "topo", "plan", "alias")
+_TOOLS = ("ps", "why", "profile", "bench", "trace", "check", "topo", "plan", "alias")
 _VERBS = ("run", *_TOOLS, "horovodrun")
 
 
@@ -88,7 +88,8 @@ def _dispatch(words: list[str], timeouts: Timeouts) -> int:
             from importlib import import_module
 
             run_verb: Callable[..., int] = import_module(f"ronde.cli.{verb}").run
-            return run_verb(rest, timeouts) if verb == "check" else run_verb(rest)
+            takes_timeouts = verb in ("check", "profile")
+            return run_verb(rest, timeouts) if takes_timeouts else run_verb(rest)
         case _:
             from ronde.arguments import refuse_verb
 

@@ -13,6 +13,7 @@ verbs:
   run    start a program once for every slot of one or more hosts
   ps     list running jobs and the status of their ranks
   why    say which ranks hold up a job, at which line, and why
+  profile  show where the time of a job's ranks goes, line by line
   bench  measure collectives and training steps; read results of other tools
   trace  show which rank waited for which, from a job's timeline
   check  show which hosts are ready, and how to fix the others

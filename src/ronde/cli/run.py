@@ -459,8 +459,15 @@ def run(words: Sequence[str], agent: _Agent, signal_fd: int, timeouts: Timeouts)
     if options.help:
         parser.read(["--help"])
         return 0
-    start = _Start(options, environments.own_environment(), agent, signal_fd, timeouts)
     require_listen_or_agent(options, parser.given(options))
+    return run_job(options, agent, signal_fd, timeouts)
+
+
+def run_job(
+    options: argparse.Namespace, agent: _Agent, signal_fd: int, timeouts: Timeouts
+) -> int:
+    """Run the job that the options of ``ronde run`` describe."""
+    start = _Start(options, environments.own_environment(), agent, signal_fd, timeouts)
     if options.agent:
         return _run_node(start)
     recorded = _recorded(options)

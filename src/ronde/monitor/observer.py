@@ -4,26 +4,29 @@ The agent of the host starts it for the first question, and ends it with the job
 question is a JSON object on a line of standard input, and an answer is one on a line of
 standard output. ``reader`` identifies the watcher; ``pids`` has the process of each
 worker of this host. ``ask`` is ``inspect``, for the state of each worker's process and
-its stack, or ``usage``, for the figures of this host, its GPUs and the processes.
+its stack, ``usage`` for the figures of this host, its GPUs and the processes, or
+``profile`` for samples of the stacks: see ``Sampler``.
 """
 
 import json
 import os
 import re
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from contextlib import suppress
+from functools import partial
+from threading import Lock
 from typing import Any, NamedTuple, cast
 
 from ronde.monitor.host import read_usage
 from ronde.monitor.inspection import HostInspection, Inspection, KernelLine
+from ronde.monitor.sampler import Sampler
 from ronde.monitor.send_queues import sample_queues
-from ronde.monitor.stacks import read_stack
+from ronde.monitor.stacks import find_python, read_stack
 from ronde.plain_values import to_plain
-from ronde.processes import descendants, read_stat, read_text
+from ronde.processes import read_stat, read_text
 from ronde.topology.kernel_log import read_log
 
 _SAMPLE_S = 0.3
@@ -41,6 +44,7 @@ class Observer:
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(_NUM_THREADS)
+        self._samplers: dict[int, Sampler] = {}  # by reader
 
     def run(self) -> None:
         for line in sys.stdin:
@@ -48,22 +52,40 @@ class Observer:
             answer = _ANSWERS.get(question.get("ask"))
             if answer is not None:
                 self._pool.submit(_answer, answer, question)
+            elif question.get("ask") == "profile":
+                self._sample(question)
+        for sampler in self._samplers.values():
+            sampler.finish()
         self._pool.shutdown(cancel_futures=True)
 
+    def _sample(self, question: dict[str, Any]) -> None:
+        reader = question["reader"]
+        if reader not in self._samplers:
+            self._samplers[reader] = Sampler(partial(_send, reader))
+        self._samplers[reader].ask(_pids_of(question), question["rate_hz"])
 
-_writing = threading.Lock()  # a long line may take several writes
 
 _Pids = Mapping[int, int]
 """The process of each worker."""
 
+_sending = Lock()  # the parts of long lines would mix
+
+
+def _pids_of(question: dict[str, Any]) -> _Pids:
+    return {int(worker): int(pid) for worker, pid in question["pids"].items()}
+
 
 def _answer(answer: Callable[[_Pids], object], question: dict[str, Any]) -> None:
-    pids = {int(worker): int(pid) for worker, pid in question["pids"].items()}
-    found = cast("dict[str, object]", to_plain(answer(pids)))
-    line = json.dumps({"reader": question["reader"], **found}) + "\n"
-    with _writing:
-        sys.stdout.write(line)
-        sys.stdout.flush()
+    _send(question["reader"], answer(_pids_of(question)))
+
+
+def _send(reader: int, answer: object) -> None:
+    found = cast("dict[str, object]", to_plain(answer))
+    line = json.dumps({"reader": reader, **found}) + "\n"
+    with _sending, suppress(BrokenPipeError):  # the job is over
+        unsent = memoryview(line.encode())
+        while unsent:
+            unsent = unsent[os.write(1, unsent) :]
 
 
 def main() -> None:
@@ -141,20 +163,6 @@ def _read_usage(pid: int) -> _Usage:
         nice=int(fields[17]),
         waited_s=int(schedule[1]) / 1e9 if schedule else 0.0,
     )
-
-
-def find_python(pid: int) -> int:
-    """Return the process if it runs Python, else its first descendant that does."""
-    candidates = [pid, *(process.pid for process in descendants(pid))]
-    return next((each for each in candidates if _is_python(each)), pid)
-
-
-def _is_python(pid: int) -> bool:
-    try:
-        program = Path(f"/proc/{pid}/exe").readlink().name
-    except OSError:
-        return False
-    return program.startswith("python")
 
 
 _ANSWERS: dict[object, Callable[[_Pids], object]] = {

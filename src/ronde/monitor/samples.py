@@ -31,3 +31,9 @@ class Profile(NamedTuple):
     ended_at: float
     rate_hz: int
     windows: tuple[SampleWindow, ...]
+
+
+class HostSamples(NamedTuple):
+    """One observer's answer to the question ``profile``."""
+
+    window: SampleWindow | None  # None after the last

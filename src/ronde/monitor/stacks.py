@@ -9,12 +9,14 @@ import json
 import os
 import re
 import subprocess
+import sys
 import sysconfig
 import time
+from pathlib import Path
 
 from ronde.launch.agent.diagnostics import read_stacks
 from ronde.monitor.inspection import StackFrame, make_frame
-from ronde.processes import read_process, read_text
+from ronde.processes import descendants, read_process, read_text
 
 Stack = tuple[StackFrame, ...]
 """The frames of one thread, the innermost first."""
@@ -24,7 +26,7 @@ _POLL_S = 0.005
 _MOST_READS = 5
 _MISSING = "py-spy is not installed there: pip install 'ronde[monitor]'"
 _FAILED = "py-spy failed: "
-_NO_PYTHON = "its main thread runs no Python"
+NO_PYTHON = "its main thread runs no Python"
 _REFUSED = (
     "the system forbids reading another process (ptrace); root, or in a container "
     "--cap-add SYS_PTRACE, would help"
@@ -71,42 +73,79 @@ def read_by_signal(pid: int) -> Stack:
 
 def _read_by_py_spy(pid: int) -> Stack | str:
     # The process goes on meanwhile. If it is busy, a reading may fail: read again.
-    stack: Stack | str = _NO_PYTHON
+    stack: Stack | str = NO_PYTHON
     for _ in range(_MOST_READS):
-        stack = _read_stack_once(pid) or _NO_PYTHON
-        if stack != _NO_PYTHON and not str(stack).startswith(_FAILED):
+        stack = _read_stack_once(pid) or NO_PYTHON
+        if stack != NO_PYTHON and not str(stack).startswith(_FAILED):
             break
     return stack
 
 
 def _read_stack_once(pid: int) -> Stack | str:
-    program = f"{sysconfig.get_path('scripts')}/py-spy"
-    command = (program, "dump", "--json", "--nonblocking", "--pid", str(pid))
+    command = (py_spy(), "dump", "--json", "--nonblocking", "--pid", str(pid))
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, check=True, timeout=_STACK_S
         )
     except (OSError, subprocess.SubprocessError) as error:
-        return _explain(error)
+        return explain(error)
     for thread in json.loads(done.stdout):
         if thread["os_thread_id"] == pid:
             return tuple(
                 make_frame(frame["name"], frame["filename"], frame["line"])
                 for frame in thread["frames"]
             )
-    return _NO_PYTHON
+    return NO_PYTHON
 
 
-def _explain(error: OSError | subprocess.SubprocessError) -> str:
+def py_spy() -> str:
+    return f"{sysconfig.get_path('scripts')}/py-spy"
+
+
+def find_obstacle() -> str:
+    """Return why py-spy cannot read other processes of this host; "" if it can."""
+    # Another child, since a parent may have more rights than an observer has.
+    words = [sys.executable, "-ISc", "print(flush=True); input()"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(words, stdin=pipe, stdout=pipe) as process:
+        if process.stdout:
+            process.stdout.readline()
+        stack = _read_stack_once(process.pid)
+        process.communicate(b"\n")
+    return stack if stack in (_MISSING, _REFUSED) else ""
+
+
+def find_python(pid: int) -> int:
+    """Return the process if it runs Python, else its first descendant that does."""
+    candidates = [pid, *(process.pid for process in descendants(pid))]
+    return next((each for each in candidates if _is_python(each)), pid)
+
+
+def _is_python(pid: int) -> bool:
+    try:
+        program = Path(f"/proc/{pid}/exe").readlink().name
+    except OSError:
+        return False
+    return program.startswith("python")
+
+
+def explain(error: OSError | subprocess.SubprocessError) -> str:
+    """Return in half a sentence why py-spy read no stack."""
     match error:
         case FileNotFoundError():
             return _MISSING
         case OSError():
             return f"py-spy does not start: {error.strerror}"
         case subprocess.CalledProcessError(stderr=text):
-            is_refused = "ermission denied" in text or "not permitted" in text
-            return (
-                _REFUSED if is_refused else f"{_FAILED}{text.strip().splitlines()[0]}"
-            )
+            return explain_output(text)
         case _:
             return f"py-spy did not read its stack within {_STACK_S:g} s"
+
+
+def explain_output(text: str) -> str:
+    """Return the reason that py-spy gives for a failure, in half a sentence."""
+    if re.search("permission denied|not permitted", text, re.IGNORECASE):
+        return _REFUSED
+    if "find python version" in text:
+        return NO_PYTHON
+    return _FAILED + text.strip().partition("\n")[0]

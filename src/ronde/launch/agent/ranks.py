@@ -1,7 +1,6 @@
 """Bind, start, signal and reap one job's ranks on one host."""
 
 import errno
-import json
 import os
 import resource
 import select
@@ -18,6 +17,7 @@ from typing import IO, cast
 from ronde.errors import LaunchError, UsageError
 from ronde.launch.agent.diagnostics import KernelDiagnostics, StackTaker
 from ronde.launch.agent.relay import (
+    ObserverProgram,
     OutputPipe,
     OutputSender,
     RankChannels,
@@ -54,7 +54,6 @@ from ronde.store.protocol import max_connections
 from ronde.topology.cpu_sets import format_list
 
 _NOTICES = "ronde.launch.agent.notices"
-_OBSERVER = "ronde.monitor.observer"
 _LEFTOVER_POLL_S = 0.02
 _FENCE_S = 20.0
 _USAGE_ERRORS = frozenset(
@@ -178,7 +177,7 @@ class LocalJob:
         self._port: socket.socket | None = None
         self.store: StoreRelay | None = None
         self._poller: RemoteProgram | None = None
-        self._observer: RemoteProgram | None = None
+        self._observer = ObserverProgram(sender)
         self._signalled: set[tuple[int, int]] = set()  # processes, by pid and start
         self._has_spared = False  # some processes were not signalled
         self._is_orphaned = False  # a child has ended since
@@ -193,7 +192,7 @@ class LocalJob:
 
     @property
     def due_s(self) -> float:
-        due_s = min(self._stacks.due_s, self.channels.due_s)
+        due_s = min(self._stacks.due_s, self.channels.due_s, self._observer.due_s)
         if self.phase is not JobPhase.STOPPING:
             return due_s
         if self._running:
@@ -204,8 +203,9 @@ class LocalJob:
         if self.store is not None:
             yield from self.store.watched()
         yield from self.channels.watched()
-        for program in filter(None, (self._poller, self._observer)):
-            yield from program.watched()
+        if self._poller is not None:
+            yield from self._poller.watched()
+        yield from self._observer.watched()
         if not self._sender.is_full:
             for rank in self._by_pid.values():
                 for pipe in rank.pipes:
@@ -273,23 +273,13 @@ class LocalJob:
         self._sender.send((messages.HostLeaving if leaving else messages.Notice)(text))
 
     def observe(self, line: str) -> None:
-        """Pass a question to the observer, which is started for the first one."""
-        try:
-            if self._observer is None and self.phase is JobPhase.RUNNING:
-                self._observer = RemoteProgram(
-                    _OBSERVER, lambda line: self._sender.send(messages.Observed(line))
-                )
-        except OSError as error:
-            why = explain_shortage(error) or str(error.strerror)
-            self._sender.send(messages.Notice(f"the observer does not start: {why}"))
-        if self._observer is not None:
-            pids = {rank.rank: rank.pid for rank in self._running}
-            self._observer.write(json.dumps({**json.loads(line), "pids": pids}))
+        self._observer.ask(line, {rank.rank: rank.pid for rank in self._running})
 
     def _end_programs(self) -> None:
-        for program in filter(None, (self._poller, self._observer)):
-            program.kill()
-        self._poller = self._observer = None
+        if self._poller is not None:
+            self._poller.kill()
+        self._poller = None
+        self._observer.kill()
 
     def start_more(self, specs: Sequence[messages.WorkerSpec]) -> None:
         if self.phase is not JobPhase.RUNNING or not self._is_elastic:
@@ -389,7 +379,7 @@ class LocalJob:
         for stacks in self._stacks.collect():
             self._sender.send(stacks)
         self.channels.flush()
-        is_over = not self._running
+        is_over, is_late = not self._running, False
         if self.phase is JobPhase.STOPPING:
             is_late = time.monotonic() >= self._deadline
             if self._is_orphaned and not is_late:
@@ -397,7 +387,7 @@ class LocalJob:
             is_over = is_late or (is_over and not self._groups_left())
         elif self.phase is not JobPhase.RUNNING or self._is_elastic:
             return
-        if is_over:
+        if is_over and (is_late or self._observer.finish()):
             self._end_programs()
             swept = sweep(on_reaped=self.note_end)
             for rank in self._by_pid.values():
@@ -435,9 +425,7 @@ class LocalJob:
             self._poller = None
             text = "--notice: the process that polls has ended"
             self._sender.send(messages.Notice(text))
-        if self._observer is not None and pid == self._observer.pid:
-            self._observer.close()
-            self._observer = None
+        self._observer.note_end(pid)
         rank = self._by_pid.get(pid)
         if rank is None or not rank.is_running:
             return  # an adopted orphan

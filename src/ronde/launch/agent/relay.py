@@ -1,5 +1,6 @@
 """The agent's connections to ranks and programs: output, store, channels."""
 
+import json
 import os
 import select
 import socket
@@ -8,12 +9,13 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import IO
 
+from ronde.launch.bootstrap import explain_shortage
 from ronde.launch.signals import Watched
 from ronde.launch.wire import messages
 from ronde.store.local_socket import (
@@ -40,6 +42,9 @@ _PROGRAM = (
     "sys.path.append(sys.argv[1]); import_module(sys.argv[2]).main()"
 )
 MAX_LINE_BYTES = 16 << 20  # of a program or its controller
+_OBSERVER = "ronde.monitor.observer"
+_ASKED_S = 6.0  # after a question, its watcher may still be there
+_LAST_S = 3.0
 _STATUS_EVERY_S = 1.0
 _MAX_EXIT_NOTICES = 16
 
@@ -443,6 +448,14 @@ class RemoteProgram:
     def write(self, line: str) -> None:
         self._socket.send(line.encode() + b"\n")
 
+    @property
+    def has_ended(self) -> bool:
+        return not self._socket.is_reading
+
+    def close_input(self) -> None:
+        with suppress(OSError):
+            self._socket.sock.shutdown(socket.SHUT_WR)
+
     def kill(self) -> None:
         self._process.kill()
         self.close()
@@ -466,3 +479,55 @@ class RemoteProgram:
         for line in received[0] if received else ():
             self._on_line(line.decode(errors="backslashreplace"))
         return received is not None
+
+
+class ObserverProgram:
+    """The observer of this host, which is started for the first question.
+
+    A question with a true ``until_end`` has answers at the job's end as well.
+    """
+
+    def __init__(self, sender: OutputSender) -> None:
+        self._sender = sender
+        self._program: RemoteProgram | None = None
+        self._asked_s = float("-inf")  # for answers at the end
+        self.due_s = float("inf")  # of ``finish``
+
+    def watched(self) -> Watched:
+        return self._program.watched() if self._program is not None else iter(())
+
+    def ask(self, line: str, pids: Mapping[int, int]) -> None:
+        try:
+            if self._program is None and pids:
+                self._program = RemoteProgram(
+                    _OBSERVER, lambda line: self._sender.send(messages.Observed(line))
+                )
+        except OSError as error:
+            why = explain_shortage(error) or str(error.strerror)
+            self._sender.send(messages.Notice(f"the observer does not start: {why}"))
+        if self._program is not None:
+            question = json.loads(line)
+            self._program.write(json.dumps({**question, "pids": pids}))
+            is_last = question.get("until_end") is True
+            self._asked_s = time.monotonic() if is_last else float("-inf")
+
+    def finish(self) -> bool:
+        """Return True once the answers at the end are there, after 3 s at most."""
+        now_s = time.monotonic()
+        if self._program is None or now_s > self._asked_s + _ASKED_S:
+            return True
+        if self.due_s == float("inf"):
+            self.due_s = now_s + _LAST_S
+            self._program.close_input()
+        return now_s >= self.due_s or self._program.has_ended
+
+    def kill(self) -> None:
+        self.due_s = float("inf")
+        if self._program is not None:
+            self._program.kill()
+            self._program = None
+
+    def note_end(self, pid: int) -> None:
+        if self._program is not None and pid == self._program.pid:
+            self._program.close()
+            self._program = None

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import NoReturn
 
+from ronde.launch.signals import wait_for
 from ronde.launch.wire import messages
 from ronde.status.table import JobInfo, WorkerInfo
 from ronde.store.local_socket import (
@@ -33,6 +34,7 @@ PREFIX = "ronde-job-"
 SOCKET = "status"
 _EVERY_S = 1.0
 _STALL_S = 10.0
+_LAST_S = 2.0
 _MAX_READERS = 64
 _READ_BYTES = 64 << 10
 _MAX_QUESTION_BYTES = 1 << 20
@@ -48,6 +50,7 @@ class _Reader:
         self.received = b""  # of a question
         self.answers: list[bytes] = []  # to send after ``unsent``
         self.unsent = memoryview(b"")
+        self.is_answered = False  # ``unsent`` is the rest of an answer
         self.next_at_s = 0.0
         self.took_at_s = time.monotonic()  # of its last read
 
@@ -130,7 +133,17 @@ class StatusService:
             self._write(reader)
 
     def close(self) -> None:
+        """Close all connections, after at most 2 s for answers that are not sent."""
         self._send = lambda _message: None  # the agents are gone
+        ends_s = time.monotonic() + _LAST_S
+        while late := [
+            each for each in self._readers if each.answers or each.is_answered
+        ]:
+            fds = [reader.sock.fileno() for reader in late]
+            if not wait_for([], fds, ends_s - time.monotonic()):
+                break
+            for reader in late:
+                self._write(reader)
         for reader in list(self._readers):
             self._drop(reader)
         self._listener.close()
@@ -184,12 +197,19 @@ class StatusService:
             self._drop(reader)
 
     def _write(self, reader: _Reader) -> None:
-        with suppress(OSError):  # it is full, or its end is read later
+        try:
             while reader.unsent or reader.answers:
                 if not reader.unsent:
                     reader.unsent = memoryview(reader.answers.pop(0))
+                    reader.is_answered = True
                 reader.unsent = reader.unsent[reader.sock.send(reader.unsent) :]
                 reader.took_at_s = time.monotonic()
+            reader.is_answered = False
+        except BlockingIOError:
+            pass  # it is full
+        except OSError:  # its end is read later
+            reader.answers.clear()
+            reader.is_answered = False
 
     def _drop(self, reader: _Reader) -> None:
         if reader in self._readers:
