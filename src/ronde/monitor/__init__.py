@@ -14,5 +14,6 @@ __getattr__ = lazy_exports(
         "usage": "GpuUsage HostUsage Interface ProcessUsage",
         "view": "HostView JobView JobWatcher RankView Shares",
         "verdict": "Fault Verdict Wait explain_hang",
+        "watching": "watch_job",
     },
 )
