@@ -12,6 +12,7 @@ ronde runs one training program on every GPU or CPU slot and keeps the copies in
 verbs:
   run    start a program once for every slot of one or more hosts
   ps     list running jobs and the status of their ranks
+  top    show a job live: its time, its ranks, its hosts and GPUs
   why    say which ranks hold up a job, at which line, and why
   bench  measure collectives and training steps; read results of other tools
   trace  show which rank waited for which, from a job's timeline
