@@ -138,6 +138,8 @@ elastic jobs (hvd.elastic):
                         agent, which always counts)
 
 output:
+  --top                 show the job's time, and the ranks that others wait for,
+                        below the output in the terminal, as ronde top does
   --tag TAG             prefix of each line: rank ([3]), host ([node2:3]) or
                         none; with ,time also the time of day (default: rank,
                         with several hosts host)

@@ -1,19 +1,23 @@
 """``ronde top``: the ranks, hosts and time of a running job, once a second."""
 
 import json
+import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from math import isnan
+from pathlib import Path
 
 from ronde.arguments import CommandParser
 from ronde.errors import LaunchError, UsageError
-from ronde.launch.status import list_jobs
+from ronde.launch.status import list_jobs, watch
 from ronde.monitor.asking import choose_job, inspect_workers
 from ronde.monitor.verdict import explain_hang
 from ronde.monitor.view import JobView
 from ronde.monitor.watching import watch_job
 from ronde.plain_values import to_plain
-from ronde.render.top import draw_top
+from ronde.render.text import WIDTH
+from ronde.render.top import draw_brief, draw_top
 from ronde.render.why import draw_hang
 from ronde.status.table import JobStatus
 
@@ -48,6 +52,20 @@ def run(words: Sequence[str]) -> int:
     else:
         _show(status)
     return 0
+
+
+def main() -> None:
+    """Print short views as JSON lists of lines, for ``ronde run --top``.
+
+    The first argument of its own is the socket of the job's table.
+    """
+    with suppress(OSError):  # the job or its ronde run is over
+        for view in watch_job(next(watch(Path(sys.argv[3])))):
+            try:
+                width = os.get_terminal_size(2).columns - 1
+            except OSError:  # standard error is redirected
+                width = WIDTH - 1
+            print(json.dumps(draw_brief(view, width).splitlines()), flush=True)
 
 
 def _await_view(status: JobStatus) -> JobView:

@@ -14,11 +14,14 @@ from ronde.units import counted, format_duration, grouped, list_first
 MOST_RANKS = 32
 _MOST_HOSTS = 20
 _MOST_OUTLIERS = 8
+_MOST_IN_BRIEF = 4
 _MOST_GPUS = 16  # with a row each
 _LEAST_BLAME = 0.02
 _SILENT_S = 7.5  # a rank reports at least every 5 s, and two relays take 1 s each
 _NO_ANSWER_S = 3.0
+_LONG_S = 1.0  # longer than a collective of a healthy job takes
 _FULL = 0.9
+_NOW_LETTERS = 16
 SHARE_LETTERS = {
     "compute": "C",
     "communication": "M",
@@ -28,11 +31,14 @@ SHARE_LETTERS = {
 }
 _SHARE_WORDS = {"waiting": "waiting for a rank", "input": "waiting for input"}
 _NO_STEPS = (
-    "No step times: the ranks report no steps. They do with hvd.DistributedOptimizer "
-    "of ronde.torch, or if the program calls ronde.progress(step=...)."
+    "No steps yet. Ranks report them with hvd.DistributedOptimizer of ronde.torch, or "
+    "if the program calls ronde.progress(step=...)."
 )
-_RANKS = ("rank", "host", "step", "step time", "own work", "others wait", "now", "for")
-_USED_BY_RANK = ("cores", "memory", "GPU memory")
+_NO_COMMON_STEP = "The ranks have no recent step in common to split their time by."
+_RANKS = (
+    *("rank", "host", "step", "step time", "own work", "others wait", "now", "for"),
+    *("cores", "memory", "GPU memory"),
+)
 _HOSTS = ("host", "ranks", "CPU", "memory", "received", "sent", "errors")
 _GPUS = ("GPU busy", "GPU memory", "power", "heat", "clock", "slowed by")
 _NAMES = ("host", "now", "slowed by")
@@ -70,7 +76,8 @@ def draw_summary(view: JobView, width: int = WIDTH) -> str:
 def draw_shares(view: JobView, width: int = WIDTH) -> str:
     """Return the split of the ranks' time as a bar of letters, and their meaning."""
     if view.shares is None:
-        return wrap("", _NO_STEPS, width, indent=0)
+        text = _NO_STEPS if view.step is None else _NO_COMMON_STEP
+        return wrap("", text, width, indent=0)
     parts: list[str] = []
     for name, letter in SHARE_LETTERS.items():
         share = getattr(view.shares, name)
@@ -96,13 +103,13 @@ def draw_tables(view: JobView, width: int = WIDTH, *, is_complete: bool = False)
 
     With ``is_complete`` all hosts are shown.
     """
-    hang = ""
-    if view.hang:
-        hang = wrap("", f"{view.hang} ronde why shows the reason.", width, indent=0)
+    hang = _draw_hang(view, width)
     ranks = view.ranks
     if len(ranks) > MOST_RANKS:
         ranks = [each for each in ranks if _is_outlier(each)][:_MOST_OUTLIERS]
-    text = _draw_ranks(ranks, width) if ranks else "No rank stands out.\n"
+    text = "No rank stands out.\n"
+    if ranks:
+        text = _draw_ranks(ranks, width, has_hosts=len(view.hosts) > 1)
     if ranks and len(ranks) < len(view.ranks):
         text = "The ranks to look at first:\n" + text
     first = {each.host for each in ranks if _is_outlier(each)}
@@ -112,6 +119,18 @@ def draw_tables(view: JobView, width: int = WIDTH, *, is_complete: bool = False)
     most = len(hosts) if is_complete else _MOST_HOSTS
     parts = (hang, text, _draw_hosts(hosts, most, width), _draw_notes(hosts, width))
     return "\n".join(filter(None, parts))
+
+
+def draw_brief(view: JobView, width: int = WIDTH) -> str:
+    """Return a few lines: the figures of the job, its time, and its first ranks."""
+    figures = draw_summary(view, width).split("\n", 2)[2]
+    ranks = view.ranks[:_MOST_IN_BRIEF]
+    text = f"{figures}{draw_shares(view, width)}{_draw_hang(view, width)}"
+    num_left = len(view.ranks) - len(ranks)
+    more = f"and {counted(num_left, 'more rank')}\n" if num_left else ""
+    has_hosts = len(view.hosts) > 1
+    text += _draw_ranks(ranks, width, has_hosts=has_hosts)
+    return f"{'-' * width}\n{text}{more}"
 
 
 def describe_over(view: JobView | None) -> str:
@@ -138,9 +157,15 @@ def _is_silent(rank: RankView) -> bool:
     return rank.state == "running" and rank.status_age_s > _SILENT_S
 
 
-def _draw_ranks(ranks: Iterable[RankView], width: int) -> str:
-    rows = [(*_rank_row(each), *_used_by_rank(each)) for each in ranks]
-    return _fit((*_RANKS, *_USED_BY_RANK), rows, width)
+def _draw_hang(view: JobView, width: int) -> str:
+    """Return a sentence if the job hangs."""
+    text = f"{view.hang} ronde why shows the reason."
+    return wrap("", text, width, indent=0) if view.hang else ""
+
+
+def _draw_ranks(ranks: Iterable[RankView], width: int, *, has_hosts: bool) -> str:
+    rows = [_rank_row(each if has_hosts else each._replace(host="")) for each in ranks]
+    return _fit(_RANKS, rows, width)
 
 
 def _rank_row(rank: RankView) -> tuple[str, ...]:
@@ -158,13 +183,9 @@ def _rank_row(rank: RankView) -> tuple[str, ...]:
         "" if rank.step_s is None else format_duration(rank.step_s),
         "" if rank.slowness is None else f"{rank.slowness - 1.0:+.0%}",
         f"{rank.blame:.0%}" if round(rank.blame, 2) else "",
-        now,
-        format_duration(age_s) if now and age_s else "",
-    )
-
-
-def _used_by_rank(rank: RankView) -> tuple[str, ...]:
-    return (
+        # The columns keep their widths while ranks enter and leave collectives.
+        now.ljust(_NOW_LETTERS),
+        (format_duration(age_s) if now and age_s >= _LONG_S else "").rjust(5),
         "" if rank.cpu is None else f"{rank.cpu:.1f}",
         _gib(rank.rss_bytes) if rank.rss_bytes else "",
         _gib(rank.device_bytes) if rank.device_bytes else "",
@@ -277,7 +298,8 @@ def _fit(titles: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> st
 
 
 def _cut(text: str, most: int) -> str:
-    return text if len(text) <= most else f"{text[: most - 2]}.."
+    short = text.rstrip()
+    return text[:most] if len(short) <= most else f"{text[: most - 2]}.."
 
 
 def _gib(size_bytes: int) -> str:
