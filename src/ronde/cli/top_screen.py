@@ -19,7 +19,7 @@ from ronde.errors import RondeError
 from ronde.monitor.view import JobView
 from ronde.render.top import (
     SHARE_LETTERS,
-    describe_over,
+    draw_over,
     draw_shares,
     draw_summary,
     draw_tables,
@@ -107,7 +107,7 @@ class JobScreen(App[None]):
         if isinstance(message.news, JobView):
             self.view = message.news
         elif message.is_over:
-            self.over = message.news or describe_over(self.view)
+            self.over = message.news or draw_over(self.view)
         elif self._why:
             self._why = message.news
         self._draw()

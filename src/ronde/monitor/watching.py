@@ -18,10 +18,11 @@ def watch_job(status: JobStatus) -> Generator[JobView]:
         LaunchError: The job runs with another version of ronde.
     """
     watcher = JobWatcher(status)
-    over = suppress(ConnectionError, FileNotFoundError)
-    with over, JobConnection(status.socket) as job:
+    is_over = suppress(ConnectionError, FileNotFoundError)
+    with is_over, JobConnection(status.socket) as job:
         for news in job:
             watcher.add(news)
             if isinstance(news, JobStatus):
-                job.send({"ask": "usage"})
+                with suppress(ConnectionError):  # this is the last table
+                    job.send({"ask": "usage"})
                 yield watcher.view()

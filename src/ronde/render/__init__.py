@@ -19,7 +19,7 @@ __getattr__ = lazy_exports(
         "job": "plan_text summarize tabulate_failures",
         "jobs": "draw_jobs",
         "text": "format_ranks format_runs parse_ranks",
-        "top": "draw_shares draw_summary draw_tables draw_top",
+        "top": "draw_brief draw_over draw_top",
         "topo_log": "count_findings draw_log draw_log_findings",
         "topo_tables": (
             "compare_with_limit draw_comparison tabulate_classes tabulate_plan "

@@ -15,6 +15,7 @@ _MOST_HOSTS = 20
 _MOST_OUTLIERS = 5
 _LONG_S = 1.0  # longer than a collective of a healthy job takes
 _HOST_LETTERS = 14
+_NAME_LETTERS = 30  # of the only host
 _DOING_LETTERS = 26
 _AWAITED_LETTERS = 16
 _RANK_TITLES = ("rank", "host", "pid", "step", "now", "for", "waits for")
@@ -48,7 +49,11 @@ def describe_job(
     job: JobInfo, num_ranks: int, hosts: Sequence[str], width: int = WIDTH
 ) -> tuple[str, str]:
     """Return two lines: the job's command, and its ranks, hosts and age."""
-    where = hosts[0] if len(hosts) == 1 else counted(len(hosts), "host")
+    where = (
+        shorten(hosts[0], _NAME_LETTERS)
+        if len(hosts) == 1
+        else counted(len(hosts), "host")
+    )
     took = format_duration(max(0.0, time.time() - job.started_at))
     restarts = f", {counted(job.restarts, 'restart')}" if job.restarts else ""
     text = shorten(f"job {job.job_id}: {shlex.join(job.command)}", width - 3)

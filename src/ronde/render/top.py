@@ -21,7 +21,7 @@ _SILENT_S = 7.5  # a rank reports at least every 5 s, and two relays take 1 s ea
 _NO_ANSWER_S = 3.0
 _LONG_S = 1.0  # longer than a collective of a healthy job takes
 _FULL = 0.9
-_NOW_LETTERS = 16
+_NOW_LETTERS = 12
 SHARE_LETTERS = {
     "compute": "C",
     "communication": "M",
@@ -37,14 +37,14 @@ _NO_STEPS = (
 _NO_COMMON_STEP = "The ranks have no recent step in common to split their time by."
 _RANKS = (
     *("rank", "host", "step", "step time", "own work", "others wait", "now", "for"),
-    *("cores", "memory", "GPU memory"),
+    *("cores", "memory", "GPU mem"),
 )
 _HOSTS = ("host", "ranks", "CPU", "memory", "received", "sent", "errors")
 _GPUS = ("GPU busy", "GPU memory", "power", "heat", "clock", "slowed by")
 _NAMES = ("host", "now", "slowed by")
 _LEFT = (*_NAMES, "GPU")
-_LEAST_NEEDED = ("step time", "clock", "power", "GPU memory", "cores", "memory", "for")
-_LEAST_LETTERS = 10  # of the last column that is shortened
+_LEAST_NEEDED = ("step time", "clock", "power", "GPU mem", "GPU memory", "cores", "for")
+_LEAST_LETTERS = 12  # of the last column that is shortened
 
 
 def draw_top(view: JobView, width: int = WIDTH, *, is_complete: bool = False) -> str:
@@ -133,7 +133,7 @@ def draw_brief(view: JobView, width: int = WIDTH) -> str:
     return f"{'-' * width}\n{text}{more}"
 
 
-def describe_over(view: JobView | None) -> str:
+def draw_over(view: JobView | None) -> str:
     """Return a sentence on a job that is over, with the ends of ranks if known."""
     ranks = view.ranks if view else ()
     ended = [each for each in ranks if each.state in ("ended", "lost")]
@@ -171,7 +171,7 @@ def _draw_ranks(ranks: Iterable[RankView], width: int, *, has_hosts: bool) -> st
 def _rank_row(rank: RankView) -> tuple[str, ...]:
     now, age_s = rank.collective, rank.collective_age_s
     if rank.state != "running":
-        now = describe_end(rank.state, rank.exit_code)
+        now = describe_end(rank.state, rank.exit_code).removeprefix("killed by ")
     elif _is_silent(rank):
         now, age_s = "silent", rank.status_age_s
     elif not rank.is_reporting:

@@ -130,8 +130,14 @@ class StatusService:
             self._write(reader)
 
     def close(self) -> None:
+        """Send idle readers the last table, with the ends of the workers."""
         self._send = lambda _message: None  # the agents are gone
+        if self._readers:
+            self._build(time.monotonic())
         for reader in list(self._readers):
+            if not reader.unsent:
+                reader.unsent = memoryview(self._line)
+                self._write(reader)
             self._drop(reader)
         self._listener.close()
         remove(self.directory)
