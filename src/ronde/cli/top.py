@@ -4,7 +4,6 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from math import isnan
 from pathlib import Path
 
@@ -59,13 +58,23 @@ def main() -> None:
 
     The first argument of its own is the socket of the job's table.
     """
-    with suppress(OSError):  # the job or its ronde run is over
-        for view in watch_job(next(watch(Path(sys.argv[3])))):
-            try:
-                width = os.get_terminal_size(2).columns - 1
-            except OSError:  # standard error is redirected
-                width = WIDTH - 1
-            print(json.dumps(draw_brief(view, width).splitlines()), flush=True)
+    path = Path(sys.argv[3])
+    while path.exists():
+        try:
+            for view in watch_job(next(watch(path))):
+                print(json.dumps(_draw_lines(view)), flush=True)
+        except TimeoutError:  # ronde run is stopped
+            continue
+        except (OSError, StopIteration):  # it or the job is over
+            return
+
+
+def _draw_lines(view: JobView) -> list[str]:
+    try:
+        columns = os.get_terminal_size(2).columns or WIDTH
+    except OSError:  # standard error is redirected
+        columns = WIDTH
+    return draw_brief(view, max(20, columns - 1)).splitlines()
 
 
 def _await_view(status: JobStatus) -> JobView:

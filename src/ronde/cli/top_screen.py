@@ -113,14 +113,14 @@ class JobScreen(App[None]):
         self._draw()
 
     def _draw(self) -> None:
-        width = self.size.width - 1  # without the scrollbar
+        width = max(20, self.size.width - 1)  # without the scrollbar
         texts = {"over": Text(self.over), "tables": Text(self._why)}
         if self.view is not None:
             texts["summary"] = Text(draw_summary(self.view, width))
             texts["shares"] = Text(draw_shares(self.view, width))
             for name, letter in SHARE_LETTERS.items():
                 style = f"black on {_COLOURS[name]}"
-                texts["shares"].highlight_regex(rf"{letter}(?=[CMWIO \n])", style)
+                texts["shares"].highlight_regex(rf"{letter}+(?=[CMWIO \n])", style)
             if not self._why:
                 tables = draw_tables(self.view, width, is_complete=True)
                 texts["tables"] = Text(tables)

@@ -89,7 +89,7 @@ def _describe(worker: WorkerInfo) -> str:
 
 
 def describe_end(state: str, exit_code: int | None) -> str:
-    """Describe a worker that does not run: how it ended, or that it starts."""
+    """Describe a worker that does not run: its end, or its start."""
     if state == "ended" and exit_code is not None:
         is_signal = exit_code < 0
         killed = f"killed by {signal_name(-exit_code)}" if is_signal else ""

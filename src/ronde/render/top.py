@@ -99,11 +99,10 @@ def _draw_bar(shares: Shares, width: int) -> str:
 
 
 def draw_tables(view: JobView, width: int = WIDTH, *, is_complete: bool = False) -> str:
-    """Return the hang, the ranks by blame and the hosts; for many ranks, hosts first.
+    """Return the hang, the ranks by blame, and the hosts, all if ``is_complete``.
 
-    With ``is_complete`` all hosts are shown.
+    Of many ranks only the outliers are shown.
     """
-    hang = _draw_hang(view, width)
     ranks = view.ranks
     if len(ranks) > MOST_RANKS:
         ranks = [each for each in ranks if _is_outlier(each)][:_MOST_OUTLIERS]
@@ -117,7 +116,8 @@ def draw_tables(view: JobView, width: int = WIDTH, *, is_complete: bool = False)
         view.hosts, key=lambda each: (not _troubles(each), each.host not in first)
     )
     most = len(hosts) if is_complete else _MOST_HOSTS
-    parts = (hang, text, _draw_hosts(hosts, most, width), _draw_notes(hosts, width))
+    tables = (text, _draw_hosts(hosts, most, width))
+    parts = (_draw_hang(view, width), *tables, _draw_notes(hosts, width))
     return "\n".join(filter(None, parts))
 
 
@@ -128,9 +128,8 @@ def draw_brief(view: JobView, width: int = WIDTH) -> str:
     text = f"{figures}{draw_shares(view, width)}{_draw_hang(view, width)}"
     num_left = len(view.ranks) - len(ranks)
     more = f"and {counted(num_left, 'more rank')}\n" if num_left else ""
-    has_hosts = len(view.hosts) > 1
-    text += _draw_ranks(ranks, width, has_hosts=has_hosts)
-    return f"{'-' * width}\n{text}{more}"
+    table = _draw_ranks(ranks, width, has_hosts=len(view.hosts) > 1)
+    return f"{'-' * width}\n{text}{table}{more}"
 
 
 def draw_over(view: JobView | None) -> str:
@@ -278,7 +277,9 @@ def _troubles(host: HostView) -> list[str]:
 
 
 def _fit(titles: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> str:
-    """Return a table without empty columns; shorten and then drop those that may be."""
+    """Return a table without empty columns; if it is too wide, shorten or drop some."""
+    if not rows:
+        return ""
     cells = dict(zip(titles, zip(*rows, strict=True), strict=True))
     cells = {title: own for title, own in cells.items() if any(own)}
     for dropped in ("", *_LEAST_NEEDED):
