@@ -1,4 +1,4 @@
-"""Draw docs/img/top-8.svg and top-512.svg: the screen of ``ronde top`` on simulated jobs.
+"""Draw docs/img/top-8.svg and top-512.svg, the screen of ``ronde top``.
 
 Type: python -m scripts.top_pictures
 """
