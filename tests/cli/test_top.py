@@ -17,8 +17,9 @@ from tests.cli.conftest import Ronde
 from tests.cli.test_ps import running
 from tests.limits import HANG_S, until
 
-from ronde.launch import find_sockets, watch
+from ronde.launch import Attempt, Output, Stream, find_sockets, watch
 from ronde.processes import descendants, read_text
+from ronde.render import Console
 
 pytestmark = pytest.mark.waits
 
@@ -212,6 +213,33 @@ def test_a_key_ends_a_job_with_a_view(ronde, tmp_path):
         assert process.returncode == 130
     until(lambda: not Path(f"/proc/{display}").exists())
     assert sum(b"C compute" in line for line in terminal.lines()) == 1
+
+
+def test_a_view_stands_below_bars_and_its_last_state_stays():
+    terminal = Terminal()
+    console = Console(terminal.side, terminal.side)
+    console.begin(Attempt("job", 0, ("here",)))
+
+    def lines():
+        console.write_to(terminal.side)
+        terminal.shown += os.read(terminal.fd, 65536)
+        return terminal.lines()
+
+    console.live_view(["----", "one"])
+    console.output(Output(0, Stream.STDERR, b"\rbar"), 0.0)
+    console.output(Output(0, Stream.STDOUT, b"line\n"), 0.0)
+    assert lines() == [b"[0] line", b"[0] bar", b"----", b"one"]
+    console.live_view(["----", "x" * 100])
+    assert lines() == [b"[0] line", b"[0] bar", b"----", b"x" * 79]
+    console.live_view([f"{n}" for n in range(100)])
+    assert len(lines()) <= 24
+    console.live_view(["----", "two"])
+    console.live_view([])
+    assert lines() == [b"[0] line", b"----", b"two", b"[0] bar"]
+    console.output(Output(0, Stream.STDERR, b"\rbar\n"), 1.0)
+    assert lines() == [b"[0] line", b"----", b"two", b"[0] bar", b""]
+    os.close(terminal.fd)
+    os.close(terminal.side)
 
 
 def test_without_a_terminal_there_is_no_view(ronde):

@@ -142,13 +142,13 @@ class JobScreen(App[None]):
                 for view in self._views:
                     self.post_message(self.News(view))
             except (OSError, RondeError) as error:
-                problem = f"The job does not answer: {error}"
+                problem = f"The job does not answer: {error}."
             self.post_message(self.News(problem, is_over=True))
 
     def _ask(self) -> None:
         try:
             text = self._explain()
         except (OSError, RondeError) as error:
-            text = f"The job ended or does not answer: {error}"
+            text = f"The job ended or does not answer: {error}."
         with suppress(RuntimeError):  # as above
             self.post_message(self.News(text))

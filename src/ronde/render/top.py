@@ -180,14 +180,14 @@ def _rank_row(rank: RankView) -> tuple[str, ...]:
         rank.host,
         "" if rank.step is None else str(rank.step),
         "" if rank.step_s is None else format_duration(rank.step_s),
-        "" if rank.slowness is None else f"{rank.slowness - 1.0:+.0%}",
+        "" if rank.slowness is None else f"{round(rank.slowness - 1.0, 2) + 0.0:+.0%}",
         f"{rank.blame:.0%}" if round(rank.blame, 2) else "",
         # The columns keep their widths while ranks enter and leave collectives.
         now.ljust(_NOW_LETTERS),
         (format_duration(age_s) if now and age_s >= _LONG_S else "").rjust(5),
         "" if rank.cpu is None else f"{rank.cpu:.1f}",
-        _gib(rank.rss_bytes) if rank.rss_bytes else "",
-        _gib(rank.device_bytes) if rank.device_bytes else "",
+        _memory(rank.rss_bytes) if rank.rss_bytes else "",
+        _memory(rank.device_bytes) if rank.device_bytes else "",
     )
 
 
@@ -303,13 +303,15 @@ def _cut(text: str, most: int) -> str:
     return text[:most] if len(short) <= most else f"{text[: most - 2]}.."
 
 
-def _gib(size_bytes: int) -> str:
+def _memory(size_bytes: int) -> str:
     gib = size_bytes / (1 << 30)
+    if gib < 1.0:
+        return f"{gib * 1024:.0f}MiB"
     return f"{gib:.1f}GiB" if gib < 9.95 else f"{gib:,.0f}GiB"
 
 
 def _part(used_bytes: int, total_bytes: int) -> str:
-    return f"{_gib(used_bytes).removesuffix('GiB')}/{_gib(total_bytes)}"
+    return f"{_memory(used_bytes).removesuffix('GiB')}/{_memory(total_bytes)}"
 
 
 def _rate(bytes_per_s: float | None) -> str:
