@@ -49,11 +49,9 @@ def describe_job(
     job: JobInfo, num_ranks: int, hosts: Sequence[str], width: int = WIDTH
 ) -> tuple[str, str]:
     """Return two lines: the job's command, and its ranks, hosts and age."""
-    where = (
-        shorten(hosts[0], _NAME_LETTERS)
-        if len(hosts) == 1
-        else counted(len(hosts), "host")
-    )
+    where = counted(len(hosts), "host")
+    if len(hosts) == 1:
+        where = shorten(hosts[0], _NAME_LETTERS)
     took = format_duration(max(0.0, time.time() - job.started_at))
     restarts = f", {counted(job.restarts, 'restart')}" if job.restarts else ""
     text = shorten(f"job {job.job_id}: {shlex.join(job.command)}", width - 3)
@@ -91,9 +89,9 @@ def _describe(worker: WorkerInfo) -> str:
 def describe_end(state: str, exit_code: int | None) -> str:
     """Describe a worker that does not run: its end, or its start."""
     if state == "ended" and exit_code is not None:
-        is_signal = exit_code < 0
-        killed = f"killed by {signal_name(-exit_code)}" if is_signal else ""
-        return killed or f"exit code {exit_code}"
+        if exit_code < 0:
+            return f"killed by {signal_name(-exit_code)}"
+        return f"exit code {exit_code}"
     return "lost with its host" if state == "lost" else state
 
 
