@@ -126,7 +126,7 @@ def _digits(value: float, count: int) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    plural = "es" if noun.endswith("ch") else "s"
+    plural = "es" if noun.endswith(("ch", "ss")) else "s"
     return f"{f'{number:,}' if number else 'no'} {noun}{'' if number == 1 else plural}"
 
 

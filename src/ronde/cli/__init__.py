@@ -9,5 +9,6 @@ __getattr__ = lazy_exports(
     {
         "check": "judge_request read_check_request",
         "run": "make_run_parser read_run_request",
+        "top_screen": "JobScreen",
     },
 )

@@ -11,7 +11,10 @@ from ronde.cli import exits
 from ronde.errors import HostError, RondeError
 from ronde.launch.limits import USUAL, Timeouts
 
-_TOOLS = ("ps", "why", "profile", "bench", "trace", "check", "topo", "plan", "alias")
+_TOOLS = (
+    *("ps", "top", "why", "profile"),
+    *("bench", "trace", "check", "topo", "plan", "alias"),
+)
 _VERBS = ("run", *_TOOLS, "horovodrun")
 
 

@@ -12,6 +12,7 @@ ronde runs one training program on every GPU or CPU slot and keeps the copies in
 verbs:
   run    start a program once for every slot of one or more hosts
   ps     list running jobs and the status of their ranks
+  top    show a job live: its time, its ranks, its hosts and GPUs
   why    say which ranks hold up a job, at which line, and why
   profile  show where the time of a job's ranks goes, line by line
   bench  measure collectives and training steps; read results of other tools
@@ -138,6 +139,8 @@ elastic jobs (hvd.elastic):
                         agent, which always counts)
 
 output:
+  --top                 show the job's time, and the ranks that others wait for,
+                        below the output in the terminal, as ronde top does
   --tag TAG             prefix of each line: rank ([3]), host ([node2:3]) or
                         none; with ,time also the time of day (default: rank,
                         with several hosts host)

@@ -261,6 +261,7 @@ def read_request(
         is_verbose=bool(options.verbose),
         elastic=elastic,
         hang_timeout_s=_hang_timeout(options),
+        has_live_view=options.top and sys.stdout is not None and sys.stdout.isatty(),
     )
     return RunRequest(options, horovod, spec, preflight)
 
@@ -519,7 +520,11 @@ def _warn(request: RunRequest, environ: Mapping[str, str]) -> None:
     ignored = ", ".join(request.horovod.ignored)
     note = f"these options have no effect here: {ignored}" if ignored else ""
     horovod = environments.warn_of_horovod(known, sys.path[1:])
-    for warning in filter(None, (require_tee(request.options), horovod, note)):
+    no_view = ""
+    if request.options.top and not request.spec.has_live_view:
+        no_view = "--top has no effect: standard output is not a terminal"
+    warnings = require_tee(request.options), horovod, note, no_view
+    for warning in filter(None, warnings):
         _report(warning)
 
 

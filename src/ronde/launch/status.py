@@ -90,7 +90,8 @@ class JobConnection:
 
     def __iter__(self) -> Iterator[JobStatus | HostAnswer]:
         for line in self._lines:
-            yield _decode(self._path, line)
+            if line.endswith(b"\n"):  # else the job ended within it
+                yield _decode(self._path, line)
 
 
 def _decode(socket: Path, line: bytes) -> JobStatus | HostAnswer:

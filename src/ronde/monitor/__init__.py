@@ -25,6 +25,7 @@ __getattr__ = lazy_exports(
         "usage": "GpuUsage HostUsage Interface ProcessUsage",
         "verdict": "Fault Verdict Wait explain_hang find_evidence",
         "view": "HostView JobView JobWatcher RankView Shares",
+        "watching": "watch_job",
         "web": "WebPage publish",
     },
 )

@@ -46,6 +46,8 @@ class RankView(NamedTuple):
     host: str
     pid: int
     state: str
+    exit_code: int | None  # as in ``WorkerInfo``
+    is_reporting: bool  # False if the program reports nothing
     step: int | None
     step_s: float | None  # the mean of the last seconds
     own_s: float | None  # of it without collectives
@@ -194,6 +196,8 @@ class JobWatcher:
             host=row.host,
             pid=row.pid,
             state=row.state,
+            exit_code=row.exit_code,
+            is_reporting=status is not None,
             step=status.step if status and is_known else None,
             step_s=found.step_s if found else None,
             own_s=found.own_s if found else None,

@@ -22,6 +22,7 @@ __getattr__ = lazy_exports(
         "profile_exports": "write_collapsed write_speedscope",
         "profile_page": "write_page",
         "text": "format_ranks format_runs parse_ranks",
+        "top": "draw_brief draw_over draw_top",
         "topo_log": "count_findings draw_log draw_log_findings",
         "topo_tables": (
             "compare_with_limit draw_comparison tabulate_classes tabulate_plan "

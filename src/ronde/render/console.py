@@ -274,6 +274,7 @@ class Screen:
         self.writer = writer
         self.is_terminal = os.isatty(writer.fd)
         self._bars: dict[_Key, bytes] = {}
+        self._view: list[bytes] = []  # lines below the bars
         self._num_drawn = 0
 
     def print(self, text: bytes) -> None:
@@ -289,6 +290,12 @@ class Screen:
             self._bars[key] = text
         self.print(b"")
 
+    def set_view(self, lines: Sequence[str]) -> None:
+        """Show lines below the bars; without lines, the last ones become output."""
+        last = self._view
+        self._view = [line.encode("utf-8", "backslashreplace") for line in lines]
+        self.print(b"" if lines else b"".join(line + b"\n" for line in last))
+
     def _erased(self) -> bytes:
         if not self._num_drawn:
             return b""
@@ -297,7 +304,7 @@ class Screen:
         return b"\r" + up + b"\x1b[J"
 
     def _drawn(self) -> bytes:
-        if not self._bars:
+        if not (self._bars or self._view):
             return b""
         try:
             columns, rows = os.get_terminal_size(self.writer.fd)
@@ -306,10 +313,11 @@ class Screen:
         # A terminal whose size was never set reports 0.
         columns, rows = columns or 80, rows or 24
         num_bars = max(1, min(_MAX_BARS, rows - _RESERVED_ROWS))
-        keys = sorted(self._bars)[:num_bars]
-        self._num_drawn = len(keys)
+        lines = [self._bars[key] for key in sorted(self._bars)[:num_bars]]
+        lines = [*lines, *self._view][: max(1, rows - _RESERVED_ROWS)]
+        self._num_drawn = len(lines)
         # A full line would make the terminal wrap.
-        return b"\n".join(self._bars[k].decode()[: columns - 1].encode() for k in keys)
+        return b"\n".join(line.decode()[: columns - 1].encode() for line in lines)
 
 
 class Console:
@@ -375,6 +383,9 @@ class Console:
 
     def notice(self, text: str) -> None:
         self._report(f"ronde: {text.removesuffix('.')}.\n")
+
+    def live_view(self, lines: Sequence[str]) -> None:
+        self._screens[Stream.STDOUT].set_view(lines)
 
     def stacks(self, taken: Sequence[Stacks]) -> None:
         # Imported here: few jobs need it.

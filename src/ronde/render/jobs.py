@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from ronde.launch.job.failure import signal_name
 from ronde.render.text import WIDTH, align, format_ranks, shorten
-from ronde.status.table import JobStatus, WorkerInfo
+from ronde.status.table import JobInfo, JobStatus, WorkerInfo
 from ronde.status.values import UNKNOWN
 from ronde.units import counted, format_duration, grouped
 
@@ -15,6 +15,7 @@ _MOST_HOSTS = 20
 _MOST_OUTLIERS = 5
 _LONG_S = 1.0  # longer than a collective of a healthy job takes
 _HOST_LETTERS = 14
+_NAME_LETTERS = 30  # of the only host
 _DOING_LETTERS = 26
 _AWAITED_LETTERS = 16
 _RANK_TITLES = ("rank", "host", "pid", "step", "now", "for", "waits for")
@@ -34,16 +35,7 @@ def draw_jobs(jobs: Sequence[JobStatus], *, is_complete: bool = False) -> str:
 def _draw_job(job: JobStatus, *, is_complete: bool) -> str:
     workers, awaited = job.workers, job.find_awaited()
     hosts = dict.fromkeys(each.host for each in workers)
-    where = next(iter(hosts), "") if len(hosts) == 1 else counted(len(hosts), "host")
-    took = format_duration(max(0.0, time.time() - job.job.started_at))
-    restarts = counted(job.job.restarts, "restart")
-    text = f"job {job.job.job_id}: {shlex.join(job.job.command)}"
-    lines = [
-        shorten(text, WIDTH - 3),
-        f"{counted(len(workers), 'rank')} on {where}, for {took}"
-        + (f", {restarts}" if job.job.restarts else ""),
-        "",
-    ]
+    lines = [*describe_job(job.job, len(workers), list(hosts)), ""]
     if is_complete or len(workers) <= _MOST_ROWS:
         return "\n".join(lines) + "\n" + _draw_ranks(workers, awaited)
     outliers = _find_outliers(workers, awaited)
@@ -51,6 +43,19 @@ def _draw_job(job: JobStatus, *, is_complete: bool) -> str:
     if outliers:
         text += "\nThe ranks to look at first:\n" + _draw_ranks(outliers, awaited)
     return text + "ronde ps --all shows all ranks.\n"
+
+
+def describe_job(
+    job: JobInfo, num_ranks: int, hosts: Sequence[str], width: int = WIDTH
+) -> tuple[str, str]:
+    """Return two lines: the job's command, and its ranks, hosts and age."""
+    where = counted(len(hosts), "host")
+    if len(hosts) == 1:
+        where = shorten(hosts[0], _NAME_LETTERS)
+    took = format_duration(max(0.0, time.time() - job.started_at))
+    restarts = f", {counted(job.restarts, 'restart')}" if job.restarts else ""
+    text = shorten(f"job {job.job_id}: {shlex.join(job.command)}", width - 3)
+    return text, f"{counted(num_ranks, 'rank')} on {where}, for {took}{restarts}"
 
 
 def _draw_ranks(workers: Iterable[WorkerInfo], awaited: Awaited) -> str:
@@ -72,16 +77,22 @@ def _row(worker: WorkerInfo, awaited: Awaited) -> tuple[str, ...]:
 
 def _describe(worker: WorkerInfo) -> str:
     """Describe a worker: its pending collective if it has one, else its state."""
-    code = worker.exit_code
-    if worker.state == "ended" and code is not None:
-        return f"killed by {signal_name(-code)}" if code < 0 else f"exit code {code}"
     if worker.state != "running":
-        return "lost with its host" if worker.state == "lost" else worker.state
+        return describe_end(worker.state, worker.exit_code)
     if worker.status is None:
         return "reports nothing"
     if worker.collective is None:
         return "not in a collective"
     return worker.collective.name
+
+
+def describe_end(state: str, exit_code: int | None) -> str:
+    """Describe a worker that does not run: its end, or its start."""
+    if state == "ended" and exit_code is not None:
+        if exit_code < 0:
+            return f"killed by {signal_name(-exit_code)}"
+        return f"exit code {exit_code}"
+    return "lost with its host" if state == "lost" else state
 
 
 def _format_age(age_s: float) -> str:

@@ -1,5 +1,6 @@
 """The controller: runs a job from the user's specification to its result."""
 
+import json
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -158,12 +159,31 @@ class Controller(Handler):
             hosts = JobHosts(plan, jobs[0].epoch, connector, loop.output.notice)
             make_view = partial(ElasticView, loop=loop, plan=plan, hosts=hosts)
         generation = Generation(loop, nodes, jobs, make_view)
-        if plan.spec.hang_timeout_s < float("inf"):
-            # As above.
-            from ronde.launch.job.hangs import HangWatch
-
-            generation.hang_watch = HangWatch(plan.spec.hang_timeout_s)
+        self._add_watch_programs(plan.spec, generation)
         return generation.run(plan.address, port)
+
+    def _add_watch_programs(self, spec: JobSpec, generation: Generation) -> None:
+        if spec.hang_timeout_s == float("inf") and not spec.has_live_view:
+            return
+        # Imported late: plain jobs need none.
+        from ronde.launch.job.watch_programs import WatchProgram
+
+        if spec.hang_timeout_s < float("inf"):
+            hang_watch = WatchProgram(
+                "--hang-timeout",
+                "ronde.monitor.hang_watch",
+                lambda line: generation.on_hang(json.loads(line)),
+                str(spec.hang_timeout_s),
+            )
+            generation.watch_programs.append(hang_watch)
+        if spec.has_live_view:
+            live_view = WatchProgram(
+                "--top",
+                "ronde.cli.top",
+                lambda line: self._output.live_view(json.loads(line)),
+                on_end=lambda: self._output.live_view(()),
+            )
+            generation.watch_programs.append(live_view)
 
     def _replace_lost(self, nodes: list[AgentNode]) -> list[AgentNode]:
         return_s = self._loop.timeouts.return_s

@@ -4,6 +4,7 @@ import signal
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import chain
 from math import inf
 from typing import TYPE_CHECKING, Protocol
 
@@ -32,7 +33,7 @@ from ronde.launch.signals import (
 from ronde.launch.wire import messages
 
 if TYPE_CHECKING:
-    from ronde.launch.job.hangs import HangWatch
+    from ronde.launch.job.watch_programs import WatchProgram
     from ronde.status.table import WorkerInfo
 
 _CAUSE_WITHIN_S = 5.0  # between the end of a worker that lost a peer, and the peer's
@@ -107,7 +108,7 @@ class Generation(Handler):
         self._started_at_s = 0.0
         self._argv = jobs[0].argv
         self._has_status, self._status_by_s = False, inf
-        self.hang_watch: HangWatch | None = None
+        self.watch_programs: list[WatchProgram] = []
         self._hang = ""  # the verdict on the hang that ends the job
         self._view = make_view(self)
 
@@ -127,8 +128,8 @@ class Generation(Handler):
             ):
                 self._on_due()
         finally:
-            if self.hang_watch is not None:
-                self.hang_watch.close()
+            for each in self.watch_programs:
+                each.close()
         for node in self.nodes:
             node.watch(is_watched=False)
         self._report_leftovers()
@@ -185,19 +186,18 @@ class Generation(Handler):
         with suppress(OSError):  # no room for a socket: the job goes on without
             loop.status = loop.status or StatusService(loop.job_id, self._argv)
             loop.status.begin(self._epoch, self._rows, self._send)
-        if self.hang_watch is not None:
-            why_not = self.hang_watch.start(loop.status, self._on_hang)
-            if why_not:
-                loop.output.notice(f"--hang-timeout has no effect: {why_not}")
+        for each in self.watch_programs:
+            if why_not := each.start(loop.status):
+                loop.output.notice(f"{each.option} has no effect: {why_not}")
 
-    def _on_hang(self, verdict: str) -> None:
+    def on_hang(self, verdict: str) -> None:
         if not (self.is_stopping or self._view.is_ending):
             self._hang, self._interrupted_by = verdict, TIMED_OUT
             self._loop.output.notice(verdict)
             self.stop(signal.SIGTERM)
 
     def watched(self) -> Watched:
-        return iter(()) if self.hang_watch is None else self.hang_watch.watched()
+        return chain.from_iterable(each.watched() for each in self.watch_programs)
 
     def _rows(self) -> "Iterator[WorkerInfo]":
         from ronde.status.table import WorkerInfo

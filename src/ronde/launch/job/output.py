@@ -88,6 +88,10 @@ class OutputSink(Protocol):
 
     def notice(self, text: str) -> None: ...
 
+    def live_view(self, lines: Sequence[str]) -> None:
+        """Show lines below the output; without lines, the last ones become output."""
+        ...
+
     def stacks(self, taken: Sequence[Stacks]) -> None: ...
 
     def finished(self, result: JobResult) -> None: ...
@@ -131,6 +135,12 @@ class EndOfStacks(NamedTuple):
     """To the output process: show all ``Stacks`` since the last ``EndOfStacks``."""
 
 
+class LiveView(NamedTuple):
+    """To the output process: lines to show below the output."""
+
+    lines: tuple[str, ...]
+
+
 class OutputAnswer(NamedTuple):
     """From the output process: an attempt can begin, or writing has failed."""
 
@@ -138,7 +148,7 @@ class OutputAnswer(NamedTuple):
     signal: int  # SIGPIPE, SIGHUP of a closed terminal, OUTPUT_FULL; or 0
 
 
-_Order = Attempt | NewWorker | Notice | Stacks | EndOfStacks | JobResult
+_Order = Attempt | NewWorker | Notice | LiveView | Stacks | EndOfStacks | JobResult
 _ORDERS: tuple[type[_Order | Output], ...] = (Output, *get_args(_Order))
 
 
@@ -152,7 +162,7 @@ class NoOutput:
     def _do_nothing(self, *_: object) -> None: ...
 
     begin = add_worker = output = notice = stacks = finished = _do_nothing
-    discard = flush = read = close = kill = _do_nothing
+    live_view = discard = flush = read = close = kill = _do_nothing
 
 
 class OutputProcess(MessageWriter):
@@ -199,6 +209,11 @@ class OutputProcess(MessageWriter):
 
     def notice(self, text: str) -> None:
         self.send(Notice(text))
+
+    def live_view(self, lines: Sequence[str]) -> None:
+        # The next one comes soon.
+        if not (lines and self.waiting_bytes):
+            self.send(LiveView(tuple(lines)))
 
     def stacks(self, taken: Sequence[Stacks]) -> None:
         for each in taken:
@@ -351,6 +366,8 @@ class _Writer:
                     each.add_worker(order)
             case Notice():
                 self._sink.notice(order.text)
+            case LiveView():
+                self._sink.live_view(order.lines)
             case Stacks():
                 self._stacks.append(order)
             case EndOfStacks():

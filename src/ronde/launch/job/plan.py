@@ -43,6 +43,7 @@ class JobSpec(NamedTuple):
     no_restart_codes: frozenset[int] = frozenset()  # exit codes without a restart
     is_verbose: bool = False  # report the time of each step of the start
     hang_timeout_s: float = float("inf")  # of one collective
+    has_live_view: bool = False  # shown below the output
     elastic: ElasticOptions | None = None  # None for a plain job
 
 

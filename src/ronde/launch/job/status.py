@@ -133,8 +133,13 @@ class StatusService:
             self._write(reader)
 
     def close(self) -> None:
-        """Close all connections, after at most 2 s for answers that are not sent."""
+        """Send idle readers the last table, with the ends of the workers.
+
+        Answers that are not sent are awaited for at most 2 s.
+        """
         self._send = lambda _message: None  # the agents are gone
+        if self._readers:
+            self._build(time.monotonic())
         ends_s = time.monotonic() + _LAST_S
         while late := [
             each for each in self._readers if each.answers or each.is_answered
@@ -145,6 +150,9 @@ class StatusService:
             for reader in late:
                 self._write(reader)
         for reader in list(self._readers):
+            if not reader.unsent:
+                reader.unsent = memoryview(self._line)
+                self._write(reader)
             self._drop(reader)
         self._listener.close()
         remove(self.directory)

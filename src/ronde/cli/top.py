@@ -1,0 +1,121 @@
+"""``ronde top``: the ranks, hosts and time of a running job, once a second."""
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from math import isnan
+from pathlib import Path
+
+from ronde.arguments import CommandParser
+from ronde.errors import LaunchError, UsageError
+from ronde.launch.status import list_jobs, watch
+from ronde.monitor.asking import choose_job, inspect_workers
+from ronde.monitor.verdict import explain_hang
+from ronde.monitor.view import JobView
+from ronde.monitor.watching import watch_job
+from ronde.plain_values import to_plain
+from ronde.render.text import WIDTH
+from ronde.render.top import draw_brief, draw_top
+from ronde.render.why import draw_hang
+from ronde.status.table import JobStatus
+
+_HELP = """\
+usage: ronde top [JOB] [--once] [--json]
+
+Show a running job live: where the time of its steps goes, its ranks, those first that
+others wait for, and its hosts and GPUs. Without JOB, a part of the job's id or command,
+it is your only job on this host.
+
+options:
+  --once      print the view once, as text
+  --json      print it once, as one JSON object
+  -h, --help  show this help and exit
+
+Type the command on the host of ronde run. If standard output is no terminal, it prints
+the view once. ronde run --top shows a short view below the output of a job.
+"""
+_MOST_VIEWS = 4  # until rates are known
+
+
+def run(words: Sequence[str]) -> int:
+    parser = CommandParser("ronde top", _HELP, positionals={"job": "?"})
+    options = parser.read(words)
+    if options is None:
+        return 0
+    status = choose_job(list_jobs(), options.job)
+    if options.json:
+        print(json.dumps(to_plain(_without_nan(_await_view(status)))))
+    elif options.once or not sys.stdout.isatty():
+        print(draw_top(_await_view(status)), end="")
+    else:
+        _show(status)
+    return 0
+
+
+def main() -> None:
+    """Print short views as JSON lists of lines, for ``ronde run --top``.
+
+    The first argument of its own is the socket of the job's table.
+    """
+    path = Path(sys.argv[3])
+    while path.exists():
+        try:
+            for view in watch_job(next(watch(path))):
+                print(json.dumps(_draw_lines(view)), flush=True)
+        except TimeoutError:  # ronde run is stopped
+            continue
+        except (OSError, StopIteration):  # it or the job is over
+            return
+
+
+def _draw_lines(view: JobView) -> list[str]:
+    try:
+        columns = os.get_terminal_size(2).columns or WIDTH
+    except OSError:  # standard error is redirected
+        columns = WIDTH
+    return draw_brief(view, max(20, columns - 1)).splitlines()
+
+
+def _await_view(status: JobStatus) -> JobView:
+    """Return the first view with the rates of all hosts; after 3 s one without."""
+    view = None
+    try:
+        for number, view in enumerate(watch_job(status), 1):
+            has_rates = all(host.cpu is not None for host in view.hosts)
+            if number == _MOST_VIEWS or (has_rates and number > 1):
+                break
+    except OSError as error:
+        raise LaunchError(f"the job does not answer: {error}.") from None
+    if view is None:
+        raise LaunchError("the job ended meanwhile.")
+    return view
+
+
+def _without_nan(view: JobView) -> JobView:
+    """Return a view that JSON can hold."""
+    is_nan = view.loss is not None and isnan(view.loss)
+    return view._replace(loss=None) if is_nan else view
+
+
+def _show(status: JobStatus) -> None:
+    try:
+        # Imported late: it takes long, and may be missing.
+        from ronde.cli.top_screen import JobScreen
+    except ImportError:
+        raise UsageError(
+            "the live view needs textual. Type: pip install 'ronde[monitor]', or "
+            "ronde top --once"
+        ) from None
+
+    def explain() -> str:
+        inspected = inspect_workers(status)
+        verdict = explain_hang(inspected.status, inspected.inspections)
+        return draw_hang(inspected, verdict)
+
+    screen = JobScreen(watch_job(status), explain)
+    screen.run(mouse=False)
+    if screen.view is not None:
+        print(draw_top(screen.view), end="")
+    if screen.over:
+        print(screen.over)
