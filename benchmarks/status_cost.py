@@ -33,7 +33,7 @@ from ronde.launch import (
     wait_for,
 )
 from ronde.launch.wire.messages import Observed
-from ronde.monitor import GpuUsage, HostUsage, Interface, ProcessUsage
+from ronde.monitor import GpuUsage, HostUsage, NetworkCounters, ProcessUsage
 from ronde.plain_values import to_plain
 from ronde.status import (
     Part,
@@ -207,7 +207,7 @@ def _answer(agent: int) -> str:
         *(0, "NVIDIA H100 80GB HBM3", 0.97, 60 << 30, 80 << 30),
         *(650.5, 61.0, 1755, 1980, (), (1000,)),
     )
-    port = Interface("mlx5_0:1", 10**15, 10**15, 0, 4 * 10**11)
+    port = NetworkCounters("mlx5_0:1", 10**15, 10**15, 0, 4 * 10**11)
     usage = HostUsage(
         *(1e5, 1e6, 128, 10**12, 2 * 10**12, 10**9, 10**12, 0),
         interfaces=(port,) * 9,

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from ronde.launch import HostAnswer
-from ronde.monitor import GpuUsage, HostUsage, Interface, JobWatcher, ProcessUsage
+from ronde.monitor import GpuUsage, HostUsage, JobWatcher, NetworkCounters, ProcessUsage
 from ronde.plain_values import to_plain
 from ronde.status import JobInfo, JobStatus, RankStatus, StepTime, WorkerInfo
 
@@ -65,7 +65,9 @@ def make_usage(workers, *, at_s, num_gpus=8):
         shm_bytes=1 << 30,
         total_shm_bytes=500 << 30,
         num_oom_kills=0,
-        interfaces=(Interface("eth0", int(at_s * 1e9), int(at_s * 1e9), 0, 10**11),),
+        interfaces=(
+            NetworkCounters("eth0", int(at_s * 1e9), int(at_s * 1e9), 0, 10**11),
+        ),
         gpus=tuple(gpus),
         gpu_problem="",
         workers={str(each): ProcessUsage(at_s, 4 << 30) for each in workers},

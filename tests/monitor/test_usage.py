@@ -20,8 +20,8 @@ from ronde.monitor import (
     GpuReader,
     HangingReader,
     HostUsage,
-    Interface,
     JobWatcher,
+    NetworkCounters,
     UsageReader,
 )
 from ronde.plain_values import from_plain, to_plain
@@ -62,7 +62,7 @@ def test_a_host_is_read_from_its_files(tmp_path):
     assert found.cpu_s * os.sysconf("SC_CLK_TCK") == 170
     assert (found.memory_bytes, found.total_memory_bytes) == (600 << 10, 1000 << 10)
     assert found.num_oom_kills == 4
-    assert found.interfaces == (Interface("eth0", 70, 80, 0, 0),)
+    assert found.interfaces == (NetworkCounters("eth0", 70, 80, 0, 0),)
     assert (found.gpus, found.gpu_problem) == ((), "")
 
 
@@ -117,8 +117,8 @@ def test_adapters_and_ports_are_counted_once(tmp_path):
         },
     )
     assert UsageReader(str(tmp_path)).read({}).interfaces == (
-        Interface("eth0", 70, 80, 7, 100_000_000_000),
-        Interface("mlx5_0:1", 4000, 8000, 5, 400_000_000_000),
+        NetworkCounters("eth0", 70, 80, 7, 100_000_000_000),
+        NetworkCounters("mlx5_0:1", 4000, 8000, 5, 400_000_000_000),
     )
 
 

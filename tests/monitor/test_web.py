@@ -114,8 +114,8 @@ def test_a_stream_has_the_history_then_each_view_and_the_end():
         yield view._replace(at=view.at + 1, loss=float("nan"))
         name, news = next(events)
         assert (name, news["point"][3], news["hosts"]) == ("view", "nan", None)
-        shown = dict(zip(history["fields"]["JobView"], news["view"], strict=True))
-        rank = zip(history["fields"]["RankView"], shown["ranks"][0], strict=True)
+        shown = dict(zip(history["fields"]["WatchedJob"], news["view"], strict=True))
+        rank = zip(history["fields"]["WatchedRank"], shown["ranks"][0], strict=True)
         assert dict(rank)["host"] == "node0"
         found.append(events)
 

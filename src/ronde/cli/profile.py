@@ -27,11 +27,13 @@ from ronde.monitor.collecting import ProfileCollector, collect_own_job
 from ronde.monitor.samples import Profile
 from ronde.monitor.stacks import find_obstacle
 from ronde.plain_values import to_plain
-from ronde.units import counted
+from ronde.render.profile_exports import write_collapsed, write_speedscope
 
 _OPTIONS = """\
   -r, --rate HZ         samples per second of each rank, 1 to 1000 (default: 100)
-  -o, --output FILE     write the profile to FILE, as JSON
+  -o, --output FILE     where to write the page, FILE.html; or other forms:
+                        FILE.speedscope.json, FILE.collapsed for flame graphs,
+                        FILE.json for all samples (default: ronde-profile.html)
   --attach [JOB]        sample a running job for a while; JOB is a part of its id
                         or command (default: your only job on this host)
   -d, --duration TIME   time to sample with --attach; Ctrl-C ends it earlier
@@ -42,7 +44,8 @@ usage: ronde profile [-o FILE] [options of ronde run] [--] program [arguments]
        ronde profile --attach [JOB] [-d TIME] [-o FILE]
 
 Run a program as ronde run does, or attach to a running job, and show where the time of
-its ranks goes. The program needs no change.
+its ranks goes: a summary as text, and a page for the browser. The program needs no
+change.
 
 options:
 {_OPTIONS}\
@@ -54,8 +57,16 @@ the program's.
 
 examples:
   ronde profile -n 4 train.py
-  ronde profile --attach train.py -d 1m -o profile.json
+  ronde profile --attach train.py -d 1m -o train.html
 """
+_DEFAULT = "ronde-profile.html"
+_FORMATS = {
+    ".html": "page",
+    ".speedscope.json": "for speedscope.app",
+    ".collapsed": "collapsed stacks",
+    ".json": "samples",
+}
+"""The names of the output's forms, by the ends of file names."""
 _ATTACHED_S = 30.0
 _REFUSED_S = 3.0  # then no rank can be sampled
 _OWN = ("rate", "output", "attach", "duration")
@@ -74,6 +85,7 @@ def run(words: Sequence[str], timeouts: Timeouts) -> int:
     options.rate = read_number(
         "--rate", options.rate or "100", cure, least=1, most=1000
     )
+    options.output = options.output or _DEFAULT
     _require_writable(options.output)
     if options.attach is not None:
         return _attach(options, given)
@@ -155,16 +167,20 @@ def _require_readable() -> None:
         raise UsageError(f"py-spy cannot sample ranks on this host: {obstacle}.")
 
 
-def _require_writable(name: str | None) -> None:
-    path = Path(name or "")
+def _require_writable(name: str) -> None:
+    path = Path(name)
+    if not name.endswith(tuple(_FORMATS)):
+        raise UsageError(
+            f"--output must end in one of {', '.join(_FORMATS)}, got {name!r}."
+        )
     written_to = path if path.exists() else path.parent
-    if name and (path.is_dir() or not os.access(written_to, os.W_OK)):
+    if path.is_dir() or not os.access(written_to, os.W_OK):
         raise UsageError(
             f"cannot write the file of --output: {name}. Name another file."
         )
 
 
-def _report(profile: Profile | None, output: str | None) -> int:
+def _report(profile: Profile | None, output: str) -> int:
     """Print the report and write the file; return the exit code of a failure."""
     windows = profile.windows if profile else ()
     for window in windows:
@@ -175,13 +191,27 @@ def _report(profile: Profile | None, output: str | None) -> int:
         text = "there are no samples" if windows else "the job was too short to sample"
         print(f"ronde: {text}.", file=sys.stderr)
         return 0
-    # The place for the report.
-    num_samples = sum(count for window in windows for _, count in window.runs)
-    print(f"{counted(num_samples, 'sample')}.")
-    if output:
-        try:
-            Path(output).write_text(json.dumps(to_plain(profile), default=str))
-        except OSError as error:
-            print(f"ronde: cannot write {output}: {error.strerror}.", file=sys.stderr)
-            return EXIT_UNWRITTEN
+    # Imported late: with numpy it takes longer than all else.
+    from ronde.monitor.profiling import summarize_profile
+    from ronde.render.profile import draw_profile
+
+    report = summarize_profile(profile)
+    print(draw_profile(report))
+    suffix = next(each for each in _FORMATS if output.endswith(each))
+    try:
+        match suffix:
+            case ".html":
+                from ronde.render.profile_page import write_page
+
+                write_page(report, Path(output))
+            case ".speedscope.json":
+                write_speedscope(profile, Path(output))
+            case ".collapsed":
+                write_collapsed(profile, Path(output))
+            case _:
+                Path(output).write_text(json.dumps(to_plain(profile), default=str))
+    except OSError as error:
+        print(f"ronde: cannot write {output}: {error.strerror}.", file=sys.stderr)
+        return EXIT_UNWRITTEN
+    print(f"{_FORMATS[suffix]}: {output}")
     return 0

@@ -2,17 +2,19 @@
 
 import json
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from math import isnan
 from pathlib import Path
+from typing import NoReturn
 
-from ronde.arguments import CommandParser
+from ronde.arguments import CommandParser, read_number
 from ronde.errors import LaunchError, UsageError
 from ronde.launch.status import list_jobs, watch
 from ronde.monitor.asking import choose_job, inspect_workers
 from ronde.monitor.verdict import explain_hang
-from ronde.monitor.view import JobView
+from ronde.monitor.view import WatchedJob
 from ronde.monitor.watching import watch_job
 from ronde.plain_values import to_plain
 from ronde.render.text import WIDTH
@@ -21,16 +23,21 @@ from ronde.render.why import draw_hang
 from ronde.status.table import JobStatus
 
 _HELP = """\
-usage: ronde top [JOB] [--once] [--json]
+usage: ronde top [JOB] [--once | --json]
+       ronde top [JOB] [--web] [--port N] [--prometheus WHERE]
 
 Show a running job live: where the time of its steps goes, its ranks, those first that
 others wait for, and its hosts and GPUs. Without JOB, a part of the job's id or command,
 it is your only job on this host.
 
 options:
-  --once      print the view once, as text
-  --json      print it once, as one JSON object
-  -h, --help  show this help and exit
+  --once              print the view once, as text
+  --json              print it once, as one JSON object
+  --web               serve a page for browsers on this host, and print its URL
+  --port N            the port of the page (default: a free one)
+  --prometheus WHERE  serve metrics at [HOST:]PORT, on this host alone without
+                      HOST; or write them to FILE.prom, for node_exporter
+  -h, --help          show this help and exit
 
 Type the command on the host of ronde run. If standard output is no terminal, it prints
 the view once. ronde run --top shows a short view below the output of a job.
@@ -43,8 +50,11 @@ def run(words: Sequence[str]) -> int:
     options = parser.read(words)
     if options is None:
         return 0
+    port = read_number("--port", options.port or "0", "Type: --port 8080", most=65535)
     status = choose_job(list_jobs(), options.job)
-    if options.json:
+    if options.web or options.prometheus:
+        _serve(status, port if options.web else None, options.prometheus)
+    elif options.json:
         print(json.dumps(to_plain(_without_nan(_await_view(status)))))
     elif options.once or not sys.stdout.isatty():
         print(draw_top(_await_view(status)), end="")
@@ -69,7 +79,7 @@ def main() -> None:
             return
 
 
-def _draw_lines(view: JobView) -> list[str]:
+def _draw_lines(view: WatchedJob) -> list[str]:
     try:
         columns = os.get_terminal_size(2).columns or WIDTH
     except OSError:  # standard error is redirected
@@ -77,7 +87,25 @@ def _draw_lines(view: JobView) -> list[str]:
     return draw_brief(view, max(20, columns - 1)).splitlines()
 
 
-def _await_view(status: JobStatus) -> JobView:
+def _serve(status: JobStatus, port: int | None, metrics: str | None) -> None:
+    """Serve the views of a job until it ends, as a page, as metrics or both."""
+    # Imported late: the other forms need no server.
+    from ronde.monitor.metrics import open_metrics
+    from ronde.monitor.web import WebPage, publish
+
+    sinks = [] if port is None else [WebPage(port)]
+    sinks += [open_metrics(metrics)] if metrics else []
+    for sink in sinks:
+        print(sink.where, flush=True)
+
+    def stop(number: int, _frame: object) -> NoReturn:
+        sys.exit(128 + number)
+
+    signal.signal(signal.SIGTERM, stop)  # FILE.prom is removed
+    publish(watch_job(status), sinks)
+
+
+def _await_view(status: JobStatus) -> WatchedJob:
     """Return the first view with the rates of all hosts; after 3 s one without."""
     view = None
     try:
@@ -92,7 +120,7 @@ def _await_view(status: JobStatus) -> JobView:
     return view
 
 
-def _without_nan(view: JobView) -> JobView:
+def _without_nan(view: WatchedJob) -> WatchedJob:
     """Return a view that JSON can hold."""
     is_nan = view.loss is not None and isnan(view.loss)
     return view._replace(loss=None) if is_nan else view

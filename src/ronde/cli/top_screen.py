@@ -16,7 +16,7 @@ from textual.message import Message
 from textual.widgets import Footer, Static
 
 from ronde.errors import RondeError
-from ronde.monitor.view import JobView
+from ronde.monitor.view import WatchedJob
 from ronde.render.top import (
     SHARE_LETTERS,
     draw_over,
@@ -67,15 +67,15 @@ class JobScreen(App[None]):
     class News(Message):
         """A new view, the answer to ``w``, or a sentence on the end of the job."""
 
-        def __init__(self, news: JobView | str, *, is_over: bool = False) -> None:
+        def __init__(self, news: WatchedJob | str, *, is_over: bool = False) -> None:
             super().__init__()
             self.news, self.is_over = news, is_over
 
-    def __init__(self, views: Iterable[JobView], explain: Callable[[], str]) -> None:
+    def __init__(self, views: Iterable[WatchedJob], explain: Callable[[], str]) -> None:
         super().__init__()
         self._views, self._explain = views, explain
         self._why = self.over = ""
-        self.view: JobView | None = None
+        self.view: WatchedJob | None = None
 
     def compose(self) -> ComposeResult:
         for name in ("summary", "shares", "over"):
@@ -104,7 +104,7 @@ class JobScreen(App[None]):
 
     @on(News)
     def _take(self, message: News) -> None:
-        if isinstance(message.news, JobView):
+        if isinstance(message.news, WatchedJob):
             self.view = message.news
         elif message.is_over:
             self.over = message.news or draw_over(self.view)

@@ -11,7 +11,7 @@ from ronde.launch.status import HostAnswer, JobConnection, list_jobs
 from ronde.monitor.inspection import HostInspection, Inspection, KernelLine
 from ronde.monitor.send_queues import SendQueue
 from ronde.monitor.usage import HostUsage
-from ronde.monitor.view import JobView, JobWatcher
+from ronde.monitor.view import JobWatcher, WatchedJob
 from ronde.plain_values import PlainValueError, from_plain
 from ronde.status.table import JobStatus
 from ronde.units import grouped
@@ -109,8 +109,8 @@ def inspect_workers(status: JobStatus) -> InspectedJob:
 class ObservedJob(NamedTuple):
     """A job as it was over some seconds."""
 
-    before: JobView  # at the first table
-    view: JobView  # at the last one
+    before: WatchedJob  # at the first table
+    view: WatchedJob  # at the last one
     inspections: dict[int, list[Inspection]]  # by worker, one or more
     queues: dict[str, list[SendQueue]]  # by host, of all inspections
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from ronde.memory import list_groups, list_limits
 from ronde.monitor.gpus import GpuReader, HangingReader
-from ronde.monitor.usage import HostUsage, Interface, ProcessUsage
+from ronde.monitor.usage import HostUsage, NetworkCounters, ProcessUsage
 from ronde.processes import read_process, read_stat
 from ronde.topology.kernel_files import (
     list_names,
@@ -169,7 +169,7 @@ class _NetFile(NamedTuple):
     counters: list[int]  # the columns of /proc/net/dev
 
 
-def _read_interfaces(root: str, *, has_ports: bool) -> Iterator[Interface]:
+def _read_interfaces(root: str, *, has_ports: bool) -> Iterator[NetworkCounters]:
     """Yield the network adapters; in a container without one, all but loopback.
 
     Bridges and bonds would count the bytes of their adapters again, and so would
@@ -185,7 +185,7 @@ def _read_interfaces(root: str, *, has_ports: bool) -> Iterator[Interface]:
     for name, counters in adapters or found:
         if has_ports and read_text(f"{top}/{name}/type") == _INFINIBAND:
             continue
-        yield Interface(
+        yield NetworkCounters(
             name=name,
             received_bytes=counters[0],
             sent_bytes=counters[8],
@@ -194,7 +194,7 @@ def _read_interfaces(root: str, *, has_ports: bool) -> Iterator[Interface]:
         )
 
 
-def _read_ports(root: str) -> Iterator[Interface]:
+def _read_ports(root: str) -> Iterator[NetworkCounters]:
     """Yield the InfiniBand and RoCE ports, except those of virtual functions.
 
     To read counters that a function may not have makes some drivers write to the
@@ -211,7 +211,7 @@ def _read_ports(root: str) -> Iterator[Interface]:
                 for name in ("port_rcv_data", "port_xmit_data", *_PORT_ERRORS)
             )
             if min(received, sent) >= 0:
-                yield Interface(
+                yield NetworkCounters(
                     name=f"{adapter}:{port}",
                     received_bytes=received * _WORD_BYTES,
                     sent_bytes=sent * _WORD_BYTES,

@@ -18,7 +18,7 @@ _STALL_S = 10.0
 _POLL_S = 0.1
 
 
-class Request(BaseHTTPRequestHandler):
+class HttpRequest(BaseHTTPRequestHandler):
     """A GET request; ``respond`` of its server answers it."""
 
     protocol_version = "HTTP/1.1"
@@ -76,7 +76,7 @@ class HttpServer(ThreadingHTTPServer):
     request_queue_size = 64
 
     def __init__(
-        self, host: str, port: int, respond: Callable[[Request], object]
+        self, host: str, port: int, respond: Callable[[HttpRequest], object]
     ) -> None:
         self.respond = respond
         self.is_local = host == "localhost" or is_loopback(host)
@@ -86,7 +86,7 @@ class HttpServer(ThreadingHTTPServer):
         if not 0 <= port < 1 << 16:
             raise UsageError(f"the port must be from 0 to 65535, got {port}.")
         try:
-            super().__init__((host, port), Request)
+            super().__init__((host, port), HttpRequest)
         except OSError as error:
             raise UsageError(
                 f"{host}:{port} must be a free port on an address of this host: "

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from ronde.errors import LaunchError, UsageError
-from ronde.monitor.http_server import HttpServer, Request
-from ronde.monitor.view import HostView, JobView, RankView
+from ronde.monitor.http_server import HttpRequest, HttpServer
+from ronde.monitor.view import WatchedHost, WatchedJob, WatchedRank
 from ronde.monitor.web import ViewSink
 
 _WRITE_EVERY_S = 15.0
@@ -79,7 +79,7 @@ class JobCollector:
             ) from None
         self.registry: Any = self._kinds.CollectorRegistry(auto_describe=False)
         self._help = dict(re.findall(r"(\S+) +(.+)", _HELP))
-        self.view: JobView | None = None
+        self.view: WatchedJob | None = None
         self.registry.register(self)
 
     def describe(self) -> list[object]:
@@ -119,10 +119,10 @@ class MetricsServer:
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
         self._server.close()
 
-    def add(self, view: JobView) -> None:
+    def add(self, view: WatchedJob) -> None:
         self._collector.view = view
 
-    def _respond(self, request: Request) -> None:
+    def _respond(self, request: HttpRequest) -> None:
         from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
         if request.path.partition("?")[0] == "/metrics":
@@ -150,7 +150,7 @@ class MetricsFile:
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
         self._path.unlink(missing_ok=True)
 
-    def add(self, view: JobView) -> None:
+    def add(self, view: WatchedJob) -> None:
         """Write the file if it is due.
 
         Raises:
@@ -184,7 +184,7 @@ def open_metrics(where: str) -> ViewSink:
     return MetricsServer(host.strip("[]") or "127.0.0.1", int(port))
 
 
-def _read_job(view: JobView) -> Iterator[_Sample]:
+def _read_job(view: WatchedJob) -> Iterator[_Sample]:
     yield "step", {}, view.step
     yield "step_seconds", {"quantile": "0.5"}, view.step_s
     yield "step_seconds", {"quantile": "0.99"}, view.step_p99_s
@@ -207,7 +207,7 @@ def _read_job(view: JobView) -> Iterator[_Sample]:
             yield from _read_host(host, {"host": host.host})
 
 
-def _read_rank(rank: RankView, labels: dict[str, str]) -> Iterator[_Sample]:
+def _read_rank(rank: WatchedRank, labels: dict[str, str]) -> Iterator[_Sample]:
     yield "rank_step", labels, rank.step
     yield "rank_step_seconds", labels, rank.step_s
     yield "rank_own_seconds", labels, rank.own_s
@@ -226,7 +226,7 @@ def _read_rank(rank: RankView, labels: dict[str, str]) -> Iterator[_Sample]:
     yield "rank_device_memory_bytes", labels, rank.device_bytes or None
 
 
-def _read_host(host: HostView, labels: dict[str, str]) -> Iterator[_Sample]:
+def _read_host(host: WatchedHost, labels: dict[str, str]) -> Iterator[_Sample]:
     usage = host.usage
     if usage is None:
         return

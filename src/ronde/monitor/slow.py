@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from ronde.monitor.asking import ObservedJob
 from ronde.monitor.verdict import Fault, is_in_call, locate
-from ronde.monitor.view import HostView, RankView
+from ronde.monitor.view import WatchedHost, WatchedRank
 from ronde.units import format_duration, format_size
 
 _BLAMED = 0.05  # of the step
@@ -70,7 +70,7 @@ def explain_slow(seen: ObservedJob) -> tuple[Fault, ...]:
     return (*faults, *_judge_network(seen, fmean(s.communication for s in shares)))
 
 
-def _find_extra(rank: RankView, others: Sequence[RankView]) -> _Extra:
+def _find_extra(rank: WatchedRank, others: Sequence[WatchedRank]) -> _Extra:
     columns = zip(_parts(rank), *map(_parts, others), strict=True)
     return _Extra(*(own - _median(rest) for own, *rest in columns))
 
@@ -80,7 +80,7 @@ def _median(values: Iterable[float]) -> float:
     return median(found) if found else 0.0
 
 
-def _parts(rank: RankView) -> _Extra:
+def _parts(rank: WatchedRank) -> _Extra:
     """Return the seconds of a step in all of a rank's own work, input and GC."""
     step_s, shares = rank.step_s or 0.0, rank.shares
     if shares is None:
@@ -89,7 +89,7 @@ def _parts(rank: RankView) -> _Extra:
     return _Extra(own * step_s, shares.input * step_s, shares.other * step_s)
 
 
-def _describe(seen: ObservedJob, rank: RankView, extra: _Extra) -> Fault:
+def _describe(seen: ObservedJob, rank: WatchedRank, extra: _Extra) -> Fault:
     """Describe a rank that others wait for: its cost, the parts and the reasons."""
     own, reasons = _parts(rank), dict[str, str]()
     if extra.input_s >= _PART * extra.own_s:
@@ -122,7 +122,7 @@ def _ms(duration_s: float) -> str:
     return format_duration(max(0.0, round(duration_s, 4)))
 
 
-def _explain_code(seen: ObservedJob, rank: RankView) -> dict[str, str]:
+def _explain_code(seen: ObservedJob, rank: WatchedRank) -> dict[str, str]:
     """Return the reasons for a rank's own code to take longer, by kind."""
     found: dict[str, str] = {}
     own, others = _compare(seen, rank, lambda each: _tokens_per_step(seen, each))
@@ -143,14 +143,14 @@ def _explain_code(seen: ObservedJob, rank: RankView) -> dict[str, str]:
 
 
 def _compare(
-    seen: ObservedJob, rank: RankView, value: Callable[[RankView], float | None]
+    seen: ObservedJob, rank: WatchedRank, value: Callable[[WatchedRank], float | None]
 ) -> tuple[float, float]:
     """Return a figure of a rank, and the median of the others; 0 if unknown."""
     others = [value(each) for each in seen.view.ranks if each is not rank]
     return value(rank) or 0.0, _median(each for each in others if each is not None)
 
 
-def _tokens_per_step(seen: ObservedJob, rank: RankView) -> float | None:
+def _tokens_per_step(seen: ObservedJob, rank: WatchedRank) -> float | None:
     for before in seen.before.ranks:
         tokens, had = rank.progress.get("tokens"), before.progress.get("tokens")
         if before.worker != rank.worker or tokens is None or had is None:
@@ -160,12 +160,14 @@ def _tokens_per_step(seen: ObservedJob, rank: RankView) -> float | None:
     return None
 
 
-def _cpu_wait(seen: ObservedJob, rank: RankView) -> float | None:
+def _cpu_wait(seen: ObservedJob, rank: WatchedRank) -> float | None:
     found = seen.inspections.get(rank.worker)
     return fmean(each.cpu_wait for each in found) if found else None
 
 
-def _clock(seen: ObservedJob, rank: RankView) -> tuple[float | None, tuple[str, ...]]:
+def _clock(
+    seen: ObservedJob, rank: WatchedRank
+) -> tuple[float | None, tuple[str, ...]]:
     """Return the clock of a rank's GPU in MHz, and the reasons for throttling."""
     pids = {each.pid for each in seen.inspections.get(rank.worker, ())}
     for host in seen.view.hosts:
@@ -176,7 +178,7 @@ def _clock(seen: ObservedJob, rank: RankView) -> tuple[float | None, tuple[str, 
     return None, ()
 
 
-def _find_line(seen: ObservedJob, rank: RankView) -> str:
+def _find_line(seen: ObservedJob, rank: WatchedRank) -> str:
     """Return the line at which a rank is more often than the others."""
     shares: dict[str, float] = defaultdict(float)
     for worker, found in seen.inspections.items():
@@ -227,7 +229,7 @@ def _ranks_on(seen: ObservedJob, hosts: set[str]) -> tuple[int, ...]:
     return tuple(sorted(rank for rank in ranks if rank is not None))
 
 
-def _describe_rate(host: HostView) -> str:
+def _describe_rate(host: WatchedHost) -> str:
     if host.usage is None or host.sent_per_s is None or host.received_per_s is None:
         return ""
     rates = host.sent_per_s, host.received_per_s

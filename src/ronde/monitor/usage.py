@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 
-class Interface(NamedTuple):
+class NetworkCounters(NamedTuple):
     """Counters of a network interface or an InfiniBand port since boot."""
 
     name: str
@@ -47,7 +47,7 @@ class HostUsage(NamedTuple):
     shm_bytes: int  # in use in /dev/shm
     total_shm_bytes: int
     num_oom_kills: int  # by the kernel, in this container or job since it began
-    interfaces: tuple[Interface, ...]  # adapters and InfiniBand ports
+    interfaces: tuple[NetworkCounters, ...]  # adapters and InfiniBand ports
     gpus: tuple[GpuUsage, ...]
     gpu_problem: str  # why GPUs are missing or old, in half a sentence; or empty
     workers: dict[str, ProcessUsage]  # by worker id

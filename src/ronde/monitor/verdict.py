@@ -139,7 +139,7 @@ def find_evidence(
         for each in usage.interfaces:
             if each.num_errors:
                 since = f"{each.num_errors:,} errors since boot"
-                texts.append(f"Interface {each.name} of {host} has had {since}.")
+                texts.append(f"NetworkCounters {each.name} of {host} has had {since}.")
     return texts[:_MOST_EVIDENCE]
 
 

@@ -38,7 +38,7 @@ class Shares(NamedTuple):
     other: float  # Python's garbage collector
 
 
-class RankView(NamedTuple):
+class WatchedRank(NamedTuple):
     """One rank as a watcher shows it; None where nothing is known."""
 
     rank: int | None
@@ -64,7 +64,7 @@ class RankView(NamedTuple):
     progress: dict[str, float | None]
 
 
-class HostView(NamedTuple):
+class WatchedHost(NamedTuple):
     """One host as a watcher shows it; rates are None before the second answer."""
 
     host: str
@@ -78,7 +78,7 @@ class HostView(NamedTuple):
     num_oom_kills: int  # since the watcher began
 
 
-class JobView(NamedTuple):
+class WatchedJob(NamedTuple):
     """A job as a watcher shows it at one time."""
 
     job: JobInfo
@@ -90,8 +90,8 @@ class JobView(NamedTuple):
     loss: float | None  # the mean over ranks
     shares: Shares | None  # the mean over ranks
     hang: str  # a sentence; empty if the job does not hang
-    ranks: tuple[RankView, ...]  # those to look at first come first
-    hosts: tuple[HostView, ...]
+    ranks: tuple[WatchedRank, ...]  # those to look at first come first
+    hosts: tuple[WatchedHost, ...]
 
 
 class _Host(NamedTuple):
@@ -125,7 +125,7 @@ class JobWatcher:
         first, before = (known.first, known.last) if known else (usage, usage)
         self._hosts[news.host] = _Host(first, before, usage, time.monotonic())
 
-    def view(self) -> JobView:
+    def view(self) -> WatchedJob:
         status = self._status
         running = [row for row in status.workers if row.state == "running"]
         times = _StepTimes(running)
@@ -135,7 +135,7 @@ class JobWatcher:
         losses = [s.progress["loss"] for s in statuses if "loss" in s.progress]
         shares = [rank.shares for rank in ranks if rank.shares]
         slowest = sorted(self._steps.values())
-        return JobView(
+        return WatchedJob(
             job=status.job,
             at=time.time(),
             step=max(steps, default=None),
@@ -175,7 +175,7 @@ class JobWatcher:
         ]
         return sum(rates) if rates else None
 
-    def _rank_views(self, times: "_StepTimes") -> list[RankView]:
+    def _rank_views(self, times: "_StepTimes") -> list[WatchedRank]:
         awaited = {
             rank for ranks in self._status.find_awaited().values() for rank in ranks
         }
@@ -187,10 +187,10 @@ class JobWatcher:
 
     def _rank_view(
         self, row: WorkerInfo, times: "_StepTimes", *, is_awaited: bool
-    ) -> RankView:
+    ) -> WatchedRank:
         status, found = row.status, times.of(row.worker)
         is_known = status is not None and status.step != UNKNOWN
-        return RankView(
+        return WatchedRank(
             rank=row.rank,
             worker=row.worker,
             host=row.host,
@@ -233,7 +233,7 @@ class JobWatcher:
             return own.rss_bytes
         return row.status.rss_bytes if row.status else 0
 
-    def _host_views(self) -> list[HostView]:
+    def _host_views(self) -> list[WatchedHost]:
         rows = grouped((row.host, row) for row in self._status.workers)
         return [
             _view_host(host, len(own), self._hosts.get(host))
@@ -241,9 +241,9 @@ class JobWatcher:
         ]
 
 
-def _view_host(name: str, num_ranks: int, host: _Host | None) -> HostView:
+def _view_host(name: str, num_ranks: int, host: _Host | None) -> WatchedHost:
     if host is None:
-        return HostView(name, num_ranks, None, 0.0, None, None, None, 0, 0)
+        return WatchedHost(name, num_ranks, None, 0.0, None, None, None, 0, 0)
     first, before, last, at_s = host
     took_s = last.at_s - before.at_s
     cpu = received = sent = None
@@ -254,7 +254,7 @@ def _view_host(name: str, num_ranks: int, host: _Host | None) -> HostView:
         received = sum(b.received_bytes - a.received_bytes for a, b in pairs) / took_s
         sent = sum(b.sent_bytes - a.sent_bytes for a, b in pairs) / took_s
     errors = [sum(i.num_errors for i in each.interfaces) for each in (first, last)]
-    return HostView(
+    return WatchedHost(
         host=name,
         num_ranks=num_ranks,
         usage=last,
@@ -267,7 +267,7 @@ def _view_host(name: str, num_ranks: int, host: _Host | None) -> HostView:
     )
 
 
-def _blame_order(rank: RankView) -> tuple[float, ...]:
+def _blame_order(rank: WatchedRank) -> tuple[float, ...]:
     is_over = rank.state in ("ended", "lost")
     number = rank.worker if rank.rank is None else rank.rank
     return -rank.is_awaited, -is_over, -round(rank.blame, 2), number

@@ -4,11 +4,11 @@ from collections.abc import Generator
 from contextlib import suppress
 
 from ronde.launch.status import JobConnection
-from ronde.monitor.view import JobView, JobWatcher
+from ronde.monitor.view import JobWatcher, WatchedJob
 from ronde.status.table import JobStatus
 
 
-def watch_job(status: JobStatus) -> Generator[JobView]:
+def watch_job(status: JobStatus) -> Generator[WatchedJob]:
     """Yield a view of a job about once a second, until the job is over.
 
     Rates exist from the third view on. Closing the generator does not affect the job.

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Protocol, Self, cast
 from urllib.parse import parse_qs
 
-from ronde.monitor.http_server import HttpServer, Request
-from ronde.monitor.usage import GpuUsage, HostUsage, Interface
-from ronde.monitor.view import HostView, JobView, RankView, Shares
+from ronde.monitor.http_server import HttpRequest, HttpServer
+from ronde.monitor.usage import GpuUsage, HostUsage, NetworkCounters
+from ronde.monitor.view import Shares, WatchedHost, WatchedJob, WatchedRank
 from ronde.status.table import JobInfo
 
 _MOST_POINTS = 3600
@@ -40,7 +40,16 @@ _SAFE = {
 _REFUSED = b"The token is wrong or missing. Open the URL that ronde top printed.\n"
 _KINDS = {"html": "text/html", "js": "text/javascript", "css": "text/css"}
 _FILES = ("index.html", "page.js", "page.css", "uPlot.iife.min.js", "uPlot.min.css")
-_VALUES = (JobView, JobInfo, RankView, HostView, HostUsage, GpuUsage, Interface, Shares)
+_VALUES = (
+    WatchedJob,
+    JobInfo,
+    WatchedRank,
+    WatchedHost,
+    HostUsage,
+    GpuUsage,
+    NetworkCounters,
+    Shares,
+)
 
 
 class ViewSink(Protocol):
@@ -51,7 +60,7 @@ class ViewSink(Protocol):
     def __enter__(self) -> Self: ...
     def __exit__(self, kind: object, error: object, traceback: object) -> None: ...
 
-    def add(self, view: JobView) -> None: ...
+    def add(self, view: WatchedJob) -> None: ...
 
 
 class WebPage:
@@ -81,10 +90,10 @@ class WebPage:
         self._feed.close(is_over=kind is None)
         self._server.close()
 
-    def add(self, view: JobView) -> None:
+    def add(self, view: WatchedJob) -> None:
         self._feed.add(view)
 
-    def _respond(self, request: Request) -> None:
+    def _respond(self, request: HttpRequest) -> None:
         path, _, query = request.path.partition("?")
         path = "/index.html" if path == "/" else path
         given = parse_qs(query).get("token", [self._read_cookie(request)])[0]
@@ -103,7 +112,7 @@ class WebPage:
         else:
             request.reply(404, b"There is no such page.\n", headers=_SAFE)
 
-    def _read_cookie(self, request: Request) -> str:
+    def _read_cookie(self, request: HttpRequest) -> str:
         try:
             cookies = SimpleCookie(request.headers.get("Cookie", ""))
         except CookieError:
@@ -111,7 +120,7 @@ class WebPage:
         return cookies[self._cookie].value if self._cookie in cookies else ""
 
 
-def publish(views: Iterable[JobView], sinks: Sequence[ViewSink]) -> None:
+def publish(views: Iterable[WatchedJob], sinks: Sequence[ViewSink]) -> None:
     """Pass a job's views on until they end, and then end the sinks."""
     with ExitStack() as stack:
         for sink in sinks:
@@ -133,7 +142,7 @@ class _Feed:
         self._num_streams = 0
         self._changed = threading.Condition()
 
-    def add(self, view: JobView) -> None:
+    def add(self, view: WatchedJob) -> None:
         figures = (view.step_s, view.tokens_per_s, view.loss)
         point = _to_json((view.at, *figures, *(view.shares or (None,) * 5)))
         hosts = "null"
@@ -163,7 +172,7 @@ class _Feed:
             self._changed.notify_all()
             self._changed.wait_for(lambda: not self._num_streams, _END_S)
 
-    def send_to(self, request: Request) -> None:
+    def send_to(self, request: HttpRequest) -> None:
         """Send the history, and then each view, until the job or the client ends."""
         with self._changed:
             if self._num_streams >= _MOST_STREAMS:
@@ -182,7 +191,7 @@ class _Feed:
                 self._num_streams -= 1
                 self._changed.notify_all()
 
-    def _send(self, request: Request, history: str) -> None:
+    def _send(self, request: HttpRequest, history: str) -> None:
         text = f"retry: 1000\nevent: history\ndata: {history}\n\n"
         sent, is_last = 0, False
         while not is_last:

@@ -6,7 +6,7 @@ from math import isnan
 from statistics import fmean
 
 from ronde.monitor.usage import GpuUsage
-from ronde.monitor.view import HostView, JobView, RankView, Shares
+from ronde.monitor.view import Shares, WatchedHost, WatchedJob, WatchedRank
 from ronde.render.jobs import describe_end, describe_job
 from ronde.render.text import WIDTH, align, name_ranks, shorten, wrap
 from ronde.units import counted, format_duration, grouped, list_first
@@ -47,13 +47,13 @@ _LEAST_NEEDED = ("step time", "clock", "power", "GPU mem", "GPU memory", "cores"
 _LEAST_LETTERS = 12  # of the last column that is shortened
 
 
-def draw_top(view: JobView, width: int = WIDTH, *, is_complete: bool = False) -> str:
+def draw_top(view: WatchedJob, width: int = WIDTH, *, is_complete: bool = False) -> str:
     """Format a view in lines of at most ``width`` letters."""
     parts = (draw_summary(view, width), draw_shares(view, width))
     return "\n".join((*parts, draw_tables(view, width, is_complete=is_complete)))
 
 
-def draw_summary(view: JobView, width: int = WIDTH) -> str:
+def draw_summary(view: WatchedJob, width: int = WIDTH) -> str:
     """Return three lines: the command, the ranks, and the figures of the job."""
     hosts = [each.host for each in view.hosts]
     lines = describe_job(view.job, len(view.ranks), hosts, width)
@@ -73,7 +73,7 @@ def draw_summary(view: JobView, width: int = WIDTH) -> str:
     return "\n".join((*lines, *more)) + "\n"
 
 
-def draw_shares(view: JobView, width: int = WIDTH) -> str:
+def draw_shares(view: WatchedJob, width: int = WIDTH) -> str:
     """Return the split of the ranks' time as a bar of letters, and their meaning."""
     if view.shares is None:
         text = _NO_STEPS if view.step is None else _NO_COMMON_STEP
@@ -98,7 +98,9 @@ def _draw_bar(shares: Shares, width: int) -> str:
     return "".join(letter * length for letter, length in letters)[:width]
 
 
-def draw_tables(view: JobView, width: int = WIDTH, *, is_complete: bool = False) -> str:
+def draw_tables(
+    view: WatchedJob, width: int = WIDTH, *, is_complete: bool = False
+) -> str:
     """Return the hang, the ranks by blame, and the hosts, all if ``is_complete``.
 
     Of many ranks only the outliers are shown.
@@ -121,7 +123,7 @@ def draw_tables(view: JobView, width: int = WIDTH, *, is_complete: bool = False)
     return "\n".join(filter(None, parts))
 
 
-def draw_brief(view: JobView, width: int = WIDTH) -> str:
+def draw_brief(view: WatchedJob, width: int = WIDTH) -> str:
     """Return a few lines: the figures of the job, its time, and its first ranks."""
     figures = draw_summary(view, width).split("\n", 2)[2]
     ranks = view.ranks[:_MOST_IN_BRIEF]
@@ -132,7 +134,7 @@ def draw_brief(view: JobView, width: int = WIDTH) -> str:
     return f"{'-' * width}\n{text}{table}{more}"
 
 
-def draw_over(view: JobView | None) -> str:
+def draw_over(view: WatchedJob | None) -> str:
     """Return a sentence on a job that is over, with the ends of ranks if known."""
     ranks = view.ranks if view else ()
     ended = [each for each in ranks if each.state in ("ended", "lost")]
@@ -147,27 +149,27 @@ def draw_over(view: JobView | None) -> str:
     return "; ".join(("The job is over", *texts)) + "."
 
 
-def _is_outlier(rank: RankView) -> bool:
+def _is_outlier(rank: WatchedRank) -> bool:
     is_late = rank.is_awaited or rank.blame >= _LEAST_BLAME
     return is_late or rank.state in ("ended", "lost") or _is_silent(rank)
 
 
-def _is_silent(rank: RankView) -> bool:
+def _is_silent(rank: WatchedRank) -> bool:
     return rank.state == "running" and rank.status_age_s > _SILENT_S
 
 
-def _draw_hang(view: JobView, width: int) -> str:
+def _draw_hang(view: WatchedJob, width: int) -> str:
     """Return a sentence if the job hangs."""
     text = f"{view.hang} ronde why shows the reason."
     return wrap("", text, width, indent=0) if view.hang else ""
 
 
-def _draw_ranks(ranks: Iterable[RankView], width: int, *, has_hosts: bool) -> str:
+def _draw_ranks(ranks: Iterable[WatchedRank], width: int, *, has_hosts: bool) -> str:
     rows = [_rank_row(each if has_hosts else each._replace(host="")) for each in ranks]
     return _fit(_RANKS, rows, width)
 
 
-def _rank_row(rank: RankView) -> tuple[str, ...]:
+def _rank_row(rank: WatchedRank) -> tuple[str, ...]:
     now, age_s = rank.collective, rank.collective_age_s
     if rank.state != "running":
         now = describe_end(rank.state, rank.exit_code).removeprefix("killed by ")
@@ -191,7 +193,7 @@ def _rank_row(rank: RankView) -> tuple[str, ...]:
     )
 
 
-def _draw_hosts(hosts: Sequence[HostView], most: int, width: int) -> str:
+def _draw_hosts(hosts: Sequence[WatchedHost], most: int, width: int) -> str:
     """Return a row for each host, and one for each GPU if they are few."""
     found = {each.host: each.usage.gpus if each.usage else () for each in hosts}
     has_rows = sum(map(len, found.values())) <= _MOST_GPUS
@@ -213,7 +215,7 @@ def _draw_hosts(hosts: Sequence[HostView], most: int, width: int) -> str:
     return text
 
 
-def _host_row(host: HostView) -> tuple[str, ...]:
+def _host_row(host: WatchedHost) -> tuple[str, ...]:
     usage = host.usage
     return (
         host.host,
@@ -245,7 +247,7 @@ def _gpu_cells(gpus: Sequence[GpuUsage]) -> tuple[str, ...]:
     )
 
 
-def _draw_notes(hosts: Iterable[HostView], width: int) -> str:
+def _draw_notes(hosts: Iterable[WatchedHost], width: int) -> str:
     """Return a sentence on each trouble, with the hosts that have it."""
     pairs = [(text, each.host) for each in hosts for text in _troubles(each)]
     pairs += [
@@ -259,7 +261,7 @@ def _draw_notes(hosts: Iterable[HostView], width: int) -> str:
     )
 
 
-def _troubles(host: HostView) -> list[str]:
+def _troubles(host: WatchedHost) -> list[str]:
     usage = host.usage
     if usage is None:
         return ["no answer yet"]

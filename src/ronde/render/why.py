@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ronde.monitor.asking import InspectedJob
 from ronde.monitor.inspection import Inspection
 from ronde.monitor.verdict import Fault, Verdict, describe_hang, find_evidence
-from ronde.monitor.view import JobView, RankView, Shares
+from ronde.monitor.view import Shares, WatchedJob, WatchedRank
 from ronde.render.text import WIDTH, align, shorten, wrap
 from ronde.status.table import JobInfo, WorkerInfo
 from ronde.status.values import UNKNOWN
@@ -46,7 +46,7 @@ def _head(job: JobInfo) -> list[str]:
     return [shorten(text, WIDTH), ""]
 
 
-def draw_slow(view: JobView, faults: Sequence[Fault]) -> str:
+def draw_slow(view: WatchedJob, faults: Sequence[Fault]) -> str:
     """Format the verdict on a slow job, followed by a table of the ranks by blame."""
     texts = [_describe_step(view), *(fault.text for fault in faults)]
     if view.shares and not faults:
@@ -58,7 +58,7 @@ def draw_slow(view: JobView, faults: Sequence[Fault]) -> str:
     return "\n".join(_head(view.job)) + f"\n{wrapped}{table}"
 
 
-def _describe_step(view: JobView) -> str:
+def _describe_step(view: WatchedJob) -> str:
     if view.hang:
         return f"{view.hang} ronde why without --slow says more."
     if view.shares is None or view.step_s is None:
@@ -71,7 +71,7 @@ def _describe_step(view: JobView) -> str:
     return f"A step takes {format_duration(view.step_s)}: {parts}."
 
 
-def _slow_row(rank: RankView) -> tuple[str, ...]:
+def _slow_row(rank: WatchedRank) -> tuple[str, ...]:
     shares, step_s = rank.shares or Shares(1.0, 0.0, 0.0, 0.0, 0.0), rank.step_s or 0.0
     parts = (rank.own_s or 0.0, shares.input * step_s, shares.other * step_s)
     times = [format_duration(round(max(0.0, part), 4)) for part in parts]

@@ -46,7 +46,7 @@ class _Clock:
         self.begun_s = 0.0
 
 
-class Activity:
+class TimedActivity:
     """A context manager that adds up the time that the main thread spends in it."""
 
     __slots__ = ("_clock", "total_s")
@@ -83,8 +83,8 @@ class StepMeter:
 
     def __init__(self, read_s: Callable[[], float] = time.monotonic) -> None:
         self._clock = _Clock(read_s)
-        self.blocked = Activity(self._clock)  # in collectives
-        self.input = Activity(self._clock)  # in the DataLoader
+        self.blocked = TimedActivity(self._clock)  # in collectives
+        self.input = TimedActivity(self._clock)  # in the DataLoader
         self._gc_s = self._gc_begun_s = 0.0
         self._owner: ref[object] | None = None
         self._num_others = 0

@@ -44,10 +44,10 @@ function named(kind, values) {
 }
 
 function decode(plain) {
-  const found = named("JobView", plain);
+  const found = named("WatchedJob", plain);
   found.job = named("JobInfo", found.job);
   found.ranks = found.ranks.map((each, i) => {
-    const rank = { ...named("RankView", each), order: i };
+    const rank = { ...named("WatchedRank", each), order: i };
     rank.shares = named("Shares", rank.shares) ?? {};
     rank.marks = [
       rank.is_awaited && "others wait for it",
@@ -59,7 +59,7 @@ function decode(plain) {
     return { ...rank, key: `${rank.worker}` };
   });
   found.hosts = found.hosts.map((each, i) => {
-    const host = named("HostView", each);
+    const host = named("WatchedHost", each);
     const usage = named("HostUsage", host.usage) ?? { gpus: [] };
     usage.gpus = usage.gpus.map((gpu) => named("GpuUsage", gpu));
     const marks = [
