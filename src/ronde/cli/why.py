@@ -37,8 +37,10 @@ def run(words: Sequence[str]) -> int:
     options = parser.read(words)
     if options is None:
         return 0
-    names: list[str] = options.jobs
-    if len(names) > 1 or any("/" in name or Path(name).exists() for name in names):
+    names: list[str] = list(filter(None, options.jobs))
+    # A dump's name ends with its rank; train.py is a job's command.
+    dumps = [n for n in names if n[-1].isdecimal() and ("/" in n or Path(n).exists())]
+    if len(names) > 1 or dumps:
         return _judge_files(names, is_json=options.json)
     name = names[0] if names else None
     try:

@@ -52,6 +52,7 @@ from ronde.coordination.waits import (
     Waits,
 )
 from ronde.errors import CollectiveError, PeerLostError
+from ronde.status.steps import own_meter
 
 __all__ = ["CoordinationOptions", "Coordinator"]
 
@@ -429,6 +430,10 @@ class Coordinator:
 
     def run(self, operation: NamedOperation) -> Any:  # noqa: ANN401 - each operation's own
         """Run ``submit(operation).wait()`` without waking another thread."""
+        with own_meter().blocked:
+            return self._run(operation)
+
+    def _run(self, operation: NamedOperation) -> Any:  # noqa: ANN401  as above
         self.waits.add_user()
         entry = self._enter(operation)
         state = self._state
