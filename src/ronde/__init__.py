@@ -3,13 +3,17 @@
 Nothing is imported here: ``ronde run`` must start without waiting for torch.
 """
 
-from typing import TYPE_CHECKING
-
-from ronde.lazy_exports import lazy_exports
-
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from ronde.status.reporter import progress
 
 __all__ = ["progress"]
 __version__ = "0.1.0"
-__getattr__ = lazy_exports(__name__, {"status.reporter": "progress"})
+
+
+def __getattr__(name: str) -> object:
+    if name == "progress":
+        from ronde.status.reporter import progress
+
+        return progress
+    raise AttributeError(f"module 'ronde' has no attribute {name!r}")
