@@ -5,7 +5,6 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from math import isnan
 from pathlib import Path
 from typing import NoReturn
 
@@ -14,9 +13,7 @@ from ronde.errors import LaunchError, UsageError
 from ronde.launch.status import list_jobs, watch
 from ronde.monitor.asking import choose_job, inspect_workers
 from ronde.monitor.verdict import explain_hang
-from ronde.monitor.view import WatchedJob
-from ronde.monitor.watching import watch_job
-from ronde.plain_values import to_plain
+from ronde.monitor.view import WatchedJob, view_to_plain, watch_job
 from ronde.render.text import WIDTH
 from ronde.render.top import draw_brief, draw_top
 from ronde.render.why import draw_hang
@@ -55,7 +52,7 @@ def run(words: Sequence[str]) -> int:
     if options.web or options.prometheus:
         _serve(status, port if options.web else None, options.prometheus)
     elif options.json:
-        print(json.dumps(to_plain(_without_nan(_await_view(status)))))
+        print(json.dumps(view_to_plain(_await_view(status))))
     elif options.once or not sys.stdout.isatty():
         print(draw_top(_await_view(status)), end="")
     else:
@@ -118,12 +115,6 @@ def _await_view(status: JobStatus) -> WatchedJob:
     if view is None:
         raise LaunchError("the job ended meanwhile.")
     return view
-
-
-def _without_nan(view: WatchedJob) -> WatchedJob:
-    """Return a view that JSON can hold."""
-    is_nan = view.loss is not None and isnan(view.loss)
-    return view._replace(loss=None) if is_nan else view
 
 
 def _show(status: JobStatus) -> None:

@@ -8,12 +8,11 @@ import time
 from collections.abc import Iterable, Iterator
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from ronde.errors import LaunchError, UsageError
-from ronde.monitor.http_server import HttpRequest, HttpServer
 from ronde.monitor.view import WatchedHost, WatchedJob, WatchedRank
-from ronde.monitor.web import ViewSink
+from ronde.monitor.web import HttpRequest, HttpServer, ViewSink
 
 _WRITE_EVERY_S = 15.0
 _SILENT_S = 10.0  # after which a host's figures are unknown
@@ -100,8 +99,8 @@ class JobCollector:
         return families.values()
 
 
-class MetricsServer:
-    """Serves ``/metrics``; a context manager.
+class MetricsServer(ViewSink):
+    """Serves ``/metrics``.
 
     Raises:
         UsageError: The address is not this host's, or the port is in use.
@@ -112,9 +111,6 @@ class MetricsServer:
         self._server = HttpServer(host, port, self._respond)
         self.where = f"http://{f'[{host}]' if ':' in host else host}"
         self.where += f":{self._server.port}/metrics"
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
         self._server.close()
@@ -132,10 +128,10 @@ class MetricsServer:
             request.reply(404, b"The metrics are at /metrics.\n")
 
 
-class MetricsFile:
+class MetricsFile(ViewSink):
     """Writes metrics for node_exporter's textfile collector every 15 s.
 
-    A context manager, which removes the file in the end.
+    The file is removed in the end.
     """
 
     def __init__(self, path: Path) -> None:
@@ -143,9 +139,6 @@ class MetricsFile:
         self._path = path
         self._due_s = 0.0
         self.where = str(path)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
         self._path.unlink(missing_ok=True)

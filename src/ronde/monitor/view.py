@@ -9,15 +9,17 @@ Note [Waiting and communication]
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import suppress
 from itertools import islice
+from math import isfinite
 from statistics import fmean, median
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
-from ronde.launch.status import HostAnswer
+from ronde.launch.status import HostAnswer, JobConnection
 from ronde.monitor.usage import HostUsage, ProcessUsage
 from ronde.monitor.verdict import describe_hang, explain_hang
-from ronde.plain_values import PlainValueError, from_plain
+from ronde.plain_values import PlainValueError, from_plain, to_plain
 from ronde.status.steps import StepTime
 from ronde.status.table import JobInfo, JobStatus, WorkerInfo
 from ronde.status.values import UNKNOWN
@@ -25,7 +27,6 @@ from ronde.units import grouped
 
 _MOST_STEPS = 600  # kept for the quantiles
 _RATE_S = 10.0
-_SILENT_S = 2.0  # after which a host's figures are old
 
 
 class Shares(NamedTuple):
@@ -69,7 +70,7 @@ class WatchedHost(NamedTuple):
 
     host: str
     num_ranks: int
-    usage: HostUsage | None
+    usage: HostUsage | None  # without its workers: the ranks have their figures
     age_s: float  # of ``usage``
     cpu: float | None  # share of all cores in use
     received_per_s: float | None  # bytes, over all interfaces
@@ -241,6 +242,35 @@ class JobWatcher:
         ]
 
 
+def watch_job(status: JobStatus) -> Generator[WatchedJob]:
+    """Yield a view of a job about once a second, until the job is over.
+
+    Rates exist from the third view on. Closing the generator does not affect the job.
+
+    Raises:
+        OSError: The job does not answer for 10 s, or belongs to another user.
+        LaunchError: The job runs with another version of ronde.
+    """
+    watcher = JobWatcher(status)
+    is_over = suppress(ConnectionError, FileNotFoundError)
+    with is_over, JobConnection(status.socket) as job:
+        for news in job:
+            watcher.add(news)
+            if isinstance(news, JobStatus):
+                with suppress(ConnectionError):  # this is the last table
+                    job.send({"ask": "usage"})
+                yield watcher.view()
+
+
+def view_to_plain(view: WatchedJob) -> dict[str, object]:
+    """Return a view as JSON's types; figures that are not finite become text."""
+    plain = cast("dict[str, object]", to_plain(view))
+    for name, value in plain.items():
+        if isinstance(value, float) and not isfinite(value):
+            plain[name] = str(value)
+    return plain
+
+
 def _view_host(name: str, num_ranks: int, host: _Host | None) -> WatchedHost:
     if host is None:
         return WatchedHost(name, num_ranks, None, 0.0, None, None, None, 0, 0)
@@ -257,7 +287,7 @@ def _view_host(name: str, num_ranks: int, host: _Host | None) -> WatchedHost:
     return WatchedHost(
         host=name,
         num_ranks=num_ranks,
-        usage=last,
+        usage=last._replace(workers={}),
         age_s=time.monotonic() - at_s,
         cpu=cpu,
         received_per_s=received,
@@ -275,7 +305,8 @@ def _blame_order(rank: WatchedRank) -> tuple[float, ...]:
 
 def _mean(values: Sequence[float | None]) -> float | None:
     found = [float("nan") if value is None else value for value in values]
-    return fmean(found) if found else None
+    # Not of fmean, which fails if the sum of finite values is not finite.
+    return sum(value / len(found) for value in found) if found else None
 
 
 class _RankTimes(NamedTuple):
