@@ -17,6 +17,7 @@ const same = (values) => new Set(values).size === 1 ? values[0] : "";
 
 const number = (digits) => (x) => x == null ? ""
   : typeof x === "string" ? "not finite" : x.toLocaleString("en", { maximumSignificantDigits: digits });
+const compact = (x) => x == null ? "" : x.toLocaleString("en", { notation: "compact", maximumSignificantDigits: 4 });
 const count = (x) => x == null ? "" : Math.round(x).toLocaleString("en");
 const percent = (x) => x == null ? "" : `${Math.round(100 * x)} %`;
 const unit = (name, factor = 1, digits = 3) => (x) => x == null ? "" : `${number(digits)(x / factor)} ${name}`;
@@ -234,7 +235,7 @@ const values = PARTS.map((part) => {
   return element("span", item);
 });
 const charts = {
-  step: new Chart("step", seconds, ["communication"]), tokens: new Chart("tokens", count, ["compute"]),
+  step: new Chart("step", seconds, ["communication"]), tokens: new Chart("tokens", compact, ["compute"]),
   loss: new Chart("loss", number(4), ["waiting"]), shares: new Chart("shares", percent, PARTS),
 };
 
