@@ -8,7 +8,7 @@ Note [Waiting and communication]
 """
 
 import time
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
@@ -17,13 +17,12 @@ from statistics import fmean, median
 from typing import NamedTuple, cast
 
 from ronde.launch.status import HostAnswer, JobConnection
-from ronde.monitor.usage import HostUsage, ProcessUsage
+from ronde.monitor.usage import HostUsage
 from ronde.monitor.verdict import describe_hang, explain_hang
 from ronde.plain_values import PlainValueError, from_plain, to_plain
 from ronde.status.steps import StepTime
 from ronde.status.table import JobInfo, JobStatus, WorkerInfo
 from ronde.status.values import UNKNOWN
-from ronde.units import grouped
 
 _MOST_STEPS = 600  # kept for the quantiles
 _RATE_S = 10.0
@@ -189,8 +188,8 @@ class JobWatcher:
     def _rank_view(
         self, row: WorkerInfo, times: "_StepTimes", *, is_awaited: bool
     ) -> WatchedRank:
-        status, found = row.status, times.of(row.worker)
-        is_known = status is not None and status.step != UNKNOWN
+        status = row.status
+        cpu, rss_bytes = self._usage_of(row)
         return WatchedRank(
             rank=row.rank,
             worker=row.worker,
@@ -199,47 +198,34 @@ class JobWatcher:
             state=row.state,
             exit_code=row.exit_code,
             is_reporting=status is not None,
-            step=status.step if status and is_known else None,
-            step_s=found.step_s if found else None,
-            own_s=found.own_s if found else None,
-            slowness=found.slowness if found else None,
-            shares=found.shares if found else None,
-            blame=found.blame if found else 0.0,
+            step=status.step if status and status.step != UNKNOWN else None,
+            **times.of(row.worker)._asdict(),
             is_awaited=is_awaited,
             collective=row.collective.name if row.collective else "",
             collective_age_s=row.collective_age_s,
             status_age_s=row.status_age_s,
-            cpu=self._cpu_of(row),
-            rss_bytes=self._rss_of(row),
+            cpu=cpu,
+            rss_bytes=rss_bytes,
             device_bytes=status.device_bytes if status else 0,
             progress=status.progress if status else {},
         )
 
-    def _cpu_of(self, row: WorkerInfo) -> float | None:
+    def _usage_of(self, row: WorkerInfo) -> tuple[float | None, int]:
+        """Return the cores that a worker uses, if known, and its memory in bytes."""
         host, name = self._hosts.get(row.host), str(row.worker)
-        if host is None or host.last.at_s <= host.before.at_s:
-            return None
-        before, last = host.before.workers.get(name), host.last.workers.get(name)
-        if before is None or last is None:
-            return None
-        used_s = last.cpu_s - before.cpu_s
-        return max(0.0, used_s) / (host.last.at_s - host.before.at_s)
-
-    def _rss_of(self, row: WorkerInfo) -> int:
-        host = self._hosts.get(row.host)
-        own: ProcessUsage | None = None
-        if host is not None:
-            own = host.last.workers.get(str(row.worker))
-        if own is not None:
-            return own.rss_bytes
-        return row.status.rss_bytes if row.status else 0
+        if host is None or (last := host.last.workers.get(name)) is None:
+            return None, row.status.rss_bytes if row.status else 0
+        before, took_s = (
+            host.before.workers.get(name),
+            host.last.at_s - host.before.at_s,
+        )
+        if before is None or took_s <= 0.0:
+            return None, last.rss_bytes
+        return max(0.0, last.cpu_s - before.cpu_s) / took_s, last.rss_bytes
 
     def _host_views(self) -> list[WatchedHost]:
-        rows = grouped((row.host, row) for row in self._status.workers)
-        return [
-            _view_host(host, len(own), self._hosts.get(host))
-            for host, own in rows.items()
-        ]
+        sizes = Counter(row.host for row in self._status.workers)
+        return [_view_host(n, size, self._hosts.get(n)) for n, size in sizes.items()]
 
 
 def watch_job(status: JobStatus) -> Generator[WatchedJob]:
@@ -310,11 +296,13 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 class _RankTimes(NamedTuple):
-    step_s: float
-    own_s: float
-    slowness: float | None
-    shares: Shares
-    blame: float
+    """Fields of a ``WatchedRank``."""
+
+    step_s: float | None = None
+    own_s: float | None = None
+    slowness: float | None = None
+    shares: Shares | None = None
+    blame: float = 0.0
 
 
 class _StepTimes:
@@ -327,25 +315,24 @@ class _StepTimes:
             if row.status and row.status.steps
         }
         common = set[int]().union(*reported.values()).intersection(*reported.values())
-        self._steps: dict[int, list[StepTime]] = (
-            {
-                worker: [steps[step] for step in sorted(common)]
-                for worker, steps in reported.items()
-            }
+        self._steps = {
+            worker: [steps[step] for step in sorted(common)]
+            for worker, steps in reported.items()
             if common
-            else {}
-        )
-        own_s = {worker: _own_s(steps) for worker, steps in self._steps.items()}
-        self._median_s = median(own_s.values()) if own_s else 0.0
-        self._own_s = own_s
+        }
+        self._own_s = {
+            worker: fmean(each.total_s - each.blocked_s for each in steps)
+            for worker, steps in self._steps.items()
+        }
+        self._median_s = median(self._own_s.values()) if common else 0.0
         columns = list(zip(*self._steps.values(), strict=True))
         self._exposed_s = [min(each.blocked_s for each in column) for column in columns]
         self._blame = self._find_blame(columns)
 
-    def of(self, worker: int) -> _RankTimes | None:
+    def of(self, worker: int) -> _RankTimes:
         steps = self._steps.get(worker)
         if not steps:
-            return None
+            return _RankTimes()
         total_s = sum(each.total_s for each in steps)
         exposed_s = sum(self._exposed_s)
         parts = {
@@ -375,7 +362,3 @@ class _StepTimes:
                 waited_s = fmean(each.blocked_s - exposed_s for each in others)
                 blame[workers[last]] += waited_s / total_s
         return blame
-
-
-def _own_s(steps: Sequence[StepTime]) -> float:
-    return fmean(each.total_s - each.blocked_s for each in steps)

@@ -250,11 +250,6 @@ def _gpu_cells(gpus: Sequence[GpuUsage]) -> tuple[str, ...]:
 def _draw_notes(hosts: Iterable[WatchedHost], width: int) -> str:
     """Return a sentence on each trouble, with the hosts that have it."""
     pairs = [(text, each.host) for each in hosts for text in _troubles(each)]
-    pairs += [
-        (f"no figures of GPUs: {each.usage.gpu_problem}", each.host)
-        for each in hosts
-        if each.usage and each.usage.gpu_problem
-    ]
     return "".join(
         wrap("", f"{list_first(names, 4)}: {text}.", width, indent=0)
         for text, names in grouped(pairs).items()
@@ -275,6 +270,8 @@ def _troubles(host: WatchedHost) -> list[str]:
         found.append(
             f"its /dev/shm is {usage.shm_bytes / usage.total_shm_bytes:.0%} full"
         )
+    if usage.gpu_problem:
+        found.append(f"no figures of GPUs: {usage.gpu_problem}")
     return found
 
 
