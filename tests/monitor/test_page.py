@@ -13,7 +13,7 @@ from ronde.status import PendingCollective
 
 playwright = pytest.importorskip("playwright.sync_api")
 CHROMIUM = shutil.which("chromium")
-FOCUSABLE = "a[href], button, [tabindex='0']"
+FOCUSABLE = "a[href], button:not([hidden]), [tabindex='0']"
 FOCUSED = """
 () => {
   const focused = document.activeElement;
@@ -81,7 +81,7 @@ def rows_of(tab, name="rank"):
 
 @pytest.mark.parametrize(
     ("num_ranks", "scheme", "num_rows"),
-    [(1, "dark", 1), (512, "light", 65)],
+    [(1, "dark", 1), (512, "light", 1)],
 )
 def test_a_job_of_any_size_is_legible(browser, num_ranks, scheme, num_rows):
     late = num_ranks // 2 if num_ranks > 1 else None
@@ -133,16 +133,15 @@ def test_the_keyboard_reaches_everything(browser):
             assert sorted(reached) == sorted(shown)
             tab.locator(".skip").focus()
             tab.keyboard.press("Enter")
-            tab.keyboard.press("Tab")  # the table, then the first host
+            tab.keyboard.press("Tab")  # the table, then its button
             tab.keyboard.press("Tab")
-            button = tab.locator(":focus")
-            assert button.text_content() == "▸ 32-39"
+            assert tab.locator(":focus").text_content() == "Show all"
+            assert rows_of(tab).count() == 1
             tab.keyboard.press("Enter")
-            assert button.get_attribute("aria-expanded") == "true"
-            assert rows_of(tab).count() == 6 + 8
+            assert rows_of(tab).count() == 40
             page.add(view._replace(at=view.at + 1, step=77777))
             tab.locator("dd", has_text="77,777").wait_for()
-            assert tab.evaluate("document.activeElement.textContent") == "▾ 32-39"
+            assert tab.locator(":focus").text_content() == "Show those to look at"
 
 
 def test_a_hang_is_shown_as_text_only(browser):

@@ -3,17 +3,11 @@
 
 const PARTS = ["other", "input", "waiting", "communication", "compute"]; // from the top
 const LABELS = { waiting: "waiting for a rank", input: "waiting for input" };
-const MANY = 32; // rows; more are collapsed to hosts
-const MOST_OUTLIERS = 16;
+const MANY = 32; // rows; of more only those to look at are shown
 const SECONDS_KEPT = 3600;
 const SILENT_S = 3;
 const $ = (id) => document.getElementById(id);
-const known = (values) => values.filter((value) => typeof value === "number");
-const over = (join) => (values) => known(values).length ? join(known(values)) : null;
-const most = over((values) => Math.max(...values));
-const least = over((values) => Math.min(...values));
-const sum = over((values) => values.reduce((a, b) => a + b));
-const same = (values) => new Set(values).size === 1 ? values[0] : "";
+const sum = (values) => values.reduce((a, b) => a + b);
 
 const number = (digits) => (x) => x == null ? ""
   : typeof x === "string" ? "not finite" : x.toLocaleString("en", { maximumSignificantDigits: digits });
@@ -41,10 +35,9 @@ function setText(node, content) {
   if (node.textContent !== content) node.textContent = content;
 }
 
-// Each row gets a key, and marks: words on what is wrong with it.
+// Each row gets marks: words on what is wrong with it.
 function prepare(found) {
   for (const rank of found.ranks) {
-    rank.key = `${rank.worker}`;
     rank.marks = [
       rank.is_awaited && "others wait for it",
       rank.state !== "running" && rank.state,
@@ -55,7 +48,7 @@ function prepare(found) {
   }
   const ranks = new Map(found.ranks.map((rank) => [`${rank.host} ${rank.pid}`, rank.rank]));
   for (const host of found.hosts) {
-    host.key = host.host;
+    host.blame = Math.max(...found.ranks.filter((rank) => rank.host === host.host).map((rank) => rank.blame));
     host.usage ??= { gpus: [] };
     host.marks = [
       host.num_oom_kills && "out of memory", host.num_errors && "network errors",
@@ -64,107 +57,77 @@ function prepare(found) {
     ].filter(Boolean);
   }
   found.gpus = found.hosts.flatMap(({ host, usage }) => usage.gpus.map((gpu) => ({
-    ...gpu, host, marks: gpu.throttled_by, key: `${host} ${gpu.number}`,
+    ...gpu, host, marks: gpu.throttled_by,
     ranks: gpu.pids.map((pid) => ranks.get(`${host} ${pid}`)).filter((rank) => rank != null).join(", "),
   })));
   return found;
 }
 
-// A column: its title, a row's value, a value's text, the value of many; is it text?
-const notes = ["note", (row) => row.marks.join(", "), text, () => "", true];
-const host = ["host", (row) => row.host, text, same, true];
+// A column: its title, a row's value, a value's text; is it text?
+const notes = ["note", (row) => row.marks.join(", "), text, true];
+const host = ["host", (row) => row.host, text, true];
 const RANKS = [
-  ["rank", (r) => r.rank, text, (ranks) => `${least(ranks)}-${most(ranks)}`], host,
-  ["others wait", (r) => r.shares && r.blame, percent, most], notes,
-  ["step", (r) => r.step, count, least],
-  ["step time", (r) => r.step_s, seconds, most],
-  ["own work", (r) => r.own_s, seconds, most],
-  ["to median", (r) => r.slowness, (x) => x === null ? "" : `${x.toFixed(2)} ×`, most],
-  ...PARTS.toReversed().map((part) => [LABELS[part] ?? part, (r) => r.shares?.[part], percent, most]),
-  ["in", (r) => r.collective, text, same, true],
-  ["for", (r) => r.collective ? r.collective_age_s : null, seconds, most],
-  ["CPU", (r) => r.cpu, unit("cores"), sum],
-  ["memory", (r) => r.rss_bytes, gib, sum],
-  ["GPU memory", (r) => r.device_bytes, gib, sum],
-  ["pid", (r) => r.pid || null, text, () => null],
+  ["rank", (r) => r.rank, text], host, ["others wait", (r) => r.shares && r.blame, percent], notes,
+  ["step", (r) => r.step, count], ["step time", (r) => r.step_s, seconds], ["own work", (r) => r.own_s, seconds],
+  ["to median", (r) => r.slowness, (x) => x === null ? "" : `${x.toFixed(2)} ×`],
+  ...PARTS.toReversed().map((part) => [LABELS[part] ?? part, (r) => r.shares?.[part], percent]),
+  ["in", (r) => r.collective, text, true], ["for", (r) => r.collective ? r.collective_age_s : null, seconds],
+  ["CPU", (r) => r.cpu, unit("cores")], ["memory", (r) => r.rss_bytes, gib],
+  ["GPU memory", (r) => r.device_bytes, gib], ["pid", (r) => r.pid || null, text],
 ];
 const HOSTS = [
-  host, ["ranks", (h) => h.num_ranks, count], ["CPU", (h) => h.cpu, percent],
+  host, ["ranks", (h) => h.num_ranks, count], ["others wait", (h) => h.blame, percent], notes,
+  ["CPU", (h) => h.cpu, percent],
   ["memory", (h) => h.usage.memory_bytes, gib], ["of", (h) => h.usage.total_memory_bytes, gib],
   ["/dev/shm", (h) => h.usage.shm_bytes, gib],
-  ["received", (h) => h.received_per_s, rate],
-  ["sent", (h) => h.sent_per_s, rate],
-  ["errors", (h) => h.num_errors, count], ["OOM kills", (h) => h.num_oom_kills, count], notes,
+  ["received", (h) => h.received_per_s, rate], ["sent", (h) => h.sent_per_s, rate],
+  ["errors", (h) => h.num_errors, count], ["OOM kills", (h) => h.num_oom_kills, count],
 ];
 const GPUS = [
-  ["GPU", (g) => g.number, text, (gpus) => `${least(gpus)}-${most(gpus)}`], host,
-  ["ranks", (g) => g.ranks, text, () => "", true], ["name", (g) => g.name, text, same, true],
-  ["busy", (g) => g.utilization, percent, least],
-  ["memory", (g) => g.memory_bytes, gib, most], ["of", (g) => g.total_memory_bytes, gib, most],
-  ["power", (g) => g.power_w, unit("W"), most], ["temperature", (g) => g.temperature_c, unit("°C"), most],
-  ["clock", (g) => g.clock_mhz, unit("MHz", 1, 4), least], ["of", (g) => g.max_clock_mhz, unit("MHz", 1, 4), most],
-  ["slowed by", (g) => g.throttled_by.join(", "), text, same, true],
+  ["GPU", (g) => g.number, text], host, ["ranks", (g) => g.ranks, text, true], ["name", (g) => g.name, text, true],
+  ["busy", (g) => g.utilization, percent], ["memory", (g) => g.memory_bytes, gib], ["of", (g) => g.total_memory_bytes, gib],
+  ["power", (g) => g.power_w, unit("W")], ["temperature", (g) => g.temperature_c, unit("°C")],
+  ["clock", (g) => g.clock_mhz, unit("MHz", 1, 4)], ["of", (g) => g.max_clock_mhz, unit("MHz", 1, 4)],
+  ["slowed by", (g) => g.throttled_by.join(", "), text, true],
 ];
 
 class Table {
-  constructor(id, noun, columns) {
-    Object.assign(this, { noun, columns, open: new Set(), lines: new Map() });
-    this.caption = element("caption", $(id));
-    const titles = element("tr", element("thead", $(id)));
-    for (const [title, , , , isText] of columns) {
+  constructor(name, columns) {
+    Object.assign(this, { columns, isOpen: false });
+    const table = $(`${name}-table`), caption = element("caption", table);
+    this.caption = element("span", caption);
+    this.button = element("button", caption);
+    this.button.onclick = () => {
+      this.isOpen = !this.isOpen;
+      this.show(this.rows);
+    };
+    const titles = element("tr", element("thead", table));
+    for (const [title, , , isText] of columns) {
       element("th", titles, title, { scope: "col", class: isText ? "text" : "" });
     }
-    this.body = element("tbody", $(id));
+    this.body = element("tbody", table);
   }
 
   show(rows) {
     this.rows = rows;
-    let shown = rows, caption = `${count(rows.length)} ${this.noun}${rows.length === 1 ? "" : "s"}`;
-    if (rows.length > MANY && this.noun !== "host") {
-      const hosts = new Map();
-      for (const row of rows) hosts.set(row.host, [...(hosts.get(row.host) ?? []), row]);
-      const outliers = rows.filter((row) => row.marks.length);
-      shown = outliers.slice(0, MOST_OUTLIERS).map((row) => ({ ...row, key: `first ${row.key}` }));
-      caption += ` on ${count(hosts.size)} hosts, ${count(outliers.length)} to look at` +
-        (outliers.length > shown.length ? `, of which ${shown.length} are shown` : "") +
-        "; a host's line has its worst figures, and sums of CPU and memory";
-      for (const [name, own] of hosts) {
-        const head = { own, host: name, key: `host ${name}`, marks: [] };
-        shown.push(head, ...(this.open.has(head.key) ? own : []));
-      }
-    }
-    setText(this.caption, caption);
-    this.place(shown);
-  }
-
-  place(shown) {
-    const focused = document.activeElement;
-    const lines = new Map(shown.map((row) => [row.key, this.lines.get(row.key) ?? this.line(row)]));
-    for (const [key, line] of this.lines) if (!lines.has(key)) line.remove();
+    const marked = rows.filter((row) => row.marks.length), isLong = rows.length > MANY;
+    const shown = isLong && !this.isOpen ? marked.slice(0, MANY) : rows;
+    setText(this.caption, `${count(shown.length)} of ${count(rows.length)} shown, ${count(marked.length)} to look at`);
+    setText(this.button, this.isOpen ? "Show those to look at" : "Show all");
+    this.button.hidden = !isLong;
+    while (this.body.children.length > shown.length) this.body.lastChild.remove();
     shown.forEach((row, i) => {
-      const line = lines.get(row.key);
-      if (this.body.children[i] !== line) this.body.insertBefore(line, this.body.children[i]);
-      line.className = row.own ? "head" : row.marks.length ? "outlier" : "";
-      this.columns.forEach(([, get, write, total], j) => {
-        const content = write(row.own ? total(row.own.map(get)) : get(row));
-        const button = line.children[j].querySelector("button"), isOpen = this.open.has(row.key);
-        if (button) button.setAttribute("aria-expanded", isOpen);
-        setText(button ?? line.children[j], button ? `${isOpen ? "▾" : "▸"} ${content}` : content);
-      });
+      const line = this.body.children[i] ?? this.line();
+      line.className = row.marks.length ? "outlier" : "";
+      this.columns.forEach(([, get, write], j) => setText(line.children[j], write(get(row))));
     });
-    this.lines = lines;
-    if (document.activeElement !== focused) focused.focus({ preventScroll: true });
   }
 
-  line(row) {
-    const line = document.createElement("tr");
-    this.columns.forEach((column, i) => {
-      element(i ? "td" : "th", line, "", { class: column[4] ? "text" : "", ...(i ? {} : { scope: "row" }) });
+  line() {
+    const line = element("tr", this.body);
+    this.columns.forEach(([, , , isText], i) => {
+      element(i ? "td" : "th", line, "", { class: isText ? "text" : "", ...(i ? {} : { scope: "row" }) });
     });
-    if (row.own) element("button", line.children[0], "", { title: row.host }).onclick = () => {
-      if (!this.open.delete(row.key)) this.open.add(row.key);
-      this.show(this.rows);
-    };
     return line;
   }
 }
@@ -190,7 +153,7 @@ class Chart {
 
   show(data) {
     this.data = data;
-    this.box.hidden = !known(data.slice(1).flat()).length;
+    this.box.hidden = data.slice(1).flat().every((value) => value === null);
     if (this.box.hidden || data[0].length < 2) this.forget();
     else (this.plot ??= this.make()).setData(data);
     if (!this.box.hidden) this.showValues();
@@ -225,8 +188,7 @@ class Chart {
 }
 
 const tables = {
-  ranks: new Table("rank-table", "rank", RANKS), hosts: new Table("host-table", "host", HOSTS),
-  gpus: new Table("gpu-table", "GPU", GPUS),
+  ranks: new Table("rank", RANKS), hosts: new Table("host", HOSTS), gpus: new Table("gpu", GPUS),
 };
 const values = PARTS.map((part) => {
   const item = element("li", $("parts"));
