@@ -8,6 +8,7 @@ from tests.limits import HANG_S
 from tests.monitor.jobs import make_table, make_watcher
 
 from ronde.cli import JobScreen
+from ronde.errors import LaunchError
 from ronde.monitor import JobWatcher
 from ronde.render import draw_brief, draw_over, draw_top
 from ronde.status import PendingCollective
@@ -163,7 +164,7 @@ def test_the_screen_shows_views_why_and_the_end():
 def test_a_job_that_does_not_answer_is_said():
     def views():
         yield make_watcher(2).view()
-        raise TimeoutError("timed out")
+        raise LaunchError("the job does not answer: timed out.")
 
     def explain():
         raise OSError("it is gone")

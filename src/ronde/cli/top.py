@@ -70,7 +70,7 @@ def main() -> None:
         try:
             for view in watch_job(next(watch(path))):
                 print(json.dumps(_draw_lines(view)), flush=True)
-        except TimeoutError:  # ronde run is stopped
+        except (TimeoutError, LaunchError):  # ronde run is stopped
             continue
         except (OSError, StopIteration):  # it or the job is over
             return
@@ -105,13 +105,10 @@ def _serve(status: JobStatus, port: int | None, metrics: str | None) -> None:
 def _await_view(status: JobStatus) -> WatchedJob:
     """Return the first view with the rates of all hosts; after 3 s one without."""
     view = None
-    try:
-        for number, view in enumerate(watch_job(status), 1):
-            has_rates = all(host.cpu is not None for host in view.hosts)
-            if number == _MOST_VIEWS or (has_rates and number > 1):
-                break
-    except OSError as error:
-        raise LaunchError(f"the job does not answer: {error}.") from None
+    for number, view in enumerate(watch_job(status), 1):
+        has_rates = all(host.cpu is not None for host in view.hosts)
+        if number == _MOST_VIEWS or (has_rates and number > 1):
+            break
     if view is None:
         raise LaunchError("the job ended meanwhile.")
     return view

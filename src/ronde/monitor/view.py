@@ -16,6 +16,7 @@ from math import isfinite
 from statistics import fmean, median
 from typing import NamedTuple, cast
 
+from ronde.errors import LaunchError
 from ronde.launch.status import HostAnswer, JobConnection
 from ronde.monitor.usage import HostUsage
 from ronde.monitor.verdict import describe_hang, explain_hang
@@ -234,18 +235,23 @@ def watch_job(status: JobStatus) -> Generator[WatchedJob]:
     Rates exist from the third view on. Closing the generator does not affect the job.
 
     Raises:
-        OSError: The job does not answer for 10 s, or belongs to another user.
-        LaunchError: The job runs with another version of ronde.
+        LaunchError: The job does not answer for 10 s, belongs to another user, or runs
+            with another version of ronde.
     """
     watcher = JobWatcher(status)
     is_over = suppress(ConnectionError, FileNotFoundError)
-    with is_over, JobConnection(status.socket) as job:
-        for news in job:
-            watcher.add(news)
-            if isinstance(news, JobStatus):
-                with suppress(ConnectionError):  # this is the last table
-                    job.send({"ask": "usage"})
-                yield watcher.view()
+    try:
+        with is_over, JobConnection(status.socket) as job:
+            for news in job:
+                watcher.add(news)
+                if isinstance(news, JobStatus):
+                    with suppress(ConnectionError):  # this is the last table
+                        job.send({"ask": "usage"})
+                    yield watcher.view()
+    except OSError as error:
+        raise LaunchError(
+            f"the job does not answer: {error}. If ronde run is stopped, let it go on."
+        ) from None
 
 
 def view_to_plain(view: WatchedJob) -> dict[str, object]:
