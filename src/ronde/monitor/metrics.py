@@ -14,7 +14,7 @@ from ronde.monitor.view import WatchedHost, WatchedJob, WatchedRank
 from ronde.monitor.web import HttpRequest, HttpServer, ViewSink
 
 _WRITE_EVERY_S = 15.0
-_SILENT_S = 10.0  # after which a host's figures are unknown
+_SILENT_S = 10.0  # after which figures of a host are unknown
 _Sample = tuple[str, dict[str, str], float | None]
 
 

@@ -24,9 +24,13 @@ from ronde.plain_values import PlainValueError, from_plain, to_plain
 from ronde.status.steps import StepTime
 from ronde.status.table import JobInfo, JobStatus, WorkerInfo
 from ronde.status.values import UNKNOWN
+from ronde.units import counted
 
 _MOST_STEPS = 600  # kept for the quantiles
 _RATE_S = 10.0
+_SILENT_S = 3.0  # a rank reports each second, and its agent passes it on each second
+_LEAST_BLAME = 0.02
+_FULL = 0.9
 
 
 class Shares(NamedTuple):
@@ -64,6 +68,17 @@ class WatchedRank(NamedTuple):
     device_bytes: int
     progress: dict[str, float | None]
 
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """The reasons to look at this rank."""
+        found = {
+            "others wait for it": self.is_awaited,
+            self.state: self.state in ("ended", "lost"),
+            "holds others up": self.blame >= _LEAST_BLAME,
+            "silent": self.state == "running" and self.status_age_s > _SILENT_S,
+        }
+        return tuple(name for name, is_so in found.items() if is_so)
+
 
 class WatchedHost(NamedTuple):
     """One host as a watcher shows it; rates are None before the second answer."""
@@ -77,6 +92,22 @@ class WatchedHost(NamedTuple):
     sent_per_s: float | None
     num_errors: int  # of the interfaces since the watcher began
     num_oom_kills: int  # since the watcher began
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """The reasons to look at this host."""
+        usage = self.usage
+        if usage is None:
+            return ("no answer yet",)
+        full = usage.shm_bytes / max(1, usage.total_shm_bytes)
+        killed = counted(self.num_oom_kills, "process")
+        found = {
+            f"no answer for {self.age_s:.0f}s": self.age_s > _SILENT_S,
+            f"the kernel has killed {killed}, as memory ran out": self.num_oom_kills,
+            f"its /dev/shm is {full:.0%} full": full > _FULL,
+            f"no figures of GPUs: {usage.gpu_problem}": usage.gpu_problem,
+        }
+        return tuple(text for text, is_so in found.items() if is_so)
 
 
 class WatchedJob(NamedTuple):
@@ -260,6 +291,10 @@ def view_to_plain(view: WatchedJob) -> dict[str, object]:
     for name, value in plain.items():
         if isinstance(value, float) and not isfinite(value):
             plain[name] = str(value)
+    for name, rows in ("ranks", view.ranks), ("hosts", view.hosts):
+        shown = cast("list[dict[str, object]]", plain[name])
+        for each, row in zip(shown, rows, strict=True):
+            each["marks"] = list(row.marks)
     return plain
 
 

@@ -31,11 +31,13 @@ _MOST_POINTS = 3600
 _ALIVE_S = 5.0  # after which a stream without news shows that it is alive
 _END_S = 2.0  # for the streams to send the end
 _SAFE = {
+    "Cache-Control": "no-store",
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; "
     "style-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; "
     "frame-ancestors 'none'",
     "Cross-Origin-Resource-Policy": "same-origin",
     "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
 }
 _REFUSED = b"The token is wrong or missing. Open the URL that ronde top printed.\n"
 _KINDS = {"html": "text/html", "js": "text/javascript", "css": "text/css"}
@@ -111,18 +113,17 @@ class WebPage(ViewSink):
         path, _, query = request.path.partition("?")
         path = "/index.html" if path == "/" else path
         if not self._has_token(query, request.headers.get("Cookie", "")):
-            request.reply(403, _REFUSED, headers=_SAFE)
+            request.reply(403, _REFUSED)
         elif path == "/events":
             self._stream(request)
         elif path == "/favicon.ico":
-            request.reply(204, b"", headers=_SAFE)
+            request.reply(204, b"")
         elif path in self._files:
             cookie = f"{self._cookie}={self._token}; Path=/; HttpOnly; SameSite=Strict"
             kind = _KINDS[path.rpartition(".")[2]] + "; charset=utf-8"
-            headers = {**_SAFE, "Set-Cookie": cookie}
-            request.reply(200, self._files[path], kind, headers)
+            request.reply(200, self._files[path], kind, {"Set-Cookie": cookie})
         else:
-            request.reply(404, b"There is no such page.\n", headers=_SAFE)
+            request.reply(404, b"There is no such page.\n")
 
     def _has_token(self, query: str, cookies: str) -> bool:
         given = parse_qs(query).get("token", [])
@@ -139,7 +140,7 @@ class WebPage(ViewSink):
         try:
             request.keep()
             kind = {"Content-Type": "text/event-stream", "Connection": "close"}
-            request.begin(200, {**_SAFE, **kind})
+            request.begin(200, kind)
             self._send_events(request, history)
         finally:
             with self._changed:
@@ -195,8 +196,7 @@ class HttpRequest(BaseHTTPRequestHandler):
 
     def begin(self, code: int, headers: Mapping[str, str]) -> None:
         self.send_response(code)
-        safe = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
-        for name, value in {**safe, **headers}.items():
+        for name, value in {**_SAFE, **headers}.items():
             self.send_header(name, value)
         self.end_headers()
 

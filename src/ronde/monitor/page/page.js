@@ -5,7 +5,6 @@ const PARTS = ["other", "input", "waiting", "communication", "compute"]; // from
 const LABELS = { waiting: "waiting for a rank", input: "waiting for input" };
 const MANY = 32; // rows; of more only those to look at are shown
 const SECONDS_KEPT = 3600;
-const SILENT_S = 3;
 const $ = (id) => document.getElementById(id);
 const sum = (values) => values.reduce((a, b) => a + b);
 
@@ -35,26 +34,12 @@ function setText(node, content) {
   if (node.textContent !== content) node.textContent = content;
 }
 
-// Each row gets marks: words on what is wrong with it.
+// Add each host's worst blame, and one list of all GPUs.
 function prepare(found) {
-  for (const rank of found.ranks) {
-    rank.marks = [
-      rank.is_awaited && "others wait for it",
-      rank.state !== "running" && rank.state,
-      rank.blame >= 0.05 && "holds others up",
-      rank.slowness >= 1.2 && "slow",
-      rank.state === "running" && rank.status_age_s > SILENT_S && "silent",
-    ].filter(Boolean);
-  }
   const ranks = new Map(found.ranks.map((rank) => [`${rank.host} ${rank.pid}`, rank.rank]));
   for (const host of found.hosts) {
     host.blame = Math.max(...found.ranks.filter((rank) => rank.host === host.host).map((rank) => rank.blame));
     host.usage ??= { gpus: [] };
-    host.marks = [
-      host.num_oom_kills && "out of memory", host.num_errors && "network errors",
-      host.age_s > SILENT_S && "silent",
-      host.usage.gpu_problem && `no GPU figures: ${host.usage.gpu_problem}`,
-    ].filter(Boolean);
   }
   found.gpus = found.hosts.flatMap(({ host, usage }) => usage.gpus.map((gpu) => ({
     ...gpu, host, marks: gpu.throttled_by,
