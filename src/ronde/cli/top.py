@@ -39,7 +39,7 @@ options:
 Type the command on the host of ronde run. If standard output is no terminal, it prints
 the view once. ronde run --top shows a short view below the output of a job.
 """
-_MOST_VIEWS = 4  # until rates are known
+_MOST_VIEWS = 6  # until rates are known
 
 
 def run(words: Sequence[str]) -> int:
@@ -103,11 +103,13 @@ def _serve(status: JobStatus, port: int | None, metrics: str | None) -> None:
 
 
 def _await_view(status: JobStatus) -> WatchedJob:
-    """Return the first view with the rates of all hosts; after 3 s one without."""
+    """Return the first view with all rates; after about 5 s one without."""
     view = None
     for number, view in enumerate(watch_job(status), 1):
-        has_rates = all(host.cpu is not None for host in view.hosts)
-        if number == _MOST_VIEWS or (has_rates and number > 1):
+        has_tokens = any("tokens" in rank.progress for rank in view.ranks)
+        rates = [host.cpu for host in view.hosts]
+        rates += [view.tokens_per_s] if has_tokens else []
+        if number == _MOST_VIEWS or (None not in rates and number > 1):
             break
     if view is None:
         raise LaunchError("the job ended meanwhile.")

@@ -18,8 +18,8 @@ _SILENT_S = 10.0  # after which figures of a host are unknown
 _Sample = tuple[str, dict[str, str], float | None]
 
 
-class JobCollector:
-    """Collects the metrics of a job's newest view, for a registry of Prometheus.
+class _Metrics(ViewSink):
+    """The metrics of a job's newest view, in a registry of Prometheus.
 
     Raises:
         UsageError: prometheus_client is not installed.
@@ -33,12 +33,15 @@ class JobCollector:
                 "--prometheus needs prometheus_client: pip install 'ronde[monitor]'"
             ) from None
         self.registry: Any = self._kinds.CollectorRegistry(auto_describe=False)
-        self.view: WatchedJob | None = None
+        self._view: WatchedJob | None = None
         self.registry.register(self)
+
+    def add(self, view: WatchedJob) -> None:
+        self._view = view
 
     def collect(self) -> Iterable[Any]:
         families: dict[str, Any] = {}
-        if (view := self.view) is None:
+        if (view := self._view) is None:
             return ()
         for name, labels, value in _read_job(view):
             if value is None:
@@ -52,7 +55,7 @@ class JobCollector:
         return families.values()
 
 
-class MetricsServer(ViewSink):
+class MetricsServer(_Metrics):
     """Serves ``/metrics``.
 
     Raises:
@@ -60,7 +63,7 @@ class MetricsServer(ViewSink):
     """
 
     def __init__(self, host: str, port: int) -> None:
-        self._collector = JobCollector()
+        super().__init__()
         self._server = HttpServer(host, port, self._respond)
         self.where = f"http://{f'[{host}]' if ':' in host else host}"
         self.where += f":{self._server.port}/metrics"
@@ -68,27 +71,24 @@ class MetricsServer(ViewSink):
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
         self._server.close()
 
-    def add(self, view: WatchedJob) -> None:
-        self._collector.view = view
-
     def _respond(self, request: HttpRequest) -> None:
         from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
         if request.path.partition("?")[0] == "/metrics":
-            text = generate_latest(self._collector.registry)
+            text = generate_latest(self.registry)
             request.reply(200, text, CONTENT_TYPE_LATEST)
         else:
             request.reply(404, b"The metrics are at /metrics.\n")
 
 
-class MetricsFile(ViewSink):
+class MetricsFile(_Metrics):
     """Writes metrics for node_exporter's textfile collector every 15 s.
 
     The file is removed in the end.
     """
 
     def __init__(self, path: Path) -> None:
-        self._collector = JobCollector()
+        super().__init__()
         self._path = path
         self._due_s = 0.0
         self.where = str(path)
@@ -104,12 +104,12 @@ class MetricsFile(ViewSink):
         """
         from prometheus_client import write_to_textfile
 
-        self._collector.view = view
+        super().add(view)
         if time.monotonic() < self._due_s:
             return
         self._due_s = time.monotonic() + _WRITE_EVERY_S
         try:
-            write_to_textfile(self.where, self._collector.registry)
+            write_to_textfile(self.where, self.registry)
         except OSError as error:
             raise LaunchError(
                 f"{self.where} cannot be written: {error.strerror}. Choose a file in a "

@@ -208,7 +208,7 @@ class HttpRequest(BaseHTTPRequestHandler):
 
 
 class HttpServer(ThreadingHTTPServer):
-    """A running server with a thread for each client; silent ones hold nobody up.
+    """A running server with a thread for each client; silent ones delay no others.
 
     With more than 64 clients, the one that has been connected longest is closed, but
     not those that ``keep`` was called for.

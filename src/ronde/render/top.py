@@ -11,7 +11,7 @@ from ronde.render.jobs import describe_end, describe_job
 from ronde.render.text import WIDTH, align, name_ranks, shorten, wrap
 from ronde.units import counted, format_duration, grouped, list_first
 
-MOST_RANKS = 32
+_MOST_RANKS = 32
 _MOST_HOSTS = 20
 _MOST_OUTLIERS = 8
 _MOST_IN_BRIEF = 4
@@ -43,10 +43,11 @@ _LEAST_NEEDED = ("step time", "clock", "power", "GPU mem", "GPU memory", "cores"
 _LEAST_LETTERS = 12  # of the last column that is shortened
 
 
-def draw_top(view: WatchedJob, width: int = WIDTH, *, is_complete: bool = False) -> str:
+def draw_top(view: WatchedJob, width: int = WIDTH) -> str:
     """Format a view in lines of at most ``width`` letters."""
-    parts = (draw_summary(view, width), draw_shares(view, width))
-    return "\n".join((*parts, draw_tables(view, width, is_complete=is_complete)))
+    return "\n".join(
+        draw(view, width) for draw in (draw_summary, draw_shares, draw_tables)
+    )
 
 
 def draw_summary(view: WatchedJob, width: int = WIDTH) -> str:
@@ -102,7 +103,7 @@ def draw_tables(
     Of many ranks only the outliers are shown.
     """
     ranks = view.ranks
-    if len(ranks) > MOST_RANKS:
+    if len(ranks) > _MOST_RANKS:
         ranks = [each for each in ranks if each.marks][:_MOST_OUTLIERS]
     text = "No rank stands out.\n"
     if ranks:

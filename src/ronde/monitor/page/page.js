@@ -177,7 +177,7 @@ const tables = {
 };
 const values = PARTS.map((part) => {
   const item = element("li", $("parts"));
-  element("i", item, "", { class: part });
+  element("i", item).style.background = `var(--${part})`;
   element("b", item, LABELS[part] ?? part);
   return element("span", item);
 });
