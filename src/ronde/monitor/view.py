@@ -281,7 +281,7 @@ def watch_job(status: JobStatus) -> Generator[WatchedJob]:
                     yield watcher.view()
     except OSError as error:
         raise LaunchError(
-            f"the job does not answer: {error}. If ronde run is stopped, let it go on."
+            f"the job does not answer: {error}. Is ronde run stopped? Continue it: fg."
         ) from None
 
 
