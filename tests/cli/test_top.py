@@ -169,7 +169,7 @@ def test_the_live_view_ends_with_a_key_or_a_signal_and_the_job_goes_on(ronde, tm
             assert left
             # The last view stays as text.
             assert b"2 ranks on" in after
-            assert (b"exit code 5." in after) == (end == "the job")
+            assert (b"exit code 5" in after) == (end == "the job")
 
 
 def find_display(process):

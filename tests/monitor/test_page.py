@@ -13,7 +13,7 @@ from ronde.status import PendingCollective
 
 playwright = pytest.importorskip("playwright.sync_api")
 CHROMIUM = shutil.which("chromium")
-FOCUSABLE = "a[href], button, select, [tabindex='0']"
+FOCUSABLE = "button:not([hidden]), [tabindex='0']"
 FOCUSED = """
 () => {
   const focused = document.activeElement;
@@ -81,7 +81,7 @@ def rows_of(tab, name="rank"):
 
 @pytest.mark.parametrize(
     ("num_ranks", "scheme", "num_rows"),
-    [(1, "dark", 1), (512, "light", 65)],
+    [(1, "dark", 1), (512, "light", 1)],
 )
 def test_a_job_of_any_size_is_legible(browser, num_ranks, scheme, num_rows):
     late = num_ranks // 2 if num_ranks > 1 else None
@@ -93,7 +93,7 @@ def test_a_job_of_any_size_is_legible(browser, num_ranks, scheme, num_rows):
             assert rows_of(tab).count() == num_rows
             first = rows_of(tab).first.text_content()
             assert first.startswith(str(late or 0) + "node")
-            assert ("holds others up, slow" in first) == (late is not None)
+            assert ("holds others up" in first) == (late is not None)
             assert tab.locator("#title").text_content().endswith("train.py --epochs 3")
             assert min(tab.evaluate(CONTRAST)) >= 4.5
             assert tab.locator("figure:visible .uplot").count() == 4
@@ -131,24 +131,15 @@ def test_the_keyboard_reaches_everything(browser):
                 assert width == "3px"
                 reached.append(found)
             assert sorted(reached) == sorted(shown)
-            tab.locator(".skip").focus()
+            tab.locator("[aria-labelledby=ranks]").last.focus()
+            tab.keyboard.press("Tab")
+            assert tab.locator(":focus").text_content() == "Show all"
+            assert rows_of(tab).count() == 1
             tab.keyboard.press("Enter")
-            tab.keyboard.press("Tab")  # the table, then its titles
-            for _ in range(3):
-                tab.keyboard.press("Tab")
-            tab.keyboard.press("Enter")
-            sorted_by = tab.locator("#rank-table th[aria-sort]")
-            assert sorted_by.text_content() == "blame ▼"
-            button = rows_of(tab).nth(1).locator("button")
-            assert button.text_content() == "▸ 32-39"
-            button.press("Enter")
-            assert button.get_attribute("aria-expanded") == "true"
-            assert rows_of(tab).count() == 6 + 8
+            assert rows_of(tab).count() == 40
             page.add(view._replace(at=view.at + 1, step=77777))
             tab.locator("dd", has_text="77,777").wait_for()
-            assert tab.evaluate("document.activeElement.textContent") == "▾ 32-39"
-            tab.locator("#pause").press("Enter")
-            wait_for_state(tab, "Paused.")
+            assert tab.locator(":focus").text_content() == "Show those to look at"
 
 
 def test_a_hang_is_shown_as_text_only(browser):
@@ -160,7 +151,7 @@ def test_a_hang_is_shown_as_text_only(browser):
     with WebPage() as page:
         page.add(view._replace(loss=float("nan"), shares=None))
         with opened(browser, page) as tab:
-            hang = tab.get_by_role("alert").text_content()
+            hang = tab.locator("#hang").text_content()
             assert hang.startswith("The job hangs: ranks 0-1 have waited 9.1s in <b>x")
             assert tab.title().startswith("hangs, step 105")
             assert "others wait for it" in rows_of(tab).first.text_content()
@@ -198,6 +189,4 @@ def test_the_page_outlives_the_job(browser):
         with opened(browser, page) as tab:
             page.__exit__(None, None, None)
             wait_for_state(tab, "The job has ended. The figures are its last ones.")
-            tab.locator("#rank-table button").first.click()
-            assert tab.locator("#rank-table [aria-sort]").text_content() == "rank ▲"
             assert rows_of(tab).count() == 2

@@ -8,11 +8,10 @@ from tests.limits import HANG_S
 from tests.monitor.jobs import make_table, make_watcher
 
 from ronde.cli import JobScreen
+from ronde.errors import LaunchError
 from ronde.monitor import JobWatcher
 from ronde.render import draw_brief, draw_over, draw_top
 from ronde.status import PendingCollective
-
-SILENT_S = 9.0
 
 
 def changed(view, **ranks_or_hosts):
@@ -70,9 +69,9 @@ def test_the_late_rank_is_first_with_its_own_work_and_the_time_that_others_wait(
 
 def test_missing_and_bad_news_are_said():
     view = make_watcher(4).view()
-    silent = changed(view, rank={"status_age_s": SILENT_S})
+    silent = changed(view, rank={"status_age_s": 3.1})
     assert "silent" in draw_top(silent)
-    assert "9s" in draw_top(silent)
+    assert "3.1s" in draw_top(silent)
     killed = changed(view, rank={"state": "ended", "exit_code": -9})
     assert "SIGKILL" in draw_top(killed)
     assert draw_over(killed) == "The job is over; rank 0: killed by SIGKILL."
@@ -165,7 +164,7 @@ def test_the_screen_shows_views_why_and_the_end():
 def test_a_job_that_does_not_answer_is_said():
     def views():
         yield make_watcher(2).view()
-        raise TimeoutError("timed out")
+        raise LaunchError("the job does not answer: timed out.")
 
     def explain():
         raise OSError("it is gone")

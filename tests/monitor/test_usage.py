@@ -308,7 +308,9 @@ def test_an_answer_survives_json_and_reaches_the_view():
     watcher = JobWatcher(make_table(2))
     watcher.add(HostAnswer("node0", plain))
     watcher.add(HostAnswer("node0", {"error": "something else"}))
-    assert watcher.view().hosts[0].usage == usage
+    view = watcher.view()
+    assert view.hosts[0].usage == usage._replace(workers={})
+    assert view.ranks[0].rss_bytes == usage.workers["0"].rss_bytes
 
 
 @pytest.mark.waits

@@ -1,9 +1,12 @@
 """What a watcher makes of tables and of hosts' answers."""
 
+from pathlib import Path
+
 import pytest
 from tests.monitor.jobs import MOVING_S, TOTAL_S, make_table, make_watcher
 
-from ronde.monitor import JobWatcher
+from ronde.errors import LaunchError
+from ronde.monitor import JobWatcher, watch_job
 from ronde.status import PendingCollective
 
 
@@ -50,3 +53,19 @@ def test_a_hang_is_said_and_its_culprit_comes_first():
     )
     assert view.ranks[0].rank == 2
     assert view.ranks[0].is_awaited
+
+
+def test_losses_whose_sum_is_too_large_have_a_mean():
+    table = make_table(2)
+    rows = [
+        row._replace(status=row.status._replace(progress={"loss": 1.5e308}))
+        for row in table.workers
+    ]
+    view = JobWatcher(table._replace(workers=tuple(rows))).view()
+    assert view.loss == 1.5e308
+
+
+def test_a_job_that_does_not_answer_is_an_error_of_ronde():
+    status = make_table(1)._replace(socket=Path("/dev/null/status"))
+    with pytest.raises(LaunchError, match="the job does not answer"):
+        next(watch_job(status))

@@ -5,7 +5,6 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from math import isnan
 from pathlib import Path
 from typing import NoReturn
 
@@ -14,9 +13,7 @@ from ronde.errors import LaunchError, UsageError
 from ronde.launch.status import list_jobs, watch
 from ronde.monitor.asking import choose_job, inspect_workers
 from ronde.monitor.verdict import explain_hang
-from ronde.monitor.view import WatchedJob
-from ronde.monitor.watching import watch_job
-from ronde.plain_values import to_plain
+from ronde.monitor.view import WatchedJob, view_to_plain, watch_job
 from ronde.render.text import WIDTH
 from ronde.render.top import draw_brief, draw_top
 from ronde.render.why import draw_hang
@@ -42,7 +39,7 @@ options:
 Type the command on the host of ronde run. If standard output is no terminal, it prints
 the view once. ronde run --top shows a short view below the output of a job.
 """
-_MOST_VIEWS = 4  # until rates are known
+_MOST_VIEWS = 6  # until rates are known
 
 
 def run(words: Sequence[str]) -> int:
@@ -55,7 +52,7 @@ def run(words: Sequence[str]) -> int:
     if options.web or options.prometheus:
         _serve(status, port if options.web else None, options.prometheus)
     elif options.json:
-        print(json.dumps(to_plain(_without_nan(_await_view(status)))))
+        print(json.dumps(view_to_plain(_await_view(status))))
     elif options.once or not sys.stdout.isatty():
         print(draw_top(_await_view(status)), end="")
     else:
@@ -73,7 +70,7 @@ def main() -> None:
         try:
             for view in watch_job(next(watch(path))):
                 print(json.dumps(_draw_lines(view)), flush=True)
-        except TimeoutError:  # ronde run is stopped
+        except (TimeoutError, LaunchError):  # ronde run is stopped
             continue
         except (OSError, StopIteration):  # it or the job is over
             return
@@ -106,24 +103,17 @@ def _serve(status: JobStatus, port: int | None, metrics: str | None) -> None:
 
 
 def _await_view(status: JobStatus) -> WatchedJob:
-    """Return the first view with the rates of all hosts; after 3 s one without."""
+    """Return the first view with all rates; after about 5 s one without."""
     view = None
-    try:
-        for number, view in enumerate(watch_job(status), 1):
-            has_rates = all(host.cpu is not None for host in view.hosts)
-            if number == _MOST_VIEWS or (has_rates and number > 1):
-                break
-    except OSError as error:
-        raise LaunchError(f"the job does not answer: {error}.") from None
+    for number, view in enumerate(watch_job(status), 1):
+        has_tokens = any("tokens" in rank.progress for rank in view.ranks)
+        rates = [host.cpu for host in view.hosts]
+        rates += [view.tokens_per_s] if has_tokens else []
+        if number == _MOST_VIEWS or (None not in rates and number > 1):
+            break
     if view is None:
         raise LaunchError("the job ended meanwhile.")
     return view
-
-
-def _without_nan(view: WatchedJob) -> WatchedJob:
-    """Return a view that JSON can hold."""
-    is_nan = view.loss is not None and isnan(view.loss)
-    return view._replace(loss=None) if is_nan else view
 
 
 def _show(status: JobStatus) -> None:

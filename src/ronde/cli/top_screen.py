@@ -141,8 +141,8 @@ class JobScreen(App[None]):
             try:
                 for view in self._views:
                     self.post_message(self.News(view))
-            except (OSError, RondeError) as error:
-                problem = f"The job does not answer: {error}."
+            except RondeError as error:
+                problem = f"ronde top has ended: {error}"
             self.post_message(self.News(problem, is_over=True))
 
     def _ask(self) -> None:

@@ -24,8 +24,7 @@ __getattr__ = lazy_exports(
         "stacks": "read_by_signal",
         "usage": "GpuUsage HostUsage NetworkCounters ProcessUsage",
         "verdict": "Fault Verdict Wait explain_hang find_evidence",
-        "view": "WatchedHost WatchedJob JobWatcher WatchedRank Shares",
-        "watching": "watch_job",
+        "view": "WatchedHost WatchedJob JobWatcher WatchedRank Shares watch_job",
         "web": "WebPage publish",
     },
 )

@@ -3,68 +3,23 @@
 An unknown figure has no sample.
 """
 
-import re
 import time
 from collections.abc import Iterable, Iterator
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from ronde.errors import LaunchError, UsageError
-from ronde.monitor.http_server import HttpRequest, HttpServer
 from ronde.monitor.view import WatchedHost, WatchedJob, WatchedRank
-from ronde.monitor.web import ViewSink
+from ronde.monitor.web import HttpRequest, HttpServer, ViewSink
 
 _WRITE_EVERY_S = 15.0
-_SILENT_S = 10.0  # after which a host's figures are unknown
-_HELP = """\
-step                      newest step
-step_seconds              step time of the slowest rank, by quantile
-step_share_ratio          share of the step time, mean of the ranks, by part
-tokens_per_second         tokens of all ranks
-loss                      loss, mean of the ranks
-hang                      1 if ranks wait for one that does not come
-ranks                     number of ranks, by state
-restarts                  restarts of all ranks
-rank_step                 newest step of the rank
-rank_step_seconds         step time, median of the last seconds
-rank_own_seconds          the same without collectives
-rank_share_ratio          share of the step time, by part
-rank_blame_ratio          share of the step time that others wait for the rank
-rank_awaited              1 if others are in a collective and the rank is not
-rank_collective_seconds   time since the rank entered its collective
-rank_status_age_seconds   age of the rank's newest report
-rank_progress             figures that the program reports
-rank_cpu_cores            CPU cores in use
-rank_memory_bytes         resident memory
-rank_device_memory_bytes  device memory allocated by torch
-host_cpu_seconds          busy CPU time of all cores since boot
-host_cpus                 number of CPUs
-host_memory_bytes         memory in use
-host_memory_size_bytes    memory of the host or its container
-host_shm_bytes            /dev/shm in use
-host_shm_size_bytes       size of /dev/shm
-host_oom_kills            processes killed for lack of memory
-network_received_bytes    received by the interface since boot
-network_sent_bytes        sent by the interface since boot
-network_errors            errors and drops of the interface since boot
-gpu_utilization_ratio     share of the time in which a kernel ran
-gpu_memory_bytes          GPU memory in use
-gpu_memory_size_bytes     GPU memory
-gpu_power_watts           power
-gpu_temperature_celsius   temperature
-gpu_clock_hertz           clock of the SMs
-gpu_throttled             1 if something lowers the clock
-"""
-_COUNTERS = (
-    *("restarts", "host_cpu_seconds", "host_oom_kills"),
-    *("network_received_bytes", "network_sent_bytes", "network_errors"),
-)
+_SILENT_S = 10.0  # after which figures of a host are unknown
 _Sample = tuple[str, dict[str, str], float | None]
 
 
-class JobCollector:
-    """Collects the metrics of a job's newest view, for a registry of Prometheus.
+class _Metrics(ViewSink):
+    """The metrics of a job's newest view, in a registry of Prometheus.
 
     Raises:
         UsageError: prometheus_client is not installed.
@@ -78,74 +33,65 @@ class JobCollector:
                 "--prometheus needs prometheus_client: pip install 'ronde[monitor]'"
             ) from None
         self.registry: Any = self._kinds.CollectorRegistry(auto_describe=False)
-        self._help = dict(re.findall(r"(\S+) +(.+)", _HELP))
-        self.view: WatchedJob | None = None
+        self._view: WatchedJob | None = None
         self.registry.register(self)
 
-    def describe(self) -> list[object]:
-        return []  # without a view there are none
+    def add(self, view: WatchedJob) -> None:
+        self._view = view
 
     def collect(self) -> Iterable[Any]:
-        view, families = self.view, dict[str, Any]()
-        for name, labels, value in _read_job(view) if view else ():
+        families: dict[str, Any] = {}
+        if (view := self._view) is None:
+            return ()
+        for name, labels, value in _read_job(view):
             if value is None:
                 continue
             if name not in families:
-                kind = "Counter" if name in _COUNTERS else "Gauge"
+                kind = "Counter" if name.endswith("_total") else "Gauge"
                 make = getattr(self._kinds, f"{kind}MetricFamily")
-                names = ["job", *labels]
-                families[name] = make(f"ronde_{name}", self._help[name], labels=names)
-            job = view.job.job_id if view else ""
-            families[name].add_metric([job, *labels.values()], value)
+                title = name.removesuffix("_total").replace("_", " ")
+                families[name] = make(f"ronde_{name}", title, labels=["job", *labels])
+            families[name].add_metric([view.job.job_id, *labels.values()], value)
         return families.values()
 
 
-class MetricsServer:
-    """Serves ``/metrics``; a context manager.
+class MetricsServer(_Metrics):
+    """Serves ``/metrics``.
 
     Raises:
         UsageError: The address is not this host's, or the port is in use.
     """
 
     def __init__(self, host: str, port: int) -> None:
-        self._collector = JobCollector()
+        super().__init__()
         self._server = HttpServer(host, port, self._respond)
         self.where = f"http://{f'[{host}]' if ':' in host else host}"
         self.where += f":{self._server.port}/metrics"
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
         self._server.close()
-
-    def add(self, view: WatchedJob) -> None:
-        self._collector.view = view
 
     def _respond(self, request: HttpRequest) -> None:
         from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
         if request.path.partition("?")[0] == "/metrics":
-            text = generate_latest(self._collector.registry)
+            text = generate_latest(self.registry)
             request.reply(200, text, CONTENT_TYPE_LATEST)
         else:
             request.reply(404, b"The metrics are at /metrics.\n")
 
 
-class MetricsFile:
+class MetricsFile(_Metrics):
     """Writes metrics for node_exporter's textfile collector every 15 s.
 
-    A context manager, which removes the file in the end.
+    The file is removed in the end.
     """
 
     def __init__(self, path: Path) -> None:
-        self._collector = JobCollector()
+        super().__init__()
         self._path = path
         self._due_s = 0.0
         self.where = str(path)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
         self._path.unlink(missing_ok=True)
@@ -158,12 +104,12 @@ class MetricsFile:
         """
         from prometheus_client import write_to_textfile
 
-        self._collector.view = view
+        super().add(view)
         if time.monotonic() < self._due_s:
             return
         self._due_s = time.monotonic() + _WRITE_EVERY_S
         try:
-            write_to_textfile(self.where, self._collector.registry)
+            write_to_textfile(self.where, self.registry)
         except OSError as error:
             raise LaunchError(
                 f"{self.where} cannot be written: {error.strerror}. Choose a file in a "
@@ -197,7 +143,7 @@ def _read_job(view: WatchedJob) -> Iterator[_Sample]:
     states = [rank.state for rank in view.ranks]
     for state in sorted({"running", *states}):
         yield "ranks", {"state": state}, states.count(state)
-    yield "restarts", {}, view.job.restarts
+    yield "restarts_total", {}, view.job.restarts
     for rank in view.ranks:
         if rank.rank is not None:
             labels = {"rank": str(rank.rank), "host": rank.host}
@@ -230,18 +176,18 @@ def _read_host(host: WatchedHost, labels: dict[str, str]) -> Iterator[_Sample]:
     usage = host.usage
     if usage is None:
         return
-    yield "host_cpu_seconds", labels, usage.cpu_s
+    yield "host_cpu_seconds_total", labels, usage.cpu_s
     yield "host_cpus", labels, usage.num_cpus
     yield "host_memory_bytes", labels, usage.memory_bytes
     yield "host_memory_size_bytes", labels, usage.total_memory_bytes
     yield "host_shm_bytes", labels, usage.shm_bytes
     yield "host_shm_size_bytes", labels, usage.total_shm_bytes
-    yield "host_oom_kills", labels, usage.num_oom_kills
+    yield "host_oom_kills_total", labels, usage.num_oom_kills
     for each in usage.interfaces:
         own = {**labels, "interface": each.name}
-        yield "network_received_bytes", own, each.received_bytes
-        yield "network_sent_bytes", own, each.sent_bytes
-        yield "network_errors", own, each.num_errors
+        yield "network_received_bytes_total", own, each.received_bytes
+        yield "network_sent_bytes_total", own, each.sent_bytes
+        yield "network_errors_total", own, each.num_errors
     for gpu in usage.gpus:
         own = {**labels, "gpu": str(gpu.number)}
         yield "gpu_utilization_ratio", own, gpu.utilization

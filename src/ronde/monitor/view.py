@@ -8,24 +8,29 @@ Note [Waiting and communication]
 """
 
 import time
-from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import suppress
 from itertools import islice
+from math import isfinite
 from statistics import fmean, median
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
-from ronde.launch.status import HostAnswer
-from ronde.monitor.usage import HostUsage, ProcessUsage
+from ronde.errors import LaunchError
+from ronde.launch.status import HostAnswer, JobConnection
+from ronde.monitor.usage import HostUsage
 from ronde.monitor.verdict import describe_hang, explain_hang
-from ronde.plain_values import PlainValueError, from_plain
+from ronde.plain_values import PlainValueError, from_plain, to_plain
 from ronde.status.steps import StepTime
 from ronde.status.table import JobInfo, JobStatus, WorkerInfo
 from ronde.status.values import UNKNOWN
-from ronde.units import grouped
+from ronde.units import counted
 
 _MOST_STEPS = 600  # kept for the quantiles
 _RATE_S = 10.0
-_SILENT_S = 2.0  # after which a host's figures are old
+_SILENT_S = 3.0  # a rank reports each second, and its agent passes it on each second
+_LEAST_BLAME = 0.02
+_FULL = 0.9
 
 
 class Shares(NamedTuple):
@@ -63,19 +68,46 @@ class WatchedRank(NamedTuple):
     device_bytes: int
     progress: dict[str, float | None]
 
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """The reasons to look at this rank."""
+        found = {
+            "others wait for it": self.is_awaited,
+            self.state: self.state in ("ended", "lost"),
+            "holds others up": self.blame >= _LEAST_BLAME,
+            "silent": self.state == "running" and self.status_age_s > _SILENT_S,
+        }
+        return tuple(name for name, is_so in found.items() if is_so)
+
 
 class WatchedHost(NamedTuple):
     """One host as a watcher shows it; rates are None before the second answer."""
 
     host: str
     num_ranks: int
-    usage: HostUsage | None
+    usage: HostUsage | None  # without its workers: the ranks have their figures
     age_s: float  # of ``usage``
     cpu: float | None  # share of all cores in use
     received_per_s: float | None  # bytes, over all interfaces
     sent_per_s: float | None
     num_errors: int  # of the interfaces since the watcher began
     num_oom_kills: int  # since the watcher began
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """The reasons to look at this host."""
+        usage = self.usage
+        if usage is None:
+            return ("no answer yet",)
+        full = usage.shm_bytes / max(1, usage.total_shm_bytes)
+        killed = counted(self.num_oom_kills, "process")
+        found = {
+            f"no answer for {self.age_s:.0f}s": self.age_s > _SILENT_S,
+            f"the kernel has killed {killed}, as memory ran out": self.num_oom_kills,
+            f"its /dev/shm is {full:.0%} full": full > _FULL,
+            f"no figures of GPUs: {usage.gpu_problem}": usage.gpu_problem,
+        }
+        return tuple(text for text, is_so in found.items() if is_so)
 
 
 class WatchedJob(NamedTuple):
@@ -188,8 +220,8 @@ class JobWatcher:
     def _rank_view(
         self, row: WorkerInfo, times: "_StepTimes", *, is_awaited: bool
     ) -> WatchedRank:
-        status, found = row.status, times.of(row.worker)
-        is_known = status is not None and status.step != UNKNOWN
+        status = row.status
+        cpu, rss_bytes = self._usage_of(row)
         return WatchedRank(
             rank=row.rank,
             worker=row.worker,
@@ -198,47 +230,72 @@ class JobWatcher:
             state=row.state,
             exit_code=row.exit_code,
             is_reporting=status is not None,
-            step=status.step if status and is_known else None,
-            step_s=found.step_s if found else None,
-            own_s=found.own_s if found else None,
-            slowness=found.slowness if found else None,
-            shares=found.shares if found else None,
-            blame=found.blame if found else 0.0,
+            step=status.step if status and status.step != UNKNOWN else None,
+            **times.of(row.worker)._asdict(),
             is_awaited=is_awaited,
             collective=row.collective.name if row.collective else "",
             collective_age_s=row.collective_age_s,
             status_age_s=row.status_age_s,
-            cpu=self._cpu_of(row),
-            rss_bytes=self._rss_of(row),
+            cpu=cpu,
+            rss_bytes=rss_bytes,
             device_bytes=status.device_bytes if status else 0,
             progress=status.progress if status else {},
         )
 
-    def _cpu_of(self, row: WorkerInfo) -> float | None:
+    def _usage_of(self, row: WorkerInfo) -> tuple[float | None, int]:
+        """Return the cores that a worker uses, if known, and its memory in bytes."""
         host, name = self._hosts.get(row.host), str(row.worker)
-        if host is None or host.last.at_s <= host.before.at_s:
-            return None
-        before, last = host.before.workers.get(name), host.last.workers.get(name)
-        if before is None or last is None:
-            return None
-        used_s = last.cpu_s - before.cpu_s
-        return max(0.0, used_s) / (host.last.at_s - host.before.at_s)
-
-    def _rss_of(self, row: WorkerInfo) -> int:
-        host = self._hosts.get(row.host)
-        own: ProcessUsage | None = None
-        if host is not None:
-            own = host.last.workers.get(str(row.worker))
-        if own is not None:
-            return own.rss_bytes
-        return row.status.rss_bytes if row.status else 0
+        if host is None or (last := host.last.workers.get(name)) is None:
+            return None, row.status.rss_bytes if row.status else 0
+        before, took_s = (
+            host.before.workers.get(name),
+            host.last.at_s - host.before.at_s,
+        )
+        if before is None or took_s <= 0.0:
+            return None, last.rss_bytes
+        return max(0.0, last.cpu_s - before.cpu_s) / took_s, last.rss_bytes
 
     def _host_views(self) -> list[WatchedHost]:
-        rows = grouped((row.host, row) for row in self._status.workers)
-        return [
-            _view_host(host, len(own), self._hosts.get(host))
-            for host, own in rows.items()
-        ]
+        sizes = Counter(row.host for row in self._status.workers)
+        return [_view_host(n, size, self._hosts.get(n)) for n, size in sizes.items()]
+
+
+def watch_job(status: JobStatus) -> Generator[WatchedJob]:
+    """Yield a view of a job about once a second, until the job is over.
+
+    Rates exist from the third view on. Closing the generator does not affect the job.
+
+    Raises:
+        LaunchError: The job does not answer for 10 s, belongs to another user, or runs
+            with another version of ronde.
+    """
+    watcher = JobWatcher(status)
+    is_over = suppress(ConnectionError, FileNotFoundError)
+    try:
+        with is_over, JobConnection(status.socket) as job:
+            for news in job:
+                watcher.add(news)
+                if isinstance(news, JobStatus):
+                    with suppress(ConnectionError):  # this is the last table
+                        job.send({"ask": "usage"})
+                    yield watcher.view()
+    except OSError as error:
+        raise LaunchError(
+            f"the job does not answer: {error}. Is ronde run stopped? Continue it: fg."
+        ) from None
+
+
+def view_to_plain(view: WatchedJob) -> dict[str, object]:
+    """Return a view as JSON's types; figures that are not finite become text."""
+    plain = cast("dict[str, object]", to_plain(view))
+    for name, value in plain.items():
+        if isinstance(value, float) and not isfinite(value):
+            plain[name] = str(value)
+    for name, rows in ("ranks", view.ranks), ("hosts", view.hosts):
+        shown = cast("list[dict[str, object]]", plain[name])
+        for each, row in zip(shown, rows, strict=True):
+            each["marks"] = list(row.marks)
+    return plain
 
 
 def _view_host(name: str, num_ranks: int, host: _Host | None) -> WatchedHost:
@@ -257,7 +314,7 @@ def _view_host(name: str, num_ranks: int, host: _Host | None) -> WatchedHost:
     return WatchedHost(
         host=name,
         num_ranks=num_ranks,
-        usage=last,
+        usage=last._replace(workers={}),
         age_s=time.monotonic() - at_s,
         cpu=cpu,
         received_per_s=received,
@@ -275,15 +332,18 @@ def _blame_order(rank: WatchedRank) -> tuple[float, ...]:
 
 def _mean(values: Sequence[float | None]) -> float | None:
     found = [float("nan") if value is None else value for value in values]
-    return fmean(found) if found else None
+    # Not of fmean, which fails if the sum of finite values is not finite.
+    return sum(value / len(found) for value in found) if found else None
 
 
 class _RankTimes(NamedTuple):
-    step_s: float
-    own_s: float
-    slowness: float | None
-    shares: Shares
-    blame: float
+    """Fields of a ``WatchedRank``."""
+
+    step_s: float | None = None
+    own_s: float | None = None
+    slowness: float | None = None
+    shares: Shares | None = None
+    blame: float = 0.0
 
 
 class _StepTimes:
@@ -296,25 +356,24 @@ class _StepTimes:
             if row.status and row.status.steps
         }
         common = set[int]().union(*reported.values()).intersection(*reported.values())
-        self._steps: dict[int, list[StepTime]] = (
-            {
-                worker: [steps[step] for step in sorted(common)]
-                for worker, steps in reported.items()
-            }
+        self._steps = {
+            worker: [steps[step] for step in sorted(common)]
+            for worker, steps in reported.items()
             if common
-            else {}
-        )
-        own_s = {worker: _own_s(steps) for worker, steps in self._steps.items()}
-        self._median_s = median(own_s.values()) if own_s else 0.0
-        self._own_s = own_s
+        }
+        self._own_s = {
+            worker: fmean(each.total_s - each.blocked_s for each in steps)
+            for worker, steps in self._steps.items()
+        }
+        self._median_s = median(self._own_s.values()) if common else 0.0
         columns = list(zip(*self._steps.values(), strict=True))
         self._exposed_s = [min(each.blocked_s for each in column) for column in columns]
         self._blame = self._find_blame(columns)
 
-    def of(self, worker: int) -> _RankTimes | None:
+    def of(self, worker: int) -> _RankTimes:
         steps = self._steps.get(worker)
         if not steps:
-            return None
+            return _RankTimes()
         total_s = sum(each.total_s for each in steps)
         exposed_s = sum(self._exposed_s)
         parts = {
@@ -344,7 +403,3 @@ class _StepTimes:
                 waited_s = fmean(each.blocked_s - exposed_s for each in others)
                 blame[workers[last]] += waited_s / total_s
         return blame
-
-
-def _own_s(steps: Sequence[StepTime]) -> float:
-    return fmean(each.total_s - each.blocked_s for each in steps)

@@ -11,16 +11,12 @@ from ronde.render.jobs import describe_end, describe_job
 from ronde.render.text import WIDTH, align, name_ranks, shorten, wrap
 from ronde.units import counted, format_duration, grouped, list_first
 
-MOST_RANKS = 32
+_MOST_RANKS = 32
 _MOST_HOSTS = 20
 _MOST_OUTLIERS = 8
 _MOST_IN_BRIEF = 4
 _MOST_GPUS = 16  # with a row each
-_LEAST_BLAME = 0.02
-_SILENT_S = 7.5  # a rank reports at least every 5 s, and two relays take 1 s each
-_NO_ANSWER_S = 3.0
 _LONG_S = 1.0  # longer than a collective of a healthy job takes
-_FULL = 0.9
 _NOW_LETTERS = 12
 SHARE_LETTERS = {
     "compute": "C",
@@ -47,10 +43,11 @@ _LEAST_NEEDED = ("step time", "clock", "power", "GPU mem", "GPU memory", "cores"
 _LEAST_LETTERS = 12  # of the last column that is shortened
 
 
-def draw_top(view: WatchedJob, width: int = WIDTH, *, is_complete: bool = False) -> str:
+def draw_top(view: WatchedJob, width: int = WIDTH) -> str:
     """Format a view in lines of at most ``width`` letters."""
-    parts = (draw_summary(view, width), draw_shares(view, width))
-    return "\n".join((*parts, draw_tables(view, width, is_complete=is_complete)))
+    return "\n".join(
+        draw(view, width) for draw in (draw_summary, draw_shares, draw_tables)
+    )
 
 
 def draw_summary(view: WatchedJob, width: int = WIDTH) -> str:
@@ -106,16 +103,16 @@ def draw_tables(
     Of many ranks only the outliers are shown.
     """
     ranks = view.ranks
-    if len(ranks) > MOST_RANKS:
-        ranks = [each for each in ranks if _is_outlier(each)][:_MOST_OUTLIERS]
+    if len(ranks) > _MOST_RANKS:
+        ranks = [each for each in ranks if each.marks][:_MOST_OUTLIERS]
     text = "No rank stands out.\n"
     if ranks:
         text = _draw_ranks(ranks, width, has_hosts=len(view.hosts) > 1)
     if ranks and len(ranks) < len(view.ranks):
         text = "The ranks to look at first:\n" + text
-    first = {each.host for each in ranks if _is_outlier(each)}
+    first = {each.host for each in ranks if each.marks}
     hosts = sorted(
-        view.hosts, key=lambda each: (not _troubles(each), each.host not in first)
+        view.hosts, key=lambda each: (not each.marks, each.host not in first)
     )
     most = len(hosts) if is_complete else _MOST_HOSTS
     tables = (text, _draw_hosts(hosts, most, width))
@@ -149,15 +146,6 @@ def draw_over(view: WatchedJob | None) -> str:
     return "; ".join(("The job is over", *texts)) + "."
 
 
-def _is_outlier(rank: WatchedRank) -> bool:
-    is_late = rank.is_awaited or rank.blame >= _LEAST_BLAME
-    return is_late or rank.state in ("ended", "lost") or _is_silent(rank)
-
-
-def _is_silent(rank: WatchedRank) -> bool:
-    return rank.state == "running" and rank.status_age_s > _SILENT_S
-
-
 def _draw_hang(view: WatchedJob, width: int) -> str:
     """Return a sentence if the job hangs."""
     text = f"{view.hang} ronde why shows the reason."
@@ -173,7 +161,7 @@ def _rank_row(rank: WatchedRank) -> tuple[str, ...]:
     now, age_s = rank.collective, rank.collective_age_s
     if rank.state != "running":
         now = describe_end(rank.state, rank.exit_code).removeprefix("killed by ")
-    elif _is_silent(rank):
+    elif "silent" in rank.marks:
         now, age_s = "silent", rank.status_age_s
     elif not rank.is_reporting:
         now = "reports nothing"
@@ -249,33 +237,11 @@ def _gpu_cells(gpus: Sequence[GpuUsage]) -> tuple[str, ...]:
 
 def _draw_notes(hosts: Iterable[WatchedHost], width: int) -> str:
     """Return a sentence on each trouble, with the hosts that have it."""
-    pairs = [(text, each.host) for each in hosts for text in _troubles(each)]
-    pairs += [
-        (f"no figures of GPUs: {each.usage.gpu_problem}", each.host)
-        for each in hosts
-        if each.usage and each.usage.gpu_problem
-    ]
+    pairs = [(text, each.host) for each in hosts for text in each.marks]
     return "".join(
         wrap("", f"{list_first(names, 4)}: {text}.", width, indent=0)
         for text, names in grouped(pairs).items()
     )
-
-
-def _troubles(host: WatchedHost) -> list[str]:
-    usage = host.usage
-    if usage is None:
-        return ["no answer yet"]
-    found: list[str] = []
-    if host.age_s > _NO_ANSWER_S:
-        found.append(f"no answer for {host.age_s:.0f}s")
-    if host.num_oom_kills:
-        killed = counted(host.num_oom_kills, "process")
-        found.append(f"the kernel has killed {killed}, as memory ran out")
-    if usage.shm_bytes > _FULL * usage.total_shm_bytes:
-        found.append(
-            f"its /dev/shm is {usage.shm_bytes / usage.total_shm_bytes:.0%} full"
-        )
-    return found
 
 
 def _fit(titles: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> str:

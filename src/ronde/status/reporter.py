@@ -1,17 +1,16 @@
 """The thread of a rank that reports its status to the launcher.
 
 Note [The cost of a status]
-    Once a second a thread samples existing tables. It writes a line of a few hundred
-    bytes if a value has changed or five seconds have passed. It never blocks: a line
-    that cannot be written now is dropped. It adds no work to collectives. Without a
-    channel to the launcher, or with ``RONDE_STATUS=0``, there is no thread.
+    Once a second a thread samples existing tables and writes a line of a few hundred
+    bytes. It never blocks: a line that cannot be written now is dropped. It adds no
+    work to collectives. Without a channel to the launcher, or with ``RONDE_STATUS=0``,
+    there is no thread.
 """
 
 import functools
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from math import isfinite
@@ -26,7 +25,6 @@ from ronde.status.values import UNKNOWN, PendingCollective, RankStatus, encode_s
 from ronde.world.environment import own_or, read_channel, send_to_agent
 
 _EVERY_S = 1.0
-_AT_LEAST_EVERY_S = 5.0
 _MOST_COLLECTIVES = 8
 _MOST_LETTERS = 120
 _NOTHING: Mapping[str, float | None] = MappingProxyType({})
@@ -84,16 +82,10 @@ class StatusReporter:
 
     def _run(self) -> None:
         pause = threading.Event()
-        sent, sent_at_s = None, 0.0
         while (channel := read_channel()) is not None and channel.fd >= 0:
             # A rank must not fail because of this; the next sample may succeed.
             with suppress(Exception):
-                status, now_s = self.sample(), time.monotonic()
-                keys = [each.key for each in status.collectives]
-                news = status.step, keys, status.num_collectives, status.progress
-                is_due = news != sent or now_s >= sent_at_s + _AT_LEAST_EVERY_S
-                if is_due and send_to_agent(f"status {encode_status(status)}"):
-                    sent, sent_at_s = news, now_s
+                send_to_agent(f"status {encode_status(self.sample())}")
             pause.wait(_EVERY_S)
 
     def _read_rss(self) -> int:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from weakref import ref
 
 _LEAST, _MOST_STEPS = 4, 16  # in a report
-_RECENT_S = 8.0  # two ranks' reports may be five seconds apart
+_RECENT_S = 8.0  # reports of two ranks may be seconds apart
 _MOST_KEPT = 4096
 _GOLDEN = 0x9E3779B97F4A7C15  # 2**64 by the golden ratio: multiples spread evenly
 _MOST_OTHERS = 8  # steps of other optimizers before one of them counts

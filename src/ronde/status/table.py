@@ -43,7 +43,8 @@ class WorkerInfo(NamedTuple):
         """The minimum time since the rank entered ``collective``; 0 if that is None."""
         if self.collective is None:
             return 0.0
-        # A rank reports a change within two seconds: silence means no change.
+        # A rank reports each second. One that is silent does not run, so it is still
+        # in; another may have left.
         is_still_in = self.status_age_s > _SILENCE_S
         return self.collective.age_s + (self.status_age_s if is_still_in else 0.0)
 
