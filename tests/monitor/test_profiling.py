@@ -156,7 +156,7 @@ def test_steps_show_ranks_that_are_late_in_turn_and_the_garbage_collector():
     step = {"compute": 150, "reduce": 50}
     report = summarize(step, step, num_windows=5, status=alternating_table())
     assert report.shares == pytest.approx((0.7, 0.1, 0.15, 0, 0, 0, 0.05))
-    assert (report.traits.rounds, report.traits.num_rounds) == ("steps", 16)
+    assert (report.rounds, report.num_rounds) == ("steps", 16)
     assert [rank.num_late for rank in report.ranks] == [8, 8]
     [text] = advice_of(report, "waiting")
     assert text.startswith(
@@ -198,13 +198,6 @@ def test_communication_and_checkpoints_are_advised_upon():
     assert "train.py:52" in advice_of(report, "checkpoint")[0]
     gains = [each.gain for each in find_advice(report) if each.kind != "note"]
     assert gains == pytest.approx([1 / 0.3, 1 / 0.8])
-
-
-def test_uneven_lines_are_advised_upon_if_no_rank_waits():
-    usual = {"compute": 800, "model": 100, "step": 100}
-    report = summarize(usual, usual, {"compute": 600, "model": 400})
-    [text] = advice_of(report, "compute")
-    assert text.startswith("model.py:212 takes 40% of the time of rank 2, and 10% of")
 
 
 def test_notes_name_shares_without_gain_and_the_limits_of_the_figures():

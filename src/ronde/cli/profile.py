@@ -68,7 +68,6 @@ _FORMATS = {
 }
 """The names of the output's forms, by the ends of file names."""
 _ATTACHED_S = 30.0
-_REFUSED_S = 3.0  # then no rank can be sampled
 _OWN = ("rate", "output", "attach", "duration")
 _EXAMPLE = "Type: ronde profile -n 4 train.py, or ronde profile --attach"
 
@@ -127,17 +126,15 @@ def _attach(options: argparse.Namespace, given: Mapping[str, str]) -> int:
             f"{word} has no effect with --attach. Type: ronde profile --attach "
             f"{options.attach or 'train.py'}"
         )
-    duration_s: float = options.duration or _ATTACHED_S
     status = choose_job(list_jobs(), options.attach or None)
     if any(row.host == status.job.head for row in status.workers):
         _require_readable()
-    collector, begun_s = ProfileCollector(options.rate), time.monotonic()
+    collector = ProfileCollector(options.rate)
+    ends_s = time.monotonic() + (options.duration or _ATTACHED_S)
     with _interrupted() as is_stopped:
 
         def is_over() -> bool:
-            past_s = time.monotonic() - begun_s
-            is_refused = past_s > _REFUSED_S and collector.is_refused
-            return past_s >= duration_s or is_stopped.is_set() or is_refused
+            return is_stopped.is_set() or time.monotonic() >= ends_s
 
         try:
             collector.collect(status, is_over)

@@ -135,14 +135,17 @@ class StatusService:
     def close(self) -> None:
         """Send idle readers the last table, with the ends of the workers.
 
-        Answers that are not sent are awaited for at most 2 s.
+        Answers are sent for at most 2 s, and only to readers that read until now.
         """
         self._send = lambda _message: None  # the agents are gone
         if self._readers:
             self._build(time.monotonic())
-        ends_s = time.monotonic() + _LAST_S
+        begun_s = time.monotonic()
+        ends_s = begun_s + _LAST_S
         while late := [
-            each for each in self._readers if each.answers or each.is_answered
+            each
+            for each in self._readers
+            if (each.answers or each.is_answered) and begun_s < each.took_at_s + _LAST_S
         ]:
             fds = [reader.sock.fileno() for reader in late]
             if not wait_for([], fds, ends_s - time.monotonic()):
