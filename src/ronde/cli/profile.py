@@ -21,7 +21,7 @@ from ronde.launch.environments import own_environment
 from ronde.launch.host import is_here
 from ronde.launch.limits import EXIT_UNWRITTEN, Timeouts
 from ronde.launch.signals import caught_signals
-from ronde.launch.status import list_jobs
+from ronde.launch.status import JobConnection, list_jobs
 from ronde.monitor.asking import choose_job
 from ronde.monitor.collecting import ProfileCollector, collect_own_job
 from ronde.monitor.samples import Profile
@@ -137,7 +137,8 @@ def _attach(options: argparse.Namespace, given: Mapping[str, str]) -> int:
             return is_stopped.is_set() or time.monotonic() >= ends_s
 
         try:
-            collector.collect(status, is_over)
+            with JobConnection(status.socket) as job:
+                collector.collect(job, is_over)
         except OSError as error:
             raise LaunchError(f"the job ended or does not answer: {error}.") from None
     return _report(collector.profile(), options.output)

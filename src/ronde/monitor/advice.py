@@ -13,7 +13,6 @@ from ronde.units import counted, list_first
 
 _LEAST_WAITING, _LEAST_OTHER = 0.02, 0.05
 _LEAST_SAMPLES = 1000
-_NOTHING = 0.01
 _MANY_MISSING = 0.1
 _STATES = {
     "compute": "spends its time computing",
@@ -166,21 +165,22 @@ def _advise_part(report: ProfileReport, kind: str) -> Advice | None:
 
 
 def _location(report: ProfileReport, kind: str) -> str:
-    line = max(report.lines, key=lambda e: getattr(e.shares, kind), default=None)
-    return line.location if line else "an unknown line"
+    parts = {line.location: getattr(line.shares, kind) for line in report.lines}
+    location = max(parts, key=lambda each: parts[each], default="")
+    return location if parts.get(location) else "an unknown line"
 
 
 def _notes(report: ProfileReport) -> Iterator[str]:
     shares, nums = report.shares, [rank.num_samples for rank in report.ranks]
-    names = [n for kind, n in _NAMES.items() if getattr(shares, kind) < _NOTHING]
+    names = [n for kind, n in _NAMES.items() if getattr(shares, kind) < 0.01]
     if names and any(shares):
         listed = " or ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
-        yield f"No time in {listed}. Nothing to gain there."
+        yield f"Under 1% of the time is {listed}: nothing to gain there."
     if shares.other >= _LEAST_OTHER:
         yield (
             f"{shares.other:.0%} of the time is imports, garbage collection or not in "
-            f"your code, most of it at {_location(report, 'other')}. To leave a start "
-            "out: ronde profile --attach."
+            f"your code, most of it at {_location(report, 'other')}. To leave the "
+            "start out: ronde profile --attach."
         )
     least = min(filter(None, nums), default=_LEAST_SAMPLES)
     if least < _LEAST_SAMPLES:  # two standard deviations, at most

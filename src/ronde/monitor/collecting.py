@@ -1,16 +1,14 @@
 """Profiles of running jobs, collected from the observers of all hosts."""
 
-import os
 import time
 from collections.abc import Callable
-from contextlib import closing, suppress
+from contextlib import suppress
 from math import inf
 from pathlib import Path
 from threading import Event
 from typing import TypeVar
 
-from ronde.errors import LaunchError
-from ronde.launch.status import HostAnswer, JobConnection, find_sockets, watch
+from ronde.launch.status import HostAnswer, JobConnection, find_sockets
 from ronde.monitor.samples import HostSamples, Profile, SampleWindow
 from ronde.plain_values import PlainValueError, from_plain
 from ronde.status.table import JobStatus
@@ -40,16 +38,12 @@ class ProfileCollector:
         self._parts: dict[object, object] = {}  # of windows; equal ones are kept once
 
     def collect(
-        self, status: JobStatus, is_over: Callable[[], bool] = lambda: False
+        self, job: JobConnection, is_over: Callable[[], bool] = lambda: False
     ) -> None:
-        """Sample the ranks of a job until ``is_over()``, or until the job ends.
-
-        Raises:
-            OSError: The job has ended or does not answer.
-        """
+        """Sample the ranks of a job until ``is_over()``, or until the job ends."""
         question = {"ask": "profile", "rate_hz": self._rate_hz, "until_end": True}
-        self._status, awaited, ends_s = status, set[str](), inf
-        with JobConnection(status.socket) as job, suppress(OSError):  # the job ends
+        awaited, ends_s = set[str](), inf
+        with suppress(OSError):  # the job ends
             for news in job:
                 if isinstance(news, HostAnswer):
                     if self._add(news):
@@ -122,10 +116,9 @@ def collect_own_job(rate_hz: int, is_over: Event) -> Profile | None:
     # Again if the connection is lost: the user may suspend the job for a while.
     while not is_over.wait(_SEARCH_S):
         for path in set(find_sockets()) - others:
-            with suppress(OSError, LaunchError), closing(watch(path)) as versions:
-                status = next(versions)
-                if status.job.head_pid == os.getpid():
-                    collector.collect(status)
+            with suppress(OSError), JobConnection(path) as job:
+                if job.is_of_this_process:
+                    collector.collect(job)
                     break
             others.add(path)
     return collector.profile()
