@@ -14,7 +14,7 @@ from tests.cli.conftest import clean_environment, read_lines
 from tests.cli.test_ps import running
 from tests.limits import HANG_S, until
 
-from ronde.launch import watch
+from ronde.launch import HostAnswer, JobConnection, list_jobs, watch
 
 pytestmark = pytest.mark.waits
 
@@ -97,7 +97,11 @@ def test_ctrl_c_ends_the_job_and_leaves_a_profile(ronde, tmp_path):
     words = ("-o", str(path), "-n", "2", "--", str(PROGRAM), "stay")
     with profiling(ronde, *words) as process:
         read_lines(process, b"sampled", 2)
-        process.send_signal(signal.SIGINT)
+        [job] = [job for job in list_jobs() if job.job.head_pid == process.pid]
+        with JobConnection(job.socket) as other:
+            other.send({"ask": "usage"})  # its answer is not wanted at the end
+            next(news for news in other if isinstance(news, HostAnswer))
+            process.send_signal(signal.SIGINT)
         process.communicate(timeout=HANG_S)
         assert process.returncode == 130
     assert [worker for worker, _ in sorted(read(path))] == [0, 1]
@@ -108,6 +112,8 @@ def test_a_running_job_is_sampled_while_someone_attends(ronde, tmp_path):
     job = ("--attach", tmp_path.name)
     with running(ronde, *words, tmp_path.name) as (process, socket):
         pids = pids_of(socket)
+        with JobConnection(socket) as connection:
+            assert not connection.is_of_this_process
         with profiling(ronde, *job, "-d", "1h", "-o", str(path)) as profiler:
             until(lambda: all(map(is_sampled, pids)))
             profiler.send_signal(signal.SIGINT)
