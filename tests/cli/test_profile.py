@@ -131,11 +131,11 @@ def test_a_running_job_is_sampled_while_someone_attends(ronde, tmp_path):
 
 
 def test_a_program_without_python_is_named(ronde, ronde_here):
-    with running(ronde, "-n", "1", "/bin/sleep", "1003"):
+    with running(ronde, "-n", "2", "/bin/sleep", "1003"):
         done = ronde_here("profile", "--attach", "sleep 1003", "-d", "1s")
     assert done.returncode == 0
-    text = b"worker 0 was not sampled: its main thread runs no Python.\n"
-    assert text in done.stderr
+    text = b"no samples of workers 0-1: the main thread runs no Python.\n"
+    assert done.stderr == b"ronde: " + text
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ def test_of_deep_stacks_the_innermost_frames_are_kept():
     assert first == [*range(900, 600, -1)]
     assert second == [*range(901, 601, -1)]
     none = add_samples(empty, {"shared": {"frames": []}, "profiles": []})
-    assert none == empty._replace(problem="its main thread runs no Python")
+    assert none == empty._replace(problem="the main thread runs no Python")
 
 
 def test_a_long_profile_keeps_windows_of_the_same_times():

@@ -28,6 +28,7 @@ from ronde.monitor.samples import Profile
 from ronde.monitor.stacks import find_obstacle
 from ronde.plain_values import to_plain
 from ronde.render.profile_exports import write_collapsed, write_speedscope
+from ronde.units import format_ranks, grouped
 
 _OPTIONS = """\
   -r, --rate HZ         samples per second of each rank, 1 to 1000 (default: 100)
@@ -181,13 +182,13 @@ def _require_writable(name: str) -> None:
 def _report(profile: Profile | None, output: str) -> int:
     """Print the report and write the file; return the exit code of a failure."""
     windows = profile.windows if profile else ()
-    for window in windows:
-        if window.problem:
-            text = f"worker {window.worker} was not sampled: {window.problem}"
-            print(f"ronde: {text}.", file=sys.stderr)
+    problems = grouped((w.problem, w.worker) for w in windows if w.problem)
+    for problem, workers in problems.items():
+        text = f"worker{'s' * (len(workers) > 1)} {format_ranks(workers)}: {problem}"
+        print(f"ronde: no samples of {text}.", file=sys.stderr)
     if profile is None or not any(window.runs for window in windows):
-        text = "there are no samples" if windows else "the job was too short to sample"
-        print(f"ronde: {text}.", file=sys.stderr)
+        if not problems:
+            print("ronde: the job was too short to sample.", file=sys.stderr)
         return 0
     # Imported late: with numpy it takes longer than all else.
     from ronde.monitor.profiling import summarize_profile

@@ -25,7 +25,7 @@ _POLL_S = 0.005
 _MOST_READS = 5
 _MISSING = "py-spy is not installed there: pip install 'ronde[monitor]'"
 _FAILED = "py-spy failed: "
-NO_PYTHON = "its main thread runs no Python"
+NO_PYTHON = "the main thread runs no Python"
 _REFUSED = (
     "the system forbids reading another process (ptrace); root, or in a container "
     "--cap-add SYS_PTRACE, would help"
