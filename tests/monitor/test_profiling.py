@@ -88,9 +88,12 @@ def test_on_gpus_a_line_that_reads_a_value_is_a_wait_for_the_gpu():
 
 
 def test_shares_are_those_of_the_samples():
-    report = summarize({"compute": 300, "loader": 150, "save": 40, "import": 10})
+    profile = make_profile({"compute": 300, "loader": 150, "save": 40, "import": 10})
+    profile = profile._replace(begun_at=profile.begun_at - 60)  # the first is late
+    report = summarize_profile(profile)
     assert report.shares == pytest.approx((0.6, 0, 0, 0.3, 0.08, 0, 0.02), abs=1e-12)
     assert math.fsum(report.shares) == 1
+    assert report.duration_s == pytest.approx(10)
     assert report.ranks[0].shares == report.shares
     assert [line.location for line in report.lines][:2] == [
         "train.py:40",

@@ -191,8 +191,9 @@ class _Times:
     """The seconds of each worker, line and kind in each time bin."""
 
     def __init__(self, profile: Profile, reader: StackReader) -> None:
-        self.begun_at = profile.begun_at
-        self.duration_s = max(1e-3, profile.ended_at - profile.begun_at)
+        begun = [window.begun_at for window in profile.windows if window.runs]
+        self.begun_at = min(begun, default=profile.begun_at)  # not the wait before
+        self.duration_s = max(1e-3, profile.ended_at - self.begun_at)
         self.rate_hz = max(1, profile.rate_hz)
         num_samples = int(self.duration_s * self.rate_hz)
         self.num_bins = max(1, min(_MOST_BINS, num_samples // 10))
