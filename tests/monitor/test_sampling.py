@@ -2,13 +2,12 @@
 
 import json
 from collections import Counter
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from tests.cli.conftest import Ronde
 
-from ronde.monitor import PySpyRun, SampleWindow, StackFrame, WindowStore, make_windows
+from ronde.monitor import ProfileCollector, SampleWindow, StackFrame, add_samples
 
 PROGRAM = Path(__file__).with_name("timed_rank.py")
 PARTS = ("loop", "sleep", "product", "text")
@@ -69,42 +68,44 @@ def test_shares_of_samples_are_those_of_the_time(tmp_path, run_s, points):
     assert found == pytest.approx(true, abs=points / 100), (counted, timed)
 
 
-def test_many_frames_make_several_windows():
-    """Deep stacks at a high rate: a line to the controller has a limit."""
-    frames = [StackFrame(f"f{n}", "a.py", n, True) for n in range(1001)]
-    # The outermost first, and every fifth sample as the one before.
-    samples = [[0, *range(1, 901 + n % 5)] for n in range(1000)]
-    samples = [samples[n - (n % 5 == 4)] for n in range(1000)]
-    run = PySpyRun(100.0, 110.0, 1 << 20, "")
-    windows = [*make_windows(7, 9, run, samples, frames)]
-    assert len(windows) == 5
-    assert (windows[0].begun_at, windows[-1].ended_at) == (100.0, 110.0)
-    for window, following in pairwise(windows):
-        assert window.begun_at < window.ended_at == following.begun_at
-    read = [
-        [window.frames[number].line for number in reversed(window.stacks[stack])]
-        for window in windows
-        for stack, count in window.runs
-        for _ in range(count)
-    ]
-    assert read == samples
-    assert sum(len(window.runs) for window in windows) < 900
-    assert [*make_windows(7, 9, run, [], frames)] == []
+def test_of_deep_stacks_the_innermost_frames_are_kept():
+    """A recursive program at a high rate: a line to the controller has a limit."""
+    frames = [{"name": f"f{n}", "file": "a.py", "line": n} for n in range(1001)]
+    # The outermost first. One sample has failed, and one thread is another.
+    samples = [[0, *range(1, 901 + n)] for n in (0, 0, 1, 0)] + [[]]
+    result = {
+        "shared": {"frames": frames},
+        "profiles": [
+            {"name": "Thread 10 (9)", "samples": [[1]]},
+            {"name": "Thread 9 (9)", "samples": samples},
+        ],
+    }
+    empty = SampleWindow(7, 9, 100.0, 110.0, (), (), (), 1 << 20, "")
+    window = add_samples(empty, result)
+    assert window.runs == ((0, 2), (1, 1), (0, 1))
+    first, second = (
+        [window.frames[number].line for number in stack] for stack in window.stacks
+    )
+    assert first == [*range(900, 600, -1)]
+    assert second == [*range(901, 601, -1)]
+    none = add_samples(empty, {"shared": {"frames": []}, "profiles": []})
+    assert none == empty._replace(problem="the main thread runs no Python")
 
 
-def test_a_long_profile_keeps_every_nth_window():
-    store, frame = WindowStore(), StackFrame("f", "a.py", 1, True)
-    for second in range(5000):
+def test_a_long_profile_keeps_windows_of_the_same_times():
+    collector = ProfileCollector(100)
+    frame = StackFrame("f", "a.py", 1, True)
+    for second in range(0, 60000, 15):
         for worker in (0, 1):
             # Parsed from JSON each, so equal and not the same.
             runs = tuple((0, count) for count in (3, 4))
-            times = float(second), second + 1.0
-            store.add(
+            times = float(second), second + 15.0
+            collector.add(
                 SampleWindow(worker, 9, *times, (frame,), ((0,),), runs, 1 << 20, "")
             )
-        store.add(SampleWindow(2, 9, 0.0, 0.0, (), (), (), 0, "it is gone"))
-    *kept, problem = store.all()
+        collector.add(SampleWindow(2, 9, 0.0, 0.0, (), (), (), 0, "it is gone"))
+    *kept, problem = collector.windows()
     assert (problem.worker, problem.problem) == (2, "it is gone")
-    assert [each.begun_at for each in kept if each.worker == 1] == [*range(0, 5000, 4)]
-    assert len(kept) == 2500
+    begun = [[e.begun_at for e in kept if e.worker == worker] for worker in (0, 1)]
+    assert begun[0] == begun[1] == [n for n in range(0, 60000, 15) if n // 20 % 2 == 0]
     assert kept[0].runs[0] is kept[-1].runs[0]

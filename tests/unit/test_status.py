@@ -266,7 +266,7 @@ def test_answers_are_sent_before_the_table_ends(service, observed):
     with asking, dead:
         for each in (asking, dead):
             each.connect(str(own_socket(service)))
-            each.sendall(b"{}\n")
+            each.sendall(b'{"until_end": true}\n')
         serve(service, lambda: len(observed) == 2)
         dead.close()
         for question in observed:

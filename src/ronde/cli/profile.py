@@ -21,13 +21,14 @@ from ronde.launch.environments import own_environment
 from ronde.launch.host import is_here
 from ronde.launch.limits import EXIT_UNWRITTEN, Timeouts
 from ronde.launch.signals import caught_signals
-from ronde.launch.status import list_jobs
+from ronde.launch.status import JobConnection, list_jobs
 from ronde.monitor.asking import choose_job
 from ronde.monitor.collecting import ProfileCollector, collect_own_job
 from ronde.monitor.samples import Profile
 from ronde.monitor.stacks import find_obstacle
 from ronde.plain_values import to_plain
 from ronde.render.profile_exports import write_collapsed, write_speedscope
+from ronde.units import format_ranks, grouped
 
 _OPTIONS = """\
   -r, --rate HZ         samples per second of each rank, 1 to 1000 (default: 100)
@@ -68,7 +69,6 @@ _FORMATS = {
 }
 """The names of the output's forms, by the ends of file names."""
 _ATTACHED_S = 30.0
-_REFUSED_S = 3.0  # then no rank can be sampled
 _OWN = ("rate", "output", "attach", "duration")
 _EXAMPLE = "Type: ronde profile -n 4 train.py, or ronde profile --attach"
 
@@ -127,20 +127,19 @@ def _attach(options: argparse.Namespace, given: Mapping[str, str]) -> int:
             f"{word} has no effect with --attach. Type: ronde profile --attach "
             f"{options.attach or 'train.py'}"
         )
-    duration_s: float = options.duration or _ATTACHED_S
     status = choose_job(list_jobs(), options.attach or None)
     if any(row.host == status.job.head for row in status.workers):
         _require_readable()
-    collector, begun_s = ProfileCollector(options.rate), time.monotonic()
+    collector = ProfileCollector(options.rate)
+    ends_s = time.monotonic() + (options.duration or _ATTACHED_S)
     with _interrupted() as is_stopped:
 
         def is_over() -> bool:
-            past_s = time.monotonic() - begun_s
-            is_refused = past_s > _REFUSED_S and collector.is_refused
-            return past_s >= duration_s or is_stopped.is_set() or is_refused
+            return is_stopped.is_set() or time.monotonic() >= ends_s
 
         try:
-            collector.collect(status, is_over)
+            with JobConnection(status.socket) as job:
+                collector.collect(job, is_over)
         except OSError as error:
             raise LaunchError(f"the job ended or does not answer: {error}.") from None
     return _report(collector.profile(), options.output)
@@ -183,13 +182,13 @@ def _require_writable(name: str) -> None:
 def _report(profile: Profile | None, output: str) -> int:
     """Print the report and write the file; return the exit code of a failure."""
     windows = profile.windows if profile else ()
-    for window in windows:
-        if window.problem:
-            text = f"worker {window.worker} was not sampled: {window.problem}"
-            print(f"ronde: {text}.", file=sys.stderr)
+    problems = grouped((w.problem, w.worker) for w in windows if w.problem)
+    for problem, workers in problems.items():
+        text = f"worker{'s' * (len(workers) > 1)} {format_ranks(workers)}: {problem}"
+        print(f"ronde: no samples of {text}.", file=sys.stderr)
     if profile is None or not any(window.runs for window in windows):
-        text = "there are no samples" if windows else "the job was too short to sample"
-        print(f"ronde: {text}.", file=sys.stderr)
+        if not problems:
+            print("ronde: the job was too short to sample.", file=sys.stderr)
         return 0
     # Imported late: with numpy it takes longer than all else.
     from ronde.monitor.profiling import summarize_profile

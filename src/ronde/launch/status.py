@@ -19,7 +19,7 @@ from ronde.launch.job.status import PREFIX, SOCKET
 from ronde.plain_values import PlainValueError, from_plain
 from ronde.status.table import JobInfo, JobStatus, WorkerInfo
 from ronde.status.values import decode_status
-from ronde.store.local_socket import dial, live_directories
+from ronde.store.local_socket import dial, is_of_this_process, live_directories
 
 _ANSWER_S = 10.0
 
@@ -76,6 +76,7 @@ class JobConnection:
         self._path = socket
         self._sock = dial(str(socket), _ANSWER_S)
         self._lines = self._sock.makefile("rb")
+        self.is_of_this_process = is_of_this_process(self._sock)
 
     def __enter__(self) -> Self:
         return self

@@ -7,7 +7,7 @@ __getattr__ = lazy_exports(
     {
         "advice": "Advice find_advice find_headline",
         "asking": "InspectedJob ObservedJob choose_job inspect_job observe_job",
-        "collecting": "ProfileCollector WindowStore collect_own_job",
+        "collecting": "ProfileCollector collect_own_job",
         "flight": "explain_dumps read_dumps",
         "gpus": "GpuReader HangingReader",
         "host": "UsageReader read_usage",
@@ -16,7 +16,7 @@ __getattr__ = lazy_exports(
         "observer": "find_kernel_lines",
         "profiling": "LineReport ProfileReport ProfileShares ProfileTraits RankReport"
         " summarize_profile",
-        "sampler": "PySpyRun Sampler make_windows",
+        "sampler": "Sampler add_samples",
         "samples": "HostSamples Profile SampleWindow",
         "send_queues": "SendQueue",
         "slow": "explain_slow",

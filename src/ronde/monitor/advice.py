@@ -4,17 +4,15 @@ Each rule is a function of the report. The bound on a gain is Amdahl's: a part o
 time becomes that of the median rank, or zero, and the rest stays as it is.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator
 from statistics import fmean, median
 from typing import NamedTuple
 
 from ronde.monitor.profiling import LineReport, ProfileReport, RankReport
 from ronde.units import counted, list_first
 
-_LEAST_WAITING = 0.02
-_LEAST_PART, _LEAST_STOP = 0.05, 0.025
+_LEAST_WAITING, _LEAST_OTHER = 0.02, 0.05
 _LEAST_SAMPLES = 1000
-_NOTHING = 0.01
 _MANY_MISSING = 0.1
 _STATES = {
     "compute": "spends its time computing",
@@ -31,6 +29,41 @@ _NAMES = {
     "input": "input",
     "checkpoint": "checkpointing",
 }
+_LOADS_ITSELF = (
+    "Its DataLoader has no workers: the rank loads every batch itself. Set num_workers "
+    "to the number of free cores per rank."
+)
+_LOADS_IN_WORKERS = (
+    "Give its DataLoader more workers (num_workers), as many as there are free cores "
+    "per rank; ronde top shows them."
+)
+_TEXTS = {
+    "input": "{part:.0%} of the time goes to input at {location}. {cure}",
+    "communication": (
+        "{part:.0%} of the time is communication{engine} that no compute hides, most "
+        "of it at {location}. Communicate less often (a larger batch, or "
+        "backward_passes_per_step), send less (compression), or compare engines and "
+        "bucket sizes: ronde bench."
+    ),
+    "checkpoint": (
+        "{part:.0%} of the time goes to checkpoints and files, most of it at "
+        "{location}. Save less often, or copy the state and save it in a thread."
+    ),
+    "sync": (
+        "For {part:.0%} of the time the program waits for its GPU, most of it at "
+        "{location}. Read values such as the loss less often. Compute that the program "
+        "needs anyhow is part of this wait."
+    ),
+}
+_LEAST = {"input": 0.05, "communication": 0.05, "checkpoint": 0.025, "sync": 0.025}
+_DDP = (
+    "DDP communicates inside backward(), in C++, where stacks do not show it: this "
+    "communication, and waiting for late ranks in it, count as compute."
+)
+_GPUS = (
+    "The stacks are of the Python thread. GPU work counts at the line that waits for "
+    "it; backward() runs in a thread that is not seen."
+)
 
 
 class Advice(NamedTuple):
@@ -38,22 +71,17 @@ class Advice(NamedTuple):
 
     kind: str  # a field of ``ProfileShares``, or ``note``
     text: str
-    ranks: tuple[int, ...] = ()  # indices of ``ProfileReport.ranks``
-    location: str = ""
     gain: float = 1.0  # the job is at most so many times as fast
-
-
-_Rule = Callable[[ProfileReport], Advice | None]
 
 
 def find_headline(report: ProfileReport) -> str:
     """Return a sentence on the largest share."""
-    name, shares = report.traits.name, report.shares._asdict()
+    name, shares = report.name, report.shares._asdict()
     if not any(shares.values()):
         return f"{name} was not sampled."
     state = _STATES[max(shares, key=lambda kind: shares[kind])]
     num, num_hosts = len(report.ranks), len({rank.host for rank in report.ranks})
-    unit, nodes = "GPU" * report.traits.has_gpus or "rank", counted(num_hosts, "node")
+    unit, nodes = "GPU" * report.has_gpus or "rank", counted(num_hosts, "node")
     where = f"{nodes} x {counted(num // num_hosts, unit)}"
     if num % num_hosts or num_hosts == 1:
         where = f"{counted(num, unit)} on {nodes}"
@@ -62,22 +90,18 @@ def find_headline(report: ProfileReport) -> str:
 
 def find_advice(report: ProfileReport) -> tuple[Advice, ...]:
     """Return the conclusions, the largest gain first and notes last."""
-    rules = _RULES if any(report.shares) else ()
-    advice = [found for rule in rules if (found := rule(report))]
-    advice.sort(key=lambda each: -each.gain)
-    return (*advice, *(note for rule in _NOTES if (note := rule(report))))
+    advice = [_advise_late_rank(report), *(_advise_part(report, k) for k in _TEXTS)]
+    found = sorted(filter(None, advice), key=lambda each: -each.gain)
+    return (*found, *(Advice("note", text) for text in _notes(report) if text))
 
 
 def name_report(rank: RankReport) -> str:
     return f"worker {rank.worker}" if rank.rank is None else f"rank {rank.rank}"
 
 
-def _advise(
-    kind: str, text: str, part: float, location: str = "", ranks: Sequence[int] = ()
-) -> Advice:
+def _advise(kind: str, text: str, part: float) -> Advice:
     gain = 1.0 / max(0.01, 1.0 - part)
-    text = f"{text} Gain: at most {gain:.2f}x."
-    return Advice(kind, text, tuple(ranks), location, gain)
+    return Advice(kind, f"{text} Gain: at most {gain:.2f}x.", gain)
 
 
 def _excess(line: LineReport, index: int) -> float:
@@ -86,12 +110,7 @@ def _excess(line: LineReport, index: int) -> float:
     return own[index] - median([*own[:index], *own[index + 1 :]] or own)
 
 
-def _location(report: ProfileReport, kind: str) -> str:
-    parts = {line.location: getattr(line.shares, kind) for line in report.lines}
-    return max(parts, key=lambda each: parts[each], default="an unknown line")
-
-
-def advise_late_rank(report: ProfileReport) -> Advice | None:
+def _advise_late_rank(report: ProfileReport) -> Advice | None:
     """Name the rank that others wait for most, and its slowest line."""
     waiting, blames = report.shares.waiting, [rank.blame for rank in report.ranks]
     if waiting < _LEAST_WAITING:
@@ -100,14 +119,14 @@ def advise_late_rank(report: ProfileReport) -> Advice | None:
     if blames[index] < 0.5 * waiting:
         return _advise_late_ranks(report, waiting)
     rank = report.ranks[index]
-    times = f"{rank.num_late} of {report.traits.num_rounds} {report.traits.rounds}"
+    times = f"{rank.num_late} of {report.num_rounds} {report.rounds}"
     text = f"The ranks wait {waiting:.0%} of the time, mostly for {name_report(rank)} "
     text += f"({rank.host}; last in {times})"
     check = f"ompare {rank.host} with the other nodes: ronde check."
     line = max(report.lines, key=lambda line: _excess(line, index), default=None)
     excess = _excess(line, index) if line else 0.0
     if line is None or excess < 0.01:
-        return _advise("waiting", f"{text}. C{check}", rank.blame, ranks=(index,))
+        return _advise("waiting", f"{text}. C{check}", rank.blame)
     own = line.own_shares()[index]
     if excess < 0.8 * own:
         slower = excess / (own - excess)
@@ -116,7 +135,7 @@ def advise_late_rank(report: ProfileReport) -> Advice | None:
     else:
         text += f"; it alone spends {own:.0%} of its time at {line.location}. "
         text += "Divide this work among the ranks, or leave it out."
-    return _advise("waiting", text, rank.blame, line.location, (index,))
+    return _advise("waiting", text, rank.blame)
 
 
 def _advise_late_ranks(report: ProfileReport, waiting: float) -> Advice:
@@ -127,142 +146,55 @@ def _advise_late_ranks(report: ProfileReport, waiting: float) -> Advice:
     text = f"The ranks wait {waiting:.0%} of the time for each other, in turn"
     text += f"{': ' * bool(late)}{names}. Their work differs from step to step: give "
     text += "each step equal work, for example by batches of equal length."
-    return _advise("waiting", text, waiting, ranks=late)
+    return _advise("waiting", text, waiting)
 
 
-def advise_input(report: ProfileReport) -> Advice | None:
-    """Find slow input, and the loop that waits for it."""
-    part, location = report.shares.input, report.traits.input_location
-    if part < _LEAST_PART:
+def _advise_part(report: ProfileReport, kind: str) -> Advice | None:
+    """Return the advice on a kind of time, with the line that has most of it."""
+    part = getattr(report.shares, kind)
+    if part < _LEAST[kind]:
         return None
-    text = f"{part:.0%} of the time goes to input{f' at {location}' * bool(location)}. "
-    if report.traits.is_loading_itself:
-        text += "Its DataLoader has no workers: the rank loads every batch itself. "
-        text += "Set num_workers to the number of free cores per rank."
-    else:
-        text += "Give its DataLoader more workers (num_workers), as many as there are "
-        text += "free cores per rank; ronde top shows them."
-    return _advise("input", text, part, location)
-
-
-def advise_communication(report: ProfileReport) -> Advice | None:
-    """Find communication that no compute hides, and its line."""
-    part, engine = report.shares.communication, report.traits.engine
-    if part < _LEAST_PART:
-        return None
-    location = _location(report, "communication")
-    text = f"{part:.0%} of the time is communication{f' by {engine}' * bool(engine)} "
-    text += f"that no compute hides, most of it at {location}. Communicate less often "
-    text += "(a larger batch, or backward_passes_per_step), send less (compression), "
-    text += "or compare engines and bucket sizes: ronde bench."
-    return _advise("communication", text, part, location)
-
-
-def advise_checkpoint(report: ProfileReport) -> Advice | None:
-    part, location = report.shares.checkpoint, _location(report, "checkpoint")
-    text = f"{part:.0%} of the time goes to checkpoints and files, most of it at "
-    text += f"{location}. Save less often, or copy the state and save it in a thread."
-    advice = _advise("checkpoint", text, part, location)
-    return advice if part >= _LEAST_STOP else None
-
-
-def advise_sync(report: ProfileReport) -> Advice | None:
-    part, location = report.shares.sync, _location(report, "sync")
-    text = f"For {part:.0%} of the time the program waits for its GPU, most of it at "
-    text += f"{location}. Read values such as the loss less often. Compute that the "
-    text += "program needs anyhow is part of this wait."
-    advice = _advise("sync", text, part, location)
-    return advice if part >= _LEAST_STOP else None
-
-
-def advise_balance(report: ProfileReport) -> Advice | None:
-    """Find the line that differs most between ranks, if no rank is late for it."""
-    if len(report.ranks) < 2 or report.shares.waiting >= _LEAST_WAITING:
-        return None
-    excess, index, line = max(
-        (
-            (_excess(line, index), index, line)
-            for line in report.lines
-            for index in [line.own_shares().index(max(line.own_shares()))]
-        ),
-        key=lambda found: found[0],
-        default=(0.0, 0, None),
+    location = report.input_location if kind == "input" else ""
+    text = _TEXTS[kind].format(
+        part=part,
+        location=location or _location(report, kind),
+        engine=f" by {report.engine}" if report.engine else "",
+        cure=_LOADS_ITSELF if report.is_loading_itself else _LOADS_IN_WORKERS,
     )
-    nums = [rank.num_samples for rank in report.ranks if rank.num_samples]
-    if line is None or excess < max(_LEAST_PART, 2.0 * min(nums) ** -0.5):
-        return None
-    own = line.own_shares()[index]
-    text = f"{line.location} takes {own:.0%} of the time of "
-    text += f"{name_report(report.ranks[index])}, and {own - excess:.0%} of the median "
-    text += "other rank's. Give the ranks equal work there."
-    return _advise("compute", text, excess, line.location, (index,))
+    return _advise(kind, text, part)
 
 
-def note_nothing(report: ProfileReport) -> Advice | None:
-    """Name the shares that leave nothing to gain."""
-    names = [n for kind, n in _NAMES.items() if getattr(report.shares, kind) < _NOTHING]
-    listed = " or ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
-    note = Advice("note", f"No time in {listed}. Nothing to gain there.")
-    return note if names and any(report.shares) else None
+def _location(report: ProfileReport, kind: str) -> str:
+    parts = {line.location: getattr(line.shares, kind) for line in report.lines}
+    location = max(parts, key=lambda each: parts[each], default="")
+    return location if parts.get(location) else "an unknown line"
 
 
-def note_start(report: ProfileReport) -> Advice | None:
-    part, location = report.shares.other, _location(report, "other")
-    text = (
-        f"{part:.0%} of the time is imports, garbage collection or not in your code, "
-    )
-    text += f"most of it at {location}. To leave a start out: ronde profile --attach."
-    return Advice("note", text) if part >= _LEAST_PART else None
-
-
-def note_precision(report: ProfileReport) -> Advice | None:
-    """Report the error of shares of few samples: two standard deviations at most."""
-    nums = [rank.num_samples for rank in report.ranks if rank.num_samples]
-    if not nums or min(nums) >= _LEAST_SAMPLES:
-        return None
-    text = f"Few samples: {fmean(nums):,.0f} per rank. A share of one rank may be off "
-    return Advice("note", f"{text}by {min(nums) ** -0.5:.0%} of its time.")
-
-
-def note_problems(report: ProfileReport) -> Advice | None:
-    """Report ranks without samples, and missing samples."""
+def _notes(report: ProfileReport) -> Iterator[str]:
+    shares, nums = report.shares, [rank.num_samples for rank in report.ranks]
+    names = [n for kind, n in _NAMES.items() if getattr(shares, kind) < 0.01]
+    if names and any(shares):
+        listed = " or ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+        yield f"Under 1% of the time is {listed}: nothing to gain there."
+    if shares.other >= _LEAST_OTHER:
+        yield (
+            f"{shares.other:.0%} of the time is imports, garbage collection or not in "
+            f"your code, most of it at {_location(report, 'other')}. To leave the "
+            "start out: ronde profile --attach."
+        )
+    least = min(filter(None, nums), default=_LEAST_SAMPLES)
+    if least < _LEAST_SAMPLES:  # two standard deviations, at most
+        yield (
+            f"Few samples: {fmean(filter(None, nums)):,.0f} per rank. A share of one "
+            f"rank may be off by {least**-0.5:.0%} of its time."
+        )
     missing = [name_report(rank) for rank in report.ranks if not rank.num_samples]
-    reasons = dict.fromkeys(text for _, text in report.traits.problems)
-    if not (missing or reasons or report.traits.missing > _MANY_MISSING):
-        return None
-    missed = f"{report.traits.missing:.0%} of the expected samples are missing"
-    text = f"Without samples: {list_first(missing)}" if missing else missed
-    text += f" ({list_first([*reasons], 2, '; ')})" * bool(reasons)
-    return Advice("note", f"{text}. The shares are of the others.")
-
-
-def note_ddp(report: ProfileReport) -> Advice | None:
-    text = "DDP communicates inside backward(), in C++, where stacks do not show it: "
-    text += "this communication, and waiting for late ranks in it, count as compute."
-    return Advice("note", text) if report.traits.is_ddp_opaque else None
-
-
-def note_gpus(report: ProfileReport) -> Advice | None:
-    text = (
-        "The stacks are of the Python thread. GPU work counts at the line that waits "
-    )
-    text += "for it; backward() runs in a thread that is not seen."
-    return Advice("note", text) if report.traits.has_gpus else None
-
-
-_RULES: Sequence[_Rule] = (
-    advise_late_rank,
-    advise_input,
-    advise_communication,
-    advise_checkpoint,
-    advise_sync,
-    advise_balance,
-)
-_NOTES: Sequence[_Rule] = (
-    note_nothing,
-    note_start,
-    note_precision,
-    note_problems,
-    note_ddp,
-    note_gpus,
-)
+    if missing or report.problems or report.missing > _MANY_MISSING:
+        text = f"{report.missing:.0%} of the expected samples are missing"
+        text = f"Without samples: {list_first(missing)}" if missing else text
+        reasons = list_first(report.problems, 2, "; ")
+        yield f"{text}{f' ({reasons})' * bool(reasons)}. The shares are of the others."
+    if report.is_ddp_opaque:
+        yield _DDP
+    if report.has_gpus:
+        yield _GPUS

@@ -16,6 +16,7 @@ Note [Late ranks in samples]
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,14 +28,13 @@ from ronde.monitor.samples import Profile, SampleWindow
 from ronde.monitor.stack_kinds import StackKind, StackReader
 from ronde.status.table import JobInfo, JobStatus
 
-MOST_BINS = 100
+_MOST_BINS = 100
 _MOST_LINES = 100
 _LEAST_SHARE = 0.001  # of a line in the report
 _SLICE_S, _SLICE_SAMPLES = 5.0, 200
 _LEAST_SAMPLES = 20  # of a rank in a slice that is compared with others
 _RECENT_S = 8.0  # the time that the reported steps are of
 _LEAST_HIDDEN = 0.02
-_MOST_CELLS = 1600  # ranks times bins of a line
 _CONTEXT = 2  # lines of source before and after
 _MOST_SOURCE_BYTES = 4 << 20
 
@@ -72,7 +72,6 @@ class LineReport(NamedTuple):
     shares: ProfileShares  # of the job's time; the sum is the line's share
     bins: Bins  # a row for each field of ``shares``
     rank_shares: tuple[ProfileShares, ...]  # of each rank's time
-    rank_bins: Bins  # a row for each rank, of ``ProfileReport.stride`` bins a value
     first: int  # the number of the first line of ``context``
     context: tuple[str, ...]  # lines of source; () if unknown
 
@@ -102,39 +101,31 @@ class RankReport(NamedTuple):
     shares: ProfileShares  # all 0 without samples
     bins: Bins
     blame: float  # share of the job's time that other ranks wait for this one
-    num_late: int  # of ``ProfileTraits.num_rounds``
-    rss_bytes: tuple[int, ...]  # at the end of each time bin; 0 if unknown
-
-
-class ProfileTraits(NamedTuple):
-    """Facts about the program that advice depends on."""
-
-    name: str  # of the program
-    engine: str  # of its collectives
-    input_location: str  # of the loop over the DataLoader
-    is_loading_itself: bool  # a DataLoader without worker processes
-    is_ddp_opaque: bool  # DDP of another backend communicates inside backward()
-    has_gpus: bool
-    rounds: str  # ``steps`` or ``periods``
-    num_rounds: int
-    missing: float  # share of the expected samples
-    problems: tuple[tuple[int, str], ...]  # worker, and why a window has no samples
+    num_late: int  # of ``ProfileReport.num_rounds``
+    rss_bytes: int  # the largest seen; 0 if unknown
 
 
 class ProfileReport(NamedTuple):
     """The report on a profile; ``monitor.advice`` draws conclusions from it."""
 
     job: JobInfo
-    begun_at: float
+    name: str  # of the program
+    has_gpus: bool
     duration_s: float
     rate_hz: int
     num_bins: int
-    stride: int
     shares: ProfileShares  # all 0 without samples
     bins: Bins
     ranks: tuple[RankReport, ...]
     lines: tuple[LineReport, ...]  # the longest first
-    traits: ProfileTraits
+    rounds: str  # ``steps`` or ``periods``
+    num_rounds: int
+    engine: str  # of its collectives
+    input_location: str  # of the loop over the DataLoader
+    is_loading_itself: bool  # a DataLoader without worker processes
+    is_ddp_opaque: bool  # DDP of another backend communicates inside backward()
+    missing: float  # share of the expected samples
+    problems: tuple[str, ...]  # the reasons for windows without samples
 
 
 def read_source(file: str, before: float) -> Sequence[str]:
@@ -162,44 +153,37 @@ def summarize_profile(
     profile: Profile, read: ReadSource = read_source
 ) -> ProfileReport:
     """Divide the time of a profile by kind, rank and line."""
-    status, sources = profile.status, dict[str, Sequence[str]]()
+    status = profile.status
     has_gpus = any(row.status and row.status.device_bytes for row in status.workers)
 
+    @cache
     def source(file: str) -> Sequence[str]:
-        if file not in sources:
-            sources[file] = read(file, status.job.started_at)
-        return sources[file]
+        return read(file, status.job.started_at)
 
     reader = StackReader(source if has_gpus else None)
     time = _Times(profile, reader)
     rounds, num_rounds, late = _split_waiting(time, status)
     _move_gc(time, status)
-    traits = ProfileTraits(
+    problems = dict.fromkeys(w.problem for w in profile.windows if w.problem)
+    return ProfileReport(
+        job=status.job,
         name=_name_program(status.job.command),
+        has_gpus=has_gpus,
+        duration_s=time.duration_s,
+        rate_hz=profile.rate_hz,
+        num_bins=time.num_bins,
+        shares=_shares(time.cells.sum((0, 1, 3))),
+        bins=_bins(_divide(time.cells.sum((0, 1)), time.cells.sum())),
+        ranks=tuple(_report_ranks(time, status, late)),
+        lines=tuple(_report_lines(time, source)),
+        rounds=rounds,
+        num_rounds=num_rounds,
         engine=reader.engine,
         input_location=time.input_location,
         is_loading_itself=reader.is_loading_itself,
         is_ddp_opaque=reader.is_ddp_opaque,
-        has_gpus=has_gpus,
-        rounds=rounds,
-        num_rounds=num_rounds,
         missing=max(0.0, 1.0 - float(time.counts.sum()) / max(1.0, time.num_expected)),
-        problems=tuple(
-            dict.fromkeys((w.worker, w.problem) for w in profile.windows if w.problem)
-        ),
-    )
-    return ProfileReport(
-        job=status.job,
-        begun_at=profile.begun_at,
-        duration_s=time.duration_s,
-        rate_hz=profile.rate_hz,
-        num_bins=time.num_bins,
-        stride=time.stride,
-        shares=_shares(_divide(time.cells.sum((0, 1, 3)), time.cells.sum())),
-        bins=_bins(_divide(time.cells.sum((0, 1)), time.cells.sum())),
-        ranks=tuple(_report_ranks(time, status, late)),
-        lines=tuple(_report_lines(time, source)),
-        traits=traits,
+        problems=tuple(problems),
     )
 
 
@@ -207,16 +191,16 @@ class _Times:
     """The seconds of each worker, line and kind in each time bin."""
 
     def __init__(self, profile: Profile, reader: StackReader) -> None:
-        self.begun_at = profile.begun_at
-        self.duration_s = max(1e-3, profile.ended_at - profile.begun_at)
+        begun = [window.begun_at for window in profile.windows if window.runs]
+        self.begun_at = min(begun, default=profile.begun_at)  # not the wait before
+        self.duration_s = max(1e-3, profile.ended_at - self.begun_at)
         self.rate_hz = max(1, profile.rate_hz)
         num_samples = int(self.duration_s * self.rate_hz)
-        self.num_bins = max(1, min(MOST_BINS, num_samples // 10))
+        self.num_bins = max(1, min(_MOST_BINS, num_samples // 10))
         slice_s = max(_SLICE_S, _SLICE_SAMPLES / self.rate_hz)
         num_slices = min(self.num_bins, max(1, int(self.duration_s / slice_s)))
         self.slices = np.arange(self.num_bins) * num_slices // self.num_bins
         self.workers = _order_workers(profile)
-        self.stride = max(1, math.ceil(self.num_bins * len(self.workers) / _MOST_CELLS))
         self.num_expected = 0.0
         windows = sorted(profile.windows, key=lambda window: window.begun_at)
         kinds = [
@@ -227,15 +211,13 @@ class _Times:
         shape = (len(self.workers), len(self.lines) + 1, len(_KIND), self.num_bins)
         self.cells = np.zeros(shape)
         self.counts = np.zeros((len(self.workers), self.num_bins))
-        self.rss_bytes = np.zeros((len(self.workers), self.num_bins), np.int64)
+        self.rss_bytes = Counter[int]()
         for window, own in zip(windows, kinds, strict=True):
             self._add(window, own)
 
     def _each_s(self, window: SampleWindow) -> float:
-        num, length_s = (
-            sum(n for _, n in window.runs),
-            window.ended_at - window.begun_at,
-        )
+        num = sum(count for _, count in window.runs)
+        length_s = window.ended_at - window.begun_at
         return length_s / num if num and length_s > 0 else 1.0 / self.rate_hz
 
     def _choose_lines(
@@ -260,9 +242,8 @@ class _Times:
         worker = self.workers.index(window.worker)
         length_s = max(0.0, window.ended_at - window.begun_at)
         self.num_expected += length_s * self.rate_hz
-        if window.rss_bytes:
-            last = self._bins_of(np.array([window.ended_at - 1e-6]))[0]
-            self.rss_bytes[worker, last] = window.rss_bytes
+        largest = max(window.rss_bytes, self.rss_bytes[window.worker])
+        self.rss_bytes[window.worker] = largest
         stacks = np.repeat(
             np.array([index for index, _ in window.runs], np.int64),
             np.array([count for _, count in window.runs], np.int64),
@@ -270,17 +251,16 @@ class _Times:
         if not len(stacks):
             return
         each_s = self._each_s(window)
-        bins = self._bins_of(window.begun_at + (np.arange(len(stacks)) + 0.5) * each_s)
+        begun_s = window.begun_at - self.begun_at
+        at_s = begun_s + (np.arange(len(stacks)) + 0.5) * each_s
+        bins = (at_s * self.num_bins / self.duration_s).astype(np.int64)
+        bins = np.clip(bins, 0, self.num_bins - 1)
         index = {line: number for number, line in enumerate(self.lines)}
         lines = [index.get(k.line, len(index)) if k.line else len(index) for k in kinds]
         numbers = np.array([_KIND[kind.kind] for kind in kinds])
         where = np.array(lines)[stacks], numbers[stacks], bins
         np.add.at(self.cells[worker], where, each_s)
         np.add.at(self.counts[worker], bins, 1.0)
-
-    def _bins_of(self, at: npt.NDArray[np.floating[Any]]) -> npt.NDArray[np.int64]:
-        found = (at - self.begun_at) * self.num_bins / self.duration_s
-        return np.clip(found.astype(np.int64), 0, self.num_bins - 1)
 
     def in_slices(self, bins: _Array) -> _Array:
         starts = np.flatnonzero(np.diff(self.slices, prepend=-1))
@@ -379,11 +359,11 @@ def _report_ranks(
             worker=worker,
             host=row.host if row else "",
             num_samples=int(time.counts[index].sum()),
-            shares=_shares(_divide(cells.sum(1), cells.sum())),
+            shares=_shares(cells.sum(1)),
             bins=_bins(_divide(cells, cells.sum())),
             blame=blame,
             num_late=int(num_late),
-            rss_bytes=tuple(time.rss_bytes[index].tolist()),
+            rss_bytes=time.rss_bytes[worker],
         )
 
 
@@ -391,12 +371,10 @@ def _report_lines(
     time: _Times, source: Callable[[str], Sequence[str]]
 ) -> Iterator[LineReport]:
     total_s, rank_s = time.cells.sum(), time.cells.sum((1, 2, 3))[:, None]
-    starts = np.arange(0, time.num_bins, time.stride)
     for index, (file, line, function) in enumerate(time.lines):
         cells, text = time.cells[:, index], source(file)
         first = max(1, line - _CONTEXT)
         is_known = 0 < line <= len(text)
-        rank_bins = np.add.reduceat(_divide(cells.sum(1), rank_s), starts, axis=1)
         yield LineReport(
             file=file,
             line=line,
@@ -406,7 +384,6 @@ def _report_lines(
             rank_shares=tuple(
                 ProfileShares(*row.tolist()) for row in _divide(cells.sum(2), rank_s)
             ),
-            rank_bins=_bins(rank_bins),
             first=first,
             context=tuple(text[first - 1 : line + _CONTEXT]) if is_known else (),
         )
@@ -418,11 +395,10 @@ def _divide(part: Any, whole: Any, empty: float = 0.0) -> Any:  # noqa: ANN401  
     return np.divide(part, whole, out=np.full(shape, empty), where=whole != 0)[()]
 
 
-def _shares(parts: _Array) -> ProfileShares:
-    shares = ProfileShares(*parts.tolist())
-    is_empty = not any(shares)
+def _shares(spent_s: _Array) -> ProfileShares:
+    shares = ProfileShares(*_divide(spent_s, spent_s.sum()).tolist())
     rest = math.fsum(shares[1:])
-    return shares if is_empty else shares._replace(compute=max(0.0, 1.0 - rest))
+    return shares._replace(compute=max(0.0, 1.0 - rest)) if any(shares) else shares
 
 
 def _bins(rows: _Array) -> Bins:
@@ -431,15 +407,11 @@ def _bins(rows: _Array) -> Bins:
 
 def _order_workers(profile: Profile) -> list[int]:
     """Return the workers by rank, and those without one last."""
-    ranks = {row.worker: row.rank for row in profile.status.workers}
-    running = {r.worker for r in profile.status.workers if r.state == "running"}
-    found = running | {window.worker for window in profile.windows}
-
-    def key(worker: int) -> tuple[bool, int, int]:
-        rank = ranks.get(worker)
-        return rank is None, rank or 0, worker
-
-    return sorted(found, key=key)
+    rows = profile.status.workers
+    ranks = {row.worker: row.rank for row in rows if row.rank is not None}
+    found = {row.worker for row in rows if row.state == "running"}
+    found |= {window.worker for window in profile.windows}
+    return sorted(found, key=lambda worker: (ranks.get(worker, math.inf), worker))
 
 
 def _name_program(command: Sequence[str]) -> str:

@@ -13,13 +13,13 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain, groupby
+from collections.abc import Callable, Mapping
+from itertools import groupby
 from threading import Thread
-from typing import Any, NamedTuple
+from typing import Any
 
 from ronde.launch.signals import wait_for
-from ronde.monitor.inspection import StackFrame, make_frame
+from ronde.monitor.inspection import make_frame
 from ronde.monitor.samples import HostSamples, SampleWindow
 from ronde.monitor.stacks import NO_PYTHON, explain, explain_output, find_python, py_spy
 from ronde.processes import is_alive, read_stat
@@ -28,22 +28,12 @@ _LONGEST_S, _SHORTEST_S = 20, 5
 _WINDOW_SAMPLES = 2000  # reading them takes as long as a start of py-spy
 # With --idle, since time also passes for a rank that sleeps or waits.
 _RECORD = ("record", "--format", "speedscope", "--idle", "--nonblocking")
-_OPTIONS = ("--rate", "--duration", "--pid", "--output")
 _ASKED_S = 5.0  # a watcher asks each second
 _POLL_S = 0.25
 _KILL_S = 2.0  # after py-spy was to end; it takes some ms
 _READ_BYTES = 1 << 16
-_MOST_FRAMES = 200_000  # in the samples of a window; more are sent as several windows
+_MOST_FRAMES = 300  # of a stack, from the innermost: a window is one line of JSON
 _RSS_FIELD = 22  # number as in proc(5), minus 2
-
-
-class PySpyRun(NamedTuple):
-    """One run of py-spy, which makes the samples of a window."""
-
-    begun_at: float  # Unix time
-    ended_at: float
-    rss_bytes: int
-    text: str  # its messages
 
 
 class Sampler:
@@ -82,21 +72,25 @@ class Sampler:
         self._threads.clear()
 
     def _sample(self, worker: int, pid: int) -> None:
-        problem = ""
-        while not problem and time.monotonic() < self._until_s and is_alive(pid):
+        is_failing = False
+        while not is_failing and self._goes_on(pid):
             # A shell of the worker may start one Python program after another.
-            for window in self._record(worker, find_python(pid)):
+            window = self._record(worker, find_python(pid))
+            is_failing = bool(window.problem) and self._goes_on(window.pid)
+            if window.runs or is_failing:
                 self._send(HostSamples(window))
-                problem = window.problem
 
-    def _record(self, worker: int, pid: int) -> Iterator[SampleWindow]:
-        fd = os.memfd_create("samples")
+    def _goes_on(self, pid: int) -> bool:
+        return time.monotonic() < self._until_s and is_alive(pid)
+
+    def _record(self, worker: int, pid: int) -> SampleWindow:
+        fd, now = os.memfd_create("samples"), time.time()
+        window = SampleWindow(worker, pid, now, now, (), (), (), 0, "")
+        window_s = min(max(_WINDOW_SAMPLES // self._rate_hz, _SHORTEST_S), _LONGEST_S)
+        command = [py_spy(), *_RECORD, "--pid", str(pid), "--output"]
+        command += [f"/proc/self/fd/{fd}", "--rate", str(self._rate_hz)]
+        command += ["--duration", str(window_s)]
         with os.fdopen(fd, "rb") as file:
-            window_s = max(_WINDOW_SAMPLES // self._rate_hz, _SHORTEST_S)
-            window_s = min(window_s, _LONGEST_S)
-            values = self._rate_hz, window_s, pid, f"/proc/self/fd/{fd}"
-            options = zip(_OPTIONS, map(str, values), strict=True)
-            command = [py_spy(), *_RECORD, *chain.from_iterable(options)]
             try:
                 process = subprocess.Popen(
                     command,
@@ -106,34 +100,29 @@ class Sampler:
                     pass_fds=(fd,),
                 )
             except OSError as error:
-                yield _without_samples(worker, pid, explain(error))
-                return
+                return window._replace(problem=explain(error))
             with process:
-                run = self._follow(process, pid)
-            samples: Sequence[Sequence[int]] = ()
-            if process.returncode == 0:
-                result = json.load(file)
-                samples = _samples_of(result, pid)
-                frames = [_frame(each) for each in result["shared"]["frames"]]
-                yield from make_windows(worker, pid, run, samples, frames)
-            is_over = not is_alive(pid) or time.monotonic() >= self._until_s
-            if not samples and not is_over:
-                is_read = process.returncode == 0
-                problem = NO_PYTHON if is_read else explain_output(run.text)
-                yield _without_samples(worker, pid, problem)
+                window, text = self._follow(process, window)
+            if process.returncode:
+                return window._replace(problem=explain_output(text))
+            return add_samples(window, json.load(file))
 
-    def _follow(self, process: "subprocess.Popen[bytes]", pid: int) -> PySpyRun:
-        """Wait until py-spy ends, or end it."""
-        text, begun_at, rss_bytes = "", 0.0, 0
+    def _follow(
+        self, process: "subprocess.Popen[bytes]", window: SampleWindow
+    ) -> tuple[SampleWindow, str]:
+        """Wait until py-spy ends, or end it; return its window and its messages."""
+        text = ""
         output = process.stdout.fileno() if process.stdout else -1
         while True:
             if wait_for([output], [], _POLL_S):
                 data = os.read(output, _READ_BYTES)
                 if not data:
-                    return PySpyRun(begun_at, time.time(), rss_bytes, text)
+                    return window._replace(ended_at=time.time()), text
+                if not text:  # it says that it begins
+                    window = window._replace(begun_at=time.time())
                 text += data.decode(errors="replace")
-                begun_at = begun_at or time.time()
-            rss_bytes = _read_rss(pid) or rss_bytes  # 0 once the process has ended
+            if rss_bytes := _read_rss(window.pid):  # 0 once it has ended
+                window = window._replace(rss_bytes=rss_bytes)
             past_s = time.monotonic() - self._until_s
             if past_s > _KILL_S:
                 process.kill()
@@ -148,49 +137,25 @@ def _read_rss(pid: int) -> int:
         return 0
 
 
-def _samples_of(result: Any, pid: int) -> Sequence[Sequence[int]]:  # noqa: ANN401
-    """Return the samples of the main thread, each with the outermost frame first."""
-    main = f"Thread {pid} "
+def add_samples(window: SampleWindow, result: Mapping[str, Any]) -> SampleWindow:
+    """Return a window with the main thread's samples in a result of py-spy."""
+    main, frames = f"Thread {window.pid} ", dict[int, int]()
     found = [each for each in result["profiles"] if each["name"].startswith(main)]
+    stacks: dict[tuple[int, ...], int] = {}
+    runs: list[tuple[int, int]] = []
     # A sample without frames has failed.
-    return [each for each in found[0]["samples"] if each] if found else ()
-
-
-def _frame(frame: Mapping[str, Any]) -> StackFrame:
-    return make_frame(frame["name"], frame["file"] or "", frame["line"] or 0)
-
-
-def make_windows(
-    worker: int,
-    pid: int,
-    run: PySpyRun,
-    samples: Sequence[Sequence[int]],
-    frames: Sequence[StackFrame],
-) -> Iterator[SampleWindow]:
-    """Yield the samples of one run of py-spy, in several windows if they are large."""
-    each_s = (run.ended_at - run.begun_at) / max(1, len(samples))
-    first = depth = 0
-    for end, sample in enumerate(samples, 1):
-        depth += len(sample)
-        if depth < _MOST_FRAMES and end < len(samples):
-            continue
-        own: dict[StackFrame, int] = {}
-        stacks: dict[tuple[int, ...], int] = {}
-        runs: list[tuple[int, int]] = []
-        for equal, group in groupby(samples[first:end]):
-            stack = (frames[number] for number in reversed(equal))
-            numbers = tuple(own.setdefault(each, len(own)) for each in stack)
-            number = stacks.setdefault(numbers, len(stacks))
-            runs.append((number, sum(1 for _ in group)))
-        begun_at, ended_at = (run.begun_at + each_s * n for n in (first, end))
-        yield SampleWindow(
-            *(worker, pid, begun_at, ended_at, tuple(own), tuple(stacks), tuple(runs)),
-            rss_bytes=run.rss_bytes,
-            problem="",
-        )
-        first, depth = end, 0
-
-
-def _without_samples(worker: int, pid: int, problem: str) -> SampleWindow:
-    now = time.time()
-    return SampleWindow(worker, pid, now, now, (), (), (), 0, problem)
+    samples: list[list[int]] = found[0]["samples"] if found else []
+    for sample, equal in groupby(filter(None, samples)):
+        innermost = sample[: -_MOST_FRAMES - 1 : -1]
+        stack = tuple(frames.setdefault(number, len(frames)) for number in innermost)
+        runs.append((stacks.setdefault(stack, len(stacks)), sum(1 for _ in equal)))
+    shared = [result["shared"]["frames"][number] for number in frames]
+    return window._replace(
+        frames=tuple(
+            make_frame(each["name"], each["file"] or "", each["line"] or 0)
+            for each in shared
+        ),
+        stacks=tuple(stacks),
+        runs=tuple(runs),
+        problem="" if runs else NO_PYTHON,
+    )

@@ -51,6 +51,10 @@ class StackKind(NamedTuple):
     loop: tuple[str, int] | None = None  # of a DataLoader: the line that iterates it
 
 
+def _has_line(frame: StackFrame) -> bool:
+    return frame.is_user and frame.file not in _GENERATED
+
+
 class StackReader:
     """Finds the kinds of stacks, and traits of the program on the way.
 
@@ -72,11 +76,7 @@ class StackReader:
 
     def read(self, frames: Sequence[StackFrame]) -> StackKind:
         """Return the kind of a stack, the innermost frame first."""
-        users = [
-            index
-            for index, frame in enumerate(frames)
-            if frame.is_user and frame.file not in _GENERATED
-        ]
+        users = [i for i, frame in enumerate(frames) if _has_line(frame)]
         inner = frames[users[0]] if users else None
         line = (inner.file, inner.line, inner.function) if inner else None
         called = frames[: users[0]] if users else frames
@@ -107,11 +107,8 @@ class StackReader:
             for part, kind in _KINDS:
                 if part in frame.file:
                     return kind
-        if user and not called and self._source and self._is_sync(user):
-            return "sync"
-        return "compute" if user else "other"
-
-    def _is_sync(self, frame: StackFrame) -> bool:
-        lines = self._source(frame.file) if self._source else ()
-        is_known = 0 < frame.line <= len(lines)
-        return is_known and _SYNC_CALL.search(lines[frame.line - 1]) is not None
+        if user is None:
+            return "other"
+        lines = self._source(user.file) if self._source and not called else ()
+        text = "".join(lines[user.line - 1 : user.line]) if user.line else ""
+        return "sync" if _SYNC_CALL.search(text) else "compute"

@@ -44,13 +44,11 @@ def draw_profile(report: ProfileReport) -> str:
 
 
 def describe_sampling(report: ProfileReport) -> str:
-    num = sum(rank.num_samples for rank in report.ranks)
-    ranks, length = (
-        counted(len(report.ranks), "rank"),
-        format_duration(report.duration_s),
-    )
+    samples = counted(sum(rank.num_samples for rank in report.ranks), "sample")
+    ranks, length = len(report.ranks), format_duration(report.duration_s)
     return (
-        f"{counted(num, 'sample')} of {ranks} in {length}, {report.rate_hz} a second."
+        f"{samples} of {counted(ranks, 'rank')} in {length}, "
+        f"{report.rate_hz} a second of each."
     )
 
 
@@ -87,7 +85,7 @@ def _draw_ranks(report: ProfileReport) -> str:
             shorten(rank.host, 10),
             *(f"{getattr(rank.shares, field):.1%}" for field in fields),
             f"{rank.blame:.1%}",
-            format_size(max(rank.rss_bytes)),
+            format_size(rank.rss_bytes),
         )
         for rank in shown[:_MOST_RANKS]
     ]

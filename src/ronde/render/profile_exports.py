@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 from ronde.monitor.inspection import StackFrame
@@ -17,11 +18,10 @@ def write_collapsed(profile: Profile, path: Path) -> None:
     The number counts samples. ``flamegraph.pl``, speedscope and others read it.
     """
     counts: Counter[str] = Counter()
-    for name, windows in _by_rank(profile).items():
-        for window in windows:
-            for index, count in window.runs:
-                stack = [window.frames[i] for i in reversed(window.stacks[index])]
-                counts[";".join([name, *map(_collapse, stack)])] += count
+    for name, window in _by_rank(profile):
+        for index, count in window.runs:
+            stack = [window.frames[i] for i in reversed(window.stacks[index])]
+            counts[";".join([name, *map(_collapse, stack)])] += count
     path.write_text("".join(f"{stack} {n}\n" for stack, n in sorted(counts.items())))
 
 
@@ -34,7 +34,7 @@ def write_speedscope(profile: Profile, path: Path) -> None:
         "exporter": "ronde profile",
         "profiles": [
             _rank_profile(name, windows, frames)
-            for name, windows in _by_rank(profile).items()
+            for name, windows in grouped(_by_rank(profile)).items()
         ],
         "shared": {
             "frames": [
@@ -69,15 +69,13 @@ def _rank_profile(
     }
 
 
-def _by_rank(profile: Profile) -> dict[str, list[SampleWindow]]:
+def _by_rank(profile: Profile) -> Iterator[tuple[str, SampleWindow]]:
     ranks = {row.worker: row.rank for row in profile.status.workers}
-
-    def name(worker: int) -> str:
-        rank = ranks.get(worker)
-        return f"worker {worker}" if rank is None else f"rank {rank}"
-
-    ordered = sorted(profile.windows, key=lambda each: (each.worker, each.begun_at))
-    return grouped((name(window.worker), window) for window in ordered)
+    for window in sorted(
+        profile.windows, key=lambda each: (each.worker, each.begun_at)
+    ):
+        rank = ranks.get(window.worker)
+        yield f"worker {window.worker}" if rank is None else f"rank {rank}", window
 
 
 def _collapse(frame: StackFrame) -> str:

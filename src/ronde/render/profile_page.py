@@ -25,22 +25,18 @@ def write_page(report: ProfileReport, path: Path) -> None:
         "DATA": data,
     }
     # All at once, since a part may contain another's name.
-    page = re.sub(
-        "%(TITLE|TEXT|DATA)%", lambda found: parts[found[1]], _TEMPLATE.read_text()
-    )
-    path.write_text(page)
+    template = _TEMPLATE.read_text()
+    path.write_text(re.sub("%(\\w+)%", lambda found: parts[found[1]], template))
 
 
 def _page_data(report: ProfileReport) -> dict[str, object]:
-    kinds = zip(_LETTERS, LABELS.values(), strict=True)
     return {
         "headline": find_headline(report),
         "command": f"job {report.job.job_id}: {shlex.join(report.job.command)}",
         "sampling": describe_sampling(report),
-        "kinds": [{"letter": letter, "label": label} for letter, label in kinds],
+        "kinds": [*zip(_LETTERS, LABELS.values(), strict=True)],
         "seconds": round(report.duration_s, 3),
         "num": report.num_bins,
-        "stride": report.stride,
         "bins": _millionths(report.bins),
         "advice": [each.text for each in find_advice(report)],
         "lines": [_line_data(line) for line in report.lines],
@@ -57,7 +53,7 @@ def _line_data(line: LineReport) -> dict[str, object]:
         "first": line.first,
         "context": line.context,
         "bins": _millionths(line.bins),
-        "ranks": _millionths(line.rank_bins),
+        "ranks": [round(sum(each), 4) for each in line.rank_shares],
     }
 
 

@@ -51,8 +51,17 @@ def dial(path: str, timeout_s: float) -> socket.socket:
 
 
 def is_own(sock: socket.socket) -> bool:
+    return _read_peer(sock)[1] in (os.geteuid(), 0)
+
+
+def is_of_this_process(sock: socket.socket) -> bool:
+    """Return True if this process listens at the other end."""
+    return _read_peer(sock)[0] == os.getpid()
+
+
+def _read_peer(sock: socket.socket) -> tuple[int, ...]:
     raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return _CREDENTIALS.unpack(raw)[1] in (os.geteuid(), 0)
+    return _CREDENTIALS.unpack(raw)
 
 
 def own_directories(prefix: str) -> Iterator[Path]:

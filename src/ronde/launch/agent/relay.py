@@ -508,8 +508,8 @@ class ObserverProgram:
         if self._program is not None:
             question = json.loads(line)
             self._program.write(json.dumps({**question, "pids": pids}))
-            is_last = question.get("until_end") is True
-            self._asked_s = time.monotonic() if is_last else float("-inf")
+            if question.get("until_end") is True:
+                self._asked_s = time.monotonic()
 
     def finish(self) -> bool:
         """Return True once the answers at the end are there, after 3 s at most."""

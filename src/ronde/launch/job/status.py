@@ -51,6 +51,7 @@ class _Reader:
         self.answers: list[bytes] = []  # to send after ``unsent``
         self.unsent = memoryview(b"")
         self.is_answered = False  # ``unsent`` is the rest of an answer
+        self.is_awaited = False  # at the job's end
         self.next_at_s = 0.0
         self.took_at_s = time.monotonic()  # of its last read
 
@@ -135,15 +136,15 @@ class StatusService:
     def close(self) -> None:
         """Send idle readers the last table, with the ends of the workers.
 
-        Answers that are not sent are awaited for at most 2 s.
+        Answers that a reader wants at the end (``until_end``) are awaited for at most
+        2 s, until it has read them.
         """
         self._send = lambda _message: None  # the agents are gone
         if self._readers:
             self._build(time.monotonic())
         ends_s = time.monotonic() + _LAST_S
-        while late := [
-            each for each in self._readers if each.answers or each.is_answered
-        ]:
+        awaited = [reader for reader in self._readers if reader.is_awaited]
+        while late := [each for each in awaited if each.answers or each.is_answered]:
             fds = [reader.sock.fileno() for reader in late]
             if not wait_for([], fds, ends_s - time.monotonic()):
                 break
@@ -196,6 +197,7 @@ class StatusService:
             is_open = bool(data) and len(reader.received) <= _MAX_QUESTION_BYTES
             for line in lines:
                 question = {**json.loads(line), "reader": reader.number}
+                reader.is_awaited |= question.get("until_end") is True
                 self._send(messages.Observe(json.dumps(question)))
         except (ValueError, TypeError, RecursionError):
             is_open = False  # it sent something else than JSON objects
