@@ -61,5 +61,5 @@ def test_facts_of_hosts_at_fault_are_shown():
         "The GPUs of node1 cannot be read: NVML hangs.",
         "GPU 0 of node1 is throttled (HW thermal slowdown).",
         "The memory of node1 is full.",
-        "NetworkCounters eth0 of node1 has had 1,200 errors since boot.",
+        "Interface eth0 of node1 has had 1,200 errors since boot.",
     ]
