@@ -93,7 +93,7 @@ def _describe(seen: ObservedJob, rank: WatchedRank, own: _Work, usual: _Work) ->
         text += f", the others {_ms(usual.input_s)}."
         reasons.append((more.input_s, "input", text))
     if more.gc_s >= _PART * more.own_s:
-        text = f"Python's garbage collector takes {_ms(own.gc_s)} of its steps"
+        text = f"Python's garbage collector takes {_ms(own.gc_s)} of each step"
         reasons.append((more.gc_s, "gc", f"{text}: {_GC_ADVICE}"))
     if code_s >= _PART * more.own_s:
         found = _explain_code(seen, rank) or {"compute": ""}
