@@ -67,7 +67,7 @@ def test_slow_ranks_are_named_with_their_reasons(ronde, tmp_path):
 
         (tmp_path / "phase").write_text("code")
         text = observe(socket, {("compute", (2,))}, line_of("slow"))["compute", (2,)]
-        assert text.startswith("The other ranks wait ")
+        assert text.startswith("On the other ranks ")
 
         (tmp_path / "phase").write_text("cpu")
         with busy():

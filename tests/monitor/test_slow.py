@@ -30,8 +30,10 @@ def test_a_throttled_gpu_explains_a_slow_rank_and_its_line_is_the_unusual_one():
     inspections[2] = [inspect(2, 40), inspect(2, 41)]
     slow, errors = explain_slow(observe(watcher, inspections=inspections))
     assert (slow.kind, slow.ranks) == ("gpu", (2,))
-    assert slow.text.startswith("The other ranks wait 30% of each step for rank 2 (no")
-    assert "takes 180ms, 50% more than their median." in slow.text
+    assert slow.text.startswith(
+        "On the other ranks 30% of each step is waiting for rank 2 (no"
+    )
+    assert "takes 180ms, 50% more than the median of the others." in slow.text
     words = "Its GPU runs at 1140 MHz, the others at 1755 (HW thermal slowdown)."
     assert words in slow.text
     words = "It is at train.py:41 in train() more often than the others: in 1 of 2"

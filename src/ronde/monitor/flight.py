@@ -123,9 +123,9 @@ def _parse(rank: int, plain: Mapping[str, Any]) -> Dump:
 
 def _name_operation(entry: Mapping[str, Any]) -> str:
     kind = entry["profiling_name"].rpartition(":")[2]
-    if any(word in kind.lower() for word in _UNEVEN):
-        return kind
     shapes = ["x".join(map(str, shape)) or "1" for shape in entry["input_sizes"]]
+    if not shapes or any(word in kind.lower() for word in _UNEVEN):
+        return kind
     types = dict.fromkeys(entry.get("input_dtypes") or ())
     return f"{kind} of {', '.join(shapes)} {', '.join(types)}".rstrip()
 

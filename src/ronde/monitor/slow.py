@@ -101,12 +101,12 @@ def _describe(seen: ObservedJob, rank: WatchedRank, own: _Work, usual: _Work) ->
     reasons.sort(key=lambda reason: -reason[0])
     slower = own.own_s / max(1e-9, usual.own_s) - 1.0
     cost = (
-        f"The other ranks wait {rank.blame:.0%} of each step for rank {rank.rank} "
-        f"({rank.host}, pid {rank.pid}). Its own work takes {_ms(own.own_s)}, "
-        f"{slower:.0%} more than their median."
+        f"On the other ranks {rank.blame:.0%} of each step is waiting for rank "
+        f"{rank.rank} ({rank.host}, pid {rank.pid}). Its own work takes "
+        f"{_ms(own.own_s)}, {slower:.0%} more than the median of the others."
     )
     gain = f"{1.0 / (1.0 - min(0.99, rank.blame)):.2g} times as fast"
-    gain = f"If it were as fast as they are, steps would be at most {gain}."
+    gain = f"If it were as fast as the others, steps would be at most {gain}."
     texts = [cost, *(text for *_, text in reasons), _find_line(seen, rank), gain]
     kind = reasons[0][1] if reasons else "compute"
     number = () if rank.rank is None else (rank.rank,)

@@ -36,6 +36,14 @@ class Fault(NamedTuple):
     text: str  # whole sentences: rank, line, cause and remedy
 
 
+_INSIDE = Fault(
+    "inside",
+    (),
+    "All of its ranks are in it: the network or a driver does not move the data, or "
+    "they passed different sizes; with NCCL they may be in different operations.",
+)
+
+
 class Wait(NamedTuple):
     """A pending collective, with the ranks in it and those that it waits for."""
 
@@ -113,7 +121,8 @@ def explain_hang(status: JobStatus, inspections: Mapping[int, Inspection]) -> Ve
     if long and not faults:
         unknown = {rank for wait in long for rank in wait.unknown} - waiting
         faults = [_describe_rank(job, rank, long) for rank in sorted(unknown)]
-        faults = faults or [*_judge_stacks(job)]  # the ranks of its group are unknown
+        is_known = UNKNOWN not in long[0].collective.ranks
+        faults = faults or ([_INSIDE] if is_known else [*_judge_stacks(job)])
     return Verdict(tuple(faults), tuple(waits))
 
 

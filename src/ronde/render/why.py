@@ -70,7 +70,7 @@ def draw_slow(view: WatchedJob, faults: Sequence[Fault]) -> str:
 
 def _describe_step(view: WatchedJob) -> str:
     if view.hang:
-        return f"{view.hang} ronde why without --slow says more."
+        return f"{view.hang} ronde why without --slow shows more."
     if view.shares is None or view.step_s is None:
         return (
             "The program reports no steps. hvd.DistributedOptimizer counts them, or "
@@ -78,7 +78,8 @@ def _describe_step(view: WatchedJob) -> str:
         )
     shares = zip(view.shares, _PARTS, strict=True)
     parts = ", ".join(f"{share:.0%} {name}" for share, name in shares if share >= 0.005)
-    return f"A step takes {format_duration(view.step_s)}: {parts}."
+    took = format_duration(view.step_s)
+    return f"A step takes {took}. On average over the ranks: {parts}."
 
 
 def _slow_row(rank: WatchedRank) -> tuple[str, ...]:
