@@ -335,7 +335,7 @@ def _describe_cycle(cycle: Sequence[tuple[int, Wait]], line_of: LineOf) -> Fault
 
 def _group(collective: PendingCollective) -> str:
     ranks = collective.ranks
-    return f"the group of {name_ranks(ranks)}" if ranks else collective.group
+    return f"{collective.group} ({name_ranks(ranks)})" if ranks else collective.group
 
 
 def _judge_stacks(job: _Job) -> tuple[Fault, ...]:
