@@ -1,7 +1,8 @@
-"""A program with planted faults: ``faulty_rank.py BACKEND DIRECTORY [deadlock|other]``.
+"""A program with planted faults: ``faulty_rank.py DIRECTORY [BACKEND]``.
 
-It leaves a fault when the file of its name appears in the directory. The tests find the
-line of a fault by the comment there.
+It leaves a fault when the file of its name appears in the directory, or at a signal;
+the last faults stay. With a backend it has only the deadlock of two groups. The tests
+find the line of a fault by the comment there.
 """
 
 import os
@@ -14,53 +15,9 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
-backend, directory = sys.argv[1], Path(sys.argv[2])
+import ronde.torch as hvd
 
-
-class Named:
-    """Named collectives of ronde.torch, and process sets."""
-
-    def __init__(self):
-        import ronde.torch as hvd
-
-        self.hvd = hvd
-        self.sets = [hvd.ProcessSet([0, 1, 2]), hvd.ProcessSet([0, 1, 3])]
-        hvd.init(process_sets=self.sets)
-        self.rank = hvd.rank()
-
-    def reduce(self, step):
-        self.hvd.allreduce(torch.ones(8), name=f"grad.{step}")
-
-    def broadcast(self, step):
-        self.hvd.broadcast(torch.ones(8), 0, name=f"weights.{step}")
-
-    def within(self, number):
-        self.hvd.allreduce(
-            torch.ones(8), name=f"pair.{number}", process_set=self.sets[number]
-        )
-
-
-class Grouped:
-    """Process groups of torch.distributed."""
-
-    def __init__(self):
-        dist.init_process_group(backend)
-        self.rank = dist.get_rank()
-        self.groups = [dist.new_group([0, 1, 2]), dist.new_group([0, 1, 3])]
-
-    def reduce(self, step):
-        dist.all_reduce(torch.ones(8))
-
-    def broadcast(self, step):
-        dist.broadcast(torch.ones(8), 0)
-
-    def within(self, number):
-        dist.all_reduce(torch.ones(8), group=self.groups[number])
-
-
-def loop():
-    while not (directory / "loop").exists():  # loop
-        pass
+directory = Path(sys.argv[1])
 
 
 class SlowImages(Dataset):
@@ -70,9 +27,15 @@ class SlowImages(Dataset):
         return 1
 
     def __getitem__(self, index):
-        while not (directory / "two").exists():
+        while not (directory / "input").exists():
             time.sleep(0.05)
         return torch.ones(1)
+
+
+def loop():
+    (directory / "ready").touch()
+    while not (directory / "loop").exists():  # loop
+        pass
 
 
 def load():
@@ -80,41 +43,65 @@ def load():
         pass
 
 
-def train(job):
+def train(rank, reduce):
+    """Make equal calls on all ranks of a backend, each after another fault."""
     for step in range(5):
-        job.reduce(step)
-    if job.rank == 2:
-        (directory / "ready").touch()
+        reduce(step)
+    if rank == 2:
         loop()
-    job.reduce(5)
-    if job.rank == 2:
+    reduce(5)
+    if rank == 2:
         os.kill(os.getpid(), signal.SIGSTOP)  # stopped
-    job.reduce(6)
-    if job.rank == 0:
+    reduce(6)
+    if rank == 0:
         load()
-    if job.rank == 1:
+    if rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)  # second
-    job.reduce(7)
-    if backend == "named":
-        job.reduce(9 if job.rank == 3 else 8)  # skips 8
+    reduce(7)
+
+
+def skip_one(rank, reduce):
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
     for number in range(50):
-        if (job.rank, number) != (3, 20):
-            job.reduce(number)
-    if job.rank == 3:
-        time.sleep(1000)  # has skipped one
+        if (rank, number) != (3, 20):
+            reduce(number)
+    if rank == 3:
+        signal.sigwait([signal.SIGUSR1])  # has skipped one
+        reduce(20)
 
 
-def deadlock(job):
-    first, second = (0, 1) if job.rank in (0, 2) else (1, 0)
-    job.within(first)  # first group
-    if job.rank < 2:
-        job.within(second)
+def deadlock(rank, within):
+    first, second = (0, 1) if rank == 0 else (1, 0)
+    within(first)  # first group
+    within(second)
 
 
-if __name__ == "__main__":
-    work = Named() if backend == "named" else Grouped()
-    if "deadlock" in sys.argv:
-        deadlock(work)
-    if "other" in sys.argv and work.rank == 0:
-        work.broadcast(0)  # other operation
-    train(work)
+def deadlock_groups():
+    dist.init_process_group(sys.argv[2])
+    groups = [dist.new_group([0, 1]), dist.new_group([0, 1])]
+    deadlock(dist.get_rank(), lambda n: dist.all_reduce(torch.ones(8), group=groups[n]))
+
+
+def main():
+    sets = [hvd.ProcessSet([0, 1, 2]), hvd.ProcessSet([0, 1, 3])]
+    hvd.init(process_sets=sets)
+    rank = hvd.rank()
+    dist.init_process_group("gloo")
+    own = dist.new_group(backend="ronde")
+    pair = dist.new_group([2, 3])
+    x = torch.ones(8)
+
+    train(rank, lambda step: hvd.allreduce(x, name=f"grad.{step}"))
+    skip_one(rank, lambda _: dist.all_reduce(x))
+    skip_one(rank, lambda _: dist.barrier(own))
+    if rank < 2:
+        deadlock(rank, lambda n: hvd.allreduce(x, name=f"set.{n}", process_set=sets[n]))
+    elif rank == 2:
+        dist.broadcast(x, 2, group=pair)  # other operation
+    dist.all_reduce(x, group=pair)
+
+
+if len(sys.argv) > 2:
+    deadlock_groups()
+else:
+    main()

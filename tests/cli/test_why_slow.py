@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 from tests.cli.test_ps import running
-from tests.cli.test_why import flat, job_id
+from tests.cli.test_why import flat
 from tests.limits import until
 
+from ronde.launch import watch
 from ronde.monitor import explain_slow, observe_job
 from ronde.render import draw_slow
 
@@ -24,7 +25,7 @@ def line_of(comment):
     return f"{PROGRAM.name}:{found}"
 
 
-def observe(name, kinds, words=""):
+def observe(socket, kinds, words=""):
     """Return texts of verdicts by kind and ranks, until all kinds have been found.
 
     One of the texts must contain the words.
@@ -32,7 +33,7 @@ def observe(name, kinds, words=""):
     found = {}
 
     def is_found():
-        seen = observe_job(name)
+        seen = observe_job(next(watch(socket)))
         faults = explain_slow(seen)
         text = draw_slow(seen.view, faults)
         found.update({(fault.kind, fault.ranks): flat(fault.text) for fault in faults})
@@ -54,22 +55,21 @@ def busy():
             process.kill()
 
 
-def test_slow_ranks_are_named_with_their_reasons(ronde, ronde_here, tmp_path):
+def test_slow_ranks_are_named_with_their_reasons(ronde, tmp_path):
     (tmp_path / "phase").write_text("several")
     words = ("-n", "4", "--", sys.executable, str(PROGRAM), str(tmp_path))
     with running(ronde, *words) as (_, socket):
-        name = job_id(socket)
         kinds = {("tokens", (0,)), ("input", (1,)), ("gc", (3,))}
-        found = observe(name, kinds)
+        found = observe(socket, kinds)
         assert "It has 1.8 times as many tokens per step." in found["tokens", (0,)]
         assert "for its DataLoader" in found["input", (1,)]
         assert "gc.freeze()" in found["gc", (3,)]
 
         (tmp_path / "phase").write_text("code")
-        text = observe(name, {("compute", (2,))}, line_of("slow"))["compute", (2,)]
-        assert text.startswith("Ranks wait ")
+        text = observe(socket, {("compute", (2,))}, line_of("slow"))["compute", (2,)]
+        assert text.startswith("On the other ranks ")
 
         (tmp_path / "phase").write_text("cpu")
         with busy():
-            text = observe(name, {("cpu", (3,))})["cpu", (3,)]
+            text = observe(socket, {("cpu", (3,))})["cpu", (3,)]
         assert "other processes use its cores and it has nice 5." in text

@@ -15,7 +15,7 @@ def observe(watcher, **facts):
 
 def inspect(worker, line):
     frame = StackFrame("train", "train.py", line, is_user=True)
-    return Inspection(worker, 1000 + worker, "R", "", 1.0, 0.0, 0, (frame,), "")
+    return Inspection(worker, 1000 + worker, "R", "", 1.0, 0.0, (frame,), "")
 
 
 def test_a_throttled_gpu_explains_a_slow_rank_and_its_line_is_the_unusual_one():
@@ -30,12 +30,18 @@ def test_a_throttled_gpu_explains_a_slow_rank_and_its_line_is_the_unusual_one():
     inspections[2] = [inspect(2, 40), inspect(2, 41)]
     slow, errors = explain_slow(observe(watcher, inspections=inspections))
     assert (slow.kind, slow.ranks) == ("gpu", (2,))
-    assert slow.text.startswith("Ranks wait 30% of each step for rank 2 (node0, pid 10")
+    assert slow.text.startswith(
+        "On the other ranks 30% of each step is waiting for rank 2 (no"
+    )
     assert "takes 180ms, 50% more than the median of the others." in slow.text
     words = "Its GPU runs at 1140 MHz, the others at 1755 (HW thermal slowdown)."
     assert words in slow.text
-    assert "It was at train.py:41 in train() in 1 of 2 samples." in slow.text
-    assert slow.text.endswith("Without it steps are 1.4 times as fast at most.")
+    words = "It is at train.py:41 in train() more often than the others: in 1 of 2"
+    assert words in slow.text
+    assert slow.text.endswith("steps would be at most 1.4 times as fast.")
+    inspections[2] = inspections[3]
+    text = explain_slow(observe(watcher, inspections=inspections))[0].text
+    assert "more often" not in text
     assert (errors.kind, errors.ranks) == ("errors", (0, 1, 2, 3))
     assert "12 packets" in errors.text
 

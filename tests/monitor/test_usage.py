@@ -89,8 +89,10 @@ def test_a_container_has_its_own_memory_and_kills(tmp_path, version):
 def test_adapters_and_ports_are_counted_once(tmp_path):
     """A bridge and IPoIB show bytes that their adapters count, too."""
     put_host(tmp_path)
+    many = (net_line(f"veth{n}", 7, 8) for n in range(2000))  # longer than a read
     lines = [
         net_line("lo", 1, 1),
+        *many,
         net_line("docker0", 70, 80),
         net_line("eth0", 70, 80, errors=(3, 4)),
         net_line("ib0", 5, 6),

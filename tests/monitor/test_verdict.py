@@ -49,6 +49,21 @@ def test_a_call_of_unknown_ranks_blames_none():
     assert explain((call, call, None)) == []
 
 
+def test_a_call_that_all_ranks_are_in_blames_none_but_has_causes():
+    ((kind, ranks, text),) = explain((CALL, CALL))
+    assert (kind, ranks) == ("inside", ())
+    assert "the network or a driver does not move the data" in text
+
+
+def test_faults_of_two_kinds_are_both_found():
+    """Ranks 0 and 1 wait for each other in two groups, and ranks 2 and 3 in one."""
+    first, second = (CALL._replace(group=g, ranks=(0, 1)) for g in ("a", "b"))
+    pair = CALL._replace(group="c", ranks=(2, 3))
+    other = pair._replace(name="broadcast", kind="broadcast")
+    found = explain((first, second, other, pair))
+    assert [each[:2] for each in found] == [("mismatch", (2, 3)), ("order", (0, 1))]
+
+
 def test_facts_of_hosts_at_fault_are_shown():
     usage = make_usage(range(8), at_s=1.0, num_gpus=1)
     gpu = usage.gpus[0]._replace(throttled_by=("HW thermal slowdown",))
@@ -61,5 +76,5 @@ def test_facts_of_hosts_at_fault_are_shown():
         "The GPUs of node1 cannot be read: NVML hangs.",
         "GPU 0 of node1 is throttled (HW thermal slowdown).",
         "The memory of node1 is full.",
-        "NetworkCounters eth0 of node1 has had 1,200 errors since boot.",
+        "Interface eth0 of node1 has had 1,200 errors since boot.",
     ]

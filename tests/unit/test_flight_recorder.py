@@ -50,6 +50,6 @@ def test_a_call_of_nccl_is_reported_once_two_samples_have_found_it_pending():
         calls = source.report().collectives
         found.append([(call.group, call.sequence, call.ranks) for call in calls])
     slow = ("tensor_parallel", 3, (0, 2))
-    assert found == [[], [], [slow], [("0", 8, ()), slow]]
+    assert found == [[], [], [slow], [("group 0", 8, ()), slow]]
     world.pg_names = {}
     assert source.report().collectives == []

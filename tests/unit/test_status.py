@@ -360,7 +360,7 @@ def test_a_rank_in_its_data_loader_is_at_fault_below_the_hook_that_measures_it()
         ("train", "train.py"),
     ]
     frames = [StackFrame(*place, 7, place[1] == "train.py") for place in places]
-    own = Inspection(1, 101, "S", "", 0.0, 0.0, 0, tuple(frames), "")
+    own = Inspection(1, 101, "S", "", 0.0, 0.0, tuple(frames), "")
     job = table(worker(0, status(collective())), worker(1, status(), age_s=9.0))
     (fault,) = explain_hang(job, {1: own}).faults
     assert (fault.kind, fault.ranks) == ("input", (1,))

@@ -6,10 +6,12 @@ from pathlib import Path
 
 from ronde.arguments import CommandParser
 from ronde.errors import LaunchError
-from ronde.monitor.asking import inspect_job, observe_job
+from ronde.launch.status import list_jobs
+from ronde.monitor.asking import choose_job, inspect_workers, observe_job
 from ronde.monitor.verdict import explain_hang
 from ronde.plain_values import to_plain
 from ronde.render.why import draw_dumps, draw_hang, draw_slow, draw_stacks
+from ronde.status.table import JobStatus
 
 _HELP = """\
 usage: ronde why [JOB] [--stacks] [--json]
@@ -42,11 +44,11 @@ def run(words: Sequence[str]) -> int:
     dumps = [n for n in names if n[-1].isdecimal() and ("/" in n or Path(n).exists())]
     if len(names) > 1 or dumps:
         return _judge_files(names, is_json=options.json)
-    name = names[0] if names else None
     try:
+        job = choose_job(list_jobs(), names[0] if names else None)
         if options.slow:
-            return _judge_speed(name, is_json=options.json)
-        inspected = inspect_job(name)
+            return _judge_speed(job, is_json=options.json)
+        inspected = inspect_workers(job)
     except OSError as error:
         raise LaunchError(f"the job ended or does not answer: {error}.") from None
     verdict = explain_hang(inspected.status, inspected.inspections)
@@ -54,9 +56,7 @@ def run(words: Sequence[str]) -> int:
         plain = {
             "job": inspected.status.job._asdict(),
             "verdict": to_plain(verdict),
-            "inspections": [
-                to_plain(inspection) for inspection in inspected.inspections.values()
-            ],
+            "inspections": [*map(to_plain, inspected.inspections.values())],
             "kernel_lines": to_plain(inspected.kernel_lines),
             "silent_hosts": inspected.silent,
             "usages": {n: to_plain(each) for n, each in inspected.usages.items()},
@@ -69,11 +69,11 @@ def run(words: Sequence[str]) -> int:
     return 0
 
 
-def _judge_speed(name: str | None, *, is_json: bool) -> int:
+def _judge_speed(job: JobStatus, *, is_json: bool) -> int:
     # Imported late: most questions are about a hang.
     from ronde.monitor.slow import explain_slow
 
-    seen = observe_job(name)
+    seen = observe_job(job)
     faults = explain_slow(seen)
     if is_json:
         plain = {"faults": to_plain(faults), "view": to_plain(seen.view)}

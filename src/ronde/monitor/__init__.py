@@ -6,11 +6,11 @@ __getattr__ = lazy_exports(
     __name__,
     {
         "advice": "Advice find_advice find_headline",
-        "asking": "InspectedJob ObservedJob choose_job inspect_job observe_job",
+        "asking": "InspectedJob ObservedJob choose_job inspect_workers observe_job",
         "collecting": "ProfileCollector collect_own_job",
         "flight": "explain_dumps read_dumps",
         "gpus": "GpuReader HangingReader",
-        "host": "UsageReader read_usage",
+        "host": "UsageReader",
         "inspection": "Inspection KernelLine StackFrame",
         "metrics": "open_metrics",
         "observer": "find_kernel_lines",

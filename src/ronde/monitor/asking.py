@@ -7,7 +7,7 @@ from math import inf
 from typing import NamedTuple
 
 from ronde.errors import UsageError
-from ronde.launch.status import HostAnswer, JobConnection, list_jobs
+from ronde.launch.status import HostAnswer, JobConnection
 from ronde.monitor.inspection import HostInspection, Inspection, KernelLine
 from ronde.monitor.send_queues import SendQueue
 from ronde.monitor.usage import HostUsage
@@ -38,7 +38,11 @@ def choose_job(jobs: Sequence[JobStatus], name: str | None) -> JobStatus:
     Raises:
         UsageError: There is none, or there are several.
     """
-    found = [job for job in jobs if name is None or name in _names_of(job)]
+    found = [
+        job
+        for job in jobs
+        if name is None or name in " ".join((job.job.job_id, *job.job.command))
+    ]
     if len(found) == 1:
         return found[0]
     ids = ", ".join(job.job.job_id for job in jobs)
@@ -50,20 +54,6 @@ def choose_job(jobs: Sequence[JobStatus], name: str | None) -> JobStatus:
     if not found:
         raise UsageError(f"JOB must be one of {ids}, got {name!r}.")
     raise UsageError(f"several jobs are running, so JOB must be given: one of {ids}.")
-
-
-def _names_of(job: JobStatus) -> str:
-    return " ".join((job.job.job_id, *job.job.command))
-
-
-def inspect_job(name: str | None = None) -> InspectedJob:
-    """Inspect the workers of the job that ``choose_job`` returns.
-
-    Raises:
-        UsageError: As ``choose_job``.
-        OSError: The job ended meanwhile.
-    """
-    return inspect_workers(choose_job(list_jobs(), name))
 
 
 def inspect_workers(status: JobStatus) -> InspectedJob:
@@ -115,14 +105,12 @@ class ObservedJob(NamedTuple):
     queues: dict[str, list[SendQueue]]  # by host, of all inspections
 
 
-def observe_job(name: str | None = None) -> ObservedJob:
-    """Observe the job that ``choose_job`` returns for about 4 s.
+def observe_job(status: JobStatus) -> ObservedJob:
+    """Observe a job for about 4 s.
 
     Raises:
-        UsageError: As ``choose_job``.
         OSError: The job ended meanwhile.
     """
-    status = choose_job(list_jobs(), name)
     watcher = JobWatcher(status)
     before = watcher.view()
     num_hosts = len({row.host for row in status.workers})

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, NoReturn
 from ronde.errors import UsageError
 from ronde.monitor.inspection import make_frame
 from ronde.monitor.verdict import Fault, Verdict, Wait, find_conflicts
-from ronde.status.values import PendingCollective
+from ronde.status.values import PendingCollective, name_group
 
 _RANK = re.compile(r"(\d+)(?:\.(?:json|pickle|pkl))?$")
 # The sizes of these may differ between ranks.
@@ -123,9 +123,9 @@ def _parse(rank: int, plain: Mapping[str, Any]) -> Dump:
 
 def _name_operation(entry: Mapping[str, Any]) -> str:
     kind = entry["profiling_name"].rpartition(":")[2]
-    if any(word in kind.lower() for word in _UNEVEN):
-        return kind
     shapes = ["x".join(map(str, shape)) or "1" for shape in entry["input_sizes"]]
+    if not shapes or any(word in kind.lower() for word in _UNEVEN):
+        return kind
     types = dict.fromkeys(entry.get("input_dtypes") or ())
     return f"{kind} of {', '.join(shapes)} {', '.join(types)}".rstrip()
 
@@ -189,10 +189,11 @@ def _find_frontier(
         if not missing and (is_complete or len(by_operation) == 1):
             continue
         lines |= {rank: call.line for rank, call in found.items()}
+        label = name_group(group[0], group[1])
         members = sorted([*found, *missing])
         return [
             Wait(
-                PendingCollective(name, group[1], name, number, 0, 0.0, tuple(ranks)),
+                PendingCollective(name, label, name, number, 0, 0.0, tuple(ranks)),
                 tuple(own),
                 tuple(rank for rank in members if rank not in own),
                 (),

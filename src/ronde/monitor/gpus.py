@@ -111,7 +111,13 @@ def _read_gpu(nvml: Any, number: int, handle: object) -> GpuUsage:  # noqa: ANN4
     """Read one GPU; raise ``NVMLError`` if it does not even have a name."""
 
     def ask(name: str, *given: object) -> Any:  # noqa: ANN401
-        return _ask(nvml, f"nvmlDeviceGet{name}", handle, *given)
+        """Return an answer; None if the GPU, the driver or nvidia-ml-py has none."""
+        try:
+            return getattr(nvml, f"nvmlDeviceGet{name}")(handle, *given)
+        except (AttributeError, nvml.NVMLError, mismatch):
+            return None
+
+    mismatch = getattr(nvml, "NVMLLibraryMismatchError", nvml.NVMLError)
 
     title = nvml.nvmlDeviceGetName(handle)
     busy, milliwatts = ask("UtilizationRates"), ask("PowerUsage")
@@ -134,14 +140,3 @@ def _read_gpu(nvml: Any, number: int, handle: object) -> GpuUsage:  # noqa: ANN4
         throttled_by=tuple(text for bit, text in _THROTTLED.items() if reasons & bit),
         pids=tuple(int(each.pid) for each in ask("ComputeRunningProcesses") or ()),
     )
-
-
-def _ask(nvml: Any, name: str, *given: object) -> Any:  # noqa: ANN401
-    """Return an answer; None if the GPU, the driver or nvidia-ml-py has none."""
-    mismatch: Any = getattr(nvml, "NVMLLibraryMismatchError", ())
-    try:
-        return getattr(nvml, name)(*given)
-    except (AttributeError, nvml.NVMLError):
-        return None
-    except mismatch:
-        return None

@@ -5,31 +5,23 @@ of an ended child to its parent, so that of a worker does not fall when one ends
 if the parent ignores SIGCHLD, or if the child has left it (a daemon).
 """
 
-import functools
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 from ronde.memory import list_groups, list_limits
 from ronde.monitor.gpus import GpuReader, HangingReader
 from ronde.monitor.usage import HostUsage, NetworkCounters, ProcessUsage
-from ronde.processes import read_process, read_stat
-from ronde.topology.kernel_files import (
-    list_names,
-    read_fields,
-    read_number,
-    read_text,
-)
+from ronde.processes import read_process, read_stat, read_text
+from ronde.topology.kernel_files import list_names, read_fields, read_number
 from ronde.topology.machine import parse_rate
 
 _DEADLINE_S = 0.5  # for NVML, and for adapters, whose firmware is asked
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-_MAX_BYTES = 1 << 20
-_INFINIBAND = "32"  # of if_arp.h
+_INFINIBAND = 32  # of if_arp.h
 _OOM_FILES = ("memory.events", "memory.oom_control")  # of cgroups v2 and v1
 _WORD_BYTES = 4  # the unit of the data counters of InfiniBand
 _PORT_ERRORS = (
@@ -39,11 +31,6 @@ _PORT_ERRORS = (
     "port_rcv_errors",
     "local_link_integrity_errors",
 )
-
-
-def read_usage(pids: Mapping[int, int]) -> HostUsage:
-    """Return the usage of this host and of the processes of workers."""
-    return _own_reader().read(pids)
 
 
 class UsageReader:
@@ -57,6 +44,7 @@ class UsageReader:
         self._ports = HangingReader(lambda: tuple(_read_ports(root)))
 
     def read(self, pids: Mapping[int, int]) -> HostUsage:
+        """Return the usage of the host and of workers' processes, by worker id."""
         with self._lock:
             ports = self._ports.latest(_DEADLINE_S).value or ()
             gpus, problem = self._gpus.read(_DEADLINE_S)
@@ -78,11 +66,6 @@ class UsageReader:
             gpu_problem=problem,
             workers=workers,
         )
-
-
-@functools.cache
-def _own_reader() -> UsageReader:
-    return UsageReader()
 
 
 class _ProcessTree:
@@ -127,7 +110,7 @@ class _ProcessTree:
 
 def _read_cpu_s(root: str) -> float:
     """Return the busy time of all cores, as user, system and stolen time."""
-    words = read_text(f"{root}/proc/stat", _MAX_BYTES).partition("\n")[0].split()[1:9]
+    words = read_text(f"{root}/proc/stat").partition("\n")[0].split()[1:9]
     ticks = [*map(int, words)]
     return (sum(ticks) - sum(ticks[3:5])) / _TICKS_PER_S  # without idle and iowait
 
@@ -164,11 +147,6 @@ def _count_oom_kills(root: str) -> int:
     return 0
 
 
-class _NetFile(NamedTuple):
-    name: str
-    counters: list[int]  # the columns of /proc/net/dev
-
-
 def _read_interfaces(root: str, *, has_ports: bool) -> Iterator[NetworkCounters]:
     """Yield the network adapters; in a container without one, all but loopback.
 
@@ -176,15 +154,16 @@ def _read_interfaces(root: str, *, has_ports: bool) -> Iterator[NetworkCounters]
     InfiniBand's interfaces those of its ports.
     """
     top = f"{root}/sys/class/net"
-    found: list[_NetFile] = []
+    found: dict[str, list[int]] = {}
     for line in read_text(f"{root}/proc/net/dev").splitlines()[2:]:
         name, _, counters = line.partition(":")
-        found.append(_NetFile(name.strip(), [*map(int, counters.split())]))
-    found = [each for each in found if each.name != "lo"]
-    adapters = [each for each in found if Path(f"{top}/{each.name}/device").exists()]
-    for name, counters in adapters or found:
-        if has_ports and read_text(f"{top}/{name}/type") == _INFINIBAND:
+        found[name.strip()] = [*map(int, counters.split())]
+    found.pop("lo", None)
+    adapters = [name for name in found if Path(f"{top}/{name}/device").exists()]
+    for name in adapters or found:
+        if has_ports and read_number(f"{top}/{name}/type", 0) == _INFINIBAND:
             continue
+        counters = found[name]
         yield NetworkCounters(
             name=name,
             received_bytes=counters[0],
@@ -215,10 +194,6 @@ def _read_ports(root: str) -> Iterator[NetworkCounters]:
                     name=f"{adapter}:{port}",
                     received_bytes=received * _WORD_BYTES,
                     sent_bytes=sent * _WORD_BYTES,
-                    num_errors=_total(errors),
+                    num_errors=sum(count for count in errors if count > 0),
                     bits_per_s=parse_rate(read_text(f"{own}/rate")) * 1_000_000,
                 )
-
-
-def _total(counts: Iterable[int]) -> int:
-    return sum(count for count in counts if count > 0)

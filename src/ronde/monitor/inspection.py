@@ -35,7 +35,6 @@ class Inspection(NamedTuple):
     waits_in: str  # the kernel function it sleeps in; empty if unknown
     cpu: float  # CPU seconds per second
     faults_per_s: float  # major page faults, which wait for the disk
-    rss_bytes: int
     frames: tuple[StackFrame, ...]  # of the main thread, the innermost first
     problem: str  # why there is no stack, in half a sentence; empty with one
     cpu_wait: float = 0.0  # share of the time in which its main thread waited for a CPU

@@ -20,7 +20,7 @@ from functools import partial
 from threading import Lock
 from typing import Any, NamedTuple, cast
 
-from ronde.monitor.host import read_usage
+from ronde.monitor.host import UsageReader
 from ronde.monitor.inspection import HostInspection, Inspection, KernelLine
 from ronde.monitor.sampler import Sampler
 from ronde.monitor.send_queues import sample_queues
@@ -45,11 +45,15 @@ class Observer:
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(_NUM_THREADS)
         self._samplers: dict[int, Sampler] = {}  # by reader
+        self._answers: dict[object, Callable[[_Pids], object]] = {
+            "inspect": inspect,
+            "usage": UsageReader().read,
+        }
 
     def run(self) -> None:
         for line in sys.stdin:
             question = json.loads(line)
-            answer = _ANSWERS.get(question.get("ask"))
+            answer = self._answers.get(question.get("ask"))
             if answer is not None:
                 self._pool.submit(_answer, answer, question)
             elif question.get("ask") == "profile":
@@ -114,7 +118,6 @@ def inspect(pids: _Pids) -> HostInspection:
                 cpu=max(0.0, usage.cpu_s - before[worker].cpu_s) / took_s,
                 faults_per_s=max(0, usage.num_faults - before[worker].num_faults)
                 / took_s,
-                rss_bytes=usage.rss_bytes,
                 frames=() if isinstance(frames, str) else frames,
                 problem=frames if isinstance(frames, str) else "",
                 cpu_wait=max(0.0, usage.waited_s - before[worker].waited_s) / took_s,
@@ -142,7 +145,6 @@ class _Usage(NamedTuple):
     state: str
     cpu_s: float
     num_faults: int
-    rss_bytes: int
     nice: int = 0
     waited_s: float = 0.0  # of its main thread, for a CPU
 
@@ -151,7 +153,7 @@ def _read_usage(pid: int) -> _Usage:
     try:
         fields = read_stat(pid)
     except OSError:
-        return _Usage("", 0.0, 0, 0)
+        return _Usage("", 0.0, 0)
     schedule = read_text(f"/proc/{pid}/schedstat").split()  # of the main thread
     # Numbers of fields as in proc(5), minus 2.
     ticks = int(fields[12]) + int(fields[13])
@@ -159,14 +161,6 @@ def _read_usage(pid: int) -> _Usage:
         state=fields[1],
         cpu_s=ticks / os.sysconf("SC_CLK_TCK"),
         num_faults=int(fields[10]),
-        rss_bytes=int(fields[22]) * os.sysconf("SC_PAGE_SIZE"),
         nice=int(fields[17]),
         waited_s=int(schedule[1]) / 1e9 if schedule else 0.0,
     )
-
-
-_ANSWERS: dict[object, Callable[[_Pids], object]] = {
-    "inspect": inspect,
-    "usage": read_usage,
-}
-"""The function that answers each question."""

@@ -6,7 +6,7 @@ code, for which there may be a reason such as more tokens or less CPU.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from statistics import fmean, median
 from typing import NamedTuple
 
@@ -23,6 +23,7 @@ _PART = 0.3  # of a rank's extra time, for it to be a reason
 _MORE_TOKENS = 1.1
 _CPU_WAIT = 0.1  # of the time, more than the others
 _SLOW_CLOCK = 0.9
+_MORE_OFTEN = 0.05  # of the samples, at its line than the others
 _SENDING, _UNREAD = 0.5, 0.3  # of the time
 _FULL = 0.8  # of an interface's rate
 _MOST_HOSTS = 4
@@ -32,16 +33,12 @@ _GC_ADVICE = (
 )
 
 
-class _Extra(NamedTuple):
-    """The seconds that a rank needs in a step beyond the median of the others."""
+class _Work(NamedTuple):
+    """The seconds of a step in a rank's own work, and in two parts of it."""
 
     own_s: float
     input_s: float
     gc_s: float
-
-    @property
-    def code_s(self) -> float:
-        return self.own_s - self.input_s - self.gc_s
 
 
 def explain_slow(seen: ObservedJob) -> tuple[Fault, ...]:
@@ -51,10 +48,11 @@ def explain_slow(seen: ObservedJob) -> tuple[Fault, ...]:
         return ()
     faults: list[Fault] = []
     for rank in sorted(ranks, key=lambda rank: -rank.blame):
-        extra = _find_extra(rank, [other for other in ranks if other is not rank])
-        is_late = extra.own_s >= _BLAMED / 2 * (rank.step_s or 0.0)
+        own, others = _work(rank), [_work(each) for each in ranks if each is not rank]
+        usual = _Work(*map(_median, zip(*others, strict=True))) if others else own
+        is_late = own.own_s - usual.own_s >= _BLAMED / 2 * (rank.step_s or 0.0)
         if rank.blame >= _BLAMED and is_late:
-            faults.append(_describe(seen, rank, extra))
+            faults.append(_describe(seen, rank, own, usual))
     shares = [rank.shares for rank in ranks if rank.shares]
     waiting = fmean(share.waiting for share in shares)
     if not faults and waiting >= _ALL_WAIT:
@@ -70,52 +68,49 @@ def explain_slow(seen: ObservedJob) -> tuple[Fault, ...]:
     return (*faults, *_judge_network(seen, fmean(s.communication for s in shares)))
 
 
-def _find_extra(rank: WatchedRank, others: Sequence[WatchedRank]) -> _Extra:
-    columns = zip(_parts(rank), *map(_parts, others), strict=True)
-    return _Extra(*(own - _median(rest) for own, *rest in columns))
-
-
 def _median(values: Iterable[float]) -> float:
     found = list(values)
     return median(found) if found else 0.0
 
 
-def _parts(rank: WatchedRank) -> _Extra:
-    """Return the seconds of a step in all of a rank's own work, input and GC."""
+def _work(rank: WatchedRank) -> _Work:
     step_s, shares = rank.step_s or 0.0, rank.shares
     if shares is None:
-        return _Extra(0.0, 0.0, 0.0)
-    own = shares.compute + shares.input + shares.other
-    return _Extra(own * step_s, shares.input * step_s, shares.other * step_s)
+        return _Work(0.0, 0.0, 0.0)
+    return _Work(rank.own_s or 0.0, shares.input * step_s, shares.other * step_s)
 
 
-def _describe(seen: ObservedJob, rank: WatchedRank, extra: _Extra) -> Fault:
-    """Describe a rank that others wait for: its cost, the parts and the reasons."""
-    own, reasons = _parts(rank), dict[str, str]()
-    if extra.input_s >= _PART * extra.own_s:
+def _describe(seen: ObservedJob, rank: WatchedRank, own: _Work, usual: _Work) -> Fault:
+    """Describe a rank that others wait for: its cost, the parts and the reasons.
+
+    ``usual`` is the median of the other ranks.
+    """
+    more = _Work(*(mine - theirs for mine, theirs in zip(own, usual, strict=True)))
+    code_s = more.own_s - more.input_s - more.gc_s
+    reasons: list[tuple[float, str, str]] = []
+    if more.input_s >= _PART * more.own_s:
         text = f"It waits {_ms(own.input_s)} of each step for its DataLoader"
-        reasons["input"] = f"{text}, the others {_ms(own.input_s - extra.input_s)}."
-    if extra.gc_s >= _PART * extra.own_s:
-        text = f"Python's garbage collector takes {_ms(own.gc_s)} of its steps"
-        reasons["gc"] = f"{text}: {_GC_ADVICE}"
-    if extra.code_s >= _PART * extra.own_s:
-        reasons |= _explain_code(seen, rank) or {"compute": ""}
-    parts = sorted(reasons, key=lambda name: -_size(name, extra))
-    slower = own.own_s / max(1e-9, own.own_s - extra.own_s) - 1.0
-    text = (
-        f"Ranks wait {rank.blame:.0%} of each step for rank {rank.rank} ({rank.host}, "
-        f"pid {rank.pid}). Its own work takes {_ms(own.own_s)}, {slower:.0%} more than "
-        "the median of the others."
+        text += f", the others {_ms(usual.input_s)}."
+        reasons.append((more.input_s, "input", text))
+    if more.gc_s >= _PART * more.own_s:
+        text = f"Python's garbage collector takes {_ms(own.gc_s)} of each step"
+        reasons.append((more.gc_s, "gc", f"{text}: {_GC_ADVICE}"))
+    if code_s >= _PART * more.own_s:
+        found = _explain_code(seen, rank) or {"compute": ""}
+        reasons += [(code_s, kind, text) for kind, text in found.items()]
+    reasons.sort(key=lambda reason: -reason[0])
+    slower = own.own_s / max(1e-9, usual.own_s) - 1.0
+    cost = (
+        f"On the other ranks {rank.blame:.0%} of each step is waiting for rank "
+        f"{rank.rank} ({rank.host}, pid {rank.pid}). Its own work takes "
+        f"{_ms(own.own_s)}, {slower:.0%} more than the median of the others."
     )
-    gain = f"Without it steps are {1.0 / (1.0 - min(0.99, rank.blame)):.2g} times as"
-    texts = [text, *(reasons[name] for name in parts), _find_line(seen, rank)]
+    gain = f"{1.0 / (1.0 - min(0.99, rank.blame)):.2g} times as fast"
+    gain = f"If it were as fast as the others, steps would be at most {gain}."
+    texts = [cost, *(text for *_, text in reasons), _find_line(seen, rank), gain]
+    kind = reasons[0][1] if reasons else "compute"
     number = () if rank.rank is None else (rank.rank,)
-    text = " ".join(filter(None, [*texts, f"{gain} fast at most."]))
-    return Fault(parts[0] if parts else "compute", number, text)
-
-
-def _size(name: str, extra: _Extra) -> float:
-    return {"input": extra.input_s, "gc": extra.gc_s}.get(name, extra.code_s)
+    return Fault(kind, number, " ".join(filter(None, texts)))
 
 
 def _ms(duration_s: float) -> str:
@@ -188,9 +183,11 @@ def _find_line(seen: ObservedJob, rank: WatchedRank) -> str:
             if is_in_call(each) is False and (line := locate(each.user_frame)):
                 shares[line] += weight / len(found)
     line = max(shares, key=shares.__getitem__, default="")
-    own = [locate(each.user_frame) for each in seen.inspections.get(rank.worker, ())]
-    text = f"It was{line} in {own.count(line)} of {len(own)} samples."
-    return text if line in own else ""
+    if shares[line] < _MORE_OFTEN:
+        return ""
+    own = [locate(each.user_frame) for each in seen.inspections[rank.worker]]
+    often = f"in {own.count(line)} of {len(own)} samples of its stack"
+    return f"It is{line} more often than the others: {often}."
 
 
 _Path = tuple[str, str]

@@ -6,7 +6,7 @@ other: they call different collectives, or use several groups in different order
 faults are reported, not just the first.
 """
 
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ from ronde.monitor.inspection import Inspection, StackFrame
 from ronde.monitor.usage import HostUsage
 from ronde.status.table import JobStatus, WorkerInfo
 from ronde.status.values import UNKNOWN, PendingCollective
-from ronde.units import format_duration, name_ranks
+from ronde.units import format_duration, grouped, name_ranks
 
 HANG_S = 3.0  # a shorter wait is no hang; it may have begun after the inspections
 _BUSY = 0.3
@@ -34,6 +34,14 @@ class Fault(NamedTuple):
     kind: str
     ranks: tuple[int, ...]
     text: str  # whole sentences: rank, line, cause and remedy
+
+
+_INSIDE = Fault(
+    "inside",
+    (),
+    "All of its ranks are in it: the network or a driver does not move the data, or "
+    "they passed different sizes; with NCCL they may be in different operations.",
+)
 
 
 class Wait(NamedTuple):
@@ -68,7 +76,6 @@ class _Job:
         }
 
     def is_in_call(self, rank: int) -> bool | None:
-        """Return True if a rank's stack is in a collective; None if it has no stack."""
         inspection = self.inspections.get(rank)
         return None if inspection is None else is_in_call(inspection)
 
@@ -106,7 +113,7 @@ def explain_hang(status: JobStatus, inspections: Mapping[int, Inspection]) -> Ve
     long = [wait for wait in waits if wait.age_s >= HANG_S]
     if not waits and not any(row.status for row in job.rows.values()):
         return Verdict(_judge_stacks(job), ())
-    waiting = {rank for wait in waits for rank in wait.ranks}
+    waiting = _ranks_of(waits)
     missing = {rank for wait in long for rank in wait.missing}
     guilty = sorted(missing - waiting)
     faults = [_describe_rank(job, rank, long) for rank in guilty]
@@ -114,7 +121,8 @@ def explain_hang(status: JobStatus, inspections: Mapping[int, Inspection]) -> Ve
     if long and not faults:
         unknown = {rank for wait in long for rank in wait.unknown} - waiting
         faults = [_describe_rank(job, rank, long) for rank in sorted(unknown)]
-        faults = faults or [*_judge_stacks(job)]  # the ranks of its group are unknown
+        is_known = UNKNOWN not in long[0].collective.ranks
+        faults = faults or ([_INSIDE] if is_known else [*_judge_stacks(job)])
     return Verdict(tuple(faults), tuple(waits))
 
 
@@ -139,7 +147,7 @@ def find_evidence(
         for each in usage.interfaces:
             if each.num_errors:
                 since = f"{each.num_errors:,} errors since boot"
-                texts.append(f"NetworkCounters {each.name} of {host} has had {since}.")
+                texts.append(f"Interface {each.name} of {host} has had {since}.")
     return texts[:_MOST_EVIDENCE]
 
 
@@ -159,12 +167,12 @@ def describe_hang(verdict: Verdict) -> str:
 
 
 def _find_waits(job: _Job) -> list[Wait]:
-    by_key: dict[object, list[tuple[int, PendingCollective]]] = defaultdict(list)
-    for rank, row in job.rows.items():
-        if row.status is None or row.state != "running" or job.is_frozen(rank):
-            continue
-        for each in row.status.collectives:
-            by_key[each.key, each.ranks].append((rank, each))
+    by_key = grouped(
+        ((each.key, each.ranks), (rank, each))
+        for rank, row in job.rows.items()
+        if row.status and row.state == "running" and not job.is_frozen(rank)
+        for each in row.status.collectives
+    )
     waits: list[Wait] = []
     for members in by_key.values():
         ranks, first = tuple(rank for rank, _ in members), members[0][1]
@@ -206,19 +214,18 @@ def _describe_rank(job: _Job, rank: int, waits: Sequence[Wait]) -> Fault:
     late = [wait for wait in waits if rank in (*wait.missing, *wait.unknown)]
     name = late[0].collective.name if late else "a collective"
     if row is None:
-        text = f"Rank {rank} is not in the job's view, but {name} waits for it."
+        text = f"Rank {rank} is no longer in the job, but {name} waits for it."
         return Fault("gone", (rank,), text)
     who = f"Rank {rank} ({row.host}, pid {inspection.pid if inspection else row.pid})"
     if row.state == "ended":
         code = row.exit_code or 0
-        how = f"exited with code {code}"
-        if code < 0:
-            how = f"was killed by {signal_name(-code)}"
+        killed = f"was killed by {signal_name(-code)}"
+        how = killed if code < 0 else f"exited with code {code}"
         return Fault("dead" if code else "left", (rank,), f"{who} {how} before {name}.")
     if row.state == "lost":
         return Fault("dead", (rank,), f"{who} was lost with its host.")
     if inspection is None:
-        text = f"{who} is not in {name}; the observer on its host does not answer."
+        text = f"{who} is not in {name}. Its host did not answer: no reason is known."
         return Fault("silent", (rank,), text)
     kind, text = _explain(inspection)
     return Fault(kind, (rank,), f"{who} is not in {name}: it {text}.")
@@ -228,13 +235,14 @@ def _explain(process: Inspection) -> tuple[str, str]:
     """Return the kind of a fault, and a description that continues a sentence."""
     where, state = locate(process.user_frame), process.state
     is_loading = any(_LOADER in frame.file for frame in process.frames)
+    inside = f" in {process.waits_in}" * bool(process.waits_in)
     kill, core = f"kill -CONT {process.pid}", f"({process.cpu:.0%} of a core)"
     stopped = f"is stopped{where} (SIGSTOP or a debugger). Type: {kill}"
     swapped = f"reads its memory back from disk{where}: the host's memory is full"
     reasons = {
         "dead": (state in ("", "Z", "X"), "has ended"),
         "stopped": (state in ("T", "t"), stopped),
-        "blocked": (state == "D", f"hangs in the kernel{where}: {_BLOCKED}"),
+        "blocked": (state == "D", f"hangs in the kernel{inside}{where}: {_BLOCKED}"),
         "memory": (process.faults_per_s > _MANY_FAULTS_PER_S, swapped),
         "unknown": (not process.frames, f"runs {core}; no stack: {process.problem}"),
         "input": (is_loading, f"waits for its DataLoader{where}"),
@@ -258,28 +266,23 @@ LineOf = Callable[[int], str]
 
 
 def find_conflicts(waits: Sequence[Wait], line_of: LineOf) -> list[Fault]:
-    """Find ranks that wait for each other: in one group, or else across groups."""
-    return _find_mismatches(waits, line_of) or _find_cycles(waits, line_of)
-
-
-def _find_mismatches(waits: Sequence[Wait], line_of: LineOf) -> list[Fault]:
-    """Find different calls of one group that wait for each other's ranks."""
-    groups: dict[object, list[Wait]] = defaultdict(list)
-    for wait in waits:
-        groups[wait.collective.group, wait.collective.ranks].append(wait)
+    """Find ranks that wait for each other: in one group, and across groups."""
+    groups = grouped(((w.collective.group, w.collective.ranks), w) for w in waits)
     faults: list[Fault] = []
+    rest = list(waits)
     for found in groups.values():
-        ranks = {rank for wait in found for rank in wait.ranks}
         # A rank may be in several calls at once, such as named ones.
-        own = [wait for wait in found if ranks.intersection(wait.missing)]
-        own = [wait for wait in own if not set(wait.ranks) & _ranks_of(own, wait)]
+        own = [wait for wait in found if _ranks_of(found).intersection(wait.missing)]
+        num_calls = Counter(rank for wait in own for rank in wait.ranks)
+        own = [wait for wait in own if all(num_calls[rank] == 1 for rank in wait.ranks)]
         if len(own) > 1:
             faults.append(_describe_mismatch(own, line_of))
-    return faults
+            rest = [wait for wait in rest if not _ranks_of(own) & set(wait.ranks)]
+    return [*faults, *_find_cycles(rest, line_of)]
 
 
-def _ranks_of(waits: Sequence[Wait], other: Wait) -> set[int]:
-    return {rank for wait in waits if wait is not other for rank in wait.ranks}
+def _ranks_of(waits: Sequence[Wait]) -> set[int]:
+    return {rank for wait in waits for rank in wait.ranks}
 
 
 def _describe_mismatch(waits: list[Wait], line_of: LineOf) -> Fault:
@@ -295,7 +298,7 @@ def _describe_mismatch(waits: list[Wait], line_of: LineOf) -> Fault:
     text = f"{'; '.join(named[:-1])}, but {named[-1]}."
     doubt = " As many ranks do one as the other, so either may be wrong." * is_tie
     guilty = waits if is_tie else odd
-    ranks = tuple(sorted(rank for wait in guilty for rank in wait.ranks))
+    ranks = tuple(sorted(_ranks_of(guilty)))
     return Fault("mismatch", ranks, f"{text[0].upper()}{text[1:]}{doubt} {advice}")
 
 
@@ -332,7 +335,7 @@ def _describe_cycle(cycle: Sequence[tuple[int, Wait]], line_of: LineOf) -> Fault
 
 def _group(collective: PendingCollective) -> str:
     ranks = collective.ranks
-    return f"the group of {name_ranks(ranks)}" if ranks else collective.group
+    return f"{collective.group} ({name_ranks(ranks)})" if ranks else collective.group
 
 
 def _judge_stacks(job: _Job) -> tuple[Fault, ...]:

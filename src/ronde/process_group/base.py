@@ -24,7 +24,7 @@ from ronde.process_group.works import (
     as_backend_error,
 )
 from ronde.status.reporter import Part, add_source
-from ronde.status.values import UNKNOWN, PendingCollective
+from ronde.status.values import UNKNOWN, PendingCollective, name_group
 
 Options = Any  # torch's options have no common type
 Works = Sequence[Work[Any]]
@@ -185,7 +185,7 @@ class GroupBase(_ProcessGroup):
 
     def report(self) -> Part:
         """Return the waits of more than a second, for this rank's status."""
-        group = self._desc or self._name or "group"
+        group = name_group(self._name, self._desc)
         try:
             ranks = tuple(dist.get_process_group_ranks(self))
         except (KeyError, RuntimeError, ValueError):

@@ -2,7 +2,7 @@
 
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from ronde.monitor.asking import InspectedJob
 from ronde.monitor.inspection import Inspection
@@ -19,31 +19,42 @@ _MOST_FRAMES = 12
 _TITLES = ("rank", "host", "state", "CPU", "step", "in", "for", "line")
 _SLOW_TITLES = ("rank", "host", "blame", "own", "input", "GC", "CPU")
 _RIGHT = ("rank", "CPU", "step", "for")
+_PARTS = (
+    "compute",
+    "communication",
+    "waiting for a late rank",
+    "waiting for input",
+    "garbage collection",
+)
+"""The names of ``Shares``, in their order."""
 
 
 def draw_hang(inspected: InspectedJob, verdict: Verdict) -> str:
     """Format the verdict as a paragraph, followed by a table of the ranks."""
-    lines = [
-        *_head(inspected.status.job),
-        wrap("", _headline(inspected, verdict), indent=0).rstrip(),
-        *(wrap("", fault.text, indent=0).rstrip() for fault in verdict.faults),
+    texts = [
+        _headline(inspected, verdict),
+        *(fault.text for fault in verdict.faults),
+        *(
+            f"The kernel of {host} wrote {format_duration(each.age_s)} ago: {each.text}"
+            for host, kernel_lines in inspected.kernel_lines.items()
+            for each in kernel_lines
+        ),
+        *find_evidence(verdict, inspected.status, inspected.usages),
     ]
-    for host, kernel_lines in inspected.kernel_lines.items():
-        for each in kernel_lines:
-            age = format_duration(each.age_s)
-            text = f"The kernel of {host} wrote {age} ago: {each.text}"
-            lines.append(wrap("", text, indent=0).rstrip())
-    evidence = find_evidence(verdict, inspected.status, inspected.usages)
-    lines += [wrap("", text, indent=0).rstrip() for text in evidence]
     if inspected.silent:
-        lines.append(f"No answer within 3 s from {', '.join(inspected.silent)}.")
-    return "\n".join(lines) + "\n\n" + _draw_table(inspected, verdict)
+        texts.append(f"No answer within 3 s from {', '.join(inspected.silent)}.")
+    table = _draw_table(inspected, verdict)
+    return f"{_head(inspected.status.job)}{_paragraphs(texts)}\n{table}"
 
 
-def _head(job: JobInfo) -> list[str]:
+def _head(job: JobInfo) -> str:
     ran = format_duration(max(0.0, time.time() - job.started_at))
     text = f"job {job.job_id}: {shlex.join(job.command)}, for {ran}"
-    return [shorten(text, WIDTH), ""]
+    return f"{shorten(text, WIDTH)}\n\n"
+
+
+def _paragraphs(texts: Iterable[str]) -> str:
+    return "".join(wrap("", text, indent=0) for text in texts)
 
 
 def draw_slow(view: WatchedJob, faults: Sequence[Fault]) -> str:
@@ -51,24 +62,24 @@ def draw_slow(view: WatchedJob, faults: Sequence[Fault]) -> str:
     texts = [_describe_step(view), *(fault.text for fault in faults)]
     if view.shares and not faults:
         texts.append("No rank, host or network holds it up.")
-    wrapped = "".join(wrap("", text, indent=0) for text in filter(None, texts))
     ranks = [each for each in view.ranks if each.shares][:_MOST_ROWS]
     rows = [_SLOW_TITLES, *map(_slow_row, ranks)]
     table = "\n" + align(rows, right=_SLOW_TITLES) if ranks else ""
-    return "\n".join(_head(view.job)) + f"\n{wrapped}{table}"
+    return f"{_head(view.job)}{_paragraphs(texts)}{table}"
 
 
 def _describe_step(view: WatchedJob) -> str:
     if view.hang:
-        return f"{view.hang} ronde why without --slow says more."
+        return f"{view.hang} ronde why without --slow shows more."
     if view.shares is None or view.step_s is None:
         return (
             "The program reports no steps. hvd.DistributedOptimizer counts them, or "
             "call ronde.progress(step=...) in each."
         )
-    shares = view.shares._asdict().items()
-    parts = ", ".join(f"{share:.0%} {name}" for name, share in shares if share >= 0.005)
-    return f"A step takes {format_duration(view.step_s)}: {parts}."
+    shares = zip(view.shares, _PARTS, strict=True)
+    parts = ", ".join(f"{share:.0%} {name}" for share, name in shares if share >= 0.005)
+    took = format_duration(view.step_s)
+    return f"A step takes {took}. On average over the ranks: {parts}."
 
 
 def _slow_row(rank: WatchedRank) -> tuple[str, ...]:
@@ -85,9 +96,7 @@ def draw_dumps(verdict: Verdict, num_dumps: int) -> str:
     text = f"{counted(num_dumps, 'rank')} left a dump. "
     if not verdict.faults:
         text += "All made the same calls, and no rank is missing in a pending one."
-    return wrap("", text.rstrip(), indent=0) + "".join(
-        wrap("", fault.text, indent=0) for fault in verdict.faults
-    )
+    return _paragraphs([text, *(fault.text for fault in verdict.faults)])
 
 
 def _headline(inspected: InspectedJob, verdict: Verdict) -> str:
@@ -144,7 +153,6 @@ def draw_stacks(inspections: Sequence[Inspection]) -> str:
         frames = reversed(inspection.frames[:_MOST_FRAMES])
         lines = [f"  {frame.file}:{frame.line} in {frame.function}" for frame in frames]
         lines = lines or [f"  no stack: {inspection.problem}"]
-        parts.append(
-            "\n".join([f"worker {inspection.worker}, pid {inspection.pid}:", *lines])
-        )
+        head = f"worker {inspection.worker}, pid {inspection.pid}:"
+        parts += [head, *lines]
     return "\n".join(parts) + "\n"

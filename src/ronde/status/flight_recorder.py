@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from ronde.status.reporter import Part, add_source
-from ronde.status.values import UNKNOWN, PendingCollective
+from ronde.status.values import UNKNOWN, PendingCollective, name_group
 
 _DUMP_SHARE = 0.01  # of the time, at most
 
@@ -35,7 +35,7 @@ def watch_groups(distributed: Any, recorder: Any) -> "FlightRecorderSource":  # 
 
 
 class _Group(NamedTuple):
-    name: str  # or its description
+    name: str  # as of ``name_group``
     ranks: tuple[int, ...]
 
 
@@ -119,7 +119,8 @@ class FlightRecorderSource:
             if backend in world.pg_backend_config.get(group, ""):
                 ranks = tuple(world.pg_group_ranks[group])
                 is_all = len(ranks) == self._distributed.get_world_size()
-                found[name] = _Group(group.group_desc or name, () if is_all else ranks)
+                label = name_group(name, group.group_desc)
+                found[name] = _Group(label, () if is_all else ranks)
         return found
 
 

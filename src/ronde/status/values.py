@@ -46,6 +46,11 @@ class RankStatus(NamedTuple):
     steps: tuple[StepTime, ...] = ()  # some of the last seconds, the newest last
 
 
+def name_group(name: str, description: str) -> str:
+    """Return the description of a torch group, or ``group 1`` for one without it."""
+    return f"group {name}" if description in ("", "undefined") else description
+
+
 def encode_status(status: RankStatus) -> str:
     """Return a status as one line, shortened to at most ``MAX_STATUS_BYTES``."""
     line = _dump(status)
