@@ -15,7 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from ronde.launch.status import list_jobs, watch
+from ronde.launch.status import JobConnection, list_jobs, watch
 from ronde.monitor.collecting import ProfileCollector
 from ronde.status.table import JobStatus
 
@@ -54,7 +54,8 @@ def sample(job: JobStatus, rate_hz: int) -> tuple[float, float]:
     """Sample both ranks; return the time for which both were sampled."""
     ends = time.time() + TURN_S
     collector = ProfileCollector(rate_hz)
-    collector.collect(job, lambda: time.time() > ends)
+    with JobConnection(job.socket) as connection:
+        collector.collect(connection, lambda: time.time() > ends)
     profile = collector.profile()
     windows = profile.windows if profile else ()
     if {window.worker for window in windows} != {0, 1}:
