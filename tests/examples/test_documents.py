@@ -87,11 +87,15 @@ def test_the_first_screen_of_the_readme_installs_and_trains() -> None:
     assert CONSOLES[0].strip() in first_screen
 
 
+# Verbs without verbs of their own.
+ALONE = ("run", "horovodrun", "alias", "check", "ps", "top", "why", "profile")
+
+
 def test_the_readme_names_no_option_that_does_not_exist() -> None:
     assert len(TYPED) > 20
     named: dict[tuple[str, ...], set[str]] = {}
     for words in map(str.split, TYPED):
-        depth = 1 if words[0] in ("run", "horovodrun", "alias", "check") else 2
+        depth = 1 if words[0] in ALONE else 2
         options = {w for w in words[depth:] if re.match(r"--?[a-z]", w, re.IGNORECASE)}
         named.setdefault(tuple(words[:depth]), set()).update(options)
     for command, options in named.items():
