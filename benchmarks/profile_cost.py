@@ -1,8 +1,8 @@
 """The cost of ``ronde profile``: steps of a training whose ranks are sampled.
 
-    python benchmarks/profile_cost.py --turns 12
+    python benchmarks/profile_cost.py --turns 12 --ranks 2 --rate 100
 
-Two ranks train a small MLP. In every second turn of five seconds all are sampled.
+The ranks train a small MLP. In every second turn of five seconds all are sampled.
 Prints the mean step of each turn, and the median ratio of a turn to the one before.
 """
 
@@ -51,14 +51,14 @@ def is_training(job: JobStatus) -> bool:
 
 
 def sample(job: JobStatus, rate_hz: int) -> tuple[float, float]:
-    """Sample both ranks; return the time for which both were sampled."""
+    """Sample the ranks; return the time for which all were sampled."""
     ends = time.time() + TURN_S
     collector = ProfileCollector(rate_hz)
     with JobConnection(job.socket) as connection:
         collector.collect(connection, lambda: time.time() > ends)
     profile = collector.profile()
     windows = profile.windows if profile else ()
-    if {window.worker for window in windows} != {0, 1}:
+    if {window.worker for window in windows} != {row.worker for row in job.workers}:
         sys.exit("the ranks were not sampled")
     begun, ended = zip(*((w.begun_at, w.ended_at) for w in windows), strict=True)
     return max(begun), min(ended)
@@ -68,12 +68,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--turns", type=int, default=12)
     parser.add_argument("--rate", type=int, default=100)
+    parser.add_argument("--ranks", type=int, default=2)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         script, out = Path(folder, "train.py"), Path(folder, "steps.json")
         script.write_text(TRAIN)
         limit_s = str((TURN_S + 3) * options.turns + 20)
-        words = ["run", "-n", "2", str(script), limit_s, str(out)]
+        words = ["run", "-n", str(options.ranks), str(script), limit_s, str(out)]
         with subprocess.Popen([sys.executable, "-m", "ronde", *words]) as process:
             jobs: list[JobStatus] = []
             while not jobs:
