@@ -9,8 +9,10 @@ import signal
 import struct
 import sys
 import termios
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from http.client import HTTPConnection
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 from tests.cli.conftest import Ronde
@@ -108,6 +110,24 @@ def counting(tmp_path):
     return sys.executable, "-c", COUNT, str(tmp_path / "end")
 
 
+def check_served(ronde, name, metrics):
+    """Read a job's page and metrics; SIGTERM ends both, and removes the file."""
+    with ronde.start("top", name, "--web", "--prometheus", str(metrics)) as top:
+        try:
+            url = urlsplit(top.stdout.readline().decode().strip())
+            server = HTTPConnection(url.netloc, timeout=HANG_S)
+            with closing(server):
+                server.request("GET", f"/?{url.query}")
+                assert b"ronde top" in server.getresponse().read()
+            until(metrics.exists)
+            assert "ronde_step{" in metrics.read_text()
+            top.terminate()
+            assert top.wait(HANG_S) == 143
+        finally:
+            top.kill()
+    assert not metrics.exists()
+
+
 def test_a_job_is_shown_once_as_text_and_as_json(ronde, ronde_here, tmp_path):
     words = ("-n", "2", "--", *counting(tmp_path))
     with running(ronde, *words) as (process, path):
@@ -124,6 +144,7 @@ def test_a_job_is_shown_once_as_text_and_as_json(ronde, ronde_here, tmp_path):
         assert view["job"]["head_pid"] == process.pid
         assert view["loss"] == 1.5
         assert sorted(rank["rank"] for rank in view["ranks"]) == [0, 1]
+        check_served(ronde, name, tmp_path / "job.prom")
         without = "import sys; sys.modules['textual'] = None; import ronde.cli as c;"
         old = Ronde((sys.executable, "-c", f"{without} c.main()"))
         assert b"2 ranks on" in old("top", name, "--once").stdout
@@ -246,3 +267,9 @@ def test_without_a_terminal_there_is_no_view(ronde):
     done = ronde("run", "--top", "-n", "1", "/bin/echo", "one")
     assert done.stdout == b"[0] one\n"
     assert b"--top has no effect: standard output is not a terminal" in done.stderr
+
+
+def test_a_port_without_a_page_is_refused(ronde):
+    done = ronde("top", "--port", "8080")
+    assert done.returncode == 64
+    assert b"--port has no effect without --web" in done.stderr

@@ -48,6 +48,8 @@ def run(words: Sequence[str]) -> int:
     if options is None:
         return 0
     port = read_number("--port", options.port or "0", "Type: --port 8080", most=65535)
+    if options.port and not options.web:
+        raise UsageError("--port has no effect without --web. Type: ronde top --web")
     status = choose_job(list_jobs(), options.job)
     if options.web or options.prometheus:
         _serve(status, port if options.web else None, options.prometheus)
