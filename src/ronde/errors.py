@@ -29,6 +29,10 @@ class NotInitializedError(RondeError, ValueError):
     """A front end was used before ``init()``."""
 
 
+class FrameworkError(RondeError, ImportError):
+    """A front end's framework is missing or too old."""
+
+
 class LaunchError(RondeError, RuntimeError):
     """A job could not be started or kept running."""
 

@@ -13,6 +13,7 @@ __getattr__ = lazy_exports(
     __name__,
     {
         "connecting": "Connector",
+        "frameworks": "import_framework",
         "lifetime": "init reform shutdown start_timeline stop_timeline",
         "operations": "Adasum Allgather Allreduce Alltoall Average Broadcast Max Min "
         "NamedCollective Product Reducescatter Splits Sum allgather_object barrier "

@@ -1,0 +1,1 @@
+"""The front end of Keras 3, on its three backends."""
