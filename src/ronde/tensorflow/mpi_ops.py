@@ -70,7 +70,7 @@ Tensor = Any
 _ALL = global_process_set
 
 
-def _allreduce(
+def dense_allreduce(
     tensor: Tensor,
     name: Name = None,
     op: int = Sum,
@@ -85,7 +85,7 @@ def _allreduce(
     return run(Allreduce(process_set, name, False, *factors), [tensor])[0]
 
 
-def _grouped_allreduce(
+def dense_grouped_allreduce(
     tensors: Tensors,
     name: Name = None,
     op: int = Sum,
@@ -143,22 +143,21 @@ def broadcast_(
     name: Name = None,
     process_set: ProcessSet = _ALL,
 ) -> list[Tensor]:
-    """Assign the values of ``root_rank`` to variables, and return their values.
+    """Assign the values of ``root_rank`` to ``tf.Variable`` objects; collective.
 
     Raises ``ValueError`` for a mixture of resource and reference variables.
     """
-    kinds = {tf.is_tensor(getattr(each, "_ref", lambda: None)()) for each in variables}
-    if len(kinds) > 1:
+    if len({hasattr(variable, "handle") for variable in variables}) > 1:
         raise ValueError(
             "All variables passed to broadcast_() should be of the same kind, resource "
             "or reference"
         )
-    collective = Broadcast(process_set, name, is_group=True, root_rank=root_rank)
+    collective = Broadcast(process_set, name, True, root_rank=root_rank)
     values = run(collective, variables, is_differentiable=False)
     return [each.assign(value) for each, value in zip(variables, values, strict=True)]
 
 
-def _reducescatter(
+def dense_reducescatter(
     tensor: Tensor,
     name: Name = None,
     op: int = Sum,
@@ -173,7 +172,7 @@ def _reducescatter(
     return run(Reducescatter(process_set, name, False, *factors), [tensor])[0]
 
 
-def _grouped_reducescatter(
+def dense_grouped_reducescatter(
     tensors: Tensors,
     name: Name = None,
     op: int = Sum,
@@ -190,11 +189,11 @@ def _grouped_reducescatter(
 
 def alltoall(
     tensor: Tensor,
-    splits: Any = None,  # noqa: ANN401  a list or a tensor
+    splits: Any = None,
     name: Name = None,
     ignore_name_scope: bool = False,
     process_set: ProcessSet = _ALL,
-) -> Any:  # noqa: ANN401  a tensor or two
+) -> Any:
     """Send rows of dimension 0 to each rank, and return the received rows.
 
     With ``splits``, the int32 number of rows for each rank, the result is a pair: the
@@ -252,7 +251,7 @@ def local_size_op(name: Name = None) -> Tensor:
 class _Basics:
     """Horovod's object of queries."""
 
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401  a function
+    def __getattr__(self, name: str) -> Any:
         if name not in __all__:
             raise AttributeError(name)
         return globals()[name]
@@ -260,10 +259,15 @@ class _Basics:
     def _get_process_set_ids_and_ranks(self) -> dict[int, list[int]]:
         return {key: list(ranks) for key, ranks in current_session().sets.items()}
 
-    def _comm_process_set_id(self, comm: Any) -> int:  # noqa: ANN401  mpi4py's
+    def _comm_process_set_id(self, comm: Any) -> int:
         ranks = tuple(ProcessSet(comm).ranks)
         found = [i for i, each in current_session().sets.items() if each == ranks]
         return found[0] if found else -1
 
 
 _basics = _Basics()
+_allreduce = dense_allreduce
+"""Names that Horovod's users import, although they are private."""
+_grouped_allreduce = dense_grouped_allreduce
+_reducescatter = dense_reducescatter
+_grouped_reducescatter = dense_grouped_reducescatter

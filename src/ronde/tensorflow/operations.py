@@ -2,11 +2,11 @@
 
 Note [Graphs]
     In a graph a collective, also of many tensors, is one stateful ``tf.py_function``,
-    which blocks until the collective is complete. TensorFlow runs such functions in the
-    order in which they were traced, so all ranks must trace them in the same order. They
-    are matched by name: the node's name in the graph, which is the same on ranks that
-    trace their functions a different number of times. The session is looked up when the
-    function is called, as ``init()`` may have been called again since.
+    which blocks until the collective is complete. TensorFlow runs such functions in
+    the order in which they were traced, so all ranks must trace them in the same order.
+    They are matched by name: the node's name in the graph, which is the same on ranks
+    that trace their functions a different number of times. The session is looked up
+    when the function is called, as ``init()`` may have been called again since.
 
 Note [Errors]
     Called eagerly, a collective raises TensorFlow's class of error. ``py_function``
@@ -21,7 +21,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
-import torch
 from torch.utils.dlpack import from_dlpack as from_capsule, to_dlpack
 
 from ronde.coordination.requests import OpKind
@@ -66,10 +65,10 @@ def run(
         return _run(collective, tensors)
 
     @tf.custom_gradient
-    def forward(*inputs: Any) -> Any:  # noqa: ANN401  tensors
+    def forward(*inputs: Any) -> Any:
         results = _run(collective, inputs)
 
-        def backward(*gradients: Any) -> list[Any]:  # noqa: ANN401  tensors
+        def backward(*gradients: Any) -> list[Any]:
             return _differentiate(collective, inputs, results, gradients)
 
         return tuple(results), backward
@@ -106,7 +105,7 @@ def _in_graph(collective: NamedCollective, tensors: Tensors) -> list[Any]:
     if isinstance(collective, Alltoall):
         dtypes = [dtypes[0], tf.int32]
 
-    def body(*inputs: Any) -> list[Any]:  # noqa: ANN401  tensors
+    def body(*inputs: Any) -> list[Any]:
         try:
             return [*_execute(collective, inputs), tf.constant(value=True)]
         except MismatchError as error:
@@ -129,10 +128,10 @@ def _in_graph(collective: NamedCollective, tensors: Tensors) -> list[Any]:
     return results
 
 
-def _require_match(is_matched: Any) -> Any:  # noqa: ANN401  tensors
+def _require_match(is_matched: Any) -> Any:
     """Return an operation that fails in the graph: Note [Errors]."""
 
-    def fail() -> Any:  # noqa: ANN401  a tensor
+    def fail() -> Any:
         raw = tf.raw_ops
         variable = raw.VarHandleOp(dtype=tf.bool, shape=[], shared_name=_MISMATCH)
         return raw.ReadVariableOp(resource=variable, dtype=tf.bool)
@@ -167,7 +166,7 @@ def _graph_name(collective: NamedCollective, tensors: Tensors) -> str:
 
 
 @tf.autograph.experimental.do_not_convert
-def run_in_python(name: str, function: Callable[[], Any], dtype: Any) -> Any:  # noqa: ANN401  a tensor
+def run_in_python(name: str, function: Callable[[], Any], dtype: Any) -> Any:
     """Return a scalar that a function without arguments computes whenever it is run."""
     if tf.executing_eagerly():
         return tf.constant(function(), dtype)
