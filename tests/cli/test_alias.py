@@ -85,7 +85,9 @@ assert horovod.run is horovod.run.runner.run is run is old_run is inner_run
 assert old_place is get_env_rank_and_size
 assert get_env_rank_and_size() == (0, 1)
 assert extension_available("torch") and not extension_available("mxnet")
-assert elastic.State and exceptions.HorovodInternalError and process_sets.ProcessSet
+from horovod.torch.elastic import State
+assert elastic.State is State
+assert exceptions.HorovodInternalError and process_sets.ProcessSet
 print(horovod.__version__)
 """
 

@@ -13,6 +13,8 @@ __getattr__ = lazy_exports(
     __name__,
     {
         "connecting": "Connector",
+        "elastic": "HostUpdateResult HostsUpdatedInterrupt ObjectState State "
+        "WorkerNotificationManager notification_manager run run_fn source",
         "frameworks": "import_framework",
         "lifetime": "init reform shutdown start_timeline stop_timeline",
         "operations": "Adasum Allgather Allreduce Alltoall Average Broadcast Max Min "
