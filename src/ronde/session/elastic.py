@@ -162,7 +162,7 @@ class ObjectState(State):
         self,
         bcast_object: Callable[..., Any],
         get_rank: Callable[[], int],
-        **kwargs: Any,  # noqa: ANN401  a training may keep anything
+        **kwargs: Any,
     ) -> None:
         super().__init__(bcast_object=bcast_object, get_rank=get_rank)
         self._saved_state = deepcopy(kwargs)
