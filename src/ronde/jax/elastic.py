@@ -23,8 +23,8 @@ def run(func: Callable[..., R]) -> Callable[..., R]:
 
     As ``ronde.torch.elastic.run``, also if a collective fails in compiled code.
     """
-    # RuntimeError: also of an array that was donated to a call that failed.
-    return run_compiled(func, RuntimeError)
+    # Also of an array that was donated to a call that failed.
+    return run_compiled(func, RuntimeError, ValueError)
 
 
 class JaxState(ArrayState):

@@ -115,11 +115,13 @@ class KerasState(ArrayState):
         return [*weights, *slots]
 
 
-def run_compiled(function: Callable[..., R], kind: type[Exception]) -> Callable[..., R]:
+def run_compiled(
+    function: Callable[..., R], *kinds: type[Exception]
+) -> Callable[..., R]:
     """Decorate a training function like ``run``; it may call compiled code.
 
-    There a framework raises its own ``kind`` of error for a failed collective; the
-    message contains the first error's class and text.
+    There a framework raises its own ``kinds`` of errors for a failed collective; their
+    messages contain the first error's class and text.
     """
 
     @functools.wraps(function)
@@ -128,7 +130,7 @@ def run_compiled(function: Callable[..., R], kind: type[Exception]) -> Callable[
             return function(*args, **kwargs)
         except CollectiveError:
             raise
-        except kind as error:
+        except kinds as error:
             cause: BaseException | None = error
             while cause is not None:
                 if found := _FAILURE.search(str(cause)):
