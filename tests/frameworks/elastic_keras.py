@@ -21,6 +21,7 @@ from ronde.session import (
     global_process_set,
     init,
     rank,
+    size,
 )
 
 EPOCHS, BATCHES, FATAL_CALL = 3, 4, 6
@@ -32,6 +33,7 @@ framework = import_module(backend)
 front_end = {"tf_keras": "tensorflow.keras", "keras": "keras"}[name]
 elastic = import_module(f"ronde.{front_end}.elastic")
 calls: list[int] = []
+traced: list[int] = []
 
 
 def reduce(*gradients):
@@ -46,6 +48,7 @@ def reduce(*gradients):
 
 def reduce_compiled(gradients):
     """Call ``reduce`` in the backend's compiled code."""
+    traced.append(size())
     if backend == "torch":
         return [torch.from_numpy(each) for each in reduce(*gradients)]
     if backend == "jax":
@@ -148,7 +151,9 @@ def train(state) -> None:
     ]
     epochs = EPOCHS - state.epoch
     options = {"batch_size": 8, "shuffle": False, "verbose": 0}
+    traced.clear()
     state.model.fit(x, x.sum(1), epochs=epochs, callbacks=callbacks, **options)
+    assert set(traced) == {size()}  # anew, for the ranks of today
 
 
 init()

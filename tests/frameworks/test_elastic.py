@@ -26,7 +26,10 @@ MORE = [
 def test_training_goes_on_from_the_last_commit(kind: str) -> None:
     name, _, backend = kind.partition(" ")
     words = (sys.executable, "-m", "ronde", "run", *OPTIONS, "--no-prefix", "--")
-    environment = own_environment() | {"KERAS_BACKEND": backend or "tensorflow"}
+    environment = own_environment() | {
+        "KERAS_BACKEND": backend or "tensorflow",
+        "TF_USE_LEGACY_KERAS": str(int(name == "tf_keras")),
+    }
     result = subprocess.run(
         (*words, sys.executable, PROGRAM, name),
         env=environment,

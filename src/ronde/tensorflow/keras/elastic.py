@@ -1,4 +1,4 @@
-"""Elastic training with Keras 2, ``tf_keras``: state, callbacks, and ``run``."""
+"""Elastic training with ``tf.keras``, Keras 2 or 3: state, callbacks, and ``run``."""
 
 from ronde.session.elastic_arrays import KerasState, elastic_callbacks
 from ronde.session.frameworks import import_framework
@@ -13,5 +13,5 @@ __all__ = [
 ]
 
 (CommitStateCallback, UpdateBatchStateCallback, UpdateEpochStateCallback) = (
-    elastic_callbacks(import_framework("tf_keras").callbacks.Callback)
+    elastic_callbacks(import_framework("tensorflow").keras.callbacks.Callback)
 )
