@@ -38,9 +38,13 @@ class _BF16(_None):
     wire_dtype = tf.bfloat16
 
 
-class Compression:
+class _Compression:
     """The formats for sending tensors."""
 
     none = _None
     fp16 = _FP16
     bf16 = _BF16
+
+
+Compression = _Compression
+"""The formats, by Horovod's name."""
