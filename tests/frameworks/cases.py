@@ -43,7 +43,7 @@ class Case:
     options: Callable[[int, int], Mapping[str, Any]] = lambda rank, size: {}
     dtype: str = "float32"
     is_group: bool = False
-    is_ragged: bool = False  # shapes differ between ranks
+    is_ragged: bool = False  # shapes of arrays or results differ between ranks
     is_same: bool = True  # results are equal on all ranks
     tolerance: float = 0.0  # relative
     on_set: bool = False
@@ -167,8 +167,17 @@ def reductions() -> Iterator[Case]:
             own_rows("Sum"),
             by("Sum"),
             dtype,
+            is_ragged=True,
             is_same=False,
         )
+    yield Case(
+        "even rows",
+        "reducescatter",
+        lambda rank, size: [values((2 * size, 3), "float32", rank)],
+        own_rows("Sum"),
+        by("Sum"),
+        is_same=False,
+    )
     yield Case(
         "rows of a group",
         "grouped_reducescatter",

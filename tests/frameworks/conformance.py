@@ -79,7 +79,7 @@ class Table:
         function = getattr(self.adapter.module, refusal.operation)
         try:
             function(self.adapter.to_value(refusal.array), **refusal.options)
-        except ValueError:
+        except self.adapter.refusals:
             return
         raise AssertionError(f"{self.name}: {refusal.name} was not refused")
 

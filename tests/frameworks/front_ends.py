@@ -24,6 +24,7 @@ class Adapter:
     to_array: Callable[[Any], Array] = np.asarray
     compiled: Callable[[Call], Call] | None = None
     supports: Callable[[Case], bool] = all_cases
+    refusals: tuple[type[Exception], ...] = (ValueError,)
 
 
 def numpy_arrays() -> Adapter:
@@ -34,28 +35,34 @@ def numpy_arrays() -> Adapter:
         given.flags.writeable = False
         return given
 
-    return Adapter(ronde.numpy, read_only)
+    return Adapter(ronde.numpy, read_only, lambda value: value)
 
 
 def tensorflow_eager() -> Adapter:
     import tensorflow as tf
 
     module = import_module("ronde.tensorflow")
-    return Adapter(module, tf.constant, lambda value: value.numpy())
+    refusals = (ValueError, tf.errors.InvalidArgumentError)
+    return Adapter(module, tf.constant, refusals=refusals)
 
 
 def tensorflow_function() -> Adapter:
     import tensorflow as tf
 
     module = import_module("ronde.tensorflow")
-    return Adapter(module, tf.constant, lambda value: value.numpy(), tf.function)
+    return Adapter(module, tf.constant, compiled=tf.function)
+
+
+def is_in_jax(case: Case) -> bool:
+    return case.operation not in ("grouped_allgather", "grouped_reducescatter")
 
 
 def jax_arrays() -> Adapter:
     import jax
 
     jax.config.update("jax_enable_x64", val=True)
-    return Adapter(import_module("ronde.jax"), jax.numpy.asarray)
+    module = import_module("ronde.jax")
+    return Adapter(module, jax.numpy.asarray, supports=is_in_jax)
 
 
 def jax_jit() -> Adapter:
@@ -65,7 +72,10 @@ def jax_jit() -> Adapter:
     module = import_module("ronde.jax")
     # Shapes of results are known when a function is compiled.
     return Adapter(
-        module, jax.numpy.asarray, np.asarray, jax.jit, lambda case: not case.is_ragged
+        module,
+        jax.numpy.asarray,
+        compiled=jax.jit,
+        supports=lambda case: is_in_jax(case) and not case.is_ragged,
     )
 
 
