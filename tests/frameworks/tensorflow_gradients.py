@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import ronde.tensorflow as hvd
 import tensorflow as tf
 from numpy.testing import assert_allclose, assert_array_equal
+
+import ronde.tensorflow as hvd
 from ronde.tensorflow.aggregation import LocalGradientAggregationHelperEager
 
 NUM_STEPS = 20
@@ -88,7 +89,10 @@ def check_training() -> None:
     for run in MODES:
         for options, scale in cases:
             found = train(
-                run, own, lambda t, o=options: hvd.DistributedGradientTape(t, **o), scale
+                run,
+                own,
+                lambda t, o=options: hvd.DistributedGradientTape(t, **o),
+                scale,
             )
             every = hvd.allgather_object([each.tobytes() for each in found])
             assert every == every[:1] * SIZE, options
@@ -180,7 +184,14 @@ def check_aggregation() -> None:
     for run, is_average in product(MODES, (False, True)):
         a, b, unused = (tf.Variable([0.0]) for _ in range(3))
         reduce = hvd._make_allreduce_grads_fn(
-            "test", "", "", hvd.Compression.none, False, hvd.Average, 1.0, None,
+            "test",
+            "",
+            "",
+            hvd.Compression.none,
+            False,
+            hvd.Average,
+            1.0,
+            None,
             hvd.global_process_set,
         )
         helper = LocalGradientAggregationHelperEager(3, reduce, False, is_average)
@@ -244,7 +255,7 @@ def check_sync_batch_norm() -> None:
         for one, other in zip(found, expected, strict=True):
             assert_allclose(one.numpy(), other.numpy(), rtol=0, atol=tolerance)
         for name in ("moving_mean", "moving_variance"):
-            one, other = (np.array(getattr(layer, name)) for layer in (synced, joint))
+            one, other = (getattr(layer, name).numpy() for layer in (synced, joint))
             assert_allclose(one, other, rtol=1e-5)
     assert_array_equal(synced(own, training=False).shape, own.shape)
     for fused in (True, None):
@@ -261,7 +272,9 @@ def check_legacy() -> None:
             loss = variables[0] * float(RANK + 1) + variables[1] * float(RANK + 1)
             inner = v1.train.MomentumOptimizer(1.0, 0.0)
             optimizer = hvd.DistributedOptimizer(
-                inner, backward_passes_per_step=passes, average_aggregated_gradients=True
+                inner,
+                backward_passes_per_step=passes,
+                average_aggregated_gradients=True,
             )
             optimizer.register_local_var(variables[1])
             pairs = optimizer.compute_gradients(loss, variables)
@@ -382,7 +395,7 @@ def check_bad_input() -> None:
 
 
 def main() -> None:
-    global RANK, SIZE  # noqa: PLW0603
+    global RANK, SIZE
     pair = hvd.ProcessSet([0, 1])
     hvd.init()
     RANK, SIZE = hvd.rank(), hvd.size()

@@ -84,7 +84,9 @@ def state_variable(name: str, shape: Any, dtype: Any) -> Any:
         )
 
 
-def choose(condition: Any, then: Callable[[], Any], otherwise: Callable[[], Any]) -> Any:
+def choose(
+    condition: Any, then: Callable[[], Any], otherwise: Callable[[], Any]
+) -> Any:
     """Run one of two functions for its effect; in a graph, return a tensor to run."""
     if tf.executing_eagerly():
         return then() if condition else otherwise()
@@ -132,9 +134,7 @@ class LocalGradientAggregationHelperEager:
         """Exclude the gradients of a variable from the reduction."""
         self._local.add(var)
 
-    def compute_gradients(
-        self, grads: Iterable[Any], vars: Iterable[Any]
-    ) -> list[Any]:
+    def compute_gradients(self, grads: Iterable[Any], vars: Iterable[Any]) -> list[Any]:
         """Add gradients to the local sums; return these, reduced in the last pass."""
         results, variables = list(grads), list(vars)
         given = [i for i, gradient in enumerate(results) if gradient is not None]

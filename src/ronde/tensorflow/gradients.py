@@ -6,6 +6,7 @@ on all ranks alike.
 
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from importlib import import_module
 from typing import Any, cast
 
@@ -37,23 +38,20 @@ def _is_reduced(process_set: ProcessSet) -> bool:
     return process_set.size() != 1 or current_session().is_of_views
 
 
-def _make_allreduce_grads_fn(
+def _reduction(
     name: str,
-    device_dense: str,
-    device_sparse: str,
-    compression: Any,
-    sparse_as_dense: bool,
-    op: int,
-    gradient_predivide_factor: float,
-    groups: Groups,
-    process_set: ProcessSet,
+    compression: Any = Compression.none,
+    sparse_as_dense: bool = False,
+    op: int = Average,
+    gradient_predivide_factor: float = 1.0,
+    groups: Groups = None,
+    process_set: ProcessSet = global_process_set,
 ) -> AllreduceGrads:
     """Return a function that reduces gradients, by names that begin with ``name``.
 
     It takes gradients, their variables (needed for lists in ``groups``), and whether
     to name the calls ``grad_<number>`` without any scope.
     """
-    del device_dense, device_sparse
     factor = gradient_predivide_factor if op == Average else 1.0
     options = {"compression": compression, "op": op, "process_set": process_set}
 
@@ -72,9 +70,11 @@ def _make_allreduce_grads_fn(
                 "gradients must be reduced outside tf.distribute. Start one rank for "
                 "each device instead."
             )
-        with tf.name_scope(f"{name}_Allreduce") as scope:
-            if not tf.executing_eagerly():
-                scope = ""  # a graph adds it
+        is_scoped = not use_generic_names
+        with (
+            tf.name_scope(f"{name}_Allreduce") if is_scoped else nullcontext() as scope
+        ):
+            prefix = scope if tf.executing_eagerly() else ""  # a graph adds the scope
             for number, (part, members) in enumerate(_calls(results, vars, groups)):
                 is_sparse = part.startswith("sparse")
                 # Sparse gradients support no factors but 1.
@@ -83,14 +83,21 @@ def _make_allreduce_grads_fn(
                     **options,
                     prescale_factor=1.0 if is_sparse else 1.0 / factor,
                     postscale_factor=1.0 if is_sparse else factor,
-                    name=f"grad_{number}" if use_generic_names else f"{scope}{part}",
-                    ignore_name_scope=True,
+                    name=f"{prefix}{part}" if is_scoped else f"grad_{number}",
                 )
                 for i, gradient in zip(members, reduced, strict=True):
                     results[i] = gradient
         return results
 
     return allreduce_grads
+
+
+def _make_allreduce_grads_fn(
+    name: str, device_dense: str, device_sparse: str, *options: Any
+) -> AllreduceGrads:
+    """Do the same with Horovod's arguments; devices are ignored."""
+    del device_dense, device_sparse
+    return _reduction(name, *options)
 
 
 def _dense(gradient: Any) -> Any:
@@ -196,6 +203,7 @@ def DistributedGradientTape(  # noqa: N802  Horovod's
     Its class is a new subclass of the tape's class with the same name. ``groups``
     splits the reduction: a number of parts, or lists of variables.
     """
+    del device_dense, device_sparse
     groups = _check(op, gradient_predivide_factor, num_groups, groups)
     base = type(gradtape)
     names = {"__module__": base.__module__, "__qualname__": base.__qualname__}
@@ -204,11 +212,9 @@ def DistributedGradientTape(  # noqa: N802  Horovod's
     )
     vars(made).update(vars(gradtape), _recording=False)
     made.process_set = process_set
-    made._local = LocalVariables(process_set, is_scaled=scale_local_gradients)  # noqa: SLF001
-    made._allreduce_grads = _make_allreduce_grads_fn(  # noqa: SLF001
+    made._local = LocalVariables(process_set, is_scaled=scale_local_gradients)
+    made._allreduce_grads = _reduction(
         "DistributedGradientTape",
-        device_dense,
-        device_sparse,
         compression,
         sparse_as_dense,
         op,
@@ -268,35 +274,18 @@ class _DistributedOptimizer(_Wrapper):
         optimizer: Any,
         name: str | None = None,
         use_locking: bool = False,
-        device_dense: str = "",
-        device_sparse: str = "",
-        compression: Any = Compression.none,
-        sparse_as_dense: bool = False,
-        op: int = Average,
-        gradient_predivide_factor: float = 1.0,
-        backward_passes_per_step: int = 1,
-        average_aggregated_gradients: bool = False,
-        groups: Groups = None,
-        process_set: ProcessSet = global_process_set,
-        scale_local_gradients: bool = True,
+        **options: Any,
     ) -> None:
         name = name or f"Distributed{type(optimizer).__name__}"
         super().__init__(optimizer, name, use_locking)
-        self.process_set = process_set
-        self._allreduce_grads = _make_allreduce_grads_fn(
-            name,
-            device_dense,
-            device_sparse,
-            compression,
-            sparse_as_dense,
-            op,
-            gradient_predivide_factor,
-            groups,
-            process_set,
-        )
-        self._local = LocalVariables(process_set, is_scaled=scale_local_gradients)
+        passes = options.pop("backward_passes_per_step", 1)
+        is_average = options.pop("average_aggregated_gradients", False)
+        is_scaled = options.pop("scale_local_gradients", True)
+        self._allreduce_grads = _reduction(name, **options)
+        self.process_set = options.get("process_set", global_process_set)
+        self._local = LocalVariables(self.process_set, is_scaled=is_scaled)
         self._agg_helper: LocalGradientAggregationHelper | None = None
-        if backward_passes_per_step == 1:
+        if passes == 1:
             return
         if tf.executing_eagerly():
             raise UsageError(
@@ -304,14 +293,14 @@ class _DistributedOptimizer(_Wrapper):
                 "_LegacyOptimizer with eager execution."
             )
         self._agg_helper = LocalGradientAggregationHelper(
-            backward_passes_per_step,
+            passes,
             self._allreduce_grads,
-            sparse_as_dense,
-            average_aggregated_gradients,
+            options.get("sparse_as_dense", False),
+            is_average,
             rank(),
             "optimizer_type_legacy",
-            process_set,
-            scale_local_gradients,
+            self.process_set,
+            is_scaled,
             name,
         )
 
@@ -359,17 +348,12 @@ class _DistributedAdasumOptimizer(_Wrapper):
         optimizer: Any,
         name: str | None = None,
         use_locking: bool = False,
-        device_dense: str = "",
-        device_sparse: str = "",
         compression: Any = Compression.none,
         backward_passes_per_step: int = 1,
     ) -> None:
-        del device_dense, device_sparse
         name = name or f"DistributedDelta{type(optimizer).__name__}"
         super().__init__(optimizer, name, use_locking)
-        self._combine = _make_allreduce_grads_fn(
-            name, "", "", compression, False, Adasum, 1.0, None, global_process_set
-        )
+        self._combine = _reduction(name, compression, op=Adasum)
         self._passes = backward_passes_per_step
         self._starts: dict[Any, Any] = {}  # by key: the value after the last reduction
         self._steps: Any = None
@@ -396,7 +380,9 @@ class _DistributedAdasumOptimizer(_Wrapper):
             deltas = [v - start for v, start in every]
             combined = self._combine(deltas, variables)
             sums = [s + d for s, d in zip(starts, combined, strict=True)]
-            return tf.group(*[v.assign(x) for v, x in zip(variables, sums, strict=True)])
+            return tf.group(
+                *[v.assign(x) for v, x in zip(variables, sums, strict=True)]
+            )
 
         with tf.control_dependencies([step]):
             begun = choose(tf.equal((step - 1) % self._passes, 0), begin, tf.no_op)
@@ -435,6 +421,7 @@ def DistributedOptimizer(  # noqa: N802  Horovod's
     Optimizers of Keras are given to ``ronde.tensorflow.keras``. With ``op=Adasum`` a
     legacy optimizer takes local steps, and the changes of the variables are combined.
     """
+    del device_dense, device_sparse
     groups = _check(op, gradient_predivide_factor, num_groups, groups)
     if op == Adasum and average_aggregated_gradients:
         raise UsageError("Adasum does not support average_aggregated_gradients == True")

@@ -10,6 +10,7 @@ from ronde.tensorflow.mpi_ops import _allreduce  # pyright: ignore[reportPrivate
 
 tf = import_framework("tensorflow")
 _BatchNormalization: Any = tf.keras.layers.BatchNormalization  # of Keras 2 or 3
+_IS_KERAS_2 = hasattr(_BatchNormalization, "_fused_batch_norm")
 
 
 class SyncBatchNormalization(_BatchNormalization):
@@ -22,7 +23,7 @@ class SyncBatchNormalization(_BatchNormalization):
     def __init__(self, fused: bool | None = False, **kwargs: Any) -> None:
         if fused in (True, None):
             raise UsageError("SyncBatchNormalization does not support fused=True.")
-        if hasattr(_BatchNormalization, "_fused_batch_norm"):  # Keras 2
+        if _IS_KERAS_2:
             kwargs["fused"] = False
         super().__init__(**kwargs)
 
@@ -37,9 +38,7 @@ class SyncBatchNormalization(_BatchNormalization):
             return moments
         mean, variance = (tf.cast(each, tf.float64) for each in moments)
         count = tf.cast(tf.size(inputs) / tf.size(mean), tf.float64)
-        mask = kwargs.get("mask", args[-1])  # the last argument in both versions
-        if hasattr(_BatchNormalization, "_fused_batch_norm"):
-            mask = kwargs.get("mask")
+        mask = kwargs.get("mask") if _IS_KERAS_2 else args[0]
         if mask is not None:
             count *= tf.reduce_mean(tf.cast(mask, tf.float64))
         terms = [mean, variance + tf.square(mean)]
