@@ -108,7 +108,7 @@ def check_tapes() -> None:
     for run in MODES:
 
         @run
-        def compute(scale: bool) -> Any:
+        def compute(*, scale: bool) -> Any:
             with tf.GradientTape(persistent=True) as tape:
                 loss = a * a * b
             made = hvd.DistributedGradientTape(tape, scale_local_gradients=scale)
@@ -122,7 +122,7 @@ def check_tapes() -> None:
             return found["a"], found["more"][0], local[0][1], others[0][1]
 
         for scale in (True, False):
-            found = compute(scale)
+            found = compute(scale=scale)
             one = [mean_of(lambda r: 2 * (r + 1) ** 2)]
             other = [(RANK + 1) ** 2 / (SIZE if scale else 1)]
             for gradient, expected in zip(found, (one, other, other, one), strict=True):

@@ -35,7 +35,7 @@ __all__ = [
     "DistributedGradientTape",
     "DistributedOptimizer",
     "PartialDistributedGradientTape",
-    "SyncBatchNormalization",
+    "SyncBatchNormalization",  # noqa: F405
     "allgather_object",
     "allreduce",
     "broadcast_global_variables",

@@ -134,7 +134,11 @@ class LocalGradientAggregationHelperEager:
         """Exclude the gradients of a variable from the reduction."""
         self._local.add(var)
 
-    def compute_gradients(self, grads: Iterable[Any], vars: Iterable[Any]) -> list[Any]:
+    def compute_gradients(
+        self,
+        grads: Iterable[Any],
+        vars: Iterable[Any],  # noqa: A002
+    ) -> list[Any]:
         """Add gradients to the local sums; return these, reduced in the last pass."""
         results, variables = list(grads), list(vars)
         given = [i for i, gradient in enumerate(results) if gradient is not None]

@@ -53,11 +53,15 @@ def _reduction(
     to name the calls ``grad_<number>`` without any scope.
     """
     factor = gradient_predivide_factor if op == Average else 1.0
-    options = {"compression": compression, "op": op, "process_set": process_set}
+    options: dict[str, Any] = {
+        "compression": compression,
+        "op": op,
+        "process_set": process_set,
+    }
 
     def allreduce_grads(
         grads: Iterable[Any],
-        vars: Sequence[Any] | None = None,
+        vars: Sequence[Any] | None = None,  # noqa: A002
         use_generic_names: bool = False,
     ) -> list[Any]:
         results = list(grads)
@@ -92,7 +96,7 @@ def _reduction(
     return allreduce_grads
 
 
-def _make_allreduce_grads_fn(
+def _make_allreduce_grads_fn(  # pyright: ignore[reportUnusedFunction]
     name: str, device_dense: str, device_sparse: str, *options: Any
 ) -> AllreduceGrads:
     """Do the same with Horovod's arguments; devices are ignored."""
@@ -205,7 +209,7 @@ def DistributedGradientTape(  # noqa: N802  Horovod's
     """
     del device_dense, device_sparse
     groups = _check(op, gradient_predivide_factor, num_groups, groups)
-    base = type(gradtape)
+    base: Any = type(gradtape)
     names = {"__module__": base.__module__, "__qualname__": base.__qualname__}
     made: Any = object.__new__(
         type(base.__name__, (_DistributedGradientTape, base), names)

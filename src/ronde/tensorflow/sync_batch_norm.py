@@ -1,6 +1,6 @@
 """Batch normalization over the batches of all ranks."""
 
-from typing import Any, cast
+from typing import Any
 
 from ronde.errors import UsageError
 from ronde.session.frameworks import import_framework
@@ -33,7 +33,7 @@ class SyncBatchNormalization(_BatchNormalization):
         One reduction sums the ranks' counts, means times counts, and mean squares times
         counts, in float64, so that a large mean does not cost precision.
         """
-        moments = cast("Any", super())._moments(inputs, *args, **kwargs)
+        moments = super()._moments(inputs, *args, **kwargs)
         if size() == 1:
             return moments
         mean, variance = (tf.cast(each, tf.float64) for each in moments)
