@@ -4,6 +4,7 @@
 """
 
 from ronde import session as session  # first, as it imports torch
+from ronde.lazy_exports import lazy_exports
 from ronde.tensorflow import mpi_ops
 from ronde.tensorflow.compression import Compression
 from ronde.tensorflow.functions import (
@@ -20,11 +21,21 @@ from ronde.tensorflow.functions import (
     handle_average_backwards_compatibility,
     reducescatter,
 )
+from ronde.tensorflow.gradients import (
+    DistributedGradientTape,
+    DistributedOptimizer,
+    PartialDistributedGradientTape,
+    _make_allreduce_grads_fn as _make_allreduce_grads_fn,  # pyright: ignore[reportPrivateUsage]
+)
 from ronde.tensorflow.mpi_ops import *  # noqa: F403
 
 __all__ = [
     "BroadcastGlobalVariablesHook",
     "Compression",
+    "DistributedGradientTape",
+    "DistributedOptimizer",
+    "PartialDistributedGradientTape",
+    "SyncBatchNormalization",  # noqa: F405
     "allgather_object",
     "allreduce",
     "broadcast_global_variables",
@@ -38,3 +49,5 @@ __all__ = [
     "reducescatter",
 ]
 __all__ += mpi_ops.__all__
+# Lazy, as it loads Keras.
+__getattr__ = lazy_exports(__name__, {"sync_batch_norm": "SyncBatchNormalization"})
