@@ -1,6 +1,7 @@
 import json
 import os
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,7 @@ def test_modules_and_classes_are_the_same_ones(python) -> None:
 
 
 ALL = """
+import sys
 import horovod
 from horovod import run
 from horovod.common import elastic, exceptions, process_sets
@@ -85,6 +87,11 @@ assert horovod.run is horovod.run.runner.run is run is old_run is inner_run
 assert old_place is get_env_rank_and_size
 assert get_env_rank_and_size() == (0, 1)
 assert extension_available("torch") and not extension_available("mxnet")
+from importlib.util import find_spec
+assert extension_available("tensorflow") == bool(find_spec("tensorflow"))
+from horovod.common.basics import HorovodBasics
+assert not HorovodBasics("a file").is_initialized()
+assert not {"tensorflow", "keras", "ronde.tensorflow"} & sys.modules.keys()
 assert elastic.State and exceptions.HorovodInternalError and process_sets.ProcessSet
 print(horovod.__version__)
 """
@@ -93,15 +100,25 @@ print(horovod.__version__)
 PRINTED = {
     "import horovod.foo": "horovod.foo No module named 'horovod.foo'",
     "import horovod.torch.foo": "No module named 'horovod.torch.foo'",
-    "import horovod.tensorflow": "ronde does not support horovod.tensorflow yet",
-    "import horovod.tensorflow.keras": "ronde does not support horovod.tensorflow yet",
     "import horovod.spark": "ronde does not support horovod.spark, only",
+    "import horovod._keras": "ronde does not support horovod._keras, only",
     "from horovod import torch as hvd": "ronde.torch",
     "from horovod.torch import mpi_ops as hvd": "ronde.torch.mpi_ops",
     "from horovod.common import exceptions as hvd": "ronde.horovod.compatibility",
-    "from horovod import tensorflow": "ronde does not support horovod.tensorflow yet",
     "from horovod import nothing": "cannot import name 'nothing'",
 }
+for statement, framework in {
+    "import horovod.tensorflow": "tensorflow",
+    "import horovod.tensorflow.keras": "tensorflow",
+    "import horovod.tensorflow.keras.callbacks": "tensorflow",
+    "from horovod import tensorflow": "tensorflow",
+    "import horovod.keras": "keras",
+    "from horovod.keras import callbacks": "keras",
+}.items():
+    if find_spec(framework) is None:
+        PRINTED[statement] = (
+            f"{framework} must be installed for this front end, got none"
+        )
 PRINT = """
 import json
 for statement in json.loads({statements!r}):

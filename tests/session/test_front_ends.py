@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from numpy.testing import assert_array_equal
 from tests.ranks import run_ranks_bare
-from tests.session import numpy_front_end as npd
+
+from ronde import numpy as npd
 
 ROOT = Path(__file__).parents[2]
 DYNAMIC = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"}
@@ -20,7 +21,8 @@ import sys
 import ronde.session
 from tests.session.test_front_ends import check_all
 check_all()
-sys.exit(" ".join({"ronde.torch", "ronde.horovod"} & sys.modules.keys()) or None)
+others = {"horovod", "jax", "keras", "tensorflow", "torch"}
+sys.exit(" ".join({f"ronde.{name}" for name in others} & sys.modules.keys()) or None)
 """
 _MUTABLE = {"list", "dict", "set", "deque", "defaultdict", "count", "WeakSet"}
 _MUTABLE |= {"WeakKeyDictionary", "WeakValueDictionary", "ContextVar", "local"}

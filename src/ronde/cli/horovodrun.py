@@ -7,6 +7,7 @@ import argparse
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
@@ -33,7 +34,7 @@ _CHECK = """\
 ronde {version}, with the interface of Horovod {horovod}:
 
 Available Frameworks:
-    [ ] TensorFlow
+    [{tensorflow}] TensorFlow
     [X] PyTorch
     [ ] MXNet
 
@@ -128,6 +129,7 @@ def run_horovodrun(words: list[str], run: Callable[[list[str]], int]) -> int:
             built = {
                 n: getattr(session, f"{n}_built")() for n in ("mpi", "gloo", "nccl")
             }
+            built["tensorflow"] = find_spec("tensorflow") is not None
             marks = {name: "X" if has else " " for name, has in built.items()}
             print(_CHECK.format(version=ronde.__version__, horovod=horovod, **marks))
         case _:

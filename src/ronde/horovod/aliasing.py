@@ -12,6 +12,7 @@ from typing import cast
 
 _MODULES = {
     "torch.compression": "data_parallel.compression",
+    "common.basics": "horovod.compatibility",
     "common.elastic": "torch.elastic.state",
     "common.exceptions": "horovod.compatibility",
     "common.process_sets": "session",
@@ -27,10 +28,18 @@ _MODULES = {
 }
 """Horovod's modules, and the module of ronde that replaces each."""
 _PACKAGES = {name.rpartition(".")[0] for name in _MODULES} | {"runner.common"}
+_FRONT_ENDS = ("torch", "tensorflow", "keras")
+"""Packages whose modules have Horovod's names."""
+_IN_PACKAGE = (
+    "functions",
+    "gradient_aggregation",
+    "gradient_aggregation_eager",
+    "util",
+)
+"""Modules of a front end whose names the package has, unless it has the module."""
 _RUN = "run"
 """A function in Horovod; up to version 0.19 also the package ``horovod.runner``."""
-_TO_COME = ("tensorflow", "keras")
-_NOT_HERE = ("mxnet", "ray", "spark")
+_NOT_HERE = ("mxnet", "ray", "spark", "_keras")
 
 
 def install() -> None:
@@ -52,10 +61,10 @@ class _Finder(MetaPathFinder):
         package, _, name = fullname.removeprefix("ronde.").partition(".")
         if package != "horovod" or not name:
             return None
-        if name in _TO_COME + _NOT_HERE:
-            later = " yet" if name in _TO_COME else ""
+        if name in _NOT_HERE:
             raise ModuleNotFoundError(
-                f"ronde does not support horovod.{name}{later}, only horovod.torch.",
+                f"ronde does not support horovod.{name}, only horovod.torch, "
+                "horovod.tensorflow, horovod.tensorflow.keras and horovod.keras.",
                 name=f"horovod.{name}",
             )
         if name.startswith(f"{_RUN}."):
@@ -70,12 +79,16 @@ def _loader(name: str) -> tuple[Loader | None, bool]:
         return _Loader(_find_run), True
     if name in _MODULES:
         return _Loader(partial(import_module, f"ronde.{_MODULES[name]}")), False
-    if name.partition(".")[0] != "torch":
+    front_end = name.partition(".")[0]
+    if front_end not in _FRONT_ENDS:
         is_known = name in _PACKAGES
         return _Loader(partial(_find_package, name)) if is_known else None, True
     own = find_spec(f"ronde.{name}")
+    package, _, module = name.rpartition(".")
+    if own is None and module in _IN_PACKAGE:
+        return _Loader(partial(import_module, f"ronde.{package}")), False
     is_package = own is not None and own.submodule_search_locations is not None
-    return own and _Loader(partial(import_module, own.name)), is_package
+    return own and _Loader(partial(_find_own, front_end, own.name)), is_package
 
 
 class _Loader(Loader):
@@ -93,6 +106,14 @@ class _Loader(Loader):
         # The module is loaded already, but importlib has replaced its spec with the
         # alias's. With that it could neither be reloaded nor pickled.
         module.__spec__ = self._spec or module.__spec__
+
+
+def _find_own(framework: str, name: str) -> ModuleType:
+    """Import a module of a front end, or raise an error that names its framework."""
+    if framework != "torch":
+        frameworks = import_module("ronde.session.frameworks")
+        frameworks.import_framework(framework)
+    return import_module(name)
 
 
 def _find_run() -> ModuleType:

@@ -5,6 +5,7 @@ import os
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache, wraps
+from importlib.util import find_spec
 from queue import Empty, Queue
 from threading import Event, Thread
 from typing import Any
@@ -16,6 +17,7 @@ from ronde.torch.elastic.state import HostsUpdatedInterrupt
 __all__ = [
     "AsyncDataLoaderMixin",
     "BaseDataLoader",
+    "HorovodBasics",
     "HorovodInternalError",
     "HorovodVersionMismatchError",
     "HostsUpdatedInterrupt",
@@ -57,9 +59,22 @@ def get_version_mismatch_message(
 
 
 def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
-    """Return True for ``torch``, the only framework with a front end."""
+    """Return True for a framework that is installed and has a front end."""
     del verbose
-    return ext_base_name == "torch"
+    has_front_end = ext_base_name in ("torch", "tensorflow", "keras")
+    return has_front_end and find_spec(ext_base_name) is not None
+
+
+class HorovodBasics:
+    """The functions of a session as methods; the constructor ignores its arguments."""
+
+    def __init__(self, *args: object) -> None:
+        del args
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401  a function's own
+        if name.startswith("_"):
+            raise AttributeError(f"HorovodBasics has no attribute {name!r}.")
+        return getattr(session, name)
 
 
 def _with_verbose(function: Any) -> Any:  # noqa: ANN401  of features
