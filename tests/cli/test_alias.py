@@ -92,7 +92,9 @@ assert extension_available("tensorflow") == bool(find_spec("tensorflow"))
 from horovod.common.basics import HorovodBasics
 assert not HorovodBasics("a file").is_initialized()
 assert not {"tensorflow", "keras", "ronde.tensorflow"} & sys.modules.keys()
-assert elastic.State and exceptions.HorovodInternalError and process_sets.ProcessSet
+from horovod.torch.elastic import State
+assert elastic.State is State
+assert exceptions.HorovodInternalError and process_sets.ProcessSet
 print(horovod.__version__)
 """
 

@@ -13,7 +13,7 @@ from typing import cast
 _MODULES = {
     "torch.compression": "data_parallel.compression",
     "common.basics": "horovod.compatibility",
-    "common.elastic": "torch.elastic.state",
+    "common.elastic": "session.elastic",
     "common.exceptions": "horovod.compatibility",
     "common.process_sets": "session",
     "common.util": "horovod.compatibility",
@@ -21,7 +21,7 @@ _MODULES = {
     "runner.common.util.config_parser": "cli.horovod_launch",
     "runner.common.util.env": "horovod.launcher",
     "runner.elastic.constants": "membership.policy",
-    "runner.elastic.worker": "torch.elastic.state",
+    "runner.elastic.worker": "session.elastic",
     "runner.launch": "cli.horovod_launch",
     "runner.runner": "horovod.launcher",
     "runner.util.threads": "horovod.launcher",

@@ -12,7 +12,7 @@ from typing import Any
 
 from ronde import session
 from ronde.errors import CollectiveError as HorovodInternalError
-from ronde.torch.elastic.state import HostsUpdatedInterrupt
+from ronde.session import HostsUpdatedInterrupt
 
 __all__ = [
     "AsyncDataLoaderMixin",

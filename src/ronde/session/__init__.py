@@ -13,6 +13,9 @@ __getattr__ = lazy_exports(
     __name__,
     {
         "connecting": "Connector",
+        "elastic": "HostUpdateResult HostsUpdatedInterrupt ObjectState State "
+        "WorkerNotificationManager notification_manager run run_fn source",
+        "elastic_arrays": "ArrayState KerasState elastic_callbacks run_compiled",
         "frameworks": "import_framework",
         "lifetime": "init reform shutdown start_timeline stop_timeline",
         "operations": "Adasum Allgather Allreduce Alltoall Average Broadcast Max Min "

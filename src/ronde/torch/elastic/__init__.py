@@ -1,12 +1,21 @@
 """Training with ranks that may fail, leave and join: ``hvd.elastic``."""
 
 from ronde.lazy_exports import lazy_exports
+from ronde.session.elastic import (
+    HostsUpdatedInterrupt as HostsUpdatedInterrupt,
+    HostUpdateResult as HostUpdateResult,
+    ObjectState,
+    State,
+    notification_manager as notification_manager,
+    run,
+    run_fn as run_fn,
+)
 from ronde.torch.elastic.data import DataSource, ElasticLoader, Share
 from ronde.torch.elastic.loop import Loop, Step
 from ronde.torch.elastic.position import Position, derive_seed
 from ronde.torch.elastic.sampler import ElasticSampler
 from ronde.torch.elastic.shards import ElasticShards
-from ronde.torch.elastic.state import ObjectState, State, TorchState, run
+from ronde.torch.elastic.state import TorchState
 from ronde.torch.elastic.weights import GradientWeights, LearningRateScale
 
 __all__ = [
@@ -34,8 +43,7 @@ __getattr__ = lazy_exports(
         "copies": "find_keepers pack unpack",
         "position": "StepSampler order_of shard_batch",
         "state": (
-            "HostUpdateResult HostsUpdatedInterrupt ModelStateHandler StateHandler "
-            "get_handler_registry notification_manager run_fn set_handler_registry"
+            "ModelStateHandler StateHandler get_handler_registry set_handler_registry"
         ),
     },
 )
