@@ -1,26 +1,21 @@
 """Distributed optimizers of Keras 3."""
 
-from collections.abc import Iterable, Sequence
+# pyright: reportUnknownArgumentType=false, reportUnknownVariableType=false
+
 from dataclasses import dataclass
-from importlib import import_module
-from typing import Any, cast
+from typing import Any
 
 from ronde.errors import UsageError
-from ronde.keras.gradients import Compression, GradientReduction, keras
-from ronde.keras.options import LEGACY_CURE, ReductionOptions, is_keras_2
-from ronde.session.operations import Average
-from ronde.session.session import ProcessSet, global_process_set
+from ronde.keras.backends import BACKEND, front_end, keras
+from ronde.keras.distributed import LEGACY_CURE, CallableList, ReductionOptions
+from ronde.keras.gradients import GradientReduction
 
 _KERAS_2_NAMES = ("lr", "get_gradients", "compute_gradients", "_compute_gradients")
 _KEPT = ("_exclude_from_weight_decay", "_exclude_from_weight_decay_pattern")
 """Settings of an optimizer that its config lacks."""
 
 
-class CallableList(list[Any]):
-    """A list that returns itself when called, as ``optimizer.variables()`` did."""
-
-    def __call__(self) -> "CallableList":
-        return self
+_Keras: Any = object  # the mixins are put before a class of Keras
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,80 +25,80 @@ class _Variables:
     by_key: dict[Any, Any]
 
 
-class _ReducingOptimizer:
+class _ReducingOptimizer(_Keras):
     """Base of the distributed classes, put before the class of the user's optimizer."""
 
     # Class attributes, so that ``from_config`` gives a distributed optimizer too.
     _reduction: GradientReduction
     _local = _Variables({})
-    # Keras's.
-    gradient_accumulation_steps: int | None
-    _trainable_variables: Sequence[Any]
 
     @property
     def variables(self) -> CallableList:
-        return CallableList(cast("Any", super()).variables)
+        return CallableList(super().variables)
 
-    @property
-    def local_keys(self) -> "dict[Any, Any]":
-        return self._local.by_key
+    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+        gradients = list(grads)
+        if trainable_variables is not None:
+            trainable_variables = list(trainable_variables)
+        gradients = self._reduced(gradients, trainable_variables)
+        super().apply(gradients, trainable_variables)
 
     def register_local_var(self, var: Any) -> None:
         """Exclude the gradients of a variable from the reduction."""
-        key = cast("Any", self)._var_key(var)  # noqa: SLF001  Keras's
+        key = self._var_key(var)
         self._local = _Variables({**self._local.by_key, key: var})
+
+    def _is_local(self, variable: Any) -> bool:
+        by_key = self._local.by_key
+        return bool(by_key) and self._var_key(variable) in by_key
 
     def __getattr__(self, name: str) -> Any:
         if name in _KERAS_2_NAMES:
             raise AttributeError(
                 f"an optimizer of Keras 3 has no {name}. {LEGACY_CURE}", name=name
             )
-        raise AttributeError(
-            f"{type(self).__name__!r} object has no attribute {name!r}",
-            name=name,
-            obj=self,
-        )
+        text = f"{type(self).__name__!r} object has no attribute {name!r}"
+        raise AttributeError(text, name=name, obj=self)
 
-    def _reduced(
-        self, gradients: Sequence[Any], variables: Any, *, is_owned: bool = False
-    ) -> list[Any]:
+    def _reduced(self, gradients: Any, variables: Any) -> list[Any]:
+        """Return the gradients, reduced unless this is to be done when accumulated."""
+        if self._is_accumulating:
+            return gradients
         variables = self._trainable_variables if variables is None else variables
-        return self._reduction.reduce(gradients, variables, self, is_owned=is_owned)
+        return self._reduction.reduce(gradients, variables, self._is_local)
 
 
 class _ReducingApply(_ReducingOptimizer):
     """Reduces gradients before clipping, weight decay and the update."""
 
-    _pending: Any = None  # variables of the update in progress
+    _updated = _Variables({})  # by their index in the update in progress
 
-    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
-        gradients = list(grads)
-        if trainable_variables is not None:
-            trainable_variables = list(trainable_variables)
-        if not self.gradient_accumulation_steps:
-            gradients = self._reduced(gradients, trainable_variables)
-        cast("Any", super()).apply(gradients, trainable_variables)
+    @property
+    def _is_accumulating(self) -> bool:
+        return bool(self.gradient_accumulation_steps)
 
     def _backend_apply_gradients(self, grads: Any, trainable_variables: Any) -> None:
-        self._pending = _Variables(dict(enumerate(list[Any](trainable_variables))))
-        cast("Any", super())._backend_apply_gradients(grads, trainable_variables)  # noqa: SLF001
+        variables: list[Any] = list(trainable_variables)
+        self._updated = _Variables(dict(enumerate(variables)))
+        super()._backend_apply_gradients(grads, variables)
 
     def _clip_gradients(self, grads: Any) -> Any:
         # Keras calls this with the mean of the accumulated gradients; on JAX in every
         # step, as it computes both branches.
-        steps = self.gradient_accumulation_steps
-        if steps:
-            variables = list(self._pending.by_key.values())
+        if self._is_accumulating:
+            variables, gradients = list(self._updated.by_key.values()), grads
 
             def reduced() -> list[Any]:
-                return self._reduced(grads, variables, is_owned=True)
+                return self._reduction.reduce(gradients, variables, self._is_local)
 
-            if keras.backend.backend() == "jax":
-                is_update = (cast("Any", self)._iterations + 1) % steps == 0  # noqa: SLF001
-                grads = keras.ops.cond(is_update, reduced, lambda: list(grads))
+            if BACKEND == "jax":
+                is_update = (
+                    self._iterations + 1
+                ) % self.gradient_accumulation_steps == 0
+                grads = keras.ops.cond(is_update, reduced, lambda: gradients)
             else:
                 grads = reduced()
-        return cast("Any", super())._clip_gradients(grads)  # noqa: SLF001
+        return super()._clip_gradients(grads)
 
 
 class _ReducingLossScale(_ReducingOptimizer):
@@ -116,37 +111,29 @@ class _ReducingLossScale(_ReducingOptimizer):
     def __init__(self, inner_optimizer: Any, *args: Any, **options: Any) -> None:
         if inner_optimizer.gradient_accumulation_steps:
             inner_optimizer = _distributed(inner_optimizer, self._reduction)
-        cast("Any", super()).__init__(inner_optimizer, *args, **options)
+        super().__init__(inner_optimizer, *args, **options)
 
     @property
     def _is_accumulating(self) -> bool:
-        return bool(cast("Any", self).inner_optimizer.gradient_accumulation_steps)
-
-    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
-        gradients = list(grads)
-        if trainable_variables is not None:
-            trainable_variables = list(trainable_variables)
-        if not self._is_accumulating:
-            gradients = self._reduced(gradients, trainable_variables)
-        cast("Any", super()).apply(gradients, trainable_variables)
+        return bool(self.inner_optimizer.gradient_accumulation_steps)
 
     def stateless_apply(
         self, optimizer_variables: Any, grads: Any, trainable_variables: Any
     ) -> Any:
-        if not self._is_accumulating:
-            grads = self._reduced(grads, None)
-        return cast("Any", super()).stateless_apply(
-            optimizer_variables, grads, trainable_variables
+        return super().stateless_apply(
+            optimizer_variables, self._reduced(grads, None), trainable_variables
         )
 
     def check_finite(self, grads: Any) -> Any:
-        finite = cast("Any", super()).check_finite(grads)
-        return self._reduction.all_agree(finite) if self._is_accumulating else finite
+        finite = super().check_finite(grads)
+        if not self._is_accumulating:
+            return finite
+        return self._reduction.least(keras.ops.cast(finite, "float32")) > 0.5
 
     def register_local_var(self, var: Any) -> None:
         super().register_local_var(var)
         if self._is_accumulating:
-            cast("Any", self).inner_optimizer.register_local_var(var)
+            self.inner_optimizer.register_local_var(var)
 
 
 def distribute(optimizer: Any, name: str | None, options: ReductionOptions) -> Any:
@@ -170,16 +157,19 @@ def distribute(optimizer: Any, name: str | None, options: ReductionOptions) -> A
             f"gradient_accumulation_steps, got {passes}."
         )
     scope = name or f"Distributed{type(inner).__name__}"
-    reduction = GradientReduction(scope, options)
+    # Keras divides the accumulated sum by the number of passes.
+    factor = 1 if options.average_aggregated_gradients else passes
+    to_tensor = keras.ops.convert_to_tensor
+    reduction = GradientReduction(scope, options, front_end, to_tensor, factor)
     plain = _copy(inner, type(inner), passes)
-    scaling: Any = keras.optimizers.LossScaleOptimizer
+    base = keras.optimizers.LossScaleOptimizer
     config: dict[str, Any] = {"name": "loss_scale_optimizer"}
     if inner is not optimizer:
-        scaling, config = type(optimizer), optimizer.get_config()
+        config = optimizer.get_config()
         del config["inner_optimizer"]
     elif keras.config.dtype_policy().name != "mixed_float16":
         return _with_state(optimizer, _distributed(plain, reduction))
-    copy = _reducing(_ReducingLossScale, scaling, reduction)(plain, **config)
+    copy = _reducing(_ReducingLossScale, base, reduction)(plain, **config)
     return _with_state(optimizer, copy)
 
 
@@ -218,80 +208,3 @@ def _with_state(optimizer: Any, copy: Any) -> Any:
         for variable, value in zip(target.variables, optimizer.variables, strict=True):
             variable.assign(value)
     return copy
-
-
-def DistributedOptimizer(  # noqa: N802  Horovod's
-    optimizer: Any,
-    name: str | None = None,
-    device_dense: str = "",
-    device_sparse: str = "",
-    compression: Any = Compression.none,
-    sparse_as_dense: bool = False,
-    gradient_predivide_factor: float = 1.0,
-    op: int = Average,
-    num_groups: int = 0,
-    groups: Any = None,
-    process_set: ProcessSet = global_process_set,
-    scale_local_gradients: bool = True,
-    backward_passes_per_step: int = 1,
-    average_aggregated_gradients: bool = False,
-) -> Any:
-    """Return a copy of an optimizer that reduces gradients over all ranks.
-
-    Its class has the name of the optimizer's class, and a saved model loads without
-    ronde. Gradients are reduced in one call, before clipping and weight decay; with
-    accumulation, only their sum is. The state of a built optimizer is copied.
-
-    Args:
-        optimizer: An optimizer of Keras 3 or of tf-keras.
-        name: The name by which reductions are matched across ranks. Give one if a
-            program trains with several optimizers of a class at a time.
-        device_dense: Ignored.
-        device_sparse: Ignored.
-        compression: The format for sending dense gradients.
-        sparse_as_dense: Reduce ``tf.IndexedSlices`` as dense gradients.
-        gradient_predivide_factor: Divide by this before the sum, and multiply after.
-        op: Average or Sum.
-        num_groups: The old name of ``groups``.
-        groups: A number of calls to split the reduction into, or lists of variables.
-        process_set: The ranks that reduce with each other.
-        scale_local_gradients: Divide gradients of local variables by the set's size.
-        backward_passes_per_step: Accumulate this many gradients before a reduction.
-        average_aggregated_gradients: Divide the accumulated sum by their number.
-    """
-    del device_dense, device_sparse
-    options = ReductionOptions(
-        compression,
-        sparse_as_dense,
-        gradient_predivide_factor,
-        op,
-        groups,
-        process_set,
-        scale_local_gradients,
-        backward_passes_per_step,
-        average_aggregated_gradients,
-    ).checked(num_groups)
-    if is_keras_2(optimizer):
-        legacy = import_module("ronde.tensorflow.keras.optimizer")
-        return legacy.distribute(optimizer, name, options)
-    return distribute(optimizer, name, options)
-
-
-def PartialDistributedOptimizer(  # noqa: N802  Horovod's
-    optimizer: Any, *args: Any, local_layers: Any = None, **options: Any
-) -> Any:
-    """Return ``DistributedOptimizer(...)`` that does not reduce ``local_layers``.
-
-    ``local_layers`` is a layer or a collection of layers. Their gradients stay local.
-    """
-    layers: list[Any] = [] if local_layers is None else [local_layers]
-    if isinstance(local_layers, Iterable):
-        layers = [*cast("Iterable[Any]", local_layers)]
-    # Not by class: layers are of Keras 2 or of Keras 3.
-    if not all(hasattr(layer, "trainable_weights") for layer in layers):
-        raise UsageError("All local layers must be of tf.keras.layers.Layer type.")
-    distributed = DistributedOptimizer(optimizer, *args, **options)
-    for layer in layers:
-        for variable in layer.trainable_weights:
-            distributed.register_local_var(variable)
-    return distributed
