@@ -33,7 +33,7 @@ class ReductionOptions(NamedTuple):
     backward_passes_per_step: int = 1
     average_aggregated_gradients: bool = False
 
-    def check(self) -> None:
+    def checked(self) -> "ReductionOptions":
         if self.op not in (Average, Sum):
             raise UsageError("op currently only supports Average and Sum")
         if self.gradient_predivide_factor != 1.0 and self.op != Average:
@@ -42,19 +42,21 @@ class ReductionOptions(NamedTuple):
             )
         if self.backward_passes_per_step < 1:
             raise UsageError("backward_passes_per_step must be > 0")
+        groups = self.groups
         if self.num_groups:
+            groups = groups or self.num_groups
             warnings.warn(
                 "Parameter `num_groups` has been replaced by `groups` and will be "
                 "removed in v0.23.0.",
                 DeprecationWarning,
                 stacklevel=4,
             )
-        groups = self.groups
         if not (groups is None or isinstance(groups, list) or groups > 0):
             raise UsageError(
                 "groups should be a non-negative integer or a list of list of "
                 "tf.Variable."
             )
+        return self._replace(groups=groups)
 
     def is_reduced(self) -> bool:
         """Return True if this rank reduces its gradients with others."""
@@ -87,7 +89,7 @@ def DistributedOptimizer(  # noqa: N802  Horovod's
     chosen = ReductionOptions(
         compression, sparse_as_dense, gradient_predivide_factor, op, **options
     )
-    chosen.check()
+    chosen = chosen.checked()
     bases = type(optimizer).__mro__
     is_keras_2 = any(base.__module__.split(".")[0] == "tf_keras" for base in bases)
     version = "tensorflow.keras" if is_keras_2 else "keras"
