@@ -77,6 +77,10 @@ class CollectiveError(RondeError, RuntimeError):
     """A collective failed on this rank; the content of its tensors is undefined."""
 
 
+class MismatchError(CollectiveError):
+    """Ranks called one collective with arguments that do not fit together."""
+
+
 class PeerLostError(CollectiveError):
     """A rank that the collective needs is gone."""
 

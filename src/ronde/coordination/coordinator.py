@@ -51,7 +51,7 @@ from ronde.coordination.waits import (
     SyncPoint,
     Waits,
 )
-from ronde.errors import CollectiveError, PeerLostError
+from ronde.errors import CollectiveError, MismatchError, PeerLostError
 from ronde.status.steps import own_meter
 
 __all__ = ["CoordinationOptions", "Coordinator"]
@@ -280,7 +280,7 @@ class CoordinatorState:
 
     def _fail_name(self, command: FailCommand) -> None:
         if entry := self._table.pop(command.name):
-            entry.fail(CollectiveError(command.text))
+            entry.fail(MismatchError(command.text))
 
     def _end_join(self, last: int) -> None:
         self._table.all_joined()

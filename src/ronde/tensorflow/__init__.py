@@ -1,1 +1,40 @@
-"""The TensorFlow front end: Horovod's API."""
+"""The TensorFlow front end: Horovod's API.
+
+``import ronde.tensorflow as hvd`` replaces ``import horovod.tensorflow as hvd``.
+"""
+
+from ronde import session as session  # first, as it imports torch
+from ronde.tensorflow import mpi_ops
+from ronde.tensorflow.compression import Compression
+from ronde.tensorflow.functions import (
+    BroadcastGlobalVariablesHook,
+    allgather_object,
+    allreduce,
+    broadcast_global_variables,
+    broadcast_object,
+    broadcast_object_fn,
+    broadcast_variables,
+    check_num_rank_power_of_2,
+    grouped_allreduce,
+    grouped_reducescatter,
+    handle_average_backwards_compatibility,
+    reducescatter,
+)
+from ronde.tensorflow.mpi_ops import *  # noqa: F403
+
+__all__ = [
+    "BroadcastGlobalVariablesHook",
+    "Compression",
+    "allgather_object",
+    "allreduce",
+    "broadcast_global_variables",
+    "broadcast_object",
+    "broadcast_object_fn",
+    "broadcast_variables",
+    "check_num_rank_power_of_2",
+    "grouped_allreduce",
+    "grouped_reducescatter",
+    "handle_average_backwards_compatibility",
+    "reducescatter",
+]
+__all__ += mpi_ops.__all__
