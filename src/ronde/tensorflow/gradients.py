@@ -1,0 +1,483 @@
+"""Reduction of gradients: tapes, and optimizers of ``tf.compat.v1.train``.
+
+All dense gradients of a dtype are reduced in one call. Gradients that are None stay so,
+on all ranks alike.
+"""
+
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from importlib import import_module
+from typing import Any, cast
+
+from ronde.errors import UsageError
+from ronde.session.frameworks import import_framework
+from ronde.session.operations import Adasum, Average
+from ronde.session.session import ProcessSet, current_session, global_process_set, rank
+from ronde.tensorflow.aggregation import (
+    AllreduceGrads,
+    LocalGradientAggregationHelper,
+    LocalVariables,
+    choose,
+    state_variable,
+    variable_key,
+)
+from ronde.tensorflow.compression import Compression
+from ronde.tensorflow.operations import grouped_allreduce
+
+tf = import_framework("tensorflow")
+_LegacyOptimizer: Any = tf.compat.v1.train.Optimizer
+
+Groups = int | list[list[Any]] | None
+
+
+def _is_reduced(process_set: ProcessSet) -> bool:
+    if not process_set.included():
+        return False
+    # The size of a view may change while a graph lives.
+    return process_set.size() != 1 or current_session().is_of_views
+
+
+def _make_allreduce_grads_fn(
+    name: str,
+    device_dense: str,
+    device_sparse: str,
+    compression: Any,  # noqa: ANN401
+    sparse_as_dense: bool,
+    op: int,
+    gradient_predivide_factor: float,
+    groups: Groups,
+    process_set: ProcessSet,
+) -> AllreduceGrads:
+    """Return a function that reduces gradients, by names that begin with ``name``.
+
+    It takes gradients, their variables (needed for lists in ``groups``), and whether
+    to name the calls ``grad_<number>`` without any scope.
+    """
+    del device_dense, device_sparse
+    factor = gradient_predivide_factor if op == Average else 1.0
+    options = {"compression": compression, "op": op, "process_set": process_set}
+
+    def allreduce_grads(
+        grads: Iterable[Any],
+        vars: Sequence[Any] | None = None,  # noqa: A002
+        use_generic_names: bool = False,
+    ) -> list[Any]:
+        results = list(grads)
+        if sparse_as_dense:
+            results = [_dense(gradient) for gradient in results]
+        if not _is_reduced(process_set):
+            return results
+        if tf.distribute.has_strategy():
+            raise UsageError(
+                "gradients must be reduced outside tf.distribute. Start one rank for "
+                "each device instead."
+            )
+        with tf.name_scope(f"{name}_Allreduce") as scope:
+            for number, (part, members) in enumerate(_calls(results, vars, groups)):
+                is_sparse = part.startswith("sparse")
+                # Sparse gradients support no factors but 1.
+                reduced = grouped_allreduce(
+                    [results[i] for i in members],
+                    **options,
+                    prescale_factor=1.0 if is_sparse else 1.0 / factor,
+                    postscale_factor=1.0 if is_sparse else factor,
+                    name=f"grad_{number}" if use_generic_names else f"{scope}{part}",
+                    ignore_name_scope=True,
+                )
+                for i, gradient in zip(members, reduced, strict=True):
+                    results[i] = gradient
+        return results
+
+    return allreduce_grads
+
+
+def _dense(gradient: Any) -> Any:  # noqa: ANN401
+    is_sparse = isinstance(gradient, tf.IndexedSlices)
+    return tf.convert_to_tensor(gradient) if is_sparse else gradient
+
+
+def _calls(
+    gradients: Sequence[Any], variables: Sequence[Any] | None, groups: Groups
+) -> Iterator[tuple[str, list[int]]]:
+    """Yield the name of each grouped reduction and the indices of its gradients."""
+    given = [i for i, gradient in enumerate(gradients) if gradient is not None]
+    parts = list(_parts(given, variables, groups))
+    for number, part in enumerate(parts):
+        label = f"{number}." if len(parts) > 1 else ""
+        kinds: dict[str, list[int]] = {}
+        for i in part:
+            is_sparse = isinstance(gradients[i], tf.IndexedSlices)
+            kind = "sparse" if is_sparse else "grads"
+            name = f"{kind}.{label}{gradients[i].dtype.name}"
+            kinds.setdefault(name, []).append(i)
+        yield from kinds.items()
+
+
+def _parts(
+    given: list[int], variables: Sequence[Any] | None, groups: Groups
+) -> Iterator[list[int]]:
+    """Yield non-empty parts of the indices: ``groups``, and others as the last part."""
+    if isinstance(groups, list):
+        keys = {variable_key(variables[i]): i for i in given} if variables else {}
+        for group in groups:
+            found = [keys.pop(variable_key(each), None) for each in group]
+            if part := [i for i in found if i is not None]:
+                yield part
+        given, groups = sorted(keys.values()), 1
+    count = min(groups or 1, len(given))
+    for number in range(count):
+        ends = (number * len(given) // count, (number + 1) * len(given) // count)
+        yield given[slice(*ends)]
+
+
+class _DistributedGradientTape:
+    """Base of the distributed tapes, put before the class of the user's tape."""
+
+    _allreduce_grads: AllreduceGrads
+    _local: LocalVariables
+    process_set: ProcessSet
+
+    def register_local_source(self, source: Any) -> None:  # noqa: ANN401
+        """Exclude the gradients of a source from the reduction."""
+        self._local.add(source)
+
+    def gradient(
+        self,
+        target: Any,  # noqa: ANN401
+        sources: Any,  # noqa: ANN401
+        output_gradients: Any = None,  # noqa: ANN401
+        use_generic_names: bool = False,
+        unconnected_gradients: Any = tf.UnconnectedGradients.NONE,  # noqa: ANN401
+    ) -> Any:  # noqa: ANN401
+        """Return reduced gradients in the structure of ``sources``; collective."""
+        own = cast("Any", super()).gradient(
+            target, sources, output_gradients, unconnected_gradients
+        )
+        reduced = self._local.reduce_others(
+            self._allreduce_grads,
+            tf.nest.flatten(own),
+            tf.nest.flatten(sources),
+            use_generic_names=use_generic_names,
+        )
+        return tf.nest.pack_sequence_as(sources, reduced)
+
+    def get_local_and_global_gradients(
+        self,
+        target: Any,  # noqa: ANN401
+        sources: Any,  # noqa: ANN401
+        output_gradients: Any = None,  # noqa: ANN401
+        use_generic_names: bool = False,
+    ) -> tuple[list[Any], list[Any]]:
+        """Return pairs (source, gradient) of local and of other sources; collective."""
+        found = self.gradient(target, sources, output_gradients, use_generic_names)
+        flat = tf.nest.flatten(sources), tf.nest.flatten(found)
+        pairs = list(zip(*flat, strict=True))
+        local = [pair for pair in pairs if pair[0] in self._local]
+        return local, [pair for pair in pairs if pair[0] not in self._local]
+
+
+def DistributedGradientTape(  # noqa: N802  Horovod's
+    gradtape: Any,  # noqa: ANN401
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.none,  # noqa: ANN401
+    sparse_as_dense: bool = False,
+    op: int = Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: Groups = None,
+    process_set: ProcessSet = global_process_set,
+    scale_local_gradients: bool = True,
+) -> Any:  # noqa: ANN401
+    """Return a tape with the records of ``gradtape`` that reduces gradients.
+
+    Its class is a new subclass of the tape's class with the same name. ``groups``
+    splits the reduction: a number of parts, or lists of variables.
+    """
+    groups = _check(op, gradient_predivide_factor, num_groups, groups)
+    base = type(gradtape)
+    names = {"__module__": base.__module__, "__qualname__": base.__qualname__}
+    made: Any = object.__new__(
+        type(base.__name__, (_DistributedGradientTape, base), names)
+    )
+    vars(made).update(vars(gradtape), _recording=False)
+    made.process_set = process_set
+    made._local = LocalVariables(process_set, is_scaled=scale_local_gradients)  # noqa: SLF001
+    made._allreduce_grads = _make_allreduce_grads_fn(  # noqa: SLF001
+        "DistributedGradientTape",
+        device_dense,
+        device_sparse,
+        compression,
+        sparse_as_dense,
+        op,
+        gradient_predivide_factor,
+        groups,
+        process_set,
+    )
+    return made
+
+
+def PartialDistributedGradientTape(  # noqa: N802  Horovod's
+    gradtape: Any,  # noqa: ANN401
+    *args: Any,  # noqa: ANN401
+    local_layers: Any = None,  # noqa: ANN401
+    **options: Any,  # noqa: ANN401
+) -> Any:  # noqa: ANN401
+    """Return ``DistributedGradientTape(...)`` that does not reduce ``local_layers``.
+
+    ``local_layers`` is a layer or a collection of layers.
+    """
+    layers: list[Any] = [] if local_layers is None else [local_layers]
+    if isinstance(local_layers, Iterable):
+        layers = list(cast("Iterable[Any]", local_layers))
+    if not all(hasattr(layer, "trainable_weights") for layer in layers):
+        raise UsageError("All local layers must be of tf.keras.layers.Layer type.")
+    tape = DistributedGradientTape(gradtape, *args, **options)
+    for variable in [v for layer in layers for v in layer.trainable_weights]:
+        tape.register_local_source(variable)
+    return tape
+
+
+class _Wrapper(_LegacyOptimizer):
+    """An optimizer whose state is that of another optimizer."""
+
+    def __init__(self, optimizer: Any, name: str, use_locking: bool) -> None:  # noqa: ANN401
+        super().__init__(name=name, use_locking=use_locking)
+        self._optimizer = optimizer
+
+    def compute_gradients(self, *args: Any, **kwargs: Any) -> list[Any]:  # noqa: ANN401
+        return self._optimizer.compute_gradients(*args, **kwargs)
+
+    def get_slot(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        return self._optimizer.get_slot(*args, **kwargs)
+
+    def get_slot_names(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        return self._optimizer.get_slot_names(*args, **kwargs)
+
+    def variables(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        return self._optimizer.variables(*args, **kwargs)
+
+
+class _DistributedOptimizer(_Wrapper):
+    """A legacy optimizer that reduces gradients when it computes them."""
+
+    def __init__(
+        self,
+        optimizer: Any,  # noqa: ANN401
+        name: str | None = None,
+        use_locking: bool = False,
+        device_dense: str = "",
+        device_sparse: str = "",
+        compression: Any = Compression.none,  # noqa: ANN401
+        sparse_as_dense: bool = False,
+        op: int = Average,
+        gradient_predivide_factor: float = 1.0,
+        backward_passes_per_step: int = 1,
+        average_aggregated_gradients: bool = False,
+        groups: Groups = None,
+        process_set: ProcessSet = global_process_set,
+        scale_local_gradients: bool = True,
+    ) -> None:
+        name = name or f"Distributed{type(optimizer).__name__}"
+        super().__init__(optimizer, name, use_locking)
+        self.process_set = process_set
+        self._allreduce_grads = _make_allreduce_grads_fn(
+            name,
+            device_dense,
+            device_sparse,
+            compression,
+            sparse_as_dense,
+            op,
+            gradient_predivide_factor,
+            groups,
+            process_set,
+        )
+        self._local = LocalVariables(process_set, is_scaled=scale_local_gradients)
+        self._agg_helper: LocalGradientAggregationHelper | None = None
+        if backward_passes_per_step == 1:
+            return
+        if tf.executing_eagerly():
+            raise UsageError(
+                "backward_passes_per_step > 1 is not yet supported for "
+                "_LegacyOptimizer with eager execution."
+            )
+        self._agg_helper = LocalGradientAggregationHelper(
+            backward_passes_per_step,
+            self._allreduce_grads,
+            sparse_as_dense,
+            average_aggregated_gradients,
+            rank(),
+            "optimizer_type_legacy",
+            process_set,
+            scale_local_gradients,
+            name,
+        )
+
+    def register_local_var(self, var: Any) -> None:  # noqa: ANN401
+        """Exclude the gradients of a variable from the reduction."""
+        (self._agg_helper or self._local).register_local_var(var)
+
+    def compute_gradients(self, *args: Any, **kwargs: Any) -> list[Any]:  # noqa: ANN401
+        """Return pairs (reduced gradient, variable); collective."""
+        pairs = super().compute_gradients(*args, **kwargs)
+        gradients, variables = zip(*pairs, strict=True)
+        if self._agg_helper is not None:
+            found = self._agg_helper.compute_gradients(gradients, variables)
+        else:
+            found = self._local.reduce_others(
+                self._allreduce_grads, gradients, variables
+            )
+        return list(zip(found, variables, strict=True))
+
+    def apply_gradients(
+        self,
+        grads_and_vars: Iterable[Any],
+        global_step: Any = None,  # noqa: ANN401
+        name: str | None = None,
+    ) -> Any:  # noqa: ANN401
+        pairs = list(grads_and_vars)
+
+        def apply() -> Any:  # noqa: ANN401
+            return self._optimizer.apply_gradients(pairs, global_step, name)
+
+        if self._agg_helper is None:
+            return apply()
+        return self._agg_helper.apply_gradients(
+            apply, self._optimizer, pairs, global_step=global_step
+        )
+
+
+class _DistributedAdasumOptimizer(_Wrapper):
+    """A legacy optimizer that takes local steps and combines the deltas by Adasum."""
+
+    def __init__(
+        self,
+        optimizer: Any,  # noqa: ANN401
+        name: str | None = None,
+        use_locking: bool = False,
+        device_dense: str = "",
+        device_sparse: str = "",
+        compression: Any = Compression.none,  # noqa: ANN401
+        backward_passes_per_step: int = 1,
+    ) -> None:
+        del device_dense, device_sparse
+        name = name or f"DistributedDelta{type(optimizer).__name__}"
+        super().__init__(optimizer, name, use_locking)
+        self._combine = _make_allreduce_grads_fn(
+            name, "", "", compression, False, Adasum, 1.0, None, global_process_set
+        )
+        self._passes = backward_passes_per_step
+        self._starts: dict[Any, Any] = {}  # by key: the value after the last reduction
+        self._steps: Any = None
+
+    def apply_gradients(
+        self,
+        grads_and_vars: Iterable[Any],
+        global_step: Any = None,  # noqa: ANN401
+        name: str | None = None,
+    ) -> Any:  # noqa: ANN401
+        """Take a local step; in every last pass, combine the deltas; collective."""
+        pairs = list(grads_and_vars)
+        variables = [variable for gradient, variable in pairs if gradient is not None]
+        if self._steps is None:
+            self._steps = state_variable("delta_steps", (), tf.int64)
+        starts = [self._start_of(variable) for variable in variables]
+        every = list(zip(variables, starts, strict=True))
+        step = self._steps.assign_add(1)
+
+        def begin() -> Any:  # noqa: ANN401
+            return tf.group(*[start.assign(v) for v, start in every])
+
+        def combine() -> Any:  # noqa: ANN401
+            deltas = [v - start for v, start in every]
+            combined = self._combine(deltas, variables)
+            sums = [s + d for s, d in zip(starts, combined, strict=True)]
+            return tf.group(*[v.assign(x) for v, x in zip(variables, sums, strict=True)])
+
+        with tf.control_dependencies([step]):
+            begun = choose(tf.equal((step - 1) % self._passes, 0), begin, tf.no_op)
+        with tf.control_dependencies([] if begun is None else [begun]):
+            applied = self._optimizer.apply_gradients(pairs, global_step, name)
+        with tf.control_dependencies([] if applied is None else [applied]):
+            return choose(tf.equal(step % self._passes, 0), combine, tf.no_op)
+
+    def _start_of(self, variable: Any) -> Any:  # noqa: ANN401
+        key = variable_key(variable)
+        if key not in self._starts:
+            made = state_variable("delta_start", variable.shape, variable.dtype)
+            self._starts[key] = made
+        return self._starts[key]
+
+
+def DistributedOptimizer(  # noqa: N802  Horovod's
+    optimizer: Any,  # noqa: ANN401
+    name: str | None = None,
+    use_locking: bool = False,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.none,  # noqa: ANN401
+    sparse_as_dense: bool = False,
+    backward_passes_per_step: int = 1,
+    op: int = Average,
+    gradient_predivide_factor: float = 1.0,
+    average_aggregated_gradients: bool = False,
+    num_groups: int = 0,
+    groups: Groups = None,
+    process_set: ProcessSet = global_process_set,
+    scale_local_gradients: bool = True,
+) -> Any:  # noqa: ANN401
+    """Return an optimizer that reduces gradients over the ranks of ``process_set``.
+
+    Optimizers of Keras are given to ``ronde.tensorflow.keras``. With ``op=Adasum`` a
+    legacy optimizer takes local steps, and the changes of the variables are combined.
+    """
+    groups = _check(op, gradient_predivide_factor, num_groups, groups)
+    if op == Adasum and average_aggregated_gradients:
+        raise UsageError("Adasum does not support average_aggregated_gradients == True")
+    is_legacy = isinstance(optimizer, _LegacyOptimizer)
+    if op == Adasum and not is_legacy:
+        raise UsageError("op == Adasum is not supported yet with Keras")
+    if op == Adasum:
+        if process_set.process_set_id != 0:
+            raise NotImplementedError("Adasum does not support process sets yet")
+        return _DistributedAdasumOptimizer(
+            optimizer,
+            name,
+            use_locking,
+            compression=compression,
+            backward_passes_per_step=backward_passes_per_step,
+        )
+    options: dict[str, Any] = {
+        "compression": compression,
+        "sparse_as_dense": sparse_as_dense,
+        "backward_passes_per_step": backward_passes_per_step,
+        "op": op,
+        "gradient_predivide_factor": gradient_predivide_factor,
+        "average_aggregated_gradients": average_aggregated_gradients,
+        "groups": groups,
+        "process_set": process_set,
+        "scale_local_gradients": scale_local_gradients,
+    }
+    if is_legacy:
+        return _DistributedOptimizer(optimizer, name, use_locking, **options)
+    keras = import_module("ronde.tensorflow.keras")
+    return keras.DistributedOptimizer(optimizer, name, **options)
+
+
+def _check(op: int, factor: float, num_groups: int, groups: Groups) -> Groups:
+    """Refuse invalid arguments; return the groups."""
+    if factor != 1.0 and op != Average:
+        raise UsageError("gradient_predivide_factor not supported with op != Average")
+    if num_groups != 0:
+        warnings.warn(
+            "Parameter `num_groups` has been replaced by `groups` and will be removed "
+            "in v0.23.0.",
+            DeprecationWarning,
+            stacklevel=3,
+        )
+        groups = num_groups if groups is None else groups
+    if not (groups is None or isinstance(groups, list) or groups > 0):
+        raise UsageError(
+            "groups should be a non-negative integer or a list of list of tf.Variable."
+        )
+    return groups
