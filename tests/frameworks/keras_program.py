@@ -54,7 +54,9 @@ def own_rows(values, num_rows=ROWS):
 
 
 def check_equal_on_all(values, what):
-    for number, others in enumerate(hvd.allgather_object([array_of(v) for v in values])):
+    for number, others in enumerate(
+        hvd.allgather_object([array_of(v) for v in values])
+    ):
         for own, other in zip(values, others, strict=True):
             assert_array_equal(array_of(own), other, err_msg=f"{what}: rank {number}")
 
@@ -96,7 +98,9 @@ def check_training():
             # Sums of some hundred terms, in another order, in each of the steps.
             tolerance = STEPS * 500 * np.finfo(np.float32).eps
             found, expected = array_of(found), array_of(expected)
-            assert_allclose(found, expected, rtol=tolerance, atol=tolerance, err_msg=what)
+            assert_allclose(
+                found, expected, rtol=tolerance, atol=tolerance, err_msg=what
+            )
 
 
 def check_mixed_precision():
@@ -121,7 +125,9 @@ def check_mixed_precision():
         check_equal_on_all(model.weights + state, what)
         assert all(np.isfinite(array_of(w)).all() for w in model.weights)
         # With the default scale, 2**15, other steps overflow too, on all ranks.
-        skipped = np.log2((256.0 if steps else 2.0**15) / array_of(optimizer.dynamic_scale))
+        skipped = np.log2(
+            (256.0 if steps else 2.0**15) / array_of(optimizer.dynamic_scale)
+        )
         assert skipped == 1 if steps else 1 <= skipped < STEPS
         assert array_of(optimizer.inner_optimizer._iterations) == STEPS - skipped
     keras.config.set_dtype_policy("float32")
@@ -273,7 +279,9 @@ def check_refusals():
         },
     }
     for text, options in refused.items():
-        check_raises(ValueError, text, lambda o=options: hvd.DistributedOptimizer(sgd, **o))
+        check_raises(
+            ValueError, text, lambda o=options: hvd.DistributedOptimizer(sgd, **o)
+        )
     distributed = hvd.DistributedOptimizer(sgd)
     legacy = "TF_USE_LEGACY_KERAS=1"
     check_raises(ValueError, legacy, lambda: hvd.DistributedOptimizer(object()))

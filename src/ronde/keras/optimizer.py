@@ -185,7 +185,7 @@ def _reducing(first: Any, base: Any, reduction: GradientReduction) -> Any:
 
 def _copy(optimizer: Any, made: Any, passes: int = 1) -> Any:
     """Return an object of ``made`` with an optimizer's settings, without its state."""
-    config, rate = optimizer.get_config(), optimizer._learning_rate  # noqa: SLF001
+    config, rate = optimizer.get_config(), optimizer._learning_rate
     if callable(rate):
         config["learning_rate"] = rate  # not all functions can be deserialized
     if passes > 1:
@@ -204,7 +204,7 @@ def _with_state(optimizer: Any, copy: Any) -> Any:
         optimizer = getattr(optimizer, "inner_optimizer", optimizer)
         target = copy.inner_optimizer
     if optimizer.built:
-        copy.build(list(optimizer._trainable_variables))  # noqa: SLF001  Keras's
+        copy.build(list(optimizer._trainable_variables))
         for variable, value in zip(target.variables, optimizer.variables, strict=True):
             variable.assign(value)
     return copy

@@ -120,7 +120,7 @@ def variables_of(optimizer: Any) -> list[Any]:
 
 def copy_state(optimizer: Any, copy: Any, variables: Any) -> None:
     """Copy the state of an optimizer that has trained ``variables``."""
-    build = copy.build if hasattr(copy, "build") else copy._create_all_weights  # noqa: SLF001
+    build = copy.build if hasattr(copy, "build") else copy._create_all_weights
     build(variables)
     for target, value in zip(copy.variables, variables_of(optimizer), strict=True):
         target.assign(value)
