@@ -4,6 +4,7 @@
 """
 
 from ronde import session as session  # first, as it imports torch
+from ronde.lazy_exports import lazy_exports
 from ronde.tensorflow import mpi_ops
 from ronde.tensorflow.compression import Compression
 from ronde.tensorflow.functions import (
@@ -21,6 +22,31 @@ from ronde.tensorflow.functions import (
     reducescatter,
 )
 from ronde.tensorflow.mpi_ops import *  # noqa: F403
+from ronde.tensorflow.mpi_ops import (
+    _allreduce as _allreduce,
+    _grouped_allreduce as _grouped_allreduce,
+    _grouped_reducescatter as _grouped_reducescatter,
+    _reducescatter as _reducescatter,
+)
+from ronde.tensorflow.util import (
+    _cache as _cache,
+    _executing_eagerly as _executing_eagerly,
+    _make_subgraph as _make_subgraph,
+    refs_to_vars,
+    vars_to_refs,
+)
+
+# Lazy, as these import Keras.
+__getattr__ = lazy_exports(
+    __name__,
+    {
+        "aggregation": "LocalGradientAggregationHelper "
+        "LocalGradientAggregationHelperEager",
+        "gradients": "DistributedGradientTape DistributedOptimizer "
+        "PartialDistributedGradientTape _DistributedOptimizer _make_allreduce_grads_fn",
+        "sync_batch_norm": "SyncBatchNormalization",
+    },
+)
 
 __all__ = [
     "BroadcastGlobalVariablesHook",
@@ -36,5 +62,7 @@ __all__ = [
     "grouped_reducescatter",
     "handle_average_backwards_compatibility",
     "reducescatter",
+    "refs_to_vars",
+    "vars_to_refs",
 ]
 __all__ += mpi_ops.__all__
