@@ -28,6 +28,31 @@ from ronde.tensorflow.gradients import (
     _make_allreduce_grads_fn as _make_allreduce_grads_fn,  # pyright: ignore[reportPrivateUsage]
 )
 from ronde.tensorflow.mpi_ops import *  # noqa: F403
+from ronde.tensorflow.mpi_ops import (
+    _allreduce as _allreduce,
+    _grouped_allreduce as _grouped_allreduce,
+    _grouped_reducescatter as _grouped_reducescatter,
+    _reducescatter as _reducescatter,
+)
+from ronde.tensorflow.util import (
+    _cache as _cache,
+    _executing_eagerly as _executing_eagerly,
+    _make_subgraph as _make_subgraph,
+    refs_to_vars,
+    vars_to_refs,
+)
+
+# Lazy, as these import Keras.
+__getattr__ = lazy_exports(
+    __name__,
+    {
+        "aggregation": "LocalGradientAggregationHelper "
+        "LocalGradientAggregationHelperEager",
+        "gradients": "DistributedGradientTape DistributedOptimizer "
+        "PartialDistributedGradientTape _DistributedOptimizer _make_allreduce_grads_fn",
+        "sync_batch_norm": "SyncBatchNormalization",
+    },
+)
 
 __all__ = [
     "BroadcastGlobalVariablesHook",
@@ -47,6 +72,8 @@ __all__ = [
     "grouped_reducescatter",
     "handle_average_backwards_compatibility",
     "reducescatter",
+    "refs_to_vars",
+    "vars_to_refs",
 ]
 __all__ += mpi_ops.__all__
 # Lazy, as it loads Keras.
