@@ -17,6 +17,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Sequence
 from functools import cache
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +26,7 @@ from torch import Tensor
 from ronde.coordination.requests import OpKind
 from ronde.errors import UsageError
 from ronde.jax import ffi
-from ronde.session.frameworks import import_framework
+from ronde.jax.ffi import jax
 from ronde.session.operations import (
     Allgather,
     Allreduce,
@@ -34,16 +35,14 @@ from ronde.session.operations import (
     Broadcast,
     NamedCollective,
     Reducescatter,
-    Splits,
     Sum,
 )
 from ronde.session.session import ProcessSet, state_of
 
-jax: Any = import_framework("jax")
-core: Any = __import__("jax.extend.core", fromlist=["Primitive"])
-ad: Any = __import__("jax.interpreters.ad", fromlist=["Zero"])
-batching: Any = __import__("jax.interpreters.batching", fromlist=["primitive_batchers"])
-mlir: Any = __import__("jax.interpreters.mlir", fromlist=["register_lowering"])
+core: Any = import_module("jax.extend.core")
+ad: Any = import_module("jax.interpreters.ad")
+batching: Any = import_module("jax.interpreters.batching")
+mlir: Any = import_module("jax.interpreters.mlir")
 jnp: Any = jax.numpy
 
 Arrays = Sequence[Any]
@@ -243,7 +242,7 @@ def _jvp(
     primals: Arrays, tangents: Arrays, *, call: StaticCall, is_ffi: bool
 ) -> tuple[list[Any], list[Any]]:
     results = collective_p.bind(*primals, call=call, is_ffi=is_ffi)
-    derivatives = [ad.Zero.from_primal_value(result) for result in results]
+    derivatives = [ad.Zero(jax.typeof(result).to_tangent_aval()) for result in results]
     moving = [i for i, each in enumerate(tangents) if type(each) is not ad.Zero]
     if not moving:
         return results, derivatives
@@ -297,5 +296,3 @@ def _batch(
 ad.primitive_jvps[collective_p] = _jvp
 ad.primitive_transposes[collective_p] = _transpose
 batching.primitive_batchers[collective_p] = _batch
-
-__all__ = ["Splits", "StaticCall", "bind"]
