@@ -254,6 +254,7 @@ def register_operation(number: int, operation: Operation) -> None:
 @cache
 def is_usable() -> bool:
     """Register the handler for CPUs; return False if this XLA has another API."""
+    jax.default_backend()  # before it is, XLA would not ask for the version yet
     try:
         capsule = jax.ffi.pycapsule(_handler)
         jax.ffi.register_ffi_target(TARGET, capsule, platform="cpu")
