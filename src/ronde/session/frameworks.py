@@ -8,14 +8,15 @@ from typing import Any
 from ronde.errors import FrameworkError
 
 _LEAST = {
-    "tensorflow": "2.16",
-    "keras": "3.0",
-    "tf_keras": "2.16",
     "jax": "0.10",
+    "keras": "3.0",
     "ml_dtypes": "0.2",
+    "optax": "0.2",
+    "tensorflow": "2.16",
+    "tf_keras": "2.16",
 }
 """The oldest versions that work, by module."""
-_PACKAGES = {"keras": "keras", "tf_keras": "tf-keras", "ml_dtypes": "ml_dtypes"}
+_EXTRAS = ("jax", "tensorflow")
 
 
 def import_framework(name: str) -> Any:  # noqa: ANN401  it has no types of its own
@@ -25,7 +26,8 @@ def import_framework(name: str) -> Any:  # noqa: ANN401  it has no types of its 
         FrameworkError: It is not installed or too old; an ``ImportError``.
     """
     least = _LEAST[name]
-    install = "pip install '{}'".format(_PACKAGES.get(name, f"ronde[{name}]"))
+    package = f"'ronde[{name}]'" if name in _EXTRAS else name.replace("tf_", "tf-")
+    install = f"pip install {package}"
     if find_spec(name) is None:
         raise FrameworkError(
             f"{name} must be installed for this front end, got none. Type: {install}",
