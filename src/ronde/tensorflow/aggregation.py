@@ -14,7 +14,7 @@ AllreduceGrads = Callable[..., list[Any]]
 """Takes gradients and their variables; returns the reduced gradients."""
 
 
-def variable_key(variable: Any) -> Any:  # noqa: ANN401
+def variable_key(variable: Any) -> Any:
     """Return a key of a TensorFlow or Keras 3 variable, which keeps it alive."""
     value = getattr(variable, "value", None)
     if value is not None and not callable(value):
@@ -30,7 +30,7 @@ class LocalVariables:
         self._process_set = process_set
         self._is_scaled = is_scaled
 
-    def add(self, variable: Any) -> None:  # noqa: ANN401
+    def add(self, variable: Any) -> None:
         self._keys.add(variable_key(variable))
 
     def __contains__(self, variable: object) -> bool:
@@ -41,7 +41,7 @@ class LocalVariables:
         allreduce_grads: AllreduceGrads,
         gradients: Sequence[Any],
         variables: Sequence[Any],
-        **options: Any,  # noqa: ANN401
+        **options: Any,
     ) -> list[Any]:
         """Return all gradients, reduced unless their variable is local."""
         results = list(gradients)
@@ -56,20 +56,20 @@ class LocalVariables:
             results[i] = gradient
         return results
 
-    def _size(self) -> Any:  # noqa: ANN401  a number or a tensor
+    def _size(self) -> Any:
         if current_session().is_of_views:  # a graph outlives the view
             return size_op(self._process_set.process_set_id)
         return self._process_set.size()
 
 
-def _divided(gradient: Any, divisor: Any) -> Any:  # noqa: ANN401
+def _divided(gradient: Any, divisor: Any) -> Any:
     if isinstance(gradient, tf.IndexedSlices):
         values = _divided(gradient.values, divisor)
         return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
     return gradient / tf.cast(divisor, gradient.dtype)
 
 
-def state_variable(name: str, shape: Any, dtype: Any) -> Any:  # noqa: ANN401
+def state_variable(name: str, shape: Any, dtype: Any) -> Any:
     """Return a variable of zeros that is neither trained nor saved.
 
     In a graph of TensorFlow 1, ``local_variables_initializer`` initializes it.
@@ -84,13 +84,13 @@ def state_variable(name: str, shape: Any, dtype: Any) -> Any:  # noqa: ANN401
         )
 
 
-def choose(condition: Any, then: Callable[[], Any], otherwise: Callable[[], Any]) -> Any:  # noqa: ANN401
+def choose(condition: Any, then: Callable[[], Any], otherwise: Callable[[], Any]) -> Any:
     """Run one of two functions for its effect; in a graph, return a tensor to run."""
     if tf.executing_eagerly():
         return then() if condition else otherwise()
 
     def after(run: Callable[[], Any]) -> Callable[[], Any]:
-        def branch() -> Any:  # noqa: ANN401
+        def branch() -> Any:
             result = run()
             with tf.control_dependencies([] if result is None else [result]):
                 return tf.constant(True)
@@ -128,12 +128,12 @@ class LocalGradientAggregationHelperEager:
         self.counter = state_variable("aggregation_counter", (), tf.int32)
         self._local = LocalVariables(process_set, is_scaled=scale_local_gradients)
 
-    def register_local_var(self, var: Any) -> None:  # noqa: ANN401
+    def register_local_var(self, var: Any) -> None:
         """Exclude the gradients of a variable from the reduction."""
         self._local.add(var)
 
     def compute_gradients(
-        self, grads: Iterable[Any], vars: Iterable[Any]  # noqa: A002
+        self, grads: Iterable[Any], vars: Iterable[Any]
     ) -> list[Any]:
         """Add gradients to the local sums; return these, reduced in the last pass."""
         results, variables = list(grads), list(vars)
@@ -156,17 +156,17 @@ class LocalGradientAggregationHelperEager:
     def apply_gradients(
         self,
         apply_grads_closure: Callable[[], Any],
-        optimizer: Any,  # noqa: ANN401
-        *args: Any,  # noqa: ANN401
-        **kwargs: Any,  # noqa: ANN401
-    ) -> Any:  # noqa: ANN401  the closure's, or a tensor to run
+        optimizer: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         """Call the closure after a last pass; after others, only count the step.
 
         Steps are counted in the optimizer's ``iterations`` and in ``global_step``.
         """
         counters = [getattr(optimizer, "iterations", None), kwargs.get("global_step")]
 
-        def count_step() -> Any:  # noqa: ANN401
+        def count_step() -> Any:
             return tf.group(*[c.assign_add(1) for c in counters if c is not None])
 
         pairs = args[0] if args and isinstance(args[0], list) else ()
@@ -174,7 +174,7 @@ class LocalGradientAggregationHelperEager:
             is_reduced = tf.equal(self.counter.read_value(), 0)
             return choose(is_reduced, apply_grads_closure, count_step)
 
-    def _dense(self, gradient: Any) -> Any:  # noqa: ANN401
+    def _dense(self, gradient: Any) -> Any:
         if not isinstance(gradient, tf.IndexedSlices):
             return gradient
         if not self.sparse_as_dense:
@@ -184,7 +184,7 @@ class LocalGradientAggregationHelperEager:
             )
         return tf.convert_to_tensor(gradient)
 
-    def _sum_of(self, index: int, variable: Any, dtype: Any) -> Any:  # noqa: ANN401
+    def _sum_of(self, index: int, variable: Any, dtype: Any) -> Any:
         if index not in self.locally_aggregated_grads:
             name = f"aggregated_gradient_{index}"
             made = state_variable(name, variable.shape, dtype)
@@ -235,6 +235,6 @@ class LocalGradientAggregationHelper(LocalGradientAggregationHelperEager):
         self.name, self.optimizer_type = name, optimizer_type
 
 
-def _listed(found: Any) -> Sequence[Any]:  # noqa: ANN401
+def _listed(found: Any) -> Sequence[Any]:
     # tf.cond unpacks a list of one tensor in graphs.
     return found if isinstance(found, list | tuple) else [found]

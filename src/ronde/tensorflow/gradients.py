@@ -22,7 +22,7 @@ from ronde.tensorflow.aggregation import (
     variable_key,
 )
 from ronde.tensorflow.compression import Compression
-from ronde.tensorflow.operations import grouped_allreduce
+from ronde.tensorflow.functions import grouped_allreduce
 
 tf = import_framework("tensorflow")
 _LegacyOptimizer: Any = tf.compat.v1.train.Optimizer
@@ -41,7 +41,7 @@ def _make_allreduce_grads_fn(
     name: str,
     device_dense: str,
     device_sparse: str,
-    compression: Any,  # noqa: ANN401
+    compression: Any,
     sparse_as_dense: bool,
     op: int,
     gradient_predivide_factor: float,
@@ -59,7 +59,7 @@ def _make_allreduce_grads_fn(
 
     def allreduce_grads(
         grads: Iterable[Any],
-        vars: Sequence[Any] | None = None,  # noqa: A002
+        vars: Sequence[Any] | None = None,
         use_generic_names: bool = False,
     ) -> list[Any]:
         results = list(grads)
@@ -73,6 +73,8 @@ def _make_allreduce_grads_fn(
                 "each device instead."
             )
         with tf.name_scope(f"{name}_Allreduce") as scope:
+            if not tf.executing_eagerly():
+                scope = ""  # a graph adds it
             for number, (part, members) in enumerate(_calls(results, vars, groups)):
                 is_sparse = part.startswith("sparse")
                 # Sparse gradients support no factors but 1.
@@ -91,7 +93,7 @@ def _make_allreduce_grads_fn(
     return allreduce_grads
 
 
-def _dense(gradient: Any) -> Any:  # noqa: ANN401
+def _dense(gradient: Any) -> Any:
     is_sparse = isinstance(gradient, tf.IndexedSlices)
     return tf.convert_to_tensor(gradient) if is_sparse else gradient
 
@@ -137,18 +139,18 @@ class _DistributedGradientTape:
     _local: LocalVariables
     process_set: ProcessSet
 
-    def register_local_source(self, source: Any) -> None:  # noqa: ANN401
+    def register_local_source(self, source: Any) -> None:
         """Exclude the gradients of a source from the reduction."""
         self._local.add(source)
 
     def gradient(
         self,
-        target: Any,  # noqa: ANN401
-        sources: Any,  # noqa: ANN401
-        output_gradients: Any = None,  # noqa: ANN401
+        target: Any,
+        sources: Any,
+        output_gradients: Any = None,
         use_generic_names: bool = False,
-        unconnected_gradients: Any = tf.UnconnectedGradients.NONE,  # noqa: ANN401
-    ) -> Any:  # noqa: ANN401
+        unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
+    ) -> Any:
         """Return reduced gradients in the structure of ``sources``; collective."""
         own = cast("Any", super()).gradient(
             target, sources, output_gradients, unconnected_gradients
@@ -163,9 +165,9 @@ class _DistributedGradientTape:
 
     def get_local_and_global_gradients(
         self,
-        target: Any,  # noqa: ANN401
-        sources: Any,  # noqa: ANN401
-        output_gradients: Any = None,  # noqa: ANN401
+        target: Any,
+        sources: Any,
+        output_gradients: Any = None,
         use_generic_names: bool = False,
     ) -> tuple[list[Any], list[Any]]:
         """Return pairs (source, gradient) of local and of other sources; collective."""
@@ -177,10 +179,10 @@ class _DistributedGradientTape:
 
 
 def DistributedGradientTape(  # noqa: N802  Horovod's
-    gradtape: Any,  # noqa: ANN401
+    gradtape: Any,
     device_dense: str = "",
     device_sparse: str = "",
-    compression: Any = Compression.none,  # noqa: ANN401
+    compression: Any = Compression.none,
     sparse_as_dense: bool = False,
     op: int = Average,
     gradient_predivide_factor: float = 1.0,
@@ -188,7 +190,7 @@ def DistributedGradientTape(  # noqa: N802  Horovod's
     groups: Groups = None,
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
-) -> Any:  # noqa: ANN401
+) -> Any:
     """Return a tape with the records of ``gradtape`` that reduces gradients.
 
     Its class is a new subclass of the tape's class with the same name. ``groups``
@@ -218,11 +220,11 @@ def DistributedGradientTape(  # noqa: N802  Horovod's
 
 
 def PartialDistributedGradientTape(  # noqa: N802  Horovod's
-    gradtape: Any,  # noqa: ANN401
-    *args: Any,  # noqa: ANN401
-    local_layers: Any = None,  # noqa: ANN401
-    **options: Any,  # noqa: ANN401
-) -> Any:  # noqa: ANN401
+    gradtape: Any,
+    *args: Any,
+    local_layers: Any = None,
+    **options: Any,
+) -> Any:
     """Return ``DistributedGradientTape(...)`` that does not reduce ``local_layers``.
 
     ``local_layers`` is a layer or a collection of layers.
@@ -241,20 +243,20 @@ def PartialDistributedGradientTape(  # noqa: N802  Horovod's
 class _Wrapper(_LegacyOptimizer):
     """An optimizer whose state is that of another optimizer."""
 
-    def __init__(self, optimizer: Any, name: str, use_locking: bool) -> None:  # noqa: ANN401
+    def __init__(self, optimizer: Any, name: str, use_locking: bool) -> None:
         super().__init__(name=name, use_locking=use_locking)
         self._optimizer = optimizer
 
-    def compute_gradients(self, *args: Any, **kwargs: Any) -> list[Any]:  # noqa: ANN401
+    def compute_gradients(self, *args: Any, **kwargs: Any) -> list[Any]:
         return self._optimizer.compute_gradients(*args, **kwargs)
 
-    def get_slot(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+    def get_slot(self, *args: Any, **kwargs: Any) -> Any:
         return self._optimizer.get_slot(*args, **kwargs)
 
-    def get_slot_names(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+    def get_slot_names(self, *args: Any, **kwargs: Any) -> Any:
         return self._optimizer.get_slot_names(*args, **kwargs)
 
-    def variables(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+    def variables(self, *args: Any, **kwargs: Any) -> Any:
         return self._optimizer.variables(*args, **kwargs)
 
 
@@ -263,12 +265,12 @@ class _DistributedOptimizer(_Wrapper):
 
     def __init__(
         self,
-        optimizer: Any,  # noqa: ANN401
+        optimizer: Any,
         name: str | None = None,
         use_locking: bool = False,
         device_dense: str = "",
         device_sparse: str = "",
-        compression: Any = Compression.none,  # noqa: ANN401
+        compression: Any = Compression.none,
         sparse_as_dense: bool = False,
         op: int = Average,
         gradient_predivide_factor: float = 1.0,
@@ -313,11 +315,13 @@ class _DistributedOptimizer(_Wrapper):
             name,
         )
 
-    def register_local_var(self, var: Any) -> None:  # noqa: ANN401
+    def register_local_var(self, var: Any) -> None:
         """Exclude the gradients of a variable from the reduction."""
-        (self._agg_helper or self._local).register_local_var(var)
+        self._local.add(var)
+        if self._agg_helper is not None:
+            self._agg_helper.register_local_var(var)
 
-    def compute_gradients(self, *args: Any, **kwargs: Any) -> list[Any]:  # noqa: ANN401
+    def compute_gradients(self, *args: Any, **kwargs: Any) -> list[Any]:
         """Return pairs (reduced gradient, variable); collective."""
         pairs = super().compute_gradients(*args, **kwargs)
         gradients, variables = zip(*pairs, strict=True)
@@ -332,12 +336,12 @@ class _DistributedOptimizer(_Wrapper):
     def apply_gradients(
         self,
         grads_and_vars: Iterable[Any],
-        global_step: Any = None,  # noqa: ANN401
+        global_step: Any = None,
         name: str | None = None,
-    ) -> Any:  # noqa: ANN401
+    ) -> Any:
         pairs = list(grads_and_vars)
 
-        def apply() -> Any:  # noqa: ANN401
+        def apply() -> Any:
             return self._optimizer.apply_gradients(pairs, global_step, name)
 
         if self._agg_helper is None:
@@ -352,12 +356,12 @@ class _DistributedAdasumOptimizer(_Wrapper):
 
     def __init__(
         self,
-        optimizer: Any,  # noqa: ANN401
+        optimizer: Any,
         name: str | None = None,
         use_locking: bool = False,
         device_dense: str = "",
         device_sparse: str = "",
-        compression: Any = Compression.none,  # noqa: ANN401
+        compression: Any = Compression.none,
         backward_passes_per_step: int = 1,
     ) -> None:
         del device_dense, device_sparse
@@ -373,9 +377,9 @@ class _DistributedAdasumOptimizer(_Wrapper):
     def apply_gradients(
         self,
         grads_and_vars: Iterable[Any],
-        global_step: Any = None,  # noqa: ANN401
+        global_step: Any = None,
         name: str | None = None,
-    ) -> Any:  # noqa: ANN401
+    ) -> Any:
         """Take a local step; in every last pass, combine the deltas; collective."""
         pairs = list(grads_and_vars)
         variables = [variable for gradient, variable in pairs if gradient is not None]
@@ -385,10 +389,10 @@ class _DistributedAdasumOptimizer(_Wrapper):
         every = list(zip(variables, starts, strict=True))
         step = self._steps.assign_add(1)
 
-        def begin() -> Any:  # noqa: ANN401
+        def begin() -> Any:
             return tf.group(*[start.assign(v) for v, start in every])
 
-        def combine() -> Any:  # noqa: ANN401
+        def combine() -> Any:
             deltas = [v - start for v, start in every]
             combined = self._combine(deltas, variables)
             sums = [s + d for s, d in zip(starts, combined, strict=True)]
@@ -401,7 +405,7 @@ class _DistributedAdasumOptimizer(_Wrapper):
         with tf.control_dependencies([] if applied is None else [applied]):
             return choose(tf.equal(step % self._passes, 0), combine, tf.no_op)
 
-    def _start_of(self, variable: Any) -> Any:  # noqa: ANN401
+    def _start_of(self, variable: Any) -> Any:
         key = variable_key(variable)
         if key not in self._starts:
             made = state_variable("delta_start", variable.shape, variable.dtype)
@@ -410,12 +414,12 @@ class _DistributedAdasumOptimizer(_Wrapper):
 
 
 def DistributedOptimizer(  # noqa: N802  Horovod's
-    optimizer: Any,  # noqa: ANN401
+    optimizer: Any,
     name: str | None = None,
     use_locking: bool = False,
     device_dense: str = "",
     device_sparse: str = "",
-    compression: Any = Compression.none,  # noqa: ANN401
+    compression: Any = Compression.none,
     sparse_as_dense: bool = False,
     backward_passes_per_step: int = 1,
     op: int = Average,
@@ -425,7 +429,7 @@ def DistributedOptimizer(  # noqa: N802  Horovod's
     groups: Groups = None,
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
-) -> Any:  # noqa: ANN401
+) -> Any:
     """Return an optimizer that reduces gradients over the ranks of ``process_set``.
 
     Optimizers of Keras are given to ``ronde.tensorflow.keras``. With ``op=Adasum`` a

@@ -19,14 +19,14 @@ class SyncBatchNormalization(_BatchNormalization):
     must run the layer the same number of times.
     """
 
-    def __init__(self, fused: bool | None = False, **kwargs: Any) -> None:  # noqa: ANN401
+    def __init__(self, fused: bool | None = False, **kwargs: Any) -> None:
         if fused in (True, None):
             raise UsageError("SyncBatchNormalization does not support fused=True.")
         if hasattr(_BatchNormalization, "_fused_batch_norm"):  # Keras 2
             kwargs["fused"] = False
         super().__init__(**kwargs)
 
-    def _moments(self, inputs: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:  # noqa: ANN401
+    def _moments(self, inputs: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Return the mean and the variance of each channel; collective.
 
         One reduction sums the ranks' counts, means times counts, and mean squares times
