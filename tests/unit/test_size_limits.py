@@ -16,7 +16,7 @@ MAX_PARAMETERS = 6
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 # Horovod's names and signatures, which a script must find as they are.
-FOREIGN_SIGNATURES = ("horovod", "keras", "tensorflow", "torch")
+FOREIGN_SIGNATURES = ("horovod", "jax", "keras", "tensorflow", "torch")
 
 
 @dataclass(frozen=True)
