@@ -1,6 +1,7 @@
 """The checks of ``ronde.keras`` on one backend, run by every rank."""
 
 import json
+import re
 import sys
 import tempfile
 import zipfile
@@ -13,6 +14,7 @@ if BACKEND != "tensorflow":
 
 import keras  # noqa: E402
 import numpy as np  # noqa: E402
+import pytest  # noqa: E402
 from numpy.testing import assert_allclose, assert_array_equal  # noqa: E402
 
 import ronde.keras as hvd  # noqa: E402
@@ -97,9 +99,12 @@ def check_training():
         for found, expected in zip(model.weights, alone.weights, strict=True):
             # Sums of some hundred terms, in another order, in each of the steps.
             tolerance = STEPS * 500 * np.finfo(np.float32).eps
-            found, expected = array_of(found), array_of(expected)
             assert_allclose(
-                found, expected, rtol=tolerance, atol=tolerance, err_msg=what
+                array_of(found),
+                array_of(expected),
+                rtol=tolerance,
+                atol=tolerance,
+                err_msg=what,
             )
 
 
@@ -292,12 +297,8 @@ def check_refusals():
 
 
 def check_raises(error, text, call):
-    try:
+    with pytest.raises(error, match=re.escape(text)):
         call()
-    except error as raised:
-        assert text in str(raised), raised
-    else:
-        raise AssertionError(f"no error with {text!r}")
 
 
 def main():

@@ -1,6 +1,5 @@
-"""``ronde.keras`` on its three backends, and ``ronde.tensorflow.keras`` with tf-keras."""
+"""``ronde.keras`` on its three backends; ``ronde.tensorflow.keras`` with tf-keras."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,14 +12,24 @@ QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3"}
 
 
 def run(size, program, *arguments, **environment):
-    command = [sys.executable, "-m", "ronde", "run", "-n", str(size), sys.executable]
+    words = [f"{name}={value}" for name, value in (QUIET | environment).items()]
+    command = [
+        "env",
+        *words,
+        sys.executable,
+        "-m",
+        "ronde",
+        "run",
+        "-n",
+        str(size),
+        sys.executable,
+    ]
     done = subprocess.run(
         [*command, str(HERE / program), *arguments],
         check=False,
         capture_output=True,
         text=True,
         timeout=HANG_S,
-        env={**os.environ, **QUIET, **environment},
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
