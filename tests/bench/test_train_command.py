@@ -63,7 +63,7 @@ def test_another_number_of_ranks_than_the_launcher_has_started():
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (("--model", "resnet51"), "model must be one of gpt2, mlp, mnist_cnn,"),
+        (("--model", "resnet51"), "model must be one of alexnet, googlenet, gpt2,"),
         ((), "--model is required"),
         (("--model", "mlp", "--batch", "many"), "invalid int value: 'many'"),
         (("--model", "mlp", "--dtype", "half"), "'float32', 'bfloat16'"),

@@ -11,7 +11,7 @@ import ronde.torch as hvd
 from ronde.bench import (
     MODELS,
     Phase,
-    Replica,
+    TorchReplica,
     TrainOptions,
     Variant,
     batches,
@@ -71,6 +71,11 @@ class Counting:
     def __init__(self):
         self.steps_s = []
 
+    is_split_apart = False
+
+    def synchronize(self):
+        pass
+
     def step(self, clock):
         start_s = time.perf_counter()
         clock.start()
@@ -83,7 +88,7 @@ class Counting:
 def count_steps(_, is_alone):
     hvd.init()
     replica = Counting()
-    block = time_block(replica, 3, CPU, is_alone=is_alone)
+    block = time_block(replica, 3, is_alone=is_alone)
     hvd.shutdown()
     return replica.steps_s, block.step_s
 
@@ -102,7 +107,7 @@ def test_a_block_takes_as_long_as_its_slowest_rank(run_ranks_bare):
 
 def drift_apart(_):
     hvd.init()
-    replica = Replica(SHORT, CPU, is_communicating=True)
+    replica = TorchReplica(SHORT, CPU, Variant.ALL_RANKS)
     before = is_in_step({Variant.ALL_RANKS: replica})
     if hvd.rank() == 1:
         with torch.no_grad():
