@@ -291,7 +291,7 @@ def _framework_environment(options: TrainOptions, size: int) -> dict[str, str]:
 
             import_framework(module)
     defaults = {
-        "TF_CPP_MIN_LOG_LEVEL": "2",
+        "TF_CPP_MIN_LOG_LEVEL": "3",
         "NPROC": str(max(1, count_cores() // size)),  # the threads of jaxlib
     }
     kept = {name: environment.get(name, value) for name, value in defaults.items()}

@@ -183,7 +183,9 @@ def _header(outcome: TrainingOutcome) -> list[str]:
     choices = [f"batch {options.batch} a rank", options.dtype, options.optimizer]
     choices += ["channels last"] if options.is_channels_last else []
     if options.framework != "torch":
-        choices.insert(0, f"{options.framework} {setting.framework_version}")
+        version = f"{options.framework} {setting.framework_version}"
+        is_keras = options.framework == "keras"
+        choices.insert(0, f"{version} on {setting.backend}" if is_keras else version)
     if setting.num_ranks > 1:
         choices += [f"engine {setting.engine}", f"compression {options.compression}"]
     lines = [
@@ -219,14 +221,14 @@ def _rows(outcome: TrainingOutcome) -> list[str]:
 
 
 def _variant_names(outcome: TrainingOutcome) -> dict[Variant, str]:
-    num_ranks, framework = outcome.setting.num_ranks, outcome.options.framework
+    num_ranks = outcome.setting.num_ranks
     ranks = counted(num_ranks, "rank")
     names = {
         Variant.ONE_RANK: "1 rank",
         Variant.ALL_RANKS: ranks,
         Variant.NO_COMMUNICATION: f"{ranks}, no communication",
         Variant.PARAMETER_SERVER: f"{ranks}, parameter server",
-        Variant.PEER: f"{ranks}, {_PEERS.get(framework, 'own strategy')}",
+        Variant.PEER: f"{ranks}, {_PEERS[outcome.setting.backend]}",
         Variant.DATA_PARALLEL: f"1 process, {num_ranks} GPUs, DataParallel",
     }
     return {variant: names[variant] for variant in outcome.variants()}

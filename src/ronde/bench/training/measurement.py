@@ -6,7 +6,7 @@ import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -225,8 +225,12 @@ def measure(
         is_equal = is_in_step(replicas)
     engine = current_session().states[0].communicator.engine if size > 1 else ""
     where = (size, torch.get_num_threads(), device.type, name, engine)
-    version = str(import_module(options.framework).__version__)
-    setting = Setting(*where, torch.__version__, version)
+    framework: Any = import_module(options.framework)
+    backend = options.framework
+    if backend == "keras":
+        backend = str(framework.backend.backend())
+    versions = (torch.__version__, str(framework.__version__))
+    setting = Setting(*where, *versions, backend)
     return TrainingOutcome(options, setting, num_steps, rounds, is_equal)
 
 

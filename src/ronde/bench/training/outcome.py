@@ -129,6 +129,7 @@ class Setting:
     engine: str  # empty with one rank
     torch: str  # version
     framework_version: str = ""
+    backend: str = "torch"  # what computes: of Keras its backend, else the framework
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,12 +38,15 @@ def tensorflow_replicas(
             optimizer = keras_optimizer(keras, options)
             optimizer.build(model.trainable_variables)
         loss_of = _make_loss(keras, tf, model)
+        wrap: Callable[[Any], Any] | None = None
+        if variant is Variant.ALL_RANKS:
+            front_end, compression = front_end_of(options)
+            wrap = partial(front_end.DistributedGradientTape, compression=compression)
 
         def train(images: Array, labels: Array) -> Array:
             with tf.GradientTape() as tape:
                 loss = loss_of(images, labels)
-            if variant is Variant.ALL_RANKS:
-                tape = _distributed(tape, options)
+            tape = wrap(tape) if wrap else tape
             weights = [each.value for each in model.trainable_variables]
             gradients = tape.gradient(loss, weights)
             optimizer.apply(gradients, model.trainable_variables)
@@ -51,16 +55,11 @@ def tensorflow_replicas(
         def train_on_all(*batch: Array) -> Array:
             return strategy.run(train, args=batch)
 
-        step = tf.function(train_on_all if is_peer else train)
+        step = tf.function(train_on_all if is_peer else train, autograph=False)
         parts = tensorflow_parts(keras, model)
         return CompiledReplica(options, parts, step, lambda: model.trainable_variables)
 
     yield make
-
-
-def _distributed(tape: Any, options: TrainOptions) -> Any:  # noqa: ANN401
-    front_end, compression = front_end_of(options)
-    return front_end.DistributedGradientTape(tape, compression=compression)
 
 
 def start_tensorflow() -> Any:  # noqa: ANN401  it has no types
@@ -92,7 +91,8 @@ def tensorflow_parts(keras: Any, model: Any) -> Parts:  # noqa: ANN401
             loss = loss_of(images, labels)
         return tape.gradient(loss, [each.value for each in model.trainable_variables])
 
-    return Parts(tf.function(loss_of), tf.function(gradients), tf.convert_to_tensor)
+    compiled = [tf.function(each, autograph=False) for each in (loss_of, gradients)]
+    return Parts(compiled[0], compiled[1], tf.convert_to_tensor)
 
 
 def _make_loss(keras: Any, tf: Any, model: Any) -> Callable[[Array, Array], Array]:  # noqa: ANN401
