@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ronde.arguments import CommandParser
+from ronde.arguments import CommandParser, read_one_of
 from ronde.bench.catalog import largest_row, require_room
 from ronde.bench.options import HELP, Exit, Options, UnsupportedError, parse
 from ronde.bench.training.catalogue import MODELS
@@ -284,8 +284,9 @@ def _framework_environment(options: TrainOptions, size: int) -> dict[str, str]:
     environment = own_environment()
     if backend == "keras":
         backend = environment.get("KERAS_BACKEND", "tensorflow")
-    optimizers = ["optax"] if backend == "jax" else []
-    for module in ("keras", backend, *optimizers):
+        read_one_of("KERAS_BACKEND", backend, ("tensorflow", "jax", "torch"))
+    optimizers = ["optax"] if options.framework == "jax" else []
+    for module in (options.framework, backend, "keras", *optimizers):
         if find_spec(module) is None:
             from ronde.session.frameworks import import_framework
 

@@ -1,5 +1,6 @@
 """Replicas of frameworks that compile a whole step into one function."""
 
+import random
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from importlib import import_module
@@ -75,7 +76,7 @@ class CompiledReplica:
 
 def seeded_model(keras: Any, options: TrainOptions) -> Any:  # noqa: ANN401
     """Build a model with the same weights on all ranks."""
-    keras.utils.set_random_seed(0)
+    random.seed(0)  # keras.utils.set_random_seed would import TensorFlow
     return build_keras(keras, options.model)
 
 

@@ -272,6 +272,7 @@ def _make_replicas(
         if hvd.rank() == 0 or variant is not Variant.DATA_PARALLEL:
             for _ in range(options.warmup):
                 replicas[variant].step(Stopwatch())
+    alone.step(Stopwatch(alone.synchronize))  # compiles the parts of a step
     return replicas
 
 
