@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ronde.arguments import CommandParser, read_one_of
+from ronde.arguments import CommandParser
 from ronde.bench.catalog import largest_row, require_room
 from ronde.bench.options import HELP, Exit, Options, UnsupportedError, parse
 from ronde.bench.training.catalogue import MODELS
@@ -284,7 +284,11 @@ def _framework_environment(options: TrainOptions, size: int) -> dict[str, str]:
     environment = own_environment()
     if backend == "keras":
         backend = environment.get("KERAS_BACKEND", "tensorflow")
-        read_one_of("KERAS_BACKEND", backend, ("tensorflow", "jax", "torch"))
+        if backend not in ("tensorflow", "jax", "torch"):
+            raise UsageError(
+                f"KERAS_BACKEND must be tensorflow, jax or torch, got {backend!r}. "
+                "Type: export KERAS_BACKEND=tensorflow"
+            )
     optimizers = ["optax"] if options.framework == "jax" else []
     for module in (options.framework, backend, "keras", *optimizers):
         if find_spec(module) is None:
