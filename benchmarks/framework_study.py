@@ -1,9 +1,10 @@
 """Measure training steps of four frameworks, and write a dated report with plots.
 
 Run it as ``python benchmarks/framework_study.py`` where TensorFlow, Keras, JAX and
-optax are installed. Every cell (a model in a framework) is a run of ``ronde bench train``,
-whose variants take turns. The cells take turns, too, in a new order each cycle, so that
-a machine that slows down slows all of them. Figures are medians over the cycles.
+optax are installed. Every cell (a model in a framework) is a run of
+``ronde bench train``, whose variants take turns. The cells take turns, too, in a new
+order each cycle, so that a machine that slows down slows all of them. Figures are
+medians over the cycles.
 
 It writes ``frameworks-DATE.md``, two plots beside it, and all records as JSON lines. A
 cell that could not be measured is in the report with the last line that it printed.
@@ -215,8 +216,9 @@ def _report(
     }
     setting = (
         f"{options.ranks} ranks on one host ({machine}), no GPU; a rank's framework "
-        f"has as many threads as the rank has cores. Medians over at most {options.cycles} runs of "
-        f"each cell, in turns; a run has {options.rounds} rounds of all variants in "
+        "has as many threads as the rank has cores. Medians over at most "
+        f"{options.cycles} runs of each cell, in turns; a run has {options.rounds} "
+        "rounds of all variants in "
         f"turns. Versions: {', '.join(sorted(versions))}."
     )
     how = (
