@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import pytest
 from tests.cli.conftest import Ronde, clean_environment
@@ -13,16 +14,21 @@ from ronde.records import read_records
 
 TRAIN = ("bench", "train", "--model", "mnist_cnn", "--device", "cpu")
 SHORT = ("--batch", "4", "--rounds", "2", "--steps", "2", "--warmup", "1")
+WITHOUT_PEERS = ("one_rank", "all_ranks", "no_communication")
 ronde = Ronde()
 
 
 def test_two_ranks_of_its_own(tmp_path):
     path = tmp_path / "records"
-    ended = ronde(*TRAIN, *SHORT, "-n", "2", "--json", str(path))
+    others = ("--reduce", "parameter_server", "--peer")
+    ended = ronde(*TRAIN, *SHORT, *others, "-n", "2", "--json", str(path))
     assert (ended.returncode, ended.stderr) == (0, b"")
     text = ended.stdout.decode()
     assert text.count("# mnist_cnn: 21,840 parameters") == 1
-    assert text.count("2 ranks, no communication") == 1
+    for row in ("no communication", "parameter server", "DistributedDataParallel"):
+        assert text.count(f"\n2 ranks, {row} ") == 1
+        is_compared = row != "no communication"
+        assert text.count(f" times as fast as 2 ranks, {row}\n") == is_compared
     assert "of the ceiling" in text
     (record,) = read_records(path, "bench_train")
     values = record.values
@@ -33,7 +39,11 @@ def test_two_ranks_of_its_own(tmp_path):
     )
     assert values["is_in_step"]
     variants = values["variants"]
-    assert list(variants) == ["one_rank", "all_ranks", "no_communication"]
+    reductions = ["parameter_server", "peer"]
+    assert list(variants) == [*WITHOUT_PEERS, *reductions]
+    assert list(values["speed_over"]) == reductions
+    assert all("exposed_ms" in variants[each] for each in ("all_ranks", *reductions))
+    assert (values["framework"], values["reduce"]) == ("torch", "parameter_server")
     assert all(len(each["rounds_step_ms"]) == 2 for each in variants.values())
     both = variants["all_ranks"]
     assert both["units_per_s"] == pytest.approx(2 * 4 / both["step_ms"] * 1e3)
@@ -63,13 +73,39 @@ def test_another_number_of_ranks_than_the_launcher_has_started():
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (("--model", "resnet51"), "model must be one of gpt2, mlp, mnist_cnn,"),
+        (("--model", "resnet51"), "model must be one of alexnet, googlenet, gpt2,"),
         ((), "--model is required"),
         (("--model", "mlp", "--batch", "many"), "invalid int value: 'many'"),
         (("--model", "mlp", "--dtype", "half"), "'float32', 'bfloat16'"),
         (("--model", "mlp", "--engine", "tin_can"), "--engine must be one of auto,"),
         (("--model", "mlp", "-n", "0"), "-n must be at least 1, got 0."),
         (("--model", "mlp", "--json", "/nowhere/at/all"), "Type: mkdir -p /nowhere/at"),
+        (("--model", "mlp", "--framework", "mxnet"), "'tensorflow', 'keras', 'jax'"),
+        (("--model", "mlp", "--reduce", "ring"), "'all_reduce', 'parameter_server'"),
+        (
+            ("--model", "gpt2", "--framework", "jax"),
+            "resnet50 with --framework jax, got gpt2. Leave --framework out.",
+        ),
+        *(
+            (
+                ("--model", "resnet50", "--framework", "keras", *option.split()),
+                f"{option} needs --framework torch, got keras. Leave out one",
+            )
+            for option in (
+                *("--reduce parameter_server", "--dtype bfloat16"),
+                *("--channels-last", "--device cuda"),
+            )
+        ),
+        *(
+            pytest.param(
+                ("--model", "mlp", "--framework", name),
+                f"{name} must be installed for this front end, got none. Type: pip",
+                marks=pytest.mark.skipif(
+                    find_spec(name) is not None, reason=f"{name} is installed"
+                ),
+            )
+            for name in ("tensorflow", "keras", "jax")
+        ),
     ],
 )
 def test_bad_words_are_one_sentence(capsys, words, sentence):

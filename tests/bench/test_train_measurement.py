@@ -10,8 +10,9 @@ import torch
 import ronde.torch as hvd
 from ronde.bench import (
     MODELS,
+    ParameterServer,
     Phase,
-    Replica,
+    TorchReplica,
     TrainOptions,
     Variant,
     batches,
@@ -71,6 +72,11 @@ class Counting:
     def __init__(self):
         self.steps_s = []
 
+    is_split_apart = False
+
+    def synchronize(self):
+        pass
+
     def step(self, clock):
         start_s = time.perf_counter()
         clock.start()
@@ -83,7 +89,7 @@ class Counting:
 def count_steps(_, is_alone):
     hvd.init()
     replica = Counting()
-    block = time_block(replica, 3, CPU, is_alone=is_alone)
+    block = time_block(replica, 3, is_alone=is_alone)
     hvd.shutdown()
     return replica.steps_s, block.step_s
 
@@ -102,7 +108,7 @@ def test_a_block_takes_as_long_as_its_slowest_rank(run_ranks_bare):
 
 def drift_apart(_):
     hvd.init()
-    replica = Replica(SHORT, CPU, is_communicating=True)
+    replica = TorchReplica(SHORT, CPU, Variant.ALL_RANKS)
     before = is_in_step({Variant.ALL_RANKS: replica})
     if hvd.rank() == 1:
         with torch.no_grad():
@@ -115,6 +121,32 @@ def drift_apart(_):
 
 def test_ranks_that_drift_apart_are_seen(run_ranks_bare):
     assert run_ranks_bare(2, drift_apart) == [(True, False)] * 2
+
+
+def serve(_):
+    hvd.init()
+    torch.manual_seed(hvd.rank())
+    model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 2))
+    server, found = ParameterServer(model), []
+    for _ in range(2):
+        model(torch.randn(4, 3)).square().sum().backward()
+        own = [each.grad.clone() for each in model.parameters()]
+        server.average()
+        averaged = [each.grad.clone() for each in model.parameters()]
+        found.append((own, averaged))
+        model.zero_grad(set_to_none=False)
+    hvd.shutdown()
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_parameter_server_gives_all_ranks_the_same_mean(run_ranks_bare, size):
+    for steps in zip(*run_ranks_bare(size, serve), strict=True):
+        for rows in zip(*(zip(*step, strict=True) for step in steps), strict=True):
+            own, averaged = zip(*rows, strict=True)
+            assert all(torch.equal(each, averaged[0]) for each in averaged)
+            assert not torch.equal(own[0], own[1])
+            torch.testing.assert_close(averaged[0], torch.stack(own).mean(0))
 
 
 def refuse(_):

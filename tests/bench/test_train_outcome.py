@@ -14,6 +14,7 @@ from ronde.bench import (
     TrainOptions,
     Variant,
     record_values,
+    split_by_differences,
 )
 from ronde.records import Record
 from ronde.render import draw_models, draw_training
@@ -88,6 +89,32 @@ def test_a_row_each_with_its_split():
     assert both == "2 ranks 128.0 125.00 1.00 1.00 1.00 55.00 20.00 1.00"
     assert ceiling.endswith("145.5 110.00 1.00 1.00 1.00 55.00 - 1.00")
     assert "speed-up 1.60, efficiency 80.0%, 88.0% of the ceiling" in lines[-1]
+
+
+def test_compiled_steps_are_split_by_differences():
+    """A step without communication has parts of 10, 35 and 40 ms."""
+    names = (Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE)
+    parts = dict.fromkeys(Phase, 0.001) | dict(
+        zip(names, (0.010, 0.035, 0.040), strict=True)
+    )
+    nothing = dict.fromkeys(Phase, 0.0)
+    found = split_by_differences(
+        {
+            Variant.PEER: StepTimes(0.070, nothing),
+            Variant.NO_COMMUNICATION: StepTimes(0.042, parts),
+            Variant.ALL_RANKS: StepTimes(0.050, nothing),
+            Variant.ONE_RANK: StepTimes(0.042, parts),
+        }
+    )
+    for variant, exposed_s in (
+        (Variant.ONE_RANK, 0.0),
+        (Variant.NO_COMMUNICATION, 0.0),
+        (Variant.ALL_RANKS, 0.008),
+        (Variant.PEER, 0.028),
+    ):
+        shown = [found[variant].phases_s[phase] for phase in Phase]
+        assert shown == pytest.approx([0.001, 0.001, 0.010, 0.025 + exposed_s, 0.005])
+        assert found[variant].step_s == pytest.approx(0.042 + exposed_s)
 
 
 def test_one_rank_has_no_ratios():

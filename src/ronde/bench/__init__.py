@@ -27,16 +27,18 @@ __getattr__ = lazy_exports(
         ),
         "sweeps": "RowBench SweepBench",
         "timing": "Clock Watchdog combine",
-        "training.catalogue": "CHARACTERS MODELS",
+        "training.catalogue": "CHARACTERS MODELS PORTABLE",
         "training.measurement": (
-            "Replica batches is_in_step loss_of make_samples measure "
-            "measure_footprint time_block"
+            "is_in_step measure measure_footprint split_by_differences time_block"
         ),
+        "training.keras_models": "build_keras",
         "training.models": "PaddedShortcut Transformer build",
         "training.outcome": (
             "KIND Phase Setting StepTimes TrainOptions TrainingOutcome Variant "
             "record_values"
         ),
+        "training.replica": "Stopwatch batches make_samples",
+        "training.torch_replicas": "ParameterServer TorchReplica loss_of",
         "variables": "read_variables",
     },
 )

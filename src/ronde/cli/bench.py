@@ -4,6 +4,7 @@ import argparse
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -14,7 +15,7 @@ from ronde.bench.training.catalogue import MODELS
 from ronde.bench.training.outcome import TrainOptions, find_model
 from ronde.bench.variables import read_variables
 from ronde.cli.exits import give_up_output, is_unwritten
-from ronde.errors import CollectiveError, RondeError, UsageError
+from ronde.errors import CollectiveError, FrameworkError, RondeError, UsageError
 from ronde.launch.bootstrap import start_local_agent
 from ronde.launch.environments import own_environment
 from ronde.launch.hosts.node import AgentStarter
@@ -31,6 +32,7 @@ from ronde.world.environment import require_algorithm, require_engine
 _EXITS = (
     (UnsupportedError, Exit.UNSUPPORTED),
     (UsageError, Exit.USAGE),
+    (FrameworkError, Exit.USAGE),
     (CollectiveError, Exit.ENGINE),
 )
 
@@ -185,6 +187,13 @@ Measure training steps of a model.
 
 options:
   --model NAME          one of the models below
+  --framework {torch,tensorflow,keras,jax}
+                        whose training is measured (default: torch); Keras runs
+                        on the backend that KERAS_BACKEND names
+  --reduce {all_reduce,parameter_server}
+                        measure a parameter server, too: rank 0 gathers, adds
+                        and broadcasts all gradients (default: all_reduce)
+  --peer                measure the framework's own strategy, too
   --batch N             samples per step and rank (default: the model's)
   --dtype {float32,bfloat16}
                         type of the forward pass (default: float32)
@@ -210,7 +219,8 @@ options:
 Three runs take turns, a few steps each, over several rounds: 1 rank, all ranks, and all
 ranks without communication, the ceiling for all ranks. The data is synthetic. "exposed"
 is the communication that the backward pass does not hide: its time with communication
-minus its time without.
+minus its time without. Other frameworks than torch compile the step; its parts are
+differences between steps that do more and more.
 
 Without a launcher the command starts its own ranks on this machine; under ronde run,
 torchrun or mpirun it joins theirs.
@@ -253,13 +263,44 @@ def run_train(words: Sequence[str]) -> int:
             raise UsageError(f"-n must be at least 1, got {size}. Type: -n 2")
         if engine == "mpi":
             _refuse_mpi()
-        return run_self(own_words, size)
+        return run_self(own_words, size, env=_framework_environment(options, size))
     if given.num_proc not in (None, info.size):
         raise UsageError(
             f"-n must be {info.size}, the number of ranks that {info.launcher} has "
             f"started, got {given.num_proc}. Leave -n out."
         )
     return _run_rank(options, info, given)
+
+
+def _framework_environment(options: TrainOptions, size: int) -> dict[str, str]:
+    """Return the variables of the framework's ranks.
+
+    Raises:
+        FrameworkError: A module is missing.
+    """
+    backend = options.framework
+    if backend == "torch":
+        return {}
+    environment = own_environment()
+    if backend == "keras":
+        backend = environment.get("KERAS_BACKEND", "tensorflow")
+        if backend not in ("tensorflow", "jax", "torch"):
+            raise UsageError(
+                f"KERAS_BACKEND must be tensorflow, jax or torch, got {backend!r}. "
+                "Type: export KERAS_BACKEND=tensorflow"
+            )
+    optimizers = ["optax"] if options.framework == "jax" else []
+    for module in (options.framework, backend, "keras", *optimizers):
+        if find_spec(module) is None:
+            from ronde.session.frameworks import import_framework
+
+            import_framework(module)
+    defaults = {
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+        "NPROC": str(max(1, count_cores() // size)),  # the threads of jaxlib
+    }
+    kept = {name: environment.get(name, value) for name, value in defaults.items()}
+    return kept | {"KERAS_BACKEND": backend}
 
 
 def _run_rank(options: TrainOptions, info: RankInfo, given: argparse.Namespace) -> int:
@@ -303,6 +344,7 @@ def _options(given: argparse.Namespace) -> TrainOptions:
     model = find_model(given.model)
     named: dict[str, Any] = {"batch": model.batch}
     names = "batch rounds steps warmup dtype device optimizer compression input"
+    names += " framework reduce"
     for name in names.split():
         value = getattr(given, name)
         named |= {} if value is None else {name: value}
@@ -310,5 +352,6 @@ def _options(given: argparse.Namespace) -> TrainOptions:
         model=model,
         engine=require_engine(given.engine, "--engine") if given.engine else "",
         is_channels_last=given.channels_last,
+        is_peered=given.peer,
         **named,
     )

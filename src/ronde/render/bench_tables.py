@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from ronde.bench.comparison import PEAK, Comparison, RowKey
 from ronde.bench.results import HALVES, Run, Side
 from ronde.bench.training.catalogue import ModelFacts, Unit
-from ronde.bench.training.outcome import Phase, TrainingOutcome, Variant
+from ronde.bench.training.outcome import COMMUNICATING, Phase, TrainingOutcome, Variant
 from ronde.render.text import align
 from ronde.units import counted, format_size, grouped
 
@@ -20,6 +20,11 @@ _TEXT = frozenset({"log", "test", "engine", "type", "op", "known by", "complete"
 _NONE = "-"
 _PHASES = {phase: str(phase) for phase in Phase} | {Phase.HOST_TO_DEVICE: "to-device"}
 _WIDTH = 10
+_PEERS = {
+    "torch": "DistributedDataParallel",
+    "tensorflow": "MultiWorkerMirroredStrategy",
+    "jax": "psum",
+}
 
 
 def draw_runs(runs: Sequence[tuple[str, Run]]) -> str:
@@ -137,8 +142,13 @@ def draw_training(outcome: TrainingOutcome) -> str:
             f"{outcome.efficiency():.1%}, {outcome.fraction_of_ceiling():.1%} of the "
             "ceiling (no communication)"
         )
+        for variant, ratio in outcome.speed_over().items():
+            other = _variant_names(outcome)[variant]
+            lines.append(f"# {ratio:.2f} times as fast as {other}")
         below = "# exposed communication below 0: it is less than the noise here"
-        lines += [below] if outcome.exposed_s() < 0 else []
+        communicating = [v for v in outcome.variants() if v in COMMUNICATING]
+        is_noisy = any(outcome.exposed_s(each) < 0 for each in communicating)
+        lines += [below] if is_noisy else []
     return "".join(f"{line}\n" for line in lines)
 
 
@@ -172,6 +182,10 @@ def _header(outcome: TrainingOutcome) -> list[str]:
     blocks = f"{rounds} of {counted(outcome.num_steps, 'step')}"
     choices = [f"batch {options.batch} a rank", options.dtype, options.optimizer]
     choices += ["channels last"] if options.is_channels_last else []
+    if options.framework != "torch":
+        version = f"{options.framework} {setting.framework_version}"
+        is_keras = options.framework == "keras"
+        choices.insert(0, f"{version} on {setting.backend}" if is_keras else version)
     if setting.num_ranks > 1:
         choices += [f"engine {setting.engine}", f"compression {options.compression}"]
     lines = [
@@ -181,19 +195,18 @@ def _header(outcome: TrainingOutcome) -> list[str]:
         f"# ms a step: medians over {blocks}, of the slowest rank",
     ]
     note = "# the split is of further steps, the device synchronised after each part"
-    return lines if setting.device == "cpu" else [*lines, note]
+    if options.framework != "torch":
+        note = (
+            "# the split is of differences between compiled steps that do more and more"
+        )
+    is_apart = setting.device != "cpu" or options.framework != "torch"
+    return [*lines, note] if is_apart else lines
 
 
 def _rows(outcome: TrainingOutcome) -> list[str]:
     headings = [f"{outcome.options.model.unit}/s", "step", *_PHASES.values()]
     headings.insert(headings.index("backward") + 1, "exposed")
-    ranks = counted(outcome.setting.num_ranks, "rank")
-    labels = {
-        Variant.ONE_RANK: "1 rank",
-        Variant.ALL_RANKS: ranks,
-        Variant.NO_COMMUNICATION: f"{ranks}, no communication",
-    }
-    labels = {variant: labels[variant] for variant in outcome.variants()}
+    labels = _variant_names(outcome)
     width = max(map(len, labels.values()))
     lines = [" " * width + "".join(f"{each:>{_WIDTH}}" for each in headings)]
     for variant, label in labels.items():
@@ -201,10 +214,24 @@ def _rows(outcome: TrainingOutcome) -> list[str]:
         for phase in _PHASES:
             cells.append(_ms(outcome.phase_s(variant, phase)))
             if phase is Phase.BACKWARD:
-                is_exposed = variant is Variant.ALL_RANKS
-                cells.append(_ms(outcome.exposed_s()) if is_exposed else "-")
+                is_exposed = variant in COMMUNICATING
+                cells.append(_ms(outcome.exposed_s(variant)) if is_exposed else "-")
         lines.append(f"{label:{width}}" + "".join(f"{c:>{_WIDTH}}" for c in cells))
     return lines
+
+
+def _variant_names(outcome: TrainingOutcome) -> dict[Variant, str]:
+    num_ranks = outcome.setting.num_ranks
+    ranks = counted(num_ranks, "rank")
+    names = {
+        Variant.ONE_RANK: "1 rank",
+        Variant.ALL_RANKS: ranks,
+        Variant.NO_COMMUNICATION: f"{ranks}, no communication",
+        Variant.PARAMETER_SERVER: f"{ranks}, parameter server",
+        Variant.PEER: f"{ranks}, {_PEERS[outcome.setting.backend]}",
+        Variant.DATA_PARALLEL: f"1 process, {num_ranks} GPUs, DataParallel",
+    }
+    return {variant: names[variant] for variant in outcome.variants()}
 
 
 def _ms(duration_s: float) -> str:

@@ -70,11 +70,30 @@ def _language_model(name: str, shape: TransformerShape, batch: int) -> ModelFact
     return ModelFacts(name, Unit.TOKENS, (shape.context,), *figures)
 
 
+# Output channels of GoogLeNet's inception blocks: 1 x 1; 3 x 3 and the 1 x 1 before it;
+# the fourth branch's 3 x 3 and its 1 x 1; the 1 x 1 after the pooling. A pooling, with
+# the window given, follows the second block and the seventh.
+INCEPTIONS: tuple[tuple[int, ...], ...] = (
+    (64, 96, 128, 16, 32, 32),
+    (128, 128, 192, 32, 96, 64),
+    (192, 96, 208, 16, 48, 64),
+    (160, 112, 224, 24, 64, 64),
+    (128, 128, 256, 24, 64, 64),
+    (112, 144, 288, 32, 64, 64),
+    (256, 160, 320, 32, 128, 128),
+    (256, 160, 320, 32, 128, 128),
+    (384, 192, 384, 48, 128, 128),
+)
+POOLED_AFTER: Mapping[int, int] = MappingProxyType({2: 3, 7: 2})
+
+_IMAGENET = (Unit.IMAGES, (3, 224, 224), 1000)
 _FACTS = (
-    # Source: torchvision's model zoo.
-    ModelFacts(
-        *("resnet50", Unit.IMAGES, (3, 224, 224), 1000, 4, 25_557_032, 4_089_000_000)
-    ),
+    # Sources: torchvision's model zoo for all parameters and ResNet-50's multiply-adds;
+    # for the others the sum of k^2 c_in c_out h w over the layers: torchvision rounds
+    # them to 0.714 and 1.498 G.
+    ModelFacts("alexnet", *_IMAGENET, 8, 61_100_840, 714_188_480),
+    ModelFacts("googlenet", *_IMAGENET, 4, 6_624_904, 1_498_376_192),
+    ModelFacts("resnet50", *_IMAGENET, 4, 25_557_032, 4_089_000_000),
     # Source: He et al. 2016, table 6: 0.27 M parameters, shortcuts without weights;
     # multiply-adds are the sum of k^2 c_in c_out h w over the layers.
     ModelFacts("resnet20", Unit.IMAGES, (3, 32, 32), 10, 32, 269_722, 40_551_040),
@@ -90,3 +109,5 @@ _FACTS = (
 )
 
 MODELS: Mapping[str, ModelFacts] = MappingProxyType({f.name: f for f in _FACTS})
+PORTABLE = ("alexnet", "googlenet", "mlp", "mnist_cnn", "resnet50")
+"""The models that every framework has."""

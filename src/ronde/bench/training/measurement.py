@@ -4,25 +4,26 @@ import gc
 import math
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn.functional import cross_entropy
-from torch.optim import SGD, Adam, Optimizer
 
 import ronde.torch as hvd
 from ronde.bench.ranks import cuda_device
 from ronde.bench.timing import without_collector
-from ronde.bench.training.catalogue import ModelFacts, Unit
+from ronde.bench.training.jax_replicas import jax_replicas
+from ronde.bench.training.keras_replicas import keras_replicas
 from ronde.bench.training.models import build
 from ronde.bench.training.outcome import (
+    ALONE,
+    COMMUNICATING,
     DeviceKind,
+    Framework,
     Phase,
     Round,
     Setting,
@@ -31,125 +32,31 @@ from ronde.bench.training.outcome import (
     TrainOptions,
     Variant,
 )
+from ronde.bench.training.replica import (
+    NUM_PREPARED,
+    Replica,
+    ReplicaMaker,
+    Stopwatch,
+    make_samples,
+)
+from ronde.bench.training.tensorflow_replicas import tensorflow_replicas
+from ronde.bench.training.torch_replicas import (
+    has_data_parallel,
+    loss_of,
+    torch_replicas,
+)
 from ronde.errors import UsageError
 from ronde.memory import available_memory
 from ronde.records import MachineRecord
 from ronde.session.session import current_session
 from ronde.units import format_size
 
-
-class Stopwatch:
-    """Sums the times of each phase; does nothing without ``synchronize``."""
-
-    def __init__(self, synchronize: Callable[[], None] | None = None) -> None:
-        self._synchronize = synchronize
-        self._since_ns = 0
-        self._total_ns = dict.fromkeys(Phase, 0)
-
-    def start(self) -> None:
-        if self._synchronize is not None:
-            self._synchronize()
-            self._since_ns = time.perf_counter_ns()
-
-    def mark(self, phase: Phase) -> None:
-        if self._synchronize is not None:
-            self._synchronize()
-            now_ns = time.perf_counter_ns()
-            self._total_ns[phase] += now_ns - self._since_ns
-            self._since_ns = now_ns
-
-    def seconds_a_step(self, num_steps: int) -> dict[Phase, float]:
-        return {phase: ns / num_steps / 1e9 for phase, ns in self._total_ns.items()}
-
-
-NUM_PREPARED = 2  # more would only use memory
-Batch = tuple[Tensor, Tensor]  # inputs and labels, on the host
-
-
-def batches(options: TrainOptions, device: torch.device, seed: int) -> Iterator[Batch]:
-    """Yield batches endlessly; prepared batches for an accelerator are pinned."""
-    generator = torch.Generator().manual_seed(seed)
-    size, num_samples = options.batch, NUM_PREPARED * options.batch
-    inputs, labels = make_samples(options.model, num_samples, generator)
-    if options.is_channels_last:
-        inputs = inputs.contiguous(memory_format=torch.channels_last)
-    while options.input == "gathered":
-        chosen = torch.randint(len(inputs), (size,), generator=generator)
-        yield inputs[chosen], labels[chosen]
-    starts = range(0, num_samples, size)
-    prepared = [(inputs[s : s + size], labels[s : s + size]) for s in starts]
-    if device.type == "cuda":
-        prepared = [(x.pin_memory(), y.pin_memory()) for x, y in prepared]
-    while True:
-        yield from prepared
-
-
-def make_samples(
-    model: ModelFacts, num_samples: int, generator: torch.Generator | None = None
-) -> Batch:
-    """Make random samples on the current default device."""
-    shape = (num_samples, *model.sample_shape)
-    if model.unit is Unit.IMAGES:
-        labels = torch.randint(model.num_classes, (num_samples,), generator=generator)
-        return torch.randn(shape, generator=generator), labels
-    tokens = torch.randint(model.num_classes, shape, generator=generator)
-    return tokens, torch.randint(model.num_classes, shape, generator=generator)
-
-
-class Replica:
-    """A model with its optimizer and data; methods that communicate are collective."""
-
-    def __init__(
-        self, options: TrainOptions, device: torch.device, *, is_communicating: bool
-    ) -> None:
-        self._device = device
-        self._is_mixed = options.dtype == "bfloat16"
-        self._batches = batches(options, device, seed=hvd.rank())
-        torch.manual_seed(0)
-        self.model = build(options.model.name).to(device)
-        if options.is_channels_last:
-            cast("Any", self.model).to(memory_format=torch.channels_last)
-        weights = self.model.parameters()
-        optimizer: Optimizer = SGD(weights, lr=1e-3, momentum=0.9)
-        if options.optimizer == "adam":
-            optimizer = Adam(self.model.parameters(), lr=1e-4)
-        self._optimizer = optimizer
-        if is_communicating:
-            hvd.broadcast_parameters(self.model.state_dict(), root_rank=0)
-            self._optimizer = hvd.DistributedOptimizer(
-                self._optimizer,
-                named_parameters=self.model.named_parameters(),
-                compression=getattr(hvd.Compression, options.compression),
-            )
-        torch.manual_seed(hvd.rank())  # so that dropout differs between ranks
-
-    def step(self, clock: Stopwatch) -> None:
-        clock.start()
-        inputs, labels = next(self._batches)
-        clock.mark(Phase.INPUT)
-        inputs = inputs.to(self._device, non_blocking=True)
-        labels = labels.to(self._device, non_blocking=True)
-        clock.mark(Phase.HOST_TO_DEVICE)
-        with torch.autocast(self._device.type, torch.bfloat16, enabled=self._is_mixed):
-            loss = loss_of(self.model(inputs), labels)
-        clock.mark(Phase.FORWARD)
-        loss.backward()
-        clock.mark(Phase.BACKWARD)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        clock.mark(Phase.UPDATE)
-
-    @torch.no_grad()
-    def digest(self) -> int:
-        """Return a checksum of the bits of all weights."""
-        bits = [p.detach().flatten().view(torch.int32) for p in self.model.parameters()]
-        sums = [each.sum(dtype=torch.int64) for each in bits]
-        weights = torch.arange(1, len(sums) + 1, device=self._device)
-        return int((torch.stack(sums) * weights).sum())
-
-
-def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
-    return cross_entropy(logits.flatten(0, -2), labels.flatten())
+_MAKERS: Mapping[Framework, Callable[[TrainOptions, torch.device], ReplicaMaker]] = {
+    "torch": torch_replicas,
+    "tensorflow": tensorflow_replicas,
+    "keras": keras_replicas,
+    "jax": jax_replicas,
+}
 
 
 class Footprint(NamedTuple):
@@ -228,29 +135,31 @@ def choose_device(kind: DeviceKind, local_rank: int) -> torch.device:
     return cuda_device(local_rank, local_rank, "start fewer ranks with -n")
 
 
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 _MAX_PROFILED_STEPS = 10
 
 
 def time_block(
-    replica: Replica, num_steps: int, device: torch.device, *, is_alone: bool = False
+    replica: Replica,
+    num_steps: int,
+    *,
+    is_alone: bool = False,
+    is_split: bool = True,
 ) -> StepTimes:
-    """Time a block of steps and return the slowest rank's times; collective."""
+    """Time a block of steps and return the slowest rank's times; collective.
+
+    Without ``is_split`` all phases are 0 if they would take steps of their own.
+    """
     own = StepTimes(0.0, dict.fromkeys(Phase, 0.0))
     is_stepping = not is_alone or hvd.rank() == 0
     if is_stepping:
         # Bring the replica's memory back into the caches.
         replica.step(Stopwatch())
-        synchronize(device)
+        replica.synchronize()
     hvd.barrier()
     if is_stepping:
         gc.collect()
         with without_collector():
-            own = _time_steps(replica, num_steps, device)
+            own = _time_steps(replica, num_steps, is_split=is_split)
     figures = [own.step_s, *(own.phases_s[phase] for phase in Phase)]
     row = torch.tensor([figures], dtype=torch.float64)
     rows = cast("list[list[float]]", hvd.allgather(row).tolist())
@@ -259,24 +168,25 @@ def time_block(
     return StepTimes(step_s, dict(zip(Phase, phases, strict=True)))
 
 
-def _time_steps(replica: Replica, num_steps: int, device: torch.device) -> StepTimes:
+def _time_steps(replica: Replica, num_steps: int, *, is_split: bool) -> StepTimes:
     def elapsed_s(clock: Stopwatch, num_steps: int) -> float:
         start_ns = time.perf_counter_ns()
         for _ in range(num_steps):
             replica.step(clock)
-        synchronize(device)
+        replica.synchronize()
         return (time.perf_counter_ns() - start_ns) / num_steps / 1e9
 
-    stopwatch = Stopwatch(partial(synchronize, device))
-    if device.type == "cpu":
+    stopwatch = Stopwatch(replica.synchronize)
+    if not replica.is_split_apart:
         step_s = elapsed_s(stopwatch, num_steps)
         return StepTimes(step_s, stopwatch.seconds_a_step(num_steps))
     # Synchronising after each phase keeps the host from running ahead of the device,
     # so the phases are timed in additional steps.
     step_s = elapsed_s(Stopwatch(), num_steps)
-    num_profiled = min(num_steps, _MAX_PROFILED_STEPS)
-    elapsed_s(stopwatch, num_profiled)
-    return StepTimes(step_s, stopwatch.seconds_a_step(num_profiled))
+    num_profiled = min(num_steps, _MAX_PROFILED_STEPS) if is_split else 0
+    if num_profiled:
+        elapsed_s(stopwatch, num_profiled)
+    return StepTimes(step_s, stopwatch.seconds_a_step(max(1, num_profiled)))
 
 
 _BLOCK_S = 0.4
@@ -302,23 +212,25 @@ def measure(
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
     size = hvd.size()
-    with ExitStack() as settings:
-        if device.type == "cuda":
-            settings.enter_context(torch.cuda.device(device))
-            flags = torch.backends.cudnn.flags(enabled=True, benchmark=True)
-            settings.enter_context(flags)
-        require_fit(options, device, num_replicas=min(size, 2))
-        replicas = _make_replicas(options, device)
+    variants = _variants_of(options, device)
+    require_fit(options, device, num_replicas=max(1, len(variants) - 1))
+    with _MAKERS[options.framework](options, device) as make:
+        replicas = _make_replicas(options, variants, make)
         num_steps = options.steps
         if num_steps is None:
             # Enough steps to be timed; the same number on all ranks.
-            step_s = time_block(replicas[Variant.ONE_RANK], 1, device).step_s
+            step_s = time_block(replicas[Variant.ONE_RANK], 1).step_s
             num_steps = max(1, min(_MAX_STEPS, math.ceil(_BLOCK_S / step_s)))
-        rounds = _run_rounds(replicas, num_steps, options.rounds, device, on_progress)
+        rounds = _run_rounds(replicas, num_steps, options, on_progress)
         is_equal = is_in_step(replicas)
     engine = current_session().states[0].communicator.engine if size > 1 else ""
     where = (size, torch.get_num_threads(), device.type, name, engine)
-    setting = Setting(*where, torch.__version__)
+    framework: Any = import_module(options.framework)
+    backend = options.framework
+    if backend == "keras":
+        backend = str(framework.backend.backend())
+    versions = (torch.__version__, str(framework.__version__))
+    setting = Setting(*where, *versions, backend)
     return TrainingOutcome(options, setting, num_steps, rounds, is_equal)
 
 
@@ -335,47 +247,86 @@ def _agree_on_devices(options: TrainOptions) -> torch.device:
     return device
 
 
-def _make_replicas(
-    options: TrainOptions, device: torch.device
-) -> Mapping[Variant, Replica]:
-    alone = Replica(options, device, is_communicating=False)
-    replicas = {Variant.ONE_RANK: alone}
+def _variants_of(options: TrainOptions, device: torch.device) -> list[Variant]:
+    variants = [Variant.ONE_RANK]
     if hvd.size() > 1:
-        together = Replica(options, device, is_communicating=True)
-        replicas |= {Variant.ALL_RANKS: together, Variant.NO_COMMUNICATION: alone}
-    for replica in dict.fromkeys(replicas.values()):
-        for _ in range(options.warmup):
-            replica.step(Stopwatch())
+        variants += [Variant.NO_COMMUNICATION, Variant.ALL_RANKS]
+        if options.reduce == "parameter_server":
+            variants.append(Variant.PARAMETER_SERVER)
+        if options.is_peered:
+            variants.append(Variant.PEER)
+            is_whole = options.framework == "torch" and has_data_parallel(device)
+            variants += [Variant.DATA_PARALLEL] if is_whole else []
+    return variants
+
+
+def _make_replicas(
+    options: TrainOptions,
+    variants: Sequence[Variant],
+    make: Callable[[Variant], Replica],
+) -> Mapping[Variant, Replica]:
+    alone = make(Variant.ONE_RANK)
+    shared = (Variant.ONE_RANK, Variant.NO_COMMUNICATION)
+    replicas = {each: alone if each in shared else make(each) for each in variants}
+    for variant in [each for each in variants if each is not Variant.NO_COMMUNICATION]:
+        if hvd.rank() == 0 or variant is not Variant.DATA_PARALLEL:
+            for _ in range(options.warmup):
+                replicas[variant].step(Stopwatch())
+    alone.step(Stopwatch(alone.synchronize))  # compiles the parts of a step
     return replicas
 
 
 def _run_rounds(
     replicas: Mapping[Variant, Replica],
     num_steps: int,
-    num_rounds: int,
-    device: torch.device,
+    options: TrainOptions,
     on_progress: OnProgress | None,
 ) -> tuple[Round, ...]:
     order = random.Random(0)  # noqa: S311  must be the same on all ranks
     rounds: list[Round] = []
-    num_blocks = num_rounds * len(replicas)
-    for number in range(num_rounds):
+    num_blocks = options.rounds * len(replicas)
+    is_compiled = options.framework != "torch"
+    for number in range(options.rounds):
         times: dict[Variant, StepTimes] = {}
         for variant in order.sample(list(replicas), len(replicas)):
             if on_progress is not None:
                 on_progress(number * len(replicas) + len(times), num_blocks)
-            is_alone = variant is Variant.ONE_RANK
             times[variant] = time_block(
-                replicas[variant], num_steps, device, is_alone=is_alone
+                replicas[variant],
+                num_steps,
+                is_alone=variant in ALONE,
+                is_split=not (is_compiled and variant in COMMUNICATING),
             )
-        rounds.append(times)
+        rounds.append(split_by_differences(times) if is_compiled else times)
     if on_progress is not None:
         on_progress(num_blocks, num_blocks)
     return tuple(rounds)
 
 
+def split_by_differences(times: Round) -> Round:
+    """Return a round of compiled steps with phases that exclude each other.
+
+    The given phases of a step without communication are the times of growing parts. A
+    step with communication has the same phases, and what it takes longer is added to
+    its backward, as all of torch's communication is in there.
+    """
+    split: dict[Variant, StepTimes] = {}
+    for variant, block in times.items():
+        if variant not in COMMUNICATING:
+            step_s, parts = block.step_s, block.phases_s
+            phases = dict(parts)
+            phases[Phase.BACKWARD] -= parts[Phase.FORWARD]
+            phases[Phase.UPDATE] -= parts[Phase.BACKWARD]
+            split[variant] = StepTimes(step_s, phases)
+    for variant in [each for each in times if each in COMMUNICATING]:
+        without, step_s = split[Variant.NO_COMMUNICATION], times[variant].step_s
+        phases = dict(without.phases_s)
+        phases[Phase.BACKWARD] += step_s - without.step_s
+        split[variant] = StepTimes(step_s, phases)
+    return split
+
+
 def is_in_step(replicas: Mapping[Variant, Replica]) -> bool:
-    if Variant.ALL_RANKS not in replicas:
-        return True
-    digest = replicas[Variant.ALL_RANKS].digest()
-    return len(set(hvd.allgather_object(digest))) == 1
+    """Return whether every communicating replica is equal on all ranks; collective."""
+    digests = [replicas[each].digest() for each in COMMUNICATING if each in replicas]
+    return len(set(hvd.allgather_object(str(digests)))) == 1

@@ -10,7 +10,9 @@ from torch.nn.functional import gelu, linear, pad
 from ronde.bench.training.catalogue import (
     CHARACTERS,
     GPT2_SMALL,
+    INCEPTIONS,
     MODELS,
+    POOLED_AFTER,
     TransformerShape,
 )
 
@@ -53,6 +55,77 @@ class PaddedShortcut(nn.Module):
 
     def forward(self, maps: Tensor) -> Tensor:
         return pad(maps[:, :, ::2, ::2], (0, 0, 0, 0, 0, self.num_missing))
+
+
+class Inception(nn.Module):
+    """Four branches whose channels are concatenated."""
+
+    def __init__(self, channels: int, widths: Sequence[int]) -> None:
+        super().__init__()
+        one, narrow, three, narrower, fourth, pooled = widths
+        self.branches = nn.ModuleList(
+            (
+                _rectified(channels, one, 1),
+                nn.Sequential(
+                    _rectified(channels, narrow, 1), _rectified(narrow, three, 3)
+                ),
+                nn.Sequential(
+                    _rectified(channels, narrower, 1), _rectified(narrower, fourth, 3)
+                ),
+                nn.Sequential(
+                    nn.MaxPool2d(3, 1, padding=1), _rectified(channels, pooled, 1)
+                ),
+            )
+        )
+
+    def forward(self, maps: Tensor) -> Tensor:
+        return torch.cat([branch(maps) for branch in self.branches], 1)
+
+
+def _googlenet(num_classes: int) -> nn.Module:
+    """Build GoogLeNet as torchvision does, without the auxiliary classifiers.
+
+    Source: Szegedy et al., "Going deeper with convolutions", 2015, table 1, with batch
+    norm, and 3 x 3 in place of 5 x 5 convolutions.
+    """
+    layers: list[nn.Module] = [
+        *(_rectified(3, 64, 7, 2), nn.MaxPool2d(3, 2, ceil_mode=True)),
+        *(_rectified(64, 64, 1), _rectified(64, 192, 3)),
+        nn.MaxPool2d(3, 2, ceil_mode=True),
+    ]
+    channels = 192
+    for number, widths in enumerate(INCEPTIONS, 1):
+        layers.append(Inception(channels, widths))
+        channels = widths[0] + widths[2] + widths[4] + widths[5]
+        if window := POOLED_AFTER.get(number):
+            layers.append(nn.MaxPool2d(window, 2, ceil_mode=True))
+    pooling, flatten, linear = _classifier(channels, num_classes)
+    return nn.Sequential(*layers, pooling, flatten, nn.Dropout(0.2), linear)
+
+
+def _rectified(
+    channels: int, width: int, kernel: int, stride: int = 1
+) -> nn.Sequential:
+    convolution = _convolution(channels, width, kernel, stride)
+    return nn.Sequential(convolution, nn.ReLU(inplace=True))
+
+
+def _alexnet(num_classes: int) -> nn.Module:
+    """Build AlexNet with one tower, as torchvision does.
+
+    Source: Krizhevsky, "One weird trick for parallelizing convolutional neural
+    networks", 2014.
+    """
+    return nn.Sequential(
+        nn.Conv2d(3, 64, 11, 4, padding=2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2),
+        nn.Conv2d(64, 192, 5, padding=2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2),
+        nn.Conv2d(192, 384, 3, padding=1), nn.ReLU(inplace=True),
+        nn.Conv2d(384, 256, 3, padding=1), nn.ReLU(inplace=True),
+        nn.Conv2d(256, 256, 3, padding=1), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2),
+        nn.Flatten(), nn.Dropout(), nn.Linear(9216, 4096), nn.ReLU(inplace=True),
+        nn.Dropout(), nn.Linear(4096, 4096), nn.ReLU(inplace=True),
+        nn.Linear(4096, num_classes),
+    )  # fmt: skip
 
 
 def _resnet50(num_classes: int) -> nn.Module:
@@ -168,6 +241,8 @@ def build(name: str) -> nn.Module:
 
 # Builders by model name; each takes the number of classes.
 FACTORIES: Mapping[str, Callable[[int], nn.Module]] = {
+    "alexnet": _alexnet,
+    "googlenet": _googlenet,
     "gpt2": lambda _: Transformer(GPT2_SMALL),
     "mlp": _mlp,
     "mnist_cnn": _mnist_cnn,

@@ -6,10 +6,11 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any, Literal
 
-from ronde.bench.training.catalogue import MODELS, ModelFacts
+from ronde.bench.training.catalogue import MODELS, PORTABLE, ModelFacts
 from ronde.errors import UsageError
 
 DeviceKind = Literal["auto", "cpu", "cuda"]  # auto is CUDA if torch has a device
+Framework = Literal["torch", "tensorflow", "keras", "jax"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,10 @@ class TrainOptions:
     input: Literal["prepared", "gathered"] = "prepared"
     engine: str = ""  # empty: as in the environment
     is_channels_last: bool = False
+    framework: Framework = "torch"
+    # With the parameter server, all-reduce is measured, too.
+    reduce: Literal["all_reduce", "parameter_server"] = "all_reduce"
+    is_peered: bool = False  # measure the framework's own strategy, too
 
     def __post_init__(self) -> None:
         least = {"batch": 1, "rounds": 1, "steps": 1, "warmup": 0}
@@ -45,6 +50,26 @@ class TrainOptions:
                 "--channels-last needs a model whose input is images, got "
                 f"{self.model.name}. Leave it out."
             )
+        if self.framework != "torch":
+            self._require_portable()
+
+    def _require_portable(self) -> None:
+        if self.model.name not in PORTABLE:
+            raise UsageError(
+                f"model must be one of {', '.join(PORTABLE)} with --framework "
+                f"{self.framework}, got {self.model.name}. Leave --framework out."
+            )
+        for option, is_given in (
+            ("--reduce parameter_server", self.reduce != "all_reduce"),
+            ("--dtype bfloat16", self.dtype != "float32"),
+            ("--channels-last", self.is_channels_last),
+            ("--device cuda", self.device == "cuda"),
+        ):
+            if is_given:
+                raise UsageError(
+                    f"{option} needs --framework torch, got {self.framework}. "
+                    f"Leave out one of the two."
+                )
 
 
 def find_model(name: str) -> ModelFacts:
@@ -72,6 +97,13 @@ class Variant(StrEnum):
     ONE_RANK = "one_rank"
     ALL_RANKS = "all_ranks"
     NO_COMMUNICATION = "no_communication"
+    PARAMETER_SERVER = "parameter_server"
+    PEER = "peer"  # the framework's own strategy
+    DATA_PARALLEL = "data_parallel"  # torch's, with one process for all GPUs
+
+
+COMMUNICATING = (Variant.ALL_RANKS, Variant.PARAMETER_SERVER, Variant.PEER)
+ALONE = (Variant.ONE_RANK, Variant.DATA_PARALLEL)  # the other ranks wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +128,8 @@ class Setting:
     device_name: str
     engine: str  # empty with one rank
     torch: str  # version
+    framework_version: str = ""
+    backend: str = "torch"  # what computes: of Keras its backend, else the framework
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,15 +155,15 @@ class TrainingOutcome:
 
     def phase_s(self, variant: Variant, phase: Phase) -> float:
         """Return a phase's median time; backward excludes exposed communication."""
-        is_split = phase is Phase.BACKWARD and variant is Variant.ALL_RANKS
+        is_split = phase is Phase.BACKWARD and variant in COMMUNICATING
         source = Variant.NO_COMMUNICATION if is_split else variant
         return statistics.median(each[source].phases_s[phase] for each in self.rounds)
 
-    def exposed_s(self) -> float:
+    def exposed_s(self, variant: Variant = Variant.ALL_RANKS) -> float:
         """Return the communication time per step that backward does not hide."""
         # The time of ``backward()`` with communication minus the time without; noise
         # can make it negative.
-        variants, phase = (Variant.ALL_RANKS, Variant.NO_COMMUNICATION), Phase.BACKWARD
+        variants, phase = (variant, Variant.NO_COMMUNICATION), Phase.BACKWARD
         pairs = [[each[v].phases_s[phase] for v in variants] for each in self.rounds]
         return statistics.median(longer - shorter for longer, shorter in pairs)
 
@@ -142,6 +176,11 @@ class TrainingOutcome:
     def fraction_of_ceiling(self) -> float:
         return self._ratio(Variant.NO_COMMUNICATION)
 
+    def speed_over(self) -> dict[Variant, float]:
+        """Return all ranks' speed in multiples of each other way to reduce."""
+        others = (Variant.PARAMETER_SERVER, Variant.PEER, Variant.DATA_PARALLEL)
+        return {v: self._ratio(v) for v in others if v in self.rounds[0]}
+
     def _ratio(self, variant: Variant) -> float:
         whole = Variant.ALL_RANKS
         steps = [(each[variant].step_s, each[whole].step_s) for each in self.rounds]
@@ -150,7 +189,7 @@ class TrainingOutcome:
 
 def record_values(outcome: TrainingOutcome) -> dict[str, Any]:
     options, setting = outcome.options, outcome.setting
-    kinds = ("dtype", "optimizer", "compression", "input")
+    kinds = ("framework", "reduce", "dtype", "optimizer", "compression", "input")
     values: dict[str, Any] = {
         "model": options.model.name,
         "unit": str(options.model.unit),
@@ -170,12 +209,16 @@ def record_values(outcome: TrainingOutcome) -> dict[str, Any]:
             "speed_up": outcome.speed_up(),
             "efficiency": outcome.efficiency(),
             "fraction_of_ceiling": outcome.fraction_of_ceiling(),
+            "speed_over": {str(v): r for v, r in outcome.speed_over().items()},
         }
     return values
 
 
 def _figures(outcome: TrainingOutcome, variant: Variant) -> dict[str, Any]:
-    return {
+    figures: dict[str, Any] = {}
+    if variant in COMMUNICATING:
+        figures["exposed_ms"] = outcome.exposed_s(variant) * 1e3
+    return figures | {
         "step_ms": outcome.step_s(variant) * 1e3,
         "units_per_s": outcome.units_per_s(variant),
         "phases_ms": {

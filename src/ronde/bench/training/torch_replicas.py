@@ -1,0 +1,152 @@
+"""Replicas of torch: all-reduce, parameter server, and torch's own strategies."""
+
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, Adam, Optimizer
+
+import ronde.torch as hvd
+from ronde.bench.training.models import build
+from ronde.bench.training.outcome import Phase, TrainOptions, Variant
+from ronde.bench.training.replica import (
+    Replica,
+    Stopwatch,
+    batches,
+    digest_of,
+    free_address,
+)
+
+
+@contextmanager
+def torch_replicas(
+    options: TrainOptions, device: torch.device
+) -> Generator[Callable[[Variant], Replica]]:
+    with ExitStack() as exits:
+        if device.type == "cuda":
+            exits.enter_context(torch.cuda.device(device))
+            flags = torch.backends.cudnn.flags(enabled=True, benchmark=True)
+            exits.enter_context(flags)
+        if options.is_peered and hvd.size() > 1:
+            address = hvd.broadcast_object(free_address())
+            distributed.init_process_group(
+                "nccl" if device.type == "cuda" else "gloo",
+                init_method=f"tcp://{address}",
+                rank=hvd.rank(),
+                world_size=hvd.size(),
+            )
+            exits.callback(hvd.barrier)  # the store is in rank 0's process
+            exits.callback(distributed.destroy_process_group)
+        yield partial(TorchReplica, options, device)
+
+
+def has_data_parallel(device: torch.device) -> bool:
+    """Return whether rank 0 can train on the GPUs of all ranks."""
+    is_one_host = hvd.local_size() == hvd.size()
+    return device.type == "cuda" and is_one_host and hvd.size() > 1
+
+
+class TorchReplica:
+    """A model in torch with its optimizer and data."""
+
+    def __init__(
+        self, options: TrainOptions, device: torch.device, variant: Variant
+    ) -> None:
+        self._device = device
+        self.is_split_apart = device.type != "cpu"
+        self._is_mixed = options.dtype == "bfloat16"
+        self._batches = batches(options, device, seed=hvd.rank())
+        torch.manual_seed(0)
+        self.model = model = build(options.model.name).to(device)
+        if options.is_channels_last:
+            cast("Any", model).to(memory_format=torch.channels_last)
+        optimizer: Optimizer = SGD(model.parameters(), lr=1e-3, momentum=0.9)
+        if options.optimizer == "adam":
+            optimizer = Adam(model.parameters(), lr=1e-4)
+        self._forward: Callable[[Tensor], Tensor] = model
+        self._server: ParameterServer | None = None
+        match variant:
+            case Variant.ALL_RANKS:
+                hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+                optimizer = hvd.DistributedOptimizer(
+                    optimizer,
+                    named_parameters=model.named_parameters(),
+                    compression=getattr(hvd.Compression, options.compression),
+                )
+            case Variant.PARAMETER_SERVER:
+                self._server = ParameterServer(model)
+            case Variant.PEER:
+                self._forward = DistributedDataParallel(model)
+            case Variant.DATA_PARALLEL:
+                self._forward = nn.DataParallel(model, list(range(hvd.size())))
+                larger = replace(options, batch=options.batch * hvd.size())
+                self._batches = batches(larger, device, seed=0)
+            case _:
+                pass
+        self._optimizer = optimizer
+        torch.manual_seed(hvd.rank())  # so that dropout differs between ranks
+
+    def step(self, clock: Stopwatch) -> None:
+        clock.start()
+        inputs, labels = next(self._batches)
+        clock.mark(Phase.INPUT)
+        inputs = inputs.to(self._device, non_blocking=True)
+        labels = labels.to(self._device, non_blocking=True)
+        clock.mark(Phase.HOST_TO_DEVICE)
+        with torch.autocast(self._device.type, torch.bfloat16, enabled=self._is_mixed):
+            loss = loss_of(self._forward(inputs), labels)
+        clock.mark(Phase.FORWARD)
+        loss.backward()
+        if self._server is not None:
+            self._server.average()
+        clock.mark(Phase.BACKWARD)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=self._server is None)
+        clock.mark(Phase.UPDATE)
+
+    def synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    @torch.no_grad()
+    def digest(self) -> int:
+        return digest_of(self.model.parameters())
+
+
+def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
+    return cross_entropy(logits.flatten(0, -2), labels.flatten())
+
+
+class ParameterServer:
+    """Averages gradients through rank 0, as a parameter server does.
+
+    All gradients of a model are views of one vector. Every rank sends it to rank 0,
+    which adds the vectors and sends the mean to all. Workers compute, too; rank 0 is a
+    worker and the server.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        weights = list(model.parameters())
+        first, num_elements = weights[0], sum(each.numel() for each in weights)
+        self._gradients = first.detach().new_zeros(num_elements)
+        start = 0
+        for each in weights:
+            part = self._gradients[start : start + each.numel()]
+            each.grad = part.view_as(each)
+            start += each.numel()
+
+    @torch.no_grad()
+    def average(self) -> None:
+        """Replace the gradients by their mean over all ranks; collective."""
+        size, own = hvd.size(), self._gradients
+        splits = [own.numel(), *[0] * (size - 1)]
+        received, _ = hvd.alltoall(own, splits, name="parameter_server.gather")
+        if hvd.rank() == 0:
+            torch.mean(received.view(size, -1), 0, out=own)
+        hvd.broadcast_(own, 0, name="parameter_server.broadcast")
