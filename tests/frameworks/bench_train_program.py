@@ -58,7 +58,7 @@ def main() -> None:
     for word in sys.argv[1:]:
         framework, _, peer = word.partition("+")
         measure(framework, is_peered=bool(peer))
-    if keras_backend() == "jax" and hvd.rank() == 0:
+    if keras_backend() == "tensorflow" and hvd.rank() == 0:
         count_parameters()
     hvd.shutdown()
 
