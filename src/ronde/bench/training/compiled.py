@@ -24,12 +24,12 @@ class Parts(NamedTuple):
 
     forward: Callable[[Array, Array], Array]
     gradients: Callable[[Array, Array], Array]  # forward and backward
-    place: Callable[[Any], Array] = lambda array: array
+    to_device: Callable[[Any], Array] = lambda array: array
     wait: Callable[[Any], object] = lambda results: results
 
 
 class CompiledReplica:
-    """A model whose step is one function, so that its phases are differences.
+    """A model with its step compiled into one function; phases are differences.
 
     With a running clock a step is preceded by its parts: forward marks FORWARD, forward
     and backward mark BACKWARD, and the step marks UPDATE. ``split`` takes differences.
@@ -52,12 +52,12 @@ class CompiledReplica:
         self._results: Any = ()
 
     def step(self, clock: Stopwatch) -> None:
-        forward, gradients, place, _ = self._parts
+        forward, gradients, to_device, _ = self._parts
         clock.start()
         inputs, labels = next(self._batches)
         images, classes = inputs.permute(self._axes).numpy(), labels.numpy()
         clock.mark(Phase.INPUT)
-        images, classes = self._results = place(images), place(classes)
+        images, classes = self._results = to_device(images), to_device(classes)
         clock.mark(Phase.HOST_TO_DEVICE)
         if clock.is_running:
             self._results = forward(images, classes)

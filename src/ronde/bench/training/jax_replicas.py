@@ -62,8 +62,8 @@ def _make_replica(options: TrainOptions, variant: Variant) -> Replica:
     state: State = (weights, others, optimizer.init(weights))
     parts = jax_parts(model, lambda: state[:2])
     if variant is Variant.PEER:
-        train, state, place = _spread(train, state)
-        parts = parts._replace(place=place)
+        train, state, to_device = _spread(train, state)
+        parts = parts._replace(to_device=to_device)
     compiled = jax.jit(train, donate_argnums=0)
 
     def step(images: Array, labels: Array) -> Array:

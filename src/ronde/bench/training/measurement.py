@@ -327,6 +327,6 @@ def split_by_differences(times: Round) -> Round:
 
 
 def is_in_step(replicas: Mapping[Variant, Replica]) -> bool:
-    """Return whether every communicating replica is equal on all ranks; collective."""
+    """Return True if every communicating replica is equal on all ranks; collective."""
     digests = [replicas[each].digest() for each in COMMUNICATING if each in replicas]
     return len(set(hvd.allgather_object(str(digests)))) == 1

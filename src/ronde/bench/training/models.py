@@ -58,7 +58,7 @@ class PaddedShortcut(nn.Module):
 
 
 class Inception(nn.Module):
-    """Four branches whose channels are concatenated."""
+    """Four branches with their channels concatenated."""
 
     def __init__(self, channels: int, widths: Sequence[int]) -> None:
         super().__init__()

@@ -47,7 +47,7 @@ def torch_replicas(
 
 
 def has_data_parallel(device: torch.device) -> bool:
-    """Return whether rank 0 can train on the GPUs of all ranks."""
+    """Return True if rank 0 can train on the GPUs of all ranks."""
     is_one_host = hvd.local_size() == hvd.size()
     return device.type == "cuda" and is_one_host and hvd.size() > 1
 
