@@ -7,9 +7,19 @@ from typing import Any
 
 from ronde.errors import FrameworkError
 
-_LEAST = {"tensorflow": "2.16", "keras": "3.0", "tf_keras": "2.16", "jax": "0.10", "optax": "0.2"}
+_LEAST = {
+    "tensorflow": "2.16",
+    "keras": "3.0",
+    "tf_keras": "2.16",
+    "jax": "0.10",
+    "optax": "0.2",
+}
 """The oldest versions that work, by module."""
-_PACKAGES = {"keras": "keras", "optax": "optax", "tf_keras": "tf-keras"}  # others are extras of ronde
+_PACKAGES = {
+    "keras": "keras",
+    "optax": "optax",
+    "tf_keras": "tf-keras",
+}  # others are extras of ronde
 
 
 def import_framework(name: str) -> Any:  # noqa: ANN401  it has no types of its own
