@@ -52,9 +52,11 @@ Operation = Callable[[list[Tensor], list[Tensor]], None]
 _operations: dict[int, Operation] = {}
 
 
-class Extension(ctypes.Structure):
-    """XLA_FFI_Extension_Base, and what an extension with metadata adds to it."""
+class _Sized(ctypes.Structure):
+    _fields_ = (("struct_size", _Size), ("extension_start", _Pointer))
 
+
+class MetadataExtension(ctypes.Structure):
     _fields_ = (
         ("struct_size", _Size),
         ("type", ctypes.c_int),
@@ -63,60 +65,35 @@ class Extension(ctypes.Structure):
     )
 
 
-class ApiVersion(ctypes.Structure):
-    """XLA_FFI_Api_Version."""
-
-    _fields_ = (
-        ("struct_size", _Size),
-        ("extension_start", _Pointer),
-        ("major_version", ctypes.c_int),
-        ("minor_version", ctypes.c_int),
-    )
+class ApiVersion(_Sized):
+    _fields_ = (("major_version", ctypes.c_int), ("minor_version", ctypes.c_int))
 
 
 class Metadata(ctypes.Structure):
-    """XLA_FFI_Metadata."""
-
     _fields_ = (
         ("struct_size", _Size),
         ("api_version", ApiVersion),
         ("traits", ctypes.c_uint32),
-        ("state_type_id", _Int64),
     )
 
 
-class ErrorCreateArgs(ctypes.Structure):
-    """XLA_FFI_Error_Create_Args."""
-
-    _fields_ = (
-        ("struct_size", _Size),
-        ("extension_start", _Pointer),
-        ("message", ctypes.c_char_p),
-        ("errc", ctypes.c_int),
-    )
+class ErrorCreateArgs(_Sized):
+    _fields_ = (("message", ctypes.c_char_p), ("errc", ctypes.c_int))
 
 
 _CreateError = ctypes.CFUNCTYPE(_Pointer, ctypes.POINTER(ErrorCreateArgs))
 
 
-class Api(ctypes.Structure):
-    """The beginning of XLA_FFI_Api."""
-
+class Api(_Sized):  # its beginning
     _fields_ = (
-        ("struct_size", _Size),
-        ("extension_start", _Pointer),
         ("api_version", ApiVersion),
         ("internal_api", _Pointer),
         ("error_create", _CreateError),
     )
 
 
-class Buffer(ctypes.Structure):
-    """XLA_FFI_Buffer."""
-
+class Buffer(_Sized):
     _fields_ = (
-        ("struct_size", _Size),
-        ("extension_start", _Pointer),
         ("dtype", ctypes.c_int),
         ("data", _Pointer),
         ("rank", _Int64),
@@ -124,12 +101,8 @@ class Buffer(ctypes.Structure):
     )
 
 
-class Buffers(ctypes.Structure):
-    """XLA_FFI_Args and XLA_FFI_Rets."""
-
+class Args(_Sized):  # and Rets
     _fields_ = (
-        ("struct_size", _Size),
-        ("extension_start", _Pointer),
         ("size", _Int64),
         ("types", _Pointer),
         ("buffers", ctypes.POINTER(ctypes.POINTER(Buffer))),
@@ -137,36 +110,28 @@ class Buffers(ctypes.Structure):
 
 
 class Scalar(ctypes.Structure):
-    """XLA_FFI_Scalar, of an integer."""
-
     _fields_ = (("dtype", ctypes.c_int), ("value", ctypes.POINTER(_Int64)))
 
 
-class Attributes(ctypes.Structure):
-    """XLA_FFI_Attrs, if all are integers."""
-
+class Attrs(_Sized):  # if all are scalars
     _fields_ = (
-        ("struct_size", _Size),
-        ("extension_start", _Pointer),
         ("size", _Int64),
         ("types", _Pointer),
         ("names", _Pointer),
-        ("scalars", ctypes.POINTER(ctypes.POINTER(Scalar))),
+        ("attrs", ctypes.POINTER(ctypes.POINTER(Scalar))),
     )
 
 
 class CallFrame(ctypes.Structure):
-    """XLA_FFI_CallFrame, without its last field, which this handler does not use."""
-
     _fields_ = (
         ("struct_size", _Size),
-        ("extension_start", ctypes.POINTER(Extension)),
+        ("extension_start", ctypes.POINTER(MetadataExtension)),
         ("api", ctypes.POINTER(Api)),
         ("ctx", _Pointer),
         ("stage", ctypes.c_int),
-        ("args", Buffers),
-        ("rets", Buffers),
-        ("attrs", Attributes),
+        ("args", Args),
+        ("rets", Args),
+        ("attrs", Attrs),
     )
 
 
@@ -176,8 +141,7 @@ def size_of(structure: type[ctypes.Structure]) -> int:
     return field.offset + field.size
 
 
-_SIZES = {each: size_of(each) for each in (CallFrame, Api, Buffers, Buffer, Attributes)}
-_Problems = list[str]
+_SIZES = {each: size_of(each) for each in (CallFrame, Api, Args, Buffer, Attrs)}
 
 
 def _require_size(structure: Any) -> None:  # noqa: ANN401  a structure with a size
@@ -195,8 +159,9 @@ def _handle(address: int) -> int | None:
         if extension and extension.contents.type == _METADATA:
             _describe(frame, Metadata.from_address(extension.contents.metadata))
         elif frame.stage == _EXECUTE:
-            number = frame.attrs.scalars[0].contents.value[0]
-            operation = _operations[number]
+            for part in (frame.args, frame.rets, frame.attrs):
+                _require_size(part)
+            operation = _operations[frame.attrs.attrs[0].contents.value[0]]
             operation(_tensors(frame.args), _tensors(frame.rets))
     except BaseException as error:  # noqa: BLE001  XLA raises it
         text = f"{type(error).__name__}: {error}".encode()
@@ -211,9 +176,6 @@ _handler = ctypes.CFUNCTYPE(_Pointer, _Pointer)(_handle)
 def _describe(frame: CallFrame, metadata: Metadata) -> None:
     """Answer with the version of this handler's API; refuse other versions."""
     _require_size(frame.api.contents)
-    for part in (frame.args, frame.rets, frame.attrs):
-        if part.struct_size:  # zero while there is nothing to execute
-            _require_size(part)
     version = frame.api.contents.api_version
     metadata.api_version.major_version = API_MAJOR
     metadata.api_version.minor_version = API_MINOR
@@ -224,7 +186,7 @@ def _describe(frame: CallFrame, metadata: Metadata) -> None:
         )
 
 
-def _tensors(buffers: Buffers) -> list[Tensor]:
+def _tensors(buffers: Args) -> list[Tensor]:
     pointers = buffers.buffers
     return [_tensor(pointers[i].contents) for i in range(buffers.size)]
 
@@ -259,9 +221,7 @@ def is_usable() -> bool:
         capsule = jax.ffi.pycapsule(_handler)
         jax.ffi.register_ffi_target(TARGET, capsule, platform="cpu")
     except Exception as error:  # noqa: BLE001  JAX's classes differ by version
-        _logger.warning(
-            "Callbacks replace the XLA handler, which is faster: %s", error
-        )
+        _logger.warning("Callbacks replace the XLA handler, which is faster: %s", error)
         return False
     return True
 

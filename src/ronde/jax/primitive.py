@@ -124,7 +124,9 @@ def _abstract_eval(
     *avals: Any, call: StaticCall, is_ffi: bool
 ) -> tuple[list[Any], Any]:
     if call.splits is not None:
-        raise UsageError("splits must be None in a compiled function. Send equal parts.")
+        raise UsageError(
+            "splits must be None in a compiled function. Send equal parts."
+        )
     results = [
         aval.update(shape=_shape(call, aval.shape), weak_type=False) for aval in avals
     ]
@@ -224,12 +226,12 @@ def _call_back(*arrays: Any, call: StaticCall, name: str) -> Any:
             for shape, tensor in zip(shapes, tensors, strict=True)
         ]
         run_into(call, name, tensors, bits)
+        bits = [
+            each.view(torch.int16) if each.dtype is torch.bfloat16 else each
+            for each in bits
+        ]  # NumPy has no bfloat16
         return [
-            each.view(torch.uint8 if each.dtype.itemsize == 1 else torch.int16)
-            .numpy()
-            .view(shape.dtype)
-            if each.dtype is torch.bfloat16
-            else each.numpy()
+            each.numpy().view(shape.dtype)
             for each, shape in zip(bits, shapes, strict=True)
         ]
 
