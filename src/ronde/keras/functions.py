@@ -7,14 +7,15 @@ from typing import Any, NamedTuple
 from ronde import session
 from ronde.errors import CollectiveError, UsageError
 from ronde.keras import distributed
+from ronde.keras.gradients import compress
 from ronde.session.operations import Average, choose_op
 
 _SESSION = (
     "Adasum Average Max Min ProcessSet Product Sum add_process_set allgather_object "
     "barrier broadcast_object ccl_built cross_rank cross_size cuda_built ddl_built "
-    "global_process_set gloo_built gloo_enabled init is_homogeneous is_initialized "
+    "global_process_set gloo_built gloo_enabled is_homogeneous is_initialized "
     "join local_rank local_size mpi_built mpi_enabled mpi_threads_supported "
-    "nccl_built rank remove_process_set rocm_built shutdown size start_timeline "
+    "nccl_built rank remove_process_set rocm_built size start_timeline "
     "stop_timeline"
 )
 _GLOBAL = (
@@ -45,8 +46,7 @@ class ValueFunctions(NamedTuple):
         compression: Any = None,
     ) -> Any:
         """Return the reduction of a value over all ranks, by default the average."""
-        compression = compression or self.Compression.none
-        wire, context = compression.compress(self.to_tensor(value))
+        wire, finish = compress(compression, self.to_tensor(value))
         reduced = self.front_end.allreduce(
             wire,
             name=name,
@@ -54,7 +54,7 @@ class ValueFunctions(NamedTuple):
             prescale_factor=prescale_factor,
             postscale_factor=postscale_factor,
         )
-        return compression.decompress(reduced, context)
+        return finish(reduced)
 
     def allgather(self, value: Any, name: str | None = None) -> Any:
         """Return the values of all ranks, concatenated along dimension 0."""
@@ -111,8 +111,10 @@ def exports_of(package: str, module: str) -> Callable[[str], object]:
             return getattr(distributed, name)
         if name in _SESSION.split():
             return getattr(session, name)
-        if name.startswith("_") or not hasattr(ValueFunctions, name):
+        is_own = name in ("init", "shutdown")  # of the backend's front end
+        if name.startswith("_") or not (is_own or hasattr(ValueFunctions, name)):
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(import_module(f"{package}.{module}").functions, name)
+        functions = import_module(f"{package}.{module}").functions
+        return getattr(functions.front_end if is_own else functions, name)
 
     return find

@@ -69,15 +69,11 @@ class GradientReduction:
             "prescale_factor": 1.0 / factor,
             "postscale_factor": factor * self._factor,
         }
-        compressor = self.options.compression or self._front_end.Compression.none
-        if compressor is self._front_end.Compression.none:
-            return self._run(tensors, given, in_place)
-        pairs = [compressor.compress(tensor) for tensor in tensors]
-        sent = self._run([wire for wire, _ in pairs], given)
-        return [
-            compressor.decompress(wire, context)
-            for wire, (_, context) in zip(sent, pairs, strict=True)
-        ]
+        pairs = [compress(self.options.compression, tensor) for tensor in tensors]
+        wires = [wire for wire, _ in pairs]
+        in_place &= all(w is t for w, t in zip(wires, tensors, strict=True))
+        reduced = self._run(wires, given, in_place)
+        return [finish(t) for t, (_, finish) in zip(reduced, pairs, strict=True)]
 
     def _reduce_sparse(self, gradient: Any, part: str) -> Any:
         options = self.options
@@ -116,6 +112,18 @@ class GradientReduction:
         name = "grouped_allreduce_" if in_place else "grouped_allreduce"
         run = getattr(self._front_end, name)
         return list(run(tensors, process_set=self.options.process_set, **given))
+
+
+def compress(compression: Any, tensor: Any) -> tuple[Any, Callable[[Any], Any]]:
+    """Return the tensor to send, and a function that restores a received one."""
+    if compression is None:
+        return tensor, lambda received: received
+    if not hasattr(compression, "compress"):  # a dtype of JAX
+        return tensor.astype(compression), lambda received: received.astype(
+            tensor.dtype
+        )
+    wire, context = compression.compress(tensor)
+    return wire, lambda received: compression.decompress(received, context)
 
 
 def is_sparse(gradient: Any) -> bool:
