@@ -105,23 +105,26 @@ def test_failed_collectives_in_compiled_code_are_known_by_their_text() -> None:
             return run_compiled(train, CompiledCodeError)(state, times=10)
 
         resets: list[int] = []
-        inner = "INTERNAL: MembershipError: view 3 has ended.\\nTraceback"
+        inner = "INTERNAL: MembershipError: view 3 has ended.\nTraceback"
         deleted = CompiledCodeError("Array has been deleted")
         deleted.__context__ = CompiledCodeError(inner)
         assert (
             trained(
                 CompiledCodeError("{{node HorovodAllreduce_grads}} failed"),
+                CompiledCodeError(
+                    "HorovodAllreduce_grads\nHorovodAllreduce: rank 1 left"
+                ),
                 CompiledCodeError(inner),
                 deleted,
                 MembershipError("in no compiled code"),
             )
             == 10
         )
-        assert resets == [3, 2, 1, 0]
+        assert resets == [4, 3, 2, 1, 0]
         for error in (CompiledCodeError("NaN"), KeyError("MembershipError")):
             with pytest.raises(type(error)) as caught:
                 trained(error)
             assert caught.value is error
-        assert len(resets) == 4
+        assert len(resets) == 5
 
     on_ranks(1, body)

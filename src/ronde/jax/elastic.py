@@ -25,17 +25,16 @@ def run(func: Callable[..., R]) -> Callable[..., R]:
     As ``ronde.torch.elastic.run``, also if a collective fails in compiled code. When
     this process's rank or the number of ranks has changed, all code is traced anew.
     """
-    places: list[tuple[int, int]] = []
+    sizes: list[tuple[int, int]] = []
 
     @functools.wraps(func)
     def train(*args: Any, **kwargs: Any) -> R:
-        places[:] = [*places[-1:], (rank(), size())]
-        if places[0] != places[-1]:
+        sizes[:] = [*sizes[-1:], (rank(), size())]
+        if sizes[0] != sizes[-1]:
             jax.clear_caches()
         return func(*args, **kwargs)
 
-    # Also of an array that was donated to a call that failed.
-    return run_compiled(train, RuntimeError, ValueError)
+    return run_compiled(train, RuntimeError, ValueError)  # ValueError: of callbacks
 
 
 class JaxState(ArrayState):

@@ -17,10 +17,12 @@ from ronde.session.session import global_process_set, rank
 
 R = TypeVar("R")
 Arrays = Sequence[NDArray[Any]]
-_FAILURE = re.compile(
-    "(Horovod(Grouped)?(Allreduce|Allgather|Broadcast|Alltoall|Reducescatter)"
-    "|HorovodInternalError|CollectiveError|MembershipError|PeerLostError).*"
+_OPERATIONS = "Allreduce|Allgather|Broadcast|Alltoall|Reducescatter"
+_NAMES = (
+    f"(Horovod(Grouped)?({_OPERATIONS})|HorovodInternalError|CollectiveError"
+    "|MembershipError|PeerLostError)"
 )
+_FAILURES = (f"{_NAMES}: .*", f"{_NAMES}.*")  # the text itself, or only a node's name
 _TRACED = ("train_function", "test_function", "predict_function")
 
 
@@ -133,8 +135,9 @@ def run_compiled(
         except kinds as error:
             cause: BaseException | None = error
             while cause is not None:
-                if found := _FAILURE.search(str(cause)):
-                    raise CollectiveError(found[0]) from error
+                for pattern in _FAILURES:
+                    if found := re.search(pattern, str(cause)):
+                        raise CollectiveError(found[0]) from error
                 cause = cause.__cause__ or cause.__context__
             raise
 
