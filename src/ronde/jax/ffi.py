@@ -27,6 +27,7 @@ jax: Any = import_framework("jax")
 TARGET = "ronde_collective"
 API_MAJOR, API_MINOR = 0, 3
 _METADATA, _EXECUTE, _INTERNAL = 1, 3, 13  # of the header's enumerations
+_TOKEN = 17  # a dtype without data
 _logger = logging.getLogger("ronde")
 _Size, _Int64, _Pointer = ctypes.c_size_t, ctypes.c_int64, ctypes.c_void_p
 _TORCH_DTYPES = {
@@ -187,8 +188,8 @@ def _describe(frame: CallFrame, metadata: Metadata) -> None:
 
 
 def _tensors(buffers: Args) -> list[Tensor]:
-    pointers = buffers.buffers
-    return [_tensor(pointers[i].contents) for i in range(buffers.size)]
+    given = [buffers.buffers[i].contents for i in range(buffers.size)]
+    return [_tensor(each) for each in given if each.dtype != _TOKEN]
 
 
 def _tensor(buffer: Buffer) -> Tensor:

@@ -8,15 +8,18 @@ Note [Names]
     collectives are matched by the order of the calls.
 
 Note [Effects]
-    A collective with an effect is never dropped if its result is not used. JAX refuses
-    effects in ``jax.checkpoint``. Tangents and cotangents have none: JAX drops those
-    that are not used, on all ranks alike.
+    XLA runs independent calls in an order of its own, which constants such as the rank
+    can change. Each call waits for all ranks, so ranks with different orders would wait
+    for ever. Collectives have an *ordered* effect: a token is passed from one call to
+    the next, in the order of the program. So none is dropped either, if its result is
+    not used. JAX refuses effects in ``jax.checkpoint``; with ``effect=False`` the order
+    is XLA's, so such a function should have one collective at a time.
 """
 
 import hashlib
 from collections import Counter
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -43,6 +46,7 @@ core: Any = import_module("jax.extend.core")
 ad: Any = import_module("jax.interpreters.ad")
 batching: Any = import_module("jax.interpreters.batching")
 mlir: Any = import_module("jax.interpreters.mlir")
+effects: Any = import_module("jax._src.effects")  # no public way to order calls
 jnp: Any = jax.numpy
 
 Arrays = Sequence[Any]
@@ -83,7 +87,7 @@ class StaticCall(NamedTuple):
 
     def derived(self, suffix: str) -> "StaticCall":
         name = self.name and f"{self.name}_{suffix}"
-        return self._replace(name=name, has_effect=False)
+        return self._replace(name=name)
 
     def number(self, name: str) -> int:
         """Return a number that is the same in all processes, for compilation caches."""
@@ -148,16 +152,24 @@ def _shape(call: StaticCall, shape: tuple[int, ...]) -> tuple[int, ...]:
     return (shape[0] // size, *shape[1:]) if is_scatter else shape
 
 
+class _Order(effects.Effect):
+    """The effect that puts collectives in the order of the program."""
+
+    def __str__(self) -> str:
+        return "ronde"
+
+
+_order = _Order()
+for _kinds in ("lowerable", "ordered", "control_flow_allowed", "custom_derivatives_allowed"):
+    getattr(effects, f"{_kinds}_effects").add_type(_Order)
+
+
 @cache
 def _effects(is_ffi: bool) -> Any:
-    """Return the effects of JAX's own calls to the handler or to a callback."""
+    if is_ffi:
+        return frozenset([_order])
     none: tuple[Any, ...] = ()
-
-    def call() -> Any:
-        if is_ffi:
-            return jax.ffi.ffi_call(ffi.TARGET, none, has_side_effect=True)()
-        return jax.experimental.io_callback(lambda: none, none, ordered=True)
-
+    call = partial(jax.experimental.io_callback, lambda: none, none, ordered=True)
     return jax.make_jaxpr(call)().effects
 
 
@@ -171,9 +183,20 @@ def _lower(ctx: Any, *operands: Any, call: StaticCall, is_ffi: bool) -> Any:
 
     number = call.number(name)
     ffi.register_operation(number, run)
-    aliases = range(len(operands) if call.kind in _IN_PLACE else 0)
-    lowering = ffi.lowering(aliases, has_effect=call.has_effect)
-    return lowering(ctx, *operands, operation=number)
+    num_aliases = len(operands) if call.kind in _IN_PLACE else 0
+    if not call.has_effect:
+        lowering = ffi.lowering(range(num_aliases), has_effect=False)
+        return lowering(ctx, *operands, operation=number)
+    # The first operand and the first result are the token.
+    lowering = ffi.lowering(range(1, num_aliases + 1), has_effect=True)
+    token = jax.typeof(jax.lax.create_token())
+    inner = ctx.replace(
+        avals_in=[token, *ctx.avals_in], avals_out=[token, *ctx.avals_out]
+    )
+    given = ctx.tokens_in.get(_order)
+    next_token, *results = lowering(inner, given, *operands, operation=number)
+    ctx.set_tokens_out(mlir.TokenSet({_order: next_token}))
+    return results
 
 
 # Not cached: each collective of a module has a number of its own.
@@ -272,7 +295,7 @@ def _transpose(
             averaged = bind(plain._replace(kind=OpKind.ALLREDUCE), given)
             state = state_of(call.process_set, call.kind)
             is_root = state.ranks[state.rank] == call.root_rank
-            return averaged if is_root else [jnp.zeros_like(each) for each in averaged]
+            return [each * is_root for each in averaged]  # never dropped
         case OpKind.REDUCESCATTER:  # gathered
             factor = call.prescale * call.postscale
             factor *= call.num_ranks() if call.op == Sum else 1
