@@ -35,7 +35,6 @@ __all__ = [
     "DistributedGradientTape",
     "DistributedOptimizer",
     "PartialDistributedGradientTape",
-    "SyncBatchNormalization",  # noqa: F405
     "allgather_object",
     "allreduce",
     "broadcast_global_variables",
