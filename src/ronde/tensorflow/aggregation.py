@@ -23,7 +23,7 @@ def variable_key(variable: Any) -> Any:
 
 
 class LocalVariables:
-    """Variables whose gradients are not reduced, only divided by the set's size."""
+    """Variables with local gradients: not reduced, only divided by the set's size."""
 
     def __init__(self, process_set: ProcessSet, *, is_scaled: bool) -> None:
         self._keys: set[Any] = set()
@@ -31,6 +31,7 @@ class LocalVariables:
         self._is_scaled = is_scaled
 
     def add(self, variable: Any) -> None:
+        """Exclude the gradients of a variable from the reduction."""
         self._keys.add(variable_key(variable))
 
     def __contains__(self, variable: object) -> bool:

@@ -251,7 +251,7 @@ def PartialDistributedGradientTape(  # noqa: N802  Horovod's
 
 
 class _Wrapper(_LegacyOptimizer):
-    """An optimizer whose state is that of another optimizer."""
+    """A wrapper of an optimizer, with the state of that optimizer."""
 
     def __init__(self, optimizer: Any, name: str, use_locking: bool) -> None:
         super().__init__(name=name, use_locking=use_locking)
