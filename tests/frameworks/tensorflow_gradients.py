@@ -11,7 +11,6 @@ import tensorflow as tf
 from numpy.testing import assert_allclose, assert_array_equal
 
 import ronde.tensorflow as hvd
-from ronde.tensorflow.aggregation import LocalGradientAggregationHelperEager
 
 NUM_STEPS = 20
 RANK, SIZE = -1, 0  # set when the program starts
@@ -194,7 +193,7 @@ def check_aggregation() -> None:
             None,
             hvd.global_process_set,
         )
-        helper = LocalGradientAggregationHelperEager(3, reduce, False, is_average)
+        helper = hvd.LocalGradientAggregationHelperEager(3, reduce, False, is_average)
         helper.register_local_var(b)
         applied, counted = tf.Variable(0), tf.Variable(0)
         optimizer = Counted(counted)
@@ -381,7 +380,7 @@ def check_bad_input() -> None:
         ),
         (hvd.DistributedOptimizer, None, {"op": hvd.Adasum}, "with Keras"),
         (
-            partial(LocalGradientAggregationHelperEager, 0),
+            partial(hvd.LocalGradientAggregationHelperEager, 0),
             plain,
             {"sparse_as_dense": False, **average},
             "must be > 0",

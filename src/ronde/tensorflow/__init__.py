@@ -60,7 +60,6 @@ __all__ = [
     "DistributedGradientTape",
     "DistributedOptimizer",
     "PartialDistributedGradientTape",
-    "SyncBatchNormalization",  # noqa: F405
     "allgather_object",
     "allreduce",
     "broadcast_global_variables",
@@ -77,4 +76,11 @@ __all__ = [
 ]
 __all__ += mpi_ops.__all__
 # Lazy, as it loads Keras.
-__getattr__ = lazy_exports(__name__, {"sync_batch_norm": "SyncBatchNormalization"})
+__getattr__ = lazy_exports(
+    __name__,
+    {
+        "aggregation": "LocalGradientAggregationHelper "
+        "LocalGradientAggregationHelperEager",
+        "sync_batch_norm": "SyncBatchNormalization",
+    },
+)

@@ -23,7 +23,7 @@ def variable_key(variable: Any) -> Any:
 
 
 class LocalVariables:
-    """Variables whose gradients are not reduced, only divided by the set's size."""
+    """Variables with local gradients: not reduced, only divided by the set's size."""
 
     def __init__(self, process_set: ProcessSet, *, is_scaled: bool) -> None:
         self._keys: set[Any] = set()
@@ -31,6 +31,7 @@ class LocalVariables:
         self._is_scaled = is_scaled
 
     def add(self, variable: Any) -> None:
+        """Exclude the gradients of a variable from the reduction."""
         self._keys.add(variable_key(variable))
 
     def __contains__(self, variable: object) -> bool:
@@ -58,7 +59,7 @@ class LocalVariables:
 
     def _size(self) -> Any:
         if current_session().is_of_views:  # a graph outlives the view
-            return size_op(self._process_set.process_set_id)
+            return size_op(self._process_set.process_set_id or 0)
         return self._process_set.size()
 
 
@@ -173,7 +174,7 @@ class LocalGradientAggregationHelperEager:
         def count_step() -> Any:
             return tf.group(*[c.assign_add(1) for c in counters if c is not None])
 
-        pairs = args[0] if args and isinstance(args[0], list) else ()
+        pairs: Any = args[0] if args else ()
         with tf.control_dependencies([g for g, _ in pairs if g is not None]):
             is_reduced = tf.equal(self.counter.read_value(), 0)
             return choose(is_reduced, apply_grads_closure, count_step)
@@ -239,6 +240,6 @@ class LocalGradientAggregationHelper(LocalGradientAggregationHelperEager):
         self.name, self.optimizer_type = name, optimizer_type
 
 
-def _listed(found: Any) -> Sequence[Any]:
+def _listed(found: Any) -> Any:
     # tf.cond unpacks a list of one tensor in graphs.
-    return found if isinstance(found, list | tuple) else [found]
+    return [found] if tf.is_tensor(found) else found

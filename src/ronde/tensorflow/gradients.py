@@ -209,7 +209,7 @@ def DistributedGradientTape(  # noqa: N802  Horovod's
     """
     del device_dense, device_sparse
     groups = _check(op, gradient_predivide_factor, num_groups, groups)
-    base: Any = type(gradtape)
+    base: Any = gradtape.__class__
     names = {"__module__": base.__module__, "__qualname__": base.__qualname__}
     made: Any = object.__new__(
         type(base.__name__, (_DistributedGradientTape, base), names)
@@ -251,7 +251,7 @@ def PartialDistributedGradientTape(  # noqa: N802  Horovod's
 
 
 class _Wrapper(_LegacyOptimizer):
-    """An optimizer whose state is that of another optimizer."""
+    """A wrapper of an optimizer, with the state of that optimizer."""
 
     def __init__(self, optimizer: Any, name: str, use_locking: bool) -> None:
         super().__init__(name=name, use_locking=use_locking)

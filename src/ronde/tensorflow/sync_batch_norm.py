@@ -33,7 +33,8 @@ class SyncBatchNormalization(_BatchNormalization):
         One reduction sums the ranks' counts, means times counts, and mean squares times
         counts, in float64, so that a large mean does not cost precision.
         """
-        moments = super()._moments(inputs, *args, **kwargs)
+        base: Any = super()
+        moments: Any = base._moments(inputs, *args, **kwargs)
         if size() == 1:
             return moments
         mean, variance = (tf.cast(each, tf.float64) for each in moments)
