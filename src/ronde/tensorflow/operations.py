@@ -101,7 +101,7 @@ def _execute(collective: NamedCollective, tensors: Tensors) -> list[Any]:
 
 
 def _in_graph(collective: NamedCollective, tensors: Tensors) -> list[Any]:
-    dtypes = [tensor.dtype for tensor in tensors]
+    dtypes = [tensor.dtype.base_dtype for tensor in tensors]
     if isinstance(collective, Alltoall):
         dtypes = [dtypes[0], tf.int32]
 
