@@ -101,7 +101,7 @@ def _execute(collective: NamedCollective, tensors: Tensors) -> list[Any]:
 
 
 def _in_graph(collective: NamedCollective, tensors: Tensors) -> list[Any]:
-    dtypes = [tensor.dtype for tensor in tensors]
+    dtypes = [tensor.dtype.base_dtype for tensor in tensors]
     if isinstance(collective, Alltoall):
         dtypes = [dtypes[0], tf.int32]
 
@@ -183,7 +183,11 @@ def _differentiate(
     """Return the gradients of the inputs; the rules are those of ``ronde.torch``."""
     name = collective.name and f"{collective.name.rpartition('/')[2]}_gradient"
     process_set, is_group = collective.process_set, collective.is_group
-    gradients = [tf.convert_to_tensor(each) for each in gradients]
+    # In graphs a result that nobody uses has no gradient.
+    gradients = [
+        tf.zeros_like(result) if each is None else tf.convert_to_tensor(each)
+        for each, result in zip(gradients, results, strict=True)
+    ]
     match collective:
         case Allgather():  # this rank's rows of the averaged gradients
             averaging = Allreduce(process_set, name, is_group, Average)

@@ -1,4 +1,4 @@
-"""Names of Horovod's module ``util``, which scripts import although they are private."""
+"""Names of Horovod's ``util``, which scripts import although they are private."""
 
 from collections.abc import Callable
 from typing import Any
