@@ -205,7 +205,7 @@ def train(params: dict[str, jax.Array], options: dict[str, object]) -> None:
     )
 
     @jax.jit
-    def step(params, state, data):  # noqa: ANN001, ANN202
+    def step(params, state, data):
         gradients = jax.grad(loss_of)(params, data)
         updates, state = optimizer.update(gradients, state, params)
         return optax.apply_updates(params, updates), state

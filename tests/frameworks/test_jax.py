@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from tests.limits import HANG_S
 
 HERE = Path(__file__).parent

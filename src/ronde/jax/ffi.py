@@ -145,7 +145,7 @@ def size_of(structure: type[ctypes.Structure]) -> int:
 _SIZES = {each: size_of(each) for each in (CallFrame, Api, Args, Buffer, Attrs)}
 
 
-def _require_size(structure: Any) -> None:  # noqa: ANN401  a structure with a size
+def _require_size(structure: Any) -> None:
     given, least = structure.struct_size, _SIZES[type(structure)]
     if given < least:
         name = type(structure).__name__

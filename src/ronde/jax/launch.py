@@ -5,12 +5,11 @@ ranks that ``ronde run`` started. Rank 0 publishes a free port in the job's stor
 the session, if there is one.
 """
 
-import itertools
 import socket
 from contextlib import suppress
 from typing import Any, cast
 
-from ronde.addresses import family_of, is_loopback
+from ronde.addresses import family_of
 from ronde.collectives.rendezvous import open_store
 from ronde.jax.ffi import jax
 from ronde.session.operations import broadcast_object

@@ -83,12 +83,12 @@ def reducescatter(
 
 
 def alltoall(
-    x: Any,  # noqa: ANN401  an array
+    x: Any,
     splits: Sequence[int] | None = None,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
     effect: bool = True,
-) -> Any:  # noqa: ANN401  an array, or two
+) -> Any:
     """Send a part of the rows to each rank, and return the received rows.
 
     ``splits``, which compiled functions do not allow, has the number of rows for each

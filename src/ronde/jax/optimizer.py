@@ -27,13 +27,13 @@ class AccumulatedState(NamedTuple):
 
 
 def DistributedOptimizer(  # noqa: N802  Horovod's name
-    tx: Any,  # noqa: ANN401  optax's, which has no types here
+    tx: Any,
     *,
     op: int = Average,
-    compression: Any = Compression.none,  # noqa: ANN401  a dtype or None
+    compression: Any = Compression.none,
     process_set: ProcessSet = global_process_set,
     backward_passes_per_step: int = 1,
-) -> Any:  # noqa: ANN401  optax's
+) -> Any:
     """Return a gradient transformation that reduces all gradients in one call.
 
     With ``backward_passes_per_step`` k it sums the gradients of k updates, reduces the
@@ -80,7 +80,7 @@ def value_and_grad(
     has_aux: bool = False,
     *,
     op: int = Average,
-    compression: Any = Compression.none,  # noqa: ANN401  a dtype or None
+    compression: Any = Compression.none,
     process_set: ProcessSet = global_process_set,
 ) -> Callable[..., Any]:
     """Return ``jax.value_and_grad(fun)`` whose gradients are reduced over the ranks."""
@@ -96,7 +96,7 @@ def value_and_grad(
 def _reduce(
     gradients: Tree,
     op: int,
-    dtype: Any,  # noqa: ANN401  JAX's
+    dtype: Any,
     process_set: ProcessSet,
 ) -> Tree:
     def compress(gradient: Any) -> Any:

@@ -160,7 +160,12 @@ class _Order(effects.Effect):
 
 
 _order = _Order()
-for _kinds in ("lowerable", "ordered", "control_flow_allowed", "custom_derivatives_allowed"):
+for _kinds in (
+    "lowerable",
+    "ordered",
+    "control_flow_allowed",
+    "custom_derivatives_allowed",
+):
     getattr(effects, f"{_kinds}_effects").add_type(_Order)
 
 
