@@ -3,9 +3,12 @@
 ``import ronde.tensorflow as hvd`` replaces ``import horovod.tensorflow as hvd``.
 """
 
+# pyright: reportPrivateUsage=false
+# Horovod's users import its private names.
+
 from ronde import session as session  # first, as it imports torch
 from ronde.lazy_exports import lazy_exports
-from ronde.tensorflow import mpi_ops
+from ronde.tensorflow import elastic, mpi_ops
 from ronde.tensorflow.compression import Compression
 from ronde.tensorflow.functions import (
     BroadcastGlobalVariablesHook,
@@ -20,12 +23,6 @@ from ronde.tensorflow.functions import (
     grouped_reducescatter,
     handle_average_backwards_compatibility,
     reducescatter,
-)
-from ronde.tensorflow.gradients import (
-    DistributedGradientTape,
-    DistributedOptimizer,
-    PartialDistributedGradientTape,
-    _make_allreduce_grads_fn as _make_allreduce_grads_fn,  # pyright: ignore[reportPrivateUsage]
 )
 from ronde.tensorflow.mpi_ops import *  # noqa: F403
 from ronde.tensorflow.mpi_ops import (
@@ -57,9 +54,6 @@ __getattr__ = lazy_exports(
 __all__ = [
     "BroadcastGlobalVariablesHook",
     "Compression",
-    "DistributedGradientTape",
-    "DistributedOptimizer",
-    "PartialDistributedGradientTape",
     "allgather_object",
     "allreduce",
     "broadcast_global_variables",
@@ -67,6 +61,7 @@ __all__ = [
     "broadcast_object_fn",
     "broadcast_variables",
     "check_num_rank_power_of_2",
+    "elastic",
     "grouped_allreduce",
     "grouped_reducescatter",
     "handle_average_backwards_compatibility",
@@ -75,12 +70,3 @@ __all__ = [
     "vars_to_refs",
 ]
 __all__ += mpi_ops.__all__
-# Lazy, as it loads Keras.
-__getattr__ = lazy_exports(
-    __name__,
-    {
-        "aggregation": "LocalGradientAggregationHelper "
-        "LocalGradientAggregationHelperEager",
-        "sync_batch_norm": "SyncBatchNormalization",
-    },
-)
