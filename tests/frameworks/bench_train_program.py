@@ -8,7 +8,7 @@ import sys
 import ronde.torch as hvd
 from ronde import bench
 from ronde.bench import MODELS, PORTABLE, Phase, TrainOptions, Variant, build_keras
-from ronde.session.frameworks import import_framework
+from ronde.session import import_framework
 
 TINY = {"batch": 4, "rounds": 1, "steps": 2, "warmup": 1, "device": "cpu"}
 COMMUNICATING = {Variant.ALL_RANKS, Variant.PEER}

@@ -53,11 +53,13 @@ class JaxState(ArrayState):
         super().__init__(**trees)
 
     def read_arrays(self) -> Arrays:
+        """Return the leaves of all trees, as copies on the host."""
         leaves = jax.tree.leaves([getattr(self, name) for name in self._names])
         saved = [leaf for leaf in leaves if isinstance(leaf, _SAVED)]
         return [np.array(jax.random.key_data(x) if _is_key(x) else x) for x in saved]
 
     def write_arrays(self, arrays: Arrays) -> None:
+        """Replace the leaves of all trees."""
         left = iter(arrays)
         for name in self._names:
             leaves, structure = jax.tree.flatten(getattr(self, name))

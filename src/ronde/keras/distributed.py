@@ -34,6 +34,7 @@ class ReductionOptions(NamedTuple):
     average_aggregated_gradients: bool = False
 
     def checked(self) -> "ReductionOptions":
+        """Return the options, or raise ``UsageError`` for an invalid one."""
         if self.op not in (Average, Sum):
             raise UsageError("op currently only supports Average and Sum")
         if self.gradient_predivide_factor != 1.0 and self.op != Average:

@@ -25,7 +25,7 @@ _GLOBAL = (
 
 
 class ValueFunctions(NamedTuple):
-    """The functions of one Keras, whose tensors are those of ``front_end``."""
+    """The functions of one Keras, on tensors of ``front_end``."""
 
     keras: Any
     front_end: Any
@@ -45,6 +45,7 @@ class ValueFunctions(NamedTuple):
         op: int | None = None,
         compression: Any = None,
     ) -> Any:
+        """The formats of the front end."""
         """Return the reduction of a value over all ranks, by default the average."""
         wire, finish = compress(compression, self.to_tensor(value))
         reduced = self.front_end.allreduce(
@@ -78,7 +79,7 @@ class ValueFunctions(NamedTuple):
         compression: Any = None,
         legacy_opts: bool = False,
     ) -> Any:
-        """Return a saved model whose optimizer, with its state, is distributed."""
+        """Return a saved model with a distributed optimizer, in its saved state."""
         if legacy_opts and hasattr(self.keras, "ops"):
             raise UsageError(
                 f"legacy_opts must be False with Keras 3. {distributed.LEGACY_CURE}"
@@ -102,7 +103,7 @@ class ValueFunctions(NamedTuple):
 
 
 def exports_of(package: str, module: str) -> Callable[[str], object]:
-    """Return a ``__getattr__`` for a package whose module has ``functions``."""
+    """Return a ``__getattr__`` for a package with ``functions`` in its module."""
 
     def find(name: str) -> object:
         if name in ("callbacks", "elastic"):

@@ -13,7 +13,7 @@ from ronde.session.operations import Min
 class GradientReduction:
     """The reduction of an optimizer's gradients, by names that begin with ``scope``.
 
-    All dense gradients go in one grouped call, whatever ``groups`` asks for.
+    All dense gradients go in one grouped call; ``groups`` does not change that.
     """
 
     def __init__(
@@ -127,7 +127,8 @@ def compress(compression: Any, tensor: Any) -> tuple[Any, Callable[[Any], Any]]:
 
 
 def is_sparse(gradient: Any) -> bool:
-    return hasattr(gradient, "dense_shape")  # tf.IndexedSlices
+    """Return True for ``tf.IndexedSlices``."""
+    return hasattr(gradient, "dense_shape")
 
 
 def _scaled(gradient: Any, factor: float) -> Any:

@@ -61,7 +61,7 @@ class _ReducingOptimizer(_Keras):
         raise AttributeError(text, name=name, obj=self)
 
     def _reduced(self, gradients: Any, variables: Any) -> list[Any]:
-        """Return the gradients, reduced unless this is to be done when accumulated."""
+        """Return the gradients, reduced unless their accumulated sum will be."""
         if self._is_accumulating:
             return gradients
         variables = self._trainable_variables if variables is None else variables
@@ -102,7 +102,7 @@ class _ReducingApply(_ReducingOptimizer):
 
 
 class _ReducingLossScale(_ReducingOptimizer):
-    """Reduces scaled gradients before the check whether they are finite.
+    """Reduces scaled gradients before the check for infinities.
 
     So all ranks skip the same steps. If the inner optimizer accumulates gradients, it
     reduces their sum, and the ranks agree on the result of the check in every step.
@@ -178,7 +178,7 @@ def _distributed(optimizer: Any, reduction: GradientReduction) -> Any:
 
 
 def _reducing(first: Any, base: Any, reduction: GradientReduction) -> Any:
-    """Return a class whose objects Keras saves as objects of ``base``."""
+    """Return a class; Keras saves its objects as those of ``base``."""
     names = {"__module__": base.__module__, "__qualname__": base.__qualname__}
     return type(base.__name__, (first, base), {**names, "_reduction": reduction})
 

@@ -266,11 +266,13 @@ class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):
         self.bcast_op: Any = None
 
     def begin(self) -> None:
+        """Make the operation, in the session's graph."""
         if self.bcast_op is None or self.bcast_op.graph is not _graph():
             with tf.device(self.device):
                 self.bcast_op = broadcast_global_variables(self.root_rank)
 
     def after_create_session(self, session: Any, coord: Any) -> None:
+        """Broadcast the variables."""
         del coord
         session.run(self.bcast_op)
 

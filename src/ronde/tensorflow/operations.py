@@ -117,8 +117,10 @@ def _in_graph(collective: NamedCollective, tensors: Tensors) -> list[Any]:
         except CollectiveError as error:
             raise CollectiveError(f"{_label(collective)}: {error}") from error
 
+    # In the current scope, which the collective's name has already.
+    name = str(collective.name).rpartition("/")[2]
     *results, is_matched = tf.py_function(
-        body, list(tensors), [*dtypes, tf.bool], name=collective.name
+        body, list(tensors), [*dtypes, tf.bool], name=name
     )
     is_matched.set_shape([])
     with tf.control_dependencies([_require_match(is_matched)]):
@@ -183,7 +185,7 @@ def _differentiate(
     """Return the gradients of the inputs; the rules are those of ``ronde.torch``."""
     name = collective.name and f"{collective.name.rpartition('/')[2]}_gradient"
     process_set, is_group = collective.process_set, collective.is_group
-    # In graphs a result that nobody uses has no gradient.
+    # In graphs an unused result has no gradient.
     gradients = [
         tf.zeros_like(result) if each is None else tf.convert_to_tensor(each)
         for each, result in zip(gradients, results, strict=True)

@@ -9,10 +9,12 @@ tf: Any = import_framework("tensorflow")
 
 
 def executing_eagerly() -> bool:
+    """Return True outside of graphs."""
     return tf.executing_eagerly()
 
 
 def make_subgraph(function: Callable[..., Any]) -> Any:
+    """Compile a function to a graph."""
     return tf.function(function)
 
 

@@ -114,6 +114,7 @@ def distribute(optimizer: Any, name: str | None, options: ReductionOptions) -> A
 
 
 def variables_of(optimizer: Any) -> list[Any]:
+    """Return the variables of an optimizer, new or legacy."""
     found: Any = optimizer.variables  # of old optimizers, a method
     return cast("list[Any]", found() if callable(found) else found)
 
