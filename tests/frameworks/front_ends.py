@@ -86,5 +86,5 @@ ADAPTERS: Mapping[str, Callable[[], Adapter]] = {
     "jax": jax_arrays,
     "jax-jit": jax_jit,
 }
-FRONT_ENDS = ["numpy"]
+FRONT_ENDS = ["numpy", "tensorflow", "tensorflow-function", "jax", "jax-jit"]
 """The adapters whose front ends are there."""
