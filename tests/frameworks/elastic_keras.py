@@ -1,7 +1,7 @@
 """A rank of an elastic job that trains a model of Keras 2 or 3, and may be killed.
 
 ``python elastic_keras.py tf_keras|keras``; Keras 3 reads ``KERAS_BACKEND``. Worker 1 is
-killed in a step of the second epoch, and a spare takes its rank.
+killed in a step of the second epoch.
 """
 
 import hashlib

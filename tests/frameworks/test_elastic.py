@@ -11,7 +11,7 @@ from tests.limits import HANG_S
 from ronde.launch import own_environment
 
 PROGRAM = Path(__file__).with_name("elastic_keras.py")
-OPTIONS = ("-np", "2", "--min-ranks", "1", "--spares", "1", "-H", "localhost:3")
+OPTIONS = ("-np", "3", "--min-ranks", "1", "-H", "localhost:3")
 EPOCHS, BATCHES, FATAL_CALL = 3, 4, 6
 
 
@@ -40,11 +40,12 @@ def test_training_goes_on_from_the_last_commit(kind: str) -> None:
     )
     assert result.returncode == 0, result.stderr
     found = re.findall(r"done (\w+) (\d+) (\d+) (\d+) (\d+)", result.stdout)
-    assert len(found) == 2, result.stdout
-    [digest] = {each[0] for each in found}
-    assert digest
-    positions = sorted(tuple(map(int, each[1:])) for each in found)
-    # The epoch of the failure is done anew: by the survivor, and by the spare.
-    left = 2 * BATCHES
-    survivor = (EPOCHS, 0, FATAL_CALL + left, 1)
-    assert positions == [(EPOCHS, 0, left, 0), survivor]
+    assert len({digest for digest, *_ in found}) == 1, result.stdout
+    # A new rank may have come in time, or not.
+    survivors = [each for each in found if int(each[-1])]
+    assert len(survivors) == 2, result.stdout
+    assert {each[1:3] for each in found} == {(str(EPOCHS), "0")}
+    # The epoch of the failure was done anew. A survivor may have known of the failure
+    # before it began the fatal step.
+    least = FATAL_CALL - 1 + 2 * BATCHES
+    assert all(int(each[3]) >= least for each in survivors), result.stdout
