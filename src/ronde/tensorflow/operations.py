@@ -206,7 +206,11 @@ def _differentiate(
             averaged = run(Allreduce(process_set, name, is_group, Average), gradients)
             state = state_of(process_set, OpKind.BROADCAST)
             is_root = state.ranks[state.rank] == root
-            return averaged if is_root else [tf.zeros_like(each) for each in averaged]
+            if is_root:
+                return averaged
+            # Without the dependency a session would not run the reduction.
+            with tf.control_dependencies(averaged):
+                return [tf.zeros_like(each) for each in gradients]
         case Reducescatter():  # gathered
             factor = collective.prescale * collective.postscale
             if collective.op == Sum:
