@@ -30,6 +30,18 @@ NO_TESTS = 5
 PARALLEL = ("test_torch.py", "test_common.py", "test_timeline.py")
 PARALLEL += ("test_adasum_pytorch.py",)
 SINGLE = ("test_torch_elastic.py", "test_elastic_run.py")
+TENSORFLOW = (
+    *("test_tensorflow.py", "test_tensorflow_process_sets.py"),
+    *("test_tensorflow_process_sets_dynamic.py", "test_tensorflow2_keras.py"),
+    "test_tensorflow2_keras_process_sets.py",
+)
+# Keras 2 on a current TensorFlow. Tests run several operations in one session, each of
+# which holds a thread.
+TENSORFLOW_VARIABLES = {
+    "TF_USE_LEGACY_KERAS": "1",
+    "TF_NUM_INTEROP_THREADS": "64",
+    "TF_CPP_MIN_LOG_LEVEL": "3",
+}
 # Not test_elastic_driver.py and test_elastic_discovery.py, of Horovod's own driver.
 ELASTIC = (
     *("single/test_torch_elastic.py", "single/test_elastic_run.py"),
@@ -47,6 +59,14 @@ EXAMPLES = {
     ),
     "adasum/adasum_small_model.py": ("--op", "Average"),
     "adasum/adasum_small_model.py --op Adasum": ("--op", "Adasum"),
+}
+TENSORFLOW_EXAMPLES = {
+    f"tensorflow2/tensorflow2_{name}.py": (
+        *("--no-cuda", "--model", "MobileNetV2", "--batch-size", "2"),
+        *("--num-warmup-batches", "1", "--num-batches-per-iter", "1"),
+        *("--num-iters", "2"),
+    )
+    for name in ("synthetic_benchmark", "keras_synthetic_benchmark")
 }
 ELASTIC_EXAMPLES = {
     "elastic/pytorch/pytorch_synthetic_benchmark_elastic.py": (
@@ -150,7 +170,7 @@ def main() -> int:
     except UsageError as error:
         print(f"upstream_tests: {error}", file=sys.stderr)
         return USAGE
-    python = environment()
+    python = environment("-tensorflow" if options.tensorflow else "")
     with tempfile.TemporaryDirectory(prefix="upstream-tests-") as name:
         run = Run(python, Path(name), options)
         for entry in project.copied:
@@ -164,6 +184,7 @@ def main() -> int:
             results = list(run_torch(run))
         elif options.examples:
             examples = ELASTIC_EXAMPLES if options.elastic else EXAMPLES
+            examples = TENSORFLOW_EXAMPLES if options.tensorflow else examples
             results = [run_example(run, *example) for example in examples.items()]
         else:
             results = list(run_horovod(run))
@@ -184,6 +205,7 @@ def parse_options() -> argparse.Namespace:
     )
     add("--mpi", action="store_true", help="start these ranks with mpirun")
     add("--elastic", action="store_true", help="run Horovod's tests of elastic jobs")
+    add("--tensorflow", action="store_true", help="run Horovod's tests of TensorFlow")
     add("--examples", action="store_true", help="run Horovod's examples, and no tests")
     add(
         "--file",
@@ -217,16 +239,19 @@ def find_project(options: argparse.Namespace) -> Project:
             f"Type: {ways}"
         )
     is_changed = options.mpi or options.examples or options.elastic
+    is_changed |= options.tensorflow
     is_changed |= project is IGNITE and options.ranks != 2
     if project is not HOROVOD and is_changed:
         raise UsageError(
-            "--ranks, --mpi, --elastic and --examples are for Horovod's tests, and "
-            f"--ranks for PyTorch's, got a checkout of {project.name}, whose tests "
-            "start their ranks themselves. Leave them out."
+            "--ranks, --mpi, --elastic, --tensorflow and --examples are for Horovod's "
+            f"tests, and --ranks for PyTorch's, got a checkout of {project.name}, whose "
+            "tests start their ranks themselves. Leave them out."
         )
     known = [Path(name).name for name in ELASTIC]
     if not options.elastic:
         known = [*PARALLEL, *SINGLE]
+    if options.tensorflow:
+        known = [*TENSORFLOW]
     if project is TORCH:
         known = [*TORCH_TESTS]
     for file in options.file:
@@ -241,12 +266,12 @@ def find_project(options: argparse.Namespace) -> Project:
     return project
 
 
-def environment() -> Path:
+def environment(suffix: str) -> Path:
     """Return a Python with our packages and those of the tests.
 
     It is made once, below the user's cache, and again when the packages change.
     """
-    home = _CACHE / "upstream-tests"
+    home = _CACHE / f"upstream-tests{suffix}"
     python, stamp = home / "bin" / "python", home / "made-of"
     [ours] = [p for p in sys.path if p.startswith(sys.prefix) and "site-" in p]
     paths = f"import site; site.addsitedir({ours!r})\n"
@@ -284,10 +309,14 @@ def launcher(run: Run) -> list[str]:
 def run_horovod(run: Run) -> Iterator[bool]:
     """Run each file of Horovod's tests; yield True if all of it passed."""
     options = run.options
-    files = [(f"parallel/{name}", launcher(run), options.ranks) for name in PARALLEL]
-    if not options.mpi:
+    names = TENSORFLOW if options.tensorflow else PARALLEL
+    files = [(f"parallel/{name}", launcher(run), options.ranks) for name in names]
+    if not (options.mpi or options.tensorflow):
         files += [(f"single/{name}", [str(run.python)], 1) for name in SINGLE]
-    left_out = dict.fromkeys(IMPOSSIBLE_AT_3, "it cannot pass at 3 ranks")
+    impossible = IMPOSSIBLE_AT_3
+    if options.tensorflow:
+        impossible = [f"{n.removesuffix('_prescale')}_cpu_prescale" for n in impossible]
+    left_out = dict.fromkeys(impossible, "it cannot pass at 3 ranks")
     left_out = left_out if options.ranks == 3 else {}
     if options.elastic:
         files = [(name, [str(run.python)], 1) for name in ELASTIC]
@@ -300,6 +329,7 @@ def run_horovod(run: Run) -> Iterator[bool]:
             continue
         words = [f"test/{name}"]
         of = "ElasticTorchTests" if options.elastic else "TorchTests"
+        of = "TensorFlowTests" if options.tensorflow else of
         words += [f"--deselect=test/{name}::{of}::{test}" for test in left_out]
         words += ["-k", options.words] if options.words else []
         yield run_pytest(run, name, command, words, ranks)
@@ -413,6 +443,8 @@ def execute(
         # In front of a real torchvision, which would download data.
         path = (str(HERE / "stand_ins"), env.get("PYTHONPATH", ""))
         env["PYTHONPATH"] = os.pathsep.join(filter(None, path))
+    if run.options.tensorflow:
+        env = {**TENSORFLOW_VARIABLES, **env}
     env["UPSTREAM_TESTS_OUTCOMES"] = str(outcomes)
     env.setdefault("OMP_NUM_THREADS", "1")
     with (

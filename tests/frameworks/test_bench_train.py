@@ -8,6 +8,8 @@ import pytest
 from tests.cli.conftest import Ronde, clean_environment
 from tests.limits import HANG_S
 
+pytestmark = pytest.mark.long
+
 PROGRAM = Path(__file__).with_name("bench_train_program.py")
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3"}
 

@@ -15,10 +15,10 @@ OPTIONS = ("-np", "3", "--min-ranks", "1", "-H", "localhost:3")
 EPOCHS, BATCHES, FATAL_CALL = 3, 4, 6
 
 
-KINDS = ["tf_keras", "keras jax"]
+KINDS = ["tf_keras"]
 MORE = [
     pytest.param(kind, marks=pytest.mark.long)
-    for kind in ("keras torch", "keras tensorflow")
+    for kind in ("keras jax", "keras torch", "keras tensorflow")
 ]
 
 

@@ -36,7 +36,11 @@ def run(size, program, *arguments, **environment):
 
 
 @pytest.mark.parametrize(
-    ("backend", "size"), [("tensorflow", 2), ("jax", 2), ("torch", 2), ("torch", 3)]
+    ("backend", "size"),
+    [
+        *(("tensorflow", 2), ("jax", 2)),
+        *(pytest.param("torch", n, marks=pytest.mark.long) for n in (2, 3)),
+    ],
 )
 def test_keras_3_trains_equally_on_all_ranks(backend, size):
     level = "all" if size == 2 else "training"
@@ -46,5 +50,6 @@ def test_keras_3_trains_equally_on_all_ranks(backend, size):
         assert said.count(line) == 1
 
 
+@pytest.mark.long
 def test_tf_keras_trains_equally_on_all_ranks():
     run(2, "tf_keras_program.py", TF_USE_LEGACY_KERAS="1")

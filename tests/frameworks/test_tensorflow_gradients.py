@@ -10,7 +10,9 @@ from tests.limits import HANG_S
 PROGRAM = Path(__file__).with_name("tensorflow_gradients.py")
 
 
-@pytest.mark.parametrize(("size", "is_legacy_keras"), [(2, 0), (3, 1)])
+@pytest.mark.parametrize(
+    ("size", "is_legacy_keras"), [(2, 0), pytest.param(3, 1, marks=pytest.mark.long)]
+)
 def test_gradients_are_reduced(size, is_legacy_keras):
     settings = [
         "HOROVOD_DYNAMIC_PROCESS_SETS=1",
