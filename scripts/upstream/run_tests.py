@@ -244,7 +244,7 @@ def find_project(options: argparse.Namespace) -> Project:
     if project is not HOROVOD and is_changed:
         raise UsageError(
             "--ranks, --mpi, --elastic, --tensorflow and --examples are for Horovod's "
-            f"tests, and --ranks for PyTorch's, got a checkout of {project.name}, whose "
+            f"tests, and --ranks for PyTorch's, got a checkout of {project.name}. Its "
             "tests start their ranks themselves. Leave them out."
         )
     known = [Path(name).name for name in ELASTIC]
