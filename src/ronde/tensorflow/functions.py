@@ -1,6 +1,6 @@
 """Reductions of any tensor, also sparse ones; broadcasts of variables and objects."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from ronde.session.operations import (
@@ -15,7 +15,7 @@ from ronde.session.operations import (
 )
 from ronde.session.session import ProcessSet, global_process_set
 from ronde.tensorflow.compression import Compression
-from ronde.tensorflow.mpi_ops import broadcast_, grouped_allgather
+from ronde.tensorflow.mpi_ops import broadcast_, grouped_allgather, size_op
 from ronde.tensorflow.operations import Tensors, run, tf
 
 Tensor = Any
@@ -81,26 +81,37 @@ def _reduce(
     compression: Any,
     devices: tuple[str, str],
 ) -> list[Tensor]:
-    sparse = [isinstance(tensor, tf.IndexedSlices) for tensor in tensors]
-    if not any(sparse):
+    results = dict[int, Tensor]()
+    sparse = [i for i, t in enumerate(tensors) if isinstance(t, tf.IndexedSlices)]
+    dense = [i for i in range(len(tensors)) if i not in sparse]
+    if sparse:
+        _require_gathered(collective)
+        with tf.device(devices[1]):
+            gathered = _gather(collective, [tensors[i] for i in sparse])
+        results.update(zip(sparse, gathered, strict=True))
+    if dense:
         with tf.device(devices[0]):
-            given = [tf.convert_to_tensor(tensor) for tensor in tensors]
-            return _run_compressed(collective, compression, given)
-    _require_sparse(sparse, collective)
+            given = [tf.convert_to_tensor(tensors[i]) for i in dense]
+            reduced = _run_compressed(collective, compression, given)
+        results.update(zip(dense, reduced, strict=True))
+    return [results[i] for i in range(len(tensors))]
+
+
+def _gather(collective: Allreduce, slices: Tensors) -> list[Tensor]:
+    """Return the sums or averages of ``IndexedSlices``, as all ranks' slices."""
     name, process_set = collective.name, collective.process_set
     parts: list[list[Tensor]] = []
-    with tf.device(devices[1]):
-        for part in ("values", "indices"):
-            given = [getattr(tensor, part) for tensor in tensors]
-            label = name and f"{name}_{part}"
-            parts.append(grouped_allgather(given, label, process_set=process_set))
-        values, indices = parts
-        if collective.op == Average:
-            size = process_set.size()
-            values = [value / tf.cast(size, value.dtype) for value in values]
+    for part in ("values", "indices"):
+        given = [getattr(each, part) for each in slices]
+        label = name and f"{name}_{part}"
+        parts.append(grouped_allgather(given, label, process_set=process_set))
+    values, indices = parts
+    if collective.op == Average:
+        size = size_op(process_set.process_set_id or 0)
+        values = [value / tf.cast(size, value.dtype) for value in values]
     return [
-        tf.IndexedSlices(value, index, dense_shape=tensor.dense_shape)
-        for value, index, tensor in zip(values, indices, tensors, strict=True)
+        tf.IndexedSlices(value, index, dense_shape=each.dense_shape)
+        for value, index, each in zip(values, indices, slices, strict=True)
     ]
 
 
@@ -162,7 +173,7 @@ def _require_sum(op: int) -> None:
         raise NotImplementedError("Only Sum and Average ops are supported.")
 
 
-def _require_sparse(sparse: Sequence[bool], collective: Allreduce) -> None:
+def _require_gathered(collective: Allreduce) -> None:
     op, factors = collective.op, (collective.prescale, collective.postscale)
     if op == Adasum:
         raise NotImplementedError(
@@ -176,11 +187,6 @@ def _require_sparse(sparse: Sequence[bool], collective: Allreduce) -> None:
     if factors != (1.0, 1.0):
         raise NotImplementedError(
             "Pre/postscale_factor are not supported with tf.IndexedSlices"
-        )
-    if not all(sparse):
-        raise NotImplementedError(
-            "Either all or none of the tensors must be tf.IndexedSlices. Reduce the "
-            "others in a call of their own."
         )
 
 
