@@ -3,6 +3,8 @@
 ``import ronde.tensorflow as hvd`` replaces ``import horovod.tensorflow as hvd``.
 """
 
+from importlib import import_module
+
 from ronde import session as session  # first, as it imports torch
 from ronde.lazy_exports import lazy_exports
 from ronde.tensorflow import mpi_ops
@@ -34,24 +36,13 @@ from ronde.tensorflow.mpi_ops import (
     _grouped_reducescatter as _grouped_reducescatter,
     _reducescatter as _reducescatter,
 )
+from ronde.tensorflow.threads import request_threads
 from ronde.tensorflow.util import (
     _cache as _cache,
     _executing_eagerly as _executing_eagerly,
     _make_subgraph as _make_subgraph,
     refs_to_vars,
     vars_to_refs,
-)
-
-# Lazy, as these import Keras.
-__getattr__ = lazy_exports(
-    __name__,
-    {
-        "aggregation": "LocalGradientAggregationHelper "
-        "LocalGradientAggregationHelperEager",
-        "gradients": "DistributedGradientTape DistributedOptimizer "
-        "PartialDistributedGradientTape _DistributedOptimizer _make_allreduce_grads_fn",
-        "sync_batch_norm": "SyncBatchNormalization",
-    },
 )
 
 __all__ = [
@@ -75,8 +66,9 @@ __all__ = [
     "vars_to_refs",
 ]
 __all__ += mpi_ops.__all__
-# Lazy, as it loads Keras.
-__getattr__ = lazy_exports(
+request_threads()
+# Lazy, as they load Keras, or scripts seldom need them.
+_find = lazy_exports(
     __name__,
     {
         "aggregation": "LocalGradientAggregationHelper "
@@ -84,3 +76,9 @@ __getattr__ = lazy_exports(
         "sync_batch_norm": "SyncBatchNormalization",
     },
 )
+
+
+def __getattr__(name: str) -> object:
+    if name in ("elastic", "keras"):
+        return import_module(f"{__name__}.{name}")
+    return _find(name)
