@@ -3,6 +3,7 @@
 ``import ronde.tensorflow as hvd`` replaces ``import horovod.tensorflow as hvd``.
 """
 
+# pyright: reportPrivateUsage=false  # names that Horovod's users import
 from importlib import import_module
 
 from ronde import session as session  # first, as it imports torch
@@ -27,7 +28,7 @@ from ronde.tensorflow.gradients import (
     DistributedGradientTape,
     DistributedOptimizer,
     PartialDistributedGradientTape,
-    _make_allreduce_grads_fn as _make_allreduce_grads_fn,  # pyright: ignore[reportPrivateUsage]
+    _make_allreduce_grads_fn as _make_allreduce_grads_fn,
 )
 from ronde.tensorflow.mpi_ops import *  # noqa: F403
 from ronde.tensorflow.mpi_ops import (

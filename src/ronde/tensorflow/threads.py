@@ -4,6 +4,7 @@ import os
 from contextlib import suppress
 
 from ronde.session.frameworks import import_framework
+from ronde.world import own_or
 
 tf = import_framework("tensorflow")
 
@@ -14,7 +15,9 @@ _SETTING = "TF_NUM_INTEROP_THREADS"  # TensorFlow's own
 def request_threads() -> None:
     """Ask for enough inter-op threads, unless the user or a running context has."""
     threading = tf.config.threading
-    is_chosen = os.getenv(_SETTING) or threading.get_inter_op_parallelism_threads()
+    is_chosen = (
+        own_or(None).get(_SETTING) or threading.get_inter_op_parallelism_threads()
+    )
     if is_chosen or (os.cpu_count() or 1) >= _LEAST:  # as many as cores by default
         return
     with suppress(RuntimeError):  # the context is made, and has its threads
