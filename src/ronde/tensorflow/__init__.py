@@ -3,7 +3,8 @@
 ``import ronde.tensorflow as hvd`` replaces ``import horovod.tensorflow as hvd``.
 """
 
-# pyright: reportPrivateUsage=false  # names that Horovod's users import
+# Horovod's users import private names.
+# pyright: reportPrivateUsage=false
 from importlib import import_module
 
 from ronde import session as session  # first, as it imports torch

@@ -2,11 +2,12 @@
 
 import os
 from contextlib import suppress
+from typing import Any
 
 from ronde.session.frameworks import import_framework
-from ronde.world import own_or
+from ronde.world.environment import own_or
 
-tf = import_framework("tensorflow")
+tf: Any = import_framework("tensorflow")
 
 _LEAST = 8
 _SETTING = "TF_NUM_INTEROP_THREADS"  # TensorFlow's own
