@@ -1,13 +1,13 @@
 """Measure training steps of TensorFlow: ours against MultiWorkerMirroredStrategy.
 
 Run it as ``python benchmarks/tensorflow_steps.py`` where TensorFlow is installed. Each
-side has ranks of its own, in the same rounds by turns: a round of all models with ours,
-then one with the peer. A figure is the share of the step without communication: the
-best step without it, divided by the best step with it, each timed in the same ranks.
+side has ranks of its own, which take turns in rounds of all models. A figure is the
+best step without communication, divided by the best one with it, in the same ranks.
 """
 
 import argparse
 import json
+import socket
 import subprocess
 import sys
 import time
@@ -102,8 +102,6 @@ def measure(side: str, num_steps: int) -> None:
 
 def peer(hvd: Module) -> tuple[Any, Any]:
     """Return the strategy of all ranks, and its reduction of a list of gradients."""
-    import socket
-
     import tensorflow as tf
 
     with socket.create_server(("127.0.0.1", 0)) as server:
