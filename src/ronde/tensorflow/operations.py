@@ -195,7 +195,7 @@ def _differentiate(
     """Return the gradients of the inputs; the rules are those of ``ronde.torch``."""
     name = collective.name and f"{collective.name.rpartition('/')[2]}_gradient"
     process_set, is_group = collective.process_set, collective.is_group
-    # In graphs a result that nobody uses has no gradient.
+    # In graphs an unused result has no gradient.
     gradients = [
         tf.zeros_like(result) if each is None else tf.convert_to_tensor(each)
         for each, result in zip(gradients, results, strict=True)
