@@ -3,12 +3,13 @@
 ``import ronde.tensorflow as hvd`` replaces ``import horovod.tensorflow as hvd``.
 """
 
+# Horovod's users import private names.
 # pyright: reportPrivateUsage=false
-# Horovod's users import its private names.
+from importlib import import_module
 
 from ronde import session as session  # first, as it imports torch
 from ronde.lazy_exports import lazy_exports
-from ronde.tensorflow import elastic, mpi_ops
+from ronde.tensorflow import mpi_ops
 from ronde.tensorflow.compression import Compression
 from ronde.tensorflow.functions import (
     BroadcastGlobalVariablesHook,
@@ -31,6 +32,7 @@ from ronde.tensorflow.mpi_ops import (
     _grouped_reducescatter as _grouped_reducescatter,
     _reducescatter as _reducescatter,
 )
+from ronde.tensorflow.threads import request_threads
 from ronde.tensorflow.util import (
     _cache as _cache,
     _executing_eagerly as _executing_eagerly,
@@ -39,21 +41,12 @@ from ronde.tensorflow.util import (
     vars_to_refs,
 )
 
-# Lazy, as these import Keras.
-__getattr__ = lazy_exports(
-    __name__,
-    {
-        "aggregation": "LocalGradientAggregationHelper "
-        "LocalGradientAggregationHelperEager",
-        "gradients": "DistributedGradientTape DistributedOptimizer "
-        "PartialDistributedGradientTape _DistributedOptimizer _make_allreduce_grads_fn",
-        "sync_batch_norm": "SyncBatchNormalization",
-    },
-)
-
 __all__ = [
     "BroadcastGlobalVariablesHook",
     "Compression",
+    "DistributedGradientTape",
+    "DistributedOptimizer",
+    "PartialDistributedGradientTape",
     "allgather_object",
     "allreduce",
     "broadcast_global_variables",
@@ -61,7 +54,6 @@ __all__ = [
     "broadcast_object_fn",
     "broadcast_variables",
     "check_num_rank_power_of_2",
-    "elastic",
     "grouped_allreduce",
     "grouped_reducescatter",
     "handle_average_backwards_compatibility",
@@ -70,3 +62,20 @@ __all__ = [
     "vars_to_refs",
 ]
 __all__ += mpi_ops.__all__
+request_threads()
+# Lazy, as they load Keras, or scripts seldom need them.
+_find = lazy_exports(
+    __name__,
+    {
+        "aggregation": "LocalGradientAggregationHelper "
+        "LocalGradientAggregationHelperEager",
+        "gradients": "_DistributedOptimizer",
+        "sync_batch_norm": "SyncBatchNormalization",
+    },
+)
+
+
+def __getattr__(name: str) -> object:
+    if name in ("elastic", "keras"):
+        return import_module(f"{__name__}.{name}")
+    return _find(name)

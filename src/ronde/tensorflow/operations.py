@@ -59,6 +59,7 @@ def run(
     tensors = [tf.convert_to_tensor(tensor) for tensor in tensors]
     if not tensors:
         return []
+    _require_single_replica()
     if not tf.executing_eagerly():
         collective = replace(collective, name=_graph_name(collective, tensors))
     if not is_differentiable:
@@ -74,6 +75,17 @@ def run(
         return tuple(results), backward
 
     return list(forward(*tensors))
+
+
+def _require_single_replica() -> None:
+    if not tf.distribute.has_strategy():
+        return
+    devices = tf.distribute.get_strategy().extended.worker_devices
+    if len(devices) > 1:
+        raise UsageError(
+            "The tf.distribute strategy of a collective must have one replica in this "
+            f"process, got {len(devices)}. Start a rank for each replica."
+        )
 
 
 def _run(collective: NamedCollective, tensors: Tensors) -> list[Any]:
