@@ -1,7 +1,6 @@
 """``ronde.jax``: every check is in a program of few ranks, since JAX starts slowly."""
 
 import ctypes
-import os
 import re
 import subprocess
 import sys
@@ -9,6 +8,8 @@ from pathlib import Path
 
 import pytest
 from tests.limits import HANG_S
+
+from ronde.launch import own_environment
 
 HERE = Path(__file__).parent
 PSUM = """
@@ -35,7 +36,7 @@ def run(num_ranks: int, *words: str, **environment: str) -> tuple[int, str]:
         [*command, sys.executable, *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        env=os.environ | environment,
+        env=own_environment() | environment,
         timeout=HANG_S,
         check=False,
         text=True,

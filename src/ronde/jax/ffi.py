@@ -54,10 +54,14 @@ _operations: dict[int, Operation] = {}
 
 
 class _Sized(ctypes.Structure):
+    """The beginning of most structures."""
+
     _fields_ = (("struct_size", _Size), ("extension_start", _Pointer))
 
 
 class MetadataExtension(ctypes.Structure):
+    """XLA_FFI_Metadata_Extension."""
+
     _fields_ = (
         ("struct_size", _Size),
         ("type", ctypes.c_int),
@@ -67,10 +71,14 @@ class MetadataExtension(ctypes.Structure):
 
 
 class ApiVersion(_Sized):
+    """XLA_FFI_Api_Version."""
+
     _fields_ = (("major_version", ctypes.c_int), ("minor_version", ctypes.c_int))
 
 
 class Metadata(ctypes.Structure):
+    """XLA_FFI_Metadata, without its last field."""
+
     _fields_ = (
         ("struct_size", _Size),
         ("api_version", ApiVersion),
@@ -79,13 +87,17 @@ class Metadata(ctypes.Structure):
 
 
 class ErrorCreateArgs(_Sized):
+    """XLA_FFI_Error_Create_Args."""
+
     _fields_ = (("message", ctypes.c_char_p), ("errc", ctypes.c_int))
 
 
 _CreateError = ctypes.CFUNCTYPE(_Pointer, ctypes.POINTER(ErrorCreateArgs))
 
 
-class Api(_Sized):  # its beginning
+class Api(_Sized):
+    """The beginning of XLA_FFI_Api."""
+
     _fields_ = (
         ("api_version", ApiVersion),
         ("internal_api", _Pointer),
@@ -94,6 +106,8 @@ class Api(_Sized):  # its beginning
 
 
 class Buffer(_Sized):
+    """XLA_FFI_Buffer."""
+
     _fields_ = (
         ("dtype", ctypes.c_int),
         ("data", _Pointer),
@@ -102,19 +116,25 @@ class Buffer(_Sized):
     )
 
 
-class Args(_Sized):  # and Rets
+class Args(_Sized):
+    """XLA_FFI_Args and XLA_FFI_Rets."""
+
     _fields_ = (
         ("size", _Int64),
         ("types", _Pointer),
-        ("buffers", ctypes.POINTER(ctypes.POINTER(Buffer))),
+        ("args", ctypes.POINTER(ctypes.POINTER(Buffer))),
     )
 
 
 class Scalar(ctypes.Structure):
+    """XLA_FFI_Scalar, with an integer."""
+
     _fields_ = (("dtype", ctypes.c_int), ("value", ctypes.POINTER(_Int64)))
 
 
-class Attrs(_Sized):  # if all are scalars
+class Attrs(_Sized):
+    """XLA_FFI_Attrs with scalars only."""
+
     _fields_ = (
         ("size", _Int64),
         ("types", _Pointer),
@@ -124,6 +144,8 @@ class Attrs(_Sized):  # if all are scalars
 
 
 class CallFrame(ctypes.Structure):
+    """XLA_FFI_CallFrame, without its last field."""
+
     _fields_ = (
         ("struct_size", _Size),
         ("extension_start", ctypes.POINTER(MetadataExtension)),
@@ -188,7 +210,7 @@ def _describe(frame: CallFrame, metadata: Metadata) -> None:
 
 
 def _tensors(buffers: Args) -> list[Tensor]:
-    given = [buffers.buffers[i].contents for i in range(buffers.size)]
+    given = [buffers.args[i].contents for i in range(buffers.size)]
     return [_tensor(each) for each in given if each.dtype != _TOKEN]
 
 

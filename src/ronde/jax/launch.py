@@ -7,6 +7,7 @@ the session, if there is one.
 
 import socket
 from contextlib import suppress
+from importlib import import_module
 from typing import Any, cast
 
 from ronde.addresses import family_of
@@ -64,11 +65,12 @@ def _own_address(info: RankInfo) -> str:
 def register_cluster() -> None:
     """Register the ranks of ``ronde run`` with JAX, which has no public way to."""
     try:
-        from jax._src.clusters import ClusterEnv
-    except ImportError:
+        base: Any = import_module("jax._src.clusters").ClusterEnv
+    except (ImportError, AttributeError):
         return
 
-    class _RondeCluster(cast("Any", ClusterEnv)):
+    # JAX keeps a list of its subclasses.
+    class RondeCluster(base):  # pyright: ignore[reportUnusedClass]
         name = "ronde"
 
         @classmethod

@@ -5,10 +5,10 @@ import contextlib
 from collections.abc import Sequence
 from typing import Any
 
-from ronde import session
 from ronde.jax.launch import initialize_distributed
 from ronde.jax.primitive import jax
-from ronde.session import ProcessSet
+from ronde.session import lifetime
+from ronde.session.session import ProcessSet
 
 
 def init(
@@ -23,7 +23,7 @@ def init(
     ``distributed`` also calls ``jax.distributed.initialize()``, for JAX's own
     collectives; nothing may have been computed with JAX before.
     """
-    session.init(comm, process_sets, engine=engine)
+    lifetime.init(comm, process_sets, engine=engine)
     atexit.register(_drain)  # before the session ends
     if distributed:
         initialize_distributed()
@@ -33,12 +33,14 @@ def shutdown() -> None:
     """Wait for dispatched computations, then end the session."""
     _drain()
     atexit.unregister(_drain)
-    session.shutdown()
+    lifetime.shutdown()
 
 
 def _drain() -> None:
     """Wait for dispatched computations, which may use the session."""
-    arrays: list[Any] = jax.live_arrays()
+    arrays: list[Any] = []
+    with contextlib.suppress(Exception):  # at exit JAX may have ended its backends
+        arrays = jax.live_arrays()
     for array in arrays:
         # A failed computation has been reported where its result was used, if at all.
         with contextlib.suppress(Exception):

@@ -9,7 +9,7 @@ from typing import Any
 
 from ronde.coordination.requests import OpKind
 from ronde.jax.primitive import StaticCall, bind, jax, jnp
-from ronde.session.operations import Average
+from ronde.session.operations import Average, choose_op
 from ronde.session.session import ProcessSet, global_process_set
 
 Tree = Any  # of arrays; an array is a tree
@@ -26,6 +26,7 @@ def allreduce(
 ) -> Tree:
     """Reduce an array, or all arrays of a tree at once, over the ranks."""
     factors = prescale_factor, postscale_factor
+    op = choose_op(op, None)
     call = StaticCall(OpKind.ALLREDUCE, process_set, name, op, *factors)
     return _apply(call._replace(has_effect=effect), x)
 

@@ -10,12 +10,16 @@ from ronde.session.operations import Average
 from ronde.session.session import ProcessSet, global_process_set
 
 
-class Compression:
+class _Compression:
     """The formats for sending floating-point gradients; None sends them unchanged."""
 
     none = None
     fp16 = jnp.float16
     bf16 = jnp.bfloat16
+
+
+Compression = _Compression
+"""The formats, by Horovod's name."""
 
 
 class AccumulatedState(NamedTuple):
@@ -83,7 +87,7 @@ def value_and_grad(
     compression: Any = Compression.none,
     process_set: ProcessSet = global_process_set,
 ) -> Callable[..., Any]:
-    """Return ``jax.value_and_grad(fun)`` whose gradients are reduced over the ranks."""
+    """Return ``jax.value_and_grad(fun)`` with gradients reduced over the ranks."""
     differentiate = jax.value_and_grad(fun, argnums, has_aux)
 
     def reduced(*args: Any, **kwargs: Any) -> Any:
@@ -105,4 +109,8 @@ def _reduce(
 
     sent = jax.tree.map(compress, gradients)
     received = allreduce(sent, op=op, process_set=process_set)
-    return jax.tree.map(lambda new, old: new.astype(old.dtype), received, gradients)
+
+    def restore(new: Any, old: Any) -> Any:
+        return new.astype(old.dtype)
+
+    return jax.tree.map(restore, received, gradients)

@@ -68,6 +68,7 @@ class StaticCall(NamedTuple):
     has_effect: bool = True
 
     def collective(self, name: str | None, num_tensors: int) -> NamedCollective:
+        """Return the session's collective."""
         process_set, is_group = self.process_set, num_tensors > 1
         match self.kind:
             case OpKind.ALLGATHER:
@@ -83,9 +84,11 @@ class StaticCall(NamedTuple):
                 return reduction(process_set, name, is_group, *scaling)
 
     def num_ranks(self) -> int:
+        """Return the number of ranks of the process set."""
         return len(state_of(self.process_set, self.kind).ranks)
 
     def derived(self, suffix: str) -> "StaticCall":
+        """Return the call for tangents or gradients, with a name of its own."""
         name = self.name and f"{self.name}_{suffix}"
         return self._replace(name=name)
 

@@ -33,6 +33,7 @@ class ValueFunctions(NamedTuple):
 
     @property
     def Compression(self) -> Any:  # noqa: N802  Horovod's
+        """The formats of the front end."""
         return self.front_end.Compression
 
     def allreduce(

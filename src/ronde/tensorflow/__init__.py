@@ -25,6 +25,13 @@ from ronde.tensorflow.functions import (
     handle_average_backwards_compatibility,
     reducescatter,
 )
+from ronde.tensorflow.gradients import (
+    DistributedGradientTape,
+    DistributedOptimizer,
+    PartialDistributedGradientTape,
+    _DistributedOptimizer as _DistributedOptimizer,
+    _make_allreduce_grads_fn as _make_allreduce_grads_fn,
+)
 from ronde.tensorflow.mpi_ops import *  # noqa: F403
 from ronde.tensorflow.mpi_ops import (
     _allreduce as _allreduce,
@@ -69,7 +76,6 @@ _find = lazy_exports(
     {
         "aggregation": "LocalGradientAggregationHelper "
         "LocalGradientAggregationHelperEager",
-        "gradients": "_DistributedOptimizer",
         "sync_batch_norm": "SyncBatchNormalization",
     },
 )

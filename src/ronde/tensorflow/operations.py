@@ -218,11 +218,10 @@ def _differentiate(
             averaged = run(Allreduce(process_set, name, is_group, Average), gradients)
             state = state_of(process_set, OpKind.BROADCAST)
             is_root = state.ranks[state.rank] == root
-            if is_root:
-                return averaged
             # Without the dependency a session would not run the reduction.
             with tf.control_dependencies(averaged):
-                return [tf.zeros_like(each) for each in gradients]
+                zeros = [tf.zeros_like(each) for each in gradients]
+            return averaged if is_root else zeros
         case Reducescatter():  # gathered
             factor = collective.prescale * collective.postscale
             if collective.op == Sum:
