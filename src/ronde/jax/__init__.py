@@ -5,6 +5,7 @@
 
 from ronde import session as session  # first, as it imports torch
 from ronde.errors import CollectiveError as HorovodInternalError
+from ronde.jax import elastic
 from ronde.jax.lifetime import init, shutdown
 from ronde.jax.operations import (
     allgather,
@@ -61,6 +62,7 @@ __all__ = [
     "broadcast_parameters",
     "cross_rank",
     "cross_size",
+    "elastic",
     "global_process_set",
     "grouped_allreduce",
     "init",
