@@ -15,14 +15,11 @@ OPTIONS = ("-np", "3", "--min-ranks", "1", "-H", "localhost:3")
 EPOCHS, BATCHES, FATAL_CALL = 3, 4, 6
 
 
-KINDS = ["tf_keras"]
-MORE = [
-    pytest.param(kind, marks=pytest.mark.long)
-    for kind in ("keras jax", "keras torch", "keras tensorflow")
-]
+pytestmark = pytest.mark.long
+KINDS = ["tf_keras", "keras jax", "keras torch", "keras tensorflow"]
 
 
-@pytest.mark.parametrize("kind", KINDS + MORE)
+@pytest.mark.parametrize("kind", KINDS)
 def test_training_goes_on_from_the_last_commit(kind: str) -> None:
     name, _, backend = kind.partition(" ")
     words = (sys.executable, "-m", "ronde", "run", *OPTIONS, "--no-prefix", "--")

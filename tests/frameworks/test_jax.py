@@ -76,7 +76,7 @@ def test_a_stalled_peer():
     assert "raised INTERNAL: CollectiveError: " in text
 
 
-@pytest.mark.parametrize("is_ours", [False, True])
+@pytest.mark.parametrize("is_ours", [pytest.param(False, marks=pytest.mark.long), True])
 def test_psum_of_jax(is_ours: bool):  # noqa: FBT001
     code, text = run(2, "-c", PSUM.format(is_ours=is_ours))
     assert code == 0, text

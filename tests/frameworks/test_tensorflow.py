@@ -4,6 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from tests.limits import HANG_S
 
 PROGRAM = Path(__file__).with_name("tensorflow_rank.py")
@@ -36,6 +37,7 @@ def test_a_killed_peer_is_named():
     assert "Rank 1 is gone" in text
 
 
+@pytest.mark.long
 def test_another_order_of_tracing_is_named():
     limits = (
         "HOROVOD_STALL_CHECK_TIME_SECONDS=1",
