@@ -167,7 +167,7 @@ def test_what_is_no_checkout_is_refused(upstream_tests, tmp_path):
     [
         (
             ("--mpi",),
-            "--ranks, --mpi, --elastic and --examples are for Horovod's tests",
+            "--tensorflow and --examples are for Horovod's tests",
         ),
         (("--file", "metrics/none"), "--file must be a path below"),
     ],

@@ -79,6 +79,7 @@ def reducescatter(
 
     In a compiled function the number of rows must be a multiple of that of the ranks.
     """
+    op = choose_op(op, None)
     call = StaticCall(OpKind.REDUCESCATTER, process_set, name, op, has_effect=effect)
     return _apply(call, x)
 
