@@ -243,12 +243,14 @@ class _Command:
         process, self._process = self._process, None
         if process is None:
             return
-        if _exit_code(process.pid) is None:
-            for child in descendants(process.pid):
-                signal_process(child, signal.SIGKILL)
-        # It is not reaped yet, so its pid is not reused.
+        is_running = _exit_code(process.pid) is None
+        children = list(descendants(process.pid)) if is_running else []
+        # First the shell, which reports a child that was killed: "Killed". It is not
+        # reaped yet, so its pid is not reused.
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
+        for child in children:
+            signal_process(child, signal.SIGKILL)
         self._close_files()
         self._killed.append(process)
         self._reap()
