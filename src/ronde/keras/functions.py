@@ -46,7 +46,6 @@ class ValueFunctions(NamedTuple):
         op: int | None = None,
         compression: Any = None,
     ) -> Any:
-        """The formats of the front end."""
         """Return the reduction of a value over all ranks, by default the average."""
         wire, finish = compress(compression, self.to_tensor(value))
         reduced = self.front_end.allreduce(
