@@ -131,15 +131,13 @@ def _attach(options: argparse.Namespace, given: Mapping[str, str]) -> int:
     if any(row.host == status.job.head for row in status.workers):
         _require_readable()
     collector = ProfileCollector(options.rate)
-    ends_s = time.monotonic() + (options.duration or _ATTACHED_S)
     with _interrupted() as is_stopped:
-
-        def is_over() -> bool:
-            return is_stopped.is_set() or time.monotonic() >= ends_s
-
         try:
             with JobConnection(status.socket) as job:
-                collector.collect(job, is_over)
+                ends_s = time.monotonic() + (options.duration or _ATTACHED_S)
+                collector.collect(
+                    job, lambda: is_stopped.is_set() or time.monotonic() >= ends_s
+                )
         except OSError as error:
             raise LaunchError(f"the job ended or does not answer: {error}.") from None
     return _report(collector.profile(), options.output)

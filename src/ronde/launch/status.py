@@ -11,6 +11,7 @@ Each line there is one version: a JSON object of the fields of a ``JobStatus``.
 import json
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing, suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -38,7 +39,7 @@ def list_jobs() -> list[JobStatus]:
     found: list[JobStatus] = []
     for path in find_sockets():
         with suppress(OSError), closing(watch(path)) as versions:
-            found += [next(versions)]
+            found += islice(versions, 1)  # none, if the job ends just now
     return sorted(found, key=lambda each: each.job.started_at)
 
 

@@ -76,7 +76,7 @@ class Sampler:
         while not is_failing and self._goes_on(pid):
             # A shell of the worker may start one Python program after another.
             window = self._record(worker, find_python(pid))
-            is_failing = bool(window.problem) and self._goes_on(window.pid)
+            is_failing = bool(window.problem) and is_alive(window.pid)
             if window.runs or is_failing:
                 self._send(HostSamples(window))
 
@@ -126,7 +126,7 @@ class Sampler:
             past_s = time.monotonic() - self._until_s
             if past_s > _KILL_S:
                 process.kill()
-            elif past_s >= 0.0:
+            elif past_s >= 0.0 and text:  # before, it would not say why it fails
                 process.send_signal(signal.SIGINT)  # it writes its result
 
 

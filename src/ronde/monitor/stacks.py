@@ -141,4 +141,4 @@ def explain_output(text: str) -> str:
         return _REFUSED
     if "find python version" in text:
         return NO_PYTHON
-    return _FAILED + text.strip().partition("\n")[0]
+    return _FAILED + (text.strip().partition("\n")[0] or "it did not answer")
