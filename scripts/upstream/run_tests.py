@@ -416,7 +416,7 @@ def run_pytest(
     """Run pytest on each rank and print the outcomes; return True if all passed."""
     outcomes = run.scratch / "outcomes" / name
     outcomes.mkdir(parents=True)
-    log = _CACHE / "upstream-tests" / f"{Path(name).stem}.log"
+    log = run.python.parents[1] / f"{Path(name).stem}.log"
     options = ["-m", "pytest", "-v", "-p", "no:cacheprovider"]
     options += ["--timeout", str(run.options.timeout)]
     code = execute(run, [*command, *options, *words], outcomes, log)
