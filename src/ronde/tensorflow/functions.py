@@ -81,6 +81,7 @@ def _reduce(
     compression: Any,
     devices: tuple[str, str],
 ) -> list[Tensor]:
+    collective.process_set.size()  # refuses an unknown set, while the graph is built
     results = dict[int, Tensor]()
     sparse = [i for i, t in enumerate(tensors) if isinstance(t, tf.IndexedSlices)]
     dense = [i for i in range(len(tensors)) if i not in sparse]
