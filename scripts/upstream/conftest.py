@@ -48,7 +48,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 def pytest_pycollect_makeitem(name: str, obj: object) -> None:
     """Let the tests of the base class stand for those that only skip."""
-    if name == "ElasticTorchTests":
+    if name in ("ElasticTorchTests", "ElasticTensorFlow2Tests"):
         import horovod.runner.elastic
 
         sys.modules[_gloo_run.__name__] = horovod.runner.gloo_run = _gloo_run
