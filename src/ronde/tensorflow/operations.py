@@ -135,13 +135,14 @@ def _in_graph(collective: NamedCollective, tensors: Tensors) -> list[Any]:
         body, list(tensors), [*dtypes, tf.bool], name=name
     )
     is_matched.set_shape([])
-    with tf.control_dependencies([_require_match(is_matched)]):
+    with tf.control_dependencies([tf.identity(_require_match(is_matched))]):
         results = [tf.identity(result) for result in results]
     for result, shape in zip(results, _shapes(collective, tensors), strict=True):
         result.set_shape(shape)
     return results
 
 
+@tf.function(autograph=False)  # shared: each cond of its own makes a graph slower
 def _require_match(is_matched: Any) -> Any:
     """Return an operation that fails in the graph: Note [Errors]."""
 
