@@ -4,6 +4,7 @@ An error here would make ``import torch`` fail in every program of the environme
 """
 
 import functools
+import gc
 import os
 from contextlib import suppress
 from datetime import timedelta
@@ -38,6 +39,7 @@ def _register() -> None:
     if "RONDE_CHANNEL" in os.environ:  # noqa: TID251  it reads no more
         _measure_input()
         _watch_groups()
+        gc.freeze()  # Note [Frozen modules] in ``memory``
 
 
 def _measure_input() -> None:

@@ -60,7 +60,8 @@ class Ronde:
         self, *words: str, env: Mapping[str, str] | None = None, **popen
     ) -> "subprocess.Popen[bytes]":
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        pipes |= {"stdin": subprocess.DEVNULL} | popen
+        # Unbuffered: select() does not see what a buffer holds.
+        pipes |= {"stdin": subprocess.DEVNULL, "bufsize": 0} | popen
         return subprocess.Popen(
             self.command(*words), env=clean_environment() | dict(env or {}), **pipes
         )

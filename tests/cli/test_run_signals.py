@@ -48,7 +48,6 @@ class GatedJob:
         gate = f"/proc/{os.getpid()}/fd/{self._read_fd}"
         self._process = ronde.start(
             *("run", "-n", "2", "-x", f"GATE={gate}", *shell(program)),
-            bufsize=0,
             # The kernel lets SIGTSTP stop no group whose parents are all elsewhere.
             **{"process_group": 0} | popen,
         )

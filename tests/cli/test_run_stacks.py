@@ -53,7 +53,7 @@ def test_a_timeout_shows_all_stacks(ronde, tmp_path):
     program = tmp_path / "hang.py"
     program.write_text(HANGING)
     words = ("-n", "4", "--timeout", "1h", "--grace", "1s", "--no-prefix")
-    with ronde.start("run", *words, str(program), bufsize=0) as process:
+    with ronde.start("run", *words, str(program)) as process:
         try:
             lines = read_lines(process, b"pid", 4)
             pids = [int(line.split()[1]) for line in lines]
@@ -99,7 +99,7 @@ def run_gated(ronde, tmp_path, code: str, *words: str):
     os.mkfifo(gate)
     program = tmp_path / "gated.py"
     program.write_text(f"gate = {str(gate)!r}\n" + textwrap.dedent(code))
-    return gate, ronde.start("run", *words, str(program), bufsize=0)
+    return gate, ronde.start("run", *words, str(program))
 
 
 def test_sigquit_shows_the_stacks_and_the_job_goes_on(ronde, tmp_path):
@@ -194,7 +194,7 @@ def test_a_program_that_knows_nothing_of_it_gets_no_signal(ronde, tmp_path):
     program = tmp_path / "own.py"
     program.write_text(textwrap.dedent(code))
     words = ("run", "-n", "1", "--", sys.executable, "-I", "-S", str(program))
-    with ronde.start(*words, bufsize=0) as process:
+    with ronde.start(*words) as process:
         try:
             read_lines(process, b"here", 1)
             process.send_signal(signal.SIGQUIT)
@@ -217,7 +217,7 @@ def test_a_program_that_calls_exec_is_not_killed_by_it(ronde, tmp_path):
     """)
     )
     words = ("run", "-n", "2", "--no-prefix", str(program), "60")
-    with ronde.start(*words, bufsize=0, stderr=subprocess.DEVNULL) as process:
+    with ronde.start(*words, stderr=subprocess.DEVNULL) as process:
         try:
             read_lines(process, b"here", 2)
             while select.select([process.stdout], [], [], HANG_S)[0]:

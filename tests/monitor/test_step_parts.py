@@ -69,8 +69,9 @@ def test_the_rank_that_comes_last_blocks_least_in_every_call(tmp_path):
 
 
 LOADS = """
-import json, sys, time
+import gc, json, sys, time
 import torch
+assert gc.get_freeze_count() > 10_000  # no collection visits torch
 import ronde
 from ronde.status import own_meter
 from torch.utils.data import DataLoader, Dataset

@@ -30,7 +30,7 @@ def run(words: Sequence[str]) -> int:
     options = CommandParser("ronde ps", _HELP).read(words)
     if options is None:
         return 0
-    jobs = list_jobs()
+    before, jobs = set(find_sockets()), list_jobs()
     if options.json:
         plain = [
             {
@@ -45,6 +45,7 @@ def run(words: Sequence[str]) -> int:
         print(json.dumps({"jobs": plain}))
         return 0
     print(draw_jobs(jobs, is_complete=options.all), end="")
-    if silent := set(find_sockets()) - {job.socket for job in jobs}:
+    # Without the jobs that began or ended meanwhile.
+    if silent := (before & set(find_sockets())) - {job.socket for job in jobs}:
         print(f"{counted(len(silent), 'more job')} did not answer.")
     return 0

@@ -120,5 +120,5 @@ def collect_own_job(rate_hz: int, is_over: Event) -> Profile | None:
                 if job.is_of_this_process:
                     collector.collect(job)
                     break
-            others.add(path)
+                others.add(path)  # if it answers; else it may be this one
     return collector.profile()
