@@ -32,6 +32,7 @@ BATCHES = {"mnist_cnn": 100, "mlp": 32, "alexnet": 8, "googlenet": 4, "resnet50"
 VARIANTS = {
     "no_communication": "no communication",
     "all_ranks": "ronde",
+    "bare": "ronde, bare loop",
     "peer": "own strategy",
     "parameter_server": "parameter server",
     "data_parallel": "DataParallel",
