@@ -134,10 +134,8 @@ def _tensorflow_replica(
 ) -> Replica:
     is_peer = variant is Variant.PEER
     with strategy.scope() if is_peer else nullcontext():
-        model, optimizer = (
-            seeded_model(keras, options),
-            _keras_optimizer(keras, options),
-        )
+        model = seeded_model(keras, options)
+        optimizer = _keras_optimizer(keras, options)
         optimizer.build(model.trainable_variables)
     wrap = None
     if variant is Variant.ALL_RANKS:
@@ -195,11 +193,8 @@ def jax_replicas(
 
 def _jax_replica(options: TrainOptions, variant: Variant) -> Replica:
     jax, optax = import_framework("jax"), import_framework("optax")
-    model, is_peer = (
-        seeded_model(import_keras(options), options),
-        variant is Variant.PEER,
-    )
-    is_adam = options.optimizer == "adam"
+    model = seeded_model(import_keras(options), options)
+    is_adam, is_peer = options.optimizer == "adam", variant is Variant.PEER
     optimizer = optax.adam(1e-4) if is_adam else optax.sgd(1e-3, momentum=0.9)
     if variant is Variant.ALL_RANKS:
         optimizer = _distributed(options, "DistributedOptimizer")(optimizer)
