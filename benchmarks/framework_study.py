@@ -6,8 +6,9 @@ optax are installed. Every cell (a model in a framework) is a run of
 order each cycle, so that a machine that slows down slows all of them. Figures are
 medians over the cycles.
 
-It writes ``frameworks-DATE.md``, two plots beside it, and all records as JSON lines. A
-cell that could not be measured is in the report with the last line that it printed.
+It writes a folder: ``README.md``, plots, and all records as JSON lines. With ``--keep``
+the cells of earlier commands stay in the report, so that a study can be made in parts.
+A cell that could not be measured is in it with the last line that it printed.
 """
 
 import argparse
@@ -32,6 +33,7 @@ BATCHES = {"mnist_cnn": 100, "mlp": 32, "alexnet": 8, "googlenet": 4, "resnet50"
 VARIANTS = {
     "no_communication": "no communication",
     "all_ranks": "ronde",
+    "bare": "ronde, bare loop",
     "peer": "own strategy",
     "parameter_server": "parameter server",
     "data_parallel": "DataParallel",
@@ -44,7 +46,20 @@ PARTS = {
     "exposed": "exposed communication",
     "update": "update",
 }
-COLOURS = ("#7f7f7f", "#1b9e77", "#386cb0", "#d95f02", "#c51b7d", "#e6ab02")
+# Of the legend's names in order, on light and on dark ground.
+COLOURS = (
+    ("#8c959f", "#768390"),
+    ("#00796b", "#4db6ac"),
+    ("#3f6fb5", "#7aa5e6"),
+    ("#c75d0c", "#e8964f"),
+    ("#8e4585", "#c48abb"),
+    ("#b58900", "#dcc060"),
+)
+STYLE = """
+.p{--ink:#24292f;font:13px system-ui,sans-serif}
+@media(prefers-color-scheme:dark){.p{--ink:#e6edf3}}
+.p text{fill:var(--ink)} .p .b{font-weight:600} .p line{stroke:var(--ink)}
+"""
 LIMIT_S = 1800.0
 
 Cell = tuple[str, str]  # model, framework
@@ -54,8 +69,9 @@ Values = dict[str, Any]  # of a record
 class Bar(NamedTuple):
     """One line of a plot: lengths by the legend's names, one behind the other."""
 
-    label: str
     lengths: dict[str, float]
+    label: str = ""  # the first of a group has one
+    name: str = ""  # behind the figure
 
 
 def measure(cell: Cell, options: argparse.Namespace, path: Path) -> str:
@@ -115,38 +131,50 @@ def medians(runs: Sequence[Values]) -> Values:
 
 
 def plot(title: str, unit: str, names: Sequence[str], bars: Sequence[Bar]) -> str:
-    """Draw horizontal bars as SVG; a bar without a label belongs to the one above."""
-    left, width, height = 230, 560, 18
+    """Draw horizontal bars as SVG, in the colours of the reader's theme."""
+    left, width, height, gap = 170, 440, 17, 9
     longest = max((sum(bar.lengths.values()) for bar in bars), default=0.0) or 1.0
-    total = 86 + height * len(bars)
-    colours = dict(zip(names, COLOURS, strict=False))
-    box = f"0 0 {left + width + 110} {total}"
-    form = 'font-family="sans-serif" font-size="12"'
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{box}" {form}>',
-        f"<title>{escape(title)}</title>",
-        '<rect width="100%" height="100%" fill="white"/>',
-        f'<text x="10" y="22" font-size="15">{escape(title)}</text>',
-    ]
-    for number, name in enumerate(names):
-        x = 10 + number * 145
+    classes = {name: f"c{number}" for number, name in enumerate(names)}
+    lines = [f'<text x="10" y="20" class="b">{escape(title)}</text>']
+    x, y = 10.0, 34.0
+    shown = {name for bar in bars for name in bar.lengths}
+    for name, colour in classes.items():
+        if name not in shown:
+            continue
         lines += [
-            f'<rect x="{x}" y="36" width="12" height="12" fill="{colours[name]}"/>',
-            f'<text x="{x + 17}" y="46">{escape(name)}</text>',
+            f'<rect x="{x}" y="{y}" width="12" height="12" class="{colour}"/>',
+            f'<text x="{x + 17}" y="{y + 11}">{escape(name)}</text>',
         ]
-    for number, bar in enumerate(bars):
-        x, y = float(left), 66 + number * height
-        lines.append(f'<text x="10" y="{y + 12}">{escape(bar.label)}</text>')
+        x += 36 + 7.2 * len(name)
+    y = 52.0
+    for bar in bars:
+        x, y = float(left), y + (gap if bar.label else 0)
+        lines.append(f'<text x="10" y="{y + 12:.0f}">{escape(bar.label)}</text>')
         for name, length in bar.lengths.items():
             share = length / longest * width
             lines.append(
-                f'<rect x="{x:.1f}" y="{y}" width="{share:.1f}" height="{height - 4}" '
-                f'fill="{colours[name]}"/>'
+                f'<rect x="{x:.1f}" y="{y:.0f}" width="{share:.1f}" '
+                f'height="{height - 3}" class="{classes[name]}"/>'
             )
             x += share
-        figure = f"{sum(bar.lengths.values()):.3g} {unit}"
-        lines.append(f'<text x="{x + 6:.1f}" y="{y + 12}">{escape(figure)}</text>')
-    return "\n".join([*lines, "</svg>\n"])
+        total = sum(bar.lengths.values())
+        figure = f"{total:.{2 if total < 10 else 0}f} {unit} {bar.name}".rstrip()
+        lines.append(f'<text x="{x + 6:.1f}" y="{y + 12:.0f}">{escape(figure)}</text>')
+        y += height
+    box = f'viewBox="0 0 800 {y + 8:.0f}" width="800" role="img"'
+    shades = list(zip(classes.values(), COLOURS, strict=False))
+    light = "".join(f".p .{name}{{fill:{pair[0]}}}" for name, pair in shades)
+    dark = "".join(f".p .{name}{{fill:{pair[1]}}}" for name, pair in shades)
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" class="p" {box}>',
+            f"<title>{escape(title)}</title>",
+            f"<style>{STYLE}{light}",
+            f"@media(prefers-color-scheme:dark){{{dark}}}</style>",
+            *lines,
+            "</svg>\n",
+        ]
+    )
 
 
 def speed_bars(cells: dict[Cell, Values]) -> list[Bar]:
@@ -154,24 +182,22 @@ def speed_bars(cells: dict[Cell, Values]) -> list[Bar]:
     for (model, framework), values in cells.items():
         label = f"{model}, {framework}"
         for variant, figures in values["variants"].items():
-            bars.append(Bar(label, {VARIANTS[variant]: 100 * figures["share"]}))
-            label = ""
+            if variant != "no_communication":
+                bars.append(Bar({VARIANTS[variant]: 100 * figures["share"]}, label))
+                label = ""
     return bars
 
 
 def part_bars(cells: dict[Cell, Values], model: str) -> list[Bar]:
-    """Return the parts of ronde's step in each framework; noise below 0 counts as 0."""
-    return [
-        Bar(
-            f"{model}, {framework}",
-            {
-                name: max(0.0, values["variants"]["all_ranks"][part])
-                for part, name in PARTS.items()
-            },
-        )
-        for (its_model, framework), values in cells.items()
-        if its_model == model
-    ]
+    """Return the parts of steps in each framework; noise below 0 counts as 0."""
+    bars: list[Bar] = []
+    for (_, framework), values in ((k, v) for k, v in cells.items() if k[0] == model):
+        label = framework
+        for variant, figures in values["variants"].items():
+            lengths = {name: max(0.0, figures[part]) for part, name in PARTS.items()}
+            bars.append(Bar(lengths, label, VARIANTS[variant]))
+            label = ""
+    return bars
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
@@ -185,20 +211,17 @@ def write_report(
     missing: dict[Cell, str],
     machine: str,
 ) -> Path:
-    date = time.strftime("%Y-%m-%d")
-    stem = options.folder / f"frameworks-{date}"
-    plots = {f"{stem.name}-speed.svg": "share of the step without communication"}
-    title = f"Speed with communication, {options.ranks} ranks: the higher, the better"
+    plots = {"speed.svg": "speed with communication"}
+    title = f"Speed of {options.ranks} ranks, in % of that without communication"
     names, bars = list(VARIANTS.values()), speed_bars(cells)
-    shown = [name for name in names if any(name in bar.lengths for bar in bars)]
-    stem.with_name(next(iter(plots))).write_text(plot(title, "%", shown, bars))
+    folder: Path = options.folder
+    (folder / "speed.svg").write_text(plot(title, "%", names, bars))
     for model in dict.fromkeys(each for each, _ in cells):
-        name = f"{stem.name}-{model}.svg"
-        bars = part_bars(cells, model)
-        title = f"The parts of a step with ronde, {model}"
-        stem.with_name(name).write_text(plot(title, "ms", list(PARTS.values()), bars))
-        plots[name] = f"parts of a step, {model}"
-    path = stem.with_suffix(".md")
+        title = f"{model}: the parts of a step, ms, {options.ranks} ranks"
+        drawn = plot(title, "ms", list(PARTS.values()), part_bars(cells, model))
+        (folder / f"{model}.svg").write_text(drawn)
+        plots[f"{model}.svg"] = f"parts of a step, {model}"
+    path = folder / "README.md"
     path.write_text("\n".join(_report(options, cells, missing, plots, machine)))
     return path
 
@@ -216,10 +239,9 @@ def _report(
     }
     setting = (
         f"{options.ranks} ranks on one host ({machine}), no GPU; a rank's framework "
-        "has as many threads as the rank has cores. Medians over at most "
-        f"{options.cycles} runs of each cell, in turns; a run has {options.rounds} "
-        "rounds of all variants in "
-        f"turns. Versions: {', '.join(sorted(versions))}."
+        "has as many threads as the rank has cores. Medians over the runs of each "
+        f"cell; a run has {options.rounds} rounds, in which the variants take turns. "
+        f"Versions: {', '.join(sorted(versions))}."
     )
     how = (
         "Of torch they are timed one by one. The others compile a step: their parts "
@@ -284,13 +306,17 @@ def main() -> None:
         "--frameworks", nargs="+", choices=FRAMEWORKS, default=list(FRAMEWORKS)
     )
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--cycles", type=int, default=3, help="runs of each cell")
-    parser.add_argument("--rounds", type=int, default=5, help="rounds of each run")
+    parser.add_argument("--cycles", type=int, default=1, help="runs of each cell")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of each run")
     parser.add_argument("--steps", type=int, default=0, help="steps a round")
-    parser.add_argument("--folder", type=Path, default=HERE, help="of the report")
+    parser.add_argument("--keep", action="store_true", help="add to earlier cells")
+    folder = HERE / f"frameworks-{time.strftime('%Y-%m-%d')}"
+    parser.add_argument("--folder", type=Path, default=folder, help="of the report")
     options = parser.parse_args()
-    records = options.folder / f"frameworks-{time.strftime('%Y-%m-%d')}.jsonl"
-    records.unlink(missing_ok=True)
+    options.folder.mkdir(exist_ok=True)
+    records = options.folder / "records.jsonl"
+    if not options.keep:
+        records.unlink(missing_ok=True)
     order = random.Random(0)
     wanted = list(product(options.models, options.frameworks))
     missing: dict[Cell, str] = {}
@@ -306,7 +332,8 @@ def main() -> None:
     runs: defaultdict[Cell, list[Values]] = defaultdict(list)
     for record in found:
         runs[record.values["model"], record.values["framework"]].append(record.values)
-    cells = {cell: medians(runs[cell]) for cell in wanted if cell in runs}
+    every = product(BATCHES, FRAMEWORKS)
+    cells = {cell: medians(runs[cell]) for cell in every if cell in runs}
     machine = str(found[0].values["device_name"]) if found else "no record"
     print(write_report(options, cells, missing, machine))
 

@@ -1,24 +1,47 @@
-"""Measure training steps of TensorFlow: ours against MultiWorkerMirroredStrategy.
+"""Measure TensorFlow's collectives and training steps, and Keras on its backends.
 
-Run it as ``python benchmarks/tensorflow_steps.py`` where TensorFlow is installed. Each
-side has ranks of its own, which take turns in rounds of all models. A figure is the
-best step without communication, divided by the best one with it, in the same ranks.
+Run it as ``python benchmarks/tensorflow_steps.py`` where TensorFlow, Keras and JAX are
+installed. ``ronde.tensorflow``, MultiWorkerMirroredStrategy (MWMS) and ``ronde.torch``
+take turns in rounds, in the same two ranks. A share is the best step without
+communication by the best one with it. Keras' training step is compared with a bare
+loop of the same model on ronde's front end for the backend, in ``ronde bench train``.
 """
 
 import argparse
-import json
 import socket
+import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-SIDES = ("ronde", "MWMS")
-Call = Tensor = Tensors = Module = Any  # TensorFlow's
+from ronde.launch import own_environment
+from ronde.records import read_records
+
+Tensor = Module = Any  # of TensorFlow
+Call = Callable[[], object]
+Reduce = Callable[[list[Tensor]], list[Tensor]]
+# Numbers of elements, and calls a round.
+SIZES = {
+    "4 B": ([1], 100),
+    "64 MiB": ([1 << 24], 3),
+    "160 x 16 KiB": ([4096] * 160, 10),
+}
+KERAS_ROWS = {
+    "no_communication": "no communication",
+    "all_ranks": "ronde.keras",
+    "bare": "bare loop",
+    "peer": "own strategy",
+}
+RONDE = [sys.executable, "-m", "ronde"]
 
 
-def models() -> dict[str, tuple[Any, Any]]:
+def models() -> dict[str, tuple[Callable[[], Tensor], list[Tensor]]]:
     """Return a function of the loss and its variables, by model."""
     import tensorflow as tf
 
@@ -59,92 +82,148 @@ def models() -> dict[str, tuple[Any, Any]]:
     }
 
 
-def measure(side: str, num_steps: int) -> None:
-    """Time the steps of one rank; rank 0 writes the best ones as JSON."""
+def make_step(
+    loss_of: Callable[[], Tensor], variables: list[Tensor], reduce: Reduce
+) -> Callable[[], None]:
     import tensorflow as tf
 
-    import ronde.tensorflow as hvd
+    def step() -> None:
+        with tf.GradientTape() as tape:
+            loss = loss_of()
+        gradients = reduce(tape.gradient(loss, variables))
+        for variable, gradient in zip(variables, gradients, strict=True):
+            variable.assign_sub(0.01 * gradient)
 
-    hvd.init()
-    own = None, hvd.grouped_allreduce
-    strategy, reduce = own if side == "ronde" else peer(hvd)
-    found = {}
-    for name, (loss_of, variables) in models().items():
-
-        def step(
-            wrap: Call, loss_of: Call = loss_of, variables: Tensors = variables
-        ) -> None:
-            with tf.GradientTape() as tape:
-                loss = loss_of()
-            gradients = wrap(tape.gradient(loss, variables))
-            for variable, gradient in zip(variables, gradients, strict=True):
-                variable.assign_sub(0.01 * gradient)
-
-        best = []
-        bodies = [lambda: step(list), lambda: step(reduce)]
-        if strategy:
-            bodies[1] = lambda: strategy.run(step, [reduce])
-        for body in bodies:
-            call = tf.function(body)
-            call()
-            hvd.barrier()
-            times = []
-            for _ in range(num_steps):
-                begin = time.perf_counter()
-                call()
-                times.append(time.perf_counter() - begin)
-            best.append(min(times))
-        found[name] = best
-    if hvd.rank() == 0:
-        sys.stdout.write(f"result {json.dumps(found)}\n")
-    hvd.shutdown()
+    return step
 
 
-def peer(hvd: Module) -> tuple[Any, Any]:
+def make_peer(hvd: Module) -> tuple[Tensor, Reduce]:
     """Return the strategy of all ranks, and its reduction of a list of gradients."""
     import tensorflow as tf
 
     with socket.create_server(("127.0.0.1", 0)) as server:
         own = f"127.0.0.1:{server.getsockname()[1]}"
-        workers = hvd.allgather_object(own)
+    workers = tf.train.ClusterSpec({"worker": hvd.allgather_object(own)})
     resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
-        tf.train.ClusterSpec({"worker": workers}),
-        task_type="worker",
-        task_id=hvd.rank(),
+        workers, task_type="worker", task_id=hvd.rank()
     )
     ring = tf.distribute.experimental.CommunicationImplementation.RING
     options = tf.distribute.experimental.CommunicationOptions(implementation=ring)
     strategy = tf.distribute.MultiWorkerMirroredStrategy(resolver, options)
 
-    def reduce(gradients: Tensors) -> Tensors:
+    def reduce(gradients: list[Tensor]) -> list[Tensor]:
         context = tf.distribute.get_replica_context()
         return context.all_reduce("MEAN", gradients, options)
 
     return strategy, reduce
 
 
+def time_rounds(
+    hvd: Module, sides: Mapping[str, Call], num_rounds: int, num_calls: int
+) -> dict[str, list[float]]:
+    """Return the milliseconds of each call, by side; the sides take turns."""
+    times: defaultdict[str, list[float]] = defaultdict(list)
+    for number in range(-1, num_rounds):  # the first round compiles
+        for side, call in sides.items():
+            hvd.barrier()
+            for _ in range(num_calls if number >= 0 else 1):
+                begin = time.perf_counter()
+                call()
+                if number >= 0:
+                    times[side].append((time.perf_counter() - begin) * 1e3)
+    return times
+
+
+def show(hvd: Module, row: str, times: Mapping[str, Sequence[float]]) -> None:
+    for side, own in times.items() if hvd.rank() == 0 else ():
+        best, line = min(own), f"{row:14}{side:22}"
+        if "none" in times:
+            line += f"share {min(times['none']) / best:5.2f}  "
+        print(f"{line}best {best:8.3f}  median {statistics.median(own):8.3f} ms")
+
+
+def be_rank(num_rounds: int) -> None:
+    import tensorflow as tf
+    import torch
+
+    import ronde.tensorflow as hvd
+    import ronde.torch
+
+    hvd.init()
+    strategy, reduce_by_peer = make_peer(hvd)  # before any other operation
+
+    def by_peer(function: Callable[..., object], *arguments: object) -> Call:
+        return tf.function(lambda: strategy.run(function, arguments))
+
+    for row, (sizes, num_calls) in SIZES.items():
+        tensors = [tf.ones(size) for size in sizes]
+        reduce = hvd.grouped_allreduce if len(sizes) > 1 else hvd.allreduce
+        own = tf.function(reduce)
+        argument = tensors if len(sizes) > 1 else tensors[0]
+        sides = {
+            "ronde": partial(own, argument),
+            "MWMS": by_peer(reduce_by_peer, tensors),
+        }
+        if row == "64 MiB":
+            tensor = torch.ones(sizes)
+            sides["ronde.torch in place"] = partial(ronde.torch.allreduce_, tensor)
+        show(hvd, row, time_rounds(hvd, sides, num_rounds, num_calls))
+    for row, (loss_of, variables) in models().items():
+        make = partial(make_step, loss_of, variables)
+        sides = {
+            "none": tf.function(make(list)),
+            "ronde": tf.function(make(hvd.grouped_allreduce)),
+            "MWMS": by_peer(make(reduce_by_peer)),
+        }
+        show(hvd, row, time_rounds(hvd, sides, num_rounds, 10))
+    hvd.shutdown()
+
+
+def compare_keras(backend: str, num_rounds: int, path: Path) -> None:
+    words = [
+        *RONDE,
+        "bench",
+        "train",
+        "--framework",
+        "keras",
+        "--model",
+        "mlp",
+        "--peer",
+    ]
+    words += ["-n", "2", "--rounds", str(num_rounds), "--json", str(path)]
+    environment = own_environment() | {"KERAS_BACKEND": backend}
+    subprocess.run(words, check=True, capture_output=True, env=environment)
+    *_, record = read_records(path)
+    variants = record.values["variants"]
+    own_ms = variants["all_ranks"]["step_ms"]
+    for variant, name in KERAS_ROWS.items():
+        step_ms = variants[variant]["step_ms"]
+        row = f"Keras, {backend}"
+        print(f"{row:18}{name:18}{step_ms:8.2f} ms  {step_ms / own_ms:.2f}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("-n", type=int, default=2, help="number of ranks")
-    parser.add_argument("--side", choices=SIDES, help="be a rank of this side")
+    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.side:
-        measure(options.side, options.steps)
+    if options.rank:
+        be_rank(options.rounds)
         return
-    best: dict[Any, list[float]] = defaultdict(list)
-    launch = [sys.executable, "-m", "ronde", "run", "-n", str(options.n)]
-    for _ in range(options.rounds):
-        for side in SIDES:
-            words = [sys.executable, __file__, "--side", side]
-            words += ["--steps", str(options.steps)]
-            done = subprocess.run([*launch, *words], check=True, capture_output=True)
-            text = done.stdout.decode().split("result ")[1].splitlines()[0]
-            for model, (alone, joint) in json.loads(text).items():
-                best[model, side].append(alone / joint)
-    for (model, side), shares in best.items():
-        print(f"{model:12} {side:6} " + " ".join(f"{each:.2f}" for each in shares))
+    words = [
+        *RONDE,
+        "run",
+        "-n",
+        "2",
+        "--no-prefix",
+        sys.executable,
+        __file__,
+        "--rank",
+    ]
+    subprocess.run([*words, "--rounds", str(options.rounds)], check=True)
+    with tempfile.TemporaryDirectory() as folder:
+        for backend in ("tensorflow", "jax", "torch"):
+            compare_keras(backend, options.rounds, Path(folder, "records"))
 
 
 if __name__ == "__main__":

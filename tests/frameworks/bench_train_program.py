@@ -11,7 +11,7 @@ from ronde.bench import MODELS, PORTABLE, Phase, TrainOptions, Variant, build_ke
 from ronde.session import import_framework
 
 TINY = {"batch": 4, "rounds": 1, "steps": 2, "warmup": 1, "device": "cpu"}
-COMMUNICATING = {Variant.ALL_RANKS, Variant.PEER}
+COMMUNICATING = {Variant.ALL_RANKS, Variant.BARE, Variant.PEER}
 
 
 def measure(framework: str, *, is_peered: bool) -> None:
@@ -22,6 +22,7 @@ def measure(framework: str, *, is_peered: bool) -> None:
     assert outcome.is_in_step, framework
     expected = set(Variant) - {Variant.PARAMETER_SERVER, Variant.DATA_PARALLEL}
     expected -= set() if is_peered else {Variant.PEER}
+    expected -= set() if is_peered and framework == "keras" else {Variant.BARE}
     (times,) = outcome.rounds
     assert set(times) == expected, times
     for variant, block in times.items():

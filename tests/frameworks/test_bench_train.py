@@ -14,10 +14,14 @@ PROGRAM = Path(__file__).with_name("bench_train_program.py")
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3"}
 
 
-# A process has one backend of Keras, and can make one strategy. Two starts for all.
+# A process has one backend of Keras, and can make one strategy.
 @pytest.mark.parametrize(
     ("backend", "measured"),
-    [("tensorflow", ("tensorflow+peer", "keras")), ("jax", ("jax+peer",))],
+    [
+        ("tensorflow", ("tensorflow+peer", "keras")),
+        ("jax", ("jax+peer",)),
+        ("torch", ("keras+peer",)),
+    ],
 )
 def test_a_tiny_training_in_each_framework(backend, measured):
     command = [sys.executable, "-m", "ronde", "run", "-n", "2", sys.executable]

@@ -228,6 +228,7 @@ def _variant_names(outcome: TrainingOutcome) -> dict[Variant, str]:
         Variant.ALL_RANKS: ranks,
         Variant.NO_COMMUNICATION: f"{ranks}, no communication",
         Variant.PARAMETER_SERVER: f"{ranks}, parameter server",
+        Variant.BARE: f"{ranks}, ronde.{outcome.setting.backend}",
         Variant.PEER: f"{ranks}, {_PEERS[outcome.setting.backend]}",
         Variant.DATA_PARALLEL: f"1 process, {num_ranks} GPUs, DataParallel",
     }

@@ -31,6 +31,11 @@ class ModelFacts:
     forward_macs: int  # multiply-adds of inference on one sample
 
     @property
+    def is_of_maps(self) -> bool:
+        """Return True if a sample has channels, height and width."""
+        return len(self.sample_shape) == 3
+
+    @property
     def units_per_sample(self) -> int:
         return 1 if self.unit is Unit.IMAGES else self.sample_shape[0]
 
@@ -69,22 +74,6 @@ def _language_model(name: str, shape: TransformerShape, batch: int) -> ModelFact
     figures = (shape.num_words, batch, shape.num_parameters, shape.forward_macs)
     return ModelFacts(name, Unit.TOKENS, (shape.context,), *figures)
 
-
-# Output channels of GoogLeNet's inception blocks: 1 x 1; 3 x 3 and the 1 x 1 before it;
-# the fourth branch's 3 x 3 and its 1 x 1; the 1 x 1 after the pooling. A pooling, with
-# the window given, follows the second block and the seventh.
-INCEPTIONS: tuple[tuple[int, ...], ...] = (
-    (64, 96, 128, 16, 32, 32),
-    (128, 128, 192, 32, 96, 64),
-    (192, 96, 208, 16, 48, 64),
-    (160, 112, 224, 24, 64, 64),
-    (128, 128, 256, 24, 64, 64),
-    (112, 144, 288, 32, 64, 64),
-    (256, 160, 320, 32, 128, 128),
-    (256, 160, 320, 32, 128, 128),
-    (384, 192, 384, 48, 128, 128),
-)
-POOLED_AFTER: Mapping[int, int] = MappingProxyType({2: 3, 7: 2})
 
 _IMAGENET = (Unit.IMAGES, (3, 224, 224), 1000)
 _FACTS = (

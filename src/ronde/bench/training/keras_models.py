@@ -1,111 +1,96 @@
-"""The models that every framework has, built from Keras 3 layers.
+"""The models that every framework has, in Keras 3: the layers of ``models.py``."""
 
-They have the layers, sizes and parameters of ``models.py``, with channels last.
-"""
-
-from collections.abc import Callable, Mapping, Sequence
+import random
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from ronde.bench.training.catalogue import INCEPTIONS, POOLED_AFTER, ModelFacts
+import torch
+from torch import nn
 
-Layers = Any  # ``keras.layers``
-Maps = Any  # a symbolic tensor of Keras
+from ronde.bench.training.catalogue import ModelFacts
+from ronde.bench.training.models import Inception, Residual, build
+from ronde.bench.training.outcome import TrainOptions
+from ronde.errors import UsageError
+from ronde.session.frameworks import import_framework
+
+Keras = Any  # modules and layers of Keras, which has no types
+Model = Any
+Maps = Any  # a symbolic tensor
 
 
-def build_keras(keras: Any, facts: ModelFacts) -> Any:  # noqa: ANN401  Keras has no types
+def import_keras(options: TrainOptions) -> Keras:
+    """Import Keras; raise a UsageError if its backend is not the one to measure."""
+    keras = import_framework("keras")
+    backend, wanted = keras.backend.backend(), options.framework
+    if wanted in ("tensorflow", "jax") and backend != wanted:
+        raise UsageError(
+            f"KERAS_BACKEND must be {wanted} for --framework {wanted}, got {backend}. "
+            f"Type: export KERAS_BACKEND={wanted}"
+        )
+    return keras
+
+
+def seeded_model(keras: Keras, options: TrainOptions) -> Model:
+    """Build a model with the same weights on all ranks."""
+    random.seed(0)  # keras.utils.set_random_seed would import TensorFlow
+    return build_keras(keras, options.model)
+
+
+def build_keras(keras: Keras, facts: ModelFacts) -> Model:
+    """Build a model with channels last, layer by layer as torch's."""
     channels, *sizes = facts.sample_shape
     inputs = keras.Input((*sizes, channels))
-    outputs = KERAS_FACTORIES[facts.name](keras.layers, inputs, facts.num_classes)
-    return keras.Model(inputs, outputs)
+    with torch.device("meta"):
+        model = build(facts.name)
+    return keras.Model(inputs, _apply(keras.layers, model, inputs))
 
 
-def _alexnet(layers: Layers, maps: Maps, num_classes: int) -> Maps:
-    maps = layers.ZeroPadding2D(2)(maps)
-    maps = layers.Conv2D(64, 11, 4, activation="relu")(maps)
-    maps = layers.MaxPooling2D(3, 2)(maps)
-    maps = layers.Conv2D(192, 5, padding="same", activation="relu")(maps)
-    maps = layers.MaxPooling2D(3, 2)(maps)
-    for width in (384, 256, 256):
-        maps = layers.Conv2D(width, 3, padding="same", activation="relu")(maps)
-    features = layers.Flatten()(layers.MaxPooling2D(3, 2)(maps))
-    for _ in range(2):
-        features = layers.Dropout(0.5)(features)
-        features = layers.Dense(4096, activation="relu")(features)
-    return layers.Dense(num_classes)(features)
+def _apply(layers: Keras, module: nn.Module, maps: Maps) -> Maps:
+    """Apply the Keras layers that a torch module corresponds to."""
+    match module:
+        case nn.Sequential():
+            for each in module:
+                maps = _apply(layers, each, maps)
+            return maps
+        case Residual():
+            parts = (module.body, module.shortcut)
+            both = [_apply(layers, part, maps) for part in parts]
+            return layers.ReLU()(layers.Add()(both))
+        case Inception():
+            branches = [_apply(layers, each, maps) for each in module.branches]
+            return layers.Concatenate()(branches)
+        case nn.Conv2d():
+            return _convolve(layers, module, maps)
+        case _:
+            return _LAYERS[type(module)](layers, module)(maps)
 
 
-def _googlenet(layers: Layers, maps: Maps, num_classes: int) -> Maps:
-    maps = _rectified(layers, maps, 64, 7, 2)
-    maps = layers.MaxPooling2D(3, 2, padding="same")(maps)
-    maps = _rectified(layers, _rectified(layers, maps, 64, 1), 192, 3)
-    maps = layers.MaxPooling2D(3, 2, padding="same")(maps)
-    for number, widths in enumerate(INCEPTIONS, 1):
-        maps = _inception(layers, maps, widths)
-        if window := POOLED_AFTER.get(number):
-            maps = layers.MaxPooling2D(window, 2, padding="same")(maps)
-    features = layers.Dropout(0.2)(layers.GlobalAveragePooling2D()(maps))
-    return layers.Dense(num_classes)(features)
+def _convolve(layers: Keras, module: nn.Conv2d, maps: Maps) -> Maps:
+    is_same = module.padding == tuple(each // 2 for each in module.kernel_size)
+    if not is_same and module.padding != (0, 0):
+        maps = layers.ZeroPadding2D(module.padding)(maps)
+    return layers.Conv2D(
+        module.out_channels,
+        module.kernel_size,
+        module.stride,
+        padding="same" if is_same else "valid",
+        use_bias=module.bias is not None,
+    )(maps)
 
 
-def _inception(layers: Layers, maps: Maps, widths: Sequence[int]) -> Maps:
-    one, narrow, three, narrower, fourth, pooled = widths
-    branches = [
-        _rectified(layers, maps, one, 1),
-        _rectified(layers, _rectified(layers, maps, narrow, 1), three, 3),
-        _rectified(layers, _rectified(layers, maps, narrower, 1), fourth, 3),
-    ]
-    maps = layers.MaxPooling2D(3, 1, padding="same")(maps)
-    return layers.Concatenate()([*branches, _rectified(layers, maps, pooled, 1)])
-
-
-def _resnet50(layers: Layers, maps: Maps, num_classes: int) -> Maps:
-    maps = _rectified(layers, maps, 64, 7, 2)
-    maps = layers.MaxPooling2D(3, 2, padding="same")(maps)
-    for number, (width, depth) in enumerate([(256, 3), (512, 4), (1024, 6), (2048, 3)]):
-        for block in range(depth):
-            stride, narrow = 2 if number and not block else 1, width // 4
-            body = _rectified(layers, maps, narrow, 1)
-            body = _rectified(layers, body, narrow, 3, stride)
-            body = _convolution(layers, body, width, 1)
-            if not block:
-                maps = _convolution(layers, maps, width, 1, stride)
-            maps = layers.ReLU()(layers.Add()([body, maps]))
-    return layers.Dense(num_classes)(layers.GlobalAveragePooling2D()(maps))
-
-
-def _rectified(
-    layers: Layers, maps: Maps, width: int, kernel: int, stride: int = 1
-) -> Maps:
-    return layers.ReLU()(_convolution(layers, maps, width, kernel, stride))
-
-
-def _convolution(
-    layers: Layers, maps: Maps, width: int, kernel: int, stride: int = 1
-) -> Maps:
-    form = layers.Conv2D(width, kernel, stride, padding="same", use_bias=False)
-    return layers.BatchNormalization(momentum=0.9, epsilon=1e-5)(form(maps))
-
-
-def _mnist_cnn(layers: Layers, maps: Maps, num_classes: int) -> Maps:
-    maps = layers.Conv2D(10, 5)(maps)
-    maps = layers.ReLU()(layers.MaxPooling2D(2)(maps))
-    maps = layers.SpatialDropout2D(0.5)(layers.Conv2D(20, 5)(maps))
-    maps = layers.ReLU()(layers.MaxPooling2D(2)(maps))
-    features = layers.Dense(50, activation="relu")(layers.Flatten()(maps))
-    return layers.Dense(num_classes)(layers.Dropout(0.5)(features))
-
-
-def _mlp(layers: Layers, features: Maps, num_classes: int) -> Maps:
-    features = layers.Dense(4096, activation="relu")(features)
-    features = layers.Dense(3072, activation="relu")(features)
-    return layers.Dense(num_classes)(features)
-
-
-# Builders by model name, as in ``models.FACTORIES``.
-KERAS_FACTORIES: Mapping[str, Callable[[Layers, Maps, int], Maps]] = {
-    "alexnet": _alexnet,
-    "googlenet": _googlenet,
-    "mlp": _mlp,
-    "mnist_cnn": _mnist_cnn,
-    "resnet50": _resnet50,
+# The other layers by torch's class.
+_LAYERS: Mapping[type[nn.Module], Callable[[Keras, Any], Keras]] = {
+    nn.AdaptiveAvgPool2d: lambda layers, _: layers.GlobalAveragePooling2D(),
+    nn.BatchNorm2d: lambda layers, m: layers.BatchNormalization(
+        momentum=1 - m.momentum, epsilon=m.eps
+    ),
+    nn.Dropout: lambda layers, m: layers.Dropout(m.p),
+    nn.Dropout2d: lambda layers, m: layers.SpatialDropout2D(m.p),
+    nn.Flatten: lambda layers, _: layers.Flatten(),
+    nn.Identity: lambda layers, _: layers.Identity(),
+    nn.Linear: lambda layers, m: layers.Dense(m.out_features),
+    nn.MaxPool2d: lambda layers, m: layers.MaxPooling2D(
+        m.kernel_size, m.stride, "same" if m.ceil_mode or m.padding else "valid"
+    ),
+    nn.ReLU: lambda layers, _: layers.ReLU(),
 }

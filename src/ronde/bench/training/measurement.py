@@ -16,8 +16,11 @@ from torch.autograd.graph import saved_tensors_hooks
 import ronde.torch as hvd
 from ronde.bench.ranks import cuda_device
 from ronde.bench.timing import without_collector
-from ronde.bench.training.jax_replicas import jax_replicas
-from ronde.bench.training.keras_replicas import keras_replicas
+from ronde.bench.training.compiled import (
+    jax_replicas,
+    keras_replicas,
+    tensorflow_replicas,
+)
 from ronde.bench.training.models import build
 from ronde.bench.training.outcome import (
     ALONE,
@@ -39,7 +42,6 @@ from ronde.bench.training.replica import (
     Stopwatch,
     make_samples,
 )
-from ronde.bench.training.tensorflow_replicas import tensorflow_replicas
 from ronde.bench.training.torch_replicas import (
     has_data_parallel,
     loss_of,
@@ -237,8 +239,9 @@ def measure(
 def _agree_on_devices(options: TrainOptions) -> torch.device:
     """Return this rank's device; raise on all ranks if one has none; collective."""
     device, refusal = torch.device("cpu"), ""
+    kind = options.device if options.framework == "torch" else "cpu"
     try:
-        device = choose_device(options.device, hvd.local_rank())
+        device = choose_device(kind, hvd.local_rank())
     except UsageError as error:
         refusal = str(error)
     for each in hvd.allgather_object(refusal):
@@ -254,9 +257,9 @@ def _variants_of(options: TrainOptions, device: torch.device) -> list[Variant]:
         if options.reduce == "parameter_server":
             variants.append(Variant.PARAMETER_SERVER)
         if options.is_peered:
+            variants += [Variant.BARE] if options.framework == "keras" else []
             variants.append(Variant.PEER)
-            is_whole = options.framework == "torch" and has_data_parallel(device)
-            variants += [Variant.DATA_PARALLEL] if is_whole else []
+            variants += [Variant.DATA_PARALLEL] if has_data_parallel(device) else []
     return variants
 
 

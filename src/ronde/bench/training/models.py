@@ -10,9 +10,7 @@ from torch.nn.functional import gelu, linear, pad
 from ronde.bench.training.catalogue import (
     CHARACTERS,
     GPT2_SMALL,
-    INCEPTIONS,
     MODELS,
-    POOLED_AFTER,
     TransformerShape,
 )
 
@@ -63,23 +61,34 @@ class Inception(nn.Module):
     def __init__(self, channels: int, widths: Sequence[int]) -> None:
         super().__init__()
         one, narrow, three, narrower, fourth, pooled = widths
-        self.branches = nn.ModuleList(
-            (
-                _rectified(channels, one, 1),
-                nn.Sequential(
-                    _rectified(channels, narrow, 1), _rectified(narrow, three, 3)
-                ),
-                nn.Sequential(
-                    _rectified(channels, narrower, 1), _rectified(narrower, fourth, 3)
-                ),
-                nn.Sequential(
-                    nn.MaxPool2d(3, 1, padding=1), _rectified(channels, pooled, 1)
-                ),
-            )
+        branches = (
+            (_rectified(channels, one, 1),),
+            (_rectified(channels, narrow, 1), _rectified(narrow, three, 3)),
+            (_rectified(channels, narrower, 1), _rectified(narrower, fourth, 3)),
+            (nn.MaxPool2d(3, 1, padding=1), _rectified(channels, pooled, 1)),
         )
+        self.branches = nn.ModuleList(nn.Sequential(*branch) for branch in branches)
 
     def forward(self, maps: Tensor) -> Tensor:
         return torch.cat([branch(maps) for branch in self.branches], 1)
+
+
+# Output channels of GoogLeNet's inception blocks: 1 x 1; 3 x 3 and the 1 x 1 before it;
+# the fourth branch's 3 x 3 and its 1 x 1; the 1 x 1 after the pooling. A lone number is
+# the window of a pooling.
+_INCEPTIONS: tuple[tuple[int, ...] | int, ...] = (
+    (64, 96, 128, 16, 32, 32),
+    (128, 128, 192, 32, 96, 64),
+    3,
+    (192, 96, 208, 16, 48, 64),
+    (160, 112, 224, 24, 64, 64),
+    (128, 128, 256, 24, 64, 64),
+    (112, 144, 288, 32, 64, 64),
+    (256, 160, 320, 32, 128, 128),
+    2,
+    (256, 160, 320, 32, 128, 128),
+    (384, 192, 384, 48, 128, 128),
+)
 
 
 def _googlenet(num_classes: int) -> nn.Module:
@@ -94,11 +103,12 @@ def _googlenet(num_classes: int) -> nn.Module:
         nn.MaxPool2d(3, 2, ceil_mode=True),
     ]
     channels = 192
-    for number, widths in enumerate(INCEPTIONS, 1):
-        layers.append(Inception(channels, widths))
-        channels = widths[0] + widths[2] + widths[4] + widths[5]
-        if window := POOLED_AFTER.get(number):
-            layers.append(nn.MaxPool2d(window, 2, ceil_mode=True))
+    for widths in _INCEPTIONS:
+        if isinstance(widths, int):
+            layers.append(nn.MaxPool2d(widths, 2, ceil_mode=True))
+        else:
+            layers.append(Inception(channels, widths))
+            channels = widths[0] + widths[2] + widths[4] + widths[5]
     pooling, flatten, linear = _classifier(channels, num_classes)
     return nn.Sequential(*layers, pooling, flatten, nn.Dropout(0.2), linear)
 

@@ -44,8 +44,7 @@ class TrainOptions:
                     f"{name} must be at least {value}, got {given}. "
                     f"Type: --{name} {max(value, 1)}"
                 )
-        # Only samples of image models have three dimensions.
-        if self.is_channels_last and len(self.model.sample_shape) != 3:
+        if self.is_channels_last and not self.model.is_of_maps:
             raise UsageError(
                 "--channels-last needs a model whose input is images, got "
                 f"{self.model.name}. Leave it out."
@@ -98,11 +97,15 @@ class Variant(StrEnum):
     ALL_RANKS = "all_ranks"
     NO_COMMUNICATION = "no_communication"
     PARAMETER_SERVER = "parameter_server"
+    BARE = "bare"  # a loop without Keras' trainer, with ronde on Keras' backend
     PEER = "peer"  # the framework's own strategy
     DATA_PARALLEL = "data_parallel"  # torch's, with one process for all GPUs
 
 
-COMMUNICATING = (Variant.ALL_RANKS, Variant.PARAMETER_SERVER, Variant.PEER)
+COMMUNICATING = (
+    *(Variant.ALL_RANKS, Variant.PARAMETER_SERVER),
+    *(Variant.BARE, Variant.PEER),
+)
 ALONE = (Variant.ONE_RANK, Variant.DATA_PARALLEL)  # the other ranks wait
 
 
@@ -178,8 +181,8 @@ class TrainingOutcome:
 
     def speed_over(self) -> dict[Variant, float]:
         """Return all ranks' speed in multiples of each other way to reduce."""
-        others = (Variant.PARAMETER_SERVER, Variant.PEER, Variant.DATA_PARALLEL)
-        return {v: self._ratio(v) for v in others if v in self.rounds[0]}
+        runs = (Variant.ONE_RANK, Variant.ALL_RANKS, Variant.NO_COMMUNICATION)
+        return {v: self._ratio(v) for v in self.variants() if v not in runs}
 
     def _ratio(self, variant: Variant) -> float:
         whole = Variant.ALL_RANKS

@@ -4,7 +4,7 @@ from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
@@ -26,8 +26,11 @@ from ronde.bench.training.replica import (
 
 @contextmanager
 def torch_replicas(
-    options: TrainOptions, device: torch.device
+    options: TrainOptions,
+    device: torch.device,
+    build_model: Callable[[], nn.Module] | None = None,
 ) -> Generator[Callable[[Variant], Replica]]:
+    """Make replicas of the options' model, or of the models that a function builds."""
     with ExitStack() as exits:
         if device.type == "cuda":
             exits.enter_context(torch.cuda.device(device))
@@ -43,7 +46,7 @@ def torch_replicas(
             )
             exits.callback(hvd.barrier)  # the store is in rank 0's process
             exits.callback(distributed.destroy_process_group)
-        yield partial(TorchReplica, options, device)
+        yield partial(TorchReplica, options, device, build_model=build_model)
 
 
 def has_data_parallel(device: torch.device) -> bool:
@@ -52,20 +55,29 @@ def has_data_parallel(device: torch.device) -> bool:
     return device.type == "cuda" and is_one_host and hvd.size() > 1
 
 
+def _build(options: TrainOptions) -> nn.Module:
+    model: Any = build(options.model.name)
+    is_last = options.is_channels_last
+    return model.to(memory_format=torch.channels_last) if is_last else model
+
+
 class TorchReplica:
     """A model in torch with its optimizer and data."""
 
     def __init__(
-        self, options: TrainOptions, device: torch.device, variant: Variant
+        self,
+        options: TrainOptions,
+        device: torch.device,
+        variant: Variant,
+        build_model: Callable[[], nn.Module] | None = None,
     ) -> None:
         self._device = device
         self.is_split_apart = device.type != "cpu"
         self._is_mixed = options.dtype == "bfloat16"
         self._batches = batches(options, device, seed=hvd.rank())
         torch.manual_seed(0)
-        self.model = model = build(options.model.name).to(device)
-        if options.is_channels_last:
-            cast("Any", model).to(memory_format=torch.channels_last)
+        build_model = build_model or partial(_build, options)
+        self.model = model = build_model().to(device)
         optimizer: Optimizer = SGD(model.parameters(), lr=1e-3, momentum=0.9)
         if options.optimizer == "adam":
             optimizer = Adam(model.parameters(), lr=1e-4)
@@ -116,7 +128,7 @@ class TorchReplica:
 
     @torch.no_grad()
     def digest(self) -> int:
-        return digest_of(self.model.parameters())
+        return digest_of(p for p in self.model.parameters() if p.requires_grad)
 
 
 def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
