@@ -22,7 +22,7 @@ _SESSION = (
     "Adasum Average Max Min ProcessSet Product Sum add_process_set allgather_object "
     "barrier broadcast_object global_process_set join remove_process_set "
     "start_timeline stop_timeline"
-).split() + session_queries.__all__
+)
 
 
 class CallableList(list[Any]):
@@ -166,7 +166,7 @@ def exports_of(package: str, module: str) -> Callable[[str], object]:
             return import_module(f"{package}.{name}")
         if name in ("DistributedOptimizer", "PartialDistributedOptimizer"):
             return globals()[name]
-        if name in _SESSION:
+        if name in (*_SESSION.split(), *session_queries.__all__):
             return getattr(session, name)
         is_own = name in ("init", "shutdown")  # of the backend's front end
         if name.startswith("_") or not (is_own or hasattr(ValueFunctions, name)):

@@ -190,14 +190,9 @@ class LocalGradientAggregationHelper(LocalGradientAggregationHelperEager):
         name: str = "",
     ) -> None:
         del rank
-        super().__init__(
-            backward_passes_per_step,
-            allreduce_func,
-            sparse_as_dense,
-            average_aggregated_gradients,
-            process_set,
-            scale_local_gradients,
-        )
+        options = (sparse_as_dense, average_aggregated_gradients)
+        options = (*options, process_set, scale_local_gradients)
+        super().__init__(backward_passes_per_step, allreduce_func, *options)
         self.name, self.optimizer_type = name, optimizer_type
 
 

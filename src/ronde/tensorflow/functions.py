@@ -20,6 +20,21 @@ from ronde.tensorflow.compression import Compression
 from ronde.tensorflow.mpi_ops import broadcast_, grouped_allgather, size_op
 from ronde.tensorflow.operations import Tensors, run, tf
 
+__all__ = [
+    "BroadcastGlobalVariablesHook",
+    "allgather_object",
+    "allreduce",
+    "broadcast_global_variables",
+    "broadcast_object",
+    "broadcast_object_fn",
+    "broadcast_variables",
+    "check_num_rank_power_of_2",
+    "grouped_allreduce",
+    "grouped_reducescatter",
+    "handle_average_backwards_compatibility",
+    "reducescatter",
+]
+
 Tensor = Any
 Name = str | None
 _ALL = global_process_set
