@@ -136,6 +136,16 @@ def check_mixed_precision():
         assert skipped == 1 if steps else 1 <= skipped < STEPS
         assert array_of(optimizer.inner_optimizer._iterations) == STEPS - skipped
     keras.config.set_dtype_policy("float32")
+    # Keras puts a loss scale of its own around the optimizer of such a model.
+    model = new_model(3, dtype="mixed_float16")
+    model.dtype_policy = keras.DTypePolicy("mixed_float16")
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.01))
+    fit(model, optimizer, own_rows(x), own_rows(y), ROWS)
+    outer = model.optimizer
+    assert outer is not optimizer
+    check_equal_on_all(model.weights + list(outer.variables), "Keras' loss scale")
+    assert all(np.isfinite(array_of(w)).all() for w in model.weights)
+    assert 1 <= STEPS - array_of(optimizer._iterations) < STEPS
 
 
 def check_state_and_saving(directory):
@@ -247,7 +257,7 @@ def check_local_layers():
     for layer, variable in zip(layers, variables, strict=True):
         layer._trainable_variables = [variable]
     optimizer = hvd.PartialDistributedOptimizer(
-        keras.optimizers.SGD(1.0), local_layers=layers[:1]
+        keras.optimizers.SGD(1.0), local_layers=layers[:1], groups=[[variables[1]]]
     )
     gradient = keras.ops.convert_to_tensor(np.full(3, rank + 1, "float32"))
     optimizer.apply([gradient, gradient], variables)

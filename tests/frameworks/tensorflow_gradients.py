@@ -176,6 +176,12 @@ def check_sparse() -> None:
         assert_allclose(dense(gradients[0]), expected, rtol=precision)
         average = mean_of(lambda r: r + 1.0)  # the bias is added to r + 1 rows
         assert_allclose(gradients[1].numpy(), [average] * 2, rtol=precision)
+    # Averages of integers truncate toward zero, as those of dense tensors do.
+    values = tf.constant([[-3, 3 * SIZE + 1]])
+    slices = tf.IndexedSlices(values, tf.constant([RANK]), tf.constant([SIZE, 2]))
+    averaged = hvd.allreduce(slices)
+    assert averaged.values.dtype == tf.int32
+    assert_array_equal(averaged.values, [[int(-3 / SIZE), 3]] * SIZE)
 
 
 def check_aggregation() -> None:

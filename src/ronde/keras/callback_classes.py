@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable
 from functools import cache
-from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -277,8 +276,8 @@ class _BestModelMethods(_CallbackMethods):
 
 
 @cache
-def callback_classes(keras: Any) -> SimpleNamespace:
-    """Return Horovod's callback classes as subclasses of a Keras's own."""
+def callback_classes(keras: Any) -> dict[str, Any]:
+    """Return Horovod's callback classes, by name, as subclasses of a Keras's own."""
     own = keras.callbacks.Callback
     facts: dict[str, Any] = {
         "is_tensorflow": keras.backend.backend() == "tensorflow",
@@ -292,8 +291,7 @@ def callback_classes(keras: Any) -> SimpleNamespace:
         "LearningRateWarmupCallback": (_WarmupMethods, own),
         "BestModelCheckpoint": (_BestModelMethods, keras.callbacks.ModelCheckpoint),
     }
-    made = {
+    return {
         name: type(name, pair, {**facts, "__doc__": pair[0].__doc__})
         for name, pair in bases.items()
     }
-    return SimpleNamespace(**made)

@@ -1,4 +1,7 @@
-"""Horovod's functions on any value and on models, for Keras 2 and Keras 3."""
+"""Horovod's functions on any value and on models, for Keras 2 and Keras 3.
+
+The front end of a Keras's backend is found by name, so that no framework is imported.
+"""
 
 from collections.abc import Callable
 from importlib import import_module
@@ -6,22 +9,78 @@ from typing import Any, NamedTuple
 
 from ronde import session
 from ronde.errors import CollectiveError, UsageError
-from ronde.keras import distributed
-from ronde.keras.gradients import compress
-from ronde.session.operations import Average, choose_op
+from ronde.session import session as session_queries
+from ronde.session.gradients import ReductionOptions, compress, variables_of_layers
+from ronde.session.operations import Average, Sum, choose_op
 
-_SESSION = (
-    "Adasum Average Max Min ProcessSet Product Sum add_process_set allgather_object "
-    "barrier broadcast_object ccl_built cross_rank cross_size cuda_built ddl_built "
-    "global_process_set gloo_built gloo_enabled is_homogeneous is_initialized "
-    "join local_rank local_size mpi_built mpi_enabled mpi_threads_supported "
-    "nccl_built rank remove_process_set rocm_built size start_timeline "
-    "stop_timeline"
-)
-_GLOBAL = (
+LEGACY_CURE = "Install tf-keras and set TF_USE_LEGACY_KERAS=1 to run a Keras 2 script."
+GLOBAL_VARIABLES = (
     "hvd.broadcast_global_variables() does not support eager execution. Please use "
     "`hvd.broadcast_variables(<model/optimizer variables>)` instead."
 )
+_SESSION = (
+    "Adasum Average Max Min ProcessSet Product Sum add_process_set allgather_object "
+    "barrier broadcast_object global_process_set join remove_process_set "
+    "start_timeline stop_timeline"
+)
+
+
+class CallableList(list[Any]):
+    """A list that returns itself when called, as ``optimizer.variables()`` did."""
+
+    def __call__(self) -> "CallableList":
+        return self
+
+
+def DistributedOptimizer(  # noqa: N802  Horovod's
+    optimizer: Any,
+    name: str | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = None,
+    sparse_as_dense: bool = False,
+    gradient_predivide_factor: float = 1.0,
+    op: int = Average,
+    **options: Any,
+) -> Any:
+    """Return a copy of a Keras optimizer that reduces gradients over all ranks.
+
+    Its class has the name of the optimizer's class, and a saved model loads without
+    ronde. Gradients are reduced in one call, before clipping and weight decay; if they
+    are accumulated, only their sum is. The state of a built optimizer is copied.
+
+    Give a ``name``, equal on all ranks, if several optimizers of one class take steps
+    at a time. ``options`` are Horovod's: ``num_groups groups process_set
+    scale_local_gradients backward_passes_per_step average_aggregated_gradients``.
+    """
+    del device_dense, device_sparse
+    given = (compression, sparse_as_dense, gradient_predivide_factor, op)
+    return distribute(optimizer, name, ReductionOptions(*given, **options).checked())
+
+
+def distribute(optimizer: Any, name: str | None, options: ReductionOptions) -> Any:
+    """Return a distributed optimizer, of the version of Keras of ``optimizer``."""
+    if options.op not in (Average, Sum):
+        raise UsageError("op currently only supports Average and Sum")
+    bases = type(optimizer).__mro__
+    is_keras_2 = any(base.__module__.split(".")[0] == "tf_keras" for base in bases)
+    version = "tensorflow.keras" if is_keras_2 else "keras"
+    module = import_module(f"ronde.{version}.optimizer")
+    return module.distribute(optimizer, name, options)
+
+
+def PartialDistributedOptimizer(  # noqa: N802  Horovod's
+    optimizer: Any, *args: Any, local_layers: Any = None, **options: Any
+) -> Any:
+    """Return ``DistributedOptimizer(...)`` that does not reduce ``local_layers``.
+
+    ``local_layers`` is a layer or a collection of layers.
+    """
+    local = variables_of_layers(local_layers)
+    distributed = DistributedOptimizer(optimizer, *args, **options)
+    for variable in local:
+        distributed.register_local_var(variable)
+    return distributed
 
 
 class ValueFunctions(NamedTuple):
@@ -81,16 +140,13 @@ class ValueFunctions(NamedTuple):
     ) -> Any:
         """Return a saved model with a distributed optimizer, in its saved state."""
         if legacy_opts and hasattr(self.keras, "ops"):
-            raise UsageError(
-                f"legacy_opts must be False with Keras 3. {distributed.LEGACY_CURE}"
-            )
+            raise UsageError(f"legacy_opts must be False with Keras 3. {LEGACY_CURE}")
         objects = {each.__name__: each for each in custom_optimizers or ()}
         objects |= custom_objects or {}
         model = self.keras.models.load_model(filepath, custom_objects=objects)
         before = model.optimizer
         if before is not None:
-            distribute = distributed.DistributedOptimizer
-            model.optimizer = distribute(before, compression=compression)
+            model.optimizer = DistributedOptimizer(before, compression=compression)
             if not hasattr(self.keras, "ops"):  # copied already with Keras 3
                 module = import_module("ronde.tensorflow.keras.optimizer")
                 module.copy_state(before, model.optimizer, model.trainable_variables)
@@ -99,7 +155,7 @@ class ValueFunctions(NamedTuple):
     def broadcast_global_variables(self, root_rank: int) -> None:
         """Raise: only graphs of TensorFlow 1 have global variables."""
         del root_rank
-        raise CollectiveError(_GLOBAL)
+        raise CollectiveError(GLOBAL_VARIABLES)
 
 
 def exports_of(package: str, module: str) -> Callable[[str], object]:
@@ -109,8 +165,8 @@ def exports_of(package: str, module: str) -> Callable[[str], object]:
         if name in ("callbacks", "elastic"):
             return import_module(f"{package}.{name}")
         if name in ("DistributedOptimizer", "PartialDistributedOptimizer"):
-            return getattr(distributed, name)
-        if name in _SESSION.split():
+            return globals()[name]
+        if name in (*_SESSION.split(), *session_queries.__all__):
             return getattr(session, name)
         is_own = name in ("init", "shutdown")  # of the backend's front end
         if name.startswith("_") or not (is_own or hasattr(ValueFunctions, name)):

@@ -2,35 +2,33 @@
 
 # pyright: reportUnknownArgumentType=false, reportUnknownVariableType=false
 
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from ronde.errors import UsageError
 from ronde.keras.backends import BACKEND, front_end, keras
-from ronde.keras.distributed import LEGACY_CURE, CallableList, ReductionOptions
-from ronde.keras.gradients import GradientReduction
+from ronde.keras.functions import LEGACY_CURE, CallableList
+from ronde.session.gradients import (
+    GradientReducer,
+    LocalVariables,
+    ReductionOptions,
+    with_values,
+)
 
 _KERAS_2_NAMES = ("lr", "get_gradients", "compute_gradients", "_compute_gradients")
 _KEPT = ("_exclude_from_weight_decay", "_exclude_from_weight_decay_pattern")
 """Settings of an optimizer that its config lacks."""
-
-
 _Keras: Any = object  # the mixins are put before a class of Keras
-
-
-@dataclass(frozen=True, slots=True)
-class _Variables:
-    """Variables by key, in an object that Keras does not search for variables."""
-
-    by_key: dict[Any, Any]
+_LossScaleOptimizer: Any = keras.optimizers.LossScaleOptimizer
 
 
 class _ReducingOptimizer(_Keras):
     """Base of the distributed classes, put before the class of the user's optimizer."""
 
-    # Class attributes, so that ``from_config`` gives a distributed optimizer too.
-    _reduction: GradientReduction
-    _local = _Variables({})
+    # Class attributes, so that ``from_config`` gives a distributed optimizer too, and
+    # Keras does not search them for variables.
+    _reducer: GradientReducer
+    _local: LocalVariables
 
     @property
     def variables(self) -> CallableList:
@@ -45,12 +43,11 @@ class _ReducingOptimizer(_Keras):
 
     def register_local_var(self, var: Any) -> None:
         """Exclude the gradients of a variable from the reduction."""
-        key = self._var_key(var)
-        self._local = _Variables({**self._local.by_key, key: var})
+        self._local.add(var)
 
-    def _is_local(self, variable: Any) -> bool:
-        by_key = self._local.by_key
-        return bool(by_key) and self._var_key(variable) in by_key
+    def is_finite_everywhere(self, finite: Any) -> Any:
+        """Return True if ``finite`` is true on all ranks; collective."""
+        return self._reducer.least(keras.ops.cast(finite, "float32")) > 0.5
 
     def __getattr__(self, name: str) -> Any:
         if name in _KERAS_2_NAMES:
@@ -65,39 +62,48 @@ class _ReducingOptimizer(_Keras):
         if self._is_accumulating:
             return gradients
         variables = self._trainable_variables if variables is None else variables
-        return self._reduction.reduce(gradients, variables, self._is_local)
+        return self._reduce(gradients, variables)
+
+    def _reduce(self, gradients: Any, variables: Any) -> list[Any]:
+        # The training loop reads torch's gradients from the variables.
+        in_place = BACKEND == "torch" and all(
+            g is None or getattr(v.value, "grad", None) is g
+            for g, v in zip(gradients, variables, strict=True)
+        )
+        results = self._local.reduce_others(
+            self._reducer.reduce, gradients, variables, in_place=in_place
+        )
+        passes = self._reducer.options.backward_passes_per_step
+        if passes == 1 or self._reducer.options.average_aggregated_gradients:
+            return results
+        # Keras has divided the accumulated sum by the number of passes.
+        return [with_values(gradient, lambda g: g * passes) for gradient in results]
 
 
 class _ReducingApply(_ReducingOptimizer):
     """Reduces gradients before clipping, weight decay and the update."""
-
-    _updated = _Variables({})  # by their index in the update in progress
 
     @property
     def _is_accumulating(self) -> bool:
         return bool(self.gradient_accumulation_steps)
 
     def _backend_apply_gradients(self, grads: Any, trainable_variables: Any) -> None:
-        variables: list[Any] = list(trainable_variables)
-        self._updated = _Variables(dict(enumerate(variables)))
-        super()._backend_apply_gradients(grads, variables)
+        # A function, as Keras searches lists for variables of the optimizer.
+        self._updated = partial(list[Any], trainable_variables)
+        super()._backend_apply_gradients(grads, trainable_variables)
 
     def _clip_gradients(self, grads: Any) -> Any:
         # Keras calls this with the mean of the accumulated gradients; on JAX in every
         # step, as it computes both branches.
         if self._is_accumulating:
-            variables, gradients = list(self._updated.by_key.values()), grads
-
-            def reduced() -> list[Any]:
-                return self._reduction.reduce(gradients, variables, self._is_local)
-
+            gradients, reduce = grads, partial(self._reduce, grads, self._updated())
             if BACKEND == "jax":
                 is_update = (
                     self._iterations + 1
                 ) % self.gradient_accumulation_steps == 0
-                grads = keras.ops.cond(is_update, reduced, lambda: gradients)
+                grads = keras.ops.cond(is_update, reduce, lambda: gradients)
             else:
-                grads = reduced()
+                grads = reduce()
         return super()._clip_gradients(grads)
 
 
@@ -110,7 +116,9 @@ class _ReducingLossScale(_ReducingOptimizer):
 
     def __init__(self, inner_optimizer: Any, *args: Any, **options: Any) -> None:
         if inner_optimizer.gradient_accumulation_steps:
-            inner_optimizer = _distributed(inner_optimizer, self._reduction)
+            facts = {"_reducer": self._reducer, "_local": self._local}
+            made = _made(_ReducingApply, type(inner_optimizer), facts)
+            inner_optimizer = _copy(inner_optimizer, made)
         super().__init__(inner_optimizer, *args, **options)
 
     @property
@@ -124,16 +132,24 @@ class _ReducingLossScale(_ReducingOptimizer):
             optimizer_variables, self._reduced(grads, None), trainable_variables
         )
 
-    def check_finite(self, grads: Any) -> Any:
-        finite = super().check_finite(grads)
-        if not self._is_accumulating:
-            return finite
-        return self._reduction.least(keras.ops.cast(finite, "float32")) > 0.5
 
-    def register_local_var(self, var: Any) -> None:
-        super().register_local_var(var)
-        if self._is_accumulating:
-            self.inner_optimizer.register_local_var(var)
+def _agree_on_skipped_steps() -> None:
+    """Make any loss scale around a distributed optimizer check all ranks' gradients.
+
+    ``compile`` makes one if the model alone has the policy ``mixed_float16``. A rank
+    that skipped a step alone would leave the others waiting for its gradients.
+    """
+    check_own = _LossScaleOptimizer.check_finite
+
+    def check_finite(self: Any, grads: Any) -> Any:
+        finite, inner = check_own(self, grads), self.inner_optimizer
+        is_reducing = isinstance(inner, _ReducingOptimizer)
+        return inner.is_finite_everywhere(finite) if is_reducing else finite
+
+    _LossScaleOptimizer.check_finite = check_finite
+
+
+_agree_on_skipped_steps()
 
 
 def distribute(optimizer: Any, name: str | None, options: ReductionOptions) -> Any:
@@ -157,30 +173,28 @@ def distribute(optimizer: Any, name: str | None, options: ReductionOptions) -> A
             f"gradient_accumulation_steps, got {passes}."
         )
     scope = name or f"Distributed{type(inner).__name__}"
-    # Keras divides the accumulated sum by the number of passes.
-    factor = 1 if options.average_aggregated_gradients else passes
+    size = options.process_set.size() or 1
     to_tensor = keras.ops.convert_to_tensor
-    reduction = GradientReduction(scope, options, front_end, to_tensor, factor)
+    facts: dict[str, Any] = {
+        "_local": LocalVariables(options, lambda values: values / size),
+        "_reducer": GradientReducer(scope, options, front_end, to_tensor),
+    }
     plain = _copy(inner, type(inner), passes)
-    base = keras.optimizers.LossScaleOptimizer
     config: dict[str, Any] = {"name": "loss_scale_optimizer"}
     if inner is not optimizer:
         config = optimizer.get_config()
         del config["inner_optimizer"]
     elif keras.config.dtype_policy().name != "mixed_float16":
-        return _with_state(optimizer, _distributed(plain, reduction))
-    copy = _reducing(_ReducingLossScale, base, reduction)(plain, **config)
-    return _with_state(optimizer, copy)
+        made = _made(_ReducingApply, type(plain), facts)
+        return _with_state(optimizer, _copy(plain, made))
+    made = _made(_ReducingLossScale, _LossScaleOptimizer, facts)
+    return _with_state(optimizer, made(plain, **config))
 
 
-def _distributed(optimizer: Any, reduction: GradientReduction) -> Any:
-    return _copy(optimizer, _reducing(_ReducingApply, type(optimizer), reduction))
-
-
-def _reducing(first: Any, base: Any, reduction: GradientReduction) -> Any:
+def _made(first: Any, base: Any, facts: dict[str, Any]) -> Any:
     """Return a class; Keras saves its objects as those of ``base``."""
     names = {"__module__": base.__module__, "__qualname__": base.__qualname__}
-    return type(base.__name__, (first, base), {**names, "_reduction": reduction})
+    return type(base.__name__, (first, base), {**names, **facts})
 
 
 def _copy(optimizer: Any, made: Any, passes: int = 1) -> Any:

@@ -3,7 +3,7 @@
 import functools
 import re
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -202,7 +202,10 @@ class UpdateEpochState(StateCallback):
         self.state.epoch += 1
 
 
-def elastic_callbacks(base: type[Any]) -> Iterator[type[Any]]:
-    """Yield Horovod's elastic callbacks for a Keras with this ``Callback``."""
-    for kind in (CommitState, UpdateBatchState, UpdateEpochState):
-        yield type(f"{kind.__name__}Callback", (kind, base), {"__doc__": kind.__doc__})
+def elastic_callbacks(base: type[Any]) -> dict[str, type[Any]]:
+    """Return Horovod's elastic callbacks, by name, for a Keras with this base."""
+    return {
+        name: type(name, (kind, base), {"__doc__": kind.__doc__})
+        for kind in (CommitState, UpdateBatchState, UpdateEpochState)
+        for name in [f"{kind.__name__}Callback"]
+    }

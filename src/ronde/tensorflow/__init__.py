@@ -9,22 +9,9 @@ from importlib import import_module
 
 from ronde import session as session  # first, as it imports torch
 from ronde.lazy_exports import lazy_exports
-from ronde.tensorflow import mpi_ops
+from ronde.tensorflow import functions, mpi_ops
 from ronde.tensorflow.compression import Compression
-from ronde.tensorflow.functions import (
-    BroadcastGlobalVariablesHook,
-    allgather_object,
-    allreduce,
-    broadcast_global_variables,
-    broadcast_object,
-    broadcast_object_fn,
-    broadcast_variables,
-    check_num_rank_power_of_2,
-    grouped_allreduce,
-    grouped_reducescatter,
-    handle_average_backwards_compatibility,
-    reducescatter,
-)
+from ronde.tensorflow.functions import *  # noqa: F403
 from ronde.tensorflow.gradients import (
     DistributedGradientTape,
     DistributedOptimizer,
@@ -39,7 +26,7 @@ from ronde.tensorflow.mpi_ops import (
     _grouped_reducescatter as _grouped_reducescatter,
     _reducescatter as _reducescatter,
 )
-from ronde.tensorflow.threads import request_threads
+from ronde.tensorflow.operations import request_threads
 from ronde.tensorflow.util import (
     _cache as _cache,
     _executing_eagerly as _executing_eagerly,
@@ -49,25 +36,14 @@ from ronde.tensorflow.util import (
 )
 
 __all__ = [
-    "BroadcastGlobalVariablesHook",
     "Compression",
     "DistributedGradientTape",
     "DistributedOptimizer",
     "PartialDistributedGradientTape",
-    "allgather_object",
-    "allreduce",
-    "broadcast_global_variables",
-    "broadcast_object",
-    "broadcast_object_fn",
-    "broadcast_variables",
-    "check_num_rank_power_of_2",
-    "grouped_allreduce",
-    "grouped_reducescatter",
-    "handle_average_backwards_compatibility",
-    "reducescatter",
     "refs_to_vars",
     "vars_to_refs",
 ]
+__all__ += functions.__all__
 __all__ += mpi_ops.__all__
 request_threads()
 # Lazy, as they load Keras, or scripts seldom need them.

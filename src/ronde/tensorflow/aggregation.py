@@ -1,10 +1,11 @@
-"""Local variables of a reduction, and local sums of gradients over several passes."""
+"""Local sums of gradients over several passes."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from ronde.errors import UsageError
 from ronde.session.frameworks import import_framework
+from ronde.session.gradients import LocalVariables, ReductionOptions, is_sparse
 from ronde.session.session import ProcessSet, current_session, global_process_set
 from ronde.tensorflow.mpi_ops import size_op
 
@@ -14,60 +15,18 @@ AllreduceGrads = Callable[..., list[Any]]
 """Takes gradients and their variables; returns the reduced gradients."""
 
 
-def variable_key(variable: Any) -> Any:
-    """Return a key of a TensorFlow or Keras 3 variable, which keeps it alive."""
-    value = getattr(variable, "value", None)
-    if value is not None and not callable(value):
-        variable = value  # that of Keras 3 has no ref()
-    return variable.ref()
+def local_variables(options: ReductionOptions) -> LocalVariables:
+    """Return a set of variables whose gradients are divided by the set's size."""
+    process_set = options.process_set
 
-
-class LocalVariables:
-    """Variables with local gradients: not reduced, only divided by the set's size."""
-
-    def __init__(self, process_set: ProcessSet, *, is_scaled: bool) -> None:
-        self._keys: set[Any] = set()
-        self._process_set = process_set
-        self._is_scaled = is_scaled
-
-    def add(self, variable: Any) -> None:
-        """Exclude the gradients of a variable from the reduction."""
-        self._keys.add(variable_key(variable))
-
-    def __contains__(self, variable: object) -> bool:
-        return bool(self._keys) and variable_key(variable) in self._keys
-
-    def reduce_others(
-        self,
-        allreduce_grads: AllreduceGrads,
-        gradients: Sequence[Any],
-        variables: Sequence[Any],
-        **options: Any,
-    ) -> list[Any]:
-        """Return all gradients, reduced unless their variable is local."""
-        results = list(gradients)
-        others = [i for i, variable in enumerate(variables) if variable not in self]
-        reduced = allreduce_grads(
-            [results[i] for i in others], [variables[i] for i in others], **options
-        )
-        if self._is_scaled and len(others) < len(results):
-            size = self._size()
-            results = [None if g is None else _divided(g, size) for g in results]
-        for i, gradient in zip(others, reduced, strict=True):
-            results[i] = gradient
-        return results
-
-    def _size(self) -> Any:
+    def divide(values: Any) -> Any:
         if current_session().is_of_views:  # a graph outlives the view
-            return size_op(self._process_set.process_set_id or 0)
-        return self._process_set.size()
+            size = size_op(process_set.process_set_id or 0)
+        else:
+            size = process_set.size()
+        return values / tf.cast(size, values.dtype)
 
-
-def _divided(gradient: Any, divisor: Any) -> Any:
-    if isinstance(gradient, tf.IndexedSlices):
-        values = _divided(gradient.values, divisor)
-        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-    return gradient / tf.cast(divisor, gradient.dtype)
+    return LocalVariables(options, divide)
 
 
 def state_variable(name: str, shape: Any, dtype: Any) -> Any:
@@ -129,7 +88,10 @@ class LocalGradientAggregationHelperEager:
         self.process_set = process_set
         self.locally_aggregated_grads: dict[int, Any] = {}
         self.counter = state_variable("aggregation_counter", (), tf.int32)
-        self._local = LocalVariables(process_set, is_scaled=scale_local_gradients)
+        options = ReductionOptions(
+            process_set=process_set, scale_local_gradients=scale_local_gradients
+        )
+        self._local = local_variables(options)
 
     def register_local_var(self, var: Any) -> None:
         """Exclude the gradients of a variable from the reduction."""
@@ -180,7 +142,7 @@ class LocalGradientAggregationHelperEager:
             return choose(is_reduced, apply_grads_closure, count_step)
 
     def _dense(self, gradient: Any) -> Any:
-        if not isinstance(gradient, tf.IndexedSlices):
+        if not is_sparse(gradient):
             return gradient
         if not self.sparse_as_dense:
             raise UsageError(
@@ -203,11 +165,10 @@ class LocalGradientAggregationHelperEager:
         with tf.control_dependencies([*values, *reduced]):
             cleared = [each.assign(tf.zeros_like(each)) for each in sums]
             cleared.append(self.counter.assign(0))
-        divisor = self.backward_passes_per_step
+        is_mean = self.average_aggregated_gradients
+        divisor = self.backward_passes_per_step if is_mean else 1
         with tf.control_dependencies(cleared):
-            if self.average_aggregated_gradients:
-                return [_divided(gradient, divisor) for gradient in reduced]
-            return [tf.identity(gradient) for gradient in reduced]
+            return [each / tf.cast(divisor, each.dtype) for each in reduced]
 
 
 class LocalGradientAggregationHelper(LocalGradientAggregationHelperEager):
@@ -229,14 +190,9 @@ class LocalGradientAggregationHelper(LocalGradientAggregationHelperEager):
         name: str = "",
     ) -> None:
         del rank
-        super().__init__(
-            backward_passes_per_step,
-            allreduce_func,
-            sparse_as_dense,
-            average_aggregated_gradients,
-            process_set,
-            scale_local_gradients,
-        )
+        options = (sparse_as_dense, average_aggregated_gradients)
+        options = (*options, process_set, scale_local_gradients)
+        super().__init__(backward_passes_per_step, allreduce_func, *options)
         self.name, self.optimizer_type = name, optimizer_type
 
 

@@ -3,6 +3,8 @@
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from ronde.keras.functions import GLOBAL_VARIABLES
+from ronde.session.gradients import compress, is_sparse
 from ronde.session.operations import (
     Adasum,
     Allreduce,
@@ -18,13 +20,24 @@ from ronde.tensorflow.compression import Compression
 from ronde.tensorflow.mpi_ops import broadcast_, grouped_allgather, size_op
 from ronde.tensorflow.operations import Tensors, run, tf
 
+__all__ = [
+    "BroadcastGlobalVariablesHook",
+    "allgather_object",
+    "allreduce",
+    "broadcast_global_variables",
+    "broadcast_object",
+    "broadcast_object_fn",
+    "broadcast_variables",
+    "check_num_rank_power_of_2",
+    "grouped_allreduce",
+    "grouped_reducescatter",
+    "handle_average_backwards_compatibility",
+    "reducescatter",
+]
+
 Tensor = Any
 Name = str | None
 _ALL = global_process_set
-_HAS_GLOBALS = (
-    "hvd.{0}() does not support eager execution. Please use "
-    "`hvd.broadcast_variables(<model/optimizer variables>)` instead."
-)
 
 
 def allreduce(
@@ -83,7 +96,7 @@ def _reduce(
 ) -> list[Tensor]:
     collective.process_set.size()  # refuses an unknown set, while the graph is built
     results = dict[int, Tensor]()
-    sparse = [i for i, t in enumerate(tensors) if isinstance(t, tf.IndexedSlices)]
+    sparse = [i for i, t in enumerate(tensors) if is_sparse(t)]
     dense = [i for i in range(len(tensors)) if i not in sparse]
     if sparse:
         _require_gathered(collective)
@@ -109,11 +122,16 @@ def _gather(collective: Allreduce, slices: Tensors) -> list[Tensor]:
     values, indices = parts
     if collective.op == Average:
         size = size_op(process_set.process_set_id or 0)
-        values = [value / tf.cast(size, value.dtype) for value in values]
+        values = [_divided(value, size) for value in values]
     return [
         tf.IndexedSlices(value, index, dense_shape=each.dense_shape)
         for value, index, each in zip(values, indices, slices, strict=True)
     ]
+
+
+def _divided(values: Tensor, size: Tensor) -> Tensor:
+    divide = tf.truncatediv if values.dtype.is_integer else tf.truediv
+    return divide(values, tf.cast(size, values.dtype))
 
 
 def reducescatter(
@@ -161,12 +179,9 @@ def _run_compressed(
     compression: Any,
     tensors: Tensors,
 ) -> list[Tensor]:
-    compressed = [compression.compress(tensor) for tensor in tensors]
-    results = run(collective, [wire for wire, _ in compressed])
-    return [
-        compression.decompress(result, context)
-        for result, (_, context) in zip(results, compressed, strict=True)
-    ]
+    pairs = [compress(compression, tensor) for tensor in tensors]
+    results = run(collective, [wire for wire, _ in pairs])
+    return [finish(each) for each, (_, finish) in zip(results, pairs, strict=True)]
 
 
 def _require_sum(op: int) -> None:
@@ -213,7 +228,8 @@ def broadcast_variables(
     """Assign the values of ``root_rank`` to variables of all ranks; collective.
 
     Variables may be TensorFlow's or those of Keras. In a graph this returns the
-    operation. ``inplace`` makes no difference.
+    operation. ``inplace`` makes no difference: the root's values always arrive in one
+    call, in new tensors, as a variable's memory may have other readers.
     """
     del inplace
     found = [v if isinstance(v, tf.Variable) else v.value for v in variables]
@@ -260,7 +276,7 @@ def allgather_object(
 def broadcast_global_variables(root_rank: int) -> Any:
     """Return an operation that broadcasts all global variables of TensorFlow 1."""
     if tf.executing_eagerly():
-        raise RuntimeError(_HAS_GLOBALS.format("broadcast_global_variables"))
+        raise RuntimeError(GLOBAL_VARIABLES)
     return broadcast_variables(tf.compat.v1.global_variables(), root_rank)
 
 

@@ -1,146 +1,57 @@
-"""Reduction of gradients: tapes, and optimizers of ``tf.compat.v1.train``.
+"""Reduction of gradients: tapes, and optimizers of ``tf.compat.v1.train``."""
 
-All dense gradients of a dtype are reduced in one call. Gradients that are None stay so,
-on all ranks alike.
-"""
-
-import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import nullcontext
-from importlib import import_module
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 from ronde.errors import UsageError
+from ronde.keras.functions import distribute
 from ronde.session.frameworks import import_framework
+from ronde.session.gradients import (
+    GradientReducer,
+    Groups,
+    LocalVariables,
+    ReductionOptions,
+    variables_of_layers,
+)
 from ronde.session.operations import Adasum, Average
-from ronde.session.session import ProcessSet, current_session, global_process_set, rank
+from ronde.session.session import ProcessSet, global_process_set
+from ronde.tensorflow import functions
 from ronde.tensorflow.aggregation import (
     AllreduceGrads,
-    LocalGradientAggregationHelper,
-    LocalVariables,
+    LocalGradientAggregationHelperEager,
     choose,
+    local_variables,
     state_variable,
-    variable_key,
 )
 from ronde.tensorflow.compression import Compression
-from ronde.tensorflow.functions import grouped_allreduce
 
 tf = import_framework("tensorflow")
 _LegacyOptimizer: Any = tf.compat.v1.train.Optimizer
 
-Groups = int | list[list[Any]] | None
 
-
-def _is_reduced(process_set: ProcessSet) -> bool:
-    if not process_set.included():
-        return False
-    # The size of a view may change while a graph lives.
-    return process_set.size() != 1 or current_session().is_of_views
-
-
-def _reduction(
-    name: str,
-    compression: Any = Compression.none,
-    sparse_as_dense: bool = False,
-    op: int = Average,
-    gradient_predivide_factor: float = 1.0,
-    groups: Groups = None,
-    process_set: ProcessSet = global_process_set,
-) -> AllreduceGrads:
-    """Return a function that reduces gradients, by names that begin with ``name``.
-
-    It takes gradients, their variables (needed for lists in ``groups``), and whether
-    to name the calls ``grad_<number>`` without any scope.
-    """
-    factor = gradient_predivide_factor if op == Average else 1.0
-    options: dict[str, Any] = {
-        "compression": compression,
-        "op": op,
-        "process_set": process_set,
-    }
-
-    def allreduce_grads(
-        grads: Iterable[Any],
-        vars: Sequence[Any] | None = None,  # noqa: A002
-        use_generic_names: bool = False,
-    ) -> list[Any]:
-        results = list(grads)
-        if sparse_as_dense:
-            results = [_dense(gradient) for gradient in results]
-        if not _is_reduced(process_set):
-            return results
-        if tf.distribute.has_strategy():
-            raise UsageError(
-                "gradients must be reduced outside tf.distribute. Start one rank for "
-                "each device instead."
-            )
-        is_scoped = not use_generic_names
-        with (
-            tf.name_scope(f"{name}_Allreduce") if is_scoped else nullcontext() as scope
-        ):
-            prefix = scope if tf.executing_eagerly() else ""  # a graph adds the scope
-            for number, (part, members) in enumerate(_calls(results, vars, groups)):
-                is_sparse = part.startswith("sparse")
-                # Sparse gradients support no factors but 1.
-                reduced = grouped_allreduce(
-                    [results[i] for i in members],
-                    **options,
-                    prescale_factor=1.0 if is_sparse else 1.0 / factor,
-                    postscale_factor=1.0 if is_sparse else factor,
-                    name=f"{prefix}{part}" if is_scoped else f"grad_{number}",
-                )
-                for i, gradient in zip(members, reduced, strict=True):
-                    results[i] = gradient
-        return results
-
-    return allreduce_grads
+def _reduction(scope: str, options: ReductionOptions) -> AllreduceGrads:
+    """Return a function that reduces gradients, by names that begin with ``scope``."""
+    reducer = GradientReducer(scope, options, functions, tf.convert_to_tensor)
+    return tf.autograph.experimental.do_not_convert(reducer.reduce)
 
 
 def _make_allreduce_grads_fn(  # pyright: ignore[reportUnusedFunction]
-    name: str, device_dense: str, device_sparse: str, *options: Any
+    name: str,
+    device_dense: str,
+    device_sparse: str,
+    compression: Any,
+    sparse_as_dense: bool,
+    op: int,
+    gradient_predivide_factor: float,
+    groups: Groups = None,
+    process_set: ProcessSet = global_process_set,
 ) -> AllreduceGrads:
     """Do the same with Horovod's arguments; devices are ignored."""
     del device_dense, device_sparse
-    return _reduction(name, *options)
-
-
-def _dense(gradient: Any) -> Any:
-    is_sparse = isinstance(gradient, tf.IndexedSlices)
-    return tf.convert_to_tensor(gradient) if is_sparse else gradient
-
-
-def _calls(
-    gradients: Sequence[Any], variables: Sequence[Any] | None, groups: Groups
-) -> Iterator[tuple[str, list[int]]]:
-    """Yield the name of each grouped reduction and the indices of its gradients."""
-    given = [i for i, gradient in enumerate(gradients) if gradient is not None]
-    parts = list(_parts(given, variables, groups))
-    for number, part in enumerate(parts):
-        label = f"{number}." if len(parts) > 1 else ""
-        kinds: dict[str, list[int]] = {}
-        for i in part:
-            is_sparse = isinstance(gradients[i], tf.IndexedSlices)
-            kind = "sparse" if is_sparse else "grads"
-            name = f"{kind}.{label}{gradients[i].dtype.name}"
-            kinds.setdefault(name, []).append(i)
-        yield from kinds.items()
-
-
-def _parts(
-    given: list[int], variables: Sequence[Any] | None, groups: Groups
-) -> Iterator[list[int]]:
-    """Yield non-empty parts of the indices: ``groups``, and others as the last part."""
-    if isinstance(groups, list):
-        keys = {variable_key(variables[i]): i for i in given} if variables else {}
-        for group in groups:
-            found = [keys.pop(variable_key(each), None) for each in group]
-            if part := [i for i in found if i is not None]:
-                yield part
-        given, groups = sorted(keys.values()), 1
-    count = min(groups or 1, len(given))
-    for number in range(count):
-        ends = (number * len(given) // count, (number + 1) * len(given) // count)
-        yield given[slice(*ends)]
+    factor = gradient_predivide_factor if op == Average else 1.0
+    options = ReductionOptions(compression, sparse_as_dense, factor, op)
+    options = options._replace(groups=groups, process_set=process_set)
+    return _reduction(name, options)
 
 
 class _DistributedGradientTape:
@@ -208,24 +119,24 @@ def DistributedGradientTape(  # noqa: N802  Horovod's
     splits the reduction: a number of parts, or lists of variables.
     """
     del device_dense, device_sparse
-    groups = _check(op, gradient_predivide_factor, num_groups, groups)
+    options = ReductionOptions(
+        compression,
+        sparse_as_dense,
+        gradient_predivide_factor,
+        op,
+        num_groups,
+        groups,
+        process_set,
+        scale_local_gradients,
+    ).checked()
     base: Any = gradtape.__class__
     names = {"__module__": base.__module__, "__qualname__": base.__qualname__}
     made: Any = object.__new__(
         type(base.__name__, (_DistributedGradientTape, base), names)
     )
     vars(made).update(vars(gradtape), _recording=False)
-    made.process_set = process_set
-    made._local = LocalVariables(process_set, is_scaled=scale_local_gradients)
-    made._allreduce_grads = _reduction(
-        "DistributedGradientTape",
-        compression,
-        sparse_as_dense,
-        op,
-        gradient_predivide_factor,
-        groups,
-        process_set,
-    )
+    made.process_set, made._local = process_set, local_variables(options)
+    made._allreduce_grads = _reduction("DistributedGradientTape", options)
     return made
 
 
@@ -239,15 +150,52 @@ def PartialDistributedGradientTape(  # noqa: N802  Horovod's
 
     ``local_layers`` is a layer or a collection of layers.
     """
-    layers: list[Any] = [] if local_layers is None else [local_layers]
-    if isinstance(local_layers, Iterable):
-        layers = list(cast("Iterable[Any]", local_layers))
-    if not all(hasattr(layer, "trainable_weights") for layer in layers):
-        raise UsageError("All local layers must be of tf.keras.layers.Layer type.")
+    local = variables_of_layers(local_layers)
     tape = DistributedGradientTape(gradtape, *args, **options)
-    for variable in [v for layer in layers for v in layer.trainable_weights]:
+    for variable in local:
         tape.register_local_source(variable)
     return tape
+
+
+class OptimizerReduction:
+    """The reduction of an optimizer's gradients, of one or of several passes."""
+
+    def __init__(self, scope: str, options: ReductionOptions) -> None:
+        self._reduce = _reduction(scope, options)
+        self._local = local_variables(options)
+        self.helper: LocalGradientAggregationHelperEager | None = None
+        if options.backward_passes_per_step > 1:
+            self.helper = LocalGradientAggregationHelperEager(
+                options.backward_passes_per_step,
+                self._reduce,
+                options.sparse_as_dense,
+                options.average_aggregated_gradients,
+                options.process_set,
+                options.scale_local_gradients,
+            )
+
+    def register_local_var(self, var: Any) -> None:
+        """Exclude the gradients of a variable from the reduction."""
+        self._local.add(var)
+        if self.helper is not None:
+            self.helper.register_local_var(var)
+
+    def reduce(self, pairs: Iterable[Any]) -> list[Any]:
+        """Return pairs (reduced gradient, variable); collective."""
+        gradients, variables = zip(*pairs, strict=True)
+        if self.helper is not None:
+            found = self.helper.compute_gradients(gradients, variables)
+        else:
+            found = self._local.reduce_others(self._reduce, gradients, variables)
+        return list(zip(found, variables, strict=True))
+
+    def apply(
+        self, apply: Callable[[], Any], optimizer: Any, *pairs: Any, **options: Any
+    ) -> Any:
+        """Call ``apply`` in the last pass of a step; in others, count the pass."""
+        if self.helper is None:
+            return apply()
+        return self.helper.apply_gradients(apply, optimizer, *pairs, **options)
 
 
 class _Wrapper(_LegacyOptimizer):
@@ -256,75 +204,35 @@ class _Wrapper(_LegacyOptimizer):
     def __init__(self, optimizer: Any, name: str, use_locking: bool) -> None:
         super().__init__(name=name, use_locking=use_locking)
         self._optimizer = optimizer
+        self.get_slot, self.get_slot_names = (
+            optimizer.get_slot,
+            optimizer.get_slot_names,
+        )
+        self.variables = optimizer.variables
 
     def compute_gradients(self, *args: Any, **kwargs: Any) -> list[Any]:
         return self._optimizer.compute_gradients(*args, **kwargs)
-
-    def get_slot(self, *args: Any, **kwargs: Any) -> Any:
-        return self._optimizer.get_slot(*args, **kwargs)
-
-    def get_slot_names(self, *args: Any, **kwargs: Any) -> Any:
-        return self._optimizer.get_slot_names(*args, **kwargs)
-
-    def variables(self, *args: Any, **kwargs: Any) -> Any:
-        return self._optimizer.variables(*args, **kwargs)
 
 
 class _DistributedOptimizer(_Wrapper):
     """A legacy optimizer that reduces gradients when it computes them."""
 
     def __init__(
-        self,
-        optimizer: Any,
-        name: str | None = None,
-        use_locking: bool = False,
-        **options: Any,
+        self, optimizer: Any, name: str, use_locking: bool, options: ReductionOptions
     ) -> None:
-        name = name or f"Distributed{type(optimizer).__name__}"
         super().__init__(optimizer, name, use_locking)
-        passes = options.pop("backward_passes_per_step", 1)
-        is_average = options.pop("average_aggregated_gradients", False)
-        is_scaled = options.pop("scale_local_gradients", True)
-        self._allreduce_grads = _reduction(name, **options)
-        self.process_set = options.get("process_set", global_process_set)
-        self._local = LocalVariables(self.process_set, is_scaled=is_scaled)
-        self._agg_helper: LocalGradientAggregationHelper | None = None
-        if passes == 1:
-            return
-        if tf.executing_eagerly():
+        if options.backward_passes_per_step > 1 and tf.executing_eagerly():
             raise UsageError(
                 "backward_passes_per_step > 1 is not yet supported for "
                 "_LegacyOptimizer with eager execution."
             )
-        self._agg_helper = LocalGradientAggregationHelper(
-            passes,
-            self._allreduce_grads,
-            options.get("sparse_as_dense", False),
-            is_average,
-            rank(),
-            "optimizer_type_legacy",
-            self.process_set,
-            is_scaled,
-            name,
-        )
-
-    def register_local_var(self, var: Any) -> None:
-        """Exclude the gradients of a variable from the reduction."""
-        self._local.add(var)
-        if self._agg_helper is not None:
-            self._agg_helper.register_local_var(var)
+        self.process_set = options.process_set
+        self._reduction = OptimizerReduction(name, options)
+        self.register_local_var = self._reduction.register_local_var
 
     def compute_gradients(self, *args: Any, **kwargs: Any) -> list[Any]:
         """Return pairs (reduced gradient, variable); collective."""
-        pairs = super().compute_gradients(*args, **kwargs)
-        gradients, variables = zip(*pairs, strict=True)
-        if self._agg_helper is not None:
-            found = self._agg_helper.compute_gradients(gradients, variables)
-        else:
-            found = self._local.reduce_others(
-                self._allreduce_grads, gradients, variables
-            )
-        return list(zip(found, variables, strict=True))
+        return self._reduction.reduce(super().compute_gradients(*args, **kwargs))
 
     def apply_gradients(
         self,
@@ -332,34 +240,26 @@ class _DistributedOptimizer(_Wrapper):
         global_step: Any = None,
         name: str | None = None,
     ) -> Any:
-        pairs = list(grads_and_vars)
+        pairs, inner = list(grads_and_vars), self._optimizer
 
         def apply() -> Any:
-            return self._optimizer.apply_gradients(pairs, global_step, name)
+            return inner.apply_gradients(pairs, global_step, name)
 
-        if self._agg_helper is None:
-            return apply()
-        return self._agg_helper.apply_gradients(
-            apply, self._optimizer, pairs, global_step=global_step
-        )
+        return self._reduction.apply(apply, inner, pairs, global_step=global_step)
 
 
 class _DistributedAdasumOptimizer(_Wrapper):
     """A legacy optimizer that takes local steps and combines the deltas by Adasum."""
 
     def __init__(
-        self,
-        optimizer: Any,
-        name: str | None = None,
-        use_locking: bool = False,
-        compression: Any = Compression.none,
-        backward_passes_per_step: int = 1,
+        self, optimizer: Any, name: str, use_locking: bool, options: ReductionOptions
     ) -> None:
-        name = name or f"DistributedDelta{type(optimizer).__name__}"
         super().__init__(optimizer, name, use_locking)
-        self._combine = _reduction(name, compression, op=Adasum)
-        self._passes = backward_passes_per_step
-        self._starts: dict[Any, Any] = {}  # by key: the value after the last reduction
+        self._combine = _reduction(name, options)
+        self._passes = options.backward_passes_per_step
+        self._starts: dict[
+            Any, Any
+        ] = {}  # by reference: the value after the last reduction
         self._steps: Any = None
 
     def apply_gradients(
@@ -396,7 +296,7 @@ class _DistributedAdasumOptimizer(_Wrapper):
             return choose(tf.equal(step % self._passes, 0), combine, tf.no_op)
 
     def _start_of(self, variable: Any) -> Any:
-        key = variable_key(variable)
+        key = variable.ref()
         if key not in self._starts:
             made = state_variable("delta_start", variable.shape, variable.dtype)
             self._starts[key] = made
@@ -426,53 +326,29 @@ def DistributedOptimizer(  # noqa: N802  Horovod's
     legacy optimizer takes local steps, and the changes of the variables are combined.
     """
     del device_dense, device_sparse
-    groups = _check(op, gradient_predivide_factor, num_groups, groups)
+    options = ReductionOptions(
+        compression,
+        sparse_as_dense,
+        gradient_predivide_factor,
+        op,
+        num_groups,
+        groups,
+        process_set,
+        scale_local_gradients,
+        backward_passes_per_step,
+        average_aggregated_gradients,
+    ).checked()
     if op == Adasum and average_aggregated_gradients:
         raise UsageError("Adasum does not support average_aggregated_gradients == True")
-    is_legacy = isinstance(optimizer, _LegacyOptimizer)
-    if op == Adasum and not is_legacy:
-        raise UsageError("op == Adasum is not supported yet with Keras")
-    if op == Adasum:
-        if process_set.process_set_id != 0:
-            raise NotImplementedError("Adasum does not support process sets yet")
-        return _DistributedAdasumOptimizer(
-            optimizer,
-            name,
-            use_locking,
-            compression=compression,
-            backward_passes_per_step=backward_passes_per_step,
-        )
-    options: dict[str, Any] = {
-        "compression": compression,
-        "sparse_as_dense": sparse_as_dense,
-        "backward_passes_per_step": backward_passes_per_step,
-        "op": op,
-        "gradient_predivide_factor": gradient_predivide_factor,
-        "average_aggregated_gradients": average_aggregated_gradients,
-        "groups": groups,
-        "process_set": process_set,
-        "scale_local_gradients": scale_local_gradients,
-    }
-    if is_legacy:
-        return _DistributedOptimizer(optimizer, name, use_locking, **options)
-    keras = import_module("ronde.tensorflow.keras")
-    return keras.DistributedOptimizer(optimizer, name, **options)
-
-
-def _check(op: int, factor: float, num_groups: int, groups: Groups) -> Groups:
-    """Refuse invalid arguments; return the groups."""
-    if factor != 1.0 and op != Average:
-        raise UsageError("gradient_predivide_factor not supported with op != Average")
-    if num_groups != 0:
-        warnings.warn(
-            "Parameter `num_groups` has been replaced by `groups` and will be removed "
-            "in v0.23.0.",
-            DeprecationWarning,
-            stacklevel=3,
-        )
-        groups = num_groups if groups is None else groups
-    if not (groups is None or isinstance(groups, list) or groups > 0):
-        raise UsageError(
-            "groups should be a non-negative integer or a list of list of tf.Variable."
-        )
-    return groups
+    if not isinstance(optimizer, _LegacyOptimizer):
+        if op == Adasum:
+            raise UsageError("op == Adasum is not supported yet with Keras")
+        return distribute(optimizer, name, options)
+    label = type(optimizer).__name__
+    if op != Adasum:
+        name = name or f"Distributed{label}"
+        return _DistributedOptimizer(optimizer, name, use_locking, options)
+    if process_set.process_set_id != 0:
+        raise NotImplementedError("Adasum does not support process sets yet")
+    name = name or f"DistributedDelta{label}"
+    return _DistributedAdasumOptimizer(optimizer, name, use_locking, options)

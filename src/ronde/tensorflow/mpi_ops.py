@@ -4,6 +4,7 @@ They work eagerly and in graphs; ``ronde.tensorflow.operations`` has the rules.
 ``ignore_name_scope`` is accepted for Horovod's sake: names are those of the graph.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ronde.errors import CollectiveError as HorovodInternalError
@@ -70,34 +71,51 @@ Tensor = Any
 _ALL = global_process_set
 
 
-def dense_allreduce(
-    tensor: Tensor,
-    name: Name = None,
-    op: int = Sum,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    ignore_name_scope: bool = False,
-    process_set: ProcessSet = _ALL,
-) -> Tensor:
-    """Return the reduction of a dense tensor over all ranks."""
-    del ignore_name_scope
-    factors = (op, prescale_factor, postscale_factor)
-    return run(Allreduce(process_set, name, False, *factors), [tensor])[0]
+def _reduction(kind: type[Allreduce | Reducescatter]) -> Callable[..., Tensor]:
+    """Return Horovod's private function for a dense tensor."""
+
+    def reduce(
+        tensor: Tensor,
+        name: Name = None,
+        op: int = Sum,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+        ignore_name_scope: bool = False,
+        process_set: ProcessSet = _ALL,
+    ) -> Tensor:
+        del ignore_name_scope
+        factors = (op, prescale_factor, postscale_factor)
+        return run(kind(process_set, name, False, *factors), [tensor])[0]
+
+    return reduce
 
 
-def dense_grouped_allreduce(
-    tensors: Tensors,
-    name: Name = None,
-    op: int = Sum,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    ignore_name_scope: bool = False,
-    process_set: ProcessSet = _ALL,
-) -> list[Tensor]:
-    """Return the reductions of dense tensors, which are reduced in one call."""
-    del ignore_name_scope
-    factors = (op, prescale_factor, postscale_factor)
-    return run(Allreduce(process_set, name, True, *factors), tensors)
+def _grouped_reduction(
+    kind: type[Allreduce | Reducescatter],
+) -> Callable[..., list[Tensor]]:
+    """Return Horovod's private function for dense tensors, reduced in one call."""
+
+    def reduce(
+        tensors: Tensors,
+        name: Name = None,
+        op: int = Sum,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+        ignore_name_scope: bool = False,
+        process_set: ProcessSet = _ALL,
+    ) -> list[Tensor]:
+        del ignore_name_scope
+        factors = (op, prescale_factor, postscale_factor)
+        return run(kind(process_set, name, True, *factors), tensors)
+
+    return reduce
+
+
+_allreduce = _reduction(Allreduce)
+"""Names that Horovod's users import, although they are private."""
+_grouped_allreduce = _grouped_reduction(Allreduce)
+_reducescatter = _reduction(Reducescatter)
+_grouped_reducescatter = _grouped_reduction(Reducescatter)
 
 
 def allgather(
@@ -157,36 +175,6 @@ def broadcast_(
     return [each.assign(value) for each, value in zip(variables, values, strict=True)]
 
 
-def dense_reducescatter(
-    tensor: Tensor,
-    name: Name = None,
-    op: int = Sum,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    ignore_name_scope: bool = False,
-    process_set: ProcessSet = _ALL,
-) -> Tensor:
-    """Reduce over all ranks and return this rank's rows of dimension 0."""
-    del ignore_name_scope
-    factors = (op, prescale_factor, postscale_factor)
-    return run(Reducescatter(process_set, name, False, *factors), [tensor])[0]
-
-
-def dense_grouped_reducescatter(
-    tensors: Tensors,
-    name: Name = None,
-    op: int = Sum,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    ignore_name_scope: bool = False,
-    process_set: ProcessSet = _ALL,
-) -> list[Tensor]:
-    """Reduce several tensors in one call and return this rank's rows of each."""
-    del ignore_name_scope
-    factors = (op, prescale_factor, postscale_factor)
-    return run(Reducescatter(process_set, name, True, *factors), tensors)
-
-
 def alltoall(
     tensor: Tensor,
     splits: Any = None,
@@ -214,21 +202,18 @@ def join() -> Tensor:
 
 def size_op(process_set_id: int = 0, name: Name = None) -> Tensor:
     """Return the number of ranks of a process set, read when the operation runs."""
-
-    def read() -> int:
-        return len(current_session().sets.get(process_set_id, ()))
-
+    read = lambda: len(_ranks_of(process_set_id))  # noqa: E731
     return run_in_python(name or "HorovodSize", read, tf.int32)
 
 
 def process_set_included_op(process_set_id: int = 0, name: Name = None) -> Tensor:
     """Return 1 if this rank is in a process set, else 0; read when it runs."""
-
-    def read() -> int:
-        session = current_session()
-        return int(session.world.rank in session.sets.get(process_set_id, ()))
-
+    read = lambda: int(current_world().rank in _ranks_of(process_set_id))  # noqa: E731
     return run_in_python(name or "HorovodProcessSetIncluded", read, tf.int32)
+
+
+def _ranks_of(process_set_id: int) -> Sequence[int]:
+    return current_session().sets.get(process_set_id, ())
 
 
 def rank_op(name: Name = None) -> Tensor:
@@ -266,8 +251,3 @@ class _Basics:
 
 
 _basics = _Basics()
-_allreduce = dense_allreduce
-"""Names that Horovod's users import, although they are private."""
-_grouped_allreduce = dense_grouped_allreduce
-_reducescatter = dense_reducescatter
-_grouped_reducescatter = dense_grouped_reducescatter

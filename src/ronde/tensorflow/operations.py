@@ -13,11 +13,16 @@ Note [Errors]
     knows only three classes, so a graph gets FailedPreconditionError, for ranks that do
     not fit together, in another way: the function returns that it failed, and the graph
     then reads a variable that does not exist. The log has the text.
+
+Note [Threads]
+    A collective in a graph holds one of TensorFlow's inter-op threads while it waits.
 """
 
 import logging
+import os
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, cast
 
@@ -37,6 +42,7 @@ from ronde.session.operations import (
     Sum,
 )
 from ronde.session.session import state_of
+from ronde.world.environment import own_or
 
 tf: Any = import_framework("tensorflow")
 
@@ -45,7 +51,20 @@ _logger = logging.getLogger("ronde")
 _UNSAFE = re.compile(r"[^A-Za-z0-9_]")
 _WITH_ROWS = (Allgather, Alltoall, Reducescatter)
 """Collectives that change the number of rows."""
+_LEAST_THREADS = 8
 _MISMATCH = "ranks_do_not_fit_together_the_log_has_the_reason"
+
+
+def request_threads() -> None:
+    """Ask for enough inter-op threads, unless the user or a running context has."""
+    threading = tf.config.threading
+    is_chosen = own_or(None).get("TF_NUM_INTEROP_THREADS") or (
+        threading.get_inter_op_parallelism_threads()
+    )
+    # By default there are as many as cores.
+    if not is_chosen and (os.cpu_count() or 1) < _LEAST_THREADS:
+        with suppress(RuntimeError):  # the context is made, and has its threads
+            threading.set_inter_op_parallelism_threads(_LEAST_THREADS)
 
 
 @tf.autograph.experimental.do_not_convert

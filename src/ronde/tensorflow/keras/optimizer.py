@@ -2,21 +2,13 @@
 
 # pyright: reportUnknownArgumentType=false, reportUnknownVariableType=false
 
-from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, cast
 
-from ronde.keras.distributed import CallableList, ReductionOptions
-from ronde.keras.functions import ValueFunctions
+from ronde.keras.functions import CallableList, ValueFunctions
 from ronde.session.frameworks import import_framework
-from ronde.tensorflow.aggregation import (
-    AllreduceGrads,
-    LocalGradientAggregationHelperEager,
-    LocalVariables,
-)
-from ronde.tensorflow.gradients import (
-    _make_allreduce_grads_fn as make_allreduce,  # pyright: ignore[reportPrivateUsage]
-)
+from ronde.session.gradients import ReductionOptions
+from ronde.tensorflow.gradients import OptimizerReduction
 
 tf = import_framework("tensorflow")
 front_end: Any = import_module("ronde.tensorflow")
@@ -30,32 +22,17 @@ class _ReducingOptimizer(_Keras):
     _HAS_AGGREGATE_GRAD = True
     # Of the class, so that from_config keeps them.
     _options: ReductionOptions
-    _allreduce_grads: AllreduceGrads
+    _scope: str
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
-        options, self._agg_helper = self._options, None
-        is_scaled = options.scale_local_gradients
-        self._local = LocalVariables(options.process_set, is_scaled=is_scaled)
-        if options.backward_passes_per_step > 1:
-            self._agg_helper = LocalGradientAggregationHelperEager(
-                options.backward_passes_per_step,
-                self._allreduce_grads,
-                options.sparse_as_dense,
-                options.average_aggregated_gradients,
-                options.process_set,
-                is_scaled,
-            )
+        self._reduction = OptimizerReduction(self._scope, self._options)
+        self._agg_helper = self._reduction.helper
+        self.register_local_var = self._reduction.register_local_var
 
     @property
     def variables(self) -> CallableList:
         return CallableList(variables_of(super()))
-
-    def register_local_var(self, var: Any) -> None:
-        """Exclude the gradients of a variable from the reduction."""
-        self._local.add(var)
-        if self._agg_helper is not None:
-            self._agg_helper.register_local_var(var)
 
     def compute_gradients(self, loss: Any, var_list: Any, tape: Any = None) -> Any:
         return self._compute_gradients(loss, var_list, None, tape)
@@ -68,46 +45,28 @@ class _ReducingOptimizer(_Keras):
             pairs = super()._compute_gradients(loss, var_list, grad_loss, tape=tape)
         else:
             pairs = super().compute_gradients(loss, var_list, tape=tape)
-        gradients, variables = zip(*pairs, strict=True)
-        return list(zip(self._reduced(gradients, variables), variables, strict=True))
+        return self._reduction.reduce(pairs)
 
     def get_gradients(self, loss: Any, params: Any) -> Any:
-        return self._reduced(super().get_gradients(loss, params), params)
+        gradients = super().get_gradients(loss, params)
+        pairs = self._reduction.reduce(zip(gradients, params, strict=True))
+        return [gradient for gradient, _ in pairs]
 
     def apply_gradients(self, grads_and_vars: Any, *args: Any, **options: Any) -> Any:
         pairs, base = list(grads_and_vars), super()
-        if self._agg_helper is None:
-            return base.apply_gradients(pairs, *args, **options)
-        return self._agg_helper.apply_gradients(
+        return self._reduction.apply(
             lambda: base.apply_gradients(pairs, *args, **options), self, pairs
         )
-
-    def _reduced(self, gradients: Sequence[Any], variables: Sequence[Any]) -> Any:
-        if self._agg_helper is not None:
-            return self._agg_helper.compute_gradients(gradients, variables)
-        reduce = self._allreduce_grads
-        return self._local.reduce_others(reduce, gradients, variables)
 
 
 def distribute(optimizer: Any, name: str | None, options: ReductionOptions) -> Any:
     """Return a distributed copy of an optimizer of tf-keras, without its state."""
     base = type(optimizer)
-    reduce = make_allreduce(
-        name or f"Distributed{base.__name__}",
-        "",
-        "",
-        options.compression or functions.Compression.none,
-        options.sparse_as_dense,
-        options.op,
-        options.gradient_predivide_factor,
-        options.groups,
-        options.process_set,
-    )
     facts: dict[str, Any] = {
         "__module__": base.__module__,
         "__qualname__": base.__qualname__,
         "_options": options,
-        "_allreduce_grads": staticmethod(reduce),
+        "_scope": name or f"Distributed{base.__name__}",
     }
     made: Any = type(base.__name__, (_ReducingOptimizer, base), facts)
     return made.from_config(optimizer.get_config())
