@@ -16,7 +16,7 @@ AllreduceGrads = Callable[..., list[Any]]
 
 
 def local_variables(options: ReductionOptions) -> LocalVariables:
-    """Return a set of variables whose gradients are divided by the set's size."""
+    """Return an empty set of local variables; ``size_op`` divides in elastic graphs."""
     process_set = options.process_set
 
     def divide(values: Any) -> Any:
