@@ -3,6 +3,7 @@
 import re
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -154,18 +155,21 @@ def names() -> None:
 
 
 def mistakes() -> None:
-    ragged = jax.jit(hvd.allgather)
-    if hvd.size() > 1:
-        rows = jnp.ones((1 + (hvd.rank() == hvd.size() - 1), 2))
-        fails("equal shapes on all ranks", lambda: ragged(rows))
+    size = hvd.size()
+    for move in (hvd.allgather, hvd.alltoall):
+        # At three ranks, rank 1 has the mean of the rows.
+        rows, ragged = jnp.ones((size * (hvd.rank() + 1), 2)), jax.jit(move)
+        text = fails("equal shapes on all ranks", partial(ragged, rows))
+        assert set(hvd.allgather_object(text)) == {text}
     fails("must be a multiple of", lambda: jax.jit(hvd.alltoall)(jnp.ones(7)))
     small = jnp.ones(2, jnp.float8_e4m3fn)
     fails("8-bit floats", lambda: jax.jit(hvd.allreduce)(small))
 
 
-def fails(text: str, call: Callable[[], jax.Array]) -> None:
-    with pytest.raises((RuntimeError, ValueError), match=re.escape(text)):
+def fails(text: str, call: Callable[[], jax.Array]) -> str:
+    with pytest.raises((RuntimeError, ValueError), match=re.escape(text)) as caught:
         call().block_until_ready()
+    return str(caught.value)
 
 
 def training() -> None:

@@ -17,17 +17,17 @@ Note [Effects]
 """
 
 import hashlib
-from collections import Counter
 from collections.abc import Sequence
 from functools import cache, partial
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
+from ronde.collectives.arithmetic import COMPLEX, FLOATS, INTEGERS
 from ronde.coordination.requests import OpKind
-from ronde.errors import UsageError
+from ronde.errors import MismatchError, UsageError
 from ronde.jax import ffi
 from ronde.jax.ffi import jax
 from ronde.session.operations import (
@@ -52,6 +52,7 @@ jnp: Any = jax.numpy
 Arrays = Sequence[Any]
 _IN_PLACE = (OpKind.ALLREDUCE, OpKind.BROADCAST)
 """Collectives whose results have the shapes of their arguments."""
+_DTYPES = FLOATS | INTEGERS | COMPLEX | {torch.bool}
 
 
 class StaticCall(NamedTuple):
@@ -92,15 +93,87 @@ class StaticCall(NamedTuple):
         name = self.name and f"{self.name}_{suffix}"
         return self._replace(name=name)
 
-    def number(self, name: str) -> int:
-        """Return a number that is the same in all processes, for compilation caches."""
-        facts = (*self[3:], self.kind.name, self.process_set.ranks, name)
-        text = repr((*facts, self.process_set.process_set_id))
-        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
+
+class Site:
+    """A collective in a compiled function: all but the addresses of the arrays."""
+
+    def __init__(self, call: StaticCall, name: str, given: Arrays, new: Arrays) -> None:
+        """``given`` and ``new`` have the shapes and dtypes of arguments and results."""
+        self._call = call
+        self._collective = call.collective(name, len(given))
+        self._given, self._new = _specs(given), _specs(new)
+
+        # The number is the same in all processes, for compilation caches.
+        facts = (*call[3:], call.kind.name, call.process_set.ranks, name)
+        text = repr((facts, call.process_set.process_set_id, self._given))
+        self.number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
+
+    def run_at(self, given: ffi.Addresses, new: ffi.Addresses) -> None:
+        """Run on memory of XLA; the first address of each is the token's."""
+        results = [*map(ffi.tensor_at, new[1:], *self._new)]
+        if given == new:
+            self._collective.run(results, in_place=True)
+        else:
+            self.run([*map(ffi.tensor_at, given[1:], *self._given)], results)
+
+    def run(self, arguments: list[Tensor], results: list[Tensor]) -> None:
+        collective, call = self._collective, self._call
+        if call.kind in _IN_PLACE:
+            for argument, result in zip(arguments, results, strict=True):
+                if argument.data_ptr() != result.data_ptr():
+                    result.copy_(argument)
+            collective.run(results, in_place=True)
+            return
+        if call.kind is not OpKind.REDUCESCATTER:
+            # The ranks compare all dimensions except the first.
+            parts = call.num_ranks() if call.kind is OpKind.ALLTOALL else 1
+            arguments = [
+                each.view(parts, each.shape[0] // parts, *each.shape[1:])
+                for each in arguments
+            ]
+        try:
+            received = collective.run(arguments)
+        except MismatchError as error:
+            raise UsageError(
+                "arrays must have equal shapes on all ranks in a compiled function. "
+                f"Gather arrays with different rows outside of jit.\n{error}"
+            ) from None
+        # An exchange of rows also returns the numbers of rows.
+        for each, result in zip(received, results, strict=False):
+            result.copy_(each.view(result.shape))
 
 
-class _Numbers(Counter[str]):
+def _specs(avals: Arrays) -> tuple[list[tuple[int, ...]], list[torch.dtype]]:
+    """Return the shapes and the dtypes."""
+    dtypes = [getattr(torch, aval.dtype.name, None) for aval in avals]
+    for dtype, aval in zip(dtypes, avals, strict=True):
+        if dtype not in _DTYPES:
+            raise UsageError(
+                "arrays must be of a dtype that torch has, except 8-bit floats, got "
+                f"{aval.dtype.name}. Convert them with astype()."
+            )
+    return [aval.shape for aval in avals], cast("list[torch.dtype]", dtypes)
+
+
+class _Module:
     """The collectives so far in a module that is being lowered."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.tokens: dict[Any, Any] = {}  # by block, of those without an effect
+
+    @classmethod
+    def of(cls, context: Any) -> "_Module":
+        for each in context.keepalives:
+            if isinstance(each, cls):
+                return each
+        context.keepalives.append(cls())  # shared by the contexts of one module
+        return context.keepalives[-1]
+
+    def next_name(self, context: Any) -> str:
+        self.count += 1
+        function = context.module.operation.attributes["sym_name"].value
+        return f"{function}.{self.count}"
 
 
 collective_p: Any = core.Primitive("ronde_collective")
@@ -182,28 +255,30 @@ def _effects(is_ffi: bool) -> Any:
 
 
 def _lower(ctx: Any, *operands: Any, call: StaticCall, is_ffi: bool) -> Any:
-    name = call.name or _next_name(ctx.module_context)
+    module = _Module.of(ctx.module_context)
+    name = call.name or module.next_name(ctx.module_context)
+    site = Site(call, name, ctx.avals_in, ctx.avals_out)
     if not is_ffi:
-        return mlir.lower_fun(_call_back)(ctx, *operands, call=call, name=name)
-
-    def run(arguments: list[Tensor], results: list[Tensor]) -> None:
-        run_into(call, name, arguments, results)
-
-    number = call.number(name)
-    ffi.register_operation(number, run)
-    num_aliases = len(operands) if call.kind in _IN_PLACE else 0
+        return mlir.lower_fun(_call_back)(ctx, *operands, call=call, site=site)
+    ffi.register_operation(site.number, site.run_at)
+    block = mlir.ir.InsertionPoint.current.block
+    tokens = ctx.tokens_in
     if not call.has_effect:
-        lowering = ffi.lowering(range(num_aliases), has_effect=False)
-        return lowering(ctx, *operands, operation=number)
+        tokens = module.tokens.get(block) or mlir.TokenSet.create([_order])
     # The first operand and the first result are the token.
-    lowering = ffi.lowering(range(1, num_aliases + 1), has_effect=True)
+    num_aliases = len(operands) if call.kind in _IN_PLACE else 0
+    lowering = ffi.lowering(range(1, num_aliases + 1), has_effect=call.has_effect)
     token = jax.typeof(jax.lax.create_token())
     inner = ctx.replace(
         avals_in=[token, *ctx.avals_in], avals_out=[token, *ctx.avals_out]
     )
-    given = ctx.tokens_in.get(_order)
-    next_token, *results = lowering(inner, given, *operands, operation=number)
-    ctx.set_tokens_out(mlir.TokenSet({_order: next_token}))
+    given = tokens.get(_order)
+    next_token, *results = lowering(inner, given, *operands, operation=site.number)
+    tokens = mlir.TokenSet({_order: next_token})
+    if call.has_effect:
+        ctx.set_tokens_out(tokens)
+    else:
+        module.tokens[block] = tokens
     return results
 
 
@@ -211,40 +286,7 @@ def _lower(ctx: Any, *operands: Any, call: StaticCall, is_ffi: bool) -> Any:
 mlir.register_lowering(collective_p, _lower, cacheable=False)
 
 
-def _next_name(module: Any) -> str:
-    found = (each for each in module.keepalives if isinstance(each, _Numbers))
-    numbers = next(found, None)
-    if numbers is None:
-        numbers = _Numbers()
-        module.keepalives.append(numbers)  # shared by the contexts of one module
-    numbers[""] += 1
-    function = module.module.operation.attributes["sym_name"].value
-    return f"{function}.{numbers['']}"
-
-
-def run_into(
-    call: StaticCall, name: str, arguments: list[Tensor], results: list[Tensor]
-) -> None:
-    """Run on tensors over the memory of a compiled function."""
-    collective = call.collective(name, len(arguments))
-    if call.kind in _IN_PLACE:
-        for argument, result in zip(arguments, results, strict=True):
-            if argument.data_ptr() != result.data_ptr():
-                result.copy_(argument)
-        collective.run(results, in_place=True)
-        return
-    # An exchange of rows also returns the numbers of rows.
-    for given, result in zip(collective.run(arguments), results, strict=False):
-        if given.shape != result.shape:
-            raise UsageError(
-                "arrays must have equal shapes on all ranks in a compiled function, "
-                f"got {list(given.shape)} for an expected {list(result.shape)}. Gather "
-                "arrays with different rows outside of jit."
-            )
-        result.copy_(given)
-
-
-def _call_back(*arrays: Any, call: StaticCall, name: str) -> Any:
+def _call_back(*arrays: Any, call: StaticCall, site: Site) -> Any:
     """Run through a callback, where the handler cannot be used; copies the arrays."""
     shapes = [
         jax.ShapeDtypeStruct(_shape(call, array.shape), array.dtype) for array in arrays
@@ -256,7 +298,7 @@ def _call_back(*arrays: Any, call: StaticCall, name: str) -> Any:
             torch.empty(shape.shape, dtype=tensor.dtype)
             for shape, tensor in zip(shapes, tensors, strict=True)
         ]
-        run_into(call, name, tensors, bits)
+        site.run(tensors, bits)
         bits = [
             each.view(torch.int16) if each.dtype is torch.bfloat16 else each
             for each in bits
