@@ -45,13 +45,13 @@ def make_sides(count: int, num_bytes: int, label: str) -> Sides:
 
     names = [
         f"{label} {way}".replace(" ", ".")
-        for way in ("plain", "given", "free", "torch")
+        for way in ("plain", "given", "slow", "torch")
     ]
     reduce = partial(hvd.allreduce, op=hvd.Sum)
-    plain = jax.jit(partial(reduce, name=names[0]))
-    donating = jax.jit(partial(reduce, name=names[1]), donate_argnums=0)
+    plain = hvd.jit(partial(reduce, name=names[0]))
+    donating = hvd.jit(partial(reduce, name=names[1]), donate_argnums=0)
     zeros = [np.zeros(num_bytes // 4, np.float32)] * count
-    free = jax.jit(partial(reduce, name=names[2], effect=False))
+    slow = jax.jit(partial(reduce, name=names[2]))
     arrays, given = [jax.tree.map(jax.numpy.array, zeros) for _ in range(2)]
     tensors = [torch.zeros(num_bytes // 4) for _ in range(count)]
 
@@ -64,7 +64,7 @@ def make_sides(count: int, num_bytes: int, label: str) -> Sides:
     sides: Sides = {
         "ronde": lambda: plain(arrays),
         "ronde, donated": donate,
-        "ronde, no effect": lambda: free(arrays),
+        "ronde, jax.jit": lambda: slow(arrays),
         "torch": lambda: outside.run(tensors, in_place=True),
     }
     mesh, spec = jax.make_mesh((hvd.size(),), ("ranks",)), jax.P("ranks")

@@ -6,6 +6,7 @@
 from ronde import session as session  # first, as it imports torch
 from ronde.errors import CollectiveError as HorovodInternalError
 from ronde.jax import elastic
+from ronde.jax.compilation import jit
 from ronde.jax.lifetime import init, shutdown
 from ronde.jax.operations import (
     allgather,
@@ -67,6 +68,7 @@ __all__ = [
     "grouped_allreduce",
     "init",
     "is_initialized",
+    "jit",
     "local_rank",
     "local_size",
     "rank",

@@ -17,6 +17,7 @@ Note [Effects]
 """
 
 import hashlib
+from collections import Counter
 from collections.abc import Sequence
 from functools import cache, partial
 from importlib import import_module
@@ -155,25 +156,8 @@ def _specs(avals: Arrays) -> tuple[list[tuple[int, ...]], list[torch.dtype]]:
     return [aval.shape for aval in avals], cast("list[torch.dtype]", dtypes)
 
 
-class _Module:
+class _Numbers(Counter[str]):
     """The collectives so far in a module that is being lowered."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.tokens: dict[Any, Any] = {}  # by block, of those without an effect
-
-    @classmethod
-    def of(cls, context: Any) -> "_Module":
-        for each in context.keepalives:
-            if isinstance(each, cls):
-                return each
-        context.keepalives.append(cls())  # shared by the contexts of one module
-        return context.keepalives[-1]
-
-    def next_name(self, context: Any) -> str:
-        self.count += 1
-        function = context.module.operation.attributes["sym_name"].value
-        return f"{function}.{self.count}"
 
 
 collective_p: Any = core.Primitive("ronde_collective")
@@ -235,7 +219,7 @@ class _Order(effects.Effect):
         return "ronde"
 
 
-_order = _Order()
+order = _Order()
 for _kinds in (
     "lowerable",
     "ordered",
@@ -248,23 +232,18 @@ for _kinds in (
 @cache
 def _effects(is_ffi: bool) -> Any:
     if is_ffi:
-        return frozenset([_order])
+        return frozenset([order])
     none: tuple[Any, ...] = ()
     call = partial(jax.experimental.io_callback, lambda: none, none, ordered=True)
     return jax.make_jaxpr(call)().effects
 
 
 def _lower(ctx: Any, *operands: Any, call: StaticCall, is_ffi: bool) -> Any:
-    module = _Module.of(ctx.module_context)
-    name = call.name or module.next_name(ctx.module_context)
+    name = call.name or _next_name(ctx.module_context)
     site = Site(call, name, ctx.avals_in, ctx.avals_out)
     if not is_ffi:
         return mlir.lower_fun(_call_back)(ctx, *operands, call=call, site=site)
     ffi.register_operation(site.number, site.run_at)
-    block = mlir.ir.InsertionPoint.current.block
-    tokens = ctx.tokens_in
-    if not call.has_effect:
-        tokens = module.tokens.get(block) or mlir.TokenSet.create([_order])
     # The first operand and the first result are the token.
     num_aliases = len(operands) if call.kind in _IN_PLACE else 0
     lowering = ffi.lowering(range(1, num_aliases + 1), has_effect=call.has_effect)
@@ -272,18 +251,28 @@ def _lower(ctx: Any, *operands: Any, call: StaticCall, is_ffi: bool) -> Any:
     inner = ctx.replace(
         avals_in=[token, *ctx.avals_in], avals_out=[token, *ctx.avals_out]
     )
-    given = tokens.get(_order)
+    tokens = ctx.tokens_in if call.has_effect else mlir.TokenSet.create([order])
+    given = tokens.get(order)
     next_token, *results = lowering(inner, given, *operands, operation=site.number)
-    tokens = mlir.TokenSet({_order: next_token})
     if call.has_effect:
+        tokens = tokens.update_tokens(mlir.TokenSet({order: next_token}))
         ctx.set_tokens_out(tokens)
-    else:
-        module.tokens[block] = tokens
     return results
 
 
 # Not cached: each collective of a module has a number of its own.
 mlir.register_lowering(collective_p, _lower, cacheable=False)
+
+
+def _next_name(module: Any) -> str:
+    found = (each for each in module.keepalives if isinstance(each, _Numbers))
+    numbers = next(found, None)
+    if numbers is None:
+        numbers = _Numbers()
+        module.keepalives.append(numbers)  # shared by the contexts of one module
+    numbers[""] += 1
+    function = module.module.operation.attributes["sym_name"].value
+    return f"{function}.{numbers['']}"
 
 
 def _call_back(*arrays: Any, call: StaticCall, site: Site) -> Any:
