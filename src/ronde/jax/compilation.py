@@ -1,4 +1,4 @@
-"""Compilation of functions whose collectives are ordered inside of them only.
+"""Compilation of whole functions with collectives.
 
 Note [Whole functions]
     JAX passes the token of an effect (Note [Effects]) from one compiled function to the
@@ -54,25 +54,23 @@ def _abstract_eval(*_: Any, call_jaxpr: Any) -> tuple[list[Any], Any]:
 
 
 def _lower(ctx: Any, *operands: Any, call_jaxpr: Any) -> Any:
-    owner = mlir.ir.InsertionPoint.current.block.owner
-    if owner.attributes["sym_name"].value != "main":
+    function = mlir.ir.InsertionPoint.current.block.owner
+    if function.attributes["sym_name"].value != "main":
         raise UsageError(
             "hvd.jit must compile the outermost function, got one inside of another "
             "compiled function. Use jax.jit inside."
         )
-    tokens = dict(ctx.tokens_in.items())
-    new = dict(mlir.TokenSet.create([order]).items())
-    inner = ctx.replace(tokens_in=mlir.TokenSet(tokens | new))
+    given, new = ctx.tokens_in.items(), mlir.TokenSet.create([order]).items()
+    inner = ctx.replace(tokens_in=mlir.TokenSet(dict([*given, *new])))
     results = mlir.core_call_lowering(
         inner, *operands, name="ordered", call_jaxpr=call_jaxpr
     )
-    ctx.set_tokens_out(inner.tokens_out.subset(tokens))
+    ctx.set_tokens_out(inner.tokens_out.subset([effect for effect, _ in given]))
     return results
 
 
-def _keep(used: list[bool], equation: Any) -> tuple[list[bool], Any]:
+def _keep(_: list[bool], equation: Any) -> tuple[list[bool], Any]:
     """Never drop a function, as other ranks may use its results."""
-    del used
     return [True] * len(equation.invars), equation
 
 

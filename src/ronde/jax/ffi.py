@@ -152,7 +152,7 @@ def size_of(structure: type[ctypes.Structure]) -> int:
 
 def _require_size(structure: Any) -> None:
     """Refuse a smaller structure than the header's; each kind is checked once."""
-    kind = type(structure)
+    kind: Any = structure.__class__
     if kind not in _checked:
         given, least = structure.struct_size, size_of(kind)
         if given < least:

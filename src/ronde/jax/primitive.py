@@ -103,7 +103,6 @@ class Site:
         self._call = call
         self._collective = call.collective(name, len(given))
         self._given, self._new = _specs(given), _specs(new)
-
         # The number is the same in all processes, for compilation caches.
         facts = (*call[3:], call.kind.name, call.process_set.ranks, name)
         text = repr((facts, call.process_set.process_set_id, self._given))
@@ -111,17 +110,15 @@ class Site:
 
     def run_at(self, given: ffi.Addresses, new: ffi.Addresses) -> None:
         """Run on memory of XLA; the first address of each is the token's."""
-        results = [*map(ffi.tensor_at, new[1:], *self._new)]
-        if given == new:
-            self._collective.run(results, in_place=True)
-        else:
-            self.run([*map(ffi.tensor_at, given[1:], *self._given)], results)
+        arguments = [*map(ffi.tensor_at, given[1:], *self._given)]
+        self.run(arguments, [*map(ffi.tensor_at, new[1:], *self._new)])
 
     def run(self, arguments: list[Tensor], results: list[Tensor]) -> None:
+        """Run on tensors; those that share memory are the same."""
         collective, call = self._collective, self._call
         if call.kind in _IN_PLACE:
             for argument, result in zip(arguments, results, strict=True):
-                if argument.data_ptr() != result.data_ptr():
+                if argument is not result:
                     result.copy_(argument)
             collective.run(results, in_place=True)
             return
