@@ -14,38 +14,27 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ronde.errors import CollectiveError as HorovodInternalError, UsageError
-from ronde.session import operations, session
+from ronde.errors import UsageError
+from ronde.session import front_end, operations
 from ronde.session.frameworks import import_framework
-from ronde.session.lifetime import init, shutdown, start_timeline, stop_timeline
+from ronde.session.front_end import *  # noqa: F403
+from ronde.session.lifetime import init, shutdown
 from ronde.session.operations import (
-    Adasum,
     Average,
-    Max,
-    Min,
-    Product,
-    Sum,
     allgather_object,
-    barrier,
     broadcast_object,
-    join,
     poll,
     synchronize,
 )
-from ronde.session.process_sets import add_process_set, remove_process_set
-from ronde.session.session import *  # noqa: F403
 from ronde.session.session import ProcessSet, global_process_set
 
-__all__ = ["Adasum", "Average", "HorovodInternalError", "Max", "Min", "ProcessSet"]
-__all__ += ["Product", "Sum", "add_process_set", "allgather", "allgather_async"]
-__all__ += ["allgather_object", "allreduce", "allreduce_async", "alltoall"]
-__all__ += ["alltoall_async", "barrier", "broadcast", "broadcast_", "broadcast_async"]
-__all__ += ["broadcast_object", "global_process_set", "grouped_allgather"]
+__all__: list[str] = ["allgather", "allgather_async", "allgather_object", "allreduce"]
+__all__ += ["allreduce_async", "alltoall", "alltoall_async", "broadcast", "broadcast_"]
+__all__ += ["broadcast_async", "broadcast_object", "grouped_allgather"]
 __all__ += ["grouped_allgather_async", "grouped_allreduce", "grouped_allreduce_async"]
-__all__ += ["grouped_reducescatter", "grouped_reducescatter_async", "init", "join"]
-__all__ += ["poll", "reducescatter", "reducescatter_async", "remove_process_set"]
-__all__ += ["shutdown", "start_timeline", "stop_timeline", "synchronize"]
-__all__ += session.__all__
+__all__ += ["grouped_reducescatter", "grouped_reducescatter_async", "init", "poll"]
+__all__ += ["reducescatter", "reducescatter_async", "shutdown", "synchronize"]
+__all__ += front_end.__all__
 
 Arrays = Any  # an array-like, or in groups several
 Call = tuple[operations.NamedCollective, Arrays]

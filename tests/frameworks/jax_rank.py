@@ -3,6 +3,7 @@
 import re
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -67,12 +68,13 @@ def mean() -> float:
 
 
 def memory() -> None:
-    reduce = jax.jit(lambda x: hvd.allreduce(x, op=hvd.Sum), donate_argnums=0)
-    x = jnp.ones(1 << 16)
-    address = x.unsafe_buffer_pointer()
-    result = reduce(x)
-    assert result.unsafe_buffer_pointer() == address
-    check(result[:2], [hvd.size()] * 2)
+    for jit in (jax.jit, hvd.jit):
+        reduce = jit(lambda x: hvd.allreduce(x, op=hvd.Sum), donate_argnums=0)
+        x = jnp.ones(1 << 16)
+        address = x.unsafe_buffer_pointer()
+        result = reduce(x)
+        assert result.unsafe_buffer_pointer() == address
+        check(result[:2], [hvd.size()] * 2)
 
 
 def transformations() -> None:
@@ -142,6 +144,39 @@ def transformations() -> None:
     check(jax.jit(jax.grad(free))(x), 2 * size * size * x)
 
 
+def whole_functions() -> None:
+    rank, size = hvd.rank(), hvd.size()
+    table = np.arange(64.0 * 64).reshape(64, 64)
+    nested = jax.jit(lambda x: hvd.allreduce(x + 1, op=hvd.Sum))
+
+    def step(x: jax.Array, length: int, *, state: Tree) -> Tree:
+        hvd.allreduce(x * 5)  # not used
+
+        def body(carry: jax.Array, _: object) -> tuple[jax.Array, None]:
+            return hvd.allreduce(carry, op=hvd.Sum), None
+
+        # Independent calls, which differ between ranks by more than constants.
+        free = nested(x), jax.lax.scan(body, x, length=length)[0]
+        if rank == 0:
+            free = free[::-1]
+        jax.debug.print("{}", x.sum(), ordered=True)
+        return free, {"sum": hvd.allreduce(state["x"]) + table.sum()}, None
+
+    compiled = hvd.jit(step, static_argnums=1, donate_argnames="state")
+    for _ in range(3):
+        state = {"x": jnp.ones(1 << 16)}
+        pair, new, nothing = compiled(jnp.ones(2), 3, state=state)
+        assert state["x"].is_deleted()
+        assert nothing is None
+        check(new["sum"][:2], [1 + np.float32(table.sum())] * 2)
+        check(pair[::-1] if rank == 0 else pair, [[2 * size] * 2, [size**3] * 2])
+    assert compiled.__name__ == "step"
+    with jax.disable_jit():
+        check(hvd.jit(hvd.allreduce)(jnp.ones(2)), [1] * 2)
+    inner = hvd.jit(hvd.allreduce)
+    fails("hvd.jit must compile the outermost", lambda: jax.jit(inner)(jnp.ones(2)))
+
+
 def names() -> None:
     """Ranks that compile a function a different number of times still match."""
     step = jax.jit(lambda x: hvd.allreduce(hvd.allreduce(x) + 1))
@@ -154,18 +189,21 @@ def names() -> None:
 
 
 def mistakes() -> None:
-    ragged = jax.jit(hvd.allgather)
-    if hvd.size() > 1:
-        rows = jnp.ones((1 + (hvd.rank() == hvd.size() - 1), 2))
-        fails("equal shapes on all ranks", lambda: ragged(rows))
+    size = hvd.size()
+    for move in (hvd.allgather, hvd.alltoall):
+        # At three ranks, rank 1 has the mean of the rows.
+        rows, ragged = jnp.ones((size * (hvd.rank() + 1), 2)), jax.jit(move)
+        text = fails("equal shapes on all ranks", partial(ragged, rows))
+        assert set(hvd.allgather_object(text)) == {text}
     fails("must be a multiple of", lambda: jax.jit(hvd.alltoall)(jnp.ones(7)))
     small = jnp.ones(2, jnp.float8_e4m3fn)
     fails("8-bit floats", lambda: jax.jit(hvd.allreduce)(small))
 
 
-def fails(text: str, call: Callable[[], jax.Array]) -> None:
-    with pytest.raises((RuntimeError, ValueError), match=re.escape(text)):
+def fails(text: str, call: Callable[[], jax.Array]) -> str:
+    with pytest.raises((RuntimeError, ValueError), match=re.escape(text)) as caught:
         call().block_until_ready()
+    return str(caught.value)
 
 
 def training() -> None:
@@ -201,7 +239,7 @@ def train(params: dict[str, jax.Array], options: dict[str, object]) -> None:
         optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2)), **options
     )
 
-    @jax.jit
+    @hvd.jit
     def step(params, state, data):
         gradients = jax.grad(loss_of)(params, data)
         updates, state = optimizer.update(gradients, state, params)
@@ -225,7 +263,7 @@ def main() -> None:
     assert ffi.is_usable() is ("fallback" not in sys.argv)
     parts = [values, transformations]
     if "fallback" not in sys.argv:
-        parts += [memory, names, mistakes, training]
+        parts += [memory, whole_functions, names, mistakes, training]
     for part in parts:
         part()
     # Dispatched, but never waited for.

@@ -13,7 +13,9 @@ from ronde.launch import own_environment
 
 HERE = Path(__file__).parent
 PSUM = """
+import socket
 import jax, ronde.jax as hvd
+from jax._src.distributed import global_state
 if {is_ours}:
     hvd.init(distributed=True)
 else:
@@ -26,6 +28,15 @@ values = jax.make_array_from_process_local_data(
 total = jax.shard_map(lambda x: jax.lax.psum(x, "r"), mesh=mesh, in_specs=spec,
                       out_specs=jax.P())
 assert jax.jit(total)(values) == 3
+address = global_state.coordinator_address.split(":")
+jax.distributed.shutdown()
+if jax.process_index() == 0:
+    try:
+        socket.create_server((address[0], int(address[1]))).close()
+    except OSError:
+        pass  # still reserved
+    else:
+        raise SystemExit("another program could have taken the port")
 assert hvd.is_initialized() is {is_ours}
 """
 

@@ -4,8 +4,8 @@
 """
 
 from ronde import session as session  # first, as it imports torch
-from ronde.errors import CollectiveError as HorovodInternalError
 from ronde.jax import elastic
+from ronde.jax.compilation import jit
 from ronde.jax.lifetime import init, shutdown
 from ronde.jax.operations import (
     allgather,
@@ -17,64 +17,11 @@ from ronde.jax.operations import (
     reducescatter,
 )
 from ronde.jax.optimizer import Compression, DistributedOptimizer, value_and_grad
-from ronde.session import (
-    Average,
-    Max,
-    Min,
-    ProcessSet,
-    Product,
-    Sum,
-    add_process_set,
-    allgather_object,
-    barrier,
-    broadcast_object,
-    cross_rank,
-    cross_size,
-    global_process_set,
-    is_initialized,
-    local_rank,
-    local_size,
-    rank,
-    remove_process_set,
-    size,
-    start_timeline,
-    stop_timeline,
-)
+from ronde.session import allgather_object, broadcast_object, front_end
+from ronde.session.front_end import *  # noqa: F403
 
-__all__ = [
-    "Average",
-    "Compression",
-    "DistributedOptimizer",
-    "HorovodInternalError",
-    "Max",
-    "Min",
-    "ProcessSet",
-    "Product",
-    "Sum",
-    "add_process_set",
-    "allgather",
-    "allgather_object",
-    "allreduce",
-    "alltoall",
-    "barrier",
-    "broadcast",
-    "broadcast_object",
-    "broadcast_parameters",
-    "cross_rank",
-    "cross_size",
-    "elastic",
-    "global_process_set",
-    "grouped_allreduce",
-    "init",
-    "is_initialized",
-    "local_rank",
-    "local_size",
-    "rank",
-    "reducescatter",
-    "remove_process_set",
-    "shutdown",
-    "size",
-    "start_timeline",
-    "stop_timeline",
-    "value_and_grad",
-]
+__all__: list[str] = ["Compression", "DistributedOptimizer", "allgather"]
+__all__ += ["allgather_object", "allreduce", "alltoall", "broadcast"]
+__all__ += ["broadcast_object", "broadcast_parameters", "elastic", "grouped_allreduce"]
+__all__ += ["init", "jit", "reducescatter", "shutdown", "value_and_grad"]
+__all__ += front_end.__all__

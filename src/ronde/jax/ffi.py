@@ -12,7 +12,7 @@ Note [Handler]
 import ctypes
 import logging
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from math import prod
 from typing import Any
 
@@ -27,30 +27,13 @@ jax: Any = import_framework("jax")
 TARGET = "ronde_collective"
 API_MAJOR, API_MINOR = 0, 3
 _METADATA, _EXECUTE, _INTERNAL = 1, 3, 13  # of the header's enumerations
-_TOKEN = 17  # a dtype without data
 _logger = logging.getLogger("ronde")
 _Size, _Int64, _Pointer = ctypes.c_size_t, ctypes.c_int64, ctypes.c_void_p
-_TORCH_DTYPES = {
-    1: torch.bool,
-    2: torch.int8,
-    3: torch.int16,
-    4: torch.int32,
-    5: torch.int64,
-    6: torch.uint8,
-    7: torch.uint16,
-    8: torch.uint32,
-    9: torch.uint64,
-    10: torch.float16,
-    11: torch.float32,
-    12: torch.float64,
-    15: torch.complex64,
-    16: torch.bfloat16,
-    18: torch.complex128,
-}
-"""By XLA's number; 8-bit floats and integers of fewer bits are not supported."""
-Operation = Callable[[list[Tensor], list[Tensor]], None]
-"""Computes results from arguments; both may share memory."""
+Addresses = list[int]
+Operation = Callable[[Addresses, Addresses], None]
+"""Computes results from arguments; both may be at the same addresses."""
 _operations: dict[int, Operation] = {}
+_checked: set[type[ctypes.Structure]] = set()
 
 
 class _Sized(ctypes.Structure):
@@ -116,6 +99,9 @@ class Buffer(_Sized):
     )
 
 
+_DATA = Buffer.data.offset
+
+
 class Args(_Sized):
     """XLA_FFI_Args and XLA_FFI_Rets."""
 
@@ -164,14 +150,16 @@ def size_of(structure: type[ctypes.Structure]) -> int:
     return field.offset + field.size
 
 
-_SIZES = {each: size_of(each) for each in (CallFrame, Api, Args, Buffer, Attrs)}
-
-
 def _require_size(structure: Any) -> None:
-    given, least = structure.struct_size, _SIZES[type(structure)]
-    if given < least:
-        name = type(structure).__name__
-        raise UsageError(f"XLA's {name} must have {least} bytes or more, got {given}.")
+    """Refuse a smaller structure than the header's; each kind is checked once."""
+    kind: Any = structure.__class__
+    if kind not in _checked:
+        given, least = structure.struct_size, size_of(kind)
+        if given < least:
+            raise UsageError(
+                f"XLA's {kind.__name__} must have {least} bytes or more, got {given}."
+            )
+        _checked.add(kind)
 
 
 def _handle(address: int) -> int | None:
@@ -185,7 +173,7 @@ def _handle(address: int) -> int | None:
             for part in (frame.args, frame.rets, frame.attrs):
                 _require_size(part)
             operation = _operations[frame.attrs.attrs[0].contents.value[0]]
-            operation(_tensors(frame.args), _tensors(frame.rets))
+            operation(_addresses(frame.args), _addresses(frame.rets))
     except BaseException as error:  # noqa: BLE001  XLA raises it
         text = f"{type(error).__name__}: {error}".encode()
         args = ErrorCreateArgs(size_of(ErrorCreateArgs), None, text, _INTERNAL)
@@ -209,26 +197,23 @@ def _describe(frame: CallFrame, metadata: Metadata) -> None:
         )
 
 
-def _tensors(buffers: Args) -> list[Tensor]:
-    given = [buffers.args[i].contents for i in range(buffers.size)]
-    return [_tensor(each) for each in given if each.dtype != _TOKEN]
+def _addresses(buffers: Args) -> Addresses:
+    """Return the addresses of arrays, 0 for one without memory such as a token."""
+    if Buffer not in _checked:
+        _require_size(buffers.args[0].contents)
+    first = ctypes.addressof(buffers.args.contents)
+    at = (_Pointer * buffers.size).from_address(first)[:]
+    return [_Pointer.from_address(each + _DATA).value or 0 for each in at]
 
 
-def _tensor(buffer: Buffer) -> Tensor:
-    """Return a tensor over an XLA buffer."""
-    _require_size(buffer)
-    dims = buffer.dims[: buffer.rank]
-    dtype = _TORCH_DTYPES.get(buffer.dtype)
-    if dtype is None:
-        raise UsageError(
-            "arrays must be of a dtype that torch has, except 8-bit floats, got XLA's "
-            f"type {buffer.dtype}. Convert them with astype()."
-        )
-    num_bytes = prod(dims) * dtype.itemsize
+@lru_cache(maxsize=8192)  # XLA reuses memory
+def tensor_at(address: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return a tensor over memory of XLA, to be used while XLA holds it."""
+    num_bytes = prod(shape) * dtype.itemsize
     if not num_bytes:
-        return torch.empty(dims, dtype=dtype)
-    memory = (ctypes.c_char * num_bytes).from_address(buffer.data)
-    return torch.frombuffer(memory, dtype=dtype).view(dims)
+        return torch.empty(shape, dtype=dtype)
+    memory = (ctypes.c_char * num_bytes).from_address(address)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
 def register_operation(number: int, operation: Operation) -> None:

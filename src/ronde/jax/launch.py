@@ -1,8 +1,9 @@
 """Start JAX's own distributed runtime with the ranks of the job.
 
 Importing this module lets ``jax.distributed.initialize()`` without arguments find the
-ranks that ``ronde run`` started. Rank 0 publishes a free port in the job's store, or to
-the session, if there is one.
+ranks that ``ronde run`` started. Rank 0 publishes a port in the job's store, or to the
+session, if there is one. JAX accepts no bound socket, but it shares ports
+(``SO_REUSEPORT``), so rank 0 keeps the port bound by a socket that does not listen.
 """
 
 import socket
@@ -47,7 +48,7 @@ def _agree(info: RankInfo, timeout_s: float) -> str:
 
 
 def _own_address(info: RankInfo) -> str:
-    """Return an address of rank 0 that the others reach, with a free port."""
+    """Return an address of rank 0 that the others reach, with a reserved port."""
     host = _LOOPBACK
     if info.local_size < info.size and info.meeting is not None:
         host = info.meeting.address
@@ -56,9 +57,11 @@ def _own_address(info: RankInfo) -> str:
     with suppress(OSError):
         host = cast("str", socket.getaddrinfo(host, 0)[0][4][0])
     family = family_of(host)
-    with socket.socket(family, socket.SOCK_STREAM) as listener:
-        listener.bind((host, 0))
-        port = listener.getsockname()[1]
+    reserved = socket.socket(family, socket.SOCK_STREAM)
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    reserved.bind((host, 0))
+    port = reserved.getsockname()[1]
+    reserved.detach()  # bound until this process ends
     return f"[{host}]:{port}" if family == socket.AF_INET6 else f"{host}:{port}"
 
 

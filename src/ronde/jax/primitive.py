@@ -21,13 +21,14 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import cache, partial
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
+from ronde.collectives.arithmetic import COMPLEX, FLOATS, INTEGERS
 from ronde.coordination.requests import OpKind
-from ronde.errors import UsageError
+from ronde.errors import MismatchError, UsageError
 from ronde.jax import ffi
 from ronde.jax.ffi import jax
 from ronde.session.operations import (
@@ -52,6 +53,7 @@ jnp: Any = jax.numpy
 Arrays = Sequence[Any]
 _IN_PLACE = (OpKind.ALLREDUCE, OpKind.BROADCAST)
 """Collectives whose results have the shapes of their arguments."""
+_DTYPES = FLOATS | INTEGERS | COMPLEX | {torch.bool}
 
 
 class StaticCall(NamedTuple):
@@ -92,11 +94,63 @@ class StaticCall(NamedTuple):
         name = self.name and f"{self.name}_{suffix}"
         return self._replace(name=name)
 
-    def number(self, name: str) -> int:
-        """Return a number that is the same in all processes, for compilation caches."""
-        facts = (*self[3:], self.kind.name, self.process_set.ranks, name)
-        text = repr((*facts, self.process_set.process_set_id))
-        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
+
+class Site:
+    """A collective in a compiled function: all but the addresses of the arrays."""
+
+    def __init__(self, call: StaticCall, name: str, given: Arrays, new: Arrays) -> None:
+        """``given`` and ``new`` have the shapes and dtypes of arguments and results."""
+        self._call = call
+        self._collective = call.collective(name, len(given))
+        self._given, self._new = _specs(given), _specs(new)
+        # The number is the same in all processes, for compilation caches.
+        facts = (*call[3:], call.kind.name, call.process_set.ranks, name)
+        text = repr((facts, call.process_set.process_set_id, self._given))
+        self.number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
+
+    def run_at(self, given: ffi.Addresses, new: ffi.Addresses) -> None:
+        """Run on memory of XLA; the first address of each is the token's."""
+        arguments = [*map(ffi.tensor_at, given[1:], *self._given)]
+        self.run(arguments, [*map(ffi.tensor_at, new[1:], *self._new)])
+
+    def run(self, arguments: list[Tensor], results: list[Tensor]) -> None:
+        """Run on tensors; those that share memory are the same."""
+        collective, call = self._collective, self._call
+        if call.kind in _IN_PLACE:
+            for argument, result in zip(arguments, results, strict=True):
+                if argument is not result:
+                    result.copy_(argument)
+            collective.run(results, in_place=True)
+            return
+        if call.kind is not OpKind.REDUCESCATTER:
+            # The ranks compare all dimensions except the first.
+            parts = call.num_ranks() if call.kind is OpKind.ALLTOALL else 1
+            arguments = [
+                each.view(parts, each.shape[0] // parts, *each.shape[1:])
+                for each in arguments
+            ]
+        try:
+            received = collective.run(arguments)
+        except MismatchError as error:
+            raise UsageError(
+                "arrays must have equal shapes on all ranks in a compiled function. "
+                f"Gather arrays with different rows outside of jit.\n{error}"
+            ) from None
+        # An exchange of rows also returns the numbers of rows.
+        for each, result in zip(received, results, strict=False):
+            result.copy_(each.view(result.shape))
+
+
+def _specs(avals: Arrays) -> tuple[list[tuple[int, ...]], list[torch.dtype]]:
+    """Return the shapes and the dtypes."""
+    dtypes = [getattr(torch, aval.dtype.name, None) for aval in avals]
+    for dtype, aval in zip(dtypes, avals, strict=True):
+        if dtype not in _DTYPES:
+            raise UsageError(
+                "arrays must be of a dtype that torch has, except 8-bit floats, got "
+                f"{aval.dtype.name}. Convert them with astype()."
+            )
+    return [aval.shape for aval in avals], cast("list[torch.dtype]", dtypes)
 
 
 class _Numbers(Counter[str]):
@@ -162,7 +216,7 @@ class _Order(effects.Effect):
         return "ronde"
 
 
-_order = _Order()
+order = _Order()
 for _kinds in (
     "lowerable",
     "ordered",
@@ -175,7 +229,7 @@ for _kinds in (
 @cache
 def _effects(is_ffi: bool) -> Any:
     if is_ffi:
-        return frozenset([_order])
+        return frozenset([order])
     none: tuple[Any, ...] = ()
     call = partial(jax.experimental.io_callback, lambda: none, none, ordered=True)
     return jax.make_jaxpr(call)().effects
@@ -183,27 +237,23 @@ def _effects(is_ffi: bool) -> Any:
 
 def _lower(ctx: Any, *operands: Any, call: StaticCall, is_ffi: bool) -> Any:
     name = call.name or _next_name(ctx.module_context)
+    site = Site(call, name, ctx.avals_in, ctx.avals_out)
     if not is_ffi:
-        return mlir.lower_fun(_call_back)(ctx, *operands, call=call, name=name)
-
-    def run(arguments: list[Tensor], results: list[Tensor]) -> None:
-        run_into(call, name, arguments, results)
-
-    number = call.number(name)
-    ffi.register_operation(number, run)
-    num_aliases = len(operands) if call.kind in _IN_PLACE else 0
-    if not call.has_effect:
-        lowering = ffi.lowering(range(num_aliases), has_effect=False)
-        return lowering(ctx, *operands, operation=number)
+        return mlir.lower_fun(_call_back)(ctx, *operands, call=call, site=site)
+    ffi.register_operation(site.number, site.run_at)
     # The first operand and the first result are the token.
-    lowering = ffi.lowering(range(1, num_aliases + 1), has_effect=True)
+    num_aliases = len(operands) if call.kind in _IN_PLACE else 0
+    lowering = ffi.lowering(range(1, num_aliases + 1), has_effect=call.has_effect)
     token = jax.typeof(jax.lax.create_token())
     inner = ctx.replace(
         avals_in=[token, *ctx.avals_in], avals_out=[token, *ctx.avals_out]
     )
-    given = ctx.tokens_in.get(_order)
-    next_token, *results = lowering(inner, given, *operands, operation=number)
-    ctx.set_tokens_out(mlir.TokenSet({_order: next_token}))
+    tokens = ctx.tokens_in if call.has_effect else mlir.TokenSet.create([order])
+    given = tokens.get(order)
+    next_token, *results = lowering(inner, given, *operands, operation=site.number)
+    if call.has_effect:
+        tokens = tokens.update_tokens(mlir.TokenSet({order: next_token}))
+        ctx.set_tokens_out(tokens)
     return results
 
 
@@ -222,29 +272,7 @@ def _next_name(module: Any) -> str:
     return f"{function}.{numbers['']}"
 
 
-def run_into(
-    call: StaticCall, name: str, arguments: list[Tensor], results: list[Tensor]
-) -> None:
-    """Run on tensors over the memory of a compiled function."""
-    collective = call.collective(name, len(arguments))
-    if call.kind in _IN_PLACE:
-        for argument, result in zip(arguments, results, strict=True):
-            if argument.data_ptr() != result.data_ptr():
-                result.copy_(argument)
-        collective.run(results, in_place=True)
-        return
-    # An exchange of rows also returns the numbers of rows.
-    for given, result in zip(collective.run(arguments), results, strict=False):
-        if given.shape != result.shape:
-            raise UsageError(
-                "arrays must have equal shapes on all ranks in a compiled function, "
-                f"got {list(given.shape)} for an expected {list(result.shape)}. Gather "
-                "arrays with different rows outside of jit."
-            )
-        result.copy_(given)
-
-
-def _call_back(*arrays: Any, call: StaticCall, name: str) -> Any:
+def _call_back(*arrays: Any, call: StaticCall, site: Site) -> Any:
     """Run through a callback, where the handler cannot be used; copies the arrays."""
     shapes = [
         jax.ShapeDtypeStruct(_shape(call, array.shape), array.dtype) for array in arrays
@@ -256,7 +284,7 @@ def _call_back(*arrays: Any, call: StaticCall, name: str) -> Any:
             torch.empty(shape.shape, dtype=tensor.dtype)
             for shape, tensor in zip(shapes, tensors, strict=True)
         ]
-        run_into(call, name, tensors, bits)
+        site.run(tensors, bits)
         bits = [
             each.view(torch.int16) if each.dtype is torch.bfloat16 else each
             for each in bits

@@ -32,80 +32,35 @@ from torch import Tensor
 from ronde.collectives.torch_modes import outside_compiler
 from ronde.coordination.requests import OpKind
 from ronde.data_parallel import Compression, Compressor
-from ronde.errors import CollectiveError as HorovodInternalError
-from ronde.session import session
-from ronde.session.lifetime import init, shutdown, start_timeline, stop_timeline
+from ronde.session import front_end
+from ronde.session.front_end import *  # noqa: F403
+from ronde.session.lifetime import init, shutdown
 from ronde.session.operations import (
-    Adasum,
     Allgather,
     Allreduce,
     Alltoall,
     Average,
     Broadcast,
-    Max,
-    Min,
     NamedCollective,
-    Product,
     Reducescatter,
     Splits,
     Sum,
     Tensors,
-    barrier,
     choose_op,
-    join,
     poll,
     synchronize,
 )
-from ronde.session.process_sets import add_process_set, remove_process_set
-from ronde.session.session import *  # noqa: F403
 from ronde.session.session import ProcessSet, global_process_set, state_of
 
-__all__: list[str] = [
-    "Adasum",
-    "Average",
-    "Compression",
-    "HorovodInternalError",
-    "Max",
-    "Min",
-    "ProcessSet",
-    "Product",
-    "Sum",
-    "add_process_set",
-    "allgather",
-    "allgather_async",
-    "allreduce",
-    "allreduce_",
-    "allreduce_async",
-    "allreduce_async_",
-    "alltoall",
-    "alltoall_async",
-    "barrier",
-    "broadcast",
-    "broadcast_",
-    "broadcast_async",
-    "broadcast_async_",
-    "global_process_set",
-    "grouped_allgather",
-    "grouped_allgather_async",
-    "grouped_allreduce",
-    "grouped_allreduce_",
-    "grouped_allreduce_async",
-    "grouped_allreduce_async_",
-    "grouped_reducescatter",
-    "grouped_reducescatter_async",
-    "init",
-    "join",
-    "poll",
-    "reducescatter",
-    "reducescatter_async",
-    "remove_process_set",
-    "shutdown",
-    "sparse_allreduce_async",
-    "start_timeline",
-    "stop_timeline",
-    "synchronize",
-]
-__all__ += session.__all__
+__all__: list[str] = ["Compression", "allgather", "allgather_async", "allreduce"]
+__all__ += ["allreduce_", "allreduce_async", "allreduce_async_", "alltoall"]
+__all__ += ["alltoall_async", "broadcast", "broadcast_", "broadcast_async"]
+__all__ += ["broadcast_async_", "grouped_allgather", "grouped_allgather_async"]
+__all__ += ["grouped_allreduce", "grouped_allreduce_", "grouped_allreduce_async"]
+__all__ += ["grouped_allreduce_async_", "grouped_reducescatter"]
+__all__ += ["grouped_reducescatter_async", "init", "poll", "reducescatter"]
+__all__ += ["reducescatter_async", "shutdown", "sparse_allreduce_async", "synchronize"]
+__all__ += front_end.__all__
 
 Name = str | None
 _ALL = global_process_set
