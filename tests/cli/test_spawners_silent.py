@@ -14,6 +14,8 @@ from tests.limits import HANG_S
 
 from ronde.processes import read_processes
 
+pytestmark = pytest.mark.waits
+
 HANG = "trap '' TERM; tail -f /dev/null"
 
 

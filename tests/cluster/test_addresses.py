@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from contextlib import ExitStack, contextmanager
+from itertools import zip_longest
 from pathlib import Path
 
 import pytest
@@ -105,18 +106,23 @@ def test_only_addresses_that_lead_out_are_seen(cluster):
     assert done.stdout == f"{expected}\n"
 
 
-def start_ranks(cluster, environments, places=PLACES):
-    """Start a rank for every environment."""
+def start_ranks(cluster, meetings, places=PLACES):
+    """Start a rank for every list of environments, in which it meets the others."""
     words = [PYTHON, "-m", "tests.cluster.meeting_rank"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return [
-        cluster.start(cluster.hosts[place], words, env=WELL_KNOWN | said, **pipes)
-        for place, said in zip(places, environments, strict=True)
+        cluster.start(
+            cluster.hosts[place],
+            [*words, *map(json.dumps, environments)],
+            env=WELL_KNOWN,
+            **pipes,
+        )
+        for place, environments in zip(places, meetings, strict=True)
     ]
 
 
 def results(processes):
-    """Return what each process printed; none outlives this."""
+    """Return what each process printed, by meetings; none outlives this."""
     with ExitStack() as stack:
         for process in processes:
             stack.enter_context(process)
@@ -125,8 +131,9 @@ def results(processes):
         for process in processes:
             out, errors = process.communicate(timeout=HANG_S)
             assert process.returncode == 0, errors
-            said += [json.loads(line) for line in out.splitlines()]
-        return said
+            said.append([json.loads(line) for line in out.splitlines()])
+    meetings = zip_longest(*said)
+    return [[each for each in meeting if each is not None] for meeting in meetings]
 
 
 def by_hand(address, size=4, **more):
@@ -157,18 +164,6 @@ def names_that_lead_home(cluster):
             (host.folder / "hosts").write_text(text)
 
 
-@pytest.mark.parametrize(
-    ("address", "network", "places"),
-    [("node1", "10.77.0.", [0, 0, 1]), ("fd77::1", "fd77::", [0, 1])],
-    ids=["by a name that leads home", "by IPv6"],
-)
-def test_ranks_meet_at_the_address_that_was_set(cluster, address, network, places):
-    size = len(places)
-    with names_that_lead_home(cluster):
-        said = results(start_ranks(cluster, by_hand(address, size), places))
-    assert_met(said, network, size)
-
-
 @contextmanager
 def second_line(cluster):
     """Join the first two hosts by a line besides the one that leads to all."""
@@ -185,12 +180,6 @@ def second_line(cluster):
         yield
     finally:
         on(cluster, 0, "ip", "link", "del", "eth9")
-
-
-def test_an_interface_that_was_named_counts(cluster):
-    with second_line(cluster):
-        said = by_hand("10.77.0.1", size=2, GLOO_SOCKET_IFNAME="eth9")
-        assert_met(results(start_ranks(cluster, said, [0, 1])), "10.78.0.", size=2)
 
 
 def in_step(job, *, nodes="node[1-3]"):
@@ -215,24 +204,38 @@ def in_step(job, *, nodes="node[1-3]"):
     ]
 
 
-def test_tasks_of_a_step_meet_beside_whoever_has_their_port(cluster):
+def test_ranks_meet_where_slurm_or_the_user_has_them_meet(cluster):
+    """One meeting after another, since torch takes longer to import than all of them.
+
+    First tasks of a step, beside whoever has their port; three of them then at a name
+    that leads home, at an interface that was named, and by IPv6; and one where the
+    step's hosts have no address.
+    """
     taken = str(step_ports("77.0")[0])
     words = [PYTHON, "-c", BLOCK, "10.77.0.1", taken]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    blocker = cluster.start(cluster.hosts[0], words, **pipes)
-    with blocker, names_that_lead_home(cluster):
-        assert blocker.stdout.readline() == "listening\n"
-        said = results(start_ranks(cluster, in_step("77")))
-        blocker.stdin.close()
-    assert_met(said, "10.77.0.")
+    meetings = [[each] for each in in_step("77")]
+    for more in (
+        by_hand("node1", size=3),
+        by_hand("10.77.0.1", 3, GLOO_SOCKET_IFNAME="eth9", MASTER_PORT=str(PORT + 1)),
+        by_hand("fd77::1", 3, MASTER_PORT=str(PORT + 2)),
+    ):
+        for own, environment in zip(meetings, more, strict=False):
+            own.append(environment)
+    meetings[0] += in_step("78", nodes="moon[1-3]")[:1]
+    with second_line(cluster), names_that_lead_home(cluster):
+        blocker = cluster.start(cluster.hosts[0], words, **pipes)
+        with blocker:
+            assert blocker.stdout.readline() == "listening\n"
+            step, *by_user, lost = results(start_ranks(cluster, meetings))
+            blocker.stdin.close()
+    assert_met(step, "10.77.0.")
     # Nothing but Gloo and the store listens, and neither on all addresses.
     assert all(each["listens"] == [f"10.77.0.{place + 1}"] for each, place in
-               zip(said, PLACES, strict=True)), said  # fmt: skip
-
-
-def test_a_step_whose_hosts_have_no_address_says_so(cluster):
-    first = in_step("78", nodes="moon[1-3]")[:1]
-    (said,) = results(start_ranks(cluster, first, PLACES[:1]))
+               zip(step, PLACES, strict=True)), step  # fmt: skip
+    for said, network in zip(by_user, ("10.77.0.", "10.78.0.", "fd77::"), strict=True):
+        assert_met(said, network, size=3)
+    (said,) = lost
     assert "found no route to moon2, a host of the Slurm step." in said["error"]
     assert "Set MASTER_ADDR and MASTER_PORT on all ranks." in said["error"]
 
@@ -281,7 +284,8 @@ def test_ranks_of_torchrun_meet_at_its_store(cluster):
                     **pipes,
                 )
             )
-        assert_met(results(processes), "10.77.0.", size=2)
+        (said,) = results(processes)
+        assert_met(said, "10.77.0.", size=2)
 
 
 def test_the_ports_of_a_step_are_below_those_of_outgoing_connections():

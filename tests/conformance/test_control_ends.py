@@ -22,6 +22,8 @@ from ronde.collectives import open_store
 from ronde.coordination import connect_channel
 from ronde.errors import CollectiveError
 
+pytestmark = pytest.mark.waits
+
 DYING = [(hosts, dying) for hosts in ("aaa", "aab") for dying in (0, 2)]
 DYING += [("ab", 1), ("abca", 0)]
 

@@ -23,6 +23,8 @@ from tests.resources import least_resources
 from ronde.collectives import AbortScope, Connections, connect, store_at
 from ronde.errors import CollectiveError, PeerLostError
 
+pytestmark = pytest.mark.waits
+
 NEVER_S = 5 * HANG_S
 ENGINES = ["gloo", "shared_memory"]
 _SO_MAX_PACING_RATE = 47  # which Python has no name for

@@ -8,6 +8,8 @@ import pytest
 import torch
 from tests.ranks import RankFailedError
 
+pytestmark = pytest.mark.waits
+
 
 def give_rank(communicator, offset):
     return communicator.rank + offset
