@@ -7,26 +7,18 @@ They work eagerly and in graphs; ``ronde.tensorflow.operations`` has the rules.
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ronde.errors import CollectiveError as HorovodInternalError
-from ronde.session import session as session_queries
-from ronde.session.lifetime import init, shutdown, start_timeline, stop_timeline
+from ronde.session import front_end
+from ronde.session.front_end import *  # noqa: F403
+from ronde.session.lifetime import init, shutdown
 from ronde.session.operations import (
-    Adasum,
     Allgather,
     Allreduce,
     Alltoall,
-    Average,
     Broadcast,
-    Max,
-    Min,
-    Product,
     Reducescatter,
     Sum,
-    barrier,
     join as join_session,
 )
-from ronde.session.process_sets import add_process_set, remove_process_set
-from ronde.session.session import *  # noqa: F403
 from ronde.session.session import (
     ProcessSet,
     current_session,
@@ -36,35 +28,20 @@ from ronde.session.session import (
 from ronde.tensorflow.operations import Tensors, run, run_in_python, tf
 
 __all__: list[str] = [
-    "Adasum",
-    "Average",
-    "HorovodInternalError",
-    "Max",
-    "Min",
-    "ProcessSet",
-    "Product",
-    "Sum",
-    "add_process_set",
     "allgather",
     "alltoall",
-    "barrier",
     "broadcast",
     "broadcast_",
-    "global_process_set",
     "grouped_allgather",
     "init",
-    "join",
     "local_rank_op",
     "local_size_op",
     "process_set_included_op",
     "rank_op",
-    "remove_process_set",
     "shutdown",
     "size_op",
-    "start_timeline",
-    "stop_timeline",
 ]
-__all__ += session_queries.__all__
+__all__ += front_end.__all__
 
 Name = str | None
 Tensor = Any
