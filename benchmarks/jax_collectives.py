@@ -124,7 +124,7 @@ def measure_steps(model: str, num_rounds: int, path: Path) -> None:
     words += [str(records), "--rounds", str(num_rounds)]
     launch = [sys.executable, "-m", "ronde"]
     subprocess.run([*launch, *words], check=True, stdout=subprocess.PIPE)
-    (record,) = read_records(records, "bench_train")
+    *_, record = read_records(records, "bench_train")
     with path.open("a") as file:
         for variant, figures in record.values["variants"].items():
             step_ms = figures["step_ms"]

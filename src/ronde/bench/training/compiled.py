@@ -196,8 +196,10 @@ def _jax_replica(options: TrainOptions, variant: Variant) -> Replica:
     model = seeded_model(import_keras(options), options)
     is_adam, is_peer = options.optimizer == "adam", variant is Variant.PEER
     optimizer = optax.adam(1e-4) if is_adam else optax.sgd(1e-3, momentum=0.9)
+    jit = jax.jit
     if variant is Variant.ALL_RANKS:
         optimizer = _distributed(options, "DistributedOptimizer")(optimizer)
+        jit = import_module("ronde.jax").jit
     weights, others = _jax_variables(model)
     state: State = (weights, others, optimizer.init(weights))
     differentiate = jax.value_and_grad(_jax_loss(model), has_aux=True)
@@ -213,7 +215,7 @@ def _jax_replica(options: TrainOptions, variant: Variant) -> Replica:
     if is_peer:
         train, state, to_device = _spread(train, state)
         parts = parts._replace(to_device=to_device)
-    compiled = jax.jit(train, donate_argnums=0)
+    compiled = jit(train, donate_argnums=0)
 
     def step(images: Array, labels: Array) -> Array:
         nonlocal state
