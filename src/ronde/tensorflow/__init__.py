@@ -26,7 +26,6 @@ from ronde.tensorflow.mpi_ops import (
     _grouped_reducescatter as _grouped_reducescatter,
     _reducescatter as _reducescatter,
 )
-from ronde.tensorflow.operations import request_threads
 from ronde.tensorflow.util import (
     _cache as _cache,
     _executing_eagerly as _executing_eagerly,
@@ -45,7 +44,6 @@ __all__ = [
 ]
 __all__ += functions.__all__
 __all__ += mpi_ops.__all__
-request_threads()
 # Lazy, as they load Keras, or scripts seldom need them.
 _find = lazy_exports(
     __name__,

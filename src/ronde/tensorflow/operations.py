@@ -16,14 +16,15 @@ Note [Errors]
 
 Note [Threads]
     A collective in a graph holds one of TensorFlow's inter-op threads while it waits.
+    One is enough for a ``tf.function``, and more threads than cores make all of a step
+    slower. A session of TensorFlow 1 runs several collectives at a time.
 """
 
 import logging
-import os
 import re
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
+from importlib import import_module
 from typing import Any, cast
 
 from torch.utils.dlpack import from_dlpack as from_capsule, to_dlpack
@@ -42,29 +43,16 @@ from ronde.session.operations import (
     Sum,
 )
 from ronde.session.session import state_of
-from ronde.world.environment import own_or
 
 tf: Any = import_framework("tensorflow")
 
+_record: Any = import_module("tensorflow.python.eager.record")
 Tensors = Sequence[Any]  # TensorFlow's
 _logger = logging.getLogger("ronde")
 _UNSAFE = re.compile(r"[^A-Za-z0-9_]")
 _WITH_ROWS = (Allgather, Alltoall, Reducescatter)
 """Collectives that change the number of rows."""
-_LEAST_THREADS = 8
 _MISMATCH = "ranks_do_not_fit_together_the_log_has_the_reason"
-
-
-def request_threads() -> None:
-    """Ask for enough inter-op threads, unless the user or a running context has."""
-    threading = tf.config.threading
-    is_chosen = own_or(None).get("TF_NUM_INTEROP_THREADS") or (
-        threading.get_inter_op_parallelism_threads()
-    )
-    # By default there are as many as cores.
-    if not is_chosen and (os.cpu_count() or 1) < _LEAST_THREADS:
-        with suppress(RuntimeError):  # the context is made, and has its threads
-            threading.set_inter_op_parallelism_threads(_LEAST_THREADS)
 
 
 @tf.autograph.experimental.do_not_convert
@@ -81,6 +69,8 @@ def run(
     _require_single_replica()
     if not tf.executing_eagerly():
         collective = replace(collective, name=_graph_name(collective, tensors))
+    elif not _record.could_possibly_record():  # no tape; making a gradient takes time
+        is_differentiable = False
     if not is_differentiable:
         return _run(collective, tensors)
 
