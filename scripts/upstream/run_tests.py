@@ -64,7 +64,7 @@ EXAMPLES = {
 }
 _TENSORFLOW_BENCHMARK = (
     *("--no-cuda", "--model", "MobileNetV2", "--batch-size", "2"),
-    *("--num-warmup-batches", "1", "--num-batches-per-iter", "1", "--num-iters", "2"),
+    *("--num-batches-per-iter", "1", "--num-iters", "2"),
 )
 TENSORFLOW_EXAMPLES = {
     f"tensorflow2/tensorflow2_{name}.py": arguments
