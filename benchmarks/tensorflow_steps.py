@@ -142,7 +142,7 @@ def show(hvd: Module, row: str, times: Mapping[str, Sequence[float]]) -> None:
         print(f"{line}best {best:8.3f}  median {statistics.median(own):8.3f} ms")
 
 
-def be_rank(num_rounds: int) -> None:
+def be_rank(num_rounds: int, *, is_alone: bool) -> None:
     import tensorflow as tf
     import torch
 
@@ -150,10 +150,16 @@ def be_rank(num_rounds: int) -> None:
     import ronde.torch
 
     hvd.init()
-    strategy, reduce_by_peer = make_peer(hvd)  # before any other operation
+    # Before any other operation.
+    strategy, reduce_by_peer = (None, None) if is_alone else make_peer(hvd)
 
-    def by_peer(function: Callable[..., object], *arguments: object) -> Call:
-        return tf.function(lambda: strategy.run(function, arguments))
+    def by_peer(
+        wrap: Callable[[Reduce], Call], *arguments: object
+    ) -> Mapping[str, Call]:
+        if strategy is None or reduce_by_peer is None:
+            return {}
+        function = wrap(reduce_by_peer)
+        return {"MWMS": tf.function(lambda: strategy.run(function, arguments))}
 
     for row, (sizes, num_calls) in SIZES.items():
         tensors = [tf.ones(size) for size in sizes]
@@ -162,7 +168,8 @@ def be_rank(num_rounds: int) -> None:
         argument = tensors if len(sizes) > 1 else tensors[0]
         sides = {
             "ronde": partial(own, argument),
-            "MWMS": by_peer(reduce_by_peer, tensors),
+            "ronde, eager": partial(reduce, argument, name=row.replace(" ", ".")),
+            **by_peer(lambda reduce: reduce, tensors),
         }
         if row == "64 MiB":
             tensor = torch.ones(sizes)
@@ -173,23 +180,15 @@ def be_rank(num_rounds: int) -> None:
         sides = {
             "none": tf.function(make(list)),
             "ronde": tf.function(make(hvd.grouped_allreduce)),
-            "MWMS": by_peer(make(reduce_by_peer)),
+            **by_peer(make),
         }
         show(hvd, row, time_rounds(hvd, sides, num_rounds, 10))
     hvd.shutdown()
 
 
 def compare_keras(backend: str, num_rounds: int, path: Path) -> None:
-    words = [
-        *RONDE,
-        "bench",
-        "train",
-        "--framework",
-        "keras",
-        "--model",
-        "mlp",
-        "--peer",
-    ]
+    words = [*RONDE, "bench", "train", "--framework", "keras", "--model", "mlp"]
+    words += ["--peer"]
     words += ["-n", "2", "--rounds", str(num_rounds), "--json", str(path)]
     environment = own_environment() | {"KERAS_BACKEND": backend}
     subprocess.run(words, check=True, capture_output=True, env=environment)
@@ -205,22 +204,19 @@ def compare_keras(backend: str, num_rounds: int, path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--alone", action="store_true", help="without MWMS in the process, and Keras"
+    )
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank:
-        be_rank(options.rounds)
+        be_rank(options.rounds, is_alone=options.alone)
         return
-    words = [
-        *RONDE,
-        "run",
-        "-n",
-        "2",
-        "--no-prefix",
-        sys.executable,
-        __file__,
-        "--rank",
-    ]
-    subprocess.run([*words, "--rounds", str(options.rounds)], check=True)
+    words = [*RONDE, "run", "-n", "2", "--no-prefix", sys.executable, __file__]
+    words += ["--rank", "--rounds", str(options.rounds)]
+    subprocess.run([*words, *["--alone"][: options.alone]], check=True)
+    if options.alone:
+        return
     with tempfile.TemporaryDirectory() as folder:
         for backend in ("tensorflow", "jax", "torch"):
             compare_keras(backend, options.rounds, Path(folder, "records"))

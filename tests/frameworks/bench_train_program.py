@@ -4,6 +4,7 @@
 """
 
 import sys
+from math import prod
 
 import ronde.torch as hvd
 from ronde import bench
@@ -44,13 +45,9 @@ def count_parameters() -> None:
     keras = import_framework("keras")
     for name in PORTABLE:
         model = build_keras(keras, MODELS[name])
-        shapes = [each.shape for each in model.trainable_variables]
-        assert sum(map(count, shapes)) == MODELS[name].num_parameters, name
+        sizes = [prod(each.shape) for each in model.trainable_variables]
+        assert sum(sizes) == MODELS[name].num_parameters, name
         assert model.output_shape == (None, MODELS[name].num_classes), name
-
-
-def count(shape: tuple[int, ...]) -> int:
-    return shape[0] * count(shape[1:]) if shape else 1
 
 
 def main() -> None:

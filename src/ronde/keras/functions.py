@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from ronde import session
 from ronde.errors import CollectiveError, UsageError
-from ronde.session import session as session_queries
+from ronde.session import front_end
 from ronde.session.gradients import ReductionOptions, compress, variables_of_layers
 from ronde.session.operations import Average, Sum, choose_op
 
@@ -18,11 +18,7 @@ GLOBAL_VARIABLES = (
     "hvd.broadcast_global_variables() does not support eager execution. Please use "
     "`hvd.broadcast_variables(<model/optimizer variables>)` instead."
 )
-_SESSION = (
-    "Adasum Average Max Min ProcessSet Product Sum add_process_set allgather_object "
-    "barrier broadcast_object global_process_set join remove_process_set "
-    "start_timeline stop_timeline"
-)
+_OBJECTS = ("allgather_object", "broadcast_object")
 
 
 class CallableList(list[Any]):
@@ -166,7 +162,9 @@ def exports_of(package: str, module: str) -> Callable[[str], object]:
             return import_module(f"{package}.{name}")
         if name in ("DistributedOptimizer", "PartialDistributedOptimizer"):
             return globals()[name]
-        if name in (*_SESSION.split(), *session_queries.__all__):
+        if name in front_end.__all__:
+            return getattr(front_end, name)
+        if name in _OBJECTS:
             return getattr(session, name)
         is_own = name in ("init", "shutdown")  # of the backend's front end
         if name.startswith("_") or not (is_own or hasattr(ValueFunctions, name)):

@@ -103,6 +103,8 @@ class Sampler:
                 return window._replace(problem=explain(error))
             with process:
                 window, text = self._follow(process, window)
+            if process.returncode < 0:  # killed, with no word on a failure
+                text = ""
             if process.returncode:
                 return window._replace(problem=explain_output(text))
             return add_samples(window, json.load(file))

@@ -204,11 +204,8 @@ class _Wrapper(_LegacyOptimizer):
     def __init__(self, optimizer: Any, name: str, use_locking: bool) -> None:
         super().__init__(name=name, use_locking=use_locking)
         self._optimizer = optimizer
-        self.get_slot, self.get_slot_names = (
-            optimizer.get_slot,
-            optimizer.get_slot_names,
-        )
-        self.variables = optimizer.variables
+        self.get_slot, self.variables = optimizer.get_slot, optimizer.variables
+        self.get_slot_names = optimizer.get_slot_names
 
     def compute_gradients(self, *args: Any, **kwargs: Any) -> list[Any]:
         return self._optimizer.compute_gradients(*args, **kwargs)
@@ -257,9 +254,8 @@ class _DistributedAdasumOptimizer(_Wrapper):
         super().__init__(optimizer, name, use_locking)
         self._combine = _reduction(name, options)
         self._passes = options.backward_passes_per_step
-        self._starts: dict[
-            Any, Any
-        ] = {}  # by reference: the value after the last reduction
+        # By reference: the value after the last reduction.
+        self._starts: dict[Any, Any] = {}
         self._steps: Any = None
 
     def apply_gradients(

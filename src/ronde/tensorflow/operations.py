@@ -144,6 +144,7 @@ def _in_graph(collective: NamedCollective, tensors: Tensors) -> list[Any]:
         body, list(tensors), [*dtypes, tf.bool], name=name
     )
     is_matched.set_shape([])
+    # Without the identity the call may not run, and its error is lost.
     with tf.control_dependencies([tf.identity(_require_match(is_matched))]):
         results = [tf.identity(result) for result in results]
     for result, shape in zip(results, _shapes(collective, tensors), strict=True):

@@ -182,8 +182,8 @@ def jax_replicas(
     jax, is_distributed = import_framework("jax"), options.is_peered and hvd.size() > 1
     jax.config.update("jax_platforms", "cpu")
     if is_distributed:
-        address = hvd.broadcast_object(free_address())  # before the first operation
-        jax.distributed.initialize(address, hvd.size(), hvd.rank())
+        # Before the first operation.
+        import_module("ronde.jax.launch").initialize_distributed()
     try:
         yield partial(_jax_replica, options)
     finally:
