@@ -1,0 +1,1 @@
+"""Predictions of training speed on more ranks, with intervals and their causes."""

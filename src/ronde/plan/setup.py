@@ -1,0 +1,112 @@
+"""The facts of a prediction: a program, a cluster, and measured speeds.
+
+Every fact may be unknown, that is None. An unknown fact is drawn from its prior, and
+widens the interval.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+
+class Overlap(StrEnum):
+    """The pieces in which gradients are sent while backward runs."""
+
+    NONE = "none"  # all are sent after backward
+    BUCKET = "bucket"
+    TENSOR = "tensor"
+
+
+class Exchange(StrEnum):
+    """The way in which ranks exchange gradients, and weights where they are sharded."""
+
+    ALL_REDUCE = "all_reduce"
+    PARAMETER_SERVER = "parameter_server"
+    SHARD_GRADIENTS = "shard_gradients"  # ZeRO-1 and -2, FSDP's SHARD_GRAD_OP
+    SHARD_ALL = "shard_all"  # ZeRO-3, FSDP's FULL_SHARD
+
+
+class ArrivingGradient(NamedTuple):
+    """A gradient, as ``ronde bench train`` records it."""
+
+    numel: int
+    itemsize: int  # bytes of an element
+    ready_s: float  # after the start of backward
+
+
+class PhaseTimes(NamedTuple):
+    """Measured times of a step on one rank without communication."""
+
+    forward_s: float
+    backward_s: float
+    update_s: float
+    load_s: float = 0.0  # input and copies to the device
+
+
+class Size(NamedTuple):
+    """A number of ranks, and the samples that a rank processes in a step."""
+
+    num_ranks: int
+    num_nodes: int
+    batch: float | None = None  # samples of a rank in an optimizer step
+    accumulation: float = 1  # micro-batches of that step
+
+
+class Point(NamedTuple):
+    """A measured or published speed."""
+
+    size: Size
+    units_per_s: float  # of all ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """Facts of a training program that do not depend on the cluster."""
+
+    name: str = ""
+    unit: str = "samples"
+    units_a_sample: float = 1.0
+    num_parameters: float | None = None
+    itemsize: float = 4.0  # bytes of an exchanged element
+    num_tensors: int | None = None
+    overlap: Overlap | None = None
+    exchange: Exchange = Exchange.ALL_REDUCE
+    algorithm: str = ""  # of ``ronde.collectives.pricing``; "" for unknown
+    # The batch of a rank changes with its size while a micro-batch stays.
+    is_accumulating: bool = False
+    phases: PhaseTimes | None = None  # at the batch of the smallest point
+    gradients: tuple[ArrivingGradient, ...] = ()  # in order of arrival
+    bucket_bytes: tuple[int, ...] = ()  # as executed; () for torch's default sizes
+
+
+class LinkFacts(NamedTuple):
+    """A measured latency and bandwidth, with their relative standard deviation."""
+
+    alpha_s: float
+    beta_s_per_byte: float
+    gamma_s_per_byte: float = 0.0
+    spread: float = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Facts of equal nodes and the links inside and between them."""
+
+    ranks_per_node: int = 1
+    node_gbit_per_s: float | None = None  # line rate of all adapters of a node
+    transport: str = ""  # tcp, rdma or "" for unknown
+    gpu_link_gb_per_s: float | None = None  # practical, one way, of one GPU
+    alpha_us: float | None = None  # of a message between nodes
+    inside: LinkFacts | None = None  # measured
+    between: LinkFacts | None = None  # measured
+    oversubscription: float = 1.0
+    nodes_per_leaf: int = 0  # 0: all nodes are below one switch
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """All facts of one prediction."""
+
+    program: Program
+    cluster: Cluster
+    points: tuple[Point, ...]  # one or more, by size
