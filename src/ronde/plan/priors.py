@@ -1,0 +1,59 @@
+"""Priors of the unknowns of a step, fitted to published speeds."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from ronde.plan.step import Draws
+
+_TO_80 = 1.2816
+
+
+class Prior(NamedTuple):
+    """A log-normal distribution: its median, and the ratio of its 90 % quantile."""
+
+    middle: float
+    ratio: float
+
+
+_HAND = {
+    "rdma_share": Prior(0.41, 0.56 / 0.41),
+    "tcp_gb_per_s": Prior(2.2, 3.4 / 2.2),
+    "gpu_share": Prior(0.67, 1.05 / 0.67),
+    "alpha_rdma": Prior(2.1, 3.3 / 2.1),
+    "alpha_tcp": Prior(6.3, 9.8 / 6.3),
+    "window": Prior(0.98, 1.2),
+    "leak": Prior(0.37, 2.2),
+    "host": Prior(0.040, 2.1),
+    "growth": Prior(0.007, 2.1),
+    "launch": Prior(0.022, 1.9),
+    "update": Prior(0.014, 3.2),
+    "server": Prior(1.75, 1.36),
+    "missing_between": Prior(0.042, 7.6),
+    "missing_inside": Prior(0.016, 2.4),
+}
+
+
+@dataclass(frozen=True)
+class Priors:
+    unknowns: Mapping[str, Prior] = field(default_factory=lambda: dict(_HAND))
+    flat: float = 0.91
+    ring_latency: float = 0.86
+    servers_on_all: float = 0.5
+    error: float = 0.004
+    walk: float = 0.015
+    crossing: float = 1.0
+    widening: float = 1.3
+
+    @property
+    def names(self) -> list[str]:
+        return list(self.unknowns)
+
+    def values(self, z: Draws) -> Mapping[str, Draws]:
+        found = {}
+        for index, (name, prior) in enumerate(self.unknowns.items()):
+            drawn = prior.middle * np.exp(np.log(prior.ratio) / _TO_80 * z[:, index])
+            found[name] = np.minimum(drawn, 1.0) if name == "leak" else drawn
+        return found
