@@ -17,14 +17,6 @@ from ronde.parallel.memory import OptimizerName, Precision, RankMemory, Sharding
 from ronde.parallel.traffic import StepSizes, step_traffic
 from ronde.units import counted, format_size, parse_size_bytes
 
-_HELP = """\
-usage: ronde plan memory FILE --mesh AXES      memory of a rank in a training step
-       ronde plan memory --params COUNT --mesh AXES
-       ronde plan traffic --params COUNT --mesh AXES [SOURCE ...]
-                                               bytes that it sends, and the time
-
-Nothing is started. ronde plan VERB --help shows more about a verb.
-"""
 _MODEL_OPTIONS = """\
   --params COUNT  parameters of the whole model, as 7B, 350M or 7e9
   --blocks N      number of blocks, which are gathered one by one (default: 32)
@@ -40,7 +32,8 @@ _LAST_OPTIONS = """\
   -h, --help      show this help and exit
 """
 _MEMORY_HELP = f"""\
-usage: ronde plan memory FILE --mesh AXES [options]
+usage: ronde plan [RECORD ...] [-n RANKS]      training speed on more ranks
+       ronde plan memory FILE --mesh AXES [options]
        ronde plan memory --params COUNT --mesh AXES [options]
 
 Show the memory of a rank at the peak of a training step. Nothing is started, and the
@@ -105,9 +98,11 @@ _PROGRAM = "ronde_planned_program"  # the name of its module; not __main__
 
 
 def run(words: Sequence[str]) -> int:
-    if not words or words[0] in ("-h", "--help"):
-        print(_HELP, end="")
-        return 0
+    first = words[0] if words else "--help"
+    if first.startswith("-") or Path(first).suffix or Path(first).exists():
+        from ronde.cli.plan_speed import run_speed
+
+        return run_speed(words or [first])
     if words[0] not in _VERBS:
         refuse_verb(words[0], [*_VERBS], "ronde plan")
     run_verb, help_text, positionals = _VERBS[words[0]]

@@ -77,6 +77,11 @@ class Program:
     phases: PhaseTimes | None = None  # at the batch of the smallest point
     gradients: tuple[ArrivingGradient, ...] = ()  # in order of arrival
     bucket_bytes: tuple[int, ...] = ()  # as executed; () for torch's default sizes
+    bucket_cap_bytes: int = 25 << 20
+    compression: float = 1.0  # bytes that are sent, by those of the gradients
+    compute_speed: float = 1.0  # of the device, in multiples of the measured one's
+    host_share: float | None = None  # measured: of a step, with 8 busy ranks a node
+    jitter: float | None = None  # measured: deviation between ranks of log step times
 
 
 class LinkFacts(NamedTuple):

@@ -1,0 +1,7 @@
+"""Predicted training speed as a picture in SVG."""
+
+from ronde.render.plan import PlanReport
+
+
+def draw_chart(report: PlanReport) -> str:
+    return ""
