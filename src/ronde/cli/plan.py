@@ -1,8 +1,7 @@
-"""``ronde plan``: estimates of memory and traffic in training."""
+"""``ronde plan``: speed, memory and traffic of training, predicted."""
 
 import argparse
 import inspect
-import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import module_from_spec, spec_from_file_location
@@ -15,6 +14,7 @@ from ronde.errors import UsageError
 from ronde.parallel.layout import Layout
 from ronde.parallel.memory import OptimizerName, Precision, RankMemory, Sharding
 from ronde.parallel.traffic import StepSizes, step_traffic
+from ronde.plan.facts import read_count
 from ronde.units import counted, format_size, parse_size_bytes
 
 _MODEL_OPTIONS = """\
@@ -90,7 +90,6 @@ example:
       --blocks 80 --hidden 8192 --tokens 8192
 """
 _EXIT_TOO_LITTLE = 1
-_COUNT_UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 _FORMULA_OPTIONS = ("params", "blocks", "precision", "optimizer")
 _OPTIMIZERS = {name.value.lower().replace(" ", "-"): name for name in OptimizerName}
 _NEEDED = ("build", "batch", "loss_of")
@@ -99,12 +98,14 @@ _PROGRAM = "ronde_planned_program"  # the name of its module; not __main__
 
 def run(words: Sequence[str]) -> int:
     first = words[0] if words else "--help"
-    if first.startswith("-") or Path(first).suffix or Path(first).exists():
+    if first not in _VERBS:
+        is_option = first.startswith("-")
+        if not (is_option or Path(first).suffix or Path(first).exists()):
+            refuse_verb(first, [*_VERBS], "ronde plan")
+        # Imported here: numpy takes a tenth of a second.
         from ronde.cli.plan_speed import run_speed
 
         return run_speed(words or [first])
-    if words[0] not in _VERBS:
-        refuse_verb(words[0], [*_VERBS], "ronde plan")
     run_verb, help_text, positionals = _VERBS[words[0]]
     parser = CommandParser(
         f"ronde plan {words[0]}", help_text, types=_TYPES, positionals=positionals
@@ -246,19 +247,6 @@ def _precision(options: argparse.Namespace) -> Precision:
     return Precision(options.precision or "fp32")
 
 
-def _read_count(text: str) -> int:
-    match = re.fullmatch(
-        r"([0-9]+(?:\.[0-9]+)?(?:e[0-9]{1,2})?)([kmbt]?)", text.lower()
-    )
-    count = int(float(match[1]) * _COUNT_UNITS[match[2]]) if match else 0
-    if not 0 < count < 10**18:
-        raise UsageError(
-            f"must be a number of parameters, got {text!r}. Write it as 7B, 350M or "
-            "7e9."
-        )
-    return count
-
-
 def _refuse_formula_options(options: argparse.Namespace) -> None:
     for name in _FORMULA_OPTIONS:
         if getattr(options, name) is not None:
@@ -320,7 +308,7 @@ _TYPES = {
     "--zero": whole_number(0, 3),
     "N": whole_number(1),
     "AXES": _read_layout,
-    "COUNT": _read_count,
+    "COUNT": read_count,
     "SIZE": parse_size_bytes,
     "--precision": one_of(*Precision),
     "--optimizer": one_of(*_OPTIMIZERS),

@@ -1,53 +1,43 @@
-"""Setups from measured records: of ``ronde bench train`` and of ``ronde bench``.
+"""Setups from records of ``ronde bench train`` and of ``ronde bench``.
 
 Records are read by kind. Facts that older records do not have stay unknown.
 """
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
-
-import numpy as np
+from statistics import median
+from typing import Any, NamedTuple
 
 from ronde.errors import UsageError
-from ronde.plan.setup import (
-    ArrivingGradient,
-    Cluster,
-    Exchange,
-    LinkFacts,
-    Overlap,
-    PhaseTimes,
-    Point,
-    Program,
-    Setup,
-    Size,
-)
+from ronde.plan import setup as given
+from ronde.plan.facts import fact_of
+from ronde.plan.setup import Cluster, Point, Program, Setup, Size
 from ronde.records import Record, read_records
 
-TRAINING, COLLECTIVES = "bench_train", "bench"
+_TRAINING, _COLLECTIVES = "bench_train", "bench"
 _MOST_DIFFERENT = 0.1
-_WORST_FIT = 0.3
-_LEAST_FITTED_BYTES = 4096
-_ITEMSIZES = {"none": 4.0, "fp16": 2.0, "bf16": 2.0}
-_MEASURED_FACTS = ("parameters", "dtype", "overlap", "exchange", "algorithm", "jitter")
+_SENT = {"fp16": 2.0, "bf16": 2.0}  # bytes of an element
 _SAME = ("model", "dtype", "batch_a_rank", "framework", "optimizer", "device")
+_KEYS = ("parameters", "dtype", "overlap", "algorithm", "jitter")
+_PARTS = ("hosts", "gradients", "buckets", "spread")
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """Facts of records; notes are on what they leave out."""
+class Inputs(NamedTuple):
+    """A setup, and the origins of its facts by their keys."""
 
     setup: Setup  # without points if no training was measured
-    notes: tuple[str, ...] = ()
-    known: tuple[str, ...] = ()  # keys of facts, and parts of a record
-    device: str = ""
+    measured: Sequence[str] = ()
+    stated: Sequence[str] = ()
+    assumed: Sequence[str] = ()
+    unknown: Sequence[str] = ()
+    left_out: Sequence[str] = ()
 
 
 def read_measured(
     paths: Sequence[Path], per_node: int | None, *, are_batches_mixed: bool = False
-) -> Measured:
+) -> Inputs:
     """Read records of one program on one cluster.
 
     Args:
@@ -58,115 +48,100 @@ def read_measured(
         UsageError: The records contradict each other, or show a broken training.
     """
     records = [(path, record) for path in paths for record in _read(path)]
-    training = [(p, r) for p, r in records if r.kind == TRAINING]
-    _refuse_mixture(training, ("batch_a_rank",) if are_batches_mixed else ())
-    links = [link for _, r in records if r.kind == COLLECTIVES for link in _links(r)]
-    cluster = Cluster(per_node or 1)
-    for name, facts in links:
-        cluster = replace(cluster, **{name: facts})
-    known = tuple(f"links {name} nodes" for name, _ in links)
-    if not training:
-        return Measured(Setup(Program(), cluster, ()), known=known)
-    return _of_training([r.values for _, r in training], cluster, per_node, known)
+    runs = [(path, r.values) for path, r in records if r.kind == _TRAINING]
+    _refuse_mixture(runs, are_batches_mixed=are_batches_mixed)
+    links = dict(
+        link for _, r in records if r.kind == _COLLECTIVES for link in _links(r)
+    )
+    setup = Setup(Program(), Cluster(per_node or 1, **links), ())
+    known = [f"links {name} nodes" for name in links]
+    if not runs:
+        return Inputs(setup, known)
+    last = max((values for _, values in runs), key=lambda values: values["num_ranks"])
+    g = max(last.get("hosts") or [per_node or last["num_ranks"]])
+    points = unite(point for _, values in runs for point in _points(values, g))
+    cluster = replace(setup.cluster, ranks_per_node=g)
+    setup = Setup(_program(last, g), cluster, points)
+    parts = [part for part in _PARTS if last.get(part)]
+    known += [key for key in _KEYS if fact_of(setup, key) not in (None, "")]
+    known += ["phases", *parts, *["per_node"] * ("hosts" in parts)]
+    left_out: list[str] = []
+    if last.get("input") == "prepared":
+        left_out.append("the input: batches were prepared, so it costs nothing")
+    if len(parts) < len(_PARTS):
+        left_out.append("parts of a record of an older ronde, or of other frameworks")
+    if last["device"] == "cpu":
+        left_out.append("GPUs: the record is from a CPU")
+    return Inputs(setup, known, left_out=left_out)
 
 
 def _read(path: Path) -> list[Record]:
     try:
         records = read_records(path)
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"RECORD must be a file of records: {error}.") from error
-    known = [r for r in records if r.kind in (TRAINING, COLLECTIVES)]
+        raise UsageError(f"RECORD must be a file of records, got {error}.") from error
+    known = [r for r in records if r.kind in (_TRAINING, _COLLECTIVES)]
     if not known:
         raise UsageError(
-            f"{path} must have a record of kind {TRAINING} or {COLLECTIVES}, but has "
+            f"{path} must have a record of kind {_TRAINING} or {_COLLECTIVES}, but has "
             "none. Type: ronde bench train --json FILE"
         )
     return known
 
 
 def _refuse_mixture(
-    training: Sequence[tuple[Path, Record]], allowed: Sequence[str]
+    runs: Sequence[tuple[Path, Mapping[str, Any]]], *, are_batches_mixed: bool
 ) -> None:
-    for path, record in training:
-        if not record.values.get("is_in_step", True):
+    for path, values in runs:
+        if not values.get("is_in_step", True):
             raise UsageError(
-                f"{path}: the ranks' weights differ in the record of "
-                f"{record.created_at}. Its speed is of a broken training: measure again."
+                f"{path} has a training whose ranks' weights differ at the end. Its "
+                "speed means nothing: measure again."
             )
     for key in _SAME:
-        values = {str(record.values.get(key)): path for path, record in training}
-        if len(values) > 1 and key not in allowed:
-            (a, in_a), (b, in_b), *_ = values.items()
-            cure = " or ask with --what-if batch=N" if key == "batch_a_rank" else ""
+        found = {str(values.get(key)): path for path, values in runs}
+        if len(found) > 1 and not (are_batches_mixed and key == "batch_a_rank"):
+            (a, in_a), (b, in_b), *_ = found.items()
+            cure = " or ask --what-if batch=N" if key == "batch_a_rank" else ""
             raise UsageError(
                 f"{key} must be the same in all records, got {a} in {in_a} and {b} in "
                 f"{in_b}. Give records of one kind{cure}."
             )
 
 
-def _of_training(
-    runs: Sequence[Mapping[str, Any]],
-    cluster: Cluster,
-    per_node: int | None,
-    known: tuple[str, ...],
-) -> Measured:
-    last = max(runs, key=lambda values: values["num_ranks"])
-    points = unite(point for run in runs for point in _points(run, per_node))
-    variants = last["variants"]
-    alone = variants.get("one_rank") or variants["no_communication"]
-    phases = {name: ms / 1e3 for name, ms in alone["phases_ms"].items()}
-    program = Program(
-        name=last["model"],
-        unit=last["unit"],
-        units_a_sample=_units_a_sample(last),
-        num_parameters=last["num_parameters"],
-        itemsize=_ITEMSIZES.get(last.get("compression", "none"), 4.0),
-        num_tensors=len(last.get("gradients") or ()) or None,
-        overlap=Overlap.BUCKET,
-        exchange=Exchange.ALL_REDUCE,
-        algorithm=last.get("algorithm") or "",
-        phases=PhaseTimes(
-            phases["forward"],
-            phases["backward"],
-            phases["update"],
-            phases["input"] + phases["host_to_device"],
-        ),
+def _program(values: Mapping[str, Any], ranks_per_node: int) -> Program:
+    variants = values["variants"]
+    whole, apart = variants.get("one_rank"), variants.get("no_communication")
+    phases_s = {k: ms / 1e3 for k, ms in (whole or apart)["phases_ms"].items()}
+    forward, backward, update = (phases_s[k] for k in ("forward", "backward", "update"))
+    load = phases_s["input"] + phases_s["host_to_device"]
+    host_share = None
+    if whole and apart and ranks_per_node > 1:
+        more = max(0.0, apart["step_ms"] / whole["step_ms"] - 1)
+        host_share = more * 7 / (ranks_per_node - 1)
+    units = whole["units_per_s"] * whole["step_ms"] / 1e3 if whole else 0.0
+    return Program(
+        name=values["model"],
+        unit=values["unit"],
+        units_a_sample=units / values["batch_a_rank"] or 1.0,
+        num_parameters=values["num_parameters"],
+        itemsize=_SENT.get(values.get("compression", "none"), 4.0),
+        overlap=given.Overlap.BUCKET,
+        algorithm=values.get("algorithm") or "",
+        phases=given.PhaseTimes(forward, backward, update, load),
         gradients=tuple(
-            ArrivingGradient(int(numel), int(itemsize), ms / 1e3)
-            for numel, itemsize, ms in last.get("gradients") or ()
+            given.ArrivingGradient(numel, itemsize, ready_ms / 1e3)
+            for numel, itemsize, ready_ms in values.get("gradients") or ()
         ),
-        bucket_bytes=tuple((last.get("buckets") or {}).get("num_bytes", ())),
-        host_share=_host_share(variants, _ranks_per_node(last, per_node)),
-        jitter=(last.get("spread") or {}).get("between_ranks"),
+        bucket_bytes=tuple((values.get("buckets") or {}).get("num_bytes", ())),
+        host_share=host_share,
+        jitter=(values.get("spread") or {}).get("between_ranks"),
     )
-    cluster = replace(cluster, ranks_per_node=_ranks_per_node(last, per_node))
-    parts = [k for k in ("gradients", "buckets", "hosts", "spread") if last.get(k)]
-    notes: list[str] = []
-    if last.get("input") == "prepared":
-        notes.append("the input: batches were prepared before, so it costs nothing")
-    if len(parts) < 4:
-        notes.append("an older ronde wrote the record: it lacks gradients or hosts")
-    keys = (*_MEASURED_FACTS, *(["per_node"] if "hosts" in parts else []))
-    known = (*keys, "phases", *parts, *known)
-    setup = Setup(program, cluster, points)
-    return Measured(setup, tuple(notes), known, last["device"])
 
 
-def _units_a_sample(values: Mapping[str, Any]) -> float:
-    step_s = values["variants"]["all_ranks"]["step_ms"] / 1e3
-    units = values["variants"]["all_ranks"]["units_per_s"] * step_s
-    return units / values["num_ranks"] / values["batch_a_rank"]
-
-
-def _ranks_per_node(values: Mapping[str, Any], per_node: int | None) -> int:
-    hosts = values.get("hosts")
-    return max(hosts) if hosts else per_node or values["num_ranks"]
-
-
-def _points(values: Mapping[str, Any], per_node: int | None) -> Iterable[Point]:
+def _points(values: Mapping[str, Any], per_node: int) -> Iterable[Point]:
     n, batch = values["num_ranks"], values["batch_a_rank"]
-    hosts = values.get("hosts")
-    nodes = len(hosts) if hosts else math.ceil(n / (per_node or n))
+    nodes = len(values.get("hosts") or ()) or math.ceil(n / per_node)
     sizes = {"one_rank": Size(1, 1, batch), "all_ranks": Size(n, nodes, batch)}
     for variant, size in sizes.items():
         if variant in values["variants"]:
@@ -174,34 +149,24 @@ def _points(values: Mapping[str, Any], per_node: int | None) -> Iterable[Point]:
 
 
 def unite(points: Iterable[Point]) -> tuple[Point, ...]:
-    """Return one point for each size, in order; refuse points that contradict.
+    """Return one point for each size, in order.
 
     Raises:
         UsageError: Two speeds of one size differ by more than 10 %.
     """
-    by_size: dict[tuple[int, float], list[Point]] = {}
-    for point in points:
-        key = point.size.num_ranks, point.size.batch or 0.0
-        by_size.setdefault(key, []).append(point)
-    united: list[Point] = []
-    for (n, _), same in sorted(by_size.items()):
-        speeds = [point.units_per_s for point in same]
+    by_size: dict[Size, list[float]] = {}
+    for size, speed in points:
+        by_size.setdefault(size, []).append(speed)
+    for size, speeds in by_size.items():
         if max(speeds) > (1 + _MOST_DIFFERENT) * min(speeds):
             raise UsageError(
-                f"speeds of {n} ranks must agree within {_MOST_DIFFERENT:.0%}, got "
-                f"{min(speeds):g} and {max(speeds):g}. Leave one of them out."
+                f"speeds of {size.num_ranks} ranks must agree within "
+                f"{_MOST_DIFFERENT:.0%}, got {min(speeds):g} and {max(speeds):g}. "
+                "Leave one of them out."
             )
-        united.append(same[0]._replace(units_per_s=float(np.median(speeds))))
-    return tuple(united)
+    every = sorted(by_size, key=lambda s: (s.num_ranks, s.batch or 0))
+    return tuple(Point(size, median(by_size[size])) for size in every)
 
 
-def _host_share(variants: Mapping[str, Any], ranks_per_node: int) -> float | None:
-    """Return the cost of 8 busy ranks of a node to each other, as a share of a step."""
-    if ranks_per_node == 1 or not {"one_rank", "no_communication"} <= variants.keys():
-        return None
-    ratio = variants["no_communication"]["step_ms"] / variants["one_rank"]["step_ms"]
-    return max(0.0, ratio - 1) * 7 / (ranks_per_node - 1)
-
-
-def _links(record: Record) -> Iterable[tuple[str, LinkFacts]]:
+def _links(record: Record) -> Iterable[tuple[str, given.LinkFacts]]:
     return ()

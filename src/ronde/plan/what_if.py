@@ -5,18 +5,19 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import product
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ronde.errors import UsageError
+from ronde.plan import facts
 from ronde.plan.answer import Between
-from ronde.plan.facts import ALGORITHMS, FACTS, number_from, require_known, with_fact
 from ronde.plan.posterior import Posterior
 from ronde.plan.setup import Exchange, LinkFacts, Overlap, Setup, Size
 
 _FARTHEST_BATCH = 8
-_LEAST_GAIN = 1.03
-_ALIASES = {"alpha": "alpha_us", "sharding": "exchange"}
+_OTHER_NAMES = {"alpha": "alpha_us", "sharding": "exchange"}
 _OF_SIZES = ("batch", "accumulation")
+_MEASURED = {"link": "between", "gpu_link": "inside", "alpha_us": "between"}
+KEYS = (*facts.FACTS, *_OTHER_NAMES, *_OF_SIZES)
 
 
 class Change(NamedTuple):
@@ -24,21 +25,21 @@ class Change(NamedTuple):
 
     name: str  # as asked for
     setup: Setup
+    kind: str = ""  # free, software or purchase
     batch: float | None = None
     accumulation: float | None = None
-    kind: str = ""  # free, software or purchase
 
     def size(self, size: Size) -> Size:
         """Return a size of as many ranks."""
         nodes = math.ceil(size.num_ranks / self.setup.cluster.ranks_per_node)
-        batch, parts = self.batch or size.batch, self.accumulation
-        if parts and batch is not None:
-            return Size(size.num_ranks, nodes, batch * parts / size.accumulation, parts)
-        return size._replace(num_nodes=nodes, batch=batch)
+        parts = self.accumulation or size.accumulation
+        batch = self.batch or size.batch
+        batch = None if batch is None else batch * parts / size.accumulation
+        return Size(size.num_ranks, nodes, batch, parts)
 
 
 class Outcome(NamedTuple):
-    """The speeds with a change, and their ratios to those without it."""
+    """Speeds at sizes with a change, and their ratios to those without it."""
 
     change: Change
     sizes: tuple[Size, ...]
@@ -46,52 +47,37 @@ class Outcome(NamedTuple):
     ratios: tuple[Between, ...]
 
 
-def read_changes(texts: Sequence[str], setup: Setup) -> list[Change]:
-    """Return the changes of ``KEY=VALUE,...``; ``KEY=A/B`` gives one for each value.
-
-    Raises:
-        UsageError: A key is unknown, or its value is wrong or has nothing to change.
-    """
-    return [change for text in texts for change in _read_grid(text, setup)]
-
-
-def _read_grid(text: str, setup: Setup) -> Iterable[Change]:
+def read_changes(text: str, setup: Setup, kind: str = "") -> Iterable[Change]:
+    """Yield the changes of ``KEY=VALUE,...``; ``KEY=A/B`` gives one for each value."""
     axes: list[list[tuple[str, str]]] = []
     for part in text.split(","):
         key, _, values = part.strip().partition("=")
-        require_known(key, [*FACTS, *_ALIASES, *_OF_SIZES], "--what-if")
+        facts.require_known([key], KEYS, "--what-if")
         # The slash of a unit, as in Gbit/s, separates no values.
         axes.append([(key, value) for value in re.split(r"/(?!s\b)", values)])
     for pairs in product(*axes):
-        change = Change(",".join(f"{k}={v}" for k, v in pairs), setup)
+        change = Change(",".join(f"{k}={v}" for k, v in pairs), setup, kind)
         for key, value in pairs:
-            change = _with(change, _ALIASES.get(key, key), value)
+            change = (_with_size if key in _OF_SIZES else _with)(change, key, value)
         yield change
 
 
 def _with(change: Change, key: str, text: str) -> Change:
-    if key in _OF_SIZES:
-        return _with_size(change, key, text)
-    try:
-        value = FACTS[key].read(text)
-    except UsageError as error:
-        raise UsageError(f"--what-if {key} {error}") from None
-    setup, (_, kind, name, measured) = change.setup, FACTS[key]
-    link: LinkFacts | None = getattr(setup.cluster, measured) if measured else None
-    old: Any = getattr(
-        setup.program if kind is type(setup.program) else setup.cluster, name
-    )
-    if measured and key != "alpha_us" and old is None:
+    value = facts.read_fact(_OTHER_NAMES.get(key, key), text, "--what-if")
+    key, setup = _OTHER_NAMES.get(key, key), change.setup
+    old = facts.fact_of(setup, key)
+    if key in ("link", "gpu_link") and old is None:
         option = f"--{key.replace('_', '-')}"
         raise UsageError(f"--what-if {key} needs today's rate. Give {option}.")
-    setup = with_fact(setup, key, value)
-    if link is not None:
-        link = (
-            link._replace(alpha_s=value * 1e-6)
-            if key == "alpha_us"
-            else link._replace(beta_s_per_byte=link.beta_s_per_byte * old / value)
-        )
-        setup = replace(setup, cluster=replace(setup.cluster, **{measured: link}))
+    setup = facts.with_fact(setup, key, value)
+    name = _MEASURED.get(key, "")
+    link: LinkFacts | None = getattr(setup.cluster, name) if name else None
+    if link is not None and isinstance(value, float):
+        changed = link._replace(alpha_s=value * 1e-6)
+        if isinstance(old, float) and key != "alpha_us":
+            beta = link.beta_s_per_byte * old / value
+            changed = link._replace(beta_s_per_byte=beta)
+        setup = replace(setup, cluster=replace(setup.cluster, **{name: changed}))
     return change._replace(setup=setup)
 
 
@@ -100,24 +86,24 @@ def _with_size(change: Change, key: str, text: str) -> Change:
     if not known:
         raise UsageError(f"--what-if {key} needs today's batch. Give --batch.")
     try:
-        value = number_from(0)(text)
+        value = facts.number_from()(text)
     except UsageError as error:
         raise UsageError(f"--what-if {key} {error}") from None
-    if key == "accumulation":
-        program = replace(change.setup.program, is_accumulating=True)
-        setup = replace(change.setup, program=program)
-        return change._replace(setup=setup, accumulation=value)
     least, most = min(known) / _FARTHEST_BATCH, max(known) * _FARTHEST_BATCH
-    if not least <= value <= most:
+    if key == "batch" and not least <= value <= most:
         raise UsageError(
             f"--what-if batch must be from {least:g} to {most:g}, 8 times around the "
             f"measured one, got {value:g}. Measure one nearer to it."
         )
-    return change._replace(batch=value)
+    if key == "batch":
+        return change._replace(batch=value)
+    program = replace(change.setup.program, is_accumulating=True)
+    setup = replace(change.setup, program=program)
+    return change._replace(setup=setup, accumulation=value)
 
 
-def advised_changes(setup: Setup) -> list[Change]:
-    """Return the changes that are worth a try for a setup."""
+def advised_changes(setup: Setup) -> Iterable[Change]:
+    """Yield the changes that are worth a try for a setup."""
     program, cluster, batch = setup.program, setup.cluster, setup.points[0].size.batch
     tried = {"compression=powersgd": "software"}
     if cluster.node_gbit_per_s:
@@ -129,38 +115,28 @@ def advised_changes(setup: Setup) -> list[Change]:
     if program.overlap is Overlap.NONE:
         tried["overlap=bucket"] = "software"
     if program.exchange is Exchange.ALL_REDUCE:
-        others = [name for name in ALGORITHMS[:4] if name != program.algorithm]
+        others = [a for a in facts.ALGORITHMS[:4] if a != program.algorithm]
         tried |= {f"algorithm={name}": "free" for name in others}
         tried |= {f"bucket={size}MiB": "free" for size in (5, 100)}
     if batch is not None:
         tried |= {f"batch={2 * batch:g}": "free", "accumulation=2": "free"}
     g = cluster.ranks_per_node
     tried |= {f"per_node={n}": "purchase" for n in {max(1, g // 2), 2 * g} - {g}}
-    return [
-        change._replace(kind=kind)
-        for text, kind in tried.items()
-        for change in _read_grid(text, setup)
-    ]
+    for text, kind in tried.items():
+        yield from read_changes(text, setup, kind)
 
 
 def try_changes(
-    posterior: Posterior, sizes: Sequence[Size], changes: Sequence[Change]
+    posterior: Posterior, sizes: Sequence[Size], changes: Iterable[Change]
 ) -> list[Outcome]:
     """Predict the speeds with each change, and their ratios to those without."""
-    outcomes: list[Outcome] = []
-    base = [posterior.predict(size) for size in sizes]
+    base, outcomes = [posterior.predict(size) for size in sizes], list[Outcome]()
     for change in changes:
         changed = tuple(map(change.size, sizes))
         new = [posterior.predict(size, change.setup) for size in changed]
         speeds = tuple(Between(f.low, f.middle, f.high) for f in new)
-        pairs = zip(new, base, strict=True)
-        ratios = tuple(Between(*posterior.ratio(f, b)) for f, b in pairs)
-        outcomes.append(Outcome(change, changed, speeds, ratios))
+        ratios = (posterior.ratio(f, b) for f, b in zip(new, base, strict=True))
+        outcomes.append(
+            Outcome(change, changed, speeds, tuple(Between(*r) for r in ratios))
+        )
     return outcomes
-
-
-def best_first(outcomes: Iterable[Outcome]) -> list[Outcome]:
-    """Return the outcomes that gain over 3 % at the largest size, the best first."""
-    gains = [(outcome.ratios[-1].middle or 0.0, outcome) for outcome in outcomes]
-    gains = [pair for pair in gains if pair[0] > _LEAST_GAIN]
-    return [outcome for _, outcome in sorted(gains, key=lambda pair: -pair[0])]

@@ -1,74 +1,90 @@
-"""Predicted training speeds as a table, with their reasons, and as JSON."""
+"""Predicted training speeds as tables and sentences, and as JSON."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ronde.plan.answer import Answer, Between, Inputs, Row
+from ronde.plan.answer import Between, Row
 from ronde.plan.cost import Cost
+from ronde.plan.measurements import Inputs
 from ronde.plan.what_if import Outcome
 from ronde.render.text import align, wrap
-from ronde.units import format_duration
+from ronde.units import counted, format_duration
 
 _WIDTH = 100
-_RIGHT = ("ranks", "nodes", "step", "efficiency", "hours", "kWh", "global batch")
+_LEAST_GAIN = 1.03
+_COST_NOTE = (
+    "batch: of all ranks; a larger one may need more epochs. $ a million: samples. "
+    "kWh: with a PUE of 1.3 unless given. unused: dollars of the bill that lost "
+    "efficiency costs."
+)
 
 
 class PlanReport(NamedTuple):
-    """A prediction with the answers to further questions."""
+    """A prediction, with the answers to further questions."""
 
     inputs: Inputs
-    answer: Answer
-    what_if: tuple[Outcome, ...] = ()
-    advice: tuple[Outcome, ...] = ()  # best first
-    is_advice_asked: bool = False
-    costs: tuple[Cost, ...] = ()
-    fit: tuple[str, ...] = ()  # sentences on memory and traffic
+    rows: Sequence[Row]
+    parameters: Mapping[str, tuple[float, float, float, str]]
+    notes: Sequence[str] = ()
+    what_if: Sequence[Outcome] = ()
+    advice: Sequence[Outcome] = ()
+    costs: Sequence[Cost] = ()
 
 
-def draw_plan(report: PlanReport) -> str:
+def draw_plan(report: PlanReport, *, is_advice_shown: bool = False) -> str:
     """Return tables of at most 100 columns, and sentences."""
-    rows = report.answer.rows
-    unit = f"{report.answer.setup.program.unit}/s"
+    rows, unit = report.rows, f"{report.inputs.setup.program.unit}/s"
+    right = ("ranks", "nodes", "step", unit, "efficiency")
     table = [["ranks", "nodes", "step", unit, "80 %", "efficiency", "binds"]]
     table += [_cells(row) for row in rows]
-    text = _wrapped([_header(report)]) + align(table, right=(*_RIGHT, unit))
-    text += "\n" + _wrapped([_binding(rows[-1], unit), _help(report), *report.fit])
-    text += _what_if(report.what_if)
-    if report.is_advice_asked:
-        text += _advice(report.advice)
-    text += _costs(report.costs)
-    origins = report.inputs.lines()
-    return (
-        text
-        + "\n"
-        + _wrapped([*origins, *(f"note: {w}" for w in report.answer.warnings)])
-    )
+    best = sorted(report.advice, key=_gain, reverse=True)
+    best = [outcome for outcome in best if _gain(outcome) > _LEAST_GAIN]
+    text = _wrapped([header(report)]) + align(table, right=right) + "\n"
+    text += _wrapped([_binding(rows[-1], unit), _advice(best), *report.notes])
+    text += _changes("what if", report.what_if)
+    text += _changes("change", best if is_advice_shown else ())
+    return text + _costs(report.costs) + "\n" + _wrapped(_origins(report.inputs))
 
 
 def _wrapped(lines: Iterable[str]) -> str:
-    return "".join(wrap("", line, _WIDTH, indent=2) for line in lines if line)
+    return "".join(wrap("", line, _WIDTH, indent=2) for line in lines)
 
 
-def _header(report: PlanReport) -> str:
-    setup = report.answer.setup
+def header(report: PlanReport) -> str:
+    setup = report.inputs.setup
     program, cluster, base = setup.program, setup.cluster, setup.points[0].size
-    batch = "an unknown batch"
-    if base.batch is not None:
-        batch = f"{base.batch:g} {'samples' if program.units_a_sample != 1 else program.unit}"
-    sent = "?" if program.overlap is None else program.overlap
-    sizes = ", ".join(f"{p.size.num_ranks:,}" for p in setup.points)
-    words = [
-        *filter(None, [program.name]),
-        f"{batch} a rank",
-        f"{program.algorithm or program.exchange}".replace("_", " "),
-        f"overlap {sent}",
-        f"known at {sizes} ranks on nodes of {cluster.ranks_per_node}",
-    ]
+    noun = program.unit if program.units_a_sample == 1 else "samples"
+    batch = f"{base.batch:g} {noun} a rank" if base.batch else "time of one sample"
+    way = program.algorithm or program.exchange
+    sizes = ", ".join(f"{point.size.num_ranks:,}" for point in setup.points)
+    words = [program.name, batch, way.replace("_", " ")]
+    words.append(f"overlap {program.overlap or 'unknown'}")
+    words.append(f"speed known of {sizes} ranks on nodes of {cluster.ranks_per_node}")
     if cluster.node_gbit_per_s:
-        words.append(f"{cluster.node_gbit_per_s:g} Gbit/s a node")
+        words.append(f"{cluster.node_gbit_per_s:g} Gbit/s")
     if base.num_ranks > 1:
         words.append(f"efficiency by {base.num_ranks} ranks")
-    return ", ".join(words)
+    return ", ".join(filter(None, words))
+
+
+def part_name(part: str) -> str:
+    return f"{part} nodes" if part.startswith("bandwidth") else part
+
+
+def number(value: float) -> str:
+    """Write a figure with three digits or more, and no exponent."""
+    digits = 0 if value >= 100 else 1 if value >= 10 else 2 if value >= 1 else 3
+    return f"{value:,.{digits}f}"
+
+
+def _between(figure: Between | None, sign: str = "") -> str:
+    if figure is None:
+        return "-"
+    ends = f"{number(figure.low)}..{number(figure.high)}"
+    if figure.middle is None:
+        return f"{sign}{ends}"
+    is_known = figure.low == figure.high
+    return f"{sign}{number(figure.middle)}{'' if is_known else f' ({ends})'}"
 
 
 def _cells(row: Row) -> list[str]:
@@ -81,121 +97,105 @@ def _cells(row: Row) -> list[str]:
         "-" if speed.middle is None else number(speed.middle),
         "measured" if row.is_measured else interval,
         "-" if row.efficiency is None else f"{row.efficiency:.0%}",
-        " and ".join(row.binds),
+        " and ".join(map(part_name, row.binds)),
     ]
-
-
-def number(value: float) -> str:
-    """Write a figure with at least three digits."""
-    digits = 0 if value >= 1000 else 1 if value >= 100 else 2 if value >= 10 else 3
-    return f"{value:,.{digits}f}"
-
-
-def _between(figure: Between, sign: str = "") -> str:
-    ends = f"{sign}{number(figure.low)} .. {sign}{number(figure.high)}"
-    return ends if figure.middle is None else f"{sign}{number(figure.middle)} ({ends})"
 
 
 def _binding(row: Row, unit: str) -> str:
     name, whole_s = row.binds[0], sum(row.parts_s.values())
-    if name == "compute":
-        return f"With {row.size.num_ranks:,} ranks computing binds: no other part costs over 3 %."
+    where = f"With {counted(row.size.num_ranks, 'rank')}"
+    if name not in row.saved_s:
+        return f"{where} no part but computing costs over 3 %."
     saved_s = row.saved_s[name]
-    faster = (
-        ""
-        if row.speed.middle is None
-        else (
-            f"; without it {number(row.speed.middle * whole_s / (whole_s - saved_s))} {unit}"
-        )
-    )
+    text = f"{format_duration(saved_s)} of {format_duration(whole_s)}"
+    if row.speed.middle is not None:
+        faster = row.speed.middle * whole_s / (whole_s - saved_s)
+        text += f"; without it {number(faster)} {unit}"
+    return f"{where} {part_name(name)} costs {text}."
+
+
+def _gain(outcome: Outcome) -> float:
+    return outcome.ratios[-1].middle or 0.0
+
+
+def _advice(best: Sequence[Outcome]) -> str:
+    if not best:
+        return "No change that was tried gains over 3 %: computing binds."
+    change, ratio = best[0].change, best[0].ratios[-1]
     return (
-        f"With {row.size.num_ranks:,} ranks {name} costs {format_duration(saved_s)} of "
-        f"{format_duration(whole_s)}{faster}."
+        f"Most would help: {change.name} ({change.kind}), {_between(ratio)} times the "
+        "speed."
     )
 
 
-def _help(report: PlanReport) -> str:
-    if not report.advice:
-        return "No change that ronde tries gains over 3 %: computing binds."
-    best = report.advice[0]
-    ratio = best.ratios[-1]
-    return (
-        f"Most would help: {best.change.name} ({best.change.kind}), "
-        f"{_between(ratio)} times the speed."
-    )
-
-
-def _what_if(outcomes: Sequence[Outcome]) -> str:
+def _changes(heading: str, outcomes: Sequence[Outcome]) -> str:
     if not outcomes:
         return ""
-    names = [f"{size.num_ranks:,} ranks" for size in outcomes[0].sizes]
-    table = [["what if", *names]]
-    table += [
-        [o.change.name, *(f"x {_between(ratio)}" for ratio in o.ratios)]
-        for o in outcomes
-    ]
+    kinds = ["kind"] if outcomes[0].change.kind else []
+    sizes = [counted(size.num_ranks, "rank") for size in outcomes[0].sizes]
+    table = [[heading, *kinds, *sizes]]
+    for change, _, _, ratios in outcomes:
+        cells = (_between(ratio, "x ") for ratio in ratios)
+        table.append([change.name, *filter(None, [change.kind]), *cells])
     return "\n" + align(table)
-
-
-def _advice(outcomes: Sequence[Outcome]) -> str:
-    table = [["change", "kind", "speed"]]
-    table += [
-        [o.change.name, o.change.kind, f"x {_between(o.ratios[-1])}"] for o in outcomes
-    ]
-    return "\n" + align(table) if outcomes else ""
 
 
 def _costs(costs: Sequence[Cost]) -> str:
     if not costs:
         return ""
-    table = [
-        ["ranks", "global batch", "hours", "dollars", "a million", "kWh", "unused", ""]
-    ]
-    for cost in costs:
-        size = cost.row.size
-        batch = "-" if size.batch is None else f"{size.batch * size.num_ranks:,.0f}"
-        figures = (cost.dollars, cost.dollars_a_million, cost.kwh)
-        table.append(
-            [
-                f"{size.num_ranks:,}",
-                batch,
-                _between(cost.hours),
-                *("-" if each is None else _between(each) for each in figures),
-                "-" if cost.unused_dollars is None else number(cost.unused_dollars),
-                ", ".join(cost.marks),
-            ]
-        )
-    return "\n" + align(table, right=("ranks", "global batch"))
+    names = list(costs[0].figures)
+    table = [["ranks", "batch", *names, "unused", ""]]
+    for row, figures, unused, marks in costs:
+        n, batch = row.size.num_ranks, row.size.batch
+        of_all = "-" if batch is None else f"{batch * n:,.0f}"
+        cells = [_between(figures[name]) for name in names]
+        cells[2:] = [cell.partition(" ")[0] for cell in cells[2:]]
+        end = ["-" if unused is None else number(unused), ", ".join(marks)]
+        table.append([f"{n:,}", of_all, *cells, *end])
+    return "\n" + align(table, right=("ranks", "batch")) + _wrapped([_COST_NOTE])
+
+
+def _origins(inputs: Inputs) -> Iterable[str]:
+    for name in ("measured", "stated", "assumed", "unknown"):
+        keys: Sequence[str] = getattr(inputs, name)
+        wider = " (intervals are wider)" if name == "unknown" else ""
+        if keys:
+            yield f"{name}: {', '.join(keys)}{wider}"
+    yield from (f"left out: {each}" for each in inputs.left_out)
 
 
 def plan_as_json(report: PlanReport) -> dict[str, Any]:
     """Return JSON's types; the form is that of ``ronde plan --json``."""
+    inputs = report.inputs._asdict()
+    del inputs["setup"]
     return {
-        "inputs": report.inputs.as_json(),
-        "parameters": {k: list(v) for k, v in report.answer.parameters.items()},
-        "rows": [_row_as_json(row) for row in report.answer.rows],
-        "what_if": [_outcome_as_json(each) for each in report.what_if],
-        "advice": [_outcome_as_json(each) for each in report.advice],
+        "inputs": inputs,
+        "parameters": {name: list(v) for name, v in report.parameters.items()},
+        "rows": [_plain_row(row) for row in report.rows],
+        "what_if": [_plain_outcome(each) for each in report.what_if],
+        "advice": [_plain_outcome(each) for each in report.advice],
         "cost": [
             {
-                "ranks": cost.row.size.num_ranks,
-                **{k: v for k, v in cost._asdict().items() if k != "row"},
+                "ranks": row.size.num_ranks,
+                "figures": {name: list(figure) for name, figure in figures.items()},
+                "unused_dollars": unused,
             }
-            for cost in report.costs
+            for row, figures, unused, _ in report.costs
         ],
-        "notes": [*report.fit, *report.answer.warnings],
+        "notes": list(report.notes),
     }
 
 
-def _row_as_json(row: Row) -> dict[str, Any]:
+def _plain_row(row: Row) -> dict[str, Any]:
+    size, speed = row.size, row.speed
     return {
-        "ranks": row.size.num_ranks,
-        "nodes": row.size.num_nodes,
-        "batch": row.size.batch,
+        "ranks": size.num_ranks,
+        "nodes": size.num_nodes,
+        "batch": size.batch,
         "step_s": row.step.middle,
-        "units_per_s": row.speed.middle,
-        "low": row.speed.low,
-        "high": row.speed.high,
+        "units_per_s": speed.middle,
+        "low": speed.low,
+        "high": speed.high,
         "efficiency": row.efficiency,
         "parts_s": dict(row.parts_s),
         "binds": list(row.binds),
@@ -203,14 +203,10 @@ def _row_as_json(row: Row) -> dict[str, Any]:
     }
 
 
-def _outcome_as_json(outcome: Outcome) -> dict[str, Any]:
-    return {
-        "change": outcome.change.name,
-        "kind": outcome.change.kind,
-        "rows": [
-            {"ranks": size.num_ranks, "units_per_s": speed, "ratio": ratio}
-            for size, speed, ratio in zip(
-                outcome.sizes, outcome.speeds, outcome.ratios, strict=True
-            )
-        ],
-    }
+def _plain_outcome(outcome: Outcome) -> dict[str, Any]:
+    change, sizes, speeds, ratios = outcome
+    rows = [
+        {"ranks": size.num_ranks, "units_per_s": list(speed), "ratio": list(ratio)}
+        for size, speed, ratio in zip(sizes, speeds, ratios, strict=True)
+    ]
+    return {"change": change.name, "kind": change.kind, "rows": rows}
