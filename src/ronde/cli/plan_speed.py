@@ -4,7 +4,7 @@ import argparse
 import math
 import re
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ further fact narrows the intervals. Measured facts count more than stated ones.
 sizes:
   -n NUMBERS            ranks, as 16,64,512 (default: up to 8 times the largest)
   --nodes NUMBERS       nodes, as 2,4,8 or 2..1024 for all doublings
+  --global-batch COUNT  batch of all ranks at all of these (strong scaling)
   --max-global-batch COUNT
                         leave out sizes with a larger batch of all ranks
 program:
@@ -158,7 +159,7 @@ def _read_inputs(options: argparse.Namespace) -> tuple[Inputs, dict[str, float]]
 def _with_points(options: argparse.Namespace, inputs: Inputs) -> Inputs:
     """Add the published points, and the assumptions that they need."""
     setup, known = inputs.setup, {*inputs.measured, *inputs.stated}
-    given = options.points or ()
+    given: list[tuple[int, float]] = options.points or []
     assumed = [] if "dtype" in known else ["float32"]
     if "per_node" not in known:
         numbers = [*(n for n, _ in given), *(options.n or ())]
@@ -215,6 +216,10 @@ def _read_sizes(options: argparse.Namespace, setup: Setup) -> list[Size]:
     if not numbers:
         numbers = {max(last.num_ranks, g) * 2**k for k in range(4)}
     sizes, most = _sizes(sorted(numbers), setup, last.batch), options.max_global_batch
+    if whole := options.global_batch:
+        sizes = [size._replace(batch=whole / size.num_ranks) for size in sizes]
+        for size in sizes:
+            facts.require_near(setup, size.batch or 0.0, "--global-batch")
     if most is None:
         return sizes
     kept = [size for size in sizes if size.num_ranks * (size.batch or most) <= most]
@@ -294,12 +299,18 @@ def _fit_lines(options: argparse.Namespace, setup: Setup, size: Size) -> Iterabl
 
 
 _POSITIONALS = {"records": "*"}
-_TYPES = {
+
+
+def _read_pairs(text: str) -> list[str]:
+    return text.split(",")
+
+
+_TYPES: Mapping[str, Callable[[str], Any]] = {
     **{f"--{key.replace('_', '-')}": fact.read for key, fact in facts.FACTS.items()},
     "NUMBERS": _read_numbers,
     "--points": _read_points,
     "--unit": _read_unit,
-    "--cost": lambda text: text.split(","),
+    "--cost": _read_pairs,
     "AXES": Layout.parse,
     "SIZE": parse_size_bytes,
     "COUNT": facts.read_count,

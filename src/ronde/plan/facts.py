@@ -24,6 +24,7 @@ _COMPRESSIONS = {"none": 1.0, "fp16": 0.5, "bf16": 0.5, "powersgd": 1 / 30}
 _RATE = re.compile(r"(?:([1-9]\d{0,3})x)?(\d+(?:\.\d+)?)([GMT]bit/s|[GM]B/s)")
 _GBIT = {"Mbit/s": 1e-3, "Gbit/s": 1.0, "Tbit/s": 1e3, "MB/s": 8e-3, "GB/s": 8.0}
 _COUNT_UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
+_FARTHEST_BATCH = 8
 _LEAST, _MOST = 1e-9, 1e15  # beyond them predictions would overflow
 
 
@@ -120,6 +121,19 @@ def read_fact(key: str, text: str, where: str) -> object:
         return FACTS[key].read(text)
     except UsageError as error:
         raise UsageError(f"{where} {key} {error}") from None
+
+
+def require_near(setup: Setup, batch: float, option: str) -> None:
+    """Raise ``UsageError`` for a batch that is too far from the measured ones."""
+    known = [p.size.batch for p in setup.points if p.size.batch is not None]
+    if not known:
+        raise UsageError(f"{option} needs today's batch of a rank. Give --batch.")
+    least, most = min(known) / _FARTHEST_BATCH, max(known) * _FARTHEST_BATCH
+    if not least <= batch <= most:
+        raise UsageError(
+            f"{option} must leave a rank {least:g} to {most:g} samples, 8 times around "
+            f"the measured batch, got {batch:g}. Measure one nearer to it."
+        )
 
 
 def read_cluster_file(path: Path) -> tuple[dict[str, Any], dict[str, str]]:

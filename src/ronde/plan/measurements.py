@@ -53,10 +53,15 @@ def read_measured(
     links = dict(
         link for _, r in records if r.kind == _COLLECTIVES for link in _links(r)
     )
-    setup = Setup(Program(), Cluster(per_node or 1, **links), ())
+    inside, between = links.get("inside"), links.get("between")
+    cluster = Cluster(per_node or 1, inside=inside, between=between)
+    setup = Setup(Program(), cluster, ())
     known = [f"links {name} nodes" for name in links]
+    left_out: list[str] = []
+    if not links and len(runs) < len(records):
+        left_out.append("the records of collectives: they have no fit of a link")
     if not runs:
-        return Inputs(setup, known)
+        return Inputs(setup, known, left_out=left_out)
     last = max((values for _, values in runs), key=lambda values: values["num_ranks"])
     g = max(last.get("hosts") or [per_node or last["num_ranks"]])
     points = unite(point for _, values in runs for point in _points(values, g))
@@ -65,7 +70,6 @@ def read_measured(
     parts = [part for part in _PARTS if last.get(part)]
     known += [key for key in _KEYS if fact_of(setup, key) not in (None, "")]
     known += ["phases", *parts, *["per_node"] * ("hosts" in parts)]
-    left_out: list[str] = []
     if last.get("input") == "prepared":
         left_out.append("the input: batches were prepared, so it costs nothing")
     if len(parts) < len(_PARTS):
@@ -119,6 +123,8 @@ def _program(values: Mapping[str, Any], ranks_per_node: int) -> Program:
     if whole and apart and ranks_per_node > 1:
         more = max(0.0, apart["step_ms"] / whole["step_ms"] - 1)
         host_share = more * 7 / (ranks_per_node - 1)
+    buckets: dict[str, Any] = values.get("buckets") or {}
+    spread: dict[str, Any] = values.get("spread") or {}
     units = whole["units_per_s"] * whole["step_ms"] / 1e3 if whole else 0.0
     return Program(
         name=values["model"],
@@ -133,9 +139,9 @@ def _program(values: Mapping[str, Any], ranks_per_node: int) -> Program:
             given.ArrivingGradient(numel, itemsize, ready_ms / 1e3)
             for numel, itemsize, ready_ms in values.get("gradients") or ()
         ),
-        bucket_bytes=tuple((values.get("buckets") or {}).get("num_bytes", ())),
+        bucket_bytes=tuple(buckets.get("num_bytes", ())),
         host_share=host_share,
-        jitter=(values.get("spread") or {}).get("between_ranks"),
+        jitter=spread.get("between_ranks"),
     )
 
 
@@ -169,4 +175,16 @@ def unite(points: Iterable[Point]) -> tuple[Point, ...]:
 
 
 def _links(record: Record) -> Iterable[tuple[str, given.LinkFacts]]:
-    return ()
+    """Yield the fit of a record of ``ronde bench``, if it has one."""
+    fit: Mapping[str, Any] | None = record.values.get("facts", {}).get("fit")
+    if fit is not None:
+        alpha_s, beta, gamma = (
+            (fit[key] or 0.0) * scale
+            for key, scale in (
+                ("alpha_us", 1e-6),
+                ("beta_ns_per_byte", 1e-9),
+                ("gamma_ns_per_byte", 1e-9),
+            )
+        )
+        spread = max(0.05, fit["largest_residual"])
+        yield fit["level"], given.LinkFacts(alpha_s, beta, gamma, spread)

@@ -13,7 +13,6 @@ from ronde.plan.answer import Between
 from ronde.plan.posterior import Posterior
 from ronde.plan.setup import Exchange, LinkFacts, Overlap, Setup, Size
 
-_FARTHEST_BATCH = 8
 _OTHER_NAMES = {"alpha": "alpha_us", "sharding": "exchange"}
 _OF_SIZES = ("batch", "accumulation")
 _MEASURED = {"link": "between", "gpu_link": "inside", "alpha_us": "between"}
@@ -82,24 +81,19 @@ def _with(change: Change, key: str, text: str) -> Change:
 
 
 def _with_size(change: Change, key: str, text: str) -> Change:
-    known = [p.size.batch for p in change.setup.points if p.size.batch is not None]
-    if not known:
-        raise UsageError(f"--what-if {key} needs today's batch. Give --batch.")
     try:
         value = facts.number_from()(text)
     except UsageError as error:
         raise UsageError(f"--what-if {key} {error}") from None
-    least, most = min(known) / _FARTHEST_BATCH, max(known) * _FARTHEST_BATCH
-    if key == "batch" and not least <= value <= most:
-        raise UsageError(
-            f"--what-if batch must be from {least:g} to {most:g}, 8 times around the "
-            f"measured one, got {value:g}. Measure one nearer to it."
-        )
+    setup = change.setup
     if key == "batch":
+        facts.require_near(setup, value, "--what-if batch")
         return change._replace(batch=value)
-    program = replace(change.setup.program, is_accumulating=True)
-    setup = replace(change.setup, program=program)
-    return change._replace(setup=setup, accumulation=value)
+    facts.require_near(
+        setup, setup.points[0].size.batch or 0.0, "--what-if accumulation"
+    )
+    program = replace(setup.program, is_accumulating=True)
+    return change._replace(setup=replace(setup, program=program), accumulation=value)
 
 
 def advised_changes(setup: Setup) -> Iterable[Change]:
