@@ -96,7 +96,8 @@ class Load(NamedTuple):
     def num_crossing(self, group: int) -> int:
         """Return how many of ``group`` consecutive ranks send out of them in a round.
 
-        For a tree it is a bound that few groups exceed, and those by half.
+        Trees of a number of ranks that is no power of two may have twice as many in
+        some rounds.
         """
         if self.stride == 1:
             return min(self.distance, group)

@@ -83,9 +83,9 @@ def price(
     ``scheduled`` does; 0 if they are not.
     """
     chunk_bytes = schedule.chunks.largest() * itemsize
-    num_pieces = max(1, math.ceil(chunk_bytes / piece_bytes)) if piece_bytes else 1
-    if num_pieces == 1 or not schedule.overlapping:
+    if not schedule.overlapping or chunk_bytes <= piece_bytes or not piece_bytes:
         return _loads_s(schedule.loads, layout, costs, itemsize)
+    num_pieces = chunk_bytes / piece_bytes  # a fraction, so that prices have no steps
     piece = itemsize / num_pieces
     first_s = _loads_s(schedule.loads, layout, costs, piece)
     further_s = _further_s(schedule, layout, costs, piece)
@@ -135,9 +135,7 @@ def all_reduce_s(
         tree_s = _nccl_tree_s(size, layout, costs, piece_bytes or _NCCL_PIECE_BYTES)
         return np.minimum(ring_s, tree_s)
     is_in_network = algorithm == "in_network"
-    return _two_levels_s(
-        size, layout, costs, piece_bytes or size, is_in_network=is_in_network
-    )
+    return _two_levels_s(size, layout, costs, piece_bytes, is_in_network=is_in_network)
 
 
 def reduce_scatter_s(
@@ -193,8 +191,7 @@ def _two_levels_s(
     *,
     is_in_network: bool,
 ) -> Seconds:
-    num_pieces = max(1, math.ceil(size / max(1, piece_bytes)))
-    piece, g = math.ceil(size / num_pieces), layout.ranks_per_node
+    piece, g = min(size, piece_bytes or size), layout.ranks_per_node
     if layout.num_ranks == layout.num_nodes * g:
         chunks = Chunks(g, piece)
         local = ring_reduce_scatter(chunks), ring_all_gather(chunks)
@@ -212,25 +209,29 @@ def _two_levels_s(
         between_s = price(ring, _between(layout), _at_once(num_at_once, costs), 1)
     # One thread runs both steps inside a node; exchanges between nodes are in turn.
     further_s = np.maximum(inside_s, between_s)
-    return inside_s + between_s + (num_pieces - 1) * further_s
+    return inside_s + between_s + _num_further(size, piece) * further_s
 
 
 def _nccl_tree_s(
     size: int, layout: RankLayout, costs: LinkCosts, piece_bytes: int
 ) -> Seconds:
     """Price two trees of the nodes, and a chain of the ranks of each node."""
-    num_pieces = max(1, math.ceil(size / piece_bytes))
-    piece = math.ceil(size / num_pieces)
+    piece = min(size, piece_bytes)
     inside, between = _inside(layout), _between(layout)
     tree = tree_all_reduce(layout.num_nodes, piece)
     hop = Load(1, piece, is_reduced=True), Load(1, piece)
     hop_s = _loads_s(hop, inside, costs, 1)
-    first_s = (layout.ranks_per_node - 1) * hop_s
-    first_s += _loads_s(tree.loads, between, costs, 1)
+    tree_s = _loads_s(tree.loads, between, costs, 1)
+    first_s = (layout.ranks_per_node - 1) * hop_s + tree_s
     further_s = _further_s(tree, between, costs, 1)
     if layout.ranks_per_node > 1:
         further_s = np.maximum(hop_s, further_s)
-    return first_s + (num_pieces - 1) * further_s
+    return first_s + _num_further(size, piece) * further_s
+
+
+def _num_further(size: int, piece: int) -> float:
+    """Return the number of pieces after the first; a fraction, as in ``price``."""
+    return size / piece - 1 if piece else 0.0
 
 
 def _inside(layout: RankLayout) -> RankLayout:
