@@ -29,10 +29,11 @@ def heaviest(schedule: Schedule) -> list[int]:
     return totals
 
 
-def most_crossing(schedule: Schedule, group: int) -> list[int]:
-    """Return the most elements that a group sends or receives, round by round.
+def crossings(schedule: Schedule, group: int) -> list[list[list[int]]]:
+    """Return the elements that groups of consecutive ranks send and receive.
 
-    Groups have ``group`` consecutive ranks. Messages within a group do not count.
+    The result has an entry for each round, group and direction. Messages within a group
+    do not count.
     """
     num_groups = -(-schedule.size // group)
     totals = [[[0, 0] for _ in range(num_groups)] for _ in range(schedule.num_rounds)]
@@ -42,4 +43,4 @@ def most_crossing(schedule: Schedule, group: int) -> list[int]:
                 if step.peer // group != rank // group:
                     both = totals[index][rank // group]
                     both[step.is_receive] += numel_of(schedule, step)
-    return [max(max(both) for both in groups) for groups in totals]
+    return totals

@@ -4,7 +4,7 @@ import math
 
 import pytest
 from hypothesis import given, strategies as st
-from tests.unit.interpreter import heaviest, most_crossing, num_sent
+from tests.unit.interpreter import crossings, heaviest, num_sent
 
 from ronde.collectives import (
     ALGORITHMS,
@@ -125,7 +125,8 @@ def test_loads_cross_the_borders_of_nodes_as_counted(g, num_nodes):
     is_square = size & (size - 1) == 0
     for name, algorithm in ALGORITHMS.items():
         schedule = algorithm.all_reduce(size, 2 * size)
-        crossing = most_crossing(schedule, g)
+        totals = crossings(schedule, g)
+        crossing = [max(map(max, groups)) for groups in totals]
         loads = [load for load in schedule.loads for _ in range(load.num_rounds)]
         counted = [load.num_crossing(g) * load.numel for load in loads]
         if name == "ring":
@@ -135,6 +136,16 @@ def test_loads_cross_the_borders_of_nodes_as_counted(g, num_nodes):
         assert all(2 * ours >= n for ours, n in zip(counted, crossing, strict=True))
         # Each of two nodes has one border instead of two.
         assert max(counted) <= max(crossing) * (4 if num_nodes == 2 else 2)
+        if schedule.overlapping:
+            of_nodes = [
+                map(sum, zip(*each, strict=True)) for each in zip(*totals, strict=True)
+            ]
+            busiest = max(map(max, of_nodes))
+            roles = 3 / 2 if g > 1 else 1  # as in ``pricing``
+            over = [load.numel * load.num_crossing(g) for load in schedule.overlapping]
+            assert busiest <= roles * sum(over) * 4 / 3
+            if is_square and num_nodes > 2:
+                assert busiest == roles * sum(over)
 
 
 @given(sizes, st.integers(0, 500))
