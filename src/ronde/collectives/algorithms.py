@@ -1,6 +1,6 @@
 """Schedules of collectives: the sends and receives of each rank in each round.
 
-An engine executes a schedule, a test interprets it, and a predictor adds up its loads.
+An engine executes a schedule, a test interprets it, and ``pricing`` adds up its loads.
 A rank's steps are computed on demand; the loads are known without the steps.
 
 ``docs/algorithms.md`` explains and compares the algorithms. Sources: for the ring,
@@ -89,6 +89,21 @@ class Load(NamedTuple):
 
     num_rounds: int
     numel: int  # most elements that a rank sends or receives in a round
+    distance: int = 1  # between the ranks of a message
+    is_sparse: bool = False  # of 2 * ``distance`` ranks, one sends or receives it
+    is_reduced: bool = False  # ranks reduce the elements that they receive
+
+    def num_crossing(self, group: int) -> int:
+        """Return the number of ranks in a group that send to other groups in a round.
+
+        A group is ``group`` consecutive ranks. For a tree it is an estimate: if the
+        number of ranks is no power of two, some rounds have twice as many.
+        """
+        if not self.is_sparse:
+            return min(self.distance, group)
+        if group % (4 * self.distance) == 0:
+            return 0  # whole subtrees
+        return 2 if group & (group - 1) else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,20 +115,13 @@ class Schedule:
     chunks: Chunks
     loads: tuple[Load, ...]
     of_rank: Callable[[int], Iterable[Round]]  # includes empty rounds
+    # All that the busiest rank does, in rounds that overlap if chunks are sent in
+    # pieces; empty if a rank is busy in each round, so that pieces save nothing.
+    overlapping: tuple[Load, ...] = ()
 
     @property
     def num_rounds(self) -> int:
         return sum(load.num_rounds for load in self.loads)
-
-    def seconds(self, alpha_s: float, beta_s: float) -> float:
-        """Predict the duration: ``alpha_s`` per round, ``beta_s`` per element of load.
-
-        Source: Hockney's model, as in Thakur, Rabenseifner and Gropp, "Optimization of
-        collective communication operations in MPICH", 2005.
-        """
-        return sum(
-            load.num_rounds * (alpha_s + beta_s * load.numel) for load in self.loads
-        )
 
 
 def _in_turn(
@@ -137,13 +145,14 @@ def _in_turn(
 def ring_all_reduce(size: int, numel: int) -> Schedule:
     """Reduce one share on each rank, then gather the shares: ``2 (n-1)`` rounds."""
     chunks = Chunks(size, numel)
-    loads = (Load(2 * (size - 1), chunks.largest()),)
+    gather = Load(size - 1, chunks.largest())
+    loads = (gather._replace(is_reduced=True), gather)
     return _in_turn("ring all_reduce", chunks, loads, _collect, _distribute)
 
 
 def ring_reduce_scatter(chunks: Chunks) -> Schedule:
     """Reduce chunk r on rank r: ``n - 1`` rounds."""
-    loads = (Load(chunks.num_chunks - 1, chunks.largest()),)
+    loads = (Load(chunks.num_chunks - 1, chunks.largest(), is_reduced=True),)
     return _in_turn("ring reduce_scatter", chunks, loads, _collect)
 
 
@@ -168,7 +177,8 @@ def ring_broadcast(size: int, numel: int, root: int) -> Schedule:
                 yield ()
 
     loads = (Load(size - 1, numel),)
-    return Schedule("ring broadcast", size, Chunks(1, numel), loads, of_rank)
+    chunks, each = Chunks(1, numel), (Load(1, numel),)
+    return Schedule("ring broadcast", size, chunks, loads, of_rank, each)
 
 
 def _collect(rank: int, size: int) -> Iterator[Round]:
@@ -207,13 +217,17 @@ def tree_all_reduce(size: int, numel: int) -> Schedule:
         return map(tuple, rounds)
 
     chunks = Chunks(len(trees), numel)
+    half = chunks.largest()
     # Most nodes have two children that send.
     to_root = tuple(
-        Load(1, chunks.largest() * (2 if 3 << height <= size else 1))
+        _tree_load(height, half * (2 if 3 << height <= size else 1), is_reduced=True)
         for height in range(depth)
     )
     loads = to_root + _spread_loads(trees[0], chunks)
-    return Schedule("tree all_reduce", size, chunks, loads, of_rank)
+    # An inner rank of one tree is a leaf of the other.
+    down = _tree_load(depth, 2 * half)
+    each = down._replace(is_reduced=True), down
+    return Schedule("tree all_reduce", size, chunks, loads, of_rank, each)
 
 
 def tree_broadcast(size: int, numel: int, root: int) -> Schedule:
@@ -238,8 +252,10 @@ def tree_broadcast(size: int, numel: int, root: int) -> Schedule:
         return map(tuple, rounds)
 
     chunks = Chunks(len(trees), numel)
-    loads = (Load(min(1, num_rounds), numel), *_spread_loads(trees[0], chunks))
-    return Schedule("tree broadcast", size, chunks, loads, of_rank)
+    first = _tree_load(max(0, trees[0].depth), numel)
+    first_loads = (first,) if num_rounds else ()
+    loads = (*first_loads, *_spread_loads(trees[0], chunks))
+    return Schedule("tree broadcast", size, chunks, loads, of_rank, (first,))
 
 
 class _BinaryTree(NamedTuple):
@@ -314,10 +330,15 @@ def _height(node: int) -> int:
 def _spread_loads(tree: _BinaryTree, chunks: Chunks) -> tuple[Load, ...]:
     # The root has one child if the size is a power of two.
     has_one_child = tree.size == 1 << max(0, tree.depth)
+    half, top = chunks.largest(), tree.depth - 1
     return tuple(
-        Load(1, chunks.largest() * (1 if level == 0 and has_one_child else 2))
-        for level in range(tree.depth)
+        _tree_load(height, half if has_one_child and height == top else 2 * half)
+        for height in range(top, -1, -1)
     )
+
+
+def _tree_load(height: int, numel: int, *, is_reduced: bool = False) -> Load:
+    return Load(1, numel, 1 << height, is_sparse=True, is_reduced=is_reduced)
 
 
 # Halving and doubling.
@@ -326,15 +347,14 @@ def _spread_loads(tree: _BinaryTree, chunks: Chunks) -> tuple[Load, ...]:
 def halving_doubling_all_reduce(size: int, numel: int) -> Schedule:
     """Reduce one share on each rank, then gather: ``2 ceil(log2 n)`` rounds."""
     chunks = Chunks(size, numel)
-    loads = _halving_loads(chunks)
-    name = "halving_doubling all_reduce"
-    return _in_turn(name, chunks, loads + loads[::-1], _halve, _double)
+    loads = _halving_loads(chunks, is_reduced=True) + _halving_loads(chunks)[::-1]
+    return _in_turn("halving_doubling all_reduce", chunks, loads, _halve, _double)
 
 
 def halving_doubling_reduce_scatter(chunks: Chunks) -> Schedule:
     """Reduce chunk r on rank r: ``ceil(log2 n)`` rounds."""
-    name = "halving_doubling reduce_scatter"
-    return _in_turn(name, chunks, _halving_loads(chunks), _halve)
+    loads = _halving_loads(chunks, is_reduced=True)
+    return _in_turn("halving_doubling reduce_scatter", chunks, loads, _halve)
 
 
 def halving_doubling_all_gather(chunks: Chunks) -> Schedule:
@@ -354,8 +374,10 @@ def halving_doubling_broadcast(size: int, numel: int, root: int) -> Schedule:
             yield tuple(replace(s, peer=(s.peer + root) % size) for s in steps)
 
     # The root sends the most chunks, and the largest ones.
-    spans = [chunks.span(kept, live - kept) for live, kept in _distances(size)]
-    scatter = tuple(Load(1, stop - start) for start, stop in spans)
+    scatter = tuple(
+        Load(1, chunks.start(live) - chunks.start(kept), kept, is_sparse=True)
+        for live, kept in _distances(size)
+    )
     loads = scatter + _halving_loads(chunks)[::-1]
     return Schedule("halving_doubling broadcast", size, chunks, loads, of_rank)
 
@@ -421,9 +443,9 @@ def _scatter(position: int, size: int) -> Iterator[Round]:
         yield tuple(steps)
 
 
-def _halving_loads(chunks: Chunks) -> tuple[Load, ...]:
+def _halving_loads(chunks: Chunks, *, is_reduced: bool = False) -> tuple[Load, ...]:
     return tuple(
-        Load(1, chunks.largest(live - kept))
+        Load(1, chunks.largest(live - kept), kept, is_reduced=is_reduced)
         for live, kept in _distances(chunks.num_chunks)
     )
 

@@ -185,7 +185,7 @@ def _position(size: Size, priors: Priors) -> float:
 
 def units_of_step(setup: Setup, size: Size) -> float:
     batch = size.batch or 1.0
-    return size.num_ranks * batch * setup.program.units_a_sample
+    return size.num_ranks * batch * (setup.program.units_a_sample or 1.0)
 
 
 def step_of(setup: Setup, point: Point) -> float:

@@ -19,13 +19,15 @@ class Prior(NamedTuple):
 
 
 _HAND = {
-    "rdma_share": Prior(0.41, 0.56 / 0.41),
+    "rdma_share": Prior(0.6, 1.5),
     "tcp_gb_per_s": Prior(2.2, 3.4 / 2.2),
-    "gpu_share": Prior(0.67, 1.05 / 0.67),
+    "nvlink_share": Prior(0.67, 1.05 / 0.67),
+    "pcie_gb_per_s": Prior(5.0, 1.5),
     "alpha_rdma": Prior(2.1, 3.3 / 2.1),
     "alpha_tcp": Prior(6.3, 9.8 / 6.3),
-    "window": Prior(0.98, 1.2),
-    "leak": Prior(0.37, 2.2),
+    "window": Prior(0.67, 1.4),
+    "leak": Prior(0.3, 2.2),
+    "leak_sharded": Prior(0.2, 2.5),
     "host": Prior(0.040, 2.1),
     "growth": Prior(0.007, 2.1),
     "launch": Prior(0.022, 1.9),
@@ -41,10 +43,10 @@ class Priors:
     unknowns: Mapping[str, Prior] = field(default_factory=lambda: dict(_HAND))
     flat: float = 0.91
     ring_latency: float = 0.86
-    servers_on_all: float = 0.5
+    servers_on_all: float = 0.9
     error: float = 0.004
-    walk: float = 0.015
-    crossing: float = 1.0
+    walk: float = 0.01
+    crossing: float = 3.0
     widening: float = 1.3
 
     @property
@@ -55,5 +57,5 @@ class Priors:
         found = {}
         for index, (name, prior) in enumerate(self.unknowns.items()):
             drawn = prior.middle * np.exp(np.log(prior.ratio) / _TO_80 * z[:, index])
-            found[name] = np.minimum(drawn, 1.0) if name == "leak" else drawn
+            found[name] = np.minimum(drawn, 1.0) if name.startswith("leak") else drawn
         return found

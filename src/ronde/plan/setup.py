@@ -65,7 +65,7 @@ class Program:
 
     name: str = ""
     unit: str = "samples"
-    units_a_sample: float = 1.0
+    units_a_sample: float | None = 1.0  # None: unknown, as is the time of a step
     num_parameters: float | None = None
     itemsize: float = 4.0  # bytes of an exchanged element
     num_tensors: int | None = None
@@ -115,3 +115,10 @@ class Setup:
     program: Program
     cluster: Cluster
     points: tuple[Point, ...]  # one or more, by size
+
+    @property
+    def is_sized(self) -> bool:
+        """Return True if the seconds of a step and the bytes of its gradients follow."""
+        program = self.program
+        known = program.num_parameters, program.units_a_sample, self.points[0].size.batch
+        return None not in known

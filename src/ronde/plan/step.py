@@ -22,10 +22,10 @@ PARTS = (
     *("compute", "host", "bandwidth inside", "bandwidth between", "latency"),
     *("fixed cost", "stragglers"),
 )
-_LAST_POSSIBLE = 0.02  # the least share of a step that computes
+_LEAST_WORK = 0.02  # the least share of a step that computes
+_NEWTON_ROUNDS = 4
 _BUCKET_BYTES = 25 << 20
 _TENSORS = 160, 25.6e6, 0.35  # tensors of a model with so many parameters; exponent
-_PCIE_GB_PER_S = 6.0
 
 
 class Hypothesis(NamedTuple):
@@ -71,14 +71,15 @@ class StepModel:
         """Return the base's computing time with which its step takes ``step_s``."""
         size = self.setup.points[0].size
         known = step_s / (1 + self._straggling(size)) - self._update(size)
-        low = np.full_like(known, _LAST_POSSIBLE * step_s)
-        # The step grows with the computing time: bisect for all draws at once.
-        high = np.maximum(known, low)
-        for _ in range(24):
-            middle = 0.5 * (low + high)
-            is_less = self.at(size, middle).step_s < step_s
-            low, high = np.where(is_less, middle, low), np.where(is_less, high, middle)
-        return 0.5 * (low + high)
+        floor = np.maximum(_LEAST_WORK * step_s, 1e-12)
+        guess = np.maximum(known, floor)
+        # The step is a convex function of the computing time, in straight pieces:
+        # Newton's method from above ends after as many rounds as there are pieces.
+        for _ in range(_NEWTON_ROUNDS):
+            reached = self.at(size, guess).step_s
+            slope = (reached - self.at(size, guess * (1 - 1e-4)).step_s) / (guess * 1e-4)
+            guess = np.maximum(guess - (reached - step_s) / slope, floor)
+        return guess
 
     def _work(self, size: Size, base: Size) -> Draws | float:
         if size.batch is None or base.batch is None or size.batch == base.batch:
@@ -90,14 +91,14 @@ class StepModel:
 
     def _host_share(self, size: Size) -> Draws:
         busy = math.ceil(size.num_ranks / size.num_nodes)
-        return self.draws["host"] * (busy - 1) / 7
+        return self.draws["host"] * math.log2(busy) / 3
 
     def _straggling(self, size: Size) -> Draws:
         return self.draws["growth"] * math.log2(size.num_nodes)
 
     def _update(self, size: Size) -> Draws:
         num = self.setup.program.num_parameters
-        if num is None or self.setup.points[0].size.batch is None:
+        if num is None or not self.setup.is_sized:
             return np.zeros_like(self.draws["update"])
         if self.setup.program.exchange is Exchange.SHARD_ALL:
             num /= size.num_ranks
@@ -106,7 +107,9 @@ class StepModel:
     def _exposed(self, total: Draws, work: Draws) -> Draws:
         if self.setup.program.overlap is Overlap.NONE:
             return total
-        leak, window = self.draws["leak"], self.draws["window"]
+        is_sharded = self.setup.program.exchange is Exchange.SHARD_ALL
+        leak = self.draws["leak_sharded" if is_sharded else "leak"]
+        window = self.draws["window"]
         return leak * total + (1 - leak) * np.maximum(0, total - window * work)
 
     def _communication(self, size: Size, work: Draws) -> tuple[Draws, Draws, Draws]:
@@ -123,7 +126,8 @@ class StepModel:
         latency = self._latency(size) * steps
         if program.exchange is Exchange.PARAMETER_SERVER and num_nodes > 1:
             more = 1.0 if self.hypothesis.are_servers_on_all else num_nodes / 2
-            return zero, between_s * self.draws["server"] / 2 * more, latency
+            slower = np.maximum(between_s * more, inside_s)
+            return zero, slower * self.draws["server"], latency
         volume = passes * 2
         if self.hypothesis.algorithm == "two_levels" and num_nodes > 1:
             return (
@@ -144,24 +148,23 @@ class StepModel:
     def _pass_times(self, work: Draws, size: Size) -> tuple[Draws, Draws]:
         """Return the times in which the gradients once pass a link inside, between."""
         program, cluster, draws = self.setup.program, self.setup.cluster, self.draws
-        is_sized = program.num_parameters is not None and (
-            self.setup.points[0].size.batch is not None
-        )
-        scale = 1.0
-        if program.exchange in (Exchange.SHARD_ALL, Exchange.SHARD_GRADIENTS):
-            scale = 1.0
         base_work = work / self._work(size, self.setup.points[0].size)
-        if not is_sized:
-            return base_work * draws["missing_inside"], base_work * draws["missing_between"]
-        num_bytes = (program.num_parameters or 0.0) * program.itemsize * scale
-        inside = num_bytes / (inside_rate(cluster) * draws["gpu_share"] * 1e9)
+        if program.exchange is Exchange.SHARD_ALL:
+            base_work = base_work / 1.5
+        missing = draws["missing_inside"], draws["missing_between"]
+        if not self.setup.is_sized:
+            return base_work * missing[0], base_work * missing[1]
+        num_bytes = (program.num_parameters or 0.0) * program.itemsize
+        inside = num_bytes / (inside_rate(cluster, draws) * 1e9)
         rate = between_rate(cluster, draws)
         if rate is None:
-            return inside, base_work * draws["missing_between"]
+            return inside, base_work * missing[1]
         return inside, num_bytes / (rate * 1e9)
 
     def _latency(self, size: Size) -> Draws:
         program = self.setup.program
+        if not self.setup.is_sized:
+            return np.zeros_like(self.draws["alpha_rdma"])
         n, lg = size.num_ranks, math.log2(size.num_ranks)
         rounds = min(2 * (n - 1), 12 * lg)
         if not self.hypothesis.is_ring_latency:
@@ -182,8 +185,11 @@ def num_messages(program: Program) -> float:
     return 1 + num * program.itemsize / _BUCKET_BYTES
 
 
-def inside_rate(cluster: Cluster) -> float:
-    return cluster.gpu_link_gb_per_s or _PCIE_GB_PER_S
+def inside_rate(cluster: Cluster, draws: Mapping[str, Draws]) -> Draws:
+    """Return the GB/s of a rank's link inside a node; PCIe's if none is known."""
+    if cluster.gpu_link_gb_per_s is None:
+        return draws["pcie_gb_per_s"]
+    return cluster.gpu_link_gb_per_s * draws["nvlink_share"]
 
 
 def between_rate(cluster: Cluster, draws: Mapping[str, Draws]) -> Draws | None:
