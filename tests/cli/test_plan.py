@@ -197,9 +197,12 @@ def test_bad_traffic(
 
 
 def test_verbs(capsys: pytest.CaptureFixture[str]) -> None:
-    for words in ([], ["memory"], ["traffic"]):
+    for words in (["memory"], ["traffic"]):
         assert main(["plan", *words, "--help"]) == 0
-        usage = " ".join(["usage: ronde plan", *(words or ["memory"])])
+        usage = " ".join(["usage: ronde plan", *words])
         assert capsys.readouterr().out.startswith(usage)
+    for words in ([], ["--help"]):
+        assert main(["plan", *words]) == 0
+        assert "ronde plan memory" in capsys.readouterr().out
     shown = refusal(capsys, "plan", "memroy")
     assert shown.startswith("verb must be memory or traffic, got 'memroy'")

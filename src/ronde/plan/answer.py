@@ -28,7 +28,7 @@ class Between(NamedTuple):
         return Between(of / self.high, middle, of / self.low)
 
 
-class Row(NamedTuple):
+class SpeedRow(NamedTuple):
     """The speed of all ranks at a size, and its reasons."""
 
     size: Size
@@ -41,14 +41,14 @@ class Row(NamedTuple):
     is_measured: bool = False
 
 
-def answer(posterior: Posterior, sizes: Iterable[Size]) -> list[Row]:
+def answer(posterior: Posterior, sizes: Iterable[Size]) -> list[SpeedRow]:
     """Predict the speed at sizes, and show those that were measured beside them."""
     measured = {p.size: p.units_per_s for p in posterior.setup.points}
     every = sorted({*measured, *sizes}, key=lambda s: (s.num_ranks, s.batch or 0))
     return [_row_of(posterior, size, measured.get(size)) for size in every]
 
 
-def _row_of(posterior: Posterior, size: Size, measured: float | None) -> Row:
+def _row_of(posterior: Posterior, size: Size, measured: float | None) -> SpeedRow:
     found, base = posterior.predict(size), posterior.setup.points[0]
     speed = Between(found.low, found.middle, found.high)
     if found.high > _WIDEST * found.low:
@@ -72,10 +72,12 @@ def _row_of(posterior: Posterior, size: Size, measured: float | None) -> Row:
     if most > _LEAST_SAVED * found.step_s * scale:
         binds = tuple(n for n, s in saved.items() if s >= _AS_MUCH * most)
     parts = {name: part_s * scale for name, part_s in found.parts_s.items()}
-    return Row(size, speed, step, efficiency, parts, binds, saved, measured is not None)
+    return SpeedRow(
+        size, speed, step, efficiency, parts, binds, saved, measured is not None
+    )
 
 
-def warnings_of(setup: Setup, rows: Sequence[Row]) -> Iterable[str]:
+def warnings_of(setup: Setup, rows: Sequence[SpeedRow]) -> Iterable[str]:
     """Yield sentences on doubtful points, and on predictions that go too far."""
     fast = [
         f"{row.size.num_ranks} ranks at {row.efficiency:.0%}"

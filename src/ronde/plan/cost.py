@@ -6,7 +6,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from ronde.errors import UsageError
-from ronde.plan.answer import Between, Row
+from ronde.plan.answer import Between, SpeedRow
 from ronde.plan.facts import number_from, require_known
 
 _PUE = 1.3  # power of the building by that of the ranks
@@ -20,7 +20,7 @@ _PRICES = (
 class Cost(NamedTuple):
     """The cost of a training on a number of ranks."""
 
-    row: Row
+    row: SpeedRow
     figures: Mapping[str, Between]  # hours, and as far as prices are known the others
     unused_dollars: float | None = None  # of the bill, what lost efficiency costs
     marks: tuple[str, ...] = ()
@@ -35,7 +35,7 @@ def read_prices(texts: Mapping[str, str], where: str) -> dict[str, float]:
 
 
 def costs_of(
-    rows: Sequence[Row], prices: Mapping[str, float], samples: float, units: float
+    rows: Sequence[SpeedRow], prices: Mapping[str, float], samples: float, units: float
 ) -> list[Cost]:
     """Return the cost of training on so many samples, of so many units, by row."""
     costs = [_cost_of(row, prices, samples, units) for row in rows]
@@ -50,7 +50,7 @@ def costs_of(
 
 
 def _cost_of(
-    row: Row, prices: Mapping[str, float], samples: float, units: float
+    row: SpeedRow, prices: Mapping[str, float], samples: float, units: float
 ) -> Cost:
     n, hours = row.size.num_ranks, row.speed.inverse(samples * units / 3600)
     figures = {"hours": hours}
@@ -72,7 +72,7 @@ def _cost_of(
     return Cost(row, figures, unused)
 
 
-def _is_knee(row: Row, following: Row) -> bool:
+def _is_knee(row: SpeedRow, following: SpeedRow) -> bool:
     """Return True if twice the ranks bring under 1.5 times the speed."""
     if row.speed.middle is None or following.speed.middle is None:
         return False

@@ -1,4 +1,4 @@
-"""Facts of programs and clusters as text: options, cluster files and what-ifs."""
+"""Facts of programs and clusters as text, from options, files and changes."""
 
 import math
 import re
@@ -76,31 +76,33 @@ def _choice(values: Mapping[str, Any]) -> Callable[[str], Any]:
     return lambda text: values[one_of(*values)(text)]
 
 
-class Fact(NamedTuple):
-    """A fact that an option, a file or a what-if may state."""
+class KnownFact(NamedTuple):
+    """A fact that an option, a file or a change may state."""
 
     read: Callable[[str], Any]
     part: str  # of a setup
     field: str
 
 
-FACTS: Mapping[str, Fact] = {
-    "parameters": Fact(read_count, "program", "num_parameters"),
-    "dtype": Fact(_choice(_ITEMSIZES), "program", "itemsize"),
-    "overlap": Fact(_choice({str(o): o for o in Overlap}), "program", "overlap"),
-    "exchange": Fact(_choice({str(e): e for e in Exchange}), "program", "exchange"),
-    "algorithm": Fact(one_of(*ALGORITHMS), "program", "algorithm"),
-    "compression": Fact(_choice(_COMPRESSIONS), "program", "compression"),
-    "bucket": Fact(parse_size_bytes, "program", "bucket_cap_bytes"),
-    "compute": Fact(number_from(), "program", "compute_speed"),
-    "jitter": Fact(number_from(0), "program", "jitter"),
-    "per_node": Fact(whole_number(1), "cluster", "ranks_per_node"),
-    "link": Fact(read_gbit_per_s, "cluster", "node_gbit_per_s"),
-    "gpu_link": Fact(_read_gb_per_s, "cluster", "gpu_link_gb_per_s"),
-    "transport": Fact(one_of("tcp", "rdma"), "cluster", "transport"),
-    "alpha_us": Fact(number_from(), "cluster", "alpha_us"),
-    "oversubscription": Fact(number_from(1), "cluster", "oversubscription"),
-    "leaf_nodes": Fact(whole_number(1), "cluster", "nodes_per_leaf"),
+FACTS: Mapping[str, KnownFact] = {
+    "parameters": KnownFact(read_count, "program", "num_parameters"),
+    "dtype": KnownFact(_choice(_ITEMSIZES), "program", "itemsize"),
+    "overlap": KnownFact(_choice({str(o): o for o in Overlap}), "program", "overlap"),
+    "exchange": KnownFact(
+        _choice({str(e): e for e in Exchange}), "program", "exchange"
+    ),
+    "algorithm": KnownFact(one_of(*ALGORITHMS), "program", "algorithm"),
+    "compression": KnownFact(_choice(_COMPRESSIONS), "program", "compression"),
+    "bucket": KnownFact(parse_size_bytes, "program", "bucket_cap_bytes"),
+    "compute": KnownFact(number_from(), "program", "compute_speed"),
+    "jitter": KnownFact(number_from(0), "program", "jitter"),
+    "per_node": KnownFact(whole_number(1), "cluster", "ranks_per_node"),
+    "link": KnownFact(read_gbit_per_s, "cluster", "node_gbit_per_s"),
+    "gpu_link": KnownFact(_read_gb_per_s, "cluster", "gpu_link_gb_per_s"),
+    "transport": KnownFact(one_of("tcp", "rdma"), "cluster", "transport"),
+    "alpha_us": KnownFact(number_from(), "cluster", "alpha_us"),
+    "oversubscription": KnownFact(number_from(1), "cluster", "oversubscription"),
+    "leaf_nodes": KnownFact(whole_number(1), "cluster", "nodes_per_leaf"),
 }
 """Facts by key, which is also their option's name."""
 

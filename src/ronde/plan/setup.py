@@ -120,5 +120,9 @@ class Setup:
     def is_sized(self) -> bool:
         """Return True if the seconds of a step and the bytes of its gradients follow."""
         program = self.program
-        known = program.num_parameters, program.units_a_sample, self.points[0].size.batch
+        known = (
+            program.num_parameters,
+            program.units_a_sample,
+            self.points[0].size.batch,
+        )
         return None not in known

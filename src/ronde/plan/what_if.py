@@ -19,7 +19,7 @@ _MEASURED = {"link": "between", "gpu_link": "inside", "alpha_us": "between"}
 KEYS = (*facts.FACTS, *_OTHER_NAMES, *_OF_SIZES)
 
 
-class Change(NamedTuple):
+class WhatIf(NamedTuple):
     """A changed setup, with changes of its sizes."""
 
     name: str  # as asked for
@@ -37,16 +37,16 @@ class Change(NamedTuple):
         return Size(size.num_ranks, nodes, batch, parts)
 
 
-class Outcome(NamedTuple):
+class WhatIfSpeeds(NamedTuple):
     """Speeds at sizes with a change, and their ratios to those without it."""
 
-    change: Change
+    change: WhatIf
     sizes: tuple[Size, ...]
     speeds: tuple[Between, ...]
     ratios: tuple[Between, ...]
 
 
-def read_changes(text: str, setup: Setup, kind: str = "") -> Iterable[Change]:
+def read_changes(text: str, setup: Setup, kind: str = "") -> Iterable[WhatIf]:
     """Yield the changes of ``KEY=VALUE,...``; ``KEY=A/B`` gives one for each value."""
     axes: list[list[tuple[str, str]]] = []
     for part in text.split(","):
@@ -55,13 +55,13 @@ def read_changes(text: str, setup: Setup, kind: str = "") -> Iterable[Change]:
         # The slash of a unit, as in Gbit/s, separates no values.
         axes.append([(key, value) for value in re.split(r"/(?!s\b)", values)])
     for pairs in product(*axes):
-        change = Change(",".join(f"{k}={v}" for k, v in pairs), setup, kind)
+        change = WhatIf(",".join(f"{k}={v}" for k, v in pairs), setup, kind)
         for key, value in pairs:
             change = (_with_size if key in _OF_SIZES else _with)(change, key, value)
         yield change
 
 
-def _with(change: Change, key: str, text: str) -> Change:
+def _with(change: WhatIf, key: str, text: str) -> WhatIf:
     value = facts.read_fact(_OTHER_NAMES.get(key, key), text, "--what-if")
     key, setup = _OTHER_NAMES.get(key, key), change.setup
     old = facts.fact_of(setup, key)
@@ -80,7 +80,7 @@ def _with(change: Change, key: str, text: str) -> Change:
     return change._replace(setup=setup)
 
 
-def _with_size(change: Change, key: str, text: str) -> Change:
+def _with_size(change: WhatIf, key: str, text: str) -> WhatIf:
     try:
         value = facts.number_from()(text)
     except UsageError as error:
@@ -96,7 +96,7 @@ def _with_size(change: Change, key: str, text: str) -> Change:
     return change._replace(setup=replace(setup, program=program), accumulation=value)
 
 
-def advised_changes(setup: Setup) -> Iterable[Change]:
+def advised_changes(setup: Setup) -> Iterable[WhatIf]:
     """Yield the changes that are worth a try for a setup."""
     program, cluster, batch = setup.program, setup.cluster, setup.points[0].size.batch
     tried = {"compression=powersgd": "software"}
@@ -121,16 +121,16 @@ def advised_changes(setup: Setup) -> Iterable[Change]:
 
 
 def try_changes(
-    posterior: Posterior, sizes: Sequence[Size], changes: Iterable[Change]
-) -> list[Outcome]:
+    posterior: Posterior, sizes: Sequence[Size], changes: Iterable[WhatIf]
+) -> list[WhatIfSpeeds]:
     """Predict the speeds with each change, and their ratios to those without."""
-    base, outcomes = [posterior.predict(size) for size in sizes], list[Outcome]()
+    base, outcomes = [posterior.predict(size) for size in sizes], list[WhatIfSpeeds]()
     for change in changes:
         changed = tuple(map(change.size, sizes))
         new = [posterior.predict(size, change.setup) for size in changed]
         speeds = tuple(Between(f.low, f.middle, f.high) for f in new)
         ratios = (posterior.ratio(f, b) for f, b in zip(new, base, strict=True))
         outcomes.append(
-            Outcome(change, changed, speeds, tuple(Between(*r) for r in ratios))
+            WhatIfSpeeds(change, changed, speeds, tuple(Between(*r) for r in ratios))
         )
     return outcomes

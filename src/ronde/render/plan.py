@@ -3,10 +3,10 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ronde.plan.answer import Between, Row
+from ronde.plan.answer import Between, SpeedRow
 from ronde.plan.cost import Cost
 from ronde.plan.measurements import Inputs
-from ronde.plan.what_if import Outcome
+from ronde.plan.what_if import WhatIfSpeeds
 from ronde.render.text import align, wrap
 from ronde.units import counted, format_duration
 
@@ -23,11 +23,11 @@ class PlanReport(NamedTuple):
     """A prediction, with the answers to further questions."""
 
     inputs: Inputs
-    rows: Sequence[Row]
+    rows: Sequence[SpeedRow]
     parameters: Mapping[str, tuple[float, float, float, str]]
     notes: Sequence[str] = ()
-    what_if: Sequence[Outcome] = ()
-    advice: Sequence[Outcome] = ()
+    what_if: Sequence[WhatIfSpeeds] = ()
+    advice: Sequence[WhatIfSpeeds] = ()
     costs: Sequence[Cost] = ()
 
 
@@ -87,7 +87,7 @@ def _between(figure: Between | None, sign: str = "") -> str:
     return f"{sign}{number(figure.middle)}{'' if is_known else f' ({ends})'}"
 
 
-def _cells(row: Row) -> list[str]:
+def _cells(row: SpeedRow) -> list[str]:
     size, speed, step = row.size, row.speed, row.step
     interval = f"{number(speed.low)} .. {number(speed.high)}"
     return [
@@ -101,7 +101,7 @@ def _cells(row: Row) -> list[str]:
     ]
 
 
-def _binding(row: Row, unit: str) -> str:
+def _binding(row: SpeedRow, unit: str) -> str:
     name, whole_s = row.binds[0], sum(row.parts_s.values())
     where = f"With {counted(row.size.num_ranks, 'rank')}"
     if name not in row.saved_s:
@@ -114,11 +114,11 @@ def _binding(row: Row, unit: str) -> str:
     return f"{where} {part_name(name)} costs {text}."
 
 
-def _gain(outcome: Outcome) -> float:
+def _gain(outcome: WhatIfSpeeds) -> float:
     return outcome.ratios[-1].middle or 0.0
 
 
-def _advice(best: Sequence[Outcome]) -> str:
+def _advice(best: Sequence[WhatIfSpeeds]) -> str:
     if not best:
         return "No change that was tried gains over 3 %: computing binds."
     change, ratio = best[0].change, best[0].ratios[-1]
@@ -128,7 +128,7 @@ def _advice(best: Sequence[Outcome]) -> str:
     )
 
 
-def _changes(heading: str, outcomes: Sequence[Outcome]) -> str:
+def _changes(heading: str, outcomes: Sequence[WhatIfSpeeds]) -> str:
     if not outcomes:
         return ""
     kinds = ["kind"] if outcomes[0].change.kind else []
@@ -186,7 +186,7 @@ def plan_as_json(report: PlanReport) -> dict[str, Any]:
     }
 
 
-def _plain_row(row: Row) -> dict[str, Any]:
+def _plain_row(row: SpeedRow) -> dict[str, Any]:
     size, speed = row.size, row.speed
     return {
         "ranks": size.num_ranks,
@@ -203,7 +203,7 @@ def _plain_row(row: Row) -> dict[str, Any]:
     }
 
 
-def _plain_outcome(outcome: Outcome) -> dict[str, Any]:
+def _plain_outcome(outcome: WhatIfSpeeds) -> dict[str, Any]:
     change, sizes, speeds, ratios = outcome
     rows = [
         {"ranks": size.num_ranks, "units_per_s": list(speed), "ratio": list(ratio)}

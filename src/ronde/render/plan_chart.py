@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from itertools import pairwise
 
-from ronde.plan.answer import Row
+from ronde.plan.answer import SpeedRow
 from ronde.render.plan import PlanReport, header, number, part_name
 
 _COLORS = {
@@ -81,7 +81,7 @@ def _tick(at: float, text: str) -> str:
 
 
 def _axes(
-    rows: Sequence[Row], x: _Scale, y: _Scale, limits: tuple[float, float]
+    rows: Sequence[SpeedRow], x: _Scale, y: _Scale, limits: tuple[float, float]
 ) -> Iterable[str]:
     low, high = (math.floor(math.log10(limit)) for limit in limits)
     digits = (1, 2, 5) if high - low < 3 else (1,)
@@ -97,7 +97,7 @@ def _axes(
     yield _text((_LEFT + _RIGHT) / 2, _BOTTOM + 36, "ranks", "mid")
 
 
-def _bars(rows: Sequence[Row], x: _Scale) -> Iterable[str]:
+def _bars(rows: Sequence[SpeedRow], x: _Scale) -> Iterable[str]:
     """Yield the parts of a step, stacked at each number of ranks."""
     most_s = max(sum(row.parts_s.values()) for row in rows)
     yield _text(_LEFT, _BARS - 8, "ms of a step")
