@@ -13,22 +13,27 @@ from typing import NamedTuple
 import numpy as np
 
 from ronde.plan.priors import Priors
-from ronde.plan.setup import Exchange, Point, Setup, Size
-from ronde.plan.step import PARTS, Draws, Hypothesis, StepModel, StepParts
+from ronde.plan.setup import Exchange, Setup, Size
+from ronde.plan.step import PARTS, Draws, Hypothesis, StepModel
 
 _STUDENT = 5.0
+# The middles of 16 equally likely parts of Student's distribution with 5 degrees.
+_HALF = (0.0825, 0.2501, 0.4265, 0.6199, 0.8434, 1.1229, 1.5262, 2.3886)
+_NOISE = np.array([*(-x for x in reversed(_HALF)), *_HALF])
+_DEFENSIVE = 8  # one of so many draws of a later round is from the prior
+_NUM_ROUNDS = 3
 
 
 class Forecast(NamedTuple):
-    """A predicted speed with its interval, of all ranks, in units per second."""
+    """A predicted speed of all ranks with its 80 % interval, in units per second."""
 
     size: Size
     low: float
     middle: float
     high: float
-    parts_s: Mapping[str, float]
-    units_per_s: Draws
-    weights: Draws
+    step_s: float
+    parts_s: Mapping[str, float]  # means
+    speeds: Draws  # without noise, one for each draw of the posterior
 
 
 class _Branch(NamedTuple):
@@ -43,74 +48,96 @@ class _Branch(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Posterior:
+    """Weighted draws of the unknowns of a setup."""
+
     setup: Setup
     priors: Priors
     branches: Sequence[_Branch]
+    weights: Draws  # of the draws of all branches in turn; their sum is 1
 
-    def predict(self, size: Size, changed: Setup | None = None) -> Forecast:
+    def predict(
+        self, size: Size, changed: Setup | None = None, free: str = ""
+    ) -> Forecast:
+        """Return the speed at a size, after a change or if a part cost nothing."""
+        mean, deviation = self._carried(size)
         speeds: list[Draws] = []
-        parts: dict[str, list[Draws]] = {name: [] for name in PARTS}
-        noise = self._noise(size)
-        top = max(float(b.log_weights.max()) for b in self.branches)
-        weights = [np.exp(b.log_weights - top) for b in self.branches]
+        parts: list[Draws] = []
+        units = (changed or self.setup).units(size)
         for branch in self.branches:
             model = branch.model
             if changed is not None:
                 model = StepModel(changed, model.hypothesis, model.draws)
-            step = model.at(size, branch.compute_s)
-            mean, deviation = self._carry(size, branch.residuals)
-            found = _log_speed(self.setup, size, step.step_s) + mean
-            grid = found[:, None] + deviation * noise
-            speeds.append(np.exp(grid))
-            for name in PARTS:
-                parts[name].append(step.parts_s[name])
-        flat = np.concatenate(speeds)
-        whole = np.concatenate(weights)
-        whole = whole / whole.sum()
-        low, middle, high = weighted_quantiles(
-            flat.ravel(), np.repeat(whole, flat.shape[1]), (0.1, 0.5, 0.9)
-        )
-        low, high = self._widen(low, middle, high)
-        means = {
-            name: float(whole @ np.concatenate(each)) for name, each in parts.items()
-        }
-        return Forecast(size, low, middle, high, means, flat[:, 0], whole)
+            step = model.at(size, branch.compute_s, free)
+            speeds.append(units / step.step_s * np.exp(mean @ branch.residuals))
+            parts.append(np.array([step.parts_s[name] for name in PARTS]))
+        found = np.concatenate(speeds)
+        noisy = np.multiply.outer(found, np.exp(deviation * _NOISE)).ravel()
+        weights = np.repeat(self.weights / len(_NOISE), len(_NOISE))
+        low, middle, high = weighted_quantiles(noisy, weights)
+        factor = self.priors.widening[self._situation(size)]
+        low, high = (middle * (bound / middle) ** factor for bound in (low, high))
+        means = dict(zip(PARTS, np.concatenate(parts, 1) @ self.weights, strict=True))
+        return Forecast(size, low, middle, high, units / middle, means, found)
 
-    def _noise(self, size: Size) -> Draws:
-        num = sum(len(branch.z) for branch in self.branches)
-        rng = np.random.default_rng(size.num_ranks)
-        return rng.standard_t(_STUDENT, (1, 8)) if num else np.zeros((1, 1))
+    def ratio(self, new: Forecast, old: Forecast) -> tuple[float, float, float]:
+        """Return the 80 % interval and the middle of the ratio of two speeds."""
+        low, middle, high = weighted_quantiles(new.speeds / old.speeds, self.weights)
+        return low, middle, high
 
-    def _widen(self, low: float, middle: float, high: float) -> tuple[float, float]:
-        factor = self.priors.widening
-        return middle * (low / middle) ** factor, middle * (high / middle) ** factor
+    def parameters(self) -> dict[str, tuple[float, float, float, str]]:
+        """Return the 80 % interval of each unknown, its middle and its origin.
 
-    def _carry(self, size: Size, residuals: Draws) -> tuple[Draws, float]:
-        """Return the mean and the deviation of the logarithm at a size."""
+        The origin is ``points`` if the measured speeds narrow the prior, else
+        ``prior``.
+        """
+        found: dict[str, tuple[float, float, float, str]] = {}
+        z = np.concatenate([branch.z for branch in self.branches])
+        for index, (name, values) in enumerate(self.priors.values(z).items()):
+            low, middle, high = weighted_quantiles(values, self.weights)
+            is_narrow = (
+                self.weights @ (z[:, index] - self.weights @ z[:, index]) ** 2 < 0.8
+            )
+            found[name] = low, middle, high, "points" if is_narrow else "prior"
+        return found
+
+    def _situation(self, size: Size) -> str:
+        if size.num_nodes == 1:
+            return "inside"
+        are_nodes_known = self.setup.points[-1].size.num_nodes > 1
+        return "beyond" if are_nodes_known else "across"
+
+    def _carried(self, size: Size) -> tuple[Draws, float]:
+        """Return the weights of the points' residuals at a size, and the deviation."""
         sizes = [point.size for point in self.setup.points]
         own, across, alone = _covariances(sizes, size, self.priors)
         solved = np.linalg.solve(own, across)
         variance = max(alone - float(across @ solved), self.priors.error**2)
-        return solved @ residuals, math.sqrt(variance)
+        return solved, math.sqrt(variance)
 
 
-def infer(setup: Setup, priors: Priors, num_draws: int = 1000) -> Posterior:
+def infer(setup: Setup, priors: Priors, num_draws: int = 600) -> Posterior:
+    """Return the posterior of a setup's unknowns; equal for equal arguments."""
     branches = [
         _sample(setup, hypothesis, probability, priors, num_draws)
         for hypothesis, probability in _hypotheses(setup, priors)
     ]
-    return Posterior(setup, priors, branches)
+    log_weights = np.concatenate([branch.log_weights for branch in branches])
+    weights = np.exp(log_weights - log_weights.max())
+    return Posterior(setup, priors, branches, weights / weights.sum())
 
 
 def _hypotheses(setup: Setup, priors: Priors) -> Iterator[tuple[Hypothesis, float]]:
     flat, ring, servers = priors.flat, priors.ring_latency, priors.servers_on_all
-    if setup.program.exchange is Exchange.PARAMETER_SERVER:
+    program = setup.program
+    if program.exchange is Exchange.PARAMETER_SERVER:
         yield Hypothesis(), servers
         yield Hypothesis(are_servers_on_all=False), 1 - servers
-        return
-    for algorithm, p in (("ring", flat), ("two_levels", 1 - flat)):
-        yield Hypothesis(algorithm, is_ring_latency=True), p * ring
-        yield Hypothesis(algorithm, is_ring_latency=False), p * (1 - ring)
+    elif program.algorithm:
+        yield Hypothesis(), 1.0
+    else:
+        for algorithm, p in (("ring", flat), ("two_levels", 1 - flat)):
+            yield Hypothesis(algorithm, is_ring_latency=True), p * ring
+            yield Hypothesis(algorithm, is_ring_latency=False), p * (1 - ring)
 
 
 def _sample(
@@ -121,85 +148,73 @@ def _sample(
     num_draws: int,
 ) -> _Branch:
     rng = np.random.default_rng(0)
-    names = priors.names
-    z = rng.standard_normal((num_draws, len(names)))
+    z = rng.standard_normal((num_draws, len(priors.unknowns)))
     log_proposal = _log_normal(z)
-    for last in (False, False, True):
-        model = StepModel(setup, hypothesis, priors.values(z))
-        branch = _weigh(model, z, priors)
-        log_weights = branch.log_weights + _log_normal(z) - log_proposal
-        if len(setup.points) == 1 or last:
-            break
-        weights = np.exp(log_weights - log_weights.max())
+    branch = _weigh(setup, hypothesis, priors, z, log_proposal)
+    # A single point has no likelihood but for draws that it makes impossible.
+    for _ in range(_NUM_ROUNDS - 1 if len(setup.points) > 1 else 0):
+        weights = np.exp(branch.log_weights - branch.log_weights.max())
         weights /= weights.sum()
         mean = weights @ z
-        spread = np.sqrt(np.maximum(weights @ (z - mean) ** 2, 0.05)) * 1.3
+        spread = 1.3 * np.sqrt(np.maximum(weights @ (z - mean) ** 2, 0.05))
         fresh = rng.standard_normal(z.shape)
-        is_prior = np.arange(num_draws) % 8 == 0
+        is_prior = np.arange(num_draws) % _DEFENSIVE == 0
         z = np.where(is_prior[:, None], fresh, mean + spread * fresh)
         fitted = _log_normal((z - mean) / spread) - np.log(spread).sum()
-        log_proposal = np.logaddexp(math.log(1 / 8) + _log_normal(z), math.log(7 / 8) + fitted)
-    return branch._replace(
-        log_weights=log_weights + math.log(max(probability, 1e-9) / num_draws)
+        log_proposal = np.logaddexp(
+            _log_normal(z) - math.log(_DEFENSIVE),
+            fitted + math.log(1 - 1 / _DEFENSIVE),
+        )
+        branch = _weigh(setup, hypothesis, priors, z, log_proposal)
+    share = math.log(max(probability, 1e-9) / num_draws)
+    return branch._replace(log_weights=branch.log_weights + share)
+
+
+def _weigh(
+    setup: Setup, hypothesis: Hypothesis, priors: Priors, z: Draws, log_proposal: Draws
+) -> _Branch:
+    """Weigh draws by the multivariate Student likelihood of the residuals."""
+    model = StepModel(setup, hypothesis, priors.values(z))
+    first, sizes = setup.points[0], [point.size for point in setup.points]
+    compute_s = model.compute_s(setup.units(first.size) / first.units_per_s)
+    residuals = np.array(
+        [
+            np.log(speed * model.at(size, compute_s).step_s / setup.units(size))
+            for size, speed in setup.points
+        ]
     )
+    own, _, _ = _covariances(sizes, sizes[-1], priors)
+    distance = np.einsum("kd,kd->d", residuals, np.linalg.solve(own, residuals))
+    likelihood = -(_STUDENT + len(sizes)) / 2 * np.log1p(distance / _STUDENT)
+    log_weights = likelihood + _log_normal(z) - log_proposal
+    return _Branch(model, z, compute_s, log_weights, residuals)
 
 
 def _log_normal(z: Draws) -> Draws:
     return -0.5 * (z**2).sum(1)
 
 
-def _weigh(model: StepModel, z: Draws, priors: Priors) -> _Branch:
-    setup = model.setup
-    first = setup.points[0]
-    compute_s = model.compute_s(step_of(setup, first))
-    residuals = np.array(
-        [
-            math.log(point.units_per_s)
-            - _log_speed(setup, point.size, model.at(point.size, compute_s).step_s)
-            for point in setup.points
-        ]
-    )
-    sizes = [point.size for point in setup.points]
-    own, _, _ = _covariances(sizes, sizes[-1], priors)
-    distance = np.einsum("kd,kd->d", residuals, np.linalg.solve(own, residuals))
-    k = len(sizes)
-    log_weights = -(_STUDENT + k) / 2 * np.log1p(distance / _STUDENT)
-    return _Branch(model, z, compute_s, log_weights, residuals)
-
-
 def _covariances(
     sizes: Sequence[Size], target: Size, priors: Priors
 ) -> tuple[Draws, Draws, float]:
+    """Return covariances of residuals: at the points, with a target, and its own."""
     at = np.array([_position(size, priors) for size in sizes])
-    new = _position(target, priors)
-    start = at[0]
-    walk, error = priors.walk**2, priors.error**2
-    own = walk * (np.minimum.outer(at, at) - start) + error * np.eye(len(at))
-    across = walk * (np.minimum(at, new) - start)
-    return own, across, walk * max(new - start, 0.0) + error
+    new, start = _position(target, priors), float(at[0])
+    walked, error = priors.walk**2, priors.error**2
+    own = walked * (np.minimum.outer(at, at) - start) + error * np.eye(len(at))
+    across = walked * np.maximum(np.minimum(at, new) - start, 0.0)
+    return own, across, walked * abs(new - start) + error
 
 
 def _position(size: Size, priors: Priors) -> float:
+    """Return a size on the random walk: its doublings, and more for the first node."""
     return math.log2(size.num_ranks) + priors.crossing * (size.num_nodes > 1)
 
 
-def units_of_step(setup: Setup, size: Size) -> float:
-    batch = size.batch or 1.0
-    return size.num_ranks * batch * (setup.program.units_a_sample or 1.0)
-
-
-def step_of(setup: Setup, point: Point) -> float:
-    return units_of_step(setup, point.size) / point.units_per_s
-
-
-def _log_speed(setup: Setup, size: Size, step_s: Draws) -> Draws:
-    return math.log(units_of_step(setup, size)) - np.log(step_s)
-
-
-def weighted_quantiles(
-    values: Draws, weights: Draws, shares: Sequence[float]
-) -> list[float]:
+def weighted_quantiles(values: Draws, weights: Draws) -> tuple[float, float, float]:
+    """Return the quantiles 10, 50 and 90 %."""
     order = np.argsort(values)
     cumulated = np.cumsum(weights[order])
-    cumulated /= cumulated[-1]
-    return [float(values[order][np.searchsorted(cumulated, share)]) for share in shares]
+    at = np.searchsorted(cumulated, cumulated[-1] * np.array([0.1, 0.5, 0.9]))
+    low, middle, high = values[order][at].tolist()
+    return low, middle, high

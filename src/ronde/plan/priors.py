@@ -33,6 +33,8 @@ _HAND = {
     "launch": Prior(0.022, 1.9),
     "update": Prior(0.014, 3.2),
     "server": Prior(1.75, 1.36),
+    "interference": Prior(0.2, 2.0),
+    "fit": Prior(1.0, 1.066),
     "missing_between": Prior(0.042, 7.6),
     "missing_inside": Prior(0.016, 2.4),
 }
@@ -47,7 +49,9 @@ class Priors:
     error: float = 0.004
     walk: float = 0.01
     crossing: float = 3.0
-    widening: float = 1.3
+    widening: Mapping[str, float] = field(
+        default_factory=lambda: {"inside": 1.2, "across": 1.2, "beyond": 1.6}
+    )
 
     @property
     def names(self) -> list[str]:

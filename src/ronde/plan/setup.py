@@ -6,7 +6,10 @@ widens the interval.
 
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 from typing import NamedTuple
+
+from ronde.parallel.buckets import BucketLimits, GradientSpec, plan_buckets
 
 
 class Overlap(StrEnum):
@@ -82,6 +85,27 @@ class Program:
     compute_speed: float = 1.0  # of the device, in multiples of the measured one's
     host_share: float | None = None  # measured: of a step, with 8 busy ranks a node
     jitter: float | None = None  # measured: deviation between ranks of log step times
+    input_units_per_s: float | None = None  # that a shared store delivers to all ranks
+
+    @property
+    def sent_bytes(self) -> float:
+        """The bytes of all gradients on the line; 0 if their number is unknown."""
+        return (self.num_parameters or 0.0) * self.itemsize * self.compression
+
+
+@lru_cache(maxsize=64)
+def buckets_of(program: Program) -> tuple[tuple[float, float], ...]:
+    """Return the bytes of each bucket, and the time when it is ready in backward."""
+    specs = [GradientSpec(g.numel, g.itemsize, None) for g in program.gradients]
+    cap = program.bucket_cap_bytes
+    limits = BucketLimits(min(BucketLimits().first_bytes, cap), cap)
+    found: list[tuple[float, float]] = []
+    for plan in plan_buckets(specs, range(len(specs)), limits):
+        last = program.gradients[max(slot.index for slot in plan.slots)]
+        numel = sum(slot.numel for slot in plan.slots)
+        sent = numel * program.itemsize * program.compression
+        found.append((sent, last.ready_s))
+    return tuple(found)
 
 
 class LinkFacts(NamedTuple):
@@ -126,3 +150,8 @@ class Setup:
             self.points[0].size.batch,
         )
         return None not in known
+
+    def units(self, size: Size) -> float:
+        """Return the units of all ranks in a step, or per sample of an unknown batch."""
+        batch = size.batch or 1.0
+        return size.num_ranks * batch * (self.program.units_a_sample or 1.0)

@@ -45,7 +45,8 @@ def setup_of(rows: Sequence[Cells]) -> Setup:
     program = Program(
         name=row.get("model", ""),
         unit=row.get("unit", "").removesuffix("/s"),
-        units_a_sample=number(row.get("units_a_sample", "")) or (None if "tokens" in row.get("unit", "") else 1.0),
+        units_a_sample=number(row.get("units_a_sample", ""))
+        or (None if "tokens" in row.get("unit", "") else 1.0),
         num_parameters=number(row.get("parameters", "")),
         itemsize=2.0 if is_half else 4.0,
         overlap=overlap_of(method),

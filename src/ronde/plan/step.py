@@ -1,6 +1,7 @@
 """The time of a training step on n ranks, part by part, for draws of the unknowns.
 
-Arrays have one element for each draw. Times are in seconds.
+Arrays have one element for each draw. Times are in seconds. ``docs/plan.md`` explains
+the model.
 
 Source: the directed acyclic graph of synchronous SGD with wait-free backpropagation,
 Shi et al., arXiv:1805.03812 and arXiv:1711.05979; where no gradient's time is known,
@@ -8,24 +9,40 @@ Shi et al., arXiv:1805.03812 and arXiv:1711.05979; where no gradient's time is k
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ronde.plan.setup import Cluster, Exchange, Overlap, Program, Setup, Size
+from ronde.collectives.pricing import LinkCost, LinkCosts, Seconds, all_reduce_s
+from ronde.parallel.layout import RankLayout
+from ronde.plan.setup import (
+    Cluster,
+    Exchange,
+    LinkFacts,
+    Overlap,
+    Program,
+    Setup,
+    Size,
+    buckets_of,
+)
+from ronde.plan.walk import walk
 
 Draws = NDArray[np.float64]
 PARTS = (
     *("compute", "host", "bandwidth inside", "bandwidth between", "latency"),
-    *("fixed cost", "stragglers"),
+    *("fixed cost", "stragglers", "input"),
 )
 _LEAST_WORK = 0.02  # the least share of a step that computes
 _NEWTON_ROUNDS = 4
-_BUCKET_BYTES = 25 << 20
 _TENSORS = 160, 25.6e6, 0.35  # tensors of a model with so many parameters; exponent
+_UNIT = 1 << 30  # bytes of gradients whose number is unknown
+_SHARDED_PASSES = 1.5  # two gathers and a scatter, relative to an all_reduce
+# Means of the largest of n draws from a normal distribution.
+_MEANS = 0.0, 0.5642, 0.8463, 1.0294, 1.1630, 1.2672, 1.3522
 
 
 class Hypothesis(NamedTuple):
@@ -37,10 +54,22 @@ class Hypothesis(NamedTuple):
 
 
 class StepParts(NamedTuple):
-    """A step's time and its parts; exposed times only."""
+    """The time of a step, and its parts; of communication only exposed times."""
 
     step_s: Draws
     parts_s: Mapping[str, Draws]
+
+
+class _Communication(NamedTuple):
+    """Times of communication if nothing hides it."""
+
+    inside: Draws
+    between: Draws
+    latency: Draws
+
+    @property
+    def total(self) -> Draws:
+        return self.inside + self.between + self.latency
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,37 +80,49 @@ class StepModel:
     hypothesis: Hypothesis
     draws: Mapping[str, Draws]
 
-    def at(self, size: Size, compute_s: Draws) -> StepParts:
-        """Return the step at a size, if computing takes ``compute_s`` at the base."""
-        base = self.setup.points[0].size
-        work = compute_s * self._work(size, base)
-        host = work * self._host_share(size)
-        inside, between, latency = self._communication(size, work)
-        total = inside + between + latency
-        exposed = self._exposed(total, work)
-        share = exposed / np.maximum(total, 1e-30)
-        fixed = self._update(size)
+    def at(self, size: Size, compute_s: Draws, free: str = "") -> StepParts:
+        """Return the step at a size.
+
+        Args:
+            size: The number of ranks and their batch.
+            compute_s: Computing time of a rank at the smallest measured size.
+            free: One of ``PARTS``, which costs nothing.
+        """
+        program, busy = self.setup.program, _busy(size)
+        work = compute_s * self._work(size) / program.compute_speed
+        host = work * self._host_share(busy) * (free != "host")
+        sent = self._communication(size, compute_s, free)
+        exposed = self._exposed(size, sent, work + host, free)
+        share = exposed / np.maximum(sent.total, 1e-30)
+        fixed = self._update(size) * (free != "fixed cost")
         alone = work + host + exposed + fixed
-        waiting = alone * self._straggling(size)
-        parts = (work, host, inside * share, between * share, latency * share)
-        named = dict(zip(PARTS, (*parts, fixed, waiting), strict=True))
-        return StepParts(alone + waiting, named)
+        waiting = alone * self._straggling(size) * (free != "stragglers")
+        step = alone + waiting
+        waited = np.zeros_like(step)
+        if program.input_units_per_s is not None and free != "input":
+            waited = np.maximum(
+                0.0, self.setup.units(size) / program.input_units_per_s - step
+            )
+        parts = work, host, *(each * share for each in sent), fixed, waiting, waited
+        return StepParts(step + waited, dict(zip(PARTS, parts, strict=True)))
 
     def compute_s(self, step_s: float) -> Draws:
-        """Return the base's computing time with which its step takes ``step_s``."""
+        """Return the computing time with which the smallest size takes ``step_s``."""
         size = self.setup.points[0].size
         known = step_s / (1 + self._straggling(size)) - self._update(size)
-        floor = np.maximum(_LEAST_WORK * step_s, 1e-12)
+        floor = np.full_like(self.draws["host"], _LEAST_WORK * step_s)
         guess = np.maximum(known, floor)
         # The step is a convex function of the computing time, in straight pieces:
         # Newton's method from above ends after as many rounds as there are pieces.
         for _ in range(_NEWTON_ROUNDS):
             reached = self.at(size, guess).step_s
-            slope = (reached - self.at(size, guess * (1 - 1e-4)).step_s) / (guess * 1e-4)
+            below = self.at(size, guess * (1 - 1e-4)).step_s
+            slope = (reached - below) / (guess * 1e-4)
             guess = np.maximum(guess - (reached - step_s) / slope, floor)
         return guess
 
-    def _work(self, size: Size, base: Size) -> Draws | float:
+    def _work(self, size: Size) -> Draws | float:
+        base = self.setup.points[0].size
         if size.batch is None or base.batch is None or size.batch == base.batch:
             return 1.0
         ratio = size.batch / base.batch
@@ -89,91 +130,168 @@ class StepModel:
             return ratio
         return ratio + self.draws["launch"] * (1 - ratio)
 
-    def _host_share(self, size: Size) -> Draws:
-        busy = math.ceil(size.num_ranks / size.num_nodes)
-        return self.draws["host"] * math.log2(busy) / 3
+    def _host_share(self, busy: int) -> Draws:
+        measured = self.setup.program.host_share
+        share = self.draws["host"]
+        if measured is not None:
+            share = np.full_like(share, measured)
+        return share * math.log2(busy) / 3
 
     def _straggling(self, size: Size) -> Draws:
-        return self.draws["growth"] * math.log2(size.num_nodes)
+        jitter = self.setup.program.jitter
+        if jitter is None:
+            return self.draws["growth"] * math.log2(size.num_nodes)
+        base = self.setup.points[0].size
+        further = mean_of_largest(size.num_ranks) - mean_of_largest(base.num_ranks)
+        return np.full_like(self.draws["growth"], math.expm1(jitter * further))
 
     def _update(self, size: Size) -> Draws:
-        num = self.setup.program.num_parameters
-        if num is None or not self.setup.is_sized:
-            return np.zeros_like(self.draws["update"])
-        if self.setup.program.exchange is Exchange.SHARD_ALL:
-            num /= size.num_ranks
-        return self.draws["update"] * num / 336e6
+        program, update = self.setup.program, self.draws["update"]
+        if program.phases is not None:
+            update = np.full_like(update, program.phases.update_s)
+        elif self.setup.is_sized:
+            update = update * (program.num_parameters or 0.0) / 336e6
+        else:
+            return np.zeros_like(update)
+        is_sharded = program.exchange is Exchange.SHARD_ALL
+        return update / size.num_ranks if is_sharded else update
 
-    def _exposed(self, total: Draws, work: Draws) -> Draws:
-        if self.setup.program.overlap is Overlap.NONE:
-            return total
-        is_sharded = self.setup.program.exchange is Exchange.SHARD_ALL
-        leak = self.draws["leak_sharded" if is_sharded else "leak"]
-        window = self.draws["window"]
-        return leak * total + (1 - leak) * np.maximum(0, total - window * work)
-
-    def _communication(self, size: Size, work: Draws) -> tuple[Draws, Draws, Draws]:
-        """Return the times of bytes inside and between nodes, and of latency."""
-        zero = np.zeros_like(work)
-        if size.num_ranks == 1:
-            return zero, zero, zero
-        n, num_nodes = size.num_ranks, size.num_nodes
-        g = math.ceil(n / num_nodes)
-        inside_s, between_s = self._pass_times(work, size)
+    def _exposed(
+        self, size: Size, sent: _Communication, work: Draws, free: str
+    ) -> Draws:
         program = self.setup.program
-        steps = size.accumulation if program.exchange is Exchange.SHARD_ALL else 1
-        passes = 1.5 * steps if program.exchange is Exchange.SHARD_ALL else 1.0
-        latency = self._latency(size) * steps
-        if program.exchange is Exchange.PARAMETER_SERVER and num_nodes > 1:
-            more = 1.0 if self.hypothesis.are_servers_on_all else num_nodes / 2
-            slower = np.maximum(between_s * more, inside_s)
-            return zero, slower * self.draws["server"], latency
-        volume = passes * 2
-        if self.hypothesis.algorithm == "two_levels" and num_nodes > 1:
-            return (
-                volume * (g - 1) / g * inside_s,
-                volume * (num_nodes - 1) / num_nodes * between_s,
-                latency,
-            )
-        volume *= (n - 1) / n
-        if num_nodes == 1:
-            return volume * inside_s, zero, latency
-        is_between = between_s >= inside_s if g > 1 else np.full(work.shape, fill_value=True)
-        return (
-            np.where(is_between, 0.0, volume * inside_s),
-            np.where(is_between, volume * between_s, 0.0),
-            latency,
+        if program.overlap is Overlap.NONE or size.num_ranks == 1:
+            return sent.total
+        if program.gradients and program.phases and self.setup.is_sized:
+            return self._walked(size, work, free)
+        is_sharded = program.exchange is Exchange.SHARD_ALL
+        leak = self.draws["leak_sharded" if is_sharded else "leak"]
+        hidden = self.draws["window"] * work
+        return leak * sent.total + (1 - leak) * np.maximum(0, sent.total - hidden)
+
+    def _walked(self, size: Size, work: Draws, free: str) -> Draws:
+        program = self.setup.program
+        assert program.phases is not None
+        alone = program.phases
+        computed_s = alone.forward_s + alone.backward_s + alone.load_s
+        scale = work / computed_s
+        last_s = max(alone.backward_s, program.gradients[-1].ready_s)
+        backward = scale * last_s
+        pay = self._payer(size, self._costs(size, work, free))
+        buckets = buckets_of(program)
+        ready = [scale * ready_s for _, ready_s in buckets]
+        costs = [pay(num_bytes) for num_bytes, _ in buckets]
+        interference = self.draws["interference"]
+        found = walk(ready, costs, backward, interference)
+        return found.exposed_s + interference * found.overlapped_s
+
+    def _communication(self, size: Size, compute_s: Draws, free: str) -> _Communication:
+        zero = np.zeros_like(compute_s)
+        if size.num_ranks == 1:
+            return _Communication(zero, zero, zero)
+        program = self.setup.program
+        costs = self._costs(size, compute_s, free)
+        num_bytes = _UNIT
+        if self.setup.is_sized:
+            num_bytes = program.sent_bytes
+        num_calls = (
+            1.0 if program.overlap is Overlap.NONE else len(buckets_of(program)) or 1.0
+        )
+        no_alpha = [link._replace(alpha_s=0.0) for link in costs[:2]]
+        bandwidth = self._payer(
+            size, costs._replace(inside=no_alpha[0], between=no_alpha[1])
+        )(num_bytes)
+        far = costs._replace(inside=LinkCost(0.0, 0.0), between=no_alpha[1])
+        between = np.minimum(bandwidth, self._payer(size, far)(num_bytes))
+        if program.algorithm:
+            latency = num_calls * (self._payer(size, costs)(1))
+        else:
+            latency = self._latency(size) * (free != "latency")
+        return _Communication(
+            zero + bandwidth - between, zero + between, zero + latency
         )
 
-    def _pass_times(self, work: Draws, size: Size) -> tuple[Draws, Draws]:
-        """Return the times in which the gradients once pass a link inside, between."""
-        program, cluster, draws = self.setup.program, self.setup.cluster, self.draws
-        base_work = work / self._work(size, self.setup.points[0].size)
+    def _payer(self, size: Size, costs: LinkCosts) -> Callable[[float], Seconds]:
+        """Return the function from bytes to the time of their exchange."""
+        program, layout = self.setup.program, _layout(size)
+        algorithm, factor = program.algorithm or self.hypothesis.algorithm, 1.0
         if program.exchange is Exchange.SHARD_ALL:
-            base_work = base_work / 1.5
-        missing = draws["missing_inside"], draws["missing_between"]
+            factor = _SHARDED_PASSES * size.accumulation
+        elif program.exchange is Exchange.PARAMETER_SERVER and size.num_nodes > 1:
+            algorithm = "parameter_server"
+            factor = self.draws["server"] / 2
+            if not self.hypothesis.are_servers_on_all:
+                factor = factor * size.num_nodes / 2
+
+        def pay(num_bytes: float) -> Seconds:
+            return factor * all_reduce_s(algorithm, num_bytes, layout, costs)
+
+        return pay
+
+    def _costs(self, size: Size, compute_s: Draws, free: str) -> LinkCosts:
+        cluster, draws = self.setup.cluster, self.draws
+        inside, between = self._betas(compute_s)
+        alpha_inside = draws["alpha_rdma"] * 1e-6
+        is_tcp = cluster.transport == "tcp"
+        alpha = draws["alpha_tcp"] * 1e-6 if is_tcp else alpha_inside
+        if cluster.alpha_us is not None:
+            alpha = np.full_like(alpha, cluster.alpha_us * 1e-6)
+        links = [
+            _measured(cluster.inside, draws) or LinkCost(alpha_inside, inside),
+            _measured(cluster.between, draws) or LinkCost(alpha, between),
+        ]
+        for index, name in enumerate(("bandwidth inside", "bandwidth between")):
+            if free == name:
+                links[index] = links[index]._replace(
+                    beta_s_per_byte=0.0, gamma_s_per_byte=0.0
+                )
+            if free == "latency":
+                links[index] = links[index]._replace(alpha_s=0.0)
+        return LinkCosts(*links, cluster.oversubscription, cluster.nodes_per_leaf)
+
+    def _betas(self, compute_s: Draws) -> tuple[Draws, Draws]:
+        """Return the seconds of a byte inside and between nodes."""
+        program, cluster, draws = self.setup.program, self.setup.cluster, self.draws
+        passes = _SHARDED_PASSES if program.exchange is Exchange.SHARD_ALL else 1.0
+        num_bytes = program.sent_bytes if self.setup.is_sized else _UNIT
+        unknown = compute_s / passes / num_bytes
+        missing = unknown * draws["missing_inside"], unknown * draws["missing_between"]
         if not self.setup.is_sized:
-            return base_work * missing[0], base_work * missing[1]
-        num_bytes = (program.num_parameters or 0.0) * program.itemsize
-        inside = num_bytes / (inside_rate(cluster, draws) * 1e9)
+            return missing
+        inside = 1e-9 / inside_rate(cluster, draws)
         rate = between_rate(cluster, draws)
-        if rate is None:
-            return inside, base_work * missing[1]
-        return inside, num_bytes / (rate * 1e9)
+        return inside, missing[1] if rate is None else 1e-9 / rate
 
     def _latency(self, size: Size) -> Draws:
-        program = self.setup.program
+        """Return the time of latency where the algorithm is unknown."""
+        program, draws = self.setup.program, self.draws
         if not self.setup.is_sized:
-            return np.zeros_like(self.draws["alpha_rdma"])
+            return np.zeros_like(draws["alpha_rdma"])
         n, lg = size.num_ranks, math.log2(size.num_ranks)
         rounds = min(2 * (n - 1), 12 * lg)
         if not self.hypothesis.is_ring_latency:
             rounds = 4 * lg
         if program.exchange is Exchange.PARAMETER_SERVER:
             rounds = 2
-        is_tcp = self.setup.cluster.transport == "tcp"
-        alpha_us = self.draws["alpha_tcp"] if is_tcp else self.draws["alpha_rdma"]
-        return num_messages(program) * rounds * alpha_us * 1e-6
+        costs = self._costs(size, draws["host"], "")
+        alpha = (costs.between if size.num_nodes > 1 else costs.inside).alpha_s
+        steps = size.accumulation if program.exchange is Exchange.SHARD_ALL else 1
+        return np.asarray(steps * num_messages(program) * rounds * alpha)
+
+
+def _busy(size: Size) -> int:
+    return math.ceil(size.num_ranks / size.num_nodes)
+
+
+def _layout(size: Size) -> RankLayout:
+    return RankLayout(size.num_ranks, size.num_nodes, _busy(size))
+
+
+def _measured(link: LinkFacts | None, draws: Mapping[str, Draws]) -> LinkCost | None:
+    if link is None:
+        return None
+    beta = link.beta_s_per_byte * draws["fit"] ** (link.spread / 0.05)
+    return LinkCost(link.alpha_s, beta, link.gamma_s_per_byte)
 
 
 def num_messages(program: Program) -> float:
@@ -182,7 +300,18 @@ def num_messages(program: Program) -> float:
     if program.overlap is Overlap.TENSOR:
         typical, of, exponent = _TENSORS
         return program.num_tensors or typical * (num / of) ** exponent
-    return 1 + num * program.itemsize / _BUCKET_BYTES
+    return 1 + num * program.itemsize / program.bucket_cap_bytes
+
+
+def mean_of_largest(num: int) -> float:
+    """Return the mean of the largest of draws from a standard normal distribution.
+
+    Within 1 % of the true mean. Source: Royston, "Expected normal order statistics",
+    1982, for up to 7 draws; the quantile 0.5264^(1/n) of Chen and Tyler, 1999, above.
+    """
+    if num <= len(_MEANS):
+        return _MEANS[num - 1]
+    return NormalDist().inv_cdf(0.5264 ** (1 / num))
 
 
 def inside_rate(cluster: Cluster, draws: Mapping[str, Draws]) -> Draws:
