@@ -32,8 +32,7 @@ _LAST_OPTIONS = """\
   -h, --help      show this help and exit
 """
 _MEMORY_HELP = f"""\
-usage: ronde plan [RECORD ...] [-n RANKS]      training speed on more ranks
-       ronde plan memory FILE --mesh AXES [options]
+usage: ronde plan memory FILE --mesh AXES [options]
        ronde plan memory --params COUNT --mesh AXES [options]
 
 Show the memory of a rank at the peak of a training step. Nothing is started, and the

@@ -110,7 +110,7 @@ def run_speed(words: Sequence[str]) -> int:
     posterior = infer(setup, Priors())
     rows = answer(posterior, sizes)
     advice = what_if.try_changes(posterior, sizes[-1:], what_if.advised_changes(setup))
-    units = setup.program.units_a_sample
+    units = setup.program.units_a_sample or 1.0
     report = PlanReport(
         inputs,
         rows,

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from ronde.plan.posterior import Posterior, units_of_step
+from ronde.plan.posterior import Posterior
 from ronde.plan.setup import Setup, Size
 from ronde.plan.step import PARTS
 
@@ -55,7 +55,7 @@ def _row_of(posterior: Posterior, size: Size, measured: float | None) -> SpeedRo
         speed = speed._replace(middle=None)
     if measured is not None:
         speed = Between(measured, measured, measured)
-    step = speed.inverse(units_of_step(posterior.setup, size))
+    step = speed.inverse(posterior.setup.units(size))
     efficiency = None
     if speed.middle is not None:
         of_base = base.units_per_s / base.size.num_ranks

@@ -96,6 +96,7 @@ FACTS: Mapping[str, KnownFact] = {
     "bucket": KnownFact(parse_size_bytes, "program", "bucket_cap_bytes"),
     "compute": KnownFact(number_from(), "program", "compute_speed"),
     "jitter": KnownFact(number_from(0), "program", "jitter"),
+    "input": KnownFact(number_from(), "program", "input_units_per_s"),
     "per_node": KnownFact(whole_number(1), "cluster", "ranks_per_node"),
     "link": KnownFact(read_gbit_per_s, "cluster", "node_gbit_per_s"),
     "gpu_link": KnownFact(_read_gb_per_s, "cluster", "gpu_link_gb_per_s"),

@@ -120,7 +120,7 @@ def _gain(outcome: WhatIfSpeeds) -> float:
 
 def _advice(best: Sequence[WhatIfSpeeds]) -> str:
     if not best:
-        return "No change that was tried gains over 3 %: computing binds."
+        return "No change that was tried gains over 3 %."
     change, ratio = best[0].change, best[0].ratios[-1]
     return (
         f"Most would help: {change.name} ({change.kind}), {_between(ratio)} times the "
@@ -143,7 +143,7 @@ def _changes(heading: str, outcomes: Sequence[WhatIfSpeeds]) -> str:
 def _costs(costs: Sequence[Cost]) -> str:
     if not costs:
         return ""
-    names = list(costs[0].figures)
+    names = [name for name in costs[0].figures if name != "J a sample"]
     table = [["ranks", "batch", *names, "unused", ""]]
     for row, figures, unused, marks in costs:
         n, batch = row.size.num_ranks, row.size.batch
