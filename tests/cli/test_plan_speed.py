@@ -86,7 +86,7 @@ def test_all_of_a_prediction(capsys: pytest.CaptureFixture[str]) -> None:
     )
     text = show(capsys, *KNOWN, *questions)
     assert max(map(len, text.splitlines())) <= 100
-    for words in ("costs", "Most would help: ", "least cost", "knee", "A rank of"):
+    for words in ("without it", "Most would help: ", "least cost", "knee", "A rank of"):
         assert words in text
     found = read(capsys, *KNOWN, *questions)
     assert (found["form"], found["version"]) == ("ronde-plan", 1)
@@ -105,7 +105,7 @@ def test_all_of_a_prediction(capsys: pytest.CaptureFixture[str]) -> None:
         "link=25Gbit/s",
     ]
     assert len(fast["rows"]) == 3
-    assert fast["rows"][-1]["ratio"][1] > slower["rows"][-1]["ratio"][1] > 1
+    assert fast["rows"][-1]["ratio"][1] >= slower["rows"][-1]["ratio"][1] > 1
     assert other["rows"][-1]["ratio"][1] > 1
     hours = [cost["figures"]["hours"] for cost in found["cost"]]
     assert hours[0][1] == pytest.approx(115e6 / 253.1 / 3600)
@@ -217,7 +217,7 @@ def test_memory_and_traffic(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ("--points 1=100,2=250", "faster than linear: 2 ranks at 125%"),
         ("--points 1=100,2=190 --per-node 1 -n 1024", "64 times the largest"),
-        ("--points 1=9 --parameters 100M --batch 8 -n 64", "range without a middle"),
+        ("--points 1=99 --parameters 100M --batch 8 -n 64", "range without a middle"),
         ("--points 1=100,2=190", "assumed: float32, 2 ranks a node"),
         ("--points 8=100,16=190 --per-node 8", "efficiency by 8 ranks"),
     ],
@@ -255,7 +255,8 @@ def test_doubtful_inputs(
         ("{points} --transport ib", "--transport must be tcp or rdma, got 'ib'"),
         ("{points} --what-if lnk=1GB/s", "unknown key 'lnk'. Did you mean link?"),
         ("{points} --what-if link", "--what-if link must be a rate, got ''"),
-        ("{points} --what-if link=2GB/s", "--what-if link needs today's rate"),
+        ("{points} --what-if link=2GB/s", "link needs --parameters and --batch"),
+        (f"{{points}} {' '.join(PROGRAM)} --what-if link=2GB/s", "needs today's rate"),
         ("{points} --what-if batch=2", "--what-if batch needs today's batch"),
         ("{points} --batch 8 --what-if batch=65", "must leave a rank 1 to 64 samples"),
         ("{points} --cost usd=1 --samples 1M", "unknown key 'usd'"),

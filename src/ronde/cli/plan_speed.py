@@ -109,7 +109,8 @@ def run_speed(words: Sequence[str]) -> int:
     samples = _read_samples(options)
     posterior = infer(setup, Priors())
     rows = answer(posterior, sizes)
-    advice = what_if.try_changes(posterior, sizes[-1:], what_if.advised_changes(setup))
+    advised = what_if.advised_changes(setup, sizes[-1].batch)
+    advice = what_if.try_changes(posterior, sizes[-1:], advised)
     units = setup.program.units_a_sample or 1.0
     report = PlanReport(
         inputs,

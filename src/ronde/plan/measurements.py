@@ -129,7 +129,7 @@ def _program(values: Mapping[str, Any], ranks_per_node: int) -> Program:
     return Program(
         name=values["model"],
         unit=values["unit"],
-        units_a_sample=units / values["batch_a_rank"] or 1.0,
+        units_a_sample=round(units / values["batch_a_rank"]) or 1.0,
         num_parameters=values["num_parameters"],
         itemsize=_SENT.get(values.get("compression", "none"), 4.0),
         overlap=given.Overlap.BUCKET,

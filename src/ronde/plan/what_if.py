@@ -16,6 +16,10 @@ from ronde.plan.setup import Exchange, LinkFacts, Overlap, Setup, Size
 _OTHER_NAMES = {"alpha": "alpha_us", "sharding": "exchange"}
 _OF_SIZES = ("batch", "accumulation")
 _MEASURED = {"link": "between", "gpu_link": "inside", "alpha_us": "between"}
+_OF_BYTES = (  # without effect where bytes are unknown
+    *("parameters", "dtype", "compression", "bucket"),
+    *("link", "gpu_link", "alpha_us", "transport"),
+)
 KEYS = (*facts.FACTS, *_OTHER_NAMES, *_OF_SIZES)
 
 
@@ -65,6 +69,8 @@ def _with(change: WhatIf, key: str, text: str) -> WhatIf:
     value = facts.read_fact(_OTHER_NAMES.get(key, key), text, "--what-if")
     key, setup = _OTHER_NAMES.get(key, key), change.setup
     old = facts.fact_of(setup, key)
+    if key in _OF_BYTES and not setup.is_sized:
+        raise UsageError(f"--what-if {key} needs --parameters and --batch. Give both.")
     if key in ("link", "gpu_link") and old is None:
         option = f"--{key.replace('_', '-')}"
         raise UsageError(f"--what-if {key} needs today's rate. Give {option}.")
@@ -96,22 +102,24 @@ def _with_size(change: WhatIf, key: str, text: str) -> WhatIf:
     return change._replace(setup=replace(setup, program=program), accumulation=value)
 
 
-def advised_changes(setup: Setup) -> Iterable[WhatIf]:
-    """Yield the changes that are worth a try for a setup."""
-    program, cluster, batch = setup.program, setup.cluster, setup.points[0].size.batch
-    tried = {"compression=powersgd": "software"}
-    if cluster.node_gbit_per_s:
-        tried[f"link={2 * cluster.node_gbit_per_s:g}Gbit/s"] = "purchase"
-    if cluster.alpha_us:
-        tried[f"alpha={cluster.alpha_us / 2:g}"] = "purchase"
-    if program.itemsize == 4 and program.compression == 1:
-        tried["compression=bf16"] = "free"
+def advised_changes(setup: Setup, batch: float | None) -> Iterable[WhatIf]:
+    """Yield the changes that are worth a try for a setup and the batch of a rank."""
+    program, cluster = setup.program, setup.cluster
+    tried: dict[str, str] = {}
+    if setup.is_sized:
+        tried = {"compression=powersgd": "software"}
+        tried |= {f"bucket={size}MiB": "free" for size in (5, 100)}
+        if program.itemsize == 4 and program.compression == 1:
+            tried["compression=bf16"] = "free"
+        if cluster.node_gbit_per_s:
+            tried[f"link={2 * cluster.node_gbit_per_s:g}Gbit/s"] = "purchase"
+        if cluster.alpha_us:
+            tried[f"alpha={cluster.alpha_us / 2:g}"] = "purchase"
     if program.overlap is Overlap.NONE:
         tried["overlap=bucket"] = "software"
     if program.exchange is Exchange.ALL_REDUCE:
         others = [a for a in facts.ALGORITHMS[:4] if a != program.algorithm]
         tried |= {f"algorithm={name}": "free" for name in others}
-        tried |= {f"bucket={size}MiB": "free" for size in (5, 100)}
     if batch is not None:
         tried |= {f"batch={2 * batch:g}": "free", "accumulation=2": "free"}
     g = cluster.ranks_per_node

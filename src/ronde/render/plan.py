@@ -105,13 +105,13 @@ def _binding(row: SpeedRow, unit: str) -> str:
     name, whole_s = row.binds[0], sum(row.parts_s.values())
     where = f"With {counted(row.size.num_ranks, 'rank')}"
     if name not in row.saved_s:
-        return f"{where} no part but computing costs over 3 %."
+        return f"{where} no part but computing takes over 3 %."
     saved_s = row.saved_s[name]
     text = f"{format_duration(saved_s)} of {format_duration(whole_s)}"
     if row.speed.middle is not None:
         faster = row.speed.middle * whole_s / (whole_s - saved_s)
         text += f"; without it {number(faster)} {unit}"
-    return f"{where} {part_name(name)} costs {text}."
+    return f"{where}, {part_name(name)}: {text}."
 
 
 def _gain(outcome: WhatIfSpeeds) -> float:
