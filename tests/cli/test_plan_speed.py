@@ -215,9 +215,9 @@ def test_memory_and_traffic(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "note"),
     [
-        ("--points 1=100,2=250", "faster than linear: 2 ranks at 125%"),
-        ("--points 1=100,2=190 --per-node 1 -n 1024", "64 times the largest"),
-        ("--points 1=99 --parameters 100M --batch 8 -n 64", "range without a middle"),
+        ("--points 1=100,2=250", "2 ranks are faster than linear, 125%"),
+        ("--points 1=100,2=190 --per-node 1 -n 1024", "over 64 times the largest"),
+        ("--points 1=99 --parameters 100M --batch 8 -n 64", "No middle stands"),
         ("--points 1=100,2=190", "assumed: float32, 2 ranks a node"),
         ("--points 8=100,16=190 --per-node 8", "efficiency by 8 ranks"),
     ],

@@ -140,7 +140,7 @@ def _read_inputs(options: argparse.Namespace) -> tuple[Inputs, dict[str, float]]
     path, stated, prices = options.cluster, dict[str, Any](), dict[str, str]()
     if path:
         stated, prices = facts.read_cluster_file(Path(path))
-    prices |= dict(pair.partition("=")[::2] for pair in options.cost or ())
+    prices |= options.cost or {}
     given = {key: getattr(options, key, None) for key in facts.FACTS}
     stated |= {key: value for key, value in given.items() if value is not None}
     is_mixed = any(re.search(r"\bbatch=", text) for text in options.what_if)
@@ -166,8 +166,10 @@ def _with_points(options: argparse.Namespace, inputs: Inputs) -> Inputs:
         numbers = [*(n for n, _ in given), *(options.n or ())]
         g = setup.cluster.ranks_per_node
         if given:
-            usual = (g for g in _USUAL_NODES if _are_whole(numbers, g))
-            g = next(usual, 1)
+            usual = [
+                k for k in _USUAL_NODES if all(n < k or n % k == 0 for n in numbers)
+            ]
+            g = next((k for k in usual if k <= max(numbers)), 1)
         setup = facts.with_fact(setup, "per_node", g)
         assumed.append(f"{counted(g, 'rank')} a node")
     if given:
@@ -191,12 +193,6 @@ def _with_points(options: argparse.Namespace, inputs: Inputs) -> Inputs:
     unknown = [key for key in _WANTED if facts.fact_of(setup, key) in (None, "")]
     unknown += ["batch"] * (setup.points[0].size.batch is None)
     return inputs._replace(setup=setup, assumed=assumed, unknown=unknown)
-
-
-def _are_whole(numbers: Sequence[int], per_node: int) -> bool:
-    return max(numbers) >= per_node and all(
-        n < per_node or n % per_node == 0 for n in numbers
-    )
 
 
 def _sizes(numbers: Iterable[int], setup: Setup, batch: float | None) -> list[Size]:
@@ -251,7 +247,7 @@ def _read_numbers(text: str) -> list[int]:
 
 
 def _read_points(text: str) -> list[tuple[int, float]]:
-    pairs = [word.partition("=")[::2] for word in text.split(",")]
+    pairs = (word.partition("=")[::2] for word in text.split(","))
     try:
         return [(whole_number(1)(n), facts.number_from()(speed)) for n, speed in pairs]
     except UsageError as error:
@@ -302,16 +298,12 @@ def _fit_lines(options: argparse.Namespace, setup: Setup, size: Size) -> Iterabl
 _POSITIONALS = {"records": "*"}
 
 
-def _read_pairs(text: str) -> list[str]:
-    return text.split(",")
-
-
 _TYPES: Mapping[str, Callable[[str], Any]] = {
     **{f"--{key.replace('_', '-')}": fact.read for key, fact in facts.FACTS.items()},
     "NUMBERS": _read_numbers,
     "--points": _read_points,
     "--unit": _read_unit,
-    "--cost": _read_pairs,
+    "--cost": facts.read_pairs,
     "AXES": Layout.parse,
     "SIZE": parse_size_bytes,
     "COUNT": facts.read_count,

@@ -79,24 +79,14 @@ def _row_of(posterior: Posterior, size: Size, measured: float | None) -> SpeedRo
 
 def warnings_of(setup: Setup, rows: Sequence[SpeedRow]) -> Iterable[str]:
     """Yield sentences on doubtful points, and on predictions that go too far."""
-    fast = [
-        f"{row.size.num_ranks} ranks at {row.efficiency:.0%}"
-        for row in rows
-        if row.is_measured and row.efficiency and row.efficiency > _LINEAR
-    ]
-    if fast:
-        yield (
-            f"faster than linear: {', '.join(fast)}. Look for a cache, another batch, "
-            "clock or container; such points mislead a prediction."
-        )
+    for n, row in ((row.size.num_ranks, row) for row in rows if row.is_measured):
+        if row.efficiency and row.efficiency > _LINEAR:
+            yield (
+                f"{n} ranks are faster than linear, {row.efficiency:.0%}. Look for a "
+                "cache, another batch, clock or container; such points mislead."
+            )
     most, last = setup.points[-1].size.num_ranks, rows[-1].size.num_ranks
     if last > _FARTHEST * most:
-        yield (
-            f"{last:,} ranks are more than {_FARTHEST} times the largest measured "
-            f"size, {most}: intervals there rest on priors."
-        )
+        yield f"{last:,} ranks are over {_FARTHEST} times the largest given, {most}."
     if any(row.speed.middle is None for row in rows):
-        yield (
-            "an interval of more than a factor of 2 is a range without a middle. A "
-            "speed on several nodes narrows it most."
-        )
+        yield "No middle stands where the interval is wider than a factor of 2."

@@ -52,17 +52,14 @@ def costs_of(
 def _cost_of(
     row: SpeedRow, prices: Mapping[str, float], samples: float, units: float
 ) -> Cost:
-    n, hours = row.size.num_ranks, row.speed.inverse(samples * units / 3600)
-    figures = {"hours": hours}
-    kw = prices.get("watts_per_rank", 0.0) * n / 1e3 * prices.get("pue", _PUE)
-    usd_per_hour = (
-        prices.get("usd_per_rank_hour", 0.0) * n
-        + prices.get("usd_per_node_hour", 0.0) * row.size.num_nodes
-        + prices.get("usd_per_kwh", 0.0) * kw
-    )
-    unused = None
-    if usd_per_hour:
-        dollars = figures["dollars"] = hours.times(usd_per_hour)
+    price = {key: prices.get(key, 0.0) for key in _PRICES}
+    size, hours = row.size, row.speed.inverse(samples * units / 3600)
+    figures, unused = {"hours": hours}, None
+    kw = price["watts_per_rank"] * size.num_ranks / 1e3 * prices.get("pue", _PUE)
+    usd = price["usd_per_rank_hour"] * size.num_ranks + price["usd_per_kwh"] * kw
+    usd += price["usd_per_node_hour"] * size.num_nodes
+    if usd:
+        dollars = figures["dollars"] = hours.times(usd)
         figures["$ a million"] = dollars.times(1e6 / samples)
         if dollars.middle is not None and row.efficiency is not None:
             unused = dollars.middle * max(0.0, 1 - row.efficiency)

@@ -56,6 +56,11 @@ def read_count(text: str) -> int:
     return count
 
 
+def read_pairs(text: str) -> dict[str, str]:
+    parts = (pair.partition("=") for pair in text.split(","))
+    return {key: value for key, _, value in parts}
+
+
 def number_from(least: float = _LEAST) -> Callable[[str], float]:
     """Return a reader of numbers of at least ``least``."""
 

@@ -38,23 +38,16 @@ class Inputs(NamedTuple):
 def read_measured(
     paths: Sequence[Path], per_node: int | None, *, are_batches_mixed: bool = False
 ) -> Inputs:
-    """Read records of one program on one cluster.
+    """Read records of one program on one cluster; refuse contradicting ones.
 
     Args:
         per_node: Ranks of a node, for records that do not have their hosts.
-        are_batches_mixed: Records of several batches are allowed.
-
-    Raises:
-        UsageError: The records contradict each other, or show a broken training.
     """
     records = [(path, record) for path in paths for record in _read(path)]
     runs = [(path, r.values) for path, r in records if r.kind == _TRAINING]
     _refuse_mixture(runs, are_batches_mixed=are_batches_mixed)
-    links = dict(
-        link for _, r in records if r.kind == _COLLECTIVES for link in _links(r)
-    )
-    inside, between = links.get("inside"), links.get("between")
-    cluster = Cluster(per_node or 1, inside=inside, between=between)
+    links = dict(link for _, r in records for link in _links(r))
+    cluster = Cluster(per_node or 1, **links)
     setup = Setup(Program(), cluster, ())
     known = [f"links {name} nodes" for name in links]
     left_out: list[str] = []
@@ -65,8 +58,7 @@ def read_measured(
     last = max((values for _, values in runs), key=lambda values: values["num_ranks"])
     g = max(last.get("hosts") or [per_node or last["num_ranks"]])
     points = unite(point for _, values in runs for point in _points(values, g))
-    cluster = replace(setup.cluster, ranks_per_node=g)
-    setup = Setup(_program(last, g), cluster, points)
+    setup = Setup(_program(last, g), replace(cluster, ranks_per_node=g), points)
     parts = [part for part in _PARTS if last.get(part)]
     known += [key for key in _KEYS if fact_of(setup, key) not in (None, "")]
     known += ["phases", *parts, *["per_node"] * ("hosts" in parts)]
@@ -174,17 +166,11 @@ def unite(points: Iterable[Point]) -> tuple[Point, ...]:
     return tuple(Point(size, median(by_size[size])) for size in every)
 
 
-def _links(record: Record) -> Iterable[tuple[str, given.LinkFacts]]:
+def _links(record: Record) -> Iterable[tuple[str, Any]]:
     """Yield the fit of a record of ``ronde bench``, if it has one."""
-    fit: Mapping[str, Any] | None = record.values.get("facts", {}).get("fit")
-    if fit is not None:
-        alpha_s, beta, gamma = (
-            (fit[key] or 0.0) * scale
-            for key, scale in (
-                ("alpha_us", 1e-6),
-                ("beta_ns_per_byte", 1e-9),
-                ("gamma_ns_per_byte", 1e-9),
-            )
-        )
+    if fit := record.values.get("facts", {}).get("fit"):
+        alpha_us, beta_ns = fit["alpha_us"], fit["beta_ns_per_byte"]
+        gamma_ns = fit["gamma_ns_per_byte"] or 0.0
         spread = max(0.05, fit["largest_residual"])
-        yield fit["level"], given.LinkFacts(alpha_s, beta, gamma, spread)
+        costs = alpha_us * 1e-6, beta_ns * 1e-9, gamma_ns * 1e-9
+        yield fit["level"], given.LinkFacts(*costs, spread)

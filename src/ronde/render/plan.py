@@ -77,9 +77,7 @@ def number(value: float) -> str:
     return f"{value:,.{digits}f}"
 
 
-def _between(figure: Between | None, sign: str = "") -> str:
-    if figure is None:
-        return "-"
+def _between(figure: Between, sign: str = "") -> str:
     ends = f"{number(figure.low)}..{number(figure.high)}"
     if figure.middle is None:
         return f"{sign}{ends}"
@@ -88,17 +86,15 @@ def _between(figure: Between | None, sign: str = "") -> str:
 
 
 def _cells(row: SpeedRow) -> list[str]:
-    size, speed, step = row.size, row.speed, row.step
+    speed, step_s, middle = row.speed, row.step.middle, ["-", "-", "-"]
+    if speed.middle is not None and step_s is not None:
+        efficiency = f"{row.efficiency:.0%}"
+        middle = [format_duration(step_s), number(speed.middle), efficiency]
     interval = f"{number(speed.low)} .. {number(speed.high)}"
-    return [
-        f"{size.num_ranks:,}",
-        f"{size.num_nodes:,}",
-        "-" if step.middle is None else format_duration(step.middle),
-        "-" if speed.middle is None else number(speed.middle),
-        "measured" if row.is_measured else interval,
-        "-" if row.efficiency is None else f"{row.efficiency:.0%}",
-        " and ".join(map(part_name, row.binds)),
-    ]
+    interval = "measured" if row.is_measured else interval
+    binds = " and ".join(map(part_name, row.binds))
+    sizes = [f"{n:,}" for n in row.size[:2]]
+    return [*sizes, *middle[:2], interval, middle[2], binds]
 
 
 def _binding(row: SpeedRow, unit: str) -> str:
@@ -121,11 +117,8 @@ def _gain(outcome: WhatIfSpeeds) -> float:
 def _advice(best: Sequence[WhatIfSpeeds]) -> str:
     if not best:
         return "No change that was tried gains over 3 %."
-    change, ratio = best[0].change, best[0].ratios[-1]
-    return (
-        f"Most would help: {change.name} ({change.kind}), {_between(ratio)} times the "
-        "speed."
-    )
+    change, ratio = best[0].change, _between(best[0].ratios[-1])
+    return f"Most would help: {change.name} ({change.kind}), {ratio} times the speed."
 
 
 def _changes(heading: str, outcomes: Sequence[WhatIfSpeeds]) -> str:
@@ -170,16 +163,12 @@ def plan_as_json(report: PlanReport) -> dict[str, Any]:
     del inputs["setup"]
     return {
         "inputs": inputs,
-        "parameters": {name: list(v) for name, v in report.parameters.items()},
+        "parameters": dict(report.parameters),
         "rows": [_plain_row(row) for row in report.rows],
         "what_if": [_plain_outcome(each) for each in report.what_if],
         "advice": [_plain_outcome(each) for each in report.advice],
         "cost": [
-            {
-                "ranks": row.size.num_ranks,
-                "figures": {name: list(figure) for name, figure in figures.items()},
-                "unused_dollars": unused,
-            }
+            {"ranks": row.size.num_ranks, "figures": dict(figures), "unused": unused}
             for row, figures, unused, _ in report.costs
         ],
         "notes": list(report.notes),
@@ -206,7 +195,7 @@ def _plain_row(row: SpeedRow) -> dict[str, Any]:
 def _plain_outcome(outcome: WhatIfSpeeds) -> dict[str, Any]:
     change, sizes, speeds, ratios = outcome
     rows = [
-        {"ranks": size.num_ranks, "units_per_s": list(speed), "ratio": list(ratio)}
+        {"ranks": size.num_ranks, "units_per_s": speed, "ratio": ratio}
         for size, speed, ratio in zip(sizes, speeds, ratios, strict=True)
     ]
     return {"change": change.name, "kind": change.kind, "rows": rows}
