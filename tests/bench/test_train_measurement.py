@@ -10,6 +10,7 @@ import torch
 import ronde.torch as hvd
 from ronde.bench import (
     MODELS,
+    Marks,
     ParameterServer,
     Phase,
     TorchReplica,
@@ -73,6 +74,7 @@ class Counting:
         self.steps_s = []
 
     is_split_apart = False
+    marks = Marks()
 
     def synchronize(self):
         pass

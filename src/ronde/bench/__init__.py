@@ -26,7 +26,7 @@ __getattr__ = lazy_exports(
             "RankSource Row Run Side Totals from_record to_record"
         ),
         "sweeps": "RowBench SweepBench",
-        "timing": "Clock Watchdog combine",
+        "timing": "Clock Marks Watchdog combine",
         "training.catalogue": "CHARACTERS MODELS PORTABLE",
         "training.measurement": (
             "is_in_step measure measure_footprint split_by_differences time_block"
@@ -34,8 +34,8 @@ __getattr__ = lazy_exports(
         "training.keras_models": "build_keras",
         "training.models": "PaddedShortcut Transformer build",
         "training.outcome": (
-            "KIND Phase Setting StepTimes TrainOptions TrainingOutcome Variant "
-            "record_values"
+            "KIND GradientArrival Phase ReducedBuckets Setting StepTimes TrainOptions "
+            "TrainingOutcome Variant record_values spread_of"
         ),
         "training.replica": "Stopwatch batches make_samples",
         "training.torch_replicas": "ParameterServer TorchReplica loss_of",
