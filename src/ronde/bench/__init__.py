@@ -27,6 +27,7 @@ __getattr__ = lazy_exports(
         ),
         "sweeps": "RowBench SweepBench",
         "timing": "Clock Marks Watchdog combine",
+        "training.arrivals": "measure_arrivals",
         "training.catalogue": "CHARACTERS MODELS PORTABLE",
         "training.measurement": (
             "is_in_step measure measure_footprint split_by_differences time_block"
