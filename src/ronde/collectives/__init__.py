@@ -1,16 +1,23 @@
-"""Collectives between ranks: the communicator, its engines and the rendezvous."""
+"""Collectives between ranks: the communicator, its engines and the rendezvous.
 
-from ronde.collectives.communicator import Communicator
-from ronde.collectives.connections import Connections, connect
-from ronde.collectives.engine import PollCallback, ReduceOp, Work
-from ronde.collectives.objects import (
-    all_gather_json,
-    all_gather_object,
-    broadcast_object,
-    exchange_hosts,
-)
-from ronde.collectives.shapes import rows
+Names are imported at their first use, so that schedules and prices do not load torch.
+"""
+
+from typing import TYPE_CHECKING
+
 from ronde.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from ronde.collectives.communicator import Communicator
+    from ronde.collectives.connections import Connections, connect
+    from ronde.collectives.engine import PollCallback, ReduceOp, Work
+    from ronde.collectives.objects import (
+        all_gather_json,
+        all_gather_object,
+        broadcast_object,
+        exchange_hosts,
+    )
+    from ronde.collectives.shapes import rows
 
 __all__ = [
     "Communicator",
@@ -33,20 +40,31 @@ __getattr__ = lazy_exports(
         "algorithms": (
             "ALGORITHMS Action Chunks Round Schedule ScheduleStep find_algorithm"
         ),
+        "communicator": "Communicator",
         "connections": (
-            "ENGINES EngineConfig PeerInfo choose_engine connect_auto two_levels"
+            "Connections ENGINES EngineConfig PeerInfo choose_engine connect "
+            "connect_auto two_levels"
         ),
-        "engine": "Engine ErrorContext",
+        "engine": "Engine ErrorContext PollCallback ReduceOp Work",
         "engines.mpi": "MPI connect_world",
         "engines.scheduled": "ScheduledEngine ScheduledMessage compile_program",
         "engines.shared_memory.engine": "SharedMemoryEngine",
         "engines.shared_memory.waiting": "Contention",
         "engines.solo": "SoloEngine",
         "engines.torch_distributed": "Groups TorchDistributedEngine",
+        "fitting": "LinkFit fit_gamma fit_link",
+        "objects": (
+            "all_gather_json all_gather_object broadcast_object exchange_hosts"
+        ),
+        "pricing": (
+            "ALL_REDUCES LinkCost LinkCosts Seconds all_gather_s all_reduce_s price "
+            "reduce_scatter_s"
+        ),
         "rendezvous": (
             "find_launcher join_at open_store socket_name socket_prefix step_ports"
         ),
         "scope": "ABORTING AbortScope",
+        "shapes": "rows",
         "store": "RendezvousStore remote_store store_at",
     },
 )

@@ -1,6 +1,6 @@
 """Schedules of collectives: the sends and receives of each rank in each round.
 
-An engine executes a schedule, a test interprets it, and a predictor adds up its loads.
+An engine executes a schedule, a test interprets it, and ``pricing`` adds up its loads.
 A rank's steps are computed on demand; the loads are known without the steps.
 
 ``docs/algorithms.md`` explains and compares the algorithms. Sources: for the ring,
@@ -89,6 +89,22 @@ class Load(NamedTuple):
 
     num_rounds: int
     numel: int  # most elements that a rank sends or receives in a round
+    distance: int = 1  # between the ranks of a message; the largest
+    stride: int = 1  # one in ``stride`` ranks has this load; more than 1 in trees
+    is_reduced: bool = False  # ranks reduce the elements that they receive
+
+    def num_crossing(self, group: int) -> int:
+        """Return how many of ``group`` consecutive ranks send out of them in a round.
+
+        Trees of a number of ranks that is no power of two may have twice as many in
+        some rounds.
+        """
+        if self.stride == 1:
+            return min(self.distance, group)
+        if group % (2 * self.stride) == 0:
+            return 0  # whole subtrees
+        is_aligned = group & (group - 1) == 0
+        return 1 if is_aligned else 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,20 +116,13 @@ class Schedule:
     chunks: Chunks
     loads: tuple[Load, ...]
     of_rank: Callable[[int], Iterable[Round]]  # includes empty rounds
+    # All that the busiest rank does, in rounds that overlap if chunks are sent in
+    # pieces; empty if a rank is busy in each round, so that pieces save nothing.
+    overlapping: tuple[Load, ...] = ()
 
     @property
     def num_rounds(self) -> int:
         return sum(load.num_rounds for load in self.loads)
-
-    def seconds(self, alpha_s: float, beta_s: float) -> float:
-        """Predict the duration: ``alpha_s`` per round, ``beta_s`` per element of load.
-
-        Source: Hockney's model, as in Thakur, Rabenseifner and Gropp, "Optimization of
-        collective communication operations in MPICH", 2005.
-        """
-        return sum(
-            load.num_rounds * (alpha_s + beta_s * load.numel) for load in self.loads
-        )
 
 
 def _in_turn(
@@ -137,13 +146,14 @@ def _in_turn(
 def ring_all_reduce(size: int, numel: int) -> Schedule:
     """Reduce one share on each rank, then gather the shares: ``2 (n-1)`` rounds."""
     chunks = Chunks(size, numel)
-    loads = (Load(2 * (size - 1), chunks.largest()),)
+    gather = Load(size - 1, chunks.largest())
+    loads = (gather._replace(is_reduced=True), gather)
     return _in_turn("ring all_reduce", chunks, loads, _collect, _distribute)
 
 
 def ring_reduce_scatter(chunks: Chunks) -> Schedule:
     """Reduce chunk r on rank r: ``n - 1`` rounds."""
-    loads = (Load(chunks.num_chunks - 1, chunks.largest()),)
+    loads = (Load(chunks.num_chunks - 1, chunks.largest(), is_reduced=True),)
     return _in_turn("ring reduce_scatter", chunks, loads, _collect)
 
 
@@ -168,7 +178,8 @@ def ring_broadcast(size: int, numel: int, root: int) -> Schedule:
                 yield ()
 
     loads = (Load(size - 1, numel),)
-    return Schedule("ring broadcast", size, Chunks(1, numel), loads, of_rank)
+    chunks, each = Chunks(1, numel), (Load(1, numel),)
+    return Schedule("ring broadcast", size, chunks, loads, of_rank, each)
 
 
 def _collect(rank: int, size: int) -> Iterator[Round]:
@@ -209,11 +220,21 @@ def tree_all_reduce(size: int, numel: int) -> Schedule:
     chunks = Chunks(len(trees), numel)
     # Most nodes have two children that send.
     to_root = tuple(
-        Load(1, chunks.largest() * (2 if 3 << height <= size else 1))
+        Load(
+            1,
+            chunks.largest() * (2 if 3 << height <= size else 1),
+            *_tree_reach(height),
+            is_reduced=True,
+        )
         for height in range(depth)
     )
     loads = to_root + _spread_loads(trees[0], chunks)
-    return Schedule("tree all_reduce", size, chunks, loads, of_rank)
+    # An inner rank of one tree is a leaf of the other.
+    each = tuple(
+        Load(1, 2 * chunks.largest(), *_tree_reach(depth), is_reduced=is_reduced)
+        for is_reduced in (True, False)
+    )
+    return Schedule("tree all_reduce", size, chunks, loads, of_rank, each)
 
 
 def tree_broadcast(size: int, numel: int, root: int) -> Schedule:
@@ -238,8 +259,11 @@ def tree_broadcast(size: int, numel: int, root: int) -> Schedule:
         return map(tuple, rounds)
 
     chunks = Chunks(len(trees), numel)
-    loads = (Load(min(1, num_rounds), numel), *_spread_loads(trees[0], chunks))
-    return Schedule("tree broadcast", size, chunks, loads, of_rank)
+    reach = _tree_reach(max(0, trees[0].depth))
+    first = Load(min(1, num_rounds), numel, *reach)
+    loads = (first, *_spread_loads(trees[0], chunks))
+    each = (Load(1, numel, *reach),)
+    return Schedule("tree broadcast", size, chunks, loads, of_rank, each)
 
 
 class _BinaryTree(NamedTuple):
@@ -315,9 +339,18 @@ def _spread_loads(tree: _BinaryTree, chunks: Chunks) -> tuple[Load, ...]:
     # The root has one child if the size is a power of two.
     has_one_child = tree.size == 1 << max(0, tree.depth)
     return tuple(
-        Load(1, chunks.largest() * (1 if level == 0 and has_one_child else 2))
+        Load(
+            1,
+            chunks.largest() * (1 if level == 0 and has_one_child else 2),
+            *_tree_reach(tree.depth - 1 - level),
+        )
         for level in range(tree.depth)
     )
+
+
+def _tree_reach(height: int) -> tuple[int, int]:
+    """Return the distance from nodes of a height to their parents, and the stride."""
+    return 1 << height, 2 << height
 
 
 # Halving and doubling.
@@ -326,15 +359,14 @@ def _spread_loads(tree: _BinaryTree, chunks: Chunks) -> tuple[Load, ...]:
 def halving_doubling_all_reduce(size: int, numel: int) -> Schedule:
     """Reduce one share on each rank, then gather: ``2 ceil(log2 n)`` rounds."""
     chunks = Chunks(size, numel)
-    loads = _halving_loads(chunks)
-    name = "halving_doubling all_reduce"
-    return _in_turn(name, chunks, loads + loads[::-1], _halve, _double)
+    loads = _halving_loads(chunks, is_reduced=True) + _halving_loads(chunks)[::-1]
+    return _in_turn("halving_doubling all_reduce", chunks, loads, _halve, _double)
 
 
 def halving_doubling_reduce_scatter(chunks: Chunks) -> Schedule:
     """Reduce chunk r on rank r: ``ceil(log2 n)`` rounds."""
-    name = "halving_doubling reduce_scatter"
-    return _in_turn(name, chunks, _halving_loads(chunks), _halve)
+    loads = _halving_loads(chunks, is_reduced=True)
+    return _in_turn("halving_doubling reduce_scatter", chunks, loads, _halve)
 
 
 def halving_doubling_all_gather(chunks: Chunks) -> Schedule:
@@ -354,8 +386,10 @@ def halving_doubling_broadcast(size: int, numel: int, root: int) -> Schedule:
             yield tuple(replace(s, peer=(s.peer + root) % size) for s in steps)
 
     # The root sends the most chunks, and the largest ones.
-    spans = [chunks.span(kept, live - kept) for live, kept in _distances(size)]
-    scatter = tuple(Load(1, stop - start) for start, stop in spans)
+    scatter = tuple(
+        Load(1, chunks.start(live) - chunks.start(kept), kept, live)
+        for live, kept in _distances(size)
+    )
     loads = scatter + _halving_loads(chunks)[::-1]
     return Schedule("halving_doubling broadcast", size, chunks, loads, of_rank)
 
@@ -421,9 +455,9 @@ def _scatter(position: int, size: int) -> Iterator[Round]:
         yield tuple(steps)
 
 
-def _halving_loads(chunks: Chunks) -> tuple[Load, ...]:
+def _halving_loads(chunks: Chunks, *, is_reduced: bool = False) -> tuple[Load, ...]:
     return tuple(
-        Load(1, chunks.largest(live - kept))
+        Load(1, chunks.largest(live - kept), kept, is_reduced=is_reduced)
         for live, kept in _distances(chunks.num_chunks)
     )
 

@@ -1,10 +1,5 @@
 """Reduction of gradients in buckets over ranks, overlapped with backward."""
 
-from ronde.data_parallel.buckets import (
-    BucketLimits,
-    GradientSpec,
-    plan_buckets,
-)
 from ronde.data_parallel.compression import Compression, Compressor
 from ronde.data_parallel.group import (
     GroupConnector,
@@ -15,9 +10,16 @@ from ronde.data_parallel.group import (
 )
 from ronde.data_parallel.reducer import Reducer
 from ronde.data_parallel.rounds import ReducerOptions
-from ronde.lazy_exports import lazy_exports
+from ronde.parallel.buckets import (
+    ALIGNMENT_BYTES,
+    BucketLimits,
+    GradientSpec,
+    candidate_limits,
+    plan_buckets,
+)
 
 __all__ = [
+    "ALIGNMENT_BYTES",
     "BucketLimits",
     "Compression",
     "Compressor",
@@ -28,13 +30,7 @@ __all__ = [
     "ReducerGroup",
     "ReducerKey",
     "ReducerOptions",
+    "candidate_limits",
     "participate_until_all_joined",
     "plan_buckets",
 ]
-
-__getattr__ = lazy_exports(
-    __name__,
-    {
-        "buckets": "ALIGNMENT_BYTES candidate_limits",
-    },
-)

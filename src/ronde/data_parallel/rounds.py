@@ -36,18 +36,13 @@ from ronde.coordination.waits import PolledWait, SyncPoint
 from ronde.data_parallel.buckets import (
     ARRIVED,
     OVER,
-    BucketLimits,
-    BucketPlan,
     BucketTuning,
     Gradient,
     GradientBucket,
-    GradientSpec,
     Scaling,
     Sum,
-    candidate_limits,
     kind_of,
     no_entries,
-    plan_buckets,
     reduce_sparse,
 )
 from ronde.data_parallel.compression import (
@@ -71,6 +66,13 @@ from ronde.drift import (
     sum_of_words,
 )
 from ronde.errors import CollectiveError
+from ronde.parallel.buckets import (
+    BucketLimits,
+    BucketPlan,
+    GradientSpec,
+    candidate_limits,
+    plan_buckets,
+)
 from ronde.timeline.events import Recorded
 from ronde.tuning import TuningOptions
 

@@ -5,7 +5,11 @@ from ronde.lazy_exports import lazy_exports
 __getattr__ = lazy_exports(
     __name__,
     {
-        "layout": "AXES Layout",
+        "buckets": (
+            "ALIGNMENT_BYTES BucketLimits BucketPlan GradientSpec Slot "
+            "candidate_limits plan_buckets"
+        ),
+        "layout": "AXES Layout RankLayout",
         "memory": "OptimizerName Precision RankMemory Sharding",
         "pipelines": "Pipeline ScheduleName cut_evenly",
         "traffic": "StepSizes step_traffic",

@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass, replace
+from typing import NamedTuple
 
 from ronde.errors import UsageError
 
@@ -15,6 +16,19 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """The axes, outermost first, in the order of a mesh's dimensions."""
 
 _FORM = "Write it as pp=2,dp_shard=4,tp=8; -1 stands for the ranks left."
+
+
+class RankLayout(NamedTuple):
+    """The number of ranks, of nodes, and of ranks per node."""
+
+    num_ranks: int  # n, at least 2.
+    num_nodes: int  # N, at least 1.
+    ranks_per_node: int  # g; the largest where nodes differ.
+
+    @property
+    def others(self) -> float:
+        """The share of the data that is on other ranks, (n-1)/n."""
+        return (self.num_ranks - 1) / self.num_ranks
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from itertools import permutations
 from operator import itemgetter
 from typing import NamedTuple
 
+from ronde.parallel.layout import RankLayout
 from ronde.topology.graph import (
     UNKNOWN,
     GpuDevice,
@@ -36,19 +37,6 @@ _SPLIT_BY_ROOT = ("scatter", "gather")
 _OTHERS = (*_SPLIT_BY_ROOT, "sendrecv", "hypercube")
 COLLECTIVES = (*_TO_ALL, *_FROM_ROOT, *_PAIRWISE, *_OTHERS)
 """Collectives with a formula, by their names in ``ronde bench``."""
-
-
-class RankLayout(NamedTuple):
-    """The number of ranks, of nodes, and of ranks per node."""
-
-    num_ranks: int  # n, at least 2.
-    num_nodes: int  # N, at least 1.
-    ranks_per_node: int  # g; the largest where nodes differ.
-
-    @property
-    def others(self) -> float:
-        """The share of the data that is on other ranks, (n-1)/n."""
-        return (self.num_ranks - 1) / self.num_ranks
 
 
 def network_bound(
