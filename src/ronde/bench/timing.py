@@ -78,10 +78,7 @@ def marks_of(device: torch.device) -> Marks:
         event.record()
         return event
 
-    def between(begun: torch.cuda.Event, ended: torch.cuda.Event) -> float:
-        return begun.elapsed_time(ended) / 1e3
-
-    return Marks(mark, between)
+    return Marks(mark, lambda begun, ended: begun.elapsed_time(ended) / 1e3)
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,11 +121,6 @@ class Routes:
             self._engines[name] = self._connect(name, self._name)
         return self._engines[name]
 
-    def name_of(self, call: str, num_bytes: int, device_type: str) -> str:
-        """Return the name of the engine for a call, without connecting it."""
-        choose = self._choose
-        return choose(call, num_bytes, device_type) if choose else self._first.name
-
     def clone(self, first: Engine) -> "Routes":
         """Return routes for a duplicate of the communicator; collective."""
         self._num_clones += 1
@@ -457,10 +452,6 @@ class Communicator:
         if is_populated:
             engine = self._routes.engine("all_reduce", num_bytes, device.type)
         return engine.allocate(numel, dtype, device, is_populated=is_populated)
-
-    def engine_of(self, call: str, num_bytes: int, device_type: str) -> str:
-        """Return the name of the engine of such calls; connects nothing."""
-        return self._routes.name_of(call, num_bytes, device_type)
 
     @property
     def has_shared_memory(self) -> bool:

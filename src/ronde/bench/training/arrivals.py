@@ -1,8 +1,7 @@
 """Arrival of gradients during backward, without communication."""
 
 import math
-from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,18 +11,7 @@ from ronde.bench.training.outcome import GradientArrival, Phase
 from ronde.bench.training.replica import Stopwatch
 from ronde.bench.training.torch_replicas import TorchReplica
 
-
-class ArrivalClock(Stopwatch):
-    """Marks the start of backward."""
-
-    def __init__(self, replica: TorchReplica) -> None:
-        super().__init__()
-        self._mark = replica.marks.mark
-        self.begun: Any = None
-
-    def mark(self, phase: Phase) -> None:
-        if phase is Phase.FORWARD:
-            self.begun = self._mark()
+_BEGUN = 1 + list(Phase).index(Phase.FORWARD)  # a step's start is marked, too
 
 
 def measure_arrivals(
@@ -32,42 +20,34 @@ def measure_arrivals(
     """Return the gradients in order of arrival; collective.
 
     All ranks step without communication. Times are medians over the steps of all ranks.
-    The hooks exist during these steps only.
+    Hooks exist during these steps only. Unused weights are left out.
     """
-    weights = [w for w in replica.model.parameters() if w.requires_grad]
+    weights: list[Any] = [w for w in replica.model.parameters() if w.requires_grad]
     mark, between = replica.marks
-    stamps: dict[int, Any] = {}
+    ready: dict[Tensor, Any] = {}
+    ends: list[Any] = []  # of the step's phases
 
-    def arrive(index: int, _: Tensor) -> None:
-        stamps[index] = mark()
+    def arrive(weight: Tensor) -> None:
+        ready[weight] = mark()
 
-    hooks = [
-        cast("Any", weight).register_post_accumulate_grad_hook(partial(arrive, index))
-        for index, weight in enumerate(weights)
-    ]
+    hooks = [each.register_post_accumulate_grad_hook(arrive) for each in weights]
+    clock, rows = Stopwatch(lambda: ends.append(mark())), list[list[float]]()
     hvd.barrier()
-    rows: list[list[float]] = []
     for _ in range(1 + num_steps):
-        stamps.clear()
-        clock = ArrivalClock(replica)
+        ready.clear()
+        ends.clear()
         replica.step(clock)
         replica.synchronize()
-        rows.append(
-            [
-                between(clock.begun, stamps[i]) if i in stamps else math.nan
-                for i in range(len(weights))
-            ]
-        )
+        stamps = [ready.get(each) for each in weights]
+        rows.append([between(ends[_BEGUN], s) if s else math.nan for s in stamps])
     for hook in hooks:
         hook.remove()
-    del rows[0]  # brings the replica's memory back into the caches
-    everyone = hvd.allgather(torch.tensor(rows, dtype=torch.float64))
-    medians = everyone.quantile(0.5, dim=0)  # NaN for unused weights
+    # The first step brings the replica's memory back into the caches.
+    everyone: Any = hvd.allgather(torch.tensor(rows[1:], dtype=torch.float64))
+    medians_ms: list[float] = (everyone.quantile(0.5, dim=0) * 1e3).tolist()
     arrivals = [
-        GradientArrival(weight.numel(), weight.element_size(), ready_s * 1e3)
-        for weight, ready_s in zip(
-            weights, cast("list[float]", medians.tolist()), strict=True
-        )
-        if not math.isnan(ready_s)
+        GradientArrival(weight.numel(), weight.element_size(), ready_ms)
+        for weight, ready_ms in zip(weights, medians_ms, strict=True)
+        if not math.isnan(ready_ms)
     ]
     return tuple(sorted(arrivals, key=lambda each: each.ready_ms))

@@ -6,7 +6,6 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from importlib import import_module
 from itertools import pairwise, starmap
 from typing import Any, NamedTuple, cast
@@ -53,6 +52,7 @@ from ronde.bench.training.torch_replicas import (
     loss_of,
     torch_replicas,
 )
+from ronde.collectives import choose_engine
 from ronde.errors import UsageError
 from ronde.memory import available_memory
 from ronde.records import MachineRecord
@@ -210,6 +210,7 @@ def _time_steps(replica: Replica, num_steps: int, *, is_split: bool) -> StepTime
 _BLOCK_S = 0.4
 _MAX_STEPS = 100
 _MAX_ARRIVAL_STEPS = 5
+_SENDERS = {"scheduled": "gloo", "hierarchical": "gloo"}
 
 OnProgress = Callable[[int, int], None]  # numbers of finished and of all blocks
 
@@ -240,14 +241,12 @@ def measure(
         rounds = _run_rounds(replicas, num_steps, options, on_progress)
         is_equal = is_in_step(replicas)
         alone, whole = replicas[Variant.ONE_RANK], replicas.get(Variant.ALL_RANKS)
-        gradients, buckets = (), None
-        if isinstance(alone, TorchReplica):
-            num_arrivals = min(num_steps, _MAX_ARRIVAL_STEPS)
-            gradients = measure_arrivals(alone, num_arrivals)
-        if isinstance(whole, TorchReplica):
-            buckets = whole.buckets()
-    found = TrainingOutcome(options, setting, num_steps, rounds, is_equal)
-    return replace(found, gradients=gradients, buckets=buckets)
+        num_arrivals = min(num_steps, _MAX_ARRIVAL_STEPS)
+        is_watched = isinstance(alone, TorchReplica)
+        gradients = measure_arrivals(alone, num_arrivals) if is_watched else ()
+        buckets = whole.buckets() if isinstance(whole, TorchReplica) else None
+    found = (num_steps, rounds, is_equal, gradients, buckets)
+    return TrainingOutcome(options, setting, *found)
 
 
 def _setting(options: TrainOptions, device: torch.device) -> Setting:
@@ -259,25 +258,21 @@ def _setting(options: TrainOptions, device: torch.device) -> Setting:
     if backend == "keras":
         backend = str(framework.backend.backend())
     session = current_session()
-    setting = Setting(
-        *(session.world.size, torch.get_num_threads(), device.type, name),
-        engine="",
-        torch=torch.__version__,
-        framework_version=str(framework.__version__),
-        backend=backend,
-        hosts=tuple(Counter(session.hosts).values()),
-    )
-    if session.world.size == 1:
-        return setting
-    communicator = session.states[0].communicator
-    num_bytes = options.model.num_parameters * torch.float32.itemsize
-    engine = communicator.engine_of("all_reduce", num_bytes, device.type)
+    communicator, hosts = session.states[0].communicator, Counter(session.hosts)
+    engine = communicator.engine if communicator.size > 1 else ""
+    if engine == "auto":
+        num_bytes = options.model.num_parameters * torch.float32.itemsize
+        engine = choose_engine(hosts.values(), "all_reduce", num_bytes, device.type)
+        if engine == "shared_memory" and not communicator.has_shared_memory:
+            engine = "gloo"
     if engine == "gloo" and device.type == "cuda":
         engine = "nccl"  # the same engine, which chooses by the tensor's device
-    sender = "gloo" if engine in ("scheduled", "hierarchical") else engine
-    algorithm = communicator.algorithm
-    return replace(
-        setting, engine=engine, algorithm=algorithm, collective_backend=sender
+    return Setting(
+        *(communicator.size, torch.get_num_threads(), device.type, name),
+        *(engine, torch.__version__, str(framework.__version__), backend),
+        algorithm=communicator.algorithm,
+        collective_backend=_SENDERS.get(engine, engine),
+        hosts=tuple(hosts.values()),
     )
 
 
