@@ -15,6 +15,7 @@ __getattr__ = lazy_exports(
             "buffer_bytes cache_bytes copy_gb_per_s measure_memory search_limit "
             "with_gpus_at"
         ),
+        "link_costs": "fit_rows",
         "log_reading": "read_log",
         "log_state": "agrees infer_ranks infer_tests",
         "log_text": "read_text",

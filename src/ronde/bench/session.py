@@ -1,5 +1,6 @@
 """Setup of a benchmark: ranks, memory, buffers and heading."""
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -62,6 +63,7 @@ class BenchSession(NamedTuple):
             limit=limit,
             call_overhead_us=self._call_overhead_us(),
             nccl_version=version,
+            hosts=tuple(Counter(self.ranks.hosts).values()),
         )
 
     def _limit(self) -> tuple[Limit | None, str]:

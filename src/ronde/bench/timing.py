@@ -78,7 +78,10 @@ def marks_of(device: torch.device) -> Marks:
         event.record()
         return event
 
-    return Marks(mark, lambda begun, ended: begun.elapsed_time(ended) / 1e3)
+    def between(begun: torch.cuda.Event, ended: torch.cuda.Event) -> float:
+        return begun.elapsed_time(ended) / 1e3
+
+    return Marks(mark, between)
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,7 +52,7 @@ from ronde.bench.training.torch_replicas import (
     loss_of,
     torch_replicas,
 )
-from ronde.collectives import choose_engine
+from ronde.collectives.connections import choose_engine
 from ronde.errors import UsageError
 from ronde.memory import available_memory
 from ronde.records import MachineRecord
