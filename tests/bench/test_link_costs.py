@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from datetime import datetime
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -12,22 +13,19 @@ from ronde.bench import (
     Half,
     Heading,
     Measured,
-    RankCount,
-    RankSource,
     Row,
-    Run,
     Side,
     Totals,
     fit_rows,
     from_record,
     parse,
     read_log,
-    to_record,
 )
-from ronde.records import Record
+from ronde.records import read_records
 from ronde.render import ending_lines, heading_lines, row_line
 
 AT = datetime(2026, 1, 2, 3, 4, 5)  # noqa: DTZ001  local, as the table shows it
+RECORDS = Path(__file__).parent / "records"
 ALPHA_US, NS_PER_BYTE = 12.0, 0.5
 SIZES = tuple(1 << power for power in range(8, 25, 2))
 
@@ -133,9 +131,7 @@ def test_readers_of_the_text_pass_over_the_fit() -> None:
 
 
 def test_a_record_without_hosts_and_fit_is_read() -> None:
-    """Records had neither before December 2026."""
-    count = RankCount.exactly(2, RankSource.GIVEN)
-    facts = {"num_rows": 9, "words": ["all_reduce"]}
-    run = Run("all_reduce", count, tuple(rows(2, 2)), engine="gloo", facts=facts)
-    text = to_record(run).to_json()
-    assert from_record(Record.from_json(text)) == run
+    (record,) = read_records(RECORDS / "without_hosts.jsonl", "bench")
+    run = from_record(record)
+    assert not {"hosts", "fit"} & set(run.facts)
+    assert (run.ranks.value, [row.size_bytes for row in run.rows]) == (2, [4096, 16384])
