@@ -27,7 +27,12 @@ from ronde.bench import (
 from ronde.errors import UsageError
 
 CPU = torch.device("cpu")
-GLOO = {"RONDE_ENGINE": "gloo"}
+ENGINES = {
+    1: {},
+    2: {"RONDE_ENGINE": "gloo"},
+    3: {"RONDE_ENGINE": "scheduled", "RONDE_ALGORITHM": "tree"},
+}
+IN_FORCE = {1: ("", ""), 2: ("gloo", ""), 3: ("scheduled", "tree")}
 SHORT = TrainOptions(
     MODELS["mnist_cnn"], batch=4, rounds=2, steps=2, warmup=1, device="cpu"
 )
@@ -51,7 +56,7 @@ def measure_all(_, kinds):
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_every_rank_comes_to_the_same_figures(run_ranks_bare, size):
     kinds = KINDS if size == 2 else KINDS[:1]
-    results = run_ranks_bare(size, measure_all, kinds, environment=GLOO)
+    results = run_ranks_bare(size, measure_all, kinds, environment=ENGINES[size])
     outcomes, seen = results[0]
     assert all(result == results[0] for result in results)
     assert all(each.is_in_step for each in outcomes)
@@ -68,8 +73,9 @@ def test_every_rank_comes_to_the_same_figures(run_ranks_bare, size):
         assert all(b.phases_s[phase] > 0 for b in blocks for phase in computing)
         require_parts(each, size)
     setting = outcomes[0].setting
-    assert setting.engine == setting.collective_backend == ("" if size == 1 else "gloo")
-    assert (setting.hosts, setting.algorithm) == ((size,), "")
+    assert (setting.engine, setting.algorithm) == IN_FORCE[size]
+    assert setting.collective_backend == ("" if size == 1 else "gloo")
+    assert setting.hosts == (size,)
 
 
 def require_parts(outcome, size):
