@@ -147,6 +147,9 @@ def test_engines_are_set_side_by_side(tmp_path):
     runs = [from_record(r) for r in read_records(tmp_path / "c.jsonl", "bench")]
     assert [run.engine for run in runs] == ["gloo", "shared_memory"]
     assert [len(run.rows) for run in runs] == [2, 2]
+    for run in runs:  # of one size that is long enough
+        assert (run.facts["hosts"], run.facts["fit"]) == ([2], None)
+        assert "at least 2 of 4096 bytes" in run.facts["no_fit"]
 
 
 def first_row(process) -> None:

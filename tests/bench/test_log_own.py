@@ -72,6 +72,8 @@ def test_text_json_and_record_say_the_same(
     if "-M" in words:
         printed = (tmp_path / "out.txt").read_text()
         assert "# Host memory usage    : User-Allocated" in printed
+    assert record.facts["hosts"] == [2]
+    assert (record.facts["fit"] is None) == ("no_fit" in record.facts)
     for run in (text, whole, record):
         assert run.test == words[0]
         assert run.ranks.value == 2

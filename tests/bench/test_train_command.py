@@ -42,6 +42,12 @@ def test_two_ranks_of_its_own(tmp_path):
     reductions = ["parameter_server", "peer"]
     assert list(variants) == [*WITHOUT_PEERS, *reductions]
     assert list(values["speed_over"]) == reductions
+    assert (values["engine"], values["algorithm"]) == ("shared_memory", "")
+    assert (values["collective_backend"], values["hosts"]) == ("shared_memory", [2])
+    assert sum(numel for numel, _, _ in values["gradients"]) == 21_840
+    assert sum(values["buckets"]["num_gradients"]) == len(values["gradients"])
+    assert set(values["steps_ms"]) == set(WITHOUT_PEERS)
+    assert min(values["spread"].values()) >= 0
     assert all("exposed_ms" in variants[each] for each in ("all_ranks", *reductions))
     assert (values["framework"], values["reduce"]) == ("torch", "parameter_server")
     assert all(len(each["rounds_step_ms"]) == 2 for each in variants.values())
@@ -58,6 +64,9 @@ def test_ranks_of_a_launcher(tmp_path, size):
     assert (ended.returncode, ended.stderr) == (0, b"")
     (record,) = read_records(path)
     assert record.values["num_ranks"] == size
+    assert record.values["hosts"] == [size]
+    has_buckets = record.values["buckets"] is not None
+    assert has_buckets == (record.values["spread"] is not None) == (size > 1)
     rows = [row for row in ended.stdout.decode().splitlines() if row[:1] not in "# "]
     assert rows[0].split()[:2] == ["1", "rank"]
     assert len(rows) == (1 if size == 1 else 3)

@@ -10,21 +10,29 @@ import torch
 import ronde.torch as hvd
 from ronde.bench import (
     MODELS,
+    Marks,
     ParameterServer,
     Phase,
+    Stopwatch,
     TorchReplica,
     TrainOptions,
     Variant,
     batches,
     is_in_step,
     measure,
+    measure_arrivals,
     measure_footprint,
     time_block,
 )
 from ronde.errors import UsageError
 
 CPU = torch.device("cpu")
-GLOO = {"RONDE_ENGINE": "gloo"}
+ENGINES = {
+    1: {},
+    2: {"RONDE_ENGINE": "gloo"},
+    3: {"RONDE_ENGINE": "scheduled", "RONDE_ALGORITHM": "tree"},
+}
+IN_FORCE = {1: ("", ""), 2: ("gloo", ""), 3: ("scheduled", "tree")}
 SHORT = TrainOptions(
     MODELS["mnist_cnn"], batch=4, rounds=2, steps=2, warmup=1, device="cpu"
 )
@@ -48,7 +56,7 @@ def measure_all(_, kinds):
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_every_rank_comes_to_the_same_figures(run_ranks_bare, size):
     kinds = KINDS if size == 2 else KINDS[:1]
-    results = run_ranks_bare(size, measure_all, kinds, environment=GLOO)
+    results = run_ranks_bare(size, measure_all, kinds, environment=ENGINES[size])
     outcomes, seen = results[0]
     assert all(result == results[0] for result in results)
     assert all(each.is_in_step for each in outcomes)
@@ -63,7 +71,46 @@ def test_every_rank_comes_to_the_same_figures(run_ranks_bare, size):
         assert all(0 < sum(b.phases_s.values()) <= b.step_s for b in blocks)
         computing = (Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE)
         assert all(b.phases_s[phase] > 0 for b in blocks for phase in computing)
-    assert outcomes[0].setting.engine == ("" if size == 1 else "gloo")
+        require_parts(each, size)
+    setting = outcomes[0].setting
+    assert (setting.engine, setting.algorithm) == IN_FORCE[size]
+    assert setting.collective_backend == ("" if size == 1 else "gloo")
+    assert setting.hosts == (size,)
+
+
+def require_parts(outcome, size):
+    """Check the gradients, buckets and single steps of an outcome."""
+    arrivals, buckets = outcome.gradients, outcome.buckets
+    assert all(each.itemsize == 4 for each in arrivals)
+    assert sum(g.numel for g in arrivals) == outcome.options.model.num_parameters
+    ready_ms = [each.ready_ms for each in arrivals]
+    assert ready_ms[0] > 0
+    assert ready_ms == sorted(ready_ms)
+    assert (buckets is None) == (size == 1)
+    if buckets is not None:
+        assert sum(buckets.num_gradients) == len(arrivals)
+        limits = (buckets.first_bytes, buckets.other_bytes)
+        assert limits == (1 << 20, 25 << 20)
+        rest = list(arrivals)
+        for num_bytes, num in zip(
+            buckets.num_bytes, buckets.num_gradients, strict=True
+        ):
+            ours, rest = rest[:num], rest[num:]
+            sent = sum(each.numel * each.itemsize for each in ours)
+            # Each gradient is padded to 64 bytes and has a number of control data;
+            # flags of the first bucket are fewer than 64.
+            assert sent < num_bytes <= sent + (64 + 4) * num + 4 * 64
+    for variant in outcome.variants():
+        num_ranks = 1 if variant is Variant.ONE_RANK else size
+        for a_round in outcome.rounds:
+            block = a_round[variant]
+            assert [len(steps_s) for steps_s in block.steps_s] == (
+                [outcome.num_steps] * num_ranks
+            )
+            # A block is over when its slowest rank's steps are.
+            assert all(s > 0 for steps_s in block.steps_s for s in steps_s)
+            total_s = max(map(sum, block.steps_s))
+            assert total_s <= outcome.num_steps * block.step_s * (1 + 1e-6) + 1e-6
 
 
 class Counting:
@@ -73,6 +120,7 @@ class Counting:
         self.steps_s = []
 
     is_split_apart = False
+    marks = Marks()
 
     def synchronize(self):
         pass
@@ -115,12 +163,34 @@ def drift_apart(_):
             weight = next(replica.model.parameters()).view(-1)
             weight[3] = torch.nextafter(weight[3], torch.tensor(1.0))
     after = is_in_step({Variant.ALL_RANKS: replica})
+    plans = plan_again()
     hvd.shutdown()
-    return before, after
+    return (before, after), plans
 
 
-def test_ranks_that_drift_apart_are_seen(run_ranks_bare):
-    assert run_ranks_bare(2, drift_apart) == [(True, False)] * 2
+def plan_again():
+    """Freeze a weight in the first step only; another one is never used."""
+    replica = TorchReplica(SHORT, CPU, Variant.ALL_RANKS)
+    weights, plans = list(replica.model.parameters()), []
+    weights[0].requires_grad_(False)
+    for _ in range(2):
+        replica.step(Stopwatch())
+        plans.append(replica.buckets().num_gradients)
+        weights[0].requires_grad_()
+    alone = TorchReplica(SHORT, CPU, Variant.ONE_RANK)
+    alone.model.unused = torch.nn.Parameter(torch.ones(7))
+    arrivals = measure_arrivals(alone, 2)
+    hooks = [each._post_accumulate_grad_hooks for each in alone.model.parameters()]
+    return len(weights), plans, sorted(each.numel for each in arrivals), any(hooks)
+
+
+def test_ranks_that_drift_apart_are_seen_and_plans_are_the_last(run_ranks_bare):
+    first, second = run_ranks_bare(2, drift_apart)
+    assert first == second
+    assert first[0] == (True, False)
+    num_weights, plans, sizes, has_hooks = first[1]
+    assert [sum(each) for each in plans] == [num_weights - 1, num_weights]
+    assert (len(sizes), 7 in sizes, has_hooks) == (num_weights, False, False)
 
 
 def serve(_):

@@ -1,8 +1,12 @@
 """Medians, ratios, table and record of rounds that are written down here."""
 
 import json
+import math
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from hypothesis import given, strategies as st
 
 from ronde.bench import (
     KIND,
@@ -15,9 +19,12 @@ from ronde.bench import (
     Variant,
     record_values,
     split_by_differences,
+    spread_of,
 )
-from ronde.records import Record
+from ronde.records import Record, read_records
 from ronde.render import draw_models, draw_training
+
+STUDY = Path(__file__).parents[2] / "benchmarks" / "frameworks-2026-11-30"
 
 
 def times(step_s, backward_s):
@@ -131,6 +138,50 @@ def test_the_record_keeps_every_round():
     assert values["exposed_communication_ms"] == pytest.approx(20.0)
     assert values["variants"]["one_rank"]["phases_ms"]["forward"] == pytest.approx(1.0)
     assert values["num_parameters"] == 25_557_032
+
+
+def test_single_steps_are_quantiles_of_all_ranks_together():
+    blocks = [((0.001, 0.003), (0.002, 0.004)), ((0.005,), (0.006,))]
+    rounds = [
+        {Variant.ONE_RANK: replace(times(0.1, 0.05), steps_s=block)} for block in blocks
+    ]
+    (found,) = record_values(outcome(rounds, num_ranks=1))["steps_ms"].values()
+    assert found["50"] == pytest.approx(3.5)
+    assert found["95"] == pytest.approx(5.75)
+    assert list(found) == ["5", "25", "50", "75", "95", "99"]
+    rounds = [{Variant.ONE_RANK: replace(times(0.1, 0.05), steps_s=((0.1,),))}]
+    values = record_values(outcome(rounds, num_ranks=1))
+    assert set(values["steps_ms"]["one_rank"].values()) == {100.0}
+    assert values["spread"] is None
+
+
+@given(st.floats(0, 0.3), st.floats(0, 0.3), st.integers(2, 5), st.integers(1, 6))
+def test_the_spread_is_split_between_ranks_and_steps(between, common, ranks, pairs):
+    """Half of the ranks, or steps, are slower by one factor, half faster."""
+    signs = [1, -1] * pairs
+    num_ranks, num_steps = 2 * ranks, len(signs)
+    block = tuple(
+        tuple(math.exp((-1) ** rank * between + common * sign) for sign in signs)
+        for rank in range(num_ranks)
+    )
+    # Deviations of a sample whose values are all as far from the mean.
+    of_ranks = between * math.sqrt(num_ranks / (num_ranks - 1))
+    of_means = common * math.sqrt(num_steps / (num_steps - 1))
+    of_steps = math.sqrt(max(0.0, of_means**2 - of_ranks**2 / num_ranks))
+    found = spread_of([block])
+    assert found["between_ranks"] == pytest.approx(of_ranks, abs=1e-7)
+    # A difference of squares that cancel: half of the digits.
+    assert found["common"] == pytest.approx(of_steps, abs=1e-7)
+    assert spread_of([block[:1]]) is None
+    assert spread_of([((0.1,), (0.2,))]) is None
+
+
+def test_an_old_record_is_read_and_its_keys_are_still_there():
+    old = read_records(STUDY / "records.jsonl", KIND)
+    assert {each.values["framework"] for each in old} >= {"torch", "jax"}
+    new = record_values(outcome())
+    for each in old:
+        assert set(each.values) <= set(new)
 
 
 def test_models_are_listed_with_their_size():

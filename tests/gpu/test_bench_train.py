@@ -1,6 +1,7 @@
 """Training steps are timed on a CUDA device, and their split is of that device."""
 
 from dataclasses import replace
+from itertools import chain
 
 import pytest
 import torch
@@ -48,6 +49,11 @@ def test_every_model_steps_on_the_device(run_ranks_bare, size):
             assert block.step_s > 0
             # Batches are on the host: to carry them over takes time.
             assert all(block.phases_s[phase] > 0 for phase in Phase)
+            assert all(step > 0 for step in chain(*block.steps_s))
+        ready_ms = [each.ready_ms for each in outcome.gradients]
+        assert 0 < ready_ms[0] < ready_ms[-1]
+        sent = sum(each.numel for each in outcome.gradients)
+        assert sent == outcome.options.model.num_parameters
 
 
 def refuse(claim, batch):

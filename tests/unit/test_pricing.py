@@ -78,6 +78,16 @@ def test_closed_forms_of_the_tree():
     assert pieces == (8 + 16 - 2) * (alpha + beta * size / 16)
 
 
+def test_trees_over_nodes():
+    """5 levels of 32 ranks, of which 2 are inside nodes of 8; 3 S cross in pieces."""
+    size = 1 << 20
+    messages = LinkCosts(LinkCost(1.0, 0.0), LinkCost(100.0, 0.0))
+    assert all_reduce_s("tree", size, nodes(4, 8), messages) == 2 * (2 + 300)
+    pieces = all_reduce_s("tree", size, nodes(4, 8), ONLY_BYTES, size // 2048)
+    whole = all_reduce_s("tree", size, nodes(4, 8), ONLY_BYTES)
+    assert pieces == whole / 1024 + 1023 / 1024 * 3 * size
+
+
 def test_halving_and_doubling_shares_the_adapters_of_a_node():
     """Distances 8, 4, 2, 1 over nodes of 4: 4, 4, 2 and 1 ranks send out of each."""
     size = 1 << 20
@@ -132,6 +142,21 @@ def test_nccl_leaves_the_ring_where_latency_rules():
         ring = all_reduce_s("ring", size, layout, COSTS)
         assert bool(nccl < ring) is is_tree
         assert nccl <= ring
+
+
+def test_nccl_has_a_tree_of_nodes_and_a_chain_in_each():
+    layout, piece = nodes(8, 4), 512 << 10
+    # Whichever binds in the pieces after the first: all send them up and down.
+    for inside, between, further in (
+        (LinkCost(1.0, 0.0), LinkCost(50.0, 0.0), 100.0),
+        (LinkCost(90.0, 0.0), LinkCost(50.0, 0.0), 180.0),
+    ):
+        costs = LinkCosts(inside, between)
+        first = 6 * inside.alpha_s + 6 * between.alpha_s
+        assert all_reduce_s("nccl", piece, layout, costs) == first
+        assert all_reduce_s("nccl", 4 * piece, layout, costs) == first + 3 * further
+    single = all_reduce_s("nccl", 4 * piece, flat(8), costs)
+    assert single == 6 * 50.0 + 3 * 100.0
 
 
 def test_oversubscription_counts_for_ranks_that_talk_over_leaves():

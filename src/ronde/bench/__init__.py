@@ -15,6 +15,7 @@ __getattr__ = lazy_exports(
             "buffer_bytes cache_bytes copy_gb_per_s measure_memory search_limit "
             "with_gpus_at"
         ),
+        "link_costs": "fit_rows",
         "log_reading": "read_log",
         "log_state": "agrees infer_ranks infer_tests",
         "log_text": "read_text",
@@ -26,7 +27,8 @@ __getattr__ = lazy_exports(
             "RankSource Row Run Side Totals from_record to_record"
         ),
         "sweeps": "RowBench SweepBench",
-        "timing": "Clock Watchdog combine",
+        "timing": "Clock Marks Watchdog combine",
+        "training.arrivals": "measure_arrivals",
         "training.catalogue": "CHARACTERS MODELS PORTABLE",
         "training.measurement": (
             "is_in_step measure measure_footprint split_by_differences time_block"
@@ -34,8 +36,8 @@ __getattr__ = lazy_exports(
         "training.keras_models": "build_keras",
         "training.models": "PaddedShortcut Transformer build",
         "training.outcome": (
-            "KIND Phase Setting StepTimes TrainOptions TrainingOutcome Variant "
-            "record_values"
+            "KIND GradientArrival Phase ReducedBuckets Setting StepTimes TrainOptions "
+            "TrainingOutcome Variant record_values spread_of"
         ),
         "training.replica": "Stopwatch batches make_samples",
         "training.torch_replicas": "ParameterServer TorchReplica loss_of",

@@ -238,6 +238,7 @@ class Heading:
     limit: Limit | None = None  # the physical bound, if known
     call_overhead_us: float | None = None  # time of an operation on little data
     nccl_version: int = 0  # NCCL's version as one number; 0 without NCCL
+    hosts: tuple[int, ...] = (1,)  # ranks on each host
     started_at: datetime = field(default_factory=datetime.now)
 
 
@@ -307,6 +308,7 @@ class Ending:
     memory: str = ""  # the memory line, or empty
     errors: tuple[str, ...] = ()  # one sentence each
     reason: Reason = Reason.COMPLETE
+    fit: Mapping[str, Any] | None = None  # a record's, as of a ring
     ended_at: datetime = field(default_factory=datetime.now)
 
     @property

@@ -1,5 +1,6 @@
 """Setup of a benchmark: ranks, memory, buffers and heading."""
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from ronde.bench.options import Options
 from ronde.bench.ranks import Ranks, connect_ranks
 from ronde.bench.results import Heading
 from ronde.bench.sweeps import Case, RowBench
-from ronde.bench.timing import Clock, Expired, Watchdog
+from ronde.bench.timing import Clock, Expired, Watchdog, marks_of
 from ronde.bench.variables import Variables
 from ronde.collectives import Communicator
 from ronde.errors import UsageError
@@ -62,6 +63,7 @@ class BenchSession(NamedTuple):
             limit=limit,
             call_overhead_us=self._call_overhead_us(),
             nccl_version=version,
+            hosts=tuple(Counter(self.ranks.hosts).values()),
         )
 
     def _limit(self) -> tuple[Limit | None, str]:
@@ -137,16 +139,7 @@ def _clock(ranks: Ranks) -> Clock:
     if device.type != "cuda":
         # Operations on CPU tensors are complete when the call returns.
         return Clock(lambda: None, barrier)
-
-    def mark() -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def between(begun: torch.cuda.Event, ended: torch.cuda.Event) -> float:
-        return begun.elapsed_time(ended) / 1e3
-
-    return Clock(lambda: torch.cuda.synchronize(device), barrier, mark, between)
+    return Clock(lambda: torch.cuda.synchronize(device), barrier, marks_of(device))
 
 
 def _fit(options: Options, ranks: Ranks) -> tuple[Options, tuple[str, ...]]:

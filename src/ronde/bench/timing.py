@@ -16,6 +16,8 @@ from statistics import fmean
 from time import perf_counter, perf_counter_ns
 from typing import Any, NamedTuple
 
+import torch
+
 from ronde.bench.operations import Operation
 from ronde.bench.options import TimingLoop
 
@@ -56,15 +58,39 @@ class Elapsed(NamedTuple):
     iterations_s: tuple[float, ...] = ()  # with ``-I``
 
 
+class Marks(NamedTuple):
+    """Time stamps of the host or of a CUDA stream."""
+
+    mark: Callable[[], Any] = perf_counter
+    # Seconds between two time stamps; a device must have been waited for.
+    between: Callable[[Any, Any], float] = lambda begun, ended: ended - begun
+
+
+_HOST = Marks()
+
+
+def marks_of(device: torch.device) -> Marks:
+    if device.type != "cuda":
+        return _HOST
+
+    def mark() -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def between(begun: torch.cuda.Event, ended: torch.cuda.Event) -> float:
+        return begun.elapsed_time(ended) / 1e3
+
+    return Marks(mark, between)
+
+
 @dataclass(frozen=True, slots=True)
 class Clock:
     """Measures elapsed time on a device."""
 
     synchronize: Operation  # waits for all work of the device
     barrier: Operation  # waits for all ranks
-    # A time stamp and the seconds between two time stamps, of the host or the stream.
-    mark: Callable[[], Any] = perf_counter
-    between: Callable[[Any, Any], float] = lambda begun, ended: ended - begun
+    marks: Marks = _HOST
 
     def time(self, operations: Sequence[Operation], loop: TimingLoop) -> Elapsed:
         """Time ``iterations * aggregated`` calls, cycling through ``operations``."""
@@ -86,7 +112,7 @@ class Clock:
         marks: list[tuple[Any, Any]] = []
         untimed = 0
         start = perf_counter_ns()
-        begun = self.mark() if loop.is_each_timed else None
+        begun = self.marks.mark() if loop.is_each_timed else None
         for number, call in enumerate(calls, 1):
             call()
             if loop.blocking in (WAIT, WAIT_AND_BARRIER):
@@ -98,18 +124,18 @@ class Clock:
             if is_closed:
                 self.synchronize()
             if begun is not None:
-                ended = self.mark()
+                ended = self.marks.mark()
                 marks.append((begun, ended))
                 begun = ended
             if is_closed:
                 left = perf_counter_ns()
                 self.barrier()
                 untimed += perf_counter_ns() - left
-                begun = self.mark() if begun is not None else None
+                begun = self.marks.mark() if begun is not None else None
         called = perf_counter_ns()
         self.synchronize()
         end = perf_counter_ns()
-        iterations_s = tuple(self.between(begun, ended) for begun, ended in marks)
+        iterations_s = tuple(self.marks.between(begun, ended) for begun, ended in marks)
         total_s, called_s = end - start - untimed, called - start - untimed
         return Elapsed(total_s / 1e9, called_s / 1e9, iterations_s)
 

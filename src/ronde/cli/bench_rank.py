@@ -15,6 +15,7 @@ import torch
 
 from ronde.bench import results
 from ronde.bench.comparison import Compared
+from ronde.bench.link_costs import fit_rows
 from ronde.bench.options import Exit, Options
 from ronde.bench.ranks import Ranks
 from ronde.bench.session import BenchSession, open_session
@@ -130,7 +131,7 @@ def _compare(
     rows = {name: [each.rows[name] for each in compared] for name in session.benches}
     if session.ranks.is_rank_0:
         for name, each in rows.items() if shown.record_path else ():
-            run = _run(heading, name, each, {})
+            run = _run(heading, name, each, fit_rows(heading, each))
             run = replace(run, is_complete=reason is results.Reason.COMPLETE)
             append_record(Path(shown.record_path), results.to_record(run))
     if was_stopped:
@@ -201,6 +202,8 @@ class Reporter:
             return
         self._is_over = True
         self._wipe(is_last=True)
+        fitted = fit_rows(heading, self._rows)
+        ending = replace(ending, fit=fitted["fit"])
         self.show(*render.ending_lines(heading, ending))
         if self._json is not None:
             self._json.end(ending)
@@ -212,6 +215,7 @@ class Reporter:
                 "call_overhead_us": heading.call_overhead_us,
                 "num_rows": totals.num_rows,
                 "versions": dict(heading.versions),
+                **fitted,
             }
             run = replace(
                 _run(heading, heading.engine, self._rows, facts),

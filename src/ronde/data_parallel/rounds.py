@@ -279,7 +279,7 @@ class ReductionRounds:
         self.buckets: list[GradientBucket] = []
         self._num_rounds = 0  # in which any rank trained; equal on all ranks
         self._order: list[int] = []  # of the planned gradients
-        self._limits = options.limits
+        self.limits = options.limits
         self._bucket_of: dict[int, GradientBucket] = {}
         self._sparse: list[Gradient] = []
         self._next = 0  # the first bucket that is not launched
@@ -313,7 +313,7 @@ class ReductionRounds:
     def tuned_limits(self) -> BucketLimits | None:
         """The bucket sizes found by tuning, or None before tuning ends."""
         is_over = self._tuning is not None and self._tuning.is_over
-        return self._limits if is_over else None
+        return self.limits if is_over else None
 
     @property
     def is_complete(self) -> bool:
@@ -534,7 +534,7 @@ class ReductionRounds:
         """Plan buckets for ``order``, then all other known gradients; collective."""
         self._order = [*order, *sorted(set(self._order) - set(order), reverse=True)]
         specs, dense = self._specs_and_dense()
-        plans = plan_buckets(specs, dense, self._limits, self._options.groups)
+        plans = plan_buckets(specs, dense, self.limits, self._options.groups)
         sparse = [i for i in self._order if self._gradients[i].sparse_dims]
         if sparse and not plans:
             plans = (BucketPlan((), 0, specs[sparse[0]].kind),)  # for the flags
@@ -578,15 +578,13 @@ class ReductionRounds:
         if self._tuning is None:
             self._tuning = BucketTuning(
                 f"gradients.{self._gradients[0].name}",
-                candidate_limits(
-                    *self._specs_and_dense(), self._limits, options.groups
-                ),
+                candidate_limits(*self._specs_and_dense(), self.limits, options.groups),
                 self._communicator,
                 options.tuning,
             )
         limits = yield from self._tuning.round_done()
-        if limits is not None and limits != self._limits:
-            self._limits = limits
+        if limits is not None and limits != self.limits:
+            self.limits = limits
             yield from self._arrange(self._order)
 
     def _sum_of(self, bucket: GradientBucket) -> Sum:

@@ -5,6 +5,7 @@ as the last cell of a row, and in JSON under the key ``ronde``.
 """
 
 import json
+import math
 from collections.abc import Iterable, Sequence
 from statistics import geometric_mean, median_high
 from typing import Any, TextIO
@@ -164,6 +165,11 @@ def ending_lines(heading: results.Heading, ending: results.Ending) -> list[str]:
         lines.append(_footer("Peak bus bandwidth", f"{peak:g} at {at}"))
         if heading.limit is not None and (warning := heading.limit.warning(peak)):
             lines.append(f"# limit: {warning}")
+    if fit := ending.fit:
+        rate = 1 / fit["beta_ns_per_byte"] if fit["beta_ns_per_byte"] else math.inf
+        costs = f"{fit['alpha_us']:.3g} us a round, {rate:.3g} GB/s {fit['level']}"
+        within = f"within {fit['largest_residual']:.0%}"
+        lines.append(_footer("Fitted as a ring", f"{costs}, {within}"))
     lines += ["#", f"# Collective test concluded: {heading.options.test.binary_name}"]
     return [*lines, "#", *([f"# error: {e}" for e in ending.errors] or [""])]
 

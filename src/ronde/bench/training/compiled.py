@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import ronde.torch as hvd
+from ronde.bench.timing import Marks
 from ronde.bench.training.keras_models import (
     Keras,
     Model,
@@ -60,6 +61,8 @@ class CompiledReplica:
         step: Callable[[Array, Array], object],
         weights: Callable[[], Iterable[Any]],
     ) -> None:
+        # JAX runs ahead of the device, also on a CPU.
+        self.marks = None if options.framework == "jax" else Marks()
         self._axes = (0, 2, 3, 1) if options.model.is_of_maps else (0, 1)
         options = _of_torch(options)
         self._batches = batches(options, torch.device("cpu"), seed=hvd.rank())

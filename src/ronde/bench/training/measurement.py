@@ -4,8 +4,10 @@ import gc
 import math
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
+from itertools import pairwise, starmap
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -15,7 +17,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import ronde.torch as hvd
 from ronde.bench.ranks import cuda_device
-from ronde.bench.timing import without_collector
+from ronde.bench.timing import Marks, without_collector
+from ronde.bench.training.arrivals import measure_arrivals
 from ronde.bench.training.compiled import (
     jax_replicas,
     keras_replicas,
@@ -25,6 +28,7 @@ from ronde.bench.training.models import build
 from ronde.bench.training.outcome import (
     ALONE,
     COMMUNICATING,
+    Block,
     DeviceKind,
     Framework,
     Phase,
@@ -43,10 +47,12 @@ from ronde.bench.training.replica import (
     make_samples,
 )
 from ronde.bench.training.torch_replicas import (
+    TorchReplica,
     has_data_parallel,
     loss_of,
     torch_replicas,
 )
+from ronde.collectives.connections import choose_engine
 from ronde.errors import UsageError
 from ronde.memory import available_memory
 from ronde.records import MachineRecord
@@ -162,37 +168,49 @@ def time_block(
         gc.collect()
         with without_collector():
             own = _time_steps(replica, num_steps, is_split=is_split)
-    figures = [own.step_s, *(own.phases_s[phase] for phase in Phase)]
+    num_single = num_steps if replica.marks else 0
+    single = own.steps_s[0] if own.steps_s else (0.0,) * num_single
+    figures = [own.step_s, *(own.phases_s[phase] for phase in Phase), *single]
     row = torch.tensor([figures], dtype=torch.float64)
     rows = cast("list[list[float]]", hvd.allgather(row).tolist())
-    phases = max((each[1:] for each in rows), key=sum)
+    end = 1 + len(Phase)
+    phases = max((each[1:end] for each in rows), key=sum)
     step_s = max(each[0] for each in rows)
-    return StepTimes(step_s, dict(zip(Phase, phases, strict=True)))
+    stepping = rows[: 1 if is_alone else None] if num_single else []
+    steps_s = tuple(tuple(each[end:]) for each in stepping)
+    return StepTimes(step_s, dict(zip(Phase, phases, strict=True)), steps_s)
 
 
 def _time_steps(replica: Replica, num_steps: int, *, is_split: bool) -> StepTimes:
-    def elapsed_s(clock: Stopwatch, num_steps: int) -> float:
-        start_ns = time.perf_counter_ns()
+    mark, between = replica.marks or Marks()
+
+    def time_steps(clock: Stopwatch, num_steps: int) -> tuple[float, Block]:
+        start_ns, stamps = time.perf_counter_ns(), [mark()]
         for _ in range(num_steps):
             replica.step(clock)
+            stamps.append(mark())
         replica.synchronize()
-        return (time.perf_counter_ns() - start_ns) / num_steps / 1e9
+        step_s = (time.perf_counter_ns() - start_ns) / num_steps / 1e9
+        steps_s = tuple(starmap(between, pairwise(stamps)))
+        return step_s, (steps_s,) if replica.marks else ()
 
     stopwatch = Stopwatch(replica.synchronize)
     if not replica.is_split_apart:
-        step_s = elapsed_s(stopwatch, num_steps)
-        return StepTimes(step_s, stopwatch.seconds_a_step(num_steps))
+        step_s, steps_s = time_steps(stopwatch, num_steps)
+        return StepTimes(step_s, stopwatch.seconds_a_step(num_steps), steps_s)
     # Synchronising after each phase keeps the host from running ahead of the device,
     # so the phases are timed in additional steps.
-    step_s = elapsed_s(Stopwatch(), num_steps)
+    step_s, steps_s = time_steps(Stopwatch(), num_steps)
     num_profiled = min(num_steps, _MAX_PROFILED_STEPS) if is_split else 0
     if num_profiled:
-        elapsed_s(stopwatch, num_profiled)
-    return StepTimes(step_s, stopwatch.seconds_a_step(max(1, num_profiled)))
+        time_steps(stopwatch, num_profiled)
+    return StepTimes(step_s, stopwatch.seconds_a_step(max(1, num_profiled)), steps_s)
 
 
 _BLOCK_S = 0.4
 _MAX_STEPS = 100
+_MAX_ARRIVAL_STEPS = 5
+_SENDERS = {"scheduled": "gloo", "hierarchical": "gloo"}
 
 OnProgress = Callable[[int, int], None]  # numbers of finished and of all blocks
 
@@ -210,13 +228,10 @@ def measure(
         CollectiveError: A rank was lost.
     """
     device = _agree_on_devices(options)
-    name = MachineRecord.here().cpu
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-    size = hvd.size()
     variants = _variants_of(options, device)
     require_fit(options, device, num_replicas=max(1, len(variants) - 1))
     with _MAKERS[options.framework](options, device) as make:
+        setting = _setting(options, device)
         replicas = _make_replicas(options, variants, make)
         num_steps = options.steps
         if num_steps is None:
@@ -225,15 +240,40 @@ def measure(
             num_steps = max(1, min(_MAX_STEPS, math.ceil(_BLOCK_S / step_s)))
         rounds = _run_rounds(replicas, num_steps, options, on_progress)
         is_equal = is_in_step(replicas)
-    engine = current_session().states[0].communicator.engine if size > 1 else ""
-    where = (size, torch.get_num_threads(), device.type, name, engine)
+        alone, whole = replicas[Variant.ONE_RANK], replicas.get(Variant.ALL_RANKS)
+        num_arrivals = min(num_steps, _MAX_ARRIVAL_STEPS)
+        is_watched = isinstance(alone, TorchReplica)
+        gradients = measure_arrivals(alone, num_arrivals) if is_watched else ()
+        buckets = whole.buckets() if isinstance(whole, TorchReplica) else None
+    found = (num_steps, rounds, is_equal, gradients, buckets)
+    return TrainingOutcome(options, setting, *found)
+
+
+def _setting(options: TrainOptions, device: torch.device) -> Setting:
+    name = MachineRecord.here().cpu
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
     framework: Any = import_module(options.framework)
     backend = options.framework
     if backend == "keras":
         backend = str(framework.backend.backend())
-    versions = (torch.__version__, str(framework.__version__))
-    setting = Setting(*where, *versions, backend)
-    return TrainingOutcome(options, setting, num_steps, rounds, is_equal)
+    session = current_session()
+    communicator, hosts = session.states[0].communicator, Counter(session.hosts)
+    engine = communicator.engine if communicator.size > 1 else ""
+    if engine == "auto":
+        num_bytes = options.model.num_parameters * torch.float32.itemsize
+        engine = choose_engine(hosts.values(), "all_reduce", num_bytes, device.type)
+        if engine == "shared_memory" and not communicator.has_shared_memory:
+            engine = "gloo"
+    if engine == "gloo" and device.type == "cuda":
+        engine = "nccl"  # the same engine, which chooses by the tensor's device
+    return Setting(
+        *(communicator.size, torch.get_num_threads(), device.type, name),
+        *(engine, torch.__version__, str(framework.__version__), backend),
+        algorithm=communicator.algorithm,
+        collective_backend=_SENDERS.get(engine, engine),
+        hosts=tuple(hosts.values()),
+    )
 
 
 def _agree_on_devices(options: TrainOptions) -> torch.device:
@@ -320,12 +360,12 @@ def split_by_differences(times: Round) -> Round:
             phases = dict(parts)
             phases[Phase.BACKWARD] -= parts[Phase.FORWARD]
             phases[Phase.UPDATE] -= parts[Phase.BACKWARD]
-            split[variant] = StepTimes(step_s, phases)
+            split[variant] = StepTimes(step_s, phases, block.steps_s)
     for variant in [each for each in times if each in COMMUNICATING]:
-        without, step_s = split[Variant.NO_COMMUNICATION], times[variant].step_s
+        without, block = split[Variant.NO_COMMUNICATION], times[variant]
         phases = dict(without.phases_s)
-        phases[Phase.BACKWARD] += step_s - without.step_s
-        split[variant] = StepTimes(step_s, phases)
+        phases[Phase.BACKWARD] += block.step_s - without.step_s
+        split[variant] = StepTimes(block.step_s, phases, block.steps_s)
     return split
 
 

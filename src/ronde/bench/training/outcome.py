@@ -1,10 +1,13 @@
 """Options and results of measured training steps; does not import torch."""
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
-from typing import Any, Literal
+from itertools import chain
+from math import log, sqrt
+from statistics import fmean
+from typing import Any, Literal, NamedTuple
 
 from ronde.bench.training.catalogue import MODELS, PORTABLE, ModelFacts
 from ronde.errors import UsageError
@@ -109,14 +112,19 @@ COMMUNICATING = (
 ALONE = (Variant.ONE_RANK, Variant.DATA_PARALLEL)  # the other ranks wait
 
 
+Block = tuple[tuple[float, ...], ...]  # seconds, by rank and step
+
+
 @dataclass(frozen=True, slots=True)
 class StepTimes:
     """Mean times per step, over a block of steps."""
 
     step_s: float  # the slowest rank's, measured without phases
     phases_s: Mapping[Phase, float]
+    steps_s: Block = ()  # single steps; empty if they cannot be told apart
 
 
+_QUANTILES = (5, 25, 50, 75, 95, 99)  # in percent
 Round = Mapping[Variant, StepTimes]  # one block of steps of every variant
 KIND = "bench_train"
 
@@ -129,10 +137,30 @@ class Setting:
     num_threads: int  # per rank
     device: str  # ``cpu`` or ``cuda``
     device_name: str
-    engine: str  # empty with one rank
+    engine: str  # the engine of the gradients' all-reduce; empty with one rank
     torch: str  # version
     framework_version: str = ""
     backend: str = "torch"  # what computes: of Keras its backend, else the framework
+    algorithm: str = ""  # the engine's schedule; empty if its backend chooses
+    collective_backend: str = ""  # the library that moves bytes between ranks
+    hosts: tuple[int, ...] = (1,)  # ranks on each host
+
+
+class GradientArrival(NamedTuple):
+    """A gradient that backward has finished."""
+
+    numel: int
+    itemsize: int
+    ready_ms: float  # after the start of backward
+
+
+class ReducedBuckets(NamedTuple):
+    """The buckets of gradients that a ``DistributedOptimizer`` reduces, in order."""
+
+    num_bytes: tuple[int, ...]  # of the reduced memory, with padding and control flags
+    num_gradients: tuple[int, ...]
+    first_bytes: int  # the size at which the first bucket is full
+    other_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +172,8 @@ class TrainingOutcome:
     num_steps: int  # steps per block
     rounds: tuple[Round, ...]
     is_in_step: bool  # all ranks' weights were equal at the end, bit for bit
+    gradients: tuple[GradientArrival, ...] = ()  # in order of arrival; empty if unknown
+    buckets: ReducedBuckets | None = None
 
     def variants(self) -> list[Variant]:
         return [variant for variant in Variant if variant in self.rounds[0]]
@@ -184,6 +214,9 @@ class TrainingOutcome:
         runs = (Variant.ONE_RANK, Variant.ALL_RANKS, Variant.NO_COMMUNICATION)
         return {v: self._ratio(v) for v in self.variants() if v not in runs}
 
+    def blocks_s(self, variant: Variant) -> list[Block]:
+        return [r[variant].steps_s for r in self.rounds if variant in r]
+
     def _ratio(self, variant: Variant) -> float:
         whole = Variant.ALL_RANKS
         steps = [(each[variant].step_s, each[whole].step_s) for each in self.rounds]
@@ -204,6 +237,10 @@ def record_values(outcome: TrainingOutcome) -> dict[str, Any]:
         **asdict(setting),
         "num_steps": outcome.num_steps,
         "is_in_step": outcome.is_in_step,
+        "gradients": [list(each) for each in outcome.gradients] or None,
+        "buckets": outcome.buckets._asdict() if outcome.buckets else None,
+        "steps_ms": _quantiles_ms(outcome),
+        "spread": spread_of(outcome.blocks_s(Variant.NO_COMMUNICATION)),
         "variants": {str(v): _figures(outcome, v) for v in outcome.variants()},
     }
     if setting.num_ranks > 1:
@@ -215,6 +252,36 @@ def record_values(outcome: TrainingOutcome) -> dict[str, Any]:
             "speed_over": {str(v): r for v, r in outcome.speed_over().items()},
         }
     return values
+
+
+def _quantiles_ms(outcome: TrainingOutcome) -> dict[str, dict[str, float]] | None:
+    """Return quantiles of single steps of all ranks together, by variant."""
+    found: dict[str, dict[str, float]] = {}
+    for variant in (Variant.ONE_RANK, Variant.ALL_RANKS, Variant.NO_COMMUNICATION):
+        steps = [s * 1e3 for block in outcome.blocks_s(variant) for s in chain(*block)]
+        if steps:
+            steps *= 2 if len(steps) == 1 else 1
+            cuts = statistics.quantiles(steps, n=100, method="inclusive")
+            found[variant] = {str(q): cuts[q - 1] for q in _QUANTILES}
+    return found or None
+
+
+def spread_of(blocks: Sequence[Block]) -> dict[str, float] | None:
+    """Return standard deviations of the logarithm of single steps.
+
+    ``between_ranks`` is that of ranks in one step; ``common`` that of steps, as far as
+    all ranks share it. Both are needed: None for one rank or one step.
+    """
+    steps = [
+        list(map(log, step)) for block in blocks for step in zip(*block, strict=True)
+    ]
+    if len(steps) < 2 or len(steps[0]) < 2:
+        return None
+    between = fmean(map(statistics.variance, steps))
+    of_means = statistics.variance(map(fmean, steps))
+    # The mean over ranks varies, too, if they have nothing in common.
+    common = max(0.0, of_means - between / len(steps[0]))
+    return {"between_ranks": sqrt(between), "common": sqrt(common)}
 
 
 def _figures(outcome: TrainingOutcome, variant: Variant) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import ronde.torch as hvd
 from ronde.addresses import read_interfaces
+from ronde.bench.timing import Marks
 from ronde.bench.training.catalogue import ModelFacts, Unit
 from ronde.bench.training.outcome import Phase, TrainOptions, Variant
 
@@ -47,6 +48,11 @@ class Replica(Protocol):
     """A model with its optimizer and data; methods that communicate are collective."""
 
     is_split_apart: bool  # the clock's phases cost time that a step without them lacks
+
+    @property
+    def marks(self) -> Marks | None:
+        """The time stamps of steps; None if ``step`` returns before its end."""
+        ...
 
     def step(self, clock: Stopwatch) -> None: ...
 

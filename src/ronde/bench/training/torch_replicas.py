@@ -13,8 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, Optimizer
 
 import ronde.torch as hvd
+from ronde.bench.timing import marks_of
 from ronde.bench.training.models import build
-from ronde.bench.training.outcome import Phase, TrainOptions, Variant
+from ronde.bench.training.outcome import Phase, ReducedBuckets, TrainOptions, Variant
 from ronde.bench.training.replica import (
     Replica,
     Stopwatch,
@@ -22,6 +23,7 @@ from ronde.bench.training.replica import (
     digest_of,
     free_address,
 )
+from ronde.data_parallel import Reducer
 
 
 @contextmanager
@@ -73,6 +75,8 @@ class TorchReplica:
     ) -> None:
         self._device = device
         self.is_split_apart = device.type != "cpu"
+        self.marks = marks_of(device)
+        self._reducer: Reducer | None = None
         self._is_mixed = options.dtype == "bfloat16"
         self._batches = batches(options, device, seed=hvd.rank())
         torch.manual_seed(0)
@@ -91,6 +95,7 @@ class TorchReplica:
                     named_parameters=model.named_parameters(),
                     compression=getattr(hvd.Compression, options.compression),
                 )
+                self._reducer = optimizer.reducer
             case Variant.PARAMETER_SERVER:
                 self._server = ParameterServer(model)
             case Variant.PEER:
@@ -125,6 +130,18 @@ class TorchReplica:
     def synchronize(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+
+    def buckets(self) -> ReducedBuckets | None:
+        """Return the last step's buckets; None without ``DistributedOptimizer``."""
+        if self._reducer is None:
+            return None
+        rounds = self._reducer.rounds
+        return ReducedBuckets(
+            tuple(bucket.memory.nbytes for bucket in rounds.buckets),
+            tuple(len(bucket.slots) for bucket in rounds.buckets),
+            rounds.limits.first_bytes,
+            rounds.limits.other_bytes,
+        )
 
     @torch.no_grad()
     def digest(self) -> int:

@@ -66,6 +66,7 @@ class HierarchicalEngine(LaneEngine):
     ) -> None:
         super().__init__(world, *([local, cross] if cross else [local]))
         self._local, self._cross = local, cross
+        self.algorithm = cross.algorithm if cross else ""
         self._groups = groups
 
     def allocate(
