@@ -184,15 +184,22 @@ def _with_points(options: argparse.Namespace, inputs: Inputs) -> Inputs:
             "a record of ronde bench train or --points is required. Type: ronde plan "
             "--points 1=253,8=1282 --per-node 4 -n 16"
         )
-    is_known = setup.program.num_parameters or setup.cluster.node_gbit_per_s
-    if len(setup.points) == 1 and not is_known:
+    cluster = setup.cluster
+    is_known = setup.program.num_parameters or cluster.node_gbit_per_s
+    if len(setup.points) == 1 and not (is_known or cluster.inside or cluster.between):
         raise UsageError(
             "one size alone needs --parameters and --link, got neither. A speed on two "
             "nodes would help most."
         )
+    left_out = [*inputs.left_out]
+    if not setup.is_sized and (cluster.inside or cluster.between):
+        left_out.append("the links: they need --parameters and --batch")
+        setup = replace(setup, cluster=replace(cluster, inside=None, between=None))
     unknown = [key for key in _WANTED if facts.fact_of(setup, key) in (None, "")]
     unknown += ["batch"] * (setup.points[0].size.batch is None)
-    return inputs._replace(setup=setup, assumed=assumed, unknown=unknown)
+    return inputs._replace(
+        setup=setup, assumed=assumed, unknown=unknown, left_out=left_out
+    )
 
 
 def _sizes(numbers: Iterable[int], setup: Setup, batch: float | None) -> list[Size]:

@@ -66,7 +66,7 @@ def _row_of(posterior: Posterior, size: Size, measured: float | None) -> SpeedRo
     saved = {
         name: scale * max(0.0, found.step_s - posterior.predict(size, free=name).step_s)
         for name in PARTS[1:]
-        if found.parts_s[name] > 0
+        if found.parts_s[name] > 1e-3 * whole_s
     }
     most, binds = max(saved.values(), default=0.0), PARTS[:1]
     if most > _LEAST_SAVED * found.step_s * scale:
