@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ronde.plan.priors import Priors
+from ronde.plan.priors import Draws, Priors
 from ronde.plan.setup import Exchange, Setup, Size
-from ronde.plan.step import PARTS, Draws, Hypothesis, StepModel
+from ronde.plan.step import PARTS, Hypothesis, StepModel
 
 _STUDENT = 5.0
 # The middles of 16 equally likely parts of Student's distribution with 5 degrees.
@@ -74,7 +74,7 @@ class Posterior:
         noisy = np.multiply.outer(found, np.exp(deviation * _NOISE)).ravel()
         weights = np.repeat(self.weights / len(_NOISE), len(_NOISE))
         low, middle, high = weighted_quantiles(noisy, weights)
-        factor = self.priors.widening[self._situation(size)]
+        factor = self.priors.widening[self.situation(size)]
         low, high = (middle * (bound / middle) ** factor for bound in (low, high))
         means = dict(zip(PARTS, np.concatenate(parts, 1) @ self.weights, strict=True))
         return Forecast(size, low, middle, high, units / middle, means, found)
@@ -100,7 +100,8 @@ class Posterior:
             found[name] = low, middle, high, "points" if is_narrow else "prior"
         return found
 
-    def _situation(self, size: Size) -> str:
+    def situation(self, size: Size) -> str:
+        """Return the situation of a prediction: one of ``priors.SITUATIONS``."""
         if size.num_nodes == 1:
             return "inside"
         are_nodes_known = self.setup.points[-1].size.num_nodes > 1

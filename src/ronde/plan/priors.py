@@ -1,65 +1,65 @@
-"""Priors of the unknowns of a step, fitted to published speeds."""
+"""Priors of the unknowns of a step, read from the data file beside this module.
 
+``scripts/fit_priors.py`` writes the file; ``docs/plan.md`` explains it.
+"""
+
+import json
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from ronde.plan.step import Draws
-
-_TO_80 = 1.2816
+Draws = NDArray[np.float64]
+_FILE = Path(__file__).with_name("priors.json")
+QUANTILE_90 = 1.2816
+"""The quantile 90 % of a standard normal distribution."""
+SITUATIONS = ("inside", "across", "beyond")
+"""A prediction for one node; for several if none or if one such speed is known."""
 
 
 class Prior(NamedTuple):
-    """A log-normal distribution: its median, and the ratio of its 90 % quantile."""
+    """A log-normal distribution: its median, and its 90 % quantile over the median."""
 
     middle: float
     ratio: float
 
-
-_HAND = {
-    "rdma_share": Prior(0.6, 1.5),
-    "tcp_gb_per_s": Prior(2.2, 3.4 / 2.2),
-    "nvlink_share": Prior(0.67, 1.05 / 0.67),
-    "pcie_gb_per_s": Prior(5.0, 1.5),
-    "alpha_rdma": Prior(2.1, 3.3 / 2.1),
-    "alpha_tcp": Prior(6.3, 9.8 / 6.3),
-    "window": Prior(0.67, 1.4),
-    "leak": Prior(0.3, 2.2),
-    "leak_sharded": Prior(0.2, 2.5),
-    "host": Prior(0.040, 2.1),
-    "growth": Prior(0.007, 2.1),
-    "launch": Prior(0.022, 1.9),
-    "update": Prior(0.014, 3.2),
-    "server": Prior(1.75, 1.36),
-    "interference": Prior(0.2, 2.0),
-    "fit": Prior(1.0, 1.066),
-    "missing_between": Prior(0.042, 7.6),
-    "missing_inside": Prior(0.016, 2.4),
-}
+    @property
+    def deviation(self) -> float:
+        """The standard deviation of the logarithm."""
+        return math.log(self.ratio) / QUANTILE_90
 
 
 @dataclass(frozen=True)
 class Priors:
-    unknowns: Mapping[str, Prior] = field(default_factory=lambda: dict(_HAND))
-    flat: float = 0.91
-    ring_latency: float = 0.86
-    servers_on_all: float = 0.9
-    error: float = 0.004
-    walk: float = 0.01
-    crossing: float = 3.0
-    widening: Mapping[str, float] = field(
-        default_factory=lambda: {"inside": 1.2, "across": 1.2, "beyond": 1.6}
-    )
+    """Distributions of the unknowns of a step, and of what the model does not explain."""
 
-    @property
-    def names(self) -> list[str]:
-        return list(self.unknowns)
+    unknowns: Mapping[str, Prior]
+    flat: float  # probability of a flat ring, else two levels
+    ring_latency: float  # of latency that grows with the ranks, up to 12 lg n messages
+    servers_on_all: float  # of parameter servers on all nodes, else a fixed number
+    error: float  # standard deviation of a measured log speed
+    walk: float  # the same of the model, a doubling of the ranks
+    crossing: float  # doublings that the step to several nodes counts as
+    widening: Mapping[str, float]  # of an interval of 80 %, by situation
 
-    def values(self, z: Draws) -> Mapping[str, Draws]:
-        found = {}
+    def values(self, z: Draws) -> dict[str, Draws]:
+        """Return draws of the unknowns from standard normal draws, a column each."""
+        found: dict[str, Draws] = {}
         for index, (name, prior) in enumerate(self.unknowns.items()):
-            drawn = prior.middle * np.exp(np.log(prior.ratio) / _TO_80 * z[:, index])
-            found[name] = np.minimum(drawn, 1.0) if name.startswith("leak") else drawn
+            drawn = prior.middle * np.exp(prior.deviation * z[:, index])
+            is_share = name.startswith("leak")
+            found[name] = np.minimum(drawn, 1.0) if is_share else drawn
         return found
+
+
+@cache
+def load_priors() -> Priors:
+    """Return the priors of this version of ronde."""
+    content = json.loads(_FILE.read_text(encoding="utf-8"))
+    unknowns = {name: Prior(*pair) for name, pair in content["unknowns"].items()}
+    return Priors(unknowns=unknowns, **content["others"])

@@ -15,10 +15,10 @@ from statistics import NormalDist
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ronde.collectives.pricing import LinkCost, LinkCosts, Seconds, all_reduce_s
 from ronde.parallel.layout import RankLayout
+from ronde.plan.priors import Draws
 from ronde.plan.setup import (
     Cluster,
     Exchange,
@@ -31,7 +31,6 @@ from ronde.plan.setup import (
 )
 from ronde.plan.walk import walk
 
-Draws = NDArray[np.float64]
 PARTS = (
     *("compute", "host", "bandwidth inside", "bandwidth between", "latency"),
     *("fixed cost", "stragglers", "input"),
