@@ -19,7 +19,7 @@ from ronde.plan import cost, facts, what_if
 from ronde.plan.answer import answer, warnings_of
 from ronde.plan.measurements import Inputs, read_measured, unite
 from ronde.plan.posterior import infer
-from ronde.plan.priors import Priors
+from ronde.plan.priors import load_priors
 from ronde.plan.setup import Exchange, Point, Setup, Size
 from ronde.records import Record, append_record
 from ronde.render.plan import PlanReport, draw_plan, plan_as_json
@@ -107,7 +107,7 @@ def run_speed(words: Sequence[str]) -> int:
     setup, sizes = inputs.setup, _read_sizes(options, inputs.setup)
     changes = [c for text in options.what_if for c in what_if.read_changes(text, setup)]
     samples = _read_samples(options)
-    posterior = infer(setup, Priors())
+    posterior = infer(setup, load_priors())
     rows = answer(posterior, sizes)
     advised = what_if.advised_changes(setup, sizes[-1].batch)
     advice = what_if.try_changes(posterior, sizes[-1:], advised)
