@@ -44,7 +44,7 @@ def costs_of(
     knee = next((a.size for a, b in pairwise(rows) if _is_knee(a, b)), None)
     for i, (row, figures, _, _) in enumerate(costs):
         is_least = least is not None and figures["dollars"].middle == least
-        marks = *["least cost"] * is_least, *["knee"] * (row.size == knee)
+        marks = *["least"] * is_least, *["knee"] * (row.size == knee)
         costs[i] = costs[i]._replace(marks=marks)
     return costs
 

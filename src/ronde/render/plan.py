@@ -15,7 +15,7 @@ _LEAST_GAIN = 1.03
 _COST_NOTE = (
     "batch: of all ranks; a larger one may need more epochs. $ a million: samples. "
     "kWh: with a PUE of 1.3 unless given. unused: dollars of the bill that lost "
-    "efficiency costs."
+    "efficiency costs. knee: twice the ranks bring under 1.5 times the speed."
 )
 
 
@@ -72,7 +72,9 @@ def part_name(part: str) -> str:
 
 
 def number(value: float) -> str:
-    """Write a figure with three digits or more, and no exponent."""
+    """Write a figure with three digits or more."""
+    if value < 0.1:
+        return f"{value:.2g}"
     digits = 0 if value >= 100 else 1 if value >= 10 else 2 if value >= 1 else 3
     return f"{value:,.{digits}f}"
 
@@ -92,7 +94,7 @@ def _cells(row: SpeedRow) -> list[str]:
         middle = [format_duration(step_s), number(speed.middle), efficiency]
     interval = f"{number(speed.low)} .. {number(speed.high)}"
     interval = "measured" if row.is_measured else interval
-    binds = " and ".join(map(part_name, row.binds))
+    binds = part_name(row.binds[0]) if len(row.binds) == 1 else ", ".join(row.binds)
     sizes = [f"{n:,}" for n in row.size[:2]]
     return [*sizes, *middle[:2], interval, middle[2], binds]
 
