@@ -124,10 +124,12 @@ class StepModel:
         base = self.setup.points[0].size
         if size.batch is None or base.batch is None or size.batch == base.batch:
             return 1.0
-        ratio = size.batch / base.batch
         if self.setup.program.is_accumulating:
-            return ratio
-        return ratio + self.draws["launch"] * (1 - ratio)
+            return size.batch / base.batch
+        # Launches take a part of each micro-batch, whatever its size.
+        parts = size.accumulation / base.accumulation
+        micro = size.batch / base.batch / parts
+        return parts * (micro + self.draws["launch"] * (1 - micro))
 
     def _host_share(self, busy: int) -> Draws:
         measured = self.setup.program.host_share
