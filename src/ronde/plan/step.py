@@ -116,7 +116,7 @@ class StepModel:
         for _ in range(_NEWTON_ROUNDS):
             reached = self.at(size, guess).step_s
             below = self.at(size, guess * (1 - 1e-4)).step_s
-            slope = (reached - below) / (guess * 1e-4)
+            slope = np.maximum((reached - below) / (guess * 1e-4), 1e-9)
             guess = np.maximum(guess - (reached - step_s) / slope, floor)
         return guess
 

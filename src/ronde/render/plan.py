@@ -72,8 +72,8 @@ def part_name(part: str) -> str:
 
 
 def number(value: float) -> str:
-    """Write a figure with three digits or more."""
-    if value < 0.1:
+    """Write a figure with two digits or more, and at most nine characters."""
+    if not 0.1 <= value < 1e7:
         return f"{value:.2g}"
     digits = 0 if value >= 100 else 1 if value >= 10 else 2 if value >= 1 else 3
     return f"{value:,.{digits}f}"
@@ -94,7 +94,8 @@ def _cells(row: SpeedRow) -> list[str]:
         middle = [format_duration(step_s), number(speed.middle), efficiency]
     interval = f"{number(speed.low)} .. {number(speed.high)}"
     interval = "measured" if row.is_measured else interval
-    binds = part_name(row.binds[0]) if len(row.binds) == 1 else ", ".join(row.binds)
+    binds = ", ".join(row.binds[:2])
+    binds = part_name(binds) if len(row.binds) == 1 else binds
     sizes = [f"{n:,}" for n in row.size[:2]]
     return [*sizes, *middle[:2], interval, middle[2], binds]
 
@@ -144,7 +145,9 @@ def _costs(costs: Sequence[Cost]) -> str:
         n, batch = row.size.num_ranks, row.size.batch
         of_all = "-" if batch is None else f"{batch * n:,.0f}"
         cells = [_between(figures[name]) for name in names]
-        cells[2:] = [cell.partition(" ")[0] for cell in cells[2:]]
+        # One interval is that of all: they differ by factors.
+        short = [cell.partition(" ")[0] for cell in cells]
+        cells = [*short[:1], *cells[1:2], *short[2:]] if cells[1:] else cells
         end = ["-" if unused is None else number(unused), ", ".join(marks)]
         table.append([f"{n:,}", of_all, *cells, *end])
     return "\n" + align(table, right=("ranks", "batch")) + _wrapped([_COST_NOTE])
