@@ -23,6 +23,7 @@ _SIZE_UNITS = {"": 1, "b": 1}
 _SIZE_UNITS.update({prefix: 1024**n for n, prefix in _POWERS.items()})
 _SIZE_UNITS.update({f"{prefix}ib": 1024**n for n, prefix in _POWERS.items()})
 _SIZE_UNITS.update({f"{prefix}b": 1000**n for n, prefix in _POWERS.items()})
+_COUNT_UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 _MICROSECONDS = {
     "d": 86_400_000_000,
     "h": 3_600_000_000,
@@ -65,6 +66,20 @@ def format_size(size_bytes: int) -> str:
     return (
         f"{_digits(size_bytes / 1024**exponent, 4)}{_PREFIXES[exponent - 1].upper()}iB"
     )
+
+
+def parse_count(text: str) -> int:
+    """Read a count such as ``7B``, ``350M`` or ``7e9``, as the value of an option."""
+    match = re.fullmatch(
+        r"([0-9]+(?:\.[0-9]+)?(?:e[0-9]{1,2})?)([kmbt]?)", text.lower()
+    )
+    count = int(float(match[1]) * _COUNT_UNITS[match[2]]) if match else 0
+    if not 0 < count < 10**18:
+        raise UsageError(
+            f"must be a number of parameters, got {text!r}. Write it as 7B, 350M or "
+            "7e9."
+        )
+    return count
 
 
 def parse_duration_s(text: str, option: str = "") -> float:

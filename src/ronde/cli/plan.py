@@ -14,8 +14,7 @@ from ronde.errors import UsageError
 from ronde.parallel.layout import Layout
 from ronde.parallel.memory import OptimizerName, Precision, RankMemory, Sharding
 from ronde.parallel.traffic import StepSizes, step_traffic
-from ronde.plan.facts import read_count
-from ronde.units import counted, format_size, parse_size_bytes
+from ronde.units import counted, format_size, parse_count, parse_size_bytes
 
 _MODEL_OPTIONS = """\
   --params COUNT  parameters of the whole model, as 7B, 350M or 7e9
@@ -307,7 +306,7 @@ _TYPES = {
     "--zero": whole_number(0, 3),
     "N": whole_number(1),
     "AXES": _read_layout,
-    "COUNT": read_count,
+    "COUNT": parse_count,
     "SIZE": parse_size_bytes,
     "--precision": one_of(*Precision),
     "--optimizer": one_of(*_OPTIMIZERS),

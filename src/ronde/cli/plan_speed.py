@@ -24,7 +24,7 @@ from ronde.plan.setup import Exchange, Point, Setup, Size
 from ronde.records import Record, append_record
 from ronde.render.plan import PlanReport, draw_plan, plan_as_json
 from ronde.render.plan_chart import draw_chart
-from ronde.units import counted, format_size, parse_size_bytes
+from ronde.units import counted, format_size, parse_count, parse_size_bytes
 
 _KEYS = textwrap.fill(", ".join(what_if.KEYS), 80)
 HELP = f"""\
@@ -121,11 +121,6 @@ def run_speed(words: Sequence[str]) -> int:
         advice,
         cost.costs_of(rows, prices, samples, units) if samples else [],
     )
-    _write(options, report)
-    return 0
-
-
-def _write(options: argparse.Namespace, report: PlanReport) -> None:
     if options.svg:
         Path(options.svg).write_text(draw_chart(report), encoding="utf-8")
     if options.record:
@@ -134,6 +129,7 @@ def _write(options: argparse.Namespace, report: PlanReport) -> None:
         print_json("ronde-plan", plan_as_json(report))
     else:
         print(draw_plan(report, is_advice_shown=options.advise), end="")
+    return 0
 
 
 def _read_inputs(options: argparse.Namespace) -> tuple[Inputs, dict[str, float]]:
@@ -197,6 +193,7 @@ def _with_points(options: argparse.Namespace, inputs: Inputs) -> Inputs:
         setup = replace(setup, cluster=replace(cluster, inside=None, between=None))
     unknown = [key for key in _WANTED if facts.fact_of(setup, key) in (None, "")]
     unknown += ["batch"] * (setup.points[0].size.batch is None)
+    unknown += ["units of a sample"] * (setup.program.units_a_sample is None)
     return inputs._replace(
         setup=setup, assumed=assumed, unknown=unknown, left_out=left_out
     )
@@ -263,9 +260,11 @@ def _read_points(text: str) -> list[tuple[int, float]]:
         ) from None
 
 
-def _read_unit(text: str) -> tuple[str, float]:
+def _read_unit(text: str) -> tuple[str, float | None]:
     unit, colon, count = text.partition(":")
-    return one_of(*_UNITS)(unit), facts.number_from(1)(count) if colon else 1.0
+    one_of(*_UNITS)(unit)
+    usual = None if unit == "tokens" else 1.0
+    return unit, facts.number_from(1)(count) if colon else usual
 
 
 def _read_samples(options: argparse.Namespace) -> float | None:
@@ -303,8 +302,6 @@ def _fit_lines(options: argparse.Namespace, setup: Setup, size: Size) -> Iterabl
 
 
 _POSITIONALS = {"records": "*"}
-
-
 _TYPES: Mapping[str, Callable[[str], Any]] = {
     **{f"--{key.replace('_', '-')}": fact.read for key, fact in facts.FACTS.items()},
     "NUMBERS": _read_numbers,
@@ -313,6 +310,6 @@ _TYPES: Mapping[str, Callable[[str], Any]] = {
     "--cost": facts.read_pairs,
     "AXES": Layout.parse,
     "SIZE": parse_size_bytes,
-    "COUNT": facts.read_count,
+    "COUNT": parse_count,
     "X": facts.number_from(),
 }

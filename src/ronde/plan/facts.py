@@ -10,20 +10,16 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from ronde.arguments import one_of, whole_number
+from ronde.collectives.pricing import ALL_REDUCES
 from ronde.errors import UsageError
 from ronde.plan.setup import Exchange, Overlap, Setup
-from ronde.units import parse_size_bytes
+from ronde.units import parse_count, parse_size_bytes
 
-ALGORITHMS = (
-    *("ring", "tree", "halving_doubling", "two_levels"),
-    *("parameter_server", "in_network", "nccl"),
-)
 _ITEMSIZES = {"float32": 4.0, "float16": 2.0, "bfloat16": 2.0}
 # PowerSGD of rank 4 on a large network, without the time of packing.
 _COMPRESSIONS = {"none": 1.0, "fp16": 0.5, "bf16": 0.5, "powersgd": 1 / 30}
 _RATE = re.compile(r"(?:([1-9]\d{0,3})x)?(\d+(?:\.\d+)?)([GMT]bit/s|[GM]B/s)")
 _GBIT = {"Mbit/s": 1e-3, "Gbit/s": 1.0, "Tbit/s": 1e3, "MB/s": 8e-3, "GB/s": 8.0}
-_COUNT_UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 _FARTHEST_BATCH = 8
 _LEAST, _MOST = 1e-9, 1e15  # beyond them predictions would overflow
 
@@ -41,19 +37,6 @@ def read_gbit_per_s(text: str) -> float:
 
 def _read_gb_per_s(text: str) -> float:
     return read_gbit_per_s(text) / 8
-
-
-def read_count(text: str) -> int:
-    match = re.fullmatch(
-        r"([0-9]+(?:\.[0-9]+)?(?:e[0-9]{1,2})?)([kmbt]?)", text.lower()
-    )
-    count = int(float(match[1]) * _COUNT_UNITS[match[2]]) if match else 0
-    if not 0 < count < 10**18:
-        raise UsageError(
-            f"must be a number of parameters, got {text!r}. Write it as 7B, 350M or "
-            "7e9."
-        )
-    return count
 
 
 def read_pairs(text: str) -> dict[str, str]:
@@ -90,13 +73,13 @@ class KnownFact(NamedTuple):
 
 
 FACTS: Mapping[str, KnownFact] = {
-    "parameters": KnownFact(read_count, "program", "num_parameters"),
+    "parameters": KnownFact(parse_count, "program", "num_parameters"),
     "dtype": KnownFact(_choice(_ITEMSIZES), "program", "itemsize"),
     "overlap": KnownFact(_choice({str(o): o for o in Overlap}), "program", "overlap"),
     "exchange": KnownFact(
         _choice({str(e): e for e in Exchange}), "program", "exchange"
     ),
-    "algorithm": KnownFact(one_of(*ALGORITHMS), "program", "algorithm"),
+    "algorithm": KnownFact(one_of(*ALL_REDUCES), "program", "algorithm"),
     "compression": KnownFact(_choice(_COMPRESSIONS), "program", "compression"),
     "bucket": KnownFact(parse_size_bytes, "program", "bucket_cap_bytes"),
     "compute": KnownFact(number_from(), "program", "compute_speed"),

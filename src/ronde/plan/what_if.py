@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
 
+from ronde.collectives.algorithms import ALGORITHMS
 from ronde.errors import UsageError
 from ronde.plan import facts
 from ronde.plan.answer import Between
@@ -91,13 +92,10 @@ def _with_size(change: WhatIf, key: str, text: str) -> WhatIf:
         value = facts.number_from()(text)
     except UsageError as error:
         raise UsageError(f"--what-if {key} {error}") from None
-    setup = change.setup
+    setup, batch = change.setup, change.setup.points[0].size.batch or 0.0
+    facts.require_near(setup, value if key == "batch" else batch, f"--what-if {key}")
     if key == "batch":
-        facts.require_near(setup, value, "--what-if batch")
         return change._replace(batch=value)
-    facts.require_near(
-        setup, setup.points[0].size.batch or 0.0, "--what-if accumulation"
-    )
     program = replace(setup.program, is_accumulating=True)
     return change._replace(setup=replace(setup, program=program), accumulation=value)
 
@@ -118,8 +116,8 @@ def advised_changes(setup: Setup, batch: float | None) -> Iterable[WhatIf]:
     if program.overlap is Overlap.NONE:
         tried["overlap=bucket"] = "software"
     if program.exchange is Exchange.ALL_REDUCE:
-        others = [a for a in facts.ALGORITHMS[:4] if a != program.algorithm]
-        tried |= {f"algorithm={name}": "free" for name in others}
+        others = {*ALGORITHMS, "two_levels"} - {program.algorithm}
+        tried |= {f"algorithm={name}": "free" for name in sorted(others)}
     if batch is not None:
         tried |= {f"batch={2 * batch:g}": "free", "accumulation=2": "free"}
     g = cluster.ranks_per_node

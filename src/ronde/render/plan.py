@@ -181,19 +181,12 @@ def plan_as_json(report: PlanReport) -> dict[str, Any]:
 
 
 def _plain_row(row: SpeedRow) -> dict[str, Any]:
-    size, speed = row.size, row.speed
+    names = ("efficiency", "parts_s", "binds", "is_measured")
     return {
-        "ranks": size.num_ranks,
-        "nodes": size.num_nodes,
-        "batch": size.batch,
+        **dict(zip(("ranks", "nodes", "batch"), row.size, strict=False)),
+        **dict(zip(("low", "units_per_s", "high"), row.speed, strict=True)),
+        **{name: getattr(row, name) for name in names},
         "step_s": row.step.middle,
-        "units_per_s": speed.middle,
-        "low": speed.low,
-        "high": speed.high,
-        "efficiency": row.efficiency,
-        "parts_s": dict(row.parts_s),
-        "binds": list(row.binds),
-        "is_measured": row.is_measured,
     }
 
 

@@ -6,18 +6,13 @@ from html import escape
 from itertools import pairwise
 
 from ronde.plan.answer import SpeedRow
+from ronde.plan.step import PARTS
 from ronde.render.plan import PlanReport, header, number, part_name
 
-_COLORS = {
-    "compute": "#4e79a7",
-    "host": "#a0cbe8",
-    "input": "#76b7b2",
-    "bandwidth inside": "#f1ce63",
-    "bandwidth between": "#e15759",
-    "latency": "#b07aa1",
-    "fixed cost": "#bab0ac",
-    "stragglers": "#f28e2b",
-}
+_COLORS = (
+    *("#4e79a7", "#a0cbe8", "#f1ce63", "#e15759"),
+    *("#b07aa1", "#bab0ac", "#f28e2b", "#76b7b2"),
+)
 _LEFT, _RIGHT = 80, 700
 _TOP, _MIDDLE, _BARS, _BOTTOM = 50, 330, 380, 560
 _HEAD = """\
@@ -40,9 +35,10 @@ def draw_chart(report: PlanReport) -> str:
     least = min(row.speed.low for row in rows) / 1.4
     most = max(*ideal, *(row.speed.high for row in rows)) * 1.4
     y = _logarithmic(least, most, _MIDDLE, _TOP)
-    high = [(x(n), y(row.speed.high)) for n, row in zip(numbers, rows, strict=True)]
-    low = [(x(n), y(row.speed.low)) for n, row in zip(numbers, rows, strict=True)]
-    known = [(x(r.size.num_ranks), y(r.speed.middle)) for r in rows if r.speed.middle]
+    speeds = [(x(row.size.num_ranks), row.speed) for row in rows]
+    high = [(at, y(speed.high)) for at, speed in speeds]
+    low = [(at, y(speed.low)) for at, speed in speeds]
+    middle = [(at, y(speed.middle)) for at, speed in speeds if speed.middle]
     marks = [at for at, row in zip(high, rows, strict=True) if row.is_measured]
     labels = f"{unit}/s of all ranks; band: 80 %; dashed: linear; circles: measured"
     body = [
@@ -51,7 +47,7 @@ def draw_chart(report: PlanReport) -> str:
         _text(_LEFT, _TOP - 8, labels),
         _line("ideal", zip(map(x, numbers), map(y, ideal), strict=True)),
         _line("band", [*high, *reversed(low)]),
-        _line("line", known),
+        _line("line", middle),
         *(
             f'<circle class="mark" cx="{a:.1f}" cy="{b:.1f}" r="4.5"/>'
             for a, b in marks
@@ -121,7 +117,11 @@ def _bars(rows: Sequence[SpeedRow], x: _Scale) -> Iterable[str]:
 
 
 def _box(part: str, at: tuple[float, float], size: tuple[float, float]) -> str:
-    (x, y), (width, height), fill = at, size, _COLORS.get(part, "#9c755f")
+    (x, y), (width, height), fill = (
+        at,
+        size,
+        dict(zip(PARTS, _COLORS, strict=True))[part],
+    )
     return (
         f'<rect x="{x:.1f}" y="{y:.2f}" width="{width:.1f}" height="{height:.2f}" '
         f'fill="{fill}"/>'
