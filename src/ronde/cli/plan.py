@@ -108,6 +108,10 @@ def run(words: Sequence[str]) -> int:
     if not words or words[0] in ("-h", "--help"):
         print(_HELP, end="")
         return 0
+    if words[0] == "validate":
+        from ronde.cli.plan_validate import run as run_validate
+
+        return run_validate(words[1:])
     if words[0] not in _VERBS:
         refuse_verb(words[0], [*_VERBS], "ronde plan")
     run_verb, help_text, positionals = _VERBS[words[0]]
