@@ -11,6 +11,7 @@ import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from statistics import median
 from typing import Any, cast
 
 import torch
@@ -20,12 +21,12 @@ import ronde.torch as hvd
 from ronde.bench.training.outcome import Phase, TrainOptions, Variant, find_model
 from ronde.bench.training.replica import Stopwatch
 from ronde.bench.training.torch_replicas import torch_replicas
-from ronde.collectives import Communicator
-from ronde.parallel.buckets import BucketLimits, GradientSpec, plan_buckets
-from ronde.plan.validation import LATENCY_BYTES, Emulated, StepRequest
+from ronde.parallel import BucketLimits, GradientSpec, plan_buckets
+from ronde.plan.validation import SIZES_BYTES, MeasuredSteps, StepRequest
 from ronde.session.session import current_session
 
 _NUM_WARM_UP = 2
+_NUM_BUCKETS = 8
 _NUM_BATCHES = 5
 _NUM_SMALL_CALLS = 8
 
@@ -44,7 +45,6 @@ def run_rank(text: str) -> None:
 
 
 def _measure(request: StepRequest) -> dict[str, Any]:
-    communicator = current_session().states[0].communicator
     with _replicas(request) as (make, groups):
         alone = make(Variant.ONE_RANK)
         arrivals = _note_arrivals(alone)
@@ -52,23 +52,24 @@ def _measure(request: StepRequest) -> dict[str, Any]:
         clock = Stopwatch(lambda: None)
         alone_s = _time_steps(alone, request.num_steps, clock)
         steps_s = _time_steps(both, request.num_steps, Stopwatch())
-    phases = clock.seconds_a_step(request.num_steps)
+    phases_s = clock.seconds_a_step(request.num_steps)
     weights = list(alone.model.parameters())
     order = sorted(arrivals, key=lambda index: arrivals[index])
-    last_s = phases[Phase.BACKWARD] - arrivals[order[-1]]
+    offset_s = phases_s[Phase.BACKWARD] - arrivals[order[-1]]
     specs = [GradientSpec(weight.numel(), weight.itemsize, "") for weight in weights]
     plans = plan_buckets(specs, order, BucketLimits(), groups)
     latest_s = [max(arrivals[slot.index] for slot in plan.slots) for plan in plans]
-    return {
-        "num_ranks": hvd.size(),
-        "ranks_per_node": hvd.local_size(),
-        "steps_s": steps_s,
-        "alone_s": alone_s,
-        "backward_s": phases[Phase.BACKWARD],
-        "bucket_bytes": [4 * plan.numel for plan in plans],
-        "ready_s": [last_s + each for each in latest_s],
-        "times_s": _time_all_reduce(communicator, request.sizes),
-    }
+    return MeasuredSteps(
+        hvd.size(),
+        hvd.local_size(),
+        steps_s,
+        median(alone_s),
+        phases_s[Phase.BACKWARD],
+        phases_s[Phase.UPDATE],
+        [specs[0].itemsize * plan.numel for plan in plans],
+        [each + offset_s for each in latest_s],
+        [_time_all_reduce(size) for size in request.sizes if hvd.size() > 1],
+    )._asdict()
 
 
 class _Layer(torch.autograd.Function):
@@ -85,15 +86,16 @@ class _Layer(torch.autograd.Function):
 class _EmulatedReplica:
     """An emulated model and its optimizer."""
 
-    def __init__(self, facts: Emulated, variant: Variant) -> None:
-        self._facts = facts
+    def __init__(self, request: StepRequest, variant: Variant) -> None:
+        self._forward_s, layers = request.emulated_layers()
+        self._ready_s = [ready_s for _, ready_s in layers]
         self._begun_s = 0.0
-        self._weights = [nn.Parameter(torch.zeros(n)) for n, _ in facts.layers]
+        self._weights = [nn.Parameter(torch.zeros(numel)) for numel, _ in layers]
         self._gradients = [torch.full_like(each, 1e-3) for each in self._weights]
         self.model = nn.ParameterList(self._weights)
         self._optimizer: Any = torch.optim.SGD(self._weights, lr=0.1)
         if variant is Variant.ALL_RANKS:
-            groups = [[self._weights[i] for i in group] for group in facts.groups]
+            groups = [[self._weights[i] for i in group] for group in _groups(request)]
             named = self.model.named_parameters()
             self._optimizer = hvd.DistributedOptimizer(
                 self._optimizer, named, groups=groups
@@ -101,7 +103,7 @@ class _EmulatedReplica:
 
     def step(self, clock: Stopwatch) -> None:
         clock.start()
-        time.sleep(self._facts.forward_s)
+        time.sleep(self._forward_s)
         value = torch.zeros(1, requires_grad=True)
         # Backward runs from the last layer that was applied to the first.
         for index, weight in reversed(list(enumerate(self._weights))):
@@ -116,17 +118,23 @@ class _EmulatedReplica:
         clock.mark(Phase.UPDATE)
 
     def _wait(self, index: int) -> Tensor:
-        due_s = self._begun_s + self._facts.layers[index][1]
+        due_s = self._begun_s + self._ready_s[index]
         time.sleep(max(0.0, due_s - time.perf_counter()))
         return self._gradients[index]
+
+
+def _groups(request: StepRequest) -> list[range]:
+    """Return the layers of each bucket; fewer buckets would overlap less."""
+    num_layers = len(request.emulated_layers()[1])
+    step = -(-num_layers // _NUM_BUCKETS)
+    return [range(i, min(i + step, num_layers)) for i in range(0, num_layers, step)]
 
 
 @contextmanager
 def _replicas(request: StepRequest) -> Generator[tuple[Any, Sequence[Sequence[int]]]]:
     """Yield a function that makes a replica, and the layers of its buckets."""
     if request.compute == "emulated":
-        facts = request.emulated()
-        yield partial(_EmulatedReplica, facts), facts.groups
+        yield partial(_EmulatedReplica, request), _groups(request)
         return
     model = find_model(request.model)
     with torch_replicas(TrainOptions(model, model.batch), torch.device("cpu")) as make:
@@ -155,21 +163,17 @@ def _time_steps(replica: Any, num_steps: int, clock: Stopwatch) -> list[float]: 
     return hvd.allreduce(torch.tensor(ends_s, dtype=torch.float64).diff()).tolist()
 
 
-def _time_all_reduce(
-    communicator: Communicator, sizes: Sequence[int]
-) -> list[tuple[int, list[float]]]:
-    """Return the slowest rank's seconds for each size; collective."""
-    found: list[tuple[int, list[float]]] = []
-    for size in sizes if communicator.size > 1 else ():
-        tensor = communicator.allocate(size // 4, torch.float32)
-        num_calls = _NUM_SMALL_CALLS if size == LATENCY_BYTES else 1
-        own: list[float] = []
-        for _ in range(1 + _NUM_BATCHES):
-            communicator.barrier().wait()
-            begun_s = time.perf_counter()
-            for _ in range(num_calls):
-                communicator.all_reduce(tensor).wait()
-            own.append((time.perf_counter() - begun_s) / num_calls)
-        slowest = hvd.allreduce(torch.tensor(own[1:], dtype=torch.float64), op=hvd.Max)
-        found.append((size, slowest.tolist()))
-    return found
+def _time_all_reduce(num_bytes: int) -> float:
+    """Return the slowest rank's seconds, the median of several; collective."""
+    communicator = current_session().states[0].communicator
+    tensor = communicator.allocate(num_bytes // 4, torch.float32)
+    num_calls = _NUM_SMALL_CALLS if num_bytes == SIZES_BYTES[0] else 1
+    own_s: list[float] = []
+    for _ in range(1 + _NUM_BATCHES):
+        communicator.barrier().wait()
+        begun_s = time.perf_counter()
+        for _ in range(num_calls):
+            communicator.all_reduce(tensor).wait()
+        own_s.append((time.perf_counter() - begun_s) / num_calls)
+    times_s = torch.tensor(own_s[1:], dtype=torch.float64)
+    return float(hvd.allreduce(times_s, op=hvd.Max).median())

@@ -5,28 +5,25 @@ import json
 import math
 import re
 import sys
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from statistics import median
 
 from ronde.arguments import CommandParser, one_of, require_alone, whole_number
 from ronde.cli.topo import print_json
 from ronde.errors import UsageError
+from ronde.parallel import RankLayout
 from ronde.plan.testbed import Starter, emulated_hosts, launched, run_ranks
 from ronde.plan.validation import (
-    PRICED,
     SIZES_BYTES,
-    UNLIMITED_BYTES_PER_S,
     Case,
     MeasuredSteps,
     Measurement,
     StepRequest,
     judge,
-    latency_share,
     layout_of,
     predict_steps,
-    slower_rate,
-    summarize,
 )
 from ronde.topology.machine import count_cores
 from ronde.units import counted
@@ -68,6 +65,7 @@ example:
   ronde plan validate -n 1,2,4,8 --rate 100Mbit/s --model vgg
 """
 _NUM_STEPS = 8
+_UNLIMITED_RATE = 2e9  # for which a model is sized if the line has no limit
 _FACTORS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 _ENGINES = ("auto", "shared_memory", "gloo", "scheduled", "hierarchical")
 _EMULATED = ("resnet", "vgg")
@@ -129,8 +127,7 @@ def run(words: Sequence[str]) -> int:
     own = 1 if options.rate or options.hosts else options.n[-1]
     per_node = options.per_node or own
     num_measured = _count_measured(options.n, per_node)
-    with _open_testbed(options, per_node) as start:
-        return _validate(options, per_node, num_measured, start)
+    return _validate(options, per_node, num_measured)
 
 
 def _count_measured(sizes: Sequence[int], per_node: int) -> int:
@@ -152,112 +149,105 @@ def _count_measured(sizes: Sequence[int], per_node: int) -> int:
     return num_measured
 
 
-def _choose_engine(
-    options: argparse.Namespace, per_node: int
-) -> tuple[str, dict[str, str]]:
-    """Return the algorithm to price, and the variables of the engine."""
-    is_one_node = options.n[-1] <= per_node
+def _validate(options: argparse.Namespace, per_node: int, num_measured: int) -> int:
+    rate, is_real = options.rate or math.inf, options.compute == "real"
     engine = options.engine or ("gloo" if options.rate else "auto")
-    used = engine
-    if engine == "auto":
-        several = "hierarchical" if per_node > 1 else "gloo"
-        used = "shared_memory" if is_one_node else several
-    if options.algorithm and used != "scheduled":
-        raise UsageError(
-            f"--algorithm needs --engine scheduled, got {used}. Leave it out."
-        )
-    if used == "shared_memory" and not is_one_node:
-        raise UsageError(
-            "--engine must reach other hosts, got shared_memory. Type: --engine gloo"
-        )
-    env = {"RONDE_ENGINE": engine, "RONDE_ALGORITHM": options.algorithm or ""}
-    return options.algorithm or PRICED[used], env
-
-
-@contextmanager
-def _open_testbed(options: argparse.Namespace, per_node: int) -> Generator[Starter]:
-    if options.rate:
-        num_hosts = -(-options.n[-1] // per_node)
-        with emulated_hosts(num_hosts, per_node, options.rate) as start:
-            yield start
-    elif options.hosts:
-        words = ("-H", options.hosts, "--nproc-per-node", str(per_node))
-        yield partial(launched, words)
-    else:
-        yield partial(launched, ("--standalone",))
-
-
-def _validate(
-    options: argparse.Namespace, per_node: int, num_measured: int, start: Starter
-) -> int:
-    algorithm, env = _choose_engine(options, per_node)
-    sizes, is_real = options.n, options.compute == "real"
-    is_limited = math.isfinite(options.rate or math.inf)
+    algorithm = options.algorithm or _priced(engine, options.n[-1], per_node)
     request = StepRequest(
         options.compute or "emulated",
         options.model or ("mlp" if is_real else "resnet"),
-        options.rate / 8 if is_limited else UNLIMITED_BYTES_PER_S,
+        min(rate, _UNLIMITED_RATE) / 8,
         options.seed or 0,
         _NUM_STEPS,
         SIZES_BYTES,
     )
-
-    def log(text: str) -> None:
-        print(text, file=sys.stderr if options.json else sys.stdout, flush=True)
-
-    def measure(num_ranks: int, request: StepRequest) -> MeasuredSteps:
-        words = ("plan", "validate", "--rank", json.dumps(request))
-        return MeasuredSteps(**run_ranks(start(num_ranks, words, env)))
-
-    log(_title(request, options, per_node))
+    env = {"RONDE_ENGINE": engine, "RONDE_ALGORITHM": options.algorithm or ""}
+    log = partial(print, file=sys.stderr if options.json else sys.stdout, flush=True)
+    layouts = [layout_of(num_ranks, per_node) for num_ranks in options.n]
     runs: list[MeasuredSteps] = []
-    for num_ranks in sizes[:num_measured]:
-        runs.append(measure(num_ranks, request))
-        log(f"{num_ranks:5}  measured   {runs[-1].step_s:.4f} s")
-    cores = 0 if options.hosts else count_cores()
-    measurement = Measurement(runs, algorithm, cores, is_limited, not is_real)
-    layouts = [layout_of(num_ranks, per_node) for num_ranks in sizes[num_measured:]]
-    predictions = predict_steps(measurement, layouts)
-    for layout, predicted in zip(layouts, predictions, strict=True):
-        low, middle, high = predicted
-        log(
-            f"{layout.num_ranks:5}  predicted  {middle:.4f} s, 80 % within {low:.4f} .. "
-            f"{high:.4f} s"
-        )
     cases: list[Case] = []
-    for layout, predicted in zip(layouts, predictions, strict=True):
-        run = measure(layout.num_ranks, request._replace(sizes=SIZES_BYTES[:1]))
-        share = latency_share(algorithm, run)
-        case = Case(layout.num_ranks, *predicted, run.step_s, share)
-        cases.append(case)
-        log(_show(case, request.bytes_per_s))
-    log(summarize(cases))
+    with _testbed(options, per_node, env) as start:
+
+        def measure(layout: RankLayout, sizes: Sequence[int]) -> MeasuredSteps:
+            words = json.dumps(request._replace(sizes=sizes))
+            commands = start(layout.num_ranks, ("plan", "validate", "--rank", words))
+            return MeasuredSteps(**run_ranks(commands))
+
+        log(_title(options, request, per_node, algorithm))
+        for layout in layouts[:num_measured]:
+            runs.append(measure(layout, SIZES_BYTES))
+            log(f"{layout.num_ranks:5}  measured   {runs[-1].step_s:.4f} s")
+        cores = math.inf if options.hosts else count_cores()
+        measurement = Measurement(
+            runs, algorithm, cores, math.isfinite(rate), not is_real
+        )
+        others = layouts[num_measured:]
+        predictions = predict_steps(measurement, others)
+        for layout, (low, middle, high) in zip(others, predictions, strict=True):
+            interval = f"80 % within {low:.4f} .. {high:.4f} s"
+            log(f"{layout.num_ranks:5}  predicted  {middle:.4f} s, {interval}")
+        for layout, predicted in zip(others, predictions, strict=True):
+            run = measure(layout, SIZES_BYTES[:1])
+            share = run.latency_share(algorithm)
+            cases.append(Case(layout.num_ranks, predicted, run.step_s, share))
+            log(_show(cases[-1], min(rate, _UNLIMITED_RATE)))
+    errors = [abs(case.error) for case in cases if case.is_valid]
+    inside = sum(case.is_inside for case in cases if case.is_valid)
+    if errors:
+        error = f"median error {100 * median(errors):.1f} %"
+        log(f"{inside} of {len(errors)} inside the interval, {error}")
     if options.json:
         content = {
             "request": request._asdict() | {"rate_bit_per_s": options.rate},
+            "engine": engine,
             "algorithm": algorithm,
-            "env": env,
             "ranks_per_node": per_node,
             "measured": [run._asdict() for run in runs],
-            "cases": [case.content() for case in cases],
+            "predicted": [case.content() for case in cases],
         }
         print_json("ronde-plan-validate", content)
     return judge(cases)
 
 
-def _title(request: StepRequest, options: argparse.Namespace, per_node: int) -> str:
-    where = "all ranks on this machine, whose line has no limit"
+def _priced(engine: str, num_ranks: int, per_node: int) -> str:
+    """Return the algorithm whose price is that of an engine."""
+    is_one_node = num_ranks <= per_node
+    if engine == "shared_memory" or (engine == "auto" and is_one_node):
+        return "parameter_server"  # every byte is copied in and out once
+    is_split = engine == "hierarchical" or (engine == "auto" and per_node > 1)
+    return "two_levels" if is_split else "ring"
+
+
+@contextmanager
+def _testbed(
+    options: argparse.Namespace, per_node: int, env: Mapping[str, str]
+) -> Generator[Starter]:
+    words = ("--standalone",)
+    if options.hosts:
+        words = ("-H", options.hosts, "--nproc-per-node", str(per_node))
+    if not options.rate:
+        yield partial(launched, words, env)
+        return
+    num_hosts = -(-options.n[-1] // per_node)
+    with emulated_hosts(num_hosts, per_node, options.rate, env) as start:
+        yield start
+
+
+def _title(
+    options: argparse.Namespace, request: StepRequest, per_node: int, algorithm: str
+) -> str:
+    where = "this machine, without a limited line"
     if options.hosts or options.rate:
-        where = f"{counted(per_node, 'rank')} a host"
+        where = f"hosts of {counted(per_node, 'rank')}"
     if options.rate:
-        rate = f"{options.rate / 1e6:g} Mbit/s"
-        where += f", {'unlimited lines' if math.isinf(options.rate) else rate}"
-    return f"{request.compute} {request.model}, seed {request.seed}; {where}"
+        where += f", lines of {options.rate / 1e6:g} Mbit/s"
+    name = f"{request.compute} {request.model}, seed {request.seed}"
+    return f"{name}; priced as {algorithm}; {where}"
 
 
-def _show(case: Case, bytes_per_s: float) -> str:
-    text = f"error {100 * case.error:+.1f} %, {'in' if case.is_inside else 'OUT'}side"
+def _show(case: Case, rate: float) -> str:
+    text = f"error {100 * case.error:+.1f} %, {'in' if case.is_inside else 'out'}side"
     if not case.is_valid:
-        rate = slower_rate(bytes_per_s, case.latency_share) * 8 / 1e6
-        text = f"machine too small for this rate; try --rate {rate:g}Mbit/s"
+        lower = f"{case.slower_rate(rate) / 1e6:g}Mbit/s"
+        text = f"machine too small for this rate; try --rate {lower}"
     return f"{case.num_ranks:5}  measured   {case.measured_s:.4f} s, {text}"
