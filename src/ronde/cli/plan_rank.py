@@ -21,7 +21,7 @@ import ronde.torch as hvd
 from ronde.bench.training.outcome import Phase, TrainOptions, Variant, find_model
 from ronde.bench.training.replica import Stopwatch
 from ronde.bench.training.torch_replicas import torch_replicas
-from ronde.parallel import BucketLimits, GradientSpec, plan_buckets
+from ronde.parallel.buckets import BucketLimits, GradientSpec, plan_buckets
 from ronde.plan.validation import SIZES_BYTES, MeasuredSteps, StepRequest
 from ronde.session.session import current_session
 
@@ -50,9 +50,11 @@ def _measure(request: StepRequest) -> dict[str, Any]:
         arrivals = _note_arrivals(alone)
         both = make(Variant.ALL_RANKS) if hvd.size() > 1 else alone
         clock = Stopwatch(lambda: None)
-        alone_s = _time_steps(alone, request.num_steps, clock)
+        # Only the first sizes are known by their parts.
+        num_alone = request.num_steps if len(request.sizes) > 1 else 1
+        alone_s = _time_steps(alone, num_alone, clock)
         steps_s = _time_steps(both, request.num_steps, Stopwatch())
-    phases_s = clock.seconds_a_step(request.num_steps)
+    phases_s = clock.seconds_a_step(num_alone)
     weights = list(alone.model.parameters())
     order = sorted(arrivals, key=lambda index: arrivals[index])
     offset_s = phases_s[Phase.BACKWARD] - arrivals[order[-1]]
@@ -145,9 +147,11 @@ def _note_arrivals(replica: Any) -> dict[int, float]:  # noqa: ANN401
     """Return the times at which the gradients of the last step arrived."""
     arrivals: dict[int, float] = {}
     for index, weight in enumerate(replica.model.parameters()):
-        weight.register_post_accumulate_grad_hook(
-            lambda _, index=index: arrivals.update({index: time.perf_counter()})
-        )
+
+        def note(_: Tensor, index: int = index) -> None:
+            arrivals[index] = time.perf_counter()
+
+        weight.register_post_accumulate_grad_hook(note)
     return arrivals
 
 
@@ -160,7 +164,8 @@ def _time_steps(replica: Any, num_steps: int, clock: Stopwatch) -> list[float]: 
     for _ in range(num_steps):
         replica.step(clock)
         ends_s.append(time.perf_counter())
-    return hvd.allreduce(torch.tensor(ends_s, dtype=torch.float64).diff()).tolist()
+    steps_s = torch.tensor(ends_s, dtype=torch.float64).diff()
+    return cast("list[float]", hvd.allreduce(steps_s).tolist())
 
 
 def _time_all_reduce(num_bytes: int) -> float:

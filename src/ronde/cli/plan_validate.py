@@ -8,12 +8,11 @@ import sys
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from statistics import median
 
 from ronde.arguments import CommandParser, one_of, require_alone, whole_number
 from ronde.cli.topo import print_json
 from ronde.errors import UsageError
-from ronde.parallel import RankLayout
+from ronde.parallel.layout import RankLayout
 from ronde.plan.testbed import Starter, emulated_hosts, launched, run_ranks
 from ronde.plan.validation import (
     SIZES_BYTES,
@@ -24,10 +23,11 @@ from ronde.plan.validation import (
     judge,
     layout_of,
     predict_steps,
+    summarize,
 )
 from ronde.topology.machine import count_cores
 from ronde.units import counted
-from ronde.world import ALGORITHMS
+from ronde.world.environment import ALGORITHMS
 
 _HELP = """\
 usage: ronde plan validate -n SIZES [options]
@@ -49,6 +49,7 @@ options:
                   small ones (default: resnet); real: a model of ronde bench
                   train (default: mlp)
   --seed N        variation of the emulated model (default: 0)
+  --steps N       measured steps of each size (default: 8)
   --engine NAME   engine, as for ronde run (default: gloo with --rate, or auto)
   --algorithm NAME
                   of the engine scheduled
@@ -98,7 +99,8 @@ _TYPES = {
     "SIZES": _read_sizes,
     "RATE": _read_rate,
     "G": whole_number(1),
-    "N": whole_number(),
+    "--seed": whole_number(),
+    "--steps": whole_number(1),
     "--compute": one_of("emulated", "real"),
     "--engine": one_of(*_ENGINES),
     "--algorithm": one_of(*ALGORITHMS),
@@ -120,8 +122,8 @@ def run(words: Sequence[str]) -> int:
         raise UsageError("-n is required. Type: -n 1,2,4,8")
     if options.compute != "real" and options.model not in (None, *_EMULATED):
         raise UsageError(
-            f"--model must be {' or '.join(_EMULATED)}, got {options.model!r}. Or type: "
-            "--compute real"
+            f"--model must be {' or '.join(_EMULATED)}, got {options.model!r}, as no "
+            "model of ronde bench train is emulated. Type: --compute real"
         )
     require_alone(options, "--rate", "--hosts")
     own = 1 if options.rate or options.hosts else options.n[-1]
@@ -158,55 +160,46 @@ def _validate(options: argparse.Namespace, per_node: int, num_measured: int) -> 
         options.model or ("mlp" if is_real else "resnet"),
         min(rate, _UNLIMITED_RATE) / 8,
         options.seed or 0,
-        _NUM_STEPS,
+        options.steps or _NUM_STEPS,
         SIZES_BYTES,
     )
     env = {"RONDE_ENGINE": engine, "RONDE_ALGORITHM": options.algorithm or ""}
-    log = partial(print, file=sys.stderr if options.json else sys.stdout, flush=True)
+    cores = math.inf if options.hosts else count_cores()
+    facts = Measurement((), algorithm, cores, math.isfinite(rate), not is_real)
     layouts = [layout_of(num_ranks, per_node) for num_ranks in options.n]
-    runs: list[MeasuredSteps] = []
-    cases: list[Case] = []
+    log = partial(print, file=sys.stderr if options.json else sys.stdout, flush=True)
+    log(_title(options, request, per_node, algorithm))
     with _testbed(options, per_node, env) as start:
-
-        def measure(layout: RankLayout, sizes: Sequence[int]) -> MeasuredSteps:
-            words = json.dumps(request._replace(sizes=sizes))
-            commands = start(layout.num_ranks, ("plan", "validate", "--rank", words))
-            return MeasuredSteps(**run_ranks(commands))
-
-        log(_title(options, request, per_node, algorithm))
+        runs: list[MeasuredSteps] = []
         for layout in layouts[:num_measured]:
-            runs.append(measure(layout, SIZES_BYTES))
+            runs.append(_measure(start, layout, request))
             log(f"{layout.num_ranks:5}  measured   {runs[-1].step_s:.4f} s")
-        cores = math.inf if options.hosts else count_cores()
-        measurement = Measurement(
-            runs, algorithm, cores, math.isfinite(rate), not is_real
-        )
         others = layouts[num_measured:]
-        predictions = predict_steps(measurement, others)
+        predictions = predict_steps(facts._replace(runs=runs), others)
         for layout, (low, middle, high) in zip(others, predictions, strict=True):
             interval = f"80 % within {low:.4f} .. {high:.4f} s"
             log(f"{layout.num_ranks:5}  predicted  {middle:.4f} s, {interval}")
+        cases: list[Case] = []
         for layout, predicted in zip(others, predictions, strict=True):
-            run = measure(layout, SIZES_BYTES[:1])
+            run = _measure(start, layout, request._replace(sizes=SIZES_BYTES[:1]))
             share = run.latency_share(algorithm)
             cases.append(Case(layout.num_ranks, predicted, run.step_s, share))
-            log(_show(cases[-1], min(rate, _UNLIMITED_RATE)))
-    errors = [abs(case.error) for case in cases if case.is_valid]
-    inside = sum(case.is_inside for case in cases if case.is_valid)
-    if errors:
-        error = f"median error {100 * median(errors):.1f} %"
-        log(f"{inside} of {len(errors)} inside the interval, {error}")
+            log(cases[-1].shown(8 * request.bytes_per_s))
+    log(summarize(cases))
     if options.json:
         content = {
             "request": request._asdict() | {"rate_bit_per_s": options.rate},
-            "engine": engine,
-            "algorithm": algorithm,
-            "ranks_per_node": per_node,
+            "setting": {**env, **facts._asdict(), "ranks_per_node": per_node},
             "measured": [run._asdict() for run in runs],
             "predicted": [case.content() for case in cases],
         }
         print_json("ronde-plan-validate", content)
     return judge(cases)
+
+
+def _measure(start: Starter, layout: RankLayout, request: StepRequest) -> MeasuredSteps:
+    words = ("plan", "validate", "--rank", json.dumps(request))
+    return MeasuredSteps(**run_ranks(start(layout.num_ranks, words)))
 
 
 def _priced(engine: str, num_ranks: int, per_node: int) -> str:
@@ -243,11 +236,3 @@ def _title(
         where += f", lines of {options.rate / 1e6:g} Mbit/s"
     name = f"{request.compute} {request.model}, seed {request.seed}"
     return f"{name}; priced as {algorithm}; {where}"
-
-
-def _show(case: Case, rate: float) -> str:
-    text = f"error {100 * case.error:+.1f} %, {'in' if case.is_inside else 'out'}side"
-    if not case.is_valid:
-        lower = f"{case.slower_rate(rate) / 1e6:g}Mbit/s"
-        text = f"machine too small for this rate; try --rate {lower}"
-    return f"{case.num_ranks:5}  measured   {case.measured_s:.4f} s, {text}"

@@ -5,6 +5,10 @@ from ronde.lazy_exports import lazy_exports
 __getattr__ = lazy_exports(
     __name__,
     {
+        "validation": (
+            "Case MeasuredSteps Measurement Predicted judge layout_of predict_steps "
+            "slower_rate summarize"
+        ),
         "walk": "Walk even_ready walk",
     },
 )

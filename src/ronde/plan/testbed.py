@@ -24,7 +24,7 @@ from ronde.launch.environments import base_environment, own_environment
 from ronde.processes import end_with
 
 _POLL_S = 0.1
-_LEAST_BURST_BYTES = 16384
+_LEAST_BURST_BYTES = 1 << 17  # for packets of 64 KiB, which smaller bursts cut up
 _BURST_S = 1e-3  # longer than a timer is late, shorter than a bucket takes
 _PORT = "29500"  # all are free in a new namespace
 
@@ -93,8 +93,8 @@ def emulated_hosts(
     """
     if os.geteuid() != 0:
         raise UsageError(
-            "--rate needs root, as only root can limit a line. Leave it out to use this "
-            "machine's own."
+            "--rate needs root, as only root can limit a line. Leave it out to use "
+            "this machine's own."
         )
     with ExitStack() as exits:
         switch = exits.enter_context(_namespace())
@@ -173,6 +173,6 @@ def _run_in(pid: str, script: str) -> None:
     done = subprocess.run(words, check=False, capture_output=True, text=True)
     if done.returncode:
         raise UsageError(
-            f"--rate needs network namespaces, but got: {done.stderr.strip()}. Leave it "
-            "out to use this machine's own line."
+            f"--rate needs network namespaces, but got: {done.stderr.strip()}. Leave "
+            "it out to use this machine's own line."
         )

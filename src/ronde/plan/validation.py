@@ -18,14 +18,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ronde.collectives import LinkCost, LinkCosts, all_reduce_s, fit_link
+from ronde.collectives.fitting import fit_link
+from ronde.collectives.pricing import LinkCost, LinkCosts, all_reduce_s
 from ronde.errors import UsageError
-from ronde.parallel import RankLayout
+from ronde.parallel.layout import RankLayout
 from ronde.plan.walk import walk
 
 SIZES_BYTES = (4, 4096, 65536, 1 << 18, 1 << 20, 1 << 22)
 """The lengths of the timed all_reduces; the first gives the latency."""
-STEP_ERROR = 0.02  # of a step
+STEP_ERROR = 0.03  # of a step
 COST_ERROR = 0.08  # of the communication at twice the ranks
 _NUM_DRAWS = 1000
 _MOST_LATENCY = 0.1  # of a step
@@ -120,7 +121,10 @@ def predict_steps(
     """Predict steps of more ranks than the last measured run has, which is several."""
     base, cores = measurement.runs[-1], measurement.shared_cores
     within = [r for r in measurement.runs if r.layout.num_nodes == 1 < r.num_ranks]
-    links = [_fit(measurement.algorithm, r) for r in ((within or [base])[-1], base)]
+    inside, between = (
+        _fit(measurement.algorithm, run) for run in ([base, *within][-1], base)
+    )
+    costs = LinkCosts(inside, between)
     draws = np.random.default_rng(0).standard_normal((2, _NUM_DRAWS))
 
     def steps_s(layout: RankLayout, cost_error: float) -> NDArray[np.float64]:
@@ -128,7 +132,7 @@ def predict_steps(
         work = 1.0 if measurement.is_emulated else crowd
         slow = 1.0 if measurement.is_line_limited else crowd
         prices = [
-            all_reduce_s(measurement.algorithm, size, layout, LinkCosts(*links))
+            float(all_reduce_s(measurement.algorithm, size, layout, costs))
             for size in base.bucket_bytes
         ]
         cost_s = np.outer(prices, slow * np.exp(cost_error * draws[0]))
@@ -188,15 +192,32 @@ class Case(NamedTuple):
         judged = {name: getattr(self, name) for name in names}
         return {"ranks": self.num_ranks, **self.predicted._asdict(), **judged}
 
-    def slower_rate(self, rate: float) -> float:
-        """Return a rate at which the latency would be a small part of a step."""
-        # A step of an emulated model is longer at a lower rate.
-        rate /= (self.latency_share / _MOST_LATENCY) ** (1 / _SIZING_POWER)
-        unit = 10 ** np.floor(np.log10(rate))
-        return float(max(digit * unit for digit in (1, 2, 5) if digit * unit <= rate))
+    def shown(self, rate_bit: float) -> str:
+        text = f"error {100 * self.error:+.1f} %, {'in' * self.is_inside or 'out'}side"
+        if not self.is_valid:
+            slower = slower_rate(rate_bit, self.latency_share) / 1e6
+            text = f"machine too small for this rate; try --rate {slower:g}Mbit/s"
+        return f"{self.num_ranks:5}  measured   {self.measured_s:.4f} s, {text}"
+
+
+def slower_rate(rate: float, latency_share: float) -> float:
+    """Return a rate at which latency would be a small part of an emulated step."""
+    # The lower the rate, the longer is a step.
+    rate /= (latency_share / _MOST_LATENCY) ** (1 / _SIZING_POWER)
+    unit = 10 ** np.floor(np.log10(rate))
+    return float(max(digit * unit for digit in (1, 2, 5) if digit * unit <= rate))
 
 
 def judge(cases: Sequence[Case]) -> int:
     """Return 1 if most valid cases miss their interval, 2 if none is valid, else 0."""
     inside = [case.is_inside for case in cases if case.is_valid]
     return 2 if not inside else int(2 * sum(inside) < len(inside))
+
+
+def summarize(cases: Sequence[Case]) -> str:
+    valid = [case for case in cases if case.is_valid]
+    if not valid:
+        return "no size counts, as this machine has too few cores"
+    error = median(abs(case.error) for case in valid)
+    num_inside = sum(case.is_inside for case in valid)
+    return f"{num_inside} of {len(valid)} inside, median error {100 * error:.1f} %"
