@@ -126,7 +126,6 @@ def test_a_slower_rate_is_lower_and_round():
         (("-n", "1,2,4", "--rate", "5"), "a rate in bit/s"),
         (("-n", "1,2,4", "--rate", "5GB/s"), "a rate in bit/s"),
         (("-n", "1,2,4", "--rate", "0bit/s"), "a rate in bit/s"),
-        (("-n", "1,2,4", "--rate", "1Gbit/s", "-H", "a,b"), "cannot be combined"),
         (("-n", "1,2,4", "--model", "mlp"), "--compute real"),
         (("-n", "1,2,4", "--engine", "mpi"), "--engine must be"),
     ],

@@ -9,7 +9,7 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
-from ronde.arguments import CommandParser, one_of, require_alone, whole_number
+from ronde.arguments import CommandParser, one_of, whole_number
 from ronde.cli.topo import print_json
 from ronde.errors import UsageError
 from ronde.parallel.layout import RankLayout
@@ -39,8 +39,9 @@ options:
                   that communicates over the line are measured before the
                   prediction
   --rate RATE     as root: give each host, a network namespace of this machine,
-                  a line of this rate, as 100Mbit/s, 1Gbit/s or unlimited
-  --per-node G    ranks of a host; with --rate, 1 if not given
+                  a line of this rate, as 100Mbit/s, 1Gbit/s or unlimited;
+                  with -H: the rate of the hosts' lines, for the model's size
+  --per-node G    ranks of a host; with --rate or -H, 1 if not given
   -H, --hosts HOSTS
                   hosts and their slots, as for ronde run
   --compute NAME  emulated: the model's layers only wait, as ranks may
@@ -125,7 +126,6 @@ def run(words: Sequence[str]) -> int:
             f"--model must be {' or '.join(_EMULATED)}, got {options.model!r}, as no "
             "model of ronde bench train is emulated. Type: --compute real"
         )
-    require_alone(options, "--rate", "--hosts")
     own = 1 if options.rate or options.hosts else options.n[-1]
     per_node = options.per_node or own
     num_measured = _count_measured(options.n, per_node)
@@ -215,15 +215,15 @@ def _priced(engine: str, num_ranks: int, per_node: int) -> str:
 def _testbed(
     options: argparse.Namespace, per_node: int, env: Mapping[str, str]
 ) -> Generator[Starter]:
-    words = ("--standalone",)
-    if options.hosts:
+    if options.rate and not options.hosts:
+        num_hosts = -(-options.n[-1] // per_node)
+        with emulated_hosts(num_hosts, per_node, options.rate, env) as start:
+            yield start
+    elif options.hosts:
         words = ("-H", options.hosts, "--nproc-per-node", str(per_node))
-    if not options.rate:
         yield partial(launched, words, env)
-        return
-    num_hosts = -(-options.n[-1] // per_node)
-    with emulated_hosts(num_hosts, per_node, options.rate, env) as start:
-        yield start
+    else:
+        yield partial(launched, ("--standalone",), env)
 
 
 def _title(

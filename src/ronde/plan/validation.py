@@ -28,6 +28,7 @@ SIZES_BYTES = (4, 4096, 65536, 1 << 18, 1 << 20, 1 << 22)
 """The lengths of the timed all_reduces; the first gives the latency."""
 STEP_ERROR = 0.03  # of a step
 COST_ERROR = 0.08  # of the communication at twice the ranks
+CROWD_ERROR = 0.1  # of the work of cores at twice the ranks
 _NUM_DRAWS = 1000
 _MOST_LATENCY = 0.1  # of a step
 _SIZING_POWER = 0.25
@@ -125,10 +126,11 @@ def predict_steps(
         _fit(measurement.algorithm, run) for run in ([base, *within][-1], base)
     )
     costs = LinkCosts(inside, between)
-    draws = np.random.default_rng(0).standard_normal((2, _NUM_DRAWS))
+    draws = np.random.default_rng(0).standard_normal((3, _NUM_DRAWS))
 
     def steps_s(layout: RankLayout, cost_error: float) -> NDArray[np.float64]:
-        crowd = max(1, layout.num_ranks / cores) / max(1, base.num_ranks / cores)
+        ratio = max(1, layout.num_ranks / cores) / max(1, base.num_ranks / cores)
+        crowd = ratio ** (1 + CROWD_ERROR * draws[2] / np.log(2))
         work = 1.0 if measurement.is_emulated else crowd
         slow = 1.0 if measurement.is_line_limited else crowd
         prices = [
@@ -136,8 +138,8 @@ def predict_steps(
             for size in base.bucket_bytes
         ]
         cost_s = np.outer(prices, slow * np.exp(cost_error * draws[0]))
-        backward_s = np.full(_NUM_DRAWS, work * base.backward_s)
-        walked = walk(work * np.array(base.ready_s), cost_s, backward_s)
+        ready_s = np.outer(base.ready_s, np.full(_NUM_DRAWS, work))
+        walked = walk(ready_s, cost_s, work * base.backward_s)
         crowded_s = (crowd - work) * base.update_s
         return work * base.alone_s + crowded_s + walked.exposed_s
 
