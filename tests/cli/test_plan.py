@@ -202,4 +202,4 @@ def test_verbs(capsys: pytest.CaptureFixture[str]) -> None:
         usage = " ".join(["usage: ronde plan", *(words or ["memory"])])
         assert capsys.readouterr().out.startswith(usage)
     shown = refusal(capsys, "plan", "memroy")
-    assert shown.startswith("verb must be memory or traffic, got 'memroy'")
+    assert shown.startswith("verb must be memory, traffic or validate, got 'memroy'")

@@ -13,10 +13,10 @@ from tests.commands import refusal
 from tests.limits import HANG_S, until
 
 from ronde.plan import (
-    Case,
     MeasuredSteps,
     Measurement,
     Predicted,
+    StepComparison,
     judge,
     layout_of,
     predict_steps,
@@ -79,7 +79,7 @@ def test_times_that_follow_no_line_are_still_priced():
 
 
 def case(measured_s, latency_share=0.01):
-    return Case(8, Predicted(0.9, 1.0, 1.1), measured_s, latency_share)
+    return StepComparison(8, Predicted(0.9, 1.0, 1.1), measured_s, latency_share)
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,9 @@ usage: ronde plan memory FILE --mesh AXES      memory of a rank in a training st
        ronde plan memory --params COUNT --mesh AXES
        ronde plan traffic --params COUNT --mesh AXES [SOURCE ...]
                                                bytes that it sends, and the time
+       ronde plan validate -n SIZES            predicted steps beside measured ones
 
-Nothing is started. ronde plan VERB --help shows more about a verb.
+Only validate starts ranks. ronde plan VERB --help shows more about a verb.
 """
 _MODEL_OPTIONS = """\
   --params COUNT  parameters of the whole model, as 7B, 350M or 7e9
@@ -113,7 +114,7 @@ def run(words: Sequence[str]) -> int:
 
         return run_validate(words[1:])
     if words[0] not in _VERBS:
-        refuse_verb(words[0], [*_VERBS], "ronde plan")
+        refuse_verb(words[0], [*_VERBS, "validate"], "ronde plan")
     run_verb, help_text, positionals = _VERBS[words[0]]
     parser = CommandParser(
         f"ronde plan {words[0]}", help_text, types=_TYPES, positionals=positionals

@@ -16,9 +16,9 @@ from ronde.parallel.layout import RankLayout
 from ronde.plan.testbed import Starter, emulated_hosts, launched, run_ranks
 from ronde.plan.validation import (
     SIZES_BYTES,
-    Case,
     MeasuredSteps,
     Measurement,
+    StepComparison,
     StepRequest,
     judge,
     layout_of,
@@ -133,7 +133,7 @@ def run(words: Sequence[str]) -> int:
 
 
 def _count_measured(sizes: Sequence[int], per_node: int) -> int:
-    """Return how many sizes are measured before the prediction of the others."""
+    """Return the number of sizes that are measured before the prediction."""
     for size in sizes:
         if size > per_node and size % per_node:
             raise UsageError(
@@ -168,8 +168,8 @@ def _validate(options: argparse.Namespace, per_node: int, num_measured: int) -> 
     facts = Measurement((), algorithm, cores, math.isfinite(rate), not is_real)
     layouts = [layout_of(num_ranks, per_node) for num_ranks in options.n]
     log = partial(print, file=sys.stderr if options.json else sys.stdout, flush=True)
-    log(_title(options, request, per_node, algorithm))
     with _testbed(options, per_node, env) as start:
+        log(_title(options, request, per_node, algorithm))
         runs: list[MeasuredSteps] = []
         for layout in layouts[:num_measured]:
             runs.append(_measure(start, layout, request))
@@ -179,11 +179,11 @@ def _validate(options: argparse.Namespace, per_node: int, num_measured: int) -> 
         for layout, (low, middle, high) in zip(others, predictions, strict=True):
             interval = f"80 % within {low:.4f} .. {high:.4f} s"
             log(f"{layout.num_ranks:5}  predicted  {middle:.4f} s, {interval}")
-        cases: list[Case] = []
+        cases: list[StepComparison] = []
         for layout, predicted in zip(others, predictions, strict=True):
             run = _measure(start, layout, request._replace(sizes=SIZES_BYTES[:1]))
             share = run.latency_share(algorithm)
-            cases.append(Case(layout.num_ranks, predicted, run.step_s, share))
+            cases.append(StepComparison(layout.num_ranks, predicted, run.step_s, share))
             log(cases[-1].shown(8 * request.bytes_per_s))
     log(summarize(cases))
     if options.json:
@@ -203,7 +203,7 @@ def _measure(start: Starter, layout: RankLayout, request: StepRequest) -> Measur
 
 
 def _priced(engine: str, num_ranks: int, per_node: int) -> str:
-    """Return the algorithm whose price is that of an engine."""
+    """Return the algorithm with the price of an engine."""
     is_one_node = num_ranks <= per_node
     if engine == "shared_memory" or (engine == "auto" and is_one_node):
         return "parameter_server"  # every byte is copied in and out once

@@ -6,8 +6,8 @@ __getattr__ = lazy_exports(
     __name__,
     {
         "validation": (
-            "Case MeasuredSteps Measurement Predicted judge layout_of predict_steps "
-            "slower_rate summarize"
+            "MeasuredSteps Measurement Predicted StepComparison judge layout_of "
+            "predict_steps slower_rate summarize"
         ),
         "walk": "Walk even_ready walk",
     },

@@ -3,7 +3,7 @@
 Note [Slow lines]
     An emulated host is a network namespace with a host name and one line to a bridge,
     which ``tc`` limits in both directions. The kernel kills the process that keeps a
-    namespace when this one ends, in whatever way. So nothing is left behind, and as
+    namespace when this one ends, even by SIGKILL. So nothing is left behind, and as
     namespaces have no names here, two runs never collide.
 """
 
@@ -149,12 +149,14 @@ def _namespace() -> Generator[str]:
         words,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
         process_group=0,
         preexec_fn=end_with(os.getpid(), signal.SIGKILL),  # noqa: PLW1509
     ) as keeper:
         try:
-            if keeper.stdout is not None:
-                keeper.stdout.readline()  # the namespaces are there
+            line = keeper.stdout.readline() if keeper.stdout else ""
+            _require_success(line != "\n", line)
             yield str(keeper.pid)
         finally:
             keeper.kill()
@@ -171,8 +173,12 @@ def _address(index: int) -> str:
 def _run_in(pid: str, script: str) -> None:
     words = (*_enter(pid), "sh", "-ec", script)
     done = subprocess.run(words, check=False, capture_output=True, text=True)
-    if done.returncode:
+    _require_success(done.returncode, done.stderr)
+
+
+def _require_success(code: int, error: str) -> None:
+    if code:
         raise UsageError(
-            f"--rate needs network namespaces, but got: {done.stderr.strip()}. Leave "
-            "it out to use this machine's own line."
+            f"--rate needs network namespaces, but got: {error.strip()}. Leave it out "
+            "to use this machine's own line."
         )

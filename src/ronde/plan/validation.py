@@ -168,7 +168,7 @@ def _fit(algorithm: str, run: MeasuredSteps) -> LinkCost:
     return LinkCost(fit.alpha_s, fit.beta_s_per_byte)
 
 
-class Case(NamedTuple):
+class StepComparison(NamedTuple):
     """A predicted size, and its measurement."""
 
     num_ranks: int
@@ -210,13 +210,13 @@ def slower_rate(rate: float, latency_share: float) -> float:
     return float(max(digit * unit for digit in (1, 2, 5) if digit * unit <= rate))
 
 
-def judge(cases: Sequence[Case]) -> int:
+def judge(cases: Sequence[StepComparison]) -> int:
     """Return 1 if most valid cases miss their interval, 2 if none is valid, else 0."""
     inside = [case.is_inside for case in cases if case.is_valid]
     return 2 if not inside else int(2 * sum(inside) < len(inside))
 
 
-def summarize(cases: Sequence[Case]) -> str:
+def summarize(cases: Sequence[StepComparison]) -> str:
     valid = [case for case in cases if case.is_valid]
     if not valid:
         return "no size counts, as this machine has too few cores"
