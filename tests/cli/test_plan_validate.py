@@ -12,7 +12,7 @@ import pytest
 from tests.commands import refusal
 from tests.limits import HANG_S, until
 
-from ronde.plan import (
+from ronde.plan.validation import (
     MeasuredSteps,
     Measurement,
     Predicted,

@@ -27,3 +27,20 @@ def heaviest(schedule: Schedule) -> list[int]:
                 )
                 totals[index] = max(totals[index], moved)
     return totals
+
+
+def crossings(schedule: Schedule, group: int) -> list[list[list[int]]]:
+    """Return the elements that groups of consecutive ranks send and receive.
+
+    The result has an entry for each round, group and direction. Messages within a group
+    do not count.
+    """
+    num_groups = -(-schedule.size // group)
+    totals = [[[0, 0] for _ in range(num_groups)] for _ in range(schedule.num_rounds)]
+    for rank in range(schedule.size):
+        for index, steps in enumerate(schedule.of_rank(rank)):
+            for step in steps:
+                if step.peer // group != rank // group:
+                    both = totals[index][rank // group]
+                    both[step.is_receive] += numel_of(schedule, step)
+    return totals

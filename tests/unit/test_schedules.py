@@ -4,10 +4,20 @@ import math
 
 import pytest
 from hypothesis import given, strategies as st
-from tests.unit.interpreter import heaviest, num_sent
+from tests.unit.interpreter import crossings, heaviest, num_sent
 
-from ronde.collectives import ALGORITHMS, Chunks, Schedule, find_algorithm
+from ronde.collectives import (
+    ALGORITHMS,
+    Action,
+    Chunks,
+    LinkCost,
+    LinkCosts,
+    Schedule,
+    find_algorithm,
+    price,
+)
 from ronde.errors import UsageError
+from ronde.topology import RankLayout
 
 sizes = st.integers(1, 64)
 numels = st.one_of(st.integers(0, 70), st.integers(0, 2000))
@@ -75,18 +85,67 @@ def test_a_world_of_many_is_priced_at_once(name):
     """27,600 ranks: the loads need no rank's part, and a part no other rank's."""
     size, numel = 27_600, 25_600_000
     schedule = ALGORITHMS[name].all_reduce(size, numel)
-    seconds = schedule.seconds(alpha_s=5e-6, beta_s=4 / 10e9)
-    assert 0.002 < seconds < 1.0
+    link = LinkCost(alpha_s=5e-6, beta_s_per_byte=1 / 10e9)
+    layout = RankLayout(size, size, 1)
+    assert 0.002 < price(schedule, layout, LinkCosts(link, link)) < 1.0
     part = list(schedule.of_rank(size - 1))
     assert len(part) == schedule.num_rounds
 
 
-def test_prices_are_the_formulas():
-    """Hockney's cost of the ring: 2 (n-1) (alpha + beta S/n)."""
-    schedule = ALGORITHMS["ring"].all_reduce(8, 800)
-    assert schedule.seconds(3.0, 0.5) == 14 * (3.0 + 0.5 * 100)
-    schedule = ALGORITHMS["halving_doubling"].all_reduce(8, 800)
-    assert schedule.seconds(3.0, 0.5) == 6 * 3.0 + 0.5 * 2 * 700
+@given(names, sizes, numels)
+def test_rounds_that_reduce_are_marked(name, size, numel):
+    for schedule in every(name, size, numel):
+        found = [False] * schedule.num_rounds
+        for rank in range(size):
+            for index, steps in enumerate(schedule.of_rank(rank)):
+                found[index] |= any(step.action is Action.REDUCE for step in steps)
+        marks = [load.is_reduced for load in schedule.loads for _ in range(load[0])]
+        assert marks == found, schedule.name
+
+
+@pytest.mark.parametrize("size", range(2, 40))
+def test_overlapping_rounds_are_all_that_a_rank_does(size):
+    """It is exact from 4 ranks on, and a bound below."""
+    for name in ("ring", "tree"):
+        all_reduce, _, _, broadcast = every(name, size, 128)
+        for schedule in (all_reduce, broadcast):
+            if schedule.overlapping:
+                busiest = max(num_sent(schedule, rank) for rank in range(size))
+                total = sum(load.numel for load in schedule.overlapping)
+                assert busiest == total if size > 3 else busiest <= total
+
+
+# The even numbers of ranks on a node, and of nodes.
+LAYOUTS = [(g, num_nodes) for g in range(1, 9) for num_nodes in range(2, 9)]
+
+
+@pytest.mark.parametrize(("g", "num_nodes"), LAYOUTS)
+def test_loads_cross_the_borders_of_nodes_as_counted(g, num_nodes):
+    size = g * num_nodes
+    is_square = size & (size - 1) == 0
+    for name, algorithm in ALGORITHMS.items():
+        schedule = algorithm.all_reduce(size, 2 * size)
+        totals = crossings(schedule, g)
+        crossing = [max(map(max, groups)) for groups in totals]
+        loads = [load for load in schedule.loads for _ in range(load.num_rounds)]
+        counted = [load.num_crossing(g) * load.numel for load in loads]
+        if name == "ring":
+            assert counted == crossing
+        if name != "tree" or is_square:
+            assert all(map(int.__ge__, counted, crossing))
+        assert all(2 * ours >= n for ours, n in zip(counted, crossing, strict=True))
+        # Each of two nodes has one border instead of two.
+        assert max(counted) <= max(crossing) * (4 if num_nodes == 2 else 2)
+        if schedule.overlapping:
+            of_nodes = [
+                map(sum, zip(*each, strict=True)) for each in zip(*totals, strict=True)
+            ]
+            busiest = max(map(max, of_nodes))
+            roles = 3 / 2 if g > 1 else 1  # as in ``pricing``
+            over = [load.numel * load.num_crossing(g) for load in schedule.overlapping]
+            assert busiest <= roles * sum(over) * 4 / 3
+            if is_square and num_nodes > 2:
+                assert busiest == roles * sum(over)
 
 
 @given(sizes, st.integers(0, 500))

@@ -1,13 +1,10 @@
-"""Collectives between ranks: the communicator, its engines and the rendezvous.
-
-Names are imported at their first use, so that schedules and prices do not load torch.
-"""
+"""Collectives between ranks: the communicator, its engines and the rendezvous."""
 
 from typing import TYPE_CHECKING
 
 from ronde.lazy_exports import lazy_exports
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # lazy, as schedules and prices do not need torch
     from ronde.collectives.communicator import Communicator
     from ronde.collectives.connections import Connections, connect
     from ronde.collectives.engine import PollCallback, ReduceOp, Work

@@ -89,21 +89,21 @@ class Load(NamedTuple):
 
     num_rounds: int
     numel: int  # most elements that a rank sends or receives in a round
-    distance: int = 1  # between the ranks of a message; the largest
-    stride: int = 1  # one in ``stride`` ranks has this load; more than 1 in trees
+    distance: int = 1  # between the ranks of a message
+    is_sparse: bool = False  # of 2 * ``distance`` ranks, one sends or receives it
     is_reduced: bool = False  # ranks reduce the elements that they receive
 
     def num_crossing(self, group: int) -> int:
-        """Return how many of ``group`` consecutive ranks send out of them in a round.
+        """Return the number of ranks in a group that send to other groups in a round.
 
-        For a tree it is a bound that few groups exceed, and those by half.
+        A group is ``group`` consecutive ranks. For a tree it is an estimate: if the
+        number of ranks is no power of two, some rounds have twice as many.
         """
-        if self.stride == 1:
+        if not self.is_sparse:
             return min(self.distance, group)
-        if group % (2 * self.stride) == 0:
+        if group % (4 * self.distance) == 0:
             return 0  # whole subtrees
-        is_aligned = group & (group - 1) == 0
-        return 1 if is_aligned else 2
+        return 2 if group & (group - 1) else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,22 +217,16 @@ def tree_all_reduce(size: int, numel: int) -> Schedule:
         return map(tuple, rounds)
 
     chunks = Chunks(len(trees), numel)
+    half = chunks.largest()
     # Most nodes have two children that send.
     to_root = tuple(
-        Load(
-            1,
-            chunks.largest() * (2 if 3 << height <= size else 1),
-            *_tree_reach(height),
-            is_reduced=True,
-        )
+        _tree_load(height, half * (2 if 3 << height <= size else 1), is_reduced=True)
         for height in range(depth)
     )
     loads = to_root + _spread_loads(trees[0], chunks)
     # An inner rank of one tree is a leaf of the other.
-    each = tuple(
-        Load(1, 2 * chunks.largest(), *_tree_reach(depth), is_reduced=is_reduced)
-        for is_reduced in (True, False)
-    )
+    down = _tree_load(depth, 2 * half)
+    each = down._replace(is_reduced=True), down
     return Schedule("tree all_reduce", size, chunks, loads, of_rank, each)
 
 
@@ -258,11 +252,10 @@ def tree_broadcast(size: int, numel: int, root: int) -> Schedule:
         return map(tuple, rounds)
 
     chunks = Chunks(len(trees), numel)
-    reach = _tree_reach(max(0, trees[0].depth))
-    first = Load(min(1, num_rounds), numel, *reach)
-    loads = (first, *_spread_loads(trees[0], chunks))
-    each = (Load(1, numel, *reach),)
-    return Schedule("tree broadcast", size, chunks, loads, of_rank, each)
+    first = _tree_load(max(0, trees[0].depth), numel)
+    first_loads = (first,) if num_rounds else ()
+    loads = (*first_loads, *_spread_loads(trees[0], chunks))
+    return Schedule("tree broadcast", size, chunks, loads, of_rank, (first,))
 
 
 class _BinaryTree(NamedTuple):
@@ -337,19 +330,15 @@ def _height(node: int) -> int:
 def _spread_loads(tree: _BinaryTree, chunks: Chunks) -> tuple[Load, ...]:
     # The root has one child if the size is a power of two.
     has_one_child = tree.size == 1 << max(0, tree.depth)
+    half, top = chunks.largest(), tree.depth - 1
     return tuple(
-        Load(
-            1,
-            chunks.largest() * (1 if level == 0 and has_one_child else 2),
-            *_tree_reach(tree.depth - 1 - level),
-        )
-        for level in range(tree.depth)
+        _tree_load(height, half if has_one_child and height == top else 2 * half)
+        for height in range(top, -1, -1)
     )
 
 
-def _tree_reach(height: int) -> tuple[int, int]:
-    """Return the distance from nodes of a height to their parents, and the stride."""
-    return 1 << height, 2 << height
+def _tree_load(height: int, numel: int, *, is_reduced: bool = False) -> Load:
+    return Load(1, numel, 1 << height, is_sparse=True, is_reduced=is_reduced)
 
 
 # Halving and doubling.
@@ -386,7 +375,7 @@ def halving_doubling_broadcast(size: int, numel: int, root: int) -> Schedule:
 
     # The root sends the most chunks, and the largest ones.
     scatter = tuple(
-        Load(1, chunks.start(live) - chunks.start(kept), kept, live)
+        Load(1, chunks.start(live) - chunks.start(kept), kept, is_sparse=True)
         for live, kept in _distances(size)
     )
     loads = scatter + _halving_loads(chunks)[::-1]

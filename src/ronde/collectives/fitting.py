@@ -8,8 +8,7 @@ from numpy.typing import NDArray
 
 from ronde.errors import UsageError
 
-LEAST_BYTES = 4096
-"""Shorter messages take other paths, so that a fit leaves them out."""
+_LEAST_BYTES = 4096  # shorter messages take other paths
 _MOST_RESIDUAL = 0.3
 
 
@@ -29,30 +28,31 @@ def fit_link(
 ) -> LinkFit:
     """Fit ``seconds = rounds * alpha + bytes_factor * size * beta``.
 
-    Relative least squares over sizes of at least ``LEAST_BYTES``; alpha and beta are at
-    least 0. For a ring's all_reduce over n ranks ``rounds`` is 2(n-1) and
-    ``bytes_factor`` 2(n-1)/n; for its all_gather, half of each. An all_reduce puts the
-    cost of reductions into beta; an all_gather does not.
+    Relative least squares over sizes of at least 4 KiB; no cost is below 0. For a
+    ring's all_reduce ``rounds`` is 2(n-1) and ``bytes_factor`` 2(n-1)/n, for its
+    all_gather half of each. In an all_reduce, beta includes the cost of reductions.
 
     Raises:
         UsageError: There are fewer than two sizes, or a residual exceeds 30 %.
     """
     x, y = _long(sizes_bytes, seconds)
-    if len(np.unique(x)) < 2:
-        raise UsageError(
-            f"sizes must be at least 2 of {LEAST_BYTES} bytes or more, got "
-            f"{len(np.unique(x))}. Measure longer vectors."
-        )
-    terms = np.stack([np.full_like(x, rounds), bytes_factor * x], axis=1) / y[:, None]
-    alpha, beta = _positive_least_squares(terms)
-    residual = float(np.abs(terms @ (alpha, beta) - 1).max())
+    if (num_sizes := len(set(x.tolist()))) < 2:
+        rule = f"must be at least 2 of {_LEAST_BYTES} bytes or more"
+        raise UsageError(f"sizes {rule}, got {num_sizes}. Measure longer vectors.")
+    terms = np.stack([rounds / y, bytes_factor * x / y], axis=1)
+    fitted = np.linalg.lstsq(terms, np.ones_like(y), rcond=None)[0].tolist()
+    for negative, other in ((0, 1), (1, 0)):
+        if fitted[negative] < 0:
+            column = terms[:, other]
+            fitted[negative] = 0.0
+            fitted[other] = float(column.sum() / (column @ column))
+    residual = float(np.abs(terms @ fitted - 1).max())
     if residual > _MOST_RESIDUAL:
         raise UsageError(
             "times must be alpha + beta * size within 30 %, got a residual of "
-            f"{100 * residual:.0f} %. Measure again on quiet hosts, or sizes of one "
-            "algorithm."
+            f"{100 * residual:.0f} %. Measure again on quiet hosts, with one algorithm."
         )
-    return LinkFit(alpha, beta, residual)
+    return LinkFit(fitted[0], fitted[1], residual)
 
 
 def fit_gamma(
@@ -64,8 +64,7 @@ def fit_gamma(
     """Return the seconds to reduce a byte, at least 0.
 
     A ring's all_reduce is two all_gathers of the same vector and the reduction of
-    (n-1)/n of it. Where no all_gather was measured, take 0: beta, fitted to all_reduce,
-    then includes the reduction.
+    (n-1)/n of it. Where no all_gather was measured, take 0, as beta includes it.
     """
     x, y = _long(sizes_bytes, all_reduce_s)
     _, gathers = _long(sizes_bytes, all_gather_s)
@@ -75,25 +74,8 @@ def fit_gamma(
     return max(0.0, float(reduced @ (1 - 2 * gathers / y) / (reduced @ reduced)))
 
 
-Array = NDArray[np.float64]
-
-
 def _long(
     sizes_bytes: Sequence[float], seconds: Sequence[float]
-) -> tuple[Array, Array]:
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     x, y = np.asarray(sizes_bytes, np.float64), np.asarray(seconds, np.float64)
-    return x[x >= LEAST_BYTES], y[x >= LEAST_BYTES]
-
-
-def _positive_least_squares(terms: Array) -> tuple[float, float]:
-    """Solve ``terms @ (alpha, beta) = 1`` for numbers of at least 0."""
-    # Scaled, as beta is much smaller than alpha.
-    scales = np.linalg.norm(terms, axis=0)
-    scales[scales == 0] = 1.0
-    both = np.linalg.lstsq(terms / scales, np.ones(len(terms)), rcond=None)[0] / scales
-    if (both >= 0).all():
-        return float(both[0]), float(both[1])
-    # With one of them 0; both cannot be negative, as all times are positive.
-    singles = [each.sum() / (each @ each) if each.any() else 0.0 for each in terms.T]
-    keep = 0 if both[1] < 0 else 1
-    return (float(singles[0]), 0.0) if keep == 0 else (0.0, float(singles[1]))
+    return x[x >= _LEAST_BYTES], y[x >= _LEAST_BYTES]

@@ -1,7 +1,7 @@
 """The walk over the buckets of one backward: their transfers and the exposed time.
 
-Source: the recurrence of wait-free backpropagation, as in Shi, Chu and Li, "MG-WFBP:
-Efficient data communication for distributed synchronous SGD algorithms", 2019.
+Source: wait-free backpropagation, as in Shi, Chu and Li, "MG-WFBP: Efficient data
+communication for distributed synchronous SGD algorithms", 2019.
 """
 
 from collections.abc import Sequence
@@ -31,32 +31,23 @@ def walk(
 ) -> Walk:
     """Transfer buckets one after another, each as soon as it is ready.
 
-    Args:
-        ready_s: When each bucket is ready: buckets in the first dimension.
-        cost_s: The duration of each transfer, likewise.
-        backward_s: The duration of backward, without transfers.
-        interference: The seconds that a second of overlapped transfers adds to
-            backward.
-
-    Dimensions after the first broadcast, as those of ``backward_s`` do.
+    Buckets are in the first dimension of ``ready_s`` and ``cost_s``; the others
+    broadcast. A second of overlapped transfers adds ``interference`` seconds to
+    ``backward_s``, before exposed time begins.
     """
     backward = np.asarray(backward_s, dtype=np.float64)
     end = overlapped = np.zeros_like(backward)
     for ready, cost in zip(ready_s, cost_s, strict=True):
         start = np.maximum(ready, end)
         end = start + cost
-        before = np.minimum(end, backward) - np.minimum(start, backward)
-        overlapped = overlapped + before
+        overlapped = overlapped + np.minimum(end, backward)
+        overlapped = overlapped - np.minimum(start, backward)
     stretched = backward + interference * overlapped
     return Walk(np.maximum(0.0, end - stretched), end, overlapped)
 
 
 def even_ready(sizes_bytes: Sequence[float], backward_s: Seconds) -> Array:
-    """Return when buckets are ready if backward needs equal time for each byte.
-
-    Buckets are in the first dimension, followed by those of ``backward_s``.
-    """
+    """Return the times when buckets are ready if each byte takes equally long."""
     done = np.cumsum(np.asarray(sizes_bytes, dtype=np.float64))
-    total = done[-1] if len(done) else 0.0
-    shares = done / total if total else np.ones_like(done)
+    shares = done / done[-1] if done.any() else np.ones_like(done)
     return np.multiply.outer(shares, np.asarray(backward_s, dtype=np.float64))
