@@ -12,7 +12,7 @@ import pytest
 from tests.commands import refusal
 from tests.limits import HANG_S, until
 
-from ronde.plan.validation import (
+from ronde.plan import (
     MeasuredSteps,
     Measurement,
     Predicted,
