@@ -127,7 +127,9 @@ def test_a_slower_rate_is_lower_and_round():
         (("-n", "1,2,4", "--rate", "5GB/s"), "a rate in bit/s"),
         (("-n", "1,2,4", "--rate", "0bit/s"), "a rate in bit/s"),
         (("-n", "1,2,4", "--model", "mlp"), "--compute real"),
+        (("-n", "1,2,4", "--compute", "real", "--model", "vgg"), "model must be"),
         (("-n", "1,2,4", "--engine", "mpi"), "--engine must be"),
+        (("-n", "1,2,4", "--algorithm", "tree"), "--engine scheduled"),
     ],
 )
 def test_bad_input_is_refused_in_one_sentence(capsys, words, reason):
@@ -171,7 +173,7 @@ def check_run(*words):
 
 def test_ranks_of_this_machine():
     found = check_run("--model", "vgg")
-    assert found["setting"]["ranks_per_node"] == 3
+    assert found["ranks_per_node"] == 3
     assert len(found["measured"][0]["bucket_bytes"]) == 6
 
 

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from functools import partial
 
 from ronde.arguments import CommandParser, one_of, whole_number
+from ronde.bench.training.outcome import find_model
 from ronde.cli.topo import print_json
 from ronde.errors import UsageError
 from ronde.parallel.layout import RankLayout
@@ -70,7 +71,7 @@ _NUM_STEPS = 8
 _UNLIMITED_RATE = 2e9  # for which a model is sized if the line has no limit
 _FACTORS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 _ENGINES = ("auto", "shared_memory", "gloo", "scheduled", "hierarchical")
-_EMULATED = ("resnet", "vgg")
+_EMULATED, _REAL = ("resnet", "vgg"), "mlp"
 
 
 def _read_sizes(text: str) -> list[int]:
@@ -121,7 +122,14 @@ def run(words: Sequence[str]) -> int:
         return 0
     if options.n is None:
         raise UsageError("-n is required. Type: -n 1,2,4,8")
-    if options.compute != "real" and options.model not in (None, *_EMULATED):
+    if options.algorithm and options.engine != "scheduled":
+        raise UsageError(
+            f"--algorithm needs the engine scheduled, got {options.engine or 'none'}. "
+            "Type: --engine scheduled"
+        )
+    if options.compute == "real":
+        find_model(options.model or _REAL)
+    elif options.model not in (None, *_EMULATED):
         raise UsageError(
             f"--model must be {' or '.join(_EMULATED)}, got {options.model!r}, as no "
             "model of ronde bench train is emulated. Type: --compute real"
@@ -157,7 +165,7 @@ def _validate(options: argparse.Namespace, per_node: int, num_measured: int) -> 
     algorithm = options.algorithm or _priced(engine, options.n[-1], per_node)
     request = StepRequest(
         options.compute or "emulated",
-        options.model or ("mlp" if is_real else "resnet"),
+        options.model or (_REAL if is_real else _EMULATED[0]),
         min(rate, _UNLIMITED_RATE) / 8,
         options.seed or 0,
         options.steps or _NUM_STEPS,
@@ -188,8 +196,11 @@ def _validate(options: argparse.Namespace, per_node: int, num_measured: int) -> 
     log(summarize(cases))
     if options.json:
         content = {
-            "request": request._asdict() | {"rate_bit_per_s": options.rate},
-            "setting": {**env, **facts._asdict(), "ranks_per_node": per_node},
+            **request._asdict(),
+            "rate_bit_per_s": rate if facts.is_line_limited else None,
+            "engine": engine,
+            "algorithm": algorithm,
+            "ranks_per_node": per_node,
             "measured": [run._asdict() for run in runs],
             "predicted": [case.content() for case in cases],
         }
