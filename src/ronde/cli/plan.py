@@ -4,6 +4,7 @@ import argparse
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
@@ -92,14 +93,17 @@ _FORMULA_OPTIONS = ("params", "blocks", "precision", "optimizer")
 _OPTIMIZERS = {name.value.lower().replace(" ", "-"): name for name in OptimizerName}
 _NEEDED = ("build", "batch", "loss_of")
 _PROGRAM = "ronde_planned_program"  # the name of its module; not __main__
+_MODULES = {"points": "ronde.cli.plan_points", "validate": "ronde.cli.plan_validate"}
 
 
 def run(words: Sequence[str]) -> int:
     first = words[0] if words else "--help"
+    if module := _MODULES.get(first):
+        return import_module(module).run(words[1:])
     if first not in _VERBS:
         is_option = first.startswith("-")
         if not (is_option or Path(first).suffix or Path(first).exists()):
-            refuse_verb(first, [*_VERBS], "ronde plan")
+            refuse_verb(first, [*_VERBS, *_MODULES], "ronde plan")
         # Imported here: numpy takes a tenth of a second.
         from ronde.cli.plan_speed import run_speed
 

@@ -1,0 +1,184 @@
+"""Run one rank of ``ronde plan validate``: time steps and all_reduce; rank 0 reports.
+
+Note [Emulated compute]
+    There are often more ranks than cores. So a layer of an emulated model computes
+    nothing: its backward sleeps until its gradient is due. Gradients, reducer, engine,
+    network and the optimizer's update are real.
+"""
+
+import json
+import time
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from statistics import median
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+import ronde.torch as hvd
+from ronde.bench.training.outcome import Phase, TrainOptions, Variant, find_model
+from ronde.bench.training.replica import Stopwatch
+from ronde.bench.training.torch_replicas import torch_replicas
+from ronde.parallel.buckets import BucketLimits, GradientSpec, plan_buckets
+from ronde.plan.validation import SIZES_BYTES, MeasuredSteps, StepRequest
+from ronde.session.session import current_session
+
+_NUM_WARM_UP = 2
+_NUM_BUCKETS = 8
+_NUM_BATCHES = 5
+_NUM_SMALL_CALLS = 8
+
+
+def run_rank(text: str) -> None:
+    """Measure as one rank; rank 0 prints one line of JSON."""
+    request = StepRequest(*json.loads(text))
+    torch.set_num_threads(1)
+    hvd.init()
+    try:
+        figures = _measure(request)
+        if hvd.rank() == 0:
+            print(json.dumps(figures), flush=True)
+    finally:
+        hvd.shutdown()
+
+
+def _measure(request: StepRequest) -> dict[str, Any]:
+    with _replicas(request) as (make, groups):
+        alone = make(Variant.ONE_RANK)
+        arrivals = _note_arrivals(alone)
+        both = make(Variant.ALL_RANKS) if hvd.size() > 1 else alone
+        clock = Stopwatch(lambda: None)
+        # Only the first sizes are known by their parts.
+        num_alone = request.num_steps if len(request.sizes) > 1 else 1
+        alone_s = _time_steps(alone, num_alone, clock)
+        steps_s = _time_steps(both, request.num_steps, Stopwatch())
+    phases_s = clock.seconds_a_step(num_alone)
+    weights = list(alone.model.parameters())
+    order = sorted(arrivals, key=lambda index: arrivals[index])
+    offset_s = phases_s[Phase.BACKWARD] - arrivals[order[-1]]
+    specs = [GradientSpec(weight.numel(), weight.itemsize, "") for weight in weights]
+    plans = plan_buckets(specs, order, BucketLimits(), groups)
+    latest_s = [max(arrivals[slot.index] for slot in plan.slots) for plan in plans]
+    return MeasuredSteps(
+        hvd.size(),
+        hvd.local_size(),
+        steps_s,
+        median(alone_s),
+        phases_s[Phase.BACKWARD],
+        phases_s[Phase.UPDATE],
+        [specs[0].itemsize * plan.numel for plan in plans],
+        [each + offset_s for each in latest_s],
+        [_time_all_reduce(size) for size in request.sizes if hvd.size() > 1],
+    )._asdict()
+
+
+class _Layer(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, _weight: Tensor, wait: Any) -> Tensor:  # noqa: ANN401
+        ctx.wait = wait
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:  # noqa: ANN401
+        return grads[0], ctx.wait(), None
+
+
+class _EmulatedReplica:
+    """An emulated model and its optimizer."""
+
+    def __init__(self, request: StepRequest, variant: Variant) -> None:
+        self._forward_s, layers = request.emulated_layers()
+        self._ready_s = [ready_s for _, ready_s in layers]
+        self._begun_s = 0.0
+        self._weights = [nn.Parameter(torch.zeros(numel)) for numel, _ in layers]
+        self._gradients = [torch.full_like(each, 1e-3) for each in self._weights]
+        self.model = nn.ParameterList(self._weights)
+        self._optimizer: Any = torch.optim.SGD(self._weights, lr=0.1)
+        if variant is Variant.ALL_RANKS:
+            groups = [[self._weights[i] for i in group] for group in _groups(request)]
+            named = self.model.named_parameters()
+            self._optimizer = hvd.DistributedOptimizer(
+                self._optimizer, named, groups=groups
+            )
+
+    def step(self, clock: Stopwatch) -> None:
+        clock.start()
+        time.sleep(self._forward_s)
+        value = torch.zeros(1, requires_grad=True)
+        # Backward runs from the last layer that was applied to the first.
+        for index, weight in reversed(list(enumerate(self._weights))):
+            wait = partial(self._wait, index)
+            value = cast("Tensor", _Layer.apply(value, weight, wait))
+        clock.mark(Phase.FORWARD)
+        self._begun_s = time.perf_counter()
+        value.backward()
+        clock.mark(Phase.BACKWARD)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        clock.mark(Phase.UPDATE)
+
+    def _wait(self, index: int) -> Tensor:
+        due_s = self._begun_s + self._ready_s[index]
+        time.sleep(max(0.0, due_s - time.perf_counter()))
+        return self._gradients[index]
+
+
+def _groups(request: StepRequest) -> list[range]:
+    """Return the layers of each bucket; fewer buckets would overlap less."""
+    num_layers = len(request.emulated_layers()[1])
+    step = -(-num_layers // _NUM_BUCKETS)
+    return [range(i, min(i + step, num_layers)) for i in range(0, num_layers, step)]
+
+
+@contextmanager
+def _replicas(request: StepRequest) -> Generator[tuple[Any, Sequence[Sequence[int]]]]:
+    """Yield a function that makes a replica, and the layers of its buckets."""
+    if request.compute == "emulated":
+        yield partial(_EmulatedReplica, request), _groups(request)
+        return
+    model = find_model(request.model)
+    with torch_replicas(TrainOptions(model, model.batch), torch.device("cpu")) as make:
+        yield make, ()
+
+
+def _note_arrivals(replica: Any) -> dict[int, float]:  # noqa: ANN401
+    """Return the times at which the gradients of the last step arrived."""
+    arrivals: dict[int, float] = {}
+    for index, weight in enumerate(replica.model.parameters()):
+
+        def note(_: Tensor, index: int = index) -> None:
+            arrivals[index] = time.perf_counter()
+
+        weight.register_post_accumulate_grad_hook(note)
+    return arrivals
+
+
+def _time_steps(replica: Any, num_steps: int, clock: Stopwatch) -> list[float]:  # noqa: ANN401
+    """Return the steps' seconds, as means over the ranks; collective."""
+    for _ in range(_NUM_WARM_UP):
+        replica.step(Stopwatch())
+    hvd.barrier()
+    ends_s = [time.perf_counter()]
+    for _ in range(num_steps):
+        replica.step(clock)
+        ends_s.append(time.perf_counter())
+    steps_s = torch.tensor(ends_s, dtype=torch.float64).diff()
+    return cast("list[float]", hvd.allreduce(steps_s).tolist())
+
+
+def _time_all_reduce(num_bytes: int) -> float:
+    """Return the slowest rank's seconds, the median of several; collective."""
+    communicator = current_session().states[0].communicator
+    tensor = communicator.allocate(num_bytes // 4, torch.float32)
+    num_calls = _NUM_SMALL_CALLS if num_bytes == SIZES_BYTES[0] else 1
+    own_s: list[float] = []
+    for _ in range(1 + _NUM_BATCHES):
+        communicator.barrier().wait()
+        begun_s = time.perf_counter()
+        for _ in range(num_calls):
+            communicator.all_reduce(tensor).wait()
+        own_s.append((time.perf_counter() - begun_s) / num_calls)
+    times_s = torch.tensor(own_s[1:], dtype=torch.float64)
+    return float(hvd.allreduce(times_s, op=hvd.Max).median())

@@ -1,0 +1,184 @@
+"""Ranks that measure: on this machine, on hosts, or on emulated hosts with slow lines.
+
+Note [Slow lines]
+    An emulated host is a network namespace with a host name and one line to a bridge,
+    which ``tc`` limits in both directions. The kernel kills the process that keeps a
+    namespace when this one ends, even by SIGKILL. So nothing is left behind, and as
+    namespaces have no names here, two runs never collide.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+from math import inf
+from typing import Any
+
+from ronde.errors import LaunchError, UsageError
+from ronde.launch.environments import base_environment, own_environment
+from ronde.processes import end_with
+
+_POLL_S = 0.1
+_LEAST_BURST_BYTES = 1 << 17  # for packets of 64 KiB, which smaller bursts cut up
+_BURST_S = 1e-3  # longer than a timer is late, shorter than a bucket takes
+_PORT = "29500"  # all are free in a new namespace
+
+Commands = list[tuple[Sequence[str], Mapping[str, str]]]  # with their environments
+Starter = Callable[[int, Sequence[str]], Commands]
+"""Returns commands that run ``python -m ronde WORDS`` on a number of ranks."""
+
+
+def launched(
+    options: Sequence[str], env: Mapping[str, str], num_ranks: int, words: Sequence[str]
+) -> Commands:
+    """Return the command of ``ronde run`` with some options."""
+    python, own = (sys.executable, "-m", "ronde"), own_environment()
+    run = (*python, "run", "-n", str(num_ranks), *options)
+    return [((*run, "-m", "ronde", *words), own | dict(env))]
+
+
+def run_ranks(commands: Commands) -> dict[str, Any]:
+    """Run commands to their ends; return the JSON object that the first printed.
+
+    Raises:
+        LaunchError: A command failed.
+    """
+    processes: list[subprocess.Popen[str]] = []
+    with tempfile.TemporaryFile("w+") as errors:
+        try:
+            for command, env in commands:
+                process = subprocess.Popen(
+                    command,
+                    env=env,
+                    stdin=subprocess.DEVNULL,
+                    stdout=errors if processes else subprocess.PIPE,
+                    stderr=errors,
+                    text=True,
+                    process_group=0,  # Ctrl-C must reach this process only
+                    preexec_fn=end_with(os.getpid(), signal.SIGTERM),  # noqa: PLW1509
+                )
+                processes.append(process)
+            running = processes
+            while running and not any(process.poll() for process in processes):
+                running = [each for each in processes if each.returncode is None]
+                for process in running[:1]:
+                    with suppress(subprocess.TimeoutExpired):
+                        process.wait(_POLL_S)
+        finally:
+            for process in processes:
+                process.terminate()
+            output = [process.communicate()[0] for process in processes]
+        errors.seek(0)
+        codes = [process.returncode for process in processes]
+        if any(codes):
+            raise LaunchError(
+                f"every rank must exit with 0, got {codes}:\n{errors.read()[-2000:]}"
+            )
+    return json.loads(output[0][output[0].index("{") :])
+
+
+@contextmanager
+def emulated_hosts(
+    num: int, ranks_per_node: int, rate_bit: float, env: Mapping[str, str]
+) -> Generator[Starter]:
+    """Make hosts with lines of a rate, which may be infinite; yield their starter.
+
+    Raises:
+        UsageError: The user is not root, or cannot make namespaces.
+    """
+    if os.geteuid() != 0:
+        raise UsageError(
+            "--rate needs root, as only root can limit a line. Leave it out to use "
+            "this machine's own."
+        )
+    with ExitStack() as exits:
+        switch = exits.enter_context(_namespace())
+        _run_in(switch, "ip link add switch type bridge; ip link set switch up")
+        hosts = [exits.enter_context(_namespace()) for _ in range(num)]
+        limit = ""
+        if rate_bit < inf:
+            burst = max(_LEAST_BURST_BYTES, rate_bit / 8 * _BURST_S)
+            limit = f"tbf rate {rate_bit:.0f}bit burst {burst:.0f} latency 50ms"
+            limit = f"tc qdisc add dev $device root {limit}"
+        for index, host in enumerate(hosts):
+            end = f"host{index}"
+            pair = f"ip link add {end} type veth peer name eth0 netns {host}"
+            join = f"ip link set {end} master switch up"
+            _run_in(switch, f"device={end}; {pair}; {join}; {limit}")
+            address = f"ip address add {_address(index)}/16 dev eth0"
+            up = "ip link set lo up; ip link set eth0 up"
+            name = f"hostname ronde-{end}"
+            _run_in(host, f"device=eth0; {name}; {address}; {up}; {limit}")
+        yield partial(_on_hosts, hosts, ranks_per_node, env)
+
+
+def _on_hosts(
+    hosts: Sequence[str],
+    ranks_per_node: int,
+    env: Mapping[str, str],
+    num_ranks: int,
+    words: Sequence[str],
+) -> Commands:
+    shared = base_environment(own_environment()) | {
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(min(ranks_per_node, num_ranks)),
+        "MASTER_ADDR": _address(0),
+        "MASTER_PORT": _PORT,
+        "GLOO_SOCKET_IFNAME": "eth0",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # it would remark that addresses have no names
+    }
+    commands: Commands = []
+    for rank in range(num_ranks):
+        node, local_rank = divmod(rank, ranks_per_node)
+        own = {"RANK": str(rank), "LOCAL_RANK": str(local_rank), **env}
+        command = (*_enter(hosts[node]), sys.executable, "-m", "ronde", *words)
+        commands.append((command, shared | own))
+    return commands
+
+
+@contextmanager
+def _namespace() -> Generator[str]:
+    """Yield the pid of a process that keeps new namespaces."""
+    words = ("unshare", "--net", "--uts", "sh", "-c", "echo; exec sleep infinity")
+    with subprocess.Popen(
+        words,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        process_group=0,
+        preexec_fn=end_with(os.getpid(), signal.SIGKILL),  # noqa: PLW1509
+    ) as keeper:
+        try:
+            line = keeper.stdout.readline() if keeper.stdout else ""
+            _require_success(line != "\n", line)
+            yield str(keeper.pid)
+        finally:
+            keeper.kill()
+
+
+def _enter(pid: str) -> tuple[str, ...]:
+    return ("nsenter", "--target", pid, "--net", "--uts", "--")
+
+
+def _address(index: int) -> str:
+    return f"10.213.{index // 250}.{index % 250 + 1}"
+
+
+def _run_in(pid: str, script: str) -> None:
+    words = (*_enter(pid), "sh", "-ec", script)
+    done = subprocess.run(words, check=False, capture_output=True, text=True)
+    _require_success(done.returncode, done.stderr)
+
+
+def _require_success(code: int, error: str) -> None:
+    if code:
+        raise UsageError(
+            f"--rate needs network namespaces, but got: {error.strip()}. Leave it out "
+            "to use this machine's own line."
+        )

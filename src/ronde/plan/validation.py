@@ -1,0 +1,225 @@
+"""Predictions of steps that are measured afterwards, and their judgement.
+
+Note [Prediction]
+    Few ranks give the parts of a step, its buckets, and times of all_reduce by size.
+    The walk over the buckets, at prices fitted to these times, gives steps of more
+    ranks. A measured step minus its own walk is added to all. Ranks that outnumber the
+    cores of one machine share them, and what is done by cores takes longer. Intervals
+    come from the spread of the steps, and from assumed errors of the model.
+"""
+
+import random
+from collections.abc import Sequence
+from itertools import accumulate
+from math import inf
+from statistics import median
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ronde.collectives.fitting import fit_link
+from ronde.collectives.pricing import LinkCost, LinkCosts, all_reduce_s
+from ronde.errors import UsageError
+from ronde.parallel.layout import RankLayout
+from ronde.plan.walk import walk
+
+SIZES_BYTES = (4, 4096, 65536, 1 << 18, 1 << 20, 1 << 22)
+"""The lengths of the timed all_reduces; the first gives the latency."""
+STEP_ERROR = 0.03  # of a step
+COST_ERROR = 0.08  # of the communication at twice the ranks
+CROWD_ERROR = 0.1  # of the work of cores at twice the ranks
+_NUM_DRAWS = 1000
+_MOST_LATENCY = 0.1  # of a step
+_SIZING_POWER = 0.25
+
+
+class StepRequest(NamedTuple):
+    """The measurement of one start of ranks."""
+
+    compute: str  # emulated or real
+    model: str
+    bytes_per_s: float  # for which an emulated model is sized
+    seed: int
+    num_steps: int
+    sizes: Sequence[int]  # of ``SIZES_BYTES``
+
+    def emulated_layers(self) -> tuple[float, list[tuple[int, float]]]:
+        """Return forward's time, and each gradient's elements and time in backward.
+
+        Communication takes about as long as computation. ``vgg`` has few gradients, the
+        large ones early; ``resnet`` has many. Sizes and times vary with the seed.
+        """
+        rng = random.Random(f"{self.model} {self.seed}")  # noqa: S311
+        slowness = (125e6 / self.bytes_per_s) ** _SIZING_POWER
+        compute_s = 0.4 * slowness * rng.uniform(0.8, 1.25)
+        numel = self.bytes_per_s * compute_s * rng.uniform(0.5, 1.0) / 4
+        parts = [0.92**i * rng.uniform(0.5, 1.5) for i in range(50)]
+        if self.model == "vgg":
+            parts = [0.03, 0.12, 0.5, *(0.35 / 2**i for i in range(1, 10))]
+        shares = [part / sum(parts) for part in parts]
+        waits = [rng.uniform(0.5, 1.5) * (0.3 if s > 0.1 else 1) for s in shares]
+        scale = compute_s * 2 / 3 / sum(waits)
+        ready_s = [scale * wait for wait in accumulate(waits)]
+        numels = [max(16, int(numel * share)) for share in shares]
+        return compute_s / 3, list(zip(numels, ready_s, strict=True))
+
+
+class MeasuredSteps(NamedTuple):
+    """The figures of one start of ranks."""
+
+    num_ranks: int
+    ranks_per_node: int
+    steps_s: Sequence[float]
+    alone_s: float  # a step without communication
+    backward_s: float  # its backward
+    update_s: float  # its update
+    bucket_bytes: Sequence[int]
+    ready_s: Sequence[float]  # of each bucket, after backward's start
+    times_s: Sequence[float]  # of all_reduces
+
+    @property
+    def layout(self) -> RankLayout:
+        return layout_of(self.num_ranks, self.ranks_per_node)
+
+    @property
+    def step_s(self) -> float:
+        return median(self.steps_s)
+
+    def latency_share(self, algorithm: str) -> float:
+        """Return the rounds times the shortest all_reduce, as a part of a step."""
+        unit = LinkCost(1.0, 0.0)
+        rounds = all_reduce_s(algorithm, 0, self.layout, LinkCosts(unit, unit))
+        return float(rounds) * self.times_s[0] / self.step_s
+
+
+class Measurement(NamedTuple):
+    """Steps of few ranks, by number of ranks, and facts about all sizes."""
+
+    runs: Sequence[MeasuredSteps]
+    algorithm: str  # as for ``all_reduce_s``
+    shared_cores: float = inf  # of all ranks; infinite if each has its own
+    is_line_limited: bool = False
+    is_emulated: bool = True
+
+
+class Predicted(NamedTuple):
+    """The seconds of a step, with an interval of 80 %."""
+
+    low_s: float
+    middle_s: float
+    high_s: float
+
+
+def layout_of(num_ranks: int, ranks_per_node: int) -> RankLayout:
+    num_nodes = -(-num_ranks // ranks_per_node)
+    return RankLayout(num_ranks, num_nodes, min(num_ranks, ranks_per_node))
+
+
+def predict_steps(
+    measurement: Measurement, layouts: Sequence[RankLayout]
+) -> list[Predicted]:
+    """Predict steps of more ranks than the last measured run has, which is several."""
+    base, cores = measurement.runs[-1], measurement.shared_cores
+    within = [r for r in measurement.runs if r.layout.num_nodes == 1 < r.num_ranks]
+    inside, between = (
+        _fit(measurement.algorithm, run) for run in ([base, *within][-1], base)
+    )
+    costs = LinkCosts(inside, between)
+    draws = np.random.default_rng(0).standard_normal((3, _NUM_DRAWS))
+
+    def steps_s(layout: RankLayout, cost_error: float) -> NDArray[np.float64]:
+        ratio = max(1, layout.num_ranks / cores) / max(1, base.num_ranks / cores)
+        crowd = ratio ** (1 + CROWD_ERROR * draws[2] / np.log(2))
+        work = 1.0 if measurement.is_emulated else crowd
+        slow = 1.0 if measurement.is_line_limited else crowd
+        prices = [
+            float(all_reduce_s(measurement.algorithm, size, layout, costs))
+            for size in base.bucket_bytes
+        ]
+        cost_s = np.outer(prices, slow * np.exp(cost_error * draws[0]))
+        ready_s = np.outer(base.ready_s, np.full(_NUM_DRAWS, work))
+        walked = walk(ready_s, cost_s, work * base.backward_s)
+        crowded_s = (crowd - work) * base.update_s
+        return work * base.alone_s + crowded_s + walked.exposed_s
+
+    rest_s = base.step_s - float(steps_s(base.layout, 0.0)[0])
+    error = np.hypot(STEP_ERROR, np.std(base.steps_s) / base.step_s)
+    found: list[Predicted] = []
+    for layout in layouts:
+        doublings = np.log2(layout.num_ranks / base.num_ranks)
+        drawn = steps_s(layout, COST_ERROR * np.sqrt(doublings)) + rest_s
+        quantiles = np.quantile(drawn * np.exp(error * draws[1]), (0.1, 0.5, 0.9))
+        found.append(Predicted(*quantiles.tolist()))
+    return found
+
+
+def _fit(algorithm: str, run: MeasuredSteps) -> LinkCost:
+    """Fit the cost of a link as if there were one kind of links."""
+    most, layout = SIZES_BYTES[-1], run.layout
+    rounds, sent = (
+        float(all_reduce_s(algorithm, most, layout, LinkCosts(unit, unit)))
+        for unit in (LinkCost(1.0, 0.0), LinkCost(0.0, 1.0))
+    )
+    try:
+        fit = fit_link(SIZES_BYTES, run.times_s, rounds, sent / most)
+    except UsageError:  # the times are too noisy for a line
+        return LinkCost(run.times_s[0] / rounds, run.times_s[-1] / sent)
+    return LinkCost(fit.alpha_s, fit.beta_s_per_byte)
+
+
+class StepComparison(NamedTuple):
+    """A predicted size, and its measurement."""
+
+    num_ranks: int
+    predicted: Predicted
+    measured_s: float
+    latency_share: float
+
+    @property
+    def is_valid(self) -> bool:
+        """False if the scheduler of too few cores was measured, not the line."""
+        return self.latency_share <= _MOST_LATENCY
+
+    @property
+    def error(self) -> float:
+        return self.predicted.middle_s / self.measured_s - 1
+
+    @property
+    def is_inside(self) -> bool:
+        return self.predicted.low_s <= self.measured_s <= self.predicted.high_s
+
+    def content(self) -> dict[str, Any]:
+        names = ("error", "is_inside", "is_valid", "measured_s", "latency_share")
+        judged = {name: getattr(self, name) for name in names}
+        return {"ranks": self.num_ranks, **self.predicted._asdict(), **judged}
+
+    def shown(self, rate_bit: float) -> str:
+        text = f"error {100 * self.error:+.1f} %, {'in' * self.is_inside or 'out'}side"
+        if not self.is_valid:
+            slower = slower_rate(rate_bit, self.latency_share) / 1e6
+            text = f"machine too small for this rate; try --rate {slower:g}Mbit/s"
+        return f"{self.num_ranks:5}  measured   {self.measured_s:.4f} s, {text}"
+
+
+def slower_rate(rate: float, latency_share: float) -> float:
+    """Return a rate at which latency would be a small part of an emulated step."""
+    # The lower the rate, the longer is a step.
+    rate /= (latency_share / _MOST_LATENCY) ** (1 / _SIZING_POWER)
+    unit = 10 ** np.floor(np.log10(rate))
+    return float(max(digit * unit for digit in (1, 2, 5) if digit * unit <= rate))
+
+
+def judge(cases: Sequence[StepComparison]) -> int:
+    """Return 1 if most valid cases miss their interval, 2 if none is valid, else 0."""
+    inside = [case.is_inside for case in cases if case.is_valid]
+    return 2 if not inside else int(2 * sum(inside) < len(inside))
+
+
+def summarize(cases: Sequence[StepComparison]) -> str:
+    valid = [case for case in cases if case.is_valid]
+    if not valid:
+        return "no size counts, as this machine has too few cores"
+    error = median(abs(case.error) for case in valid)
+    num_inside = sum(case.is_inside for case in valid)
+    return f"{num_inside} of {len(valid)} inside, median error {100 * error:.1f} %"
