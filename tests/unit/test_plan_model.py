@@ -1,0 +1,177 @@
+"""The model of ``ronde plan``: laws that every prediction must obey."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from ronde.plan.posterior import infer
+from ronde.plan.priors import load_priors
+from ronde.plan.setup import (
+    ArrivingGradient,
+    Cluster,
+    Exchange,
+    LinkFacts,
+    Overlap,
+    PhaseTimes,
+    Point,
+    Program,
+    Setup,
+    Size,
+)
+from ronde.plan.step import PARTS, Hypothesis, StepModel, mean_of_largest
+
+_CLUSTER = Cluster(8, node_gbit_per_s=100.0, transport="rdma", gpu_link_gb_per_s=200.0)
+_PROGRAM = Program("resnet50", num_parameters=25.6e6, overlap=Overlap.BUCKET)
+_SETUP = Setup(_PROGRAM, _CLUSTER, (Point(Size(1, 1, 64.0), 250.0),))
+_SIZES = [Size(n, max(1, n // 8), 64.0) for n in (2, 4, 8, 16, 64, 512, 4096, 27_600)]
+
+
+def _model(setup: Setup = _SETUP, **known: float) -> StepModel:
+    """Return a model with one draw: the priors' middles, or known values."""
+    draws = load_priors().values(np.zeros((1, len(load_priors().unknowns))))
+    return StepModel(
+        setup, Hypothesis(), draws | {k: np.array([v]) for k, v in known.items()}
+    )
+
+
+def _step_s(model: StepModel, size: Size) -> float:
+    return float(model.at(size, np.array([0.25])).step_s[0])
+
+
+@pytest.mark.parametrize("exchange", Exchange)
+def test_one_rank_only_computes_and_updates(exchange: Exchange) -> None:
+    setup = replace(_SETUP, program=replace(_PROGRAM, exchange=exchange))
+    parts = _model(setup).at(Size(1, 1, 64.0), np.array([0.25])).parts_s
+    assert {name for name in PARTS if parts[name][0] > 0} == {"compute", "fixed cost"}
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from(_SIZES),
+    st.sampled_from(["alpha_rdma", "leak", "host", "growth", "update"]),
+    st.floats(1.0, 30.0),
+)
+def test_steps_are_never_faster_with_a_larger_cost(
+    size: Size, name: str, factor: float
+) -> None:
+    middle = load_priors().unknowns[name].middle
+    dearer = min(1.0, middle * factor) if name == "leak" else middle * factor
+    assert _step_s(_model(**{name: dearer}), size) >= _step_s(_model(), size)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.sampled_from(_SIZES), st.floats(1.0, 1000.0), st.sampled_from(Exchange))
+def test_steps_are_never_faster_on_slower_links(
+    size: Size, factor: float, exchange: Exchange
+) -> None:
+    setup = replace(_SETUP, program=replace(_PROGRAM, exchange=exchange))
+    slower = replace(_CLUSTER, node_gbit_per_s=100.0 / factor)
+    assert _step_s(_model(replace(setup, cluster=slower)), size) >= _step_s(
+        _model(setup), size
+    )
+
+
+@pytest.mark.parametrize("size", _SIZES, ids=lambda size: str(size.num_ranks))
+def test_parts_add_up_to_the_step_and_are_free_one_by_one(size: Size) -> None:
+    model, compute = _model(), np.array([0.25])
+    step = model.at(size, compute)
+    assert sum(part[0] for part in step.parts_s.values()) == pytest.approx(
+        step.step_s[0]
+    )
+    for name in PARTS[1:]:
+        assert model.at(size, compute, free=name).step_s[0] <= step.step_s[0] + 1e-12
+
+
+def test_computing_time_is_what_makes_the_step_as_long_as_measured() -> None:
+    for points in (
+        (Point(Size(1, 1, 64.0), 250.0),),
+        (Point(Size(64, 8, 64.0), 9000.0),),
+    ):
+        model = _model(replace(_SETUP, points=points))
+        size, speed = points[0]
+        step_s = 64.0 * size.num_ranks / speed
+        found = model.at(size, model.compute_s(step_s)).step_s
+        assert found[0] == pytest.approx(step_s, rel=1e-6)
+
+
+def test_gradients_that_are_known_are_walked() -> None:
+    gradients = tuple(ArrivingGradient(1 << 20, 4, 0.01 * i) for i in range(1, 11))
+    program = replace(
+        _PROGRAM,
+        num_parameters=10 << 20,
+        algorithm="ring",
+        gradients=gradients,
+        bucket_cap_bytes=4 << 20,
+        phases=PhaseTimes(0.05, 0.1, 0.01),
+    )
+    beta, n = 1e-9, 16
+    link = LinkFacts(0.0, beta)
+    cluster = Cluster(1, inside=link, between=link)
+    base = (Point(Size(1, 1, 64.0), 400.0),)
+    model = _model(
+        Setup(program, cluster, base), interference=0.0, growth=0.0, host=0.0
+    )
+    # Ten buckets of 4 MiB, one every 10 ms, each of which takes less: only the last is
+    # exposed.
+    each_s = 2 * (n - 1) / n * (4 << 20) * beta
+    step = model.at(Size(n, n, 64.0), np.array([0.15]))
+    assert each_s < 0.01
+    assert step.parts_s["bandwidth between"][0] == pytest.approx(each_s, rel=1e-3)
+    late = replace(program, overlap=Overlap.NONE)
+    step = _model(Setup(late, cluster, base)).at(Size(n, n, 64.0), np.array([0.15]))
+    assert step.parts_s["bandwidth between"][0] == pytest.approx(10 * each_s, rel=1e-3)
+
+
+def test_the_slowest_of_n_is_as_late_as_in_a_simulation() -> None:
+    rng, sigma = np.random.default_rng(0), 0.05
+    setup = replace(_SETUP, program=replace(_PROGRAM, jitter=sigma))
+    for n in (2, 8, 64, 512):
+        drawn = np.exp(sigma * rng.standard_normal((4000, n))).max(1)
+        expected = np.exp(np.log(drawn).mean())
+        size = Size(n, n, 64.0)
+        parts = _model(setup).at(size, np.array([0.25])).parts_s
+        others = sum(float(part[0]) for part in parts.values())
+        waited = parts["stragglers"][0] / (others - parts["stragglers"][0])
+        assert 1 + waited == pytest.approx(expected, rel=2e-3)
+        assert mean_of_largest(n) == pytest.approx(
+            np.log(drawn).mean() / sigma, abs=0.05
+        )
+
+
+def test_the_mean_of_the_largest_grows_with_every_rank() -> None:
+    means = [mean_of_largest(n) for n in (*range(1, 40), 4096, 27_600)]
+    assert means == sorted(means)
+    assert means[-2:] == pytest.approx([3.63, 4.09], rel=0.01)
+
+
+def test_predictions_have_a_middle_between_their_bounds_and_repeat() -> None:
+    for size in _SIZES:
+        first, second = (infer(_SETUP, load_priors()).predict(size) for _ in range(2))
+        assert 0 < first.low < first.middle < first.high < np.inf
+        assert first[:5] == second[:5]
+
+
+def test_measured_sizes_narrow_an_interval_and_draw_it_to_them() -> None:
+    alone = infer(_SETUP, load_priors()).predict(_SIZES[4])
+    points = (*_SETUP.points, Point(Size(16, 2, 64.0), 16 * 200.0))
+    known = infer(replace(_SETUP, points=points), load_priors()).predict(_SIZES[4])
+    assert known.high / known.low < alone.high / alone.low
+    assert known.middle < alone.middle  # 16 ranks are slower than expected
+    assert known.middle == pytest.approx(64 * 200.0, rel=0.05)
+
+
+def test_a_change_of_nothing_changes_nothing() -> None:
+    posterior = infer(_SETUP, load_priors())
+    same = replace(_SETUP, program=replace(_PROGRAM, compression=1.0))
+    before, after = posterior.predict(_SIZES[4]), posterior.predict(_SIZES[4], same)
+    assert posterior.ratio(after, before) == (1.0, 1.0, 1.0)
+
+
+def test_a_device_twice_as_fast_doubles_the_speed_of_one_rank_at_most() -> None:
+    posterior = infer(_SETUP, load_priors())
+    fast = replace(_SETUP, program=replace(_PROGRAM, compute_speed=2.0))
+    for size in (Size(1, 1, 64.0), *_SIZES):
+        ratio = posterior.ratio(posterior.predict(size, fast), posterior.predict(size))
+        assert 1.0 < ratio[1] <= 2.0
