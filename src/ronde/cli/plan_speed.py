@@ -31,6 +31,8 @@ HELP = f"""\
 usage: ronde plan [RECORD ...] [options]  training speed on more ranks
        ronde plan memory                  memory of a rank in a training step
        ronde plan traffic                 bytes that it sends, and the time
+       ronde plan points SHEET            empty speeds of a table, predicted
+       ronde plan validate                predicted steps beside measured ones
 
 Predict training speed, with intervals that hold in four of five cases, and show the
 part of a step that limits it. Nothing is started. RECORD is a file of ronde bench
