@@ -157,6 +157,10 @@ def test_records(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     contradiction = read(capsys, new, *asked, "--parameters", "3M")
     assert contradiction["rows"] == found["rows"]
     assert any("parameters" in each for each in contradiction["inputs"]["left_out"])
+    more = read(capsys, new, *asked, "--points", "8=1200", "--batch", "64")
+    assert [(row["ranks"], row["batch"]) for row in more["rows"][2:]] == [
+        *((8, 32), (16, 32))
+    ]
     twice = read(capsys, new, new, *asked)
     assert twice["rows"] == found["rows"]
     training(tmp_path / "new.jsonl", **NEW_KEYS, batch_a_rank=64)
