@@ -34,7 +34,7 @@ import ronde.plan
 from ronde.plan.posterior import Posterior, infer
 from ronde.plan.priors import QUANTILE_90, SITUATIONS, Prior, Priors
 from ronde.plan.setup import Exchange, Setup
-from ronde.plan.sheet import setup_of, size_of
+from ronde.plan.sheet import SheetRow, setup_of
 from ronde.plan.step import Hypothesis
 
 BASE = Priors(
@@ -71,7 +71,6 @@ PSEUDO = 20.0
 NUM_ROUNDS = 4
 NUM_DRAWS = 300
 _FIXED = ("fit", "interference")  # no published series shows them
-Row = Mapping[str, str]
 
 
 class Moments(NamedTuple):
@@ -84,13 +83,13 @@ class Moments(NamedTuple):
     masses: Mapping[Hypothesis, float]
 
 
-def read(path: str) -> dict[tuple[str, str], list[Row]]:
+def read(path: str) -> dict[tuple[str, str], list[SheetRow]]:
     """Return the rows of each series, without the doubtful and the model-parallel."""
-    found: dict[tuple[str, str], list[Row]] = defaultdict(list)
-    with open(path, newline="", encoding="utf-8") as lines:
+    found: dict[tuple[str, str], list[SheetRow]] = defaultdict(list)
+    with Path(path).open(newline="", encoding="utf-8") as lines:
         for row in csv.DictReader(lines):
             if row["split"] != "suspect" and row["kind"] != "model_parallel":
-                found[row["source"], row["series"]].append(row)
+                found[row["source"], row["series"]].append(SheetRow(row, 0))
     return found
 
 
@@ -143,8 +142,12 @@ def _probabilities(found: Sequence[Moments], weights: np.ndarray) -> dict[str, f
     return result
 
 
-def fit(series: Mapping[tuple[str, str], list[Row]], left_out: str) -> Priors:
-    setups = [(key[0], setup_of(rows)) for key, rows in series.items() if key[0] != left_out]
+def fit(series: Mapping[tuple[str, str], list[SheetRow]], left_out: str) -> Priors:
+    setups = [
+        (key[0], setup_of([r for r in rows if r.text("throughput")]))
+        for key, rows in series.items()
+        if key[0] != left_out
+    ]
     setups = [each for each in setups if len(each[1].points) > 1]
     priors = BASE
     for _ in range(NUM_ROUNDS):
@@ -156,7 +159,7 @@ class Case(NamedTuple):
     """A prediction beside the published speed, with the interval before widening."""
 
     source: str
-    row: Row
+    row: SheetRow
     situation: str
     middle: float
     low: float
@@ -167,21 +170,38 @@ class Case(NamedTuple):
     def score(self) -> float:
         """The widening with which the interval just reaches the published speed."""
         bound = self.high if self.measured > self.middle else self.low
-        return abs(math.log(self.measured / self.middle) / math.log(bound / self.middle))
+        return abs(
+            math.log(self.measured / self.middle) / math.log(bound / self.middle)
+        )
 
 
 def predict(
-    tasks: Mapping[tuple[str, str], list[Row]], truth: Mapping[str, float], source: str, priors: Priors
+    tasks: Mapping[tuple[str, str], list[SheetRow]],
+    truth: Mapping[str, float],
+    source: str,
+    priors: Priors,
 ) -> list[Case]:
     cases: list[Case] = []
     for (of, _), rows in tasks.items():
         if of != source:
             continue
-        posterior: Posterior = infer(setup_of(rows), priors)
-        for row in (row for row in rows if not row["throughput"]):
-            found = posterior.predict(size_of(row))
+        posterior: Posterior = infer(
+            setup_of([r for r in rows if r.text("throughput")]), priors
+        )
+        for row in (row for row in rows if not row.text("throughput")):
+            found = posterior.predict(row.size)
             situation = posterior.situation(found.size)
-            cases.append(Case(source, row, situation, found.middle, found.low, found.high, truth[row["id"]]))
+            cases.append(
+                Case(
+                    source,
+                    row,
+                    situation,
+                    found.middle,
+                    found.low,
+                    found.high,
+                    truth[row.text("id")],
+                )
+            )
     return cases
 
 
@@ -190,31 +210,42 @@ def widening(cases: Iterable[Case]) -> dict[str, float]:
     for case in cases:
         scores[case.situation].append(case.score)
     # No value depends on the draws beyond its third digit.
-    return {name: round(float(np.quantile(each, 0.8)), 3) for name, each in scores.items()}
+    return {
+        name: round(float(np.quantile(each, 0.8)), 3) for name, each in scores.items()
+    }
 
 
-def leave_out(series: Mapping, tasks: Mapping, truth: Mapping[str, float], source: str) -> list[Case]:
+def leave_out(
+    series: Mapping, tasks: Mapping, truth: Mapping[str, float], source: str
+) -> list[Case]:
     return predict(tasks, truth, source, fit(series, source))
 
 
 def write_left_out(path: str, cases: Sequence[Case]) -> None:
-    with open(path, "w", newline="", encoding="utf-8") as out:
+    with Path(path).open("w", newline="", encoding="utf-8") as out:
         writer = csv.writer(out, lineterminator="\n")
         writer.writerow(("series", "id", "predicted", "low", "high"))
         for source in sorted({case.source for case in cases}):
             factors = widening(case for case in cases if case.source != source)
             for case in (case for case in cases if case.source == source):
                 by = factors[case.situation]
-                low, high = (case.middle * (b / case.middle) ** by for b in (case.low, case.high))
+                low, high = (
+                    case.middle * (b / case.middle) ** by for b in (case.low, case.high)
+                )
                 figures = (f"{value:.6g}" for value in (case.middle, low, high))
-                writer.writerow((case.row["series"], case.row["id"], *figures))
+                writer.writerow(
+                    (case.row.text("series"), case.row.text("id"), *figures)
+                )
 
 
 def write_priors(priors: Priors, sources: Sequence[str], num_speeds: int) -> None:
     content = {
         "fitted_by": "scripts/fit_priors.py",
         "fitted_to": {"sources": sources, "num_speeds": num_speeds},
-        "unknowns": {n: [float(f"{v:.4g}") for v in prior] for n, prior in priors.unknowns.items()},
+        "unknowns": {
+            n: [float(f"{v:.4g}") for v in prior]
+            for n, prior in priors.unknowns.items()
+        },
         "others": {
             name: value if isinstance(value, dict) else float(f"{value:.4g}")
             for name, value in vars(priors).items()
@@ -226,14 +257,20 @@ def write_priors(priors: Priors, sources: Sequence[str], num_speeds: int) -> Non
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("points")
     parser.add_argument("tasks")
     parser.add_argument("--left-out", metavar="FILE")
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
     series, tasks = read(options.points), read(options.tasks)
-    truth = {r["id"]: float(r["throughput"]) for rows in series.values() for r in rows}
+    truth = {
+        r.text("id"): float(r.text("throughput"))
+        for rows in series.values()
+        for r in rows
+    }
     sources = sorted({source for source, _ in series})
     with ProcessPoolExecutor(2) as pool:
         whole = pool.submit(fit, series, "")
@@ -246,7 +283,8 @@ def main() -> None:
         write_priors(priors, sources, len(truth))
     for name, prior in priors.unknowns.items():
         base = BASE.unknowns[name]
-        print(f"{name:16s}{base.middle:9.4g} x{base.ratio:5.2f} -> {prior.middle:9.4g} x{prior.ratio:5.2f}")
+        old, new = (f"{p.middle:9.4g} x{p.ratio:5.2f}" for p in (base, prior))
+        print(f"{name:16s}{old} -> {new}")
     print({n: v for n, v in vars(priors).items() if n != "unknowns"})
 
 

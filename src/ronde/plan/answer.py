@@ -3,12 +3,13 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from ronde.plan.posterior import Posterior
+from ronde.plan.posterior import Forecast, Posterior
 from ronde.plan.setup import Setup, Size
 from ronde.plan.step import PARTS
 
 _LEAST_SAVED = 0.03  # of a step; below it computing binds
 _AS_MUCH = 0.9  # of the largest saving
+_LEAST_PART = 1e-3  # of a step; smaller parts cannot bind
 _WIDEST, _LINEAR, _FARTHEST = 2.0, 1.03, 64
 
 
@@ -63,18 +64,31 @@ def _row_of(posterior: Posterior, size: Size, measured: float | None) -> SpeedRo
     # The parts of the model's step shall add up to the step that is shown.
     whole_s = sum(found.parts_s.values())
     scale = 1.0 if step.middle is None else step.middle / whole_s
-    saved = {
-        name: scale * max(0.0, found.step_s - posterior.predict(size, free=name).step_s)
-        for name in PARTS[1:]
-        if found.parts_s[name] > 1e-3 * whole_s
-    }
-    most, binds = max(saved.values(), default=0.0), PARTS[:1]
-    if most > _LEAST_SAVED * found.step_s * scale:
-        binds = tuple(n for n, s in saved.items() if s >= _AS_MUCH * most)
+    binds, saved = binding_parts(posterior, found)
+    saved = {name: scale * saved_s for name, saved_s in saved.items()}
     parts = {name: part_s * scale for name, part_s in found.parts_s.items()}
     return SpeedRow(
         size, speed, step, efficiency, parts, binds, saved, measured is not None
     )
+
+
+def binding_parts(
+    posterior: Posterior, found: Forecast
+) -> tuple[tuple[str, ...], dict[str, float]]:
+    """Return the parts of a step that bind, and the seconds that each costs.
+
+    A part binds if a step without it is the fastest, within 10 %.
+    """
+    whole_s = sum(found.parts_s.values())
+    saved = {
+        name: max(0.0, found.step_s - posterior.predict(found.size, free=name).step_s)
+        for name in PARTS[1:]
+        if found.parts_s[name] > _LEAST_PART * whole_s
+    }
+    most = max(saved.values(), default=0.0)
+    if most <= _LEAST_SAVED * found.step_s:
+        return PARTS[:1], saved
+    return tuple(n for n, s in saved.items() if s >= _AS_MUCH * most), saved
 
 
 def warnings_of(setup: Setup, rows: Sequence[SpeedRow]) -> Iterable[str]:

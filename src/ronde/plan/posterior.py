@@ -111,7 +111,7 @@ class Posterior:
         """Return the weights of the points' residuals at a size, and the deviation."""
         sizes = [point.size for point in self.setup.points]
         own, across, alone = _covariances(sizes, size, self.priors)
-        solved = np.linalg.solve(own, across)
+        solved = np.linalg.solve(own, across).astype(np.float64)
         variance = max(alone - float(across @ solved), self.priors.error**2)
         return solved, math.sqrt(variance)
 
@@ -216,6 +216,6 @@ def weighted_quantiles(values: Draws, weights: Draws) -> tuple[float, float, flo
     """Return the quantiles 10, 50 and 90 %."""
     order = np.argsort(values)
     cumulated = np.cumsum(weights[order])
-    at = np.searchsorted(cumulated, cumulated[-1] * np.array([0.1, 0.5, 0.9]))
-    low, middle, high = values[order][at].tolist()
+    shares = cumulated[-1] * np.array([0.1, 0.5, 0.9])
+    low, middle, high = values[order][np.searchsorted(cumulated, shares)].tolist()
     return low, middle, high

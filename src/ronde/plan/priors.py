@@ -36,7 +36,7 @@ class Prior(NamedTuple):
 
 @dataclass(frozen=True)
 class Priors:
-    """Distributions of the unknowns of a step, and of what the model does not explain."""
+    """Distributions of the unknowns of a step, and of the model's errors."""
 
     unknowns: Mapping[str, Prior]
     flat: float  # probability of a flat ring, else two levels

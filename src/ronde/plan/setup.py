@@ -142,7 +142,7 @@ class Setup:
 
     @property
     def is_sized(self) -> bool:
-        """Return True if the seconds of a step and the bytes of its gradients follow."""
+        """True if the seconds of a step and the bytes of its gradients follow."""
         program = self.program
         known = (
             program.num_parameters,
@@ -152,6 +152,6 @@ class Setup:
         return None not in known
 
     def units(self, size: Size) -> float:
-        """Return the units of all ranks in a step, or per sample of an unknown batch."""
+        """Return the units of a step of all ranks; for an unknown batch as if of 1."""
         batch = size.batch or 1.0
         return size.num_ranks * batch * (self.program.units_a_sample or 1.0)

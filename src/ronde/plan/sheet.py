@@ -1,71 +1,199 @@
-"""Tables of published speeds: read, and completed with predictions."""
+"""Tables of published speeds, in which empty speeds are predicted."""
 
 import csv
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import groupby
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import median
 
+from ronde.errors import UsageError
+from ronde.plan.answer import binding_parts
+from ronde.plan.measurements import unite
+from ronde.plan.posterior import infer
+from ronde.plan.priors import load_priors
 from ronde.plan.setup import Cluster, Exchange, Overlap, Point, Program, Setup, Size
 
-Cells = Mapping[str, str]
-_NVLINK = {"v100": 110.0, "a100": 230.0, "h100": 360.0, "h200": 360.0, "p100": 60.0}
+NEEDED = ("series", "gpus", "throughput")
+ADDED = ("predicted", "low", "high", "binds")
+_PRACTICAL = 0.75  # NCCL's planning figure of a GPU's NVLinks, relative to their sum
+_NVLINK_GB_PER_S = 200.0  # of a generation that is not named
+_MOST_TCP_GBIT = 25  # faster lines of an unnamed transport are taken for RDMA
+_GRID_SPREAD = 1.3  # half of an interval between layouts of model parallelism
+_SHARDINGS = {
+    "FULL_SHARD": Exchange.SHARD_ALL,
+    "SHARD_GRAD_OP": Exchange.SHARD_GRADIENTS,
+}
 
 
-def number(cell: str) -> float | None:
-    return float(cell) if cell else None
+@dataclass(slots=True)
+class SheetRow:
+    """A row of a table with its speed; cells of unknown columns are kept."""
+
+    cells: dict[str, str]
+    line: int
+
+    def number(self, column: str, *, is_whole: bool = False) -> float | None:
+        """Return the number in a cell, or None if it is empty.
+
+        Raises:
+            UsageError: It is no number above 0.
+        """
+        text = (self.cells.get(column) or "").strip()
+        if not text:
+            return None
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not 0 < value < math.inf or (is_whole and value != int(value)):
+            rule = "a whole number" if is_whole else "a number"
+            raise UsageError(
+                f"line {self.line}: {column} must be {rule} above 0, got {text!r}. "
+                "Correct it, or leave the cell empty."
+            )
+        return value
+
+    @property
+    def size(self) -> Size:
+        num_ranks = self.number("gpus", is_whole=True)
+        if num_ranks is None:
+            raise UsageError(f"line {self.line}: gpus must be a number, got ''.")
+        nodes = self.number("nodes", is_whole=True)
+        if nodes is None:
+            nodes = math.ceil(num_ranks / (self.number("gpus_per_node") or num_ranks))
+        if nodes > num_ranks:
+            raise UsageError(
+                f"line {self.line}: nodes must be at most the gpus, got {nodes:g} for "
+                f"{num_ranks:g}."
+            )
+        parts = self.number("accumulation") or 1.0
+        return Size(int(num_ranks), int(nodes), self.number("batch_a_gpu"), parts)
+
+    def text(self, column: str) -> str:
+        return (self.cells.get(column) or "").strip()
 
 
-def size_of(row: Cells) -> Size:
-    n = int(row["gpus"])
-    nodes = int(row.get("nodes") or 1)
-    batch = number(row.get("batch_a_gpu", ""))
-    return Size(n, nodes, batch, number(row.get("accumulation", "")) or 1)
+def read_sheet(lines: Iterable[str]) -> tuple[list[str], list[SheetRow]]:
+    """Return the columns and the rows of a table.
+
+    Raises:
+        UsageError: A column is missing, or no row is there.
+    """
+    reader = csv.DictReader(lines, restval="")
+    columns = [*(reader.fieldnames or ())]
+    if missing := [name for name in NEEDED if name not in columns]:
+        raise UsageError(
+            f"SHEET must have the columns {', '.join(NEEDED)}, but has no "
+            f"{', '.join(missing)}. Add them to its first line."
+        )
+    rows = [
+        SheetRow({k: v for k, v in cells.items() if k is not None}, reader.line_num)
+        for cells in reader
+    ]
+    return columns, rows
 
 
-def overlap_of(method: str) -> Overlap | None:
+def complete(rows: Sequence[SheetRow]) -> tuple[list[str], list[str]]:
+    """Predict every empty speed from the other rows of its series, in place.
+
+    Returns the reasons of series without a prediction, and the assumptions.
+    """
+    series: dict[str, list[SheetRow]] = {}
+    for row in rows:
+        row.cells |= dict.fromkeys(ADDED, "")
+        series.setdefault(row.text("series"), []).append(row)
+    left_out, notes = list[str](), list[str]()
+    for name, each in series.items():
+        try:
+            _complete_series(each)
+        except UsageError as error:
+            left_out.append(f"no prediction for series {name!r}: {error}")
+    if not any(row.text("nodes") or row.text("gpus_per_node") for row in rows):
+        notes.append("no column nodes or gpus_per_node: all ranks are on one node.")
+    return left_out, notes
+
+
+def _complete_series(rows: Sequence[SheetRow]) -> None:
+    known = [row for row in rows if row.number("throughput") is not None]
+    asked = [row for row in rows if row.number("throughput") is None]
+    if asked and not known:
+        raise UsageError("it has no speed. Give one or more.")
+    if not asked:
+        return
+    if rows[0].text("kind") == "model_parallel":
+        _complete_grid(known, asked)
+        return
+    posterior = infer(setup_of(known), load_priors())
+    for row in asked:
+        found = posterior.predict(row.size)
+        binds, _ = binding_parts(posterior, found)
+        figures = (f"{value:.6g}" for value in (found.middle, found.low, found.high))
+        cells = *figures, " and ".join(binds)
+        row.cells |= dict(zip(ADDED, cells, strict=True))
+
+
+def _complete_grid(known: Sequence[SheetRow], asked: Sequence[SheetRow]) -> None:
+    """Predict other layouts of model parallelism: equal arithmetic of a GPU."""
+
+    def share(row: SheetRow) -> float:
+        return row.size.num_ranks / (row.number("parameters") or 1.0)
+
+    work = median((row.number("throughput") or 0.0) / share(row) for row in known)
+    for row in asked:
+        middle = work * share(row)
+        figures = middle, middle / _GRID_SPREAD, middle * _GRID_SPREAD
+        texts = (f"{value:.6g}" for value in figures)
+        row.cells |= dict(zip(ADDED, (*texts, "compute"), strict=True))
+
+
+def setup_of(rows: Sequence[SheetRow]) -> Setup:
+    """Return the facts and the speeds of a series; its first row has the facts.
+
+    Raises:
+        UsageError: A cell is no number, or two speeds of one size differ.
+    """
+    first = min(rows, key=lambda row: row.size)
+    half = any(word in first.text("precision") for word in ("16", "fp8", "bf8"))
+    method, unit = first.text("method"), first.text("unit").removesuffix("/s")
+    program = Program(
+        name=first.text("model"),
+        unit=unit or "units",
+        units_a_sample=first.number("units_a_sample")
+        or (None if unit == "tokens" else 1.0),
+        num_parameters=first.number("parameters"),
+        itemsize=2.0 if half else 4.0,
+        overlap=_overlap_of(method),
+        exchange=_exchange_of(method, first.text("sharding")),
+        is_accumulating=first.text("kind") == "accumulation",
+    )
+    points = (Point(row.size, row.number("throughput") or 0.0) for row in rows)
+    return Setup(program, _cluster_of(first), unite(points))
+
+
+def _overlap_of(method: str) -> Overlap:
     if method.startswith("BSP"):
         return Overlap.NONE
-    if method.startswith("WFBP"):
-        return Overlap.TENSOR
-    return Overlap.BUCKET
+    return Overlap.TENSOR if method.startswith("WFBP") else Overlap.BUCKET
 
 
-def setup_of(rows: Sequence[Cells]) -> Setup:
-    """Return the facts and the known speeds of a series."""
-    row = rows[0]
-    method, sharding = row.get("method", ""), row.get("sharding", "")
-    exchange = Exchange.ALL_REDUCE
-    if sharding == "FULL_SHARD":
-        exchange = Exchange.SHARD_ALL
-    elif sharding == "SHARD_GRAD_OP":
-        exchange = Exchange.SHARD_GRADIENTS
-    elif method.endswith("-PS") or "parameter server" in method:
-        exchange = Exchange.PARAMETER_SERVER
-    precision = row.get("precision", "")
-    is_half = any(name in precision for name in ("16", "fp8"))
-    program = Program(
-        name=row.get("model", ""),
-        unit=row.get("unit", "").removesuffix("/s"),
-        units_a_sample=number(row.get("units_a_sample", ""))
-        or (None if "tokens" in row.get("unit", "") else 1.0),
-        num_parameters=number(row.get("parameters", "")),
-        itemsize=2.0 if is_half else 4.0,
-        overlap=overlap_of(method),
-        exchange=exchange,
-        is_accumulating=row.get("kind") == "accumulation",
+def _exchange_of(method: str, sharding: str) -> Exchange:
+    is_server = method.endswith("-PS") or "parameter server" in method
+    return _SHARDINGS.get(
+        sharding, Exchange.PARAMETER_SERVER if is_server else Exchange.ALL_REDUCE
     )
-    gpu = row.get("gpu", "").lower()
-    inside = None
-    if "PCIe" not in row.get("intra_link", ""):
-        inside = next((r for name, r in _NVLINK.items() if name in gpu), None)
-        if inside is None and row.get("intra_gb_per_s"):
-            inside = 0.75 * float(row["intra_gb_per_s"])
-    cluster = Cluster(
-        ranks_per_node=int(row.get("gpus_per_node") or 1),
-        node_gbit_per_s=number(row.get("node_gbit_per_s", "")),
-        transport=row.get("transport", ""),
+
+
+def _cluster_of(row: SheetRow) -> Cluster:
+    inside, line = row.number("intra_gb_per_s"), row.number("node_gbit_per_s")
+    has_nvlink = "NV" in row.text("intra_link")
+    if inside is not None:
+        inside *= _PRACTICAL
+    elif has_nvlink:
+        inside = _NVLINK_GB_PER_S
+    usual = "" if line is None else "tcp" if line <= _MOST_TCP_GBIT else "rdma"
+    return Cluster(
+        ranks_per_node=int(row.number("gpus_per_node") or row.size.num_ranks),
+        node_gbit_per_s=line,
+        transport=row.text("transport") or usual,
         gpu_link_gb_per_s=inside,
     )
-    points = sorted(
-        Point(size_of(r), float(r["throughput"])) for r in rows if r["throughput"]
-    )
-    return Setup(program, cluster, tuple(points))

@@ -24,6 +24,7 @@ from ronde.plan.setup import (
     Exchange,
     LinkFacts,
     Overlap,
+    PhaseTimes,
     Program,
     Setup,
     Size,
@@ -164,21 +165,19 @@ class StepModel:
         if program.overlap is Overlap.NONE or size.num_ranks == 1:
             return sent.total
         if program.gradients and program.phases and self.setup.is_sized:
-            return self._walked(size, work, free)
+            return self._walked(size, program.phases, work, free)
         is_sharded = program.exchange is Exchange.SHARD_ALL
         leak = self.draws["leak_sharded" if is_sharded else "leak"]
         hidden = self.draws["window"] * work
         return leak * sent.total + (1 - leak) * np.maximum(0, sent.total - hidden)
 
-    def _walked(self, size: Size, work: Draws, free: str) -> Draws:
+    def _walked(self, size: Size, alone: PhaseTimes, work: Draws, free: str) -> Draws:
         program = self.setup.program
-        assert program.phases is not None
-        alone = program.phases
         computed_s = alone.forward_s + alone.backward_s + alone.load_s
         scale = work / computed_s
         last_s = max(alone.backward_s, program.gradients[-1].ready_s)
         backward = scale * last_s
-        pay = self._payer(size, self._costs(size, work, free))
+        pay = self._payer(size, self._costs(work, free))
         buckets = buckets_of(program)
         ready = [scale * ready_s for _, ready_s in buckets]
         costs = [pay(num_bytes) for num_bytes, _ in buckets]
@@ -191,7 +190,7 @@ class StepModel:
         if size.num_ranks == 1:
             return _Communication(zero, zero, zero)
         program = self.setup.program
-        costs = self._costs(size, compute_s, free)
+        costs = self._costs(compute_s, free)
         num_bytes = _UNIT
         if self.setup.is_sized:
             num_bytes = program.sent_bytes
@@ -229,7 +228,7 @@ class StepModel:
 
         return pay
 
-    def _costs(self, size: Size, compute_s: Draws, free: str) -> LinkCosts:
+    def _costs(self, compute_s: Draws, free: str) -> LinkCosts:
         cluster, draws = self.setup.cluster, self.draws
         inside, between = self._betas(compute_s)
         alpha_inside = draws["alpha_rdma"] * 1e-6
@@ -237,18 +236,18 @@ class StepModel:
         alpha = draws["alpha_tcp"] * 1e-6 if is_tcp else alpha_inside
         if cluster.alpha_us is not None:
             alpha = np.full_like(alpha, cluster.alpha_us * 1e-6)
-        links = [
-            _measured(cluster.inside, draws) or LinkCost(alpha_inside, inside),
-            _measured(cluster.between, draws) or LinkCost(alpha, between),
-        ]
-        for index, name in enumerate(("bandwidth inside", "bandwidth between")):
-            if free == name:
-                links[index] = links[index]._replace(
-                    beta_s_per_byte=0.0, gamma_s_per_byte=0.0
-                )
-            if free == "latency":
-                links[index] = links[index]._replace(alpha_s=0.0)
-        return LinkCosts(*links, cluster.oversubscription, cluster.nodes_per_leaf)
+        links = {
+            "bandwidth inside": _measured(cluster.inside, draws)
+            or LinkCost(alpha_inside, inside),
+            "bandwidth between": _measured(cluster.between, draws)
+            or LinkCost(alpha, between),
+        }
+        if free in links:
+            links[free] = LinkCost(links[free].alpha_s, 0.0)
+        if free == "latency":
+            links = {n: link._replace(alpha_s=0.0) for n, link in links.items()}
+        near, far = links.values()
+        return LinkCosts(near, far, cluster.oversubscription, cluster.nodes_per_leaf)
 
     def _betas(self, compute_s: Draws) -> tuple[Draws, Draws]:
         """Return the seconds of a byte inside and between nodes."""
@@ -274,7 +273,7 @@ class StepModel:
             rounds = 4 * lg
         if program.exchange is Exchange.PARAMETER_SERVER:
             rounds = 2
-        costs = self._costs(size, draws["host"], "")
+        costs = self._costs(draws["host"], "")
         alpha = (costs.between if size.num_nodes > 1 else costs.inside).alpha_s
         steps = size.accumulation if program.exchange is Exchange.SHARD_ALL else 1
         return np.asarray(steps * num_messages(program) * rounds * alpha)
