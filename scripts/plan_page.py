@@ -19,6 +19,10 @@ _HOROVOD = "--per-node 4 --batch 64 --unit images --link 25Gbit/s --transport tc
 _RESNET = "--parameters 25.56M --unit images --dtype float16 --transport rdma "
 _BERT = "--parameters 336M --unit sequences --dtype float16 --transport rdma "
 _V100, _A100 = "--gpu-link 110GB/s ", "--gpu-link 230GB/s "
+_PICTURED = (
+    "plan --points 1=253.1,4=925,8=1282 --per-node 4 --parameters 25.6M --batch 64 "
+    "--unit images --overlap none --link 10Gbit/s --transport tcp --nodes 2..128"
+)
 PUBLISHED = (  # name, options, ranks, published speed
     ("VGG-16", "--points 1=154 --parameters 138.4M " + _HOROVOD, 128, 0.79 * 128 * 154),
     ("VGG-16", "--points 1=154 --parameters 138.4M " + _HOROVOD, 512, 0.68 * 512 * 154),
@@ -92,3 +96,4 @@ def _published() -> str:
 if __name__ == "__main__":
     os.chdir(SAMPLES)
     PAGE.write_text(draw_page(PAGE.read_text()))
+    _run(f"{_PICTURED} --svg {PAGE.parent / 'img' / 'plan.svg'}")

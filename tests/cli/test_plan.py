@@ -205,4 +205,6 @@ def test_verbs(capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["plan", *words]) == 0
         assert "ronde plan memory" in capsys.readouterr().out
     shown = refusal(capsys, "plan", "memroy")
-    assert shown.startswith("verb must be memory, traffic or validate, got 'memroy'")
+    assert shown.startswith(
+        "verb must be memory, traffic, points or validate, got 'memroy'"
+    )

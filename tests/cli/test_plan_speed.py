@@ -157,6 +157,10 @@ def test_records(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     contradiction = read(capsys, new, *asked, "--parameters", "3M")
     assert contradiction["rows"] == found["rows"]
     assert any("parameters" in each for each in contradiction["inputs"]["left_out"])
+    more = read(capsys, new, *asked, "--points", "8=1200", "--batch", "64")
+    assert [(row["ranks"], row["batch"]) for row in more["rows"][2:]] == [
+        *((8, 32), (16, 32))
+    ]
     twice = read(capsys, new, new, *asked)
     assert twice["rows"] == found["rows"]
     training(tmp_path / "new.jsonl", **NEW_KEYS, batch_a_rank=64)
@@ -242,7 +246,10 @@ def test_doubtful_inputs(
         ("--points 1=nan,2=3", "one must be a number above 0"),
         ("--points 1=-3", "one must be a number above 0"),
         ("--points x=3", "one must be a whole number"),
-        ("--points 1=3,1=4,2=6", "speeds of 1 ranks must agree within 10%"),
+        (
+            "--points 1=3,1=4,2=6",
+            "speeds of 1 ranks must be above 0 and agree within 10%",
+        ),
         ("{points} -n 6", "ranks must be a multiple of 4 a node, got 6"),
         ("{points} -n 0", "-n must be up to 64 numbers of at least 1, got '0'"),
         ("{points} --nodes 4..2", "--nodes must be up to 64 numbers"),
@@ -272,7 +279,8 @@ def test_doubtful_inputs(
         ("models.jsonl", "model must be the same in all records, got mlp in"),
         ("batches.jsonl", "batch_a_rank must be the same in all records"),
         ("dtypes.jsonl", "dtype must be the same in all records"),
-        ("speeds.jsonl", "speeds of 2 ranks must agree within 10%, got 355.6"),
+        ("cut.jsonl", "a record must be complete, got a wrong value: KeyError"),
+        ("speeds.jsonl", "agree within 10%, got 355.6 and 440"),
     ],
 )
 def test_refusals(
@@ -293,6 +301,7 @@ def test_refusals(
     }
     for name, changed in changes.items():
         training(training(Path(f"{name}.jsonl")), **changed)
+    training(Path("cut.jsonl"), variants={"one_rank": {}})
     training(Path("speeds.jsonl"))
     [record] = read_records(Path("speeds.jsonl"))
     variants = record.values["variants"]

@@ -31,6 +31,8 @@ HELP = f"""\
 usage: ronde plan [RECORD ...] [options]  training speed on more ranks
        ronde plan memory                  memory of a rank in a training step
        ronde plan traffic                 bytes that it sends, and the time
+       ronde plan points SHEET            empty speeds of a table, predicted
+       ronde plan validate                predicted steps beside measured ones
 
 Predict training speed, with intervals that hold in four of five cases, and show the
 part of a step that limits it. Nothing is started. RECORD is a file of ronde bench
@@ -168,11 +170,15 @@ def _with_points(options: argparse.Namespace, inputs: Inputs) -> Inputs:
             g = next((k for k in usual if k <= max(numbers)), 1)
         setup = facts.with_fact(setup, "per_node", g)
         assumed.append(f"{counted(g, 'rank')} a node")
-    if given:
-        unit, units_a_sample = options.unit or ("samples", 1.0)
+    batch, left_out = options.batch, [*inputs.left_out]
+    if setup.points:  # of records
+        left_out += ["the stated batch: see --what-if"] * (batch is not None)
+        batch = setup.points[-1].size.batch
+    elif options.unit:
+        unit, units_a_sample = options.unit
         program = replace(setup.program, unit=unit, units_a_sample=units_a_sample)
         setup = replace(setup, program=program)
-    sizes = _sizes([n for n, _ in given], setup, options.batch)
+    sizes = _sizes([n for n, _ in given], setup, batch)
     points = [Point(size, speed) for size, (_, speed) in zip(sizes, given, strict=True)]
     setup = replace(setup, points=unite([*setup.points, *points]))
     if not setup.points:
@@ -187,7 +193,6 @@ def _with_points(options: argparse.Namespace, inputs: Inputs) -> Inputs:
             "one size alone needs --parameters and --link, got neither. A speed on two "
             "nodes would help most."
         )
-    left_out = [*inputs.left_out]
     if not setup.is_sized and (cluster.inside or cluster.between):
         left_out.append("the links: they need --parameters and --batch")
         setup = replace(setup, cluster=replace(cluster, inside=None, between=None))

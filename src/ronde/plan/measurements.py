@@ -46,6 +46,19 @@ def read_measured(
     records = [(path, record) for path in paths for record in _read(path)]
     runs = [(path, r.values) for path, r in records if r.kind == _TRAINING]
     _refuse_mixture(runs, are_batches_mixed=are_batches_mixed)
+    try:
+        return _of_records(records, runs, per_node)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UsageError(
+            f"a record must be complete, got a wrong value: {error!r}. Measure again."
+        ) from error
+
+
+def _of_records(
+    records: Sequence[tuple[Path, Record]],
+    runs: Sequence[tuple[Path, Mapping[str, Any]]],
+    per_node: int | None,
+) -> Inputs:
     links = dict(link for _, r in records for link in _links(r))
     cluster = Cluster(per_node or 1, **links)
     setup = Setup(Program(), cluster, ())
@@ -114,7 +127,7 @@ def _program(values: Mapping[str, Any], ranks_per_node: int) -> Program:
     host_share = None
     if whole and apart and ranks_per_node > 1:
         more = max(0.0, apart["step_ms"] / whole["step_ms"] - 1)
-        host_share = more * 7 / (ranks_per_node - 1)
+        host_share = more * 3 / math.log2(ranks_per_node)
     buckets: dict[str, Any] = values.get("buckets") or {}
     spread: dict[str, Any] = values.get("spread") or {}
     units = whole["units_per_s"] * whole["step_ms"] / 1e3 if whole else 0.0
@@ -156,9 +169,9 @@ def unite(points: Iterable[Point]) -> tuple[Point, ...]:
     for size, speed in points:
         by_size.setdefault(size, []).append(speed)
     for size, speeds in by_size.items():
-        if max(speeds) > (1 + _MOST_DIFFERENT) * min(speeds):
+        if not 0 < max(speeds) <= (1 + _MOST_DIFFERENT) * min(speeds):
             raise UsageError(
-                f"speeds of {size.num_ranks} ranks must agree within "
+                f"speeds of {size.num_ranks} ranks must be above 0 and agree within "
                 f"{_MOST_DIFFERENT:.0%}, got {min(speeds):g} and {max(speeds):g}. "
                 "Leave one of them out."
             )

@@ -73,8 +73,10 @@ def part_name(part: str) -> str:
 
 def number(value: float) -> str:
     """Write a figure with two digits or more, and at most nine characters."""
-    if not 0.1 <= value < 1e7:
+    if value < 0.1:
         return f"{value:.2g}"
+    if value >= 1e7:
+        return f"{value / 1e6:,.1f}M" if value < 1e10 else f"{value:.4g}"
     digits = 0 if value >= 100 else 1 if value >= 10 else 2 if value >= 1 else 3
     return f"{value:,.{digits}f}"
 
