@@ -209,15 +209,16 @@ def test_nothing_is_left_after_sigterm():
     with subprocess.Popen(
         words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as command:
-        until(lambda: command.poll() is not None or has_rank(command))
-        left = [child.pid for child in descendants(command.pid)]
+        # A bridge, three hosts, and a rank.
+        until(lambda: command.poll() is not None or len(below(command)) >= 5)
+        left = below(command)
         command.terminate()
         _, errors = command.communicate(timeout=HANG_S)
     if "network namespaces" in errors:
         pytest.skip(errors)
-    assert len(left) >= 5  # a bridge, three hosts, and a rank
+    assert len(left) >= 5
     until(lambda: not [pid for pid in left if Path(f"/proc/{pid}").exists()])
 
 
-def has_rank(command):
-    return any(c.name.startswith("python") for c in descendants(command.pid))
+def below(command):
+    return [child.pid for child in descendants(command.pid)]
