@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from functools import partial
 from math import inf
 from pathlib import Path
 
@@ -12,7 +13,9 @@ import pytest
 from tests.commands import refusal
 from tests.limits import HANG_S, until
 
+from ronde.collectives import LinkCost, LinkCosts, all_reduce_s
 from ronde.plan import (
+    SIZES_BYTES,
     MeasuredSteps,
     Measurement,
     Predicted,
@@ -37,8 +40,7 @@ needs_root = pytest.mark.skipif(
 def measured(num_ranks=2, step_s=1.0, alpha_s=0.0, beta_s=0.0, buckets=(1000, 1000)):
     """Return a run whose all_reduces follow a ring's price exactly."""
     rounds, sent = 2 * (num_ranks - 1), 2 * (num_ranks - 1) / num_ranks
-    sizes = (4, 4096, 65536, 1 << 18, 1 << 20, 1 << 22)
-    times_s = [rounds * alpha_s + sent * size * beta_s for size in sizes]
+    times_s = [rounds * alpha_s + sent * size * beta_s for size in SIZES_BYTES]
     ready_s = [0.3, 0.6]
     steps = [step_s] * 3
     return MeasuredSteps(num_ranks, 1, steps, 0.9, 0.6, 0.1, buckets, ready_s, times_s)
@@ -63,6 +65,22 @@ def test_a_prediction_adds_the_growth_of_the_exposed_communication():
     shared = predict(run, 8, shared_cores=2)
     # The first bucket, of 0.7 s, delays the last one.
     assert shared.middle_s == pytest.approx(0.9 + 0.8 + 0.3 + 3 * 0.1, rel=0.02)
+
+
+def test_links_inside_and_between_nodes_are_distinguished():
+    def run(num_ranks, costs):
+        layout = layout_of(num_ranks, 2)
+        price = partial(all_reduce_s, "two_levels", layout=layout, costs=costs)
+        times_s = [price(num_bytes=size) for size in SIZES_BYTES]
+        base = measured()._replace(num_ranks=num_ranks, ranks_per_node=2)
+        exposed_s = 0.3 + 2 * price(num_bytes=1000) - 0.6
+        return base._replace(times_s=times_s, steps_s=[0.9 + exposed_s] * 3)
+
+    costs = LinkCosts(LinkCost(0.0, 1e-5), LinkCost(1e-3, 1e-3))
+    runs = [run(ranks, costs) for ranks in (2, 4, 6)]
+    measurement = Measurement(runs[:2], "two_levels", is_line_limited=True)
+    predicted = predict_steps(measurement, [layout_of(6, 2)])[0]
+    assert predicted.middle_s == pytest.approx(runs[2].step_s, rel=0.01)
 
 
 def test_a_noisy_measurement_widens_the_interval():
@@ -191,15 +209,18 @@ def test_nothing_is_left_after_sigterm():
     with subprocess.Popen(
         words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as command:
-        until(lambda: command.poll() is not None or has_rank(command))
-        left = [child.pid for child in descendants(command.pid)]
+        seen = set()
+        until(lambda: command.poll() is not None or has_rank(command, seen))
         command.terminate()
         _, errors = command.communicate(timeout=HANG_S)
     if "network namespaces" in errors:
         pytest.skip(errors)
-    assert len(left) >= 5  # a bridge, three hosts, and a rank
-    until(lambda: not [pid for pid in left if Path(f"/proc/{pid}").exists()])
+    assert len(seen) >= 5
+    until(lambda: not [pid for pid in seen if Path(f"/proc/{pid}").exists()])
 
 
-def has_rank(command):
-    return any(c.name.startswith("python") for c in descendants(command.pid))
+def has_rank(command, seen):
+    """Note all processes; True once a bridge, three hosts and a rank were there."""
+    children = descendants(command.pid)
+    seen.update(child.pid for child in children)
+    return len(children) >= 5 and any(c.name.startswith("python") for c in children)

@@ -48,12 +48,13 @@ def _measure(request: StepRequest) -> dict[str, Any]:
     with _replicas(request) as (make, groups):
         alone = make(Variant.ONE_RANK)
         arrivals = _note_arrivals(alone)
-        both = make(Variant.ALL_RANKS) if hvd.size() > 1 else alone
         clock = Stopwatch(lambda: None)
         # Only the first sizes are known by their parts.
-        num_alone = request.num_steps if len(request.sizes) > 1 else 1
-        alone_s = _time_steps(alone, num_alone, clock)
-        steps_s = _time_steps(both, request.num_steps, Stopwatch())
+        num_alone = -(-request.num_steps // 2) if len(request.sizes) > 1 else 1
+        alone_s = steps_s = _time_steps(alone, num_alone, clock)
+        if hvd.size() > 1:
+            both = make(Variant.ALL_RANKS)
+            steps_s = _time_steps(both, request.num_steps, Stopwatch())
     phases_s = clock.seconds_a_step(num_alone)
     weights = list(alone.model.parameters())
     order = sorted(arrivals, key=lambda index: arrivals[index])

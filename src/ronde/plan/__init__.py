@@ -1,6 +1,7 @@
 """Predictions of training speed from measurements of a few ranks."""
 
 from ronde.plan.validation import (
+    SIZES_BYTES,
     MeasuredSteps,
     Measurement,
     Predicted,
@@ -14,6 +15,7 @@ from ronde.plan.validation import (
 from ronde.plan.walk import Walk, even_ready, walk
 
 __all__ = [
+    "SIZES_BYTES",
     "MeasuredSteps",
     "Measurement",
     "Predicted",

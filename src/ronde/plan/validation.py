@@ -122,9 +122,9 @@ def predict_steps(
     """Predict steps of more ranks than the last measured run has, which is several."""
     base, cores = measurement.runs[-1], measurement.shared_cores
     within = [r for r in measurement.runs if r.layout.num_nodes == 1 < r.num_ranks]
-    inside, between = (
-        _fit(measurement.algorithm, run) for run in ([base, *within][-1], base)
-    )
+    inside = between = _fit(measurement.algorithm, [base, *within][-1])
+    if within and base.layout.num_nodes > 1:
+        between = _fit(measurement.algorithm, base, inside)
     costs = LinkCosts(inside, between)
     draws = np.random.default_rng(0).standard_normal((3, _NUM_DRAWS))
 
@@ -154,17 +154,27 @@ def predict_steps(
     return found
 
 
-def _fit(algorithm: str, run: MeasuredSteps) -> LinkCost:
-    """Fit the cost of a link as if there were one kind of links."""
-    most, layout = SIZES_BYTES[-1], run.layout
+def _fit(
+    algorithm: str, run: MeasuredSteps, inside: LinkCost | None = None
+) -> LinkCost:
+    """Fit the cost of links between nodes, or of all if those inside are unknown."""
+    free, most = LinkCost(0.0, 0.0), SIZES_BYTES[-1]
+
+    def time_s(size: int, links: LinkCosts) -> float:
+        return float(all_reduce_s(algorithm, size, run.layout, links))
+
     rounds, sent = (
-        float(all_reduce_s(algorithm, most, layout, LinkCosts(unit, unit)))
+        time_s(most, LinkCosts(unit if inside is None else free, unit))
         for unit in (LinkCost(1.0, 0.0), LinkCost(0.0, 1.0))
     )
+    times_s = list(run.times_s)
+    if inside is not None:
+        known_s = [time_s(size, LinkCosts(inside, free)) for size in SIZES_BYTES]
+        times_s = [max(t - k, t / 10) for t, k in zip(times_s, known_s, strict=True)]
     try:
-        fit = fit_link(SIZES_BYTES, run.times_s, rounds, sent / most)
+        fit = fit_link(SIZES_BYTES, times_s, rounds, sent / most)
     except UsageError:  # the times are too noisy for a line
-        return LinkCost(run.times_s[0] / rounds, run.times_s[-1] / sent)
+        return LinkCost(times_s[0] / rounds, times_s[-1] / sent)
     return LinkCost(fit.alpha_s, fit.beta_s_per_byte)
 
 
