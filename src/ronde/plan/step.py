@@ -39,6 +39,8 @@ PARTS = (
 _LEAST_WORK = 0.02  # the least share of a step that computes
 _NEWTON_ROUNDS = 4
 _TENSORS = 160, 25.6e6, 0.35  # tensors of a model with so many parameters; exponent
+_LINE_SHARE = 0.95  # of a line, without headers and acknowledgements
+_FAST_LINE_GB_PER_S = 12.5  # the slowest RDMA line that the priors have seen
 _UNIT = 1 << 30  # bytes of gradients whose number is unknown
 _SHARDED_PASSES = 1.5  # two gathers and a scatter, relative to an all_reduce
 # Means of the largest of n draws from a normal distribution.
@@ -46,7 +48,7 @@ _MEANS = 0.0, 0.5642, 0.8463, 1.0294, 1.1630, 1.2672, 1.3522
 
 
 class Hypothesis(NamedTuple):
-    """The unknowns that are either one thing or another."""
+    """Unknowns with two possible values."""
 
     algorithm: str = "ring"  # or two_levels
     is_ring_latency: bool = True  # min(2 (n-1), 12 lg n) messages, else 4 lg n
@@ -127,7 +129,7 @@ class StepModel:
             return 1.0
         if self.setup.program.is_accumulating:
             return size.batch / base.batch
-        # Launches take a part of each micro-batch, whatever its size.
+        # Launches take a part of each micro-batch, of any size.
         parts = size.accumulation / base.accumulation
         micro = size.batch / base.batch / parts
         return parts * (micro + self.draws["launch"] * (1 - micro))
@@ -327,5 +329,8 @@ def between_rate(cluster: Cluster, draws: Mapping[str, Draws]) -> Draws | None:
         return None
     line = cluster.node_gbit_per_s / 8
     if cluster.transport == "tcp":
-        return np.minimum(0.95 * line, draws["tcp_gb_per_s"])
-    return line * draws["rdma_share"]
+        return np.minimum(_LINE_SHARE * line, draws["tcp_gb_per_s"])
+    # What takes a part of a fast line, such as PCIe, is no limit to a slow one.
+    return np.minimum(
+        _LINE_SHARE * line, draws["rdma_share"] * max(line, _FAST_LINE_GB_PER_S)
+    )
