@@ -32,12 +32,11 @@ def main() -> None:
     parser.add_argument("-n", default="1,2,4,8", help="numbers of ranks")
     parser.add_argument("--lines", nargs="+", default=LINES)
     parser.add_argument("--models", nargs="+", default=MODELS)
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", nargs="+", type=int, default=(0, 1, 2))
     parser.add_argument("--json", type=Path, required=True, help="file to append to")
     options = parser.parse_args()
     found: dict[str, list[dict[str, Any]]] = {line: [] for line in options.lines}
-    seeds = range(options.seeds)
-    for case in itertools.product(options.lines, options.models, seeds):
+    for case in itertools.product(options.lines, options.models, options.seeds):
         line, model, seed = case
         print(f"# {line} {model} {seed}, load {os.getloadavg()[0]:.1f}", flush=True)
         content = run_case(options.n, line, model, seed)
