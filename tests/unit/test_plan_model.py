@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from ronde.plan.posterior import infer
-from ronde.plan.priors import load_priors
-from ronde.plan.setup import (
+from ronde.plan import (
+    PARTS,
     ArrivingGradient,
     Cluster,
     Exchange,
+    Hypothesis,
     LinkFacts,
     Overlap,
     PhaseTimes,
@@ -19,8 +19,11 @@ from ronde.plan.setup import (
     Program,
     Setup,
     Size,
+    StepModel,
+    infer,
+    load_priors,
+    mean_of_largest,
 )
-from ronde.plan.step import PARTS, Hypothesis, StepModel, mean_of_largest
 
 _CLUSTER = Cluster(8, node_gbit_per_s=100.0, transport="rdma", gpu_link_gb_per_s=200.0)
 _PROGRAM = Program("resnet50", num_parameters=25.6e6, overlap=Overlap.BUCKET)
@@ -117,7 +120,6 @@ def test_gradients_that_are_known_are_walked() -> None:
     # exposed.
     each_s = 2 * (n - 1) / n * (4 << 20) * beta
     step = model.at(Size(n, n, 64.0), np.array([0.15]))
-    assert each_s < 0.01
     assert step.parts_s["bandwidth between"][0] == pytest.approx(each_s, rel=1e-3)
     late = replace(program, overlap=Overlap.NONE)
     step = _model(Setup(late, cluster, base)).at(Size(n, n, 64.0), np.array([0.15]))
