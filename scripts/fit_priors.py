@@ -83,7 +83,7 @@ class Moments(NamedTuple):
     masses: Mapping[Hypothesis, float]
 
 
-def read(path: str) -> dict[tuple[str, str], list[SheetRow]]:
+def read(path: str | Path) -> dict[tuple[str, str], list[SheetRow]]:
     """Return the rows of each series, without the doubtful and the model-parallel."""
     found: dict[tuple[str, str], list[SheetRow]] = defaultdict(list)
     with Path(path).open(newline="", encoding="utf-8") as lines:
@@ -209,9 +209,9 @@ def widening(cases: Iterable[Case]) -> dict[str, float]:
     scores: dict[str, list[float]] = {name: [] for name in SITUATIONS}
     for case in cases:
         scores[case.situation].append(case.score)
-    # No value depends on the draws beyond its third digit.
     return {
-        name: round(float(np.quantile(each, 0.8)), 3) for name, each in scores.items()
+        name: round(float(np.quantile(each, 0.8)), 3) if each else 1.0
+        for name, each in scores.items()
     }
 
 
@@ -221,7 +221,7 @@ def leave_out(
     return predict(tasks, truth, source, fit(series, source))
 
 
-def write_left_out(path: str, cases: Sequence[Case]) -> None:
+def write_left_out(path: str | Path, cases: Sequence[Case]) -> None:
     with Path(path).open("w", newline="", encoding="utf-8") as out:
         writer = csv.writer(out, lineterminator="\n")
         writer.writerow(("series", "id", "predicted", "low", "high"))
@@ -239,21 +239,24 @@ def write_left_out(path: str, cases: Sequence[Case]) -> None:
 
 
 def write_priors(priors: Priors, sources: Sequence[str], num_speeds: int) -> None:
-    content = {
-        "fitted_by": "scripts/fit_priors.py",
-        "fitted_to": {"sources": sources, "num_speeds": num_speeds},
-        "unknowns": {
-            n: [float(f"{v:.4g}") for v in prior]
-            for n, prior in priors.unknowns.items()
-        },
-        "others": {
-            name: value if isinstance(value, dict) else float(f"{value:.4g}")
-            for name, value in vars(priors).items()
-            if name != "unknowns"
-        },
+    unknowns = [
+        f'  "{name}": [{prior.middle:.4g}, {prior.ratio:.4g}]'
+        for name, prior in priors.unknowns.items()
+    ]
+    others = {
+        name: value if isinstance(value, dict) else float(f"{value:.4g}")
+        for name, value in vars(priors).items()
+        if name != "unknowns"
     }
+    origin = {"script": "scripts/fit_priors.py", "speeds": num_speeds}
+    lines = ",\n".join(unknowns)
+    parts = (
+        f' "fitted": {json.dumps(origin | {"sources": sources})}',
+        f' "unknowns": {{\n{lines}\n }}',
+        f' "others": {json.dumps(others)}',
+    )
     path = Path(ronde.plan.__file__).with_name("priors.json")
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    path.write_text("{\n" + ",\n".join(parts) + "\n}\n", encoding="utf-8")
 
 
 def main() -> None:
