@@ -248,7 +248,7 @@ def test_doubtful_inputs(
         ("--points x=3", "one must be a whole number"),
         (
             "--points 1=3,1=4,2=6",
-            "speeds of 1 ranks must be above 0 and agree within 10%",
+            "speeds of 1 rank must be above 0 and agree within 10%",
         ),
         ("{points} -n 6", "ranks must be a multiple of 4 a node, got 6"),
         ("{points} -n 0", "-n must be up to 64 numbers of at least 1, got '0'"),
@@ -281,6 +281,7 @@ def test_doubtful_inputs(
         ("dtypes.jsonl", "dtype must be the same in all records"),
         ("cut.jsonl", "a record must be complete, got a wrong value: KeyError"),
         ("speeds.jsonl", "agree within 10%, got 355.6 and 440"),
+        ("one.jsonl -n 8 --per-node 2", "4 nodes need --link, as a record of CPUs"),
     ],
 )
 def test_refusals(
@@ -302,6 +303,7 @@ def test_refusals(
     for name, changed in changes.items():
         training(training(Path(f"{name}.jsonl")), **changed)
     training(Path("cut.jsonl"), variants={"one_rank": {}})
+    training(Path("one.jsonl"))
     training(Path("speeds.jsonl"))
     [record] = read_records(Path("speeds.jsonl"))
     variants = record.values["variants"]

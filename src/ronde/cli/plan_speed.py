@@ -107,6 +107,7 @@ def run_speed(words: Sequence[str]) -> int:
         return 0
     inputs, prices = _read_inputs(options)
     setup, sizes = inputs.setup, _read_sizes(options, inputs.setup)
+    _require_network(inputs, sizes)
     changes = [c for text in options.what_if for c in what_if.read_changes(text, setup)]
     samples = _read_samples(options)
     posterior = infer(setup, load_priors())
@@ -202,6 +203,18 @@ def _with_points(options: argparse.Namespace, inputs: Inputs) -> Inputs:
     return inputs._replace(
         setup=setup, assumed=assumed, unknown=unknown, left_out=left_out
     )
+
+
+def _require_network(inputs: Inputs, sizes: Sequence[Size]) -> None:
+    """Refuse several nodes if a record of CPUs is all that is known."""
+    setup, most = inputs.setup, max(size.num_nodes for size in sizes)
+    cluster, known = setup.cluster, setup.points[-1].size.num_nodes > 1
+    is_linked = cluster.node_gbit_per_s is not None or cluster.between is not None
+    if inputs.is_from_cpu and most > 1 and not known and not is_linked:
+        raise UsageError(
+            f"{most} nodes need --link, as a record of CPUs of one node does not show "
+            "the network. Type: --link 10Gbit/s"
+        )
 
 
 def _sizes(numbers: Iterable[int], setup: Setup, batch: float | None) -> list[Size]:

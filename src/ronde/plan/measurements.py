@@ -15,6 +15,7 @@ from ronde.plan import setup as given
 from ronde.plan.facts import fact_of
 from ronde.plan.setup import Cluster, Point, Program, Setup, Size
 from ronde.records import Record, read_records
+from ronde.units import counted
 
 _TRAINING, _COLLECTIVES = "bench_train", "bench"
 _MOST_DIFFERENT = 0.1
@@ -33,6 +34,7 @@ class Inputs(NamedTuple):
     assumed: Sequence[str] = ()
     unknown: Sequence[str] = ()
     left_out: Sequence[str] = ()
+    is_from_cpu: bool = False
 
 
 def read_measured(
@@ -79,9 +81,10 @@ def _of_records(
         left_out.append("the input: batches were prepared, so it costs nothing")
     if len(parts) < len(_PARTS):
         left_out.append("parts of a record of an older ronde, or of other frameworks")
-    if last["device"] == "cpu":
+    is_from_cpu = last["device"] == "cpu"
+    if is_from_cpu:
         left_out.append("GPUs: the record is from a CPU")
-    return Inputs(setup, known, left_out=left_out)
+    return Inputs(setup, known, left_out=left_out, is_from_cpu=is_from_cpu)
 
 
 def _read(path: Path) -> list[Record]:
@@ -171,9 +174,9 @@ def unite(points: Iterable[Point]) -> tuple[Point, ...]:
     for size, speeds in by_size.items():
         if not 0 < max(speeds) <= (1 + _MOST_DIFFERENT) * min(speeds):
             raise UsageError(
-                f"speeds of {size.num_ranks} ranks must be above 0 and agree within "
-                f"{_MOST_DIFFERENT:.0%}, got {min(speeds):g} and {max(speeds):g}. "
-                "Leave one of them out."
+                f"speeds of {counted(size.num_ranks, 'rank')} must be above 0 and "
+                f"agree within {_MOST_DIFFERENT:.0%}, got {min(speeds):g} and "
+                f"{max(speeds):g}. Leave one of them out."
             )
     every = sorted(by_size, key=lambda s: (s.num_ranks, s.batch or 0))
     return tuple(Point(size, median(by_size[size])) for size in every)
