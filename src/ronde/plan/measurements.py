@@ -183,8 +183,9 @@ def unite(points: Iterable[Point]) -> tuple[Point, ...]:
 
 
 def _links(record: Record) -> Iterable[tuple[str, Any]]:
-    """Yield the fit of a record of ``ronde bench``, if it has one."""
-    if fit := record.values.get("facts", {}).get("fit"):
+    """Yield the fit of a record of ``ronde bench``, if it is of one kind of link."""
+    fit = record.values.get("facts", {}).get("fit")
+    if fit and fit["level"] != "mixed":
         alpha_us, beta_ns = fit["alpha_us"], fit["beta_ns_per_byte"]
         gamma_ns = fit["gamma_ns_per_byte"] or 0.0
         spread = max(0.05, fit["largest_residual"])
