@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from ronde.plan import even_ready, walk
+from ronde.plan import walk
 
 TICKS = st.integers(0, 12)
 BUCKETS = st.lists(st.tuples(TICKS, TICKS), max_size=8)  # ready and cost
@@ -60,20 +60,9 @@ def test_costs_may_be_draws():
     rng = np.random.default_rng(3)
     cost = rng.uniform(0, 4, (5, 1, 7))
     backward = rng.uniform(5, 9, (4, 1))
-    ready = even_ready([1, 2, 3, 4, 5], backward)
-    assert ready.shape == (5, 4, 1)
+    ready = np.multiply.outer(np.array([0.1, 0.3, 0.5, 0.8, 1.0]), backward)
     both = walk(ready, cost, backward)
     for row in range(4):
         for draw in range(7):
             one = walk(ready[:, row, 0], cost[:, 0, draw], backward[row, 0])
             assert [each[row, draw] for each in both] == pytest.approx(list(one))
-
-
-@given(st.lists(st.integers(0, 1 << 30), max_size=20), st.floats(0, 10))
-def test_gradients_become_ready_byte_by_byte(sizes, backward):
-    ready = even_ready(sizes, backward)
-    assert len(ready) == len(sizes)
-    assert (np.diff(ready) >= 0).all()
-    if sizes:
-        assert ready[-1] == backward
-    assert even_ready([1, 3], 8.0).tolist() == [2.0, 8.0]

@@ -49,14 +49,11 @@ __getattr__ = lazy_exports(
         "engines.shared_memory.waiting": "Contention",
         "engines.solo": "SoloEngine",
         "engines.torch_distributed": "Groups TorchDistributedEngine",
-        "fitting": "LinkFit fit_gamma fit_link",
+        "fitting": "LinkFit fit_link",
         "objects": (
             "all_gather_json all_gather_object broadcast_object exchange_hosts"
         ),
-        "pricing": (
-            "ALL_REDUCES LinkCost LinkCosts Seconds all_gather_s all_reduce_s price "
-            "reduce_scatter_s"
-        ),
+        "pricing": ("ALL_REDUCES LinkCost LinkCosts Seconds all_reduce_s price"),
         "rendezvous": (
             "find_launcher join_at open_store socket_name socket_prefix step_ports"
         ),

@@ -1,4 +1,4 @@
-"""Latency, bandwidth and reduction cost of a link, fitted to measured times."""
+"""Latency and bandwidth of a link, fitted to measured times."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -53,25 +53,6 @@ def fit_link(
             f"{100 * residual:.0f} %. Measure again on quiet hosts, with one algorithm."
         )
     return LinkFit(fitted[0], fitted[1], residual)
-
-
-def fit_gamma(
-    sizes_bytes: Sequence[float],
-    all_reduce_s: Sequence[float],
-    all_gather_s: Sequence[float],
-    num_ranks: int,
-) -> float:
-    """Return the seconds to reduce a byte, at least 0.
-
-    A ring's all_reduce is two all_gathers of the same vector and the reduction of
-    (n-1)/n of it. Where no all_gather was measured, take 0, as beta includes it.
-    """
-    x, y = _long(sizes_bytes, all_reduce_s)
-    _, gathers = _long(sizes_bytes, all_gather_s)
-    reduced = (num_ranks - 1) / num_ranks * x / y
-    if not reduced.any():
-        return 0.0
-    return max(0.0, float(reduced @ (1 - 2 * gathers / y) / (reduced @ reduced)))
 
 
 def _long(

@@ -9,14 +9,14 @@ Source: Hockney's model, with a cost of reductions as in Thakur, Rabenseifner an
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ronde.collectives import algorithms
-from ronde.collectives.algorithms import ALGORITHMS, Algorithm, Chunks, Load, Schedule
+from ronde.collectives.algorithms import ALGORITHMS, Chunks, Load, Schedule
 from ronde.errors import UsageError
 from ronde.parallel.layout import RankLayout
 
@@ -105,46 +105,6 @@ def all_reduce_s(
         tree_s = _nccl_tree_s(size, layout, costs, piece_bytes or _NCCL_PIECE_BYTES)
         return np.minimum(ring_s, tree_s)
     return _two_levels_s(algorithm, size, layout, costs, piece_bytes)
-
-
-def reduce_scatter_s(
-    algorithm: str, num_bytes: float, layout: RankLayout, costs: LinkCosts
-) -> Seconds:
-    """Return the duration of a reduce_scatter of a vector of ``num_bytes``.
-
-    ``algorithm`` is one of ``ALGORITHMS``, ``two_levels`` or ``nccl``, which is a ring.
-    Nodes have equally many ranks.
-    """
-    make = _of_shares(algorithm).reduce_scatter
-    return _shares_s(make, algorithm, num_bytes, layout, costs)
-
-
-def all_gather_s(
-    algorithm: str, num_bytes: float, layout: RankLayout, costs: LinkCosts
-) -> Seconds:
-    """Return the duration of an all_gather; otherwise as ``reduce_scatter_s``."""
-    make = _of_shares(algorithm).all_gather
-    return _shares_s(make, algorithm, num_bytes, layout, costs)
-
-
-def _of_shares(algorithm: str) -> Algorithm:
-    is_ring = algorithm in ("two_levels", "nccl")
-    return algorithms.find_algorithm("ring" if is_ring else algorithm)
-
-
-def _shares_s(
-    make: Callable[[Chunks], Schedule],
-    algorithm: str,
-    num_bytes: float,
-    layout: RankLayout,
-    costs: LinkCosts,
-) -> Seconds:
-    size, g = math.ceil(num_bytes), layout.ranks_per_node
-    if algorithm != "two_levels":
-        return _loads_s(make(Chunks(layout.num_ranks, size)).loads, layout, costs)
-    share = make(Chunks(layout.num_nodes, math.ceil(size / g)))
-    inside_s = _loads_s(make(Chunks(g, size)).loads, _inside(layout), costs)
-    return inside_s + _loads_s(share.loads, _between(layout), _at_once(g, costs))
 
 
 def _two_levels_s(

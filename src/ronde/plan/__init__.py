@@ -27,7 +27,7 @@ from ronde.plan.validation import (
     slower_rate,
     summarize,
 )
-from ronde.plan.walk import Walk, even_ready, walk
+from ronde.plan.walk import Walk, walk
 
 __all__ = [
     "PARTS",
@@ -53,7 +53,6 @@ __all__ = [
     "StepComparison",
     "StepModel",
     "Walk",
-    "even_ready",
     "infer",
     "judge",
     "layout_of",

@@ -11,6 +11,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from ronde.errors import UsageError
+from ronde.parallel.buckets import BucketLimits
 from ronde.plan import setup as given
 from ronde.plan.facts import fact_of
 from ronde.plan.setup import Cluster, Point, Program, Setup, Size
@@ -147,7 +148,7 @@ def _program(values: Mapping[str, Any], ranks_per_node: int) -> Program:
             given.ArrivingGradient(numel, itemsize, ready_ms / 1e3)
             for numel, itemsize, ready_ms in values.get("gradients") or ()
         ),
-        bucket_bytes=tuple(buckets.get("num_bytes", ())),
+        bucket_cap_bytes=buckets.get("other_bytes") or BucketLimits().other_bytes,
         host_share=host_share,
         jitter=spread.get("between_ranks"),
     )

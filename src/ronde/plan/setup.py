@@ -71,7 +71,6 @@ class Program:
     units_a_sample: float | None = 1.0  # None: unknown, as is the time of a step
     num_parameters: float | None = None
     itemsize: float = 4.0  # bytes of an exchanged element
-    num_tensors: int | None = None
     overlap: Overlap | None = None
     exchange: Exchange = Exchange.ALL_REDUCE
     algorithm: str = ""  # of ``ronde.collectives.pricing``; "" for unknown
@@ -79,7 +78,6 @@ class Program:
     is_accumulating: bool = False
     phases: PhaseTimes | None = None  # at the batch of the smallest point
     gradients: tuple[ArrivingGradient, ...] = ()  # in order of arrival
-    bucket_bytes: tuple[int, ...] = ()  # as executed; () for torch's default sizes
     bucket_cap_bytes: int = 25 << 20
     compression: float = 1.0  # bytes that are sent, by those of the gradients
     compute_speed: float = 1.0  # of the device, in multiples of the measured one's

@@ -301,7 +301,7 @@ def num_messages(program: Program) -> float:
     num = program.num_parameters or _TENSORS[1]
     if program.overlap is Overlap.TENSOR:
         typical, of, exponent = _TENSORS
-        return program.num_tensors or typical * (num / of) ** exponent
+        return typical * (num / of) ** exponent
     return 1 + num * program.itemsize / program.bucket_cap_bytes
 
 

@@ -44,10 +44,3 @@ def walk(
         overlapped = overlapped - np.minimum(start, backward)
     stretched = backward + interference * overlapped
     return Walk(np.maximum(0.0, end - stretched), end, overlapped)
-
-
-def even_ready(sizes_bytes: Sequence[float], backward_s: Seconds) -> Array:
-    """Return the times when buckets are ready if each byte takes equally long."""
-    done = np.cumsum(np.asarray(sizes_bytes, dtype=np.float64))
-    shares = done / done[-1] if done.any() else np.ones_like(done)
-    return np.multiply.outer(shares, np.asarray(backward_s, dtype=np.float64))
