@@ -43,7 +43,9 @@ def measured(num_ranks=2, step_s=1.0, alpha_s=0.0, beta_s=0.0, buckets=(1000, 10
     times_s = [rounds * alpha_s + sent * size * beta_s for size in SIZES_BYTES]
     ready_s = [0.3, 0.6]
     steps = [step_s] * 3
-    return MeasuredSteps(num_ranks, 1, steps, 0.9, 0.6, 0.1, buckets, ready_s, times_s)
+    return MeasuredSteps(
+        num_ranks, 1, steps, 0.9, 0.6, 0.1, buckets, ready_s, times_s, 1.0
+    )
 
 
 def predict(run, num_ranks, **facts):

@@ -56,6 +56,7 @@ def _measure(request: StepRequest) -> dict[str, Any]:
             both = make(Variant.ALL_RANKS)
             steps_s = _time_steps(both, request.num_steps, Stopwatch())
     phases_s = clock.seconds_a_step(num_alone)
+    timed = [_time_all_reduce(size) for size in request.sizes if hvd.size() > 1]
     weights = list(alone.model.parameters())
     order = sorted(arrivals, key=lambda index: arrivals[index])
     offset_s = phases_s[Phase.BACKWARD] - arrivals[order[-1]]
@@ -71,7 +72,8 @@ def _measure(request: StepRequest) -> dict[str, Any]:
         phases_s[Phase.UPDATE],
         [specs[0].itemsize * plan.numel for plan in plans],
         [each + offset_s for each in latest_s],
-        [_time_all_reduce(size) for size in request.sizes if hvd.size() > 1],
+        [time_s for time_s, _ in timed],
+        timed[-1][1] if timed else 1.0,
     )._asdict()
 
 
@@ -169,17 +171,23 @@ def _time_steps(replica: Any, num_steps: int, clock: Stopwatch) -> list[float]: 
     return cast("list[float]", hvd.allreduce(steps_s).tolist())
 
 
-def _time_all_reduce(num_bytes: int) -> float:
-    """Return the slowest rank's seconds, the median of several; collective."""
+def _time_all_reduce(num_bytes: int) -> tuple[float, float]:
+    """Return the slowest rank's seconds, and the cores that ranks use; collective.
+
+    The seconds are the median of several calls, the cores the mean of the ranks.
+    """
     communicator = current_session().states[0].communicator
     tensor = communicator.allocate(num_bytes // 4, torch.float32)
     num_calls = _NUM_SMALL_CALLS if num_bytes == SIZES_BYTES[0] else 1
-    own_s: list[float] = []
+    own_s, used_s = list[float](), 0.0
     for _ in range(1 + _NUM_BATCHES):
         communicator.barrier().wait()
-        begun_s = time.perf_counter()
+        begun_s, used_before_s = time.perf_counter(), time.process_time()
         for _ in range(num_calls):
             communicator.all_reduce(tensor).wait()
         own_s.append((time.perf_counter() - begun_s) / num_calls)
+        used_s += (time.process_time() - used_before_s) / num_calls
     times_s = torch.tensor(own_s[1:], dtype=torch.float64)
-    return float(hvd.allreduce(times_s, op=hvd.Max).median())
+    busy = torch.tensor(used_s / sum(own_s), dtype=torch.float64)
+    longest_s = hvd.allreduce(times_s, op=hvd.Max)
+    return float(longest_s.median()), float(hvd.allreduce(busy))

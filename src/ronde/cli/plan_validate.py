@@ -244,6 +244,7 @@ def _title(
     if options.hosts or options.rate:
         where = f"hosts of {counted(per_node, 'rank')}"
     if options.rate:
-        where += f", lines of {options.rate / 1e6:g} Mbit/s"
+        rate = f"of {options.rate / 1e6:g} Mbit/s"
+        where += f", lines {'without a limit' if math.isinf(options.rate) else rate}"
     name = f"{request.compute} {request.model}, seed {request.seed}"
     return f"{name}; priced as {algorithm}; {where}"

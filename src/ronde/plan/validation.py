@@ -4,7 +4,8 @@ Note [Prediction]
     Few ranks give the parts of a step, its buckets, and times of all_reduce by size.
     The walk over the buckets, at prices fitted to these times, gives steps of more
     ranks. A measured step minus its own walk is added to all. Ranks that outnumber the
-    cores of one machine share them, and what is done by cores takes longer. Intervals
+    cores of one machine share them, and what is done by cores takes longer; of an
+    all_reduce as many cores count as a rank was seen to use. Intervals
     come from the spread of the steps, and from assumed errors of the model.
 """
 
@@ -77,6 +78,7 @@ class MeasuredSteps(NamedTuple):
     bucket_bytes: Sequence[int]
     ready_s: Sequence[float]  # of each bucket, after backward's start
     times_s: Sequence[float]  # of all_reduces
+    busy_cores: float  # of a rank in the longest all_reduce
 
     @property
     def layout(self) -> RankLayout:
@@ -129,10 +131,14 @@ def predict_steps(
     draws = np.random.default_rng(0).standard_normal((3, _NUM_DRAWS))
 
     def steps_s(layout: RankLayout, cost_error: float) -> NDArray[np.float64]:
-        ratio = max(1, layout.num_ranks / cores) / max(1, base.num_ranks / cores)
-        crowd = ratio ** (1 + CROWD_ERROR * draws[2] / np.log(2))
+        power = 1 + CROWD_ERROR * draws[2] / np.log(2)
+        crowd, slow = (
+            (max(1, layout.num_ranks * busy) / max(1, base.num_ranks * busy)) ** power
+            for busy in (1 / cores, base.busy_cores / cores)
+        )
         work = 1.0 if measurement.is_emulated else crowd
-        slow = 1.0 if measurement.is_line_limited else crowd
+        if measurement.is_line_limited:
+            slow = 1.0
         prices = [
             float(all_reduce_s(measurement.algorithm, size, layout, costs))
             for size in base.bucket_bytes
