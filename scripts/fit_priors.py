@@ -144,9 +144,7 @@ def _probabilities(found: Sequence[Moments], weights: np.ndarray) -> dict[str, f
 
 def fit(series: Mapping[tuple[str, str], list[SheetRow]], left_out: str) -> Priors:
     setups = [
-        (key[0], setup_of([r for r in rows if r.text("throughput")]))
-        for key, rows in series.items()
-        if key[0] != left_out
+        (key[0], setup_of(rows)) for key, rows in series.items() if key[0] != left_out
     ]
     setups = [each for each in setups if len(each[1].points) > 1]
     priors = BASE
@@ -185,9 +183,7 @@ def predict(
     for (of, _), rows in tasks.items():
         if of != source:
             continue
-        posterior: Posterior = infer(
-            setup_of([r for r in rows if r.text("throughput")]), priors
-        )
+        posterior: Posterior = infer(setup_of(rows), priors)
         for row in (row for row in rows if not row.text("throughput")):
             found = posterior.predict(row.size)
             situation = posterior.situation(found.size)

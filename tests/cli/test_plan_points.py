@@ -78,7 +78,6 @@ def test_a_table_without_its_columns_is_refused(
         ("a,,5,\na,2,,\n", "gpus must be a number"),
         ("a,1,5,2\na,2,,1\n", "nodes must be at most the gpus"),
         ("a,2,,\n", "it has no speed"),
-        ("a,1,5,\na,1,9,\na,2,,\n", "speeds of 1 rank"),
     ],
 )
 def test_a_wrong_series_is_left_out_with_its_reason(
@@ -95,3 +94,20 @@ def test_a_wrong_series_is_left_out_with_its_reason(
     }
     assert found["right"]
     assert not found["a"]
+
+
+def test_doubtful_speeds_are_shown_and_facts_may_stand_in_any_row(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = _HEAD + "a,s,8,1,800,,,\nc,s,8,1,900,,,\nb,s,16,2,,25e6,,1\n"
+    code, rows = _complete(tmp_path, text)
+    assert code == 0
+    assert "speeds of 8 ranks are 800 to 900" in capsys.readouterr().err
+    assert rows[2]["predicted"]
+    assert 800 < float(rows[2]["predicted"]) < 1800  # of the median, 850
+    speeds = []
+    for rate in (1, 100):
+        asked = f"b,s,16,2,,25e6,64,{rate}\n"
+        _, (_, row) = _complete(tmp_path, f"{_HEAD}a,s,8,1,800,25e6,64,\n{asked}")
+        speeds.append(float(row["predicted"]))
+    assert speeds[0] < 0.8 * speeds[1]

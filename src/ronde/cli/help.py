@@ -19,7 +19,7 @@ verbs:
   trace  show which rank waited for which, from a job's timeline
   check  show which hosts are ready, and how to fix the others
   topo   show how the GPUs, adapters and cores of a machine are connected
-  plan   estimate the memory and traffic of a training
+  plan   predict the speed, memory and traffic of a training on more ranks
   alias  make import horovod find ronde in this environment
   horovodrun  run a program with horovodrun's options
 

@@ -274,7 +274,8 @@ def _read_points(text: str) -> list[tuple[int, float]]:
         return [(whole_number(1)(n), facts.number_from()(speed)) for n, speed in pairs]
     except UsageError as error:
         raise UsageError(
-            f"must be speeds by number of ranks, as 1=253,8=1282, but one {error}."
+            "must be speeds by number of ranks, as 1=253,8=1282, but one "
+            f"{str(error).rstrip('.')}."
         ) from None
 
 

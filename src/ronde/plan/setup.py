@@ -150,6 +150,10 @@ class Setup:
         return None not in known
 
     def units(self, size: Size) -> float:
-        """Return the units of a step of all ranks; for an unknown batch as if of 1."""
-        batch = size.batch or 1.0
+        """Return the units of a step of all ranks.
+
+        An unknown batch is that of the smallest point, or 1 if that is unknown, too.
+        """
+        base = self.points[0].size.batch
+        batch = 1.0 if base is None else size.batch or base
         return size.num_ranks * batch * (self.program.units_a_sample or 1.0)

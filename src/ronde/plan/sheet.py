@@ -8,16 +8,17 @@ from statistics import median
 
 from ronde.errors import UsageError
 from ronde.plan.answer import binding_parts
-from ronde.plan.measurements import unite
 from ronde.plan.posterior import infer
 from ronde.plan.priors import load_priors
 from ronde.plan.setup import Cluster, Exchange, Overlap, Point, Program, Setup, Size
+from ronde.units import grouped
 
 NEEDED = ("series", "gpus", "throughput")
 ADDED = ("predicted", "low", "high", "binds")
 _PRACTICAL = 0.75  # NCCL's planning figure of a GPU's NVLinks, relative to their sum
 _NVLINK_GB_PER_S = 200.0  # of a generation that is not named
 _MOST_TCP_GBIT = 25  # faster lines of an unnamed transport are taken for RDMA
+_MOST_DIFFERENT = 1.1  # of two speeds of one size
 _GRID_SPREAD = 1.3  # half of an interval between layouts of model parallelism
 _SHARDINGS = {
     "FULL_SHARD": Exchange.SHARD_ALL,
@@ -105,7 +106,7 @@ def complete(rows: Sequence[SheetRow]) -> tuple[list[str], list[str]]:
     left_out, notes = list[str](), list[str]()
     for name, each in series.items():
         try:
-            _complete_series(each)
+            notes += (f"series {name!r}: {note}" for note in _complete_series(each))
         except UsageError as error:
             left_out.append(f"no prediction for series {name!r}: {error}")
     if not any(row.text("nodes") or row.text("gpus_per_node") for row in rows):
@@ -113,23 +114,41 @@ def complete(rows: Sequence[SheetRow]) -> tuple[list[str], list[str]]:
     return left_out, notes
 
 
-def _complete_series(rows: Sequence[SheetRow]) -> None:
+def _complete_series(rows: Sequence[SheetRow]) -> Iterable[str]:
+    """Predict the empty speeds of a series; return its doubtful speeds."""
     known = [row for row in rows if row.number("throughput") is not None]
     asked = [row for row in rows if row.number("throughput") is None]
     if asked and not known:
         raise UsageError("it has no speed. Give one or more.")
     if not asked:
-        return
+        return []
     if rows[0].text("kind") == "model_parallel":
         _complete_grid(known, asked)
-        return
-    posterior = infer(setup_of(known), load_priors())
+        return []
+    posterior = infer(setup_of(rows), load_priors())
     for row in asked:
         found = posterior.predict(row.size)
         binds, _ = binding_parts(posterior, found)
         figures = (f"{value:.6g}" for value in (found.middle, found.low, found.high))
         cells = *figures, " and ".join(binds)
         row.cells |= dict(zip(ADDED, cells, strict=True))
+    return [
+        f"speeds of {size.num_ranks} ranks are {min(speeds):g} to {max(speeds):g}, of "
+        "which the median counts."
+        for size, speeds in _speeds(known).items()
+        if max(speeds) > _MOST_DIFFERENT * min(speeds)
+    ]
+
+
+def _speeds(rows: Sequence[SheetRow]) -> dict[Size, list[float]]:
+    """Return the known speeds of each size, in order."""
+    known = ((row.size, row.number("throughput")) for row in rows)
+    found = grouped((size, speed) for size, speed in known if speed is not None)
+    return {size: found[size] for size in sorted(found, key=_order)}
+
+
+def _order(size: Size) -> tuple[int, float]:
+    return size.num_ranks, size.batch or 0.0
 
 
 def _complete_grid(known: Sequence[SheetRow], asked: Sequence[SheetRow]) -> None:
@@ -147,12 +166,17 @@ def _complete_grid(known: Sequence[SheetRow], asked: Sequence[SheetRow]) -> None
 
 
 def setup_of(rows: Sequence[SheetRow]) -> Setup:
-    """Return the facts and the speeds of a series; its first row has the facts.
+    """Return the facts and the speeds of a series.
+
+    A fact is that of the smallest size that states it, also of rows without a speed.
 
     Raises:
-        UsageError: A cell is no number, or two speeds of one size differ.
+        UsageError: A cell is no number.
     """
-    first = min(rows, key=lambda row: row.size)
+    first = SheetRow({}, 0)
+    for row in sorted(rows, key=lambda row: _order(row.size), reverse=True):
+        first.cells |= {name: text for name, text in row.cells.items() if text}
+        first.line = row.line
     half = any(word in first.text("precision") for word in ("16", "fp8", "bf8"))
     method, unit = first.text("method"), first.text("unit").removesuffix("/s")
     program = Program(
@@ -166,8 +190,8 @@ def setup_of(rows: Sequence[SheetRow]) -> Setup:
         exchange=_exchange_of(method, first.text("sharding")),
         is_accumulating=first.text("kind") == "accumulation",
     )
-    points = (Point(row.size, row.number("throughput") or 0.0) for row in rows)
-    return Setup(program, _cluster_of(first), unite(points))
+    points = (Point(size, median(found)) for size, found in _speeds(rows).items())
+    return Setup(program, _cluster_of(first), tuple(points))
 
 
 def _overlap_of(method: str) -> Overlap:
@@ -177,10 +201,10 @@ def _overlap_of(method: str) -> Overlap:
 
 
 def _exchange_of(method: str, sharding: str) -> Exchange:
-    is_server = method.endswith("-PS") or "parameter server" in method
-    return _SHARDINGS.get(
-        sharding, Exchange.PARAMETER_SERVER if is_server else Exchange.ALL_REDUCE
-    )
+    if method.endswith("PS") or "parameter server" in method:
+        return Exchange.PARAMETER_SERVER
+    usual = "FULL_SHARD" if method == "FSDP" else ""
+    return _SHARDINGS.get(sharding or usual, Exchange.ALL_REDUCE)
 
 
 def _cluster_of(row: SheetRow) -> Cluster:
