@@ -39,25 +39,26 @@ from ronde.plan.step import Hypothesis
 
 BASE = Priors(
     unknowns={
-        # Of a line's rate. GPUs behind PCIe or a shared adapter get less.
-        "rdma_share": Prior(0.6, 1.5),
-        "tcp_gb_per_s": Prior(2.2, 1.55),  # one process; slower lines give 95 %
-        "nvlink_share": Prior(0.67, 1.57),  # of NCCL's planning figure
-        "pcie_gb_per_s": Prior(5.0, 1.5),  # generation 3, a ring through the host
-        "alpha_rdma": Prior(2.1, 1.57),  # us a message
-        "alpha_tcp": Prior(6.3, 1.57),
+        # Rates: half of them within a factor of 1.3, as data sheets go.
+        "rdma_share": Prior(0.6, 1.6),  # of a line; GPUs behind PCIe get less
+        "tcp_gb_per_s": Prior(2.5, 1.6),  # one process; slower lines give 95 %
+        "nvlink_share": Prior(0.7, 1.6),  # of NCCL's planning figure
+        "pcie_gb_per_s": Prior(5.0, 1.6),  # generation 3, a ring through the host
+        "alpha_rdma": Prior(3.0, 1.6),  # us a message
+        "alpha_tcp": Prior(8.0, 1.6),
         "window": Prior(0.67, 1.4),  # of computing: backward's share
+        "server": Prior(2.0, 1.4),  # passes over a node's line: one each way
+        # Shares and times: orders of magnitude.
         "leak": Prior(0.3, 2.2),
         "leak_sharded": Prior(0.2, 2.5),
-        "host": Prior(0.04, 2.1),  # 8 busy ranks of a node, relative to one
-        "growth": Prior(0.008, 2.1),  # a doubling of the nodes
-        "launch": Prior(0.022, 1.9),  # of computing, independent of the batch
-        "update": Prior(0.014, 3.2),  # s, of 336 M parameters
-        "server": Prior(1.75, 1.36),  # passes of the gradients over a node's line
+        "host": Prior(0.04, 2.5),  # 8 busy ranks of a node, relative to one
+        "growth": Prior(0.01, 2.5),  # a doubling of the nodes
+        "launch": Prior(0.02, 2.5),  # of computing, independent of the batch
+        "update": Prior(0.01, 3.0),  # s, of 336 M parameters
+        "missing_between": Prior(0.05, 8.0),  # one pass, relative to computing
+        "missing_inside": Prior(0.02, 2.5),
         "interference": Prior(0.2, 2.0),
         "fit": Prior(1.0, 1.066),  # error of a fitted link of 5 % residual
-        "missing_between": Prior(0.042, 7.6),  # one pass, relative to computing
-        "missing_inside": Prior(0.016, 2.4),
     },
     flat=0.85,
     ring_latency=0.8,

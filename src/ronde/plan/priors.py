@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Draws = NDArray[np.float64]
+_SHARES = ("leak", "leak_sharded", "launch")  # at most 1
 _FILE = Path(__file__).with_name("priors.json")
 QUANTILE_90 = 1.2816
 """The quantile 90 % of a standard normal distribution."""
@@ -52,8 +53,7 @@ class Priors:
         found: dict[str, Draws] = {}
         for index, (name, prior) in enumerate(self.unknowns.items()):
             drawn = prior.middle * np.exp(prior.deviation * z[:, index])
-            is_share = name.startswith("leak")
-            found[name] = np.minimum(drawn, 1.0) if is_share else drawn
+            found[name] = np.minimum(drawn, 1.0) if name in _SHARES else drawn
         return found
 
 
