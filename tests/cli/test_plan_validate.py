@@ -20,6 +20,7 @@ from ronde.plan import (
     Measurement,
     Predicted,
     StepComparison,
+    StepRequest,
     judge,
     layout_of,
     predict_steps,
@@ -186,8 +187,13 @@ def check_run(*words):
     assert (run["num_ranks"], predicted["ranks"]) == (2, 3)
     assert 0 < predicted["low_s"] < predicted["middle_s"] < predicted["high_s"]
     # A step contains all waits of its layers.
-    assert predicted["measured_s"] > run["backward_s"] > run["ready_s"][0] > 0
+    request = StepRequest(*(found[name] for name in StepRequest._fields))
+    forward_s, layers = request.emulated_layers()
+    least_s = forward_s + layers[-1][1]
+    assert min(predicted["measured_s"], *run["steps_s"]) > least_s
+    assert run["backward_s"] > layers[-1][1]
     assert sorted(run["ready_s"]) == run["ready_s"]
+    assert run["ready_s"][0] >= 0
     return found
 
 

@@ -71,7 +71,7 @@ def _measure(request: StepRequest) -> dict[str, Any]:
         phases_s[Phase.BACKWARD],
         phases_s[Phase.UPDATE],
         [specs[0].itemsize * plan.numel for plan in plans],
-        [each + offset_s for each in latest_s],
+        [max(0.0, each + offset_s) for each in latest_s],
         [time_s for time_s, _ in timed],
         timed[-1][1] if timed else 1.0,
     )._asdict()
