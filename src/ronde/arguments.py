@@ -130,7 +130,7 @@ class CommandParser(argparse.ArgumentParser):
         self._refuse_foreign(word)
         name = word.partition("=")[0]
         known = [n for a in self._actions for n in a.option_strings if n[:2] == "--"]
-        near = _nearest(name.replace("_", "-"), known, 0.7)
+        near = nearest(name.replace("_", "-"), known, 0.7)
         meant = f" Did you mean {near}?" if near else ""
         raise UsageError(f"unknown option {name}.{meant} Type: {self.prog} --help")
 
@@ -152,7 +152,8 @@ def _argparse_type(read: Callable[[str], Any]) -> Callable[[str], Any]:
     return convert
 
 
-def _nearest(word: str, known: Sequence[str], cutoff: float) -> str:
+def nearest(word: str, known: Sequence[str], cutoff: float) -> str:
+    """Return the known word most like a misspelt one, or "" if none is."""
     from difflib import get_close_matches  # only needed for a misspelt word
 
     return next(iter(get_close_matches(word, known, n=1, cutoff=cutoff)), "")
@@ -212,7 +213,7 @@ def read_one_of(option: str, word: str, words: Sequence[str]) -> str:
 def refuse_verb(word: str, verbs: Sequence[str], command: str) -> NoReturn:
     """Raise a ``UsageError`` that names the verb most like ``word``."""
     cure = f"Type: {command} {verbs[0]} {word} ..., or {command} --help"
-    if near := _nearest(word, verbs, 0.6):
+    if near := nearest(word, verbs, 0.6):
         cure = f"Did you mean {command} {near}?"
     elif word.startswith("-"):
         cure = f"Type: {command} --help"

@@ -45,7 +45,7 @@ class SpeedRow(NamedTuple):
 def answer(posterior: Posterior, sizes: Iterable[Size]) -> list[SpeedRow]:
     """Predict the speed at sizes, and show those that were measured beside them."""
     measured = {p.size: p.units_per_s for p in posterior.setup.points}
-    every = sorted({*measured, *sizes}, key=lambda s: (s.num_ranks, s.batch or 0))
+    every = sorted({*measured, *sizes}, key=lambda size: size.order)
     return [_row_of(posterior, size, measured.get(size)) for size in every]
 
 

@@ -5,11 +5,10 @@ import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from ronde.arguments import one_of, whole_number
+from ronde.arguments import nearest, one_of, whole_number
 from ronde.collectives.pricing import ALL_REDUCES
 from ronde.errors import UsageError
 from ronde.plan.setup import Exchange, Overlap, Setup
@@ -147,6 +146,6 @@ def read_cluster_file(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
 def require_known(keys: Iterable[str], known: Iterable[str], where: str) -> None:
     """Raise ``UsageError``, with the nearest known key, for the first unknown one."""
     for key in set(keys) - set(known):
-        near = get_close_matches(key, list(known), n=1, cutoff=0.5)
-        cure = f"Did you mean {near[0]}?" if near else f"Known: {', '.join(known)}."
+        near = nearest(key, list(known), 0.5)
+        cure = f"Did you mean {near}?" if near else f"Known: {', '.join(known)}."
         raise UsageError(f"{where}: unknown key {key!r}. {cure}")

@@ -14,7 +14,7 @@ from ronde.errors import UsageError
 from ronde.parallel.buckets import BucketLimits
 from ronde.plan import setup as given
 from ronde.plan.facts import fact_of
-from ronde.plan.setup import Cluster, Point, Program, Setup, Size
+from ronde.plan.setup import Cluster, Point, Program, Setup, Size, speeds_by_size
 from ronde.records import Record, read_records
 from ronde.units import counted
 
@@ -169,9 +169,7 @@ def unite(points: Iterable[Point]) -> tuple[Point, ...]:
     Raises:
         UsageError: Two speeds of one size differ by more than 10 %.
     """
-    by_size: dict[Size, list[float]] = {}
-    for size, speed in points:
-        by_size.setdefault(size, []).append(speed)
+    by_size = speeds_by_size(points)
     for size, speeds in by_size.items():
         if not 0 < max(speeds) <= (1 + _MOST_DIFFERENT) * min(speeds):
             raise UsageError(
@@ -179,8 +177,7 @@ def unite(points: Iterable[Point]) -> tuple[Point, ...]:
                 f"agree within {_MOST_DIFFERENT:.0%}, got {min(speeds):g} and "
                 f"{max(speeds):g}. Leave one of them out."
             )
-    every = sorted(by_size, key=lambda s: (s.num_ranks, s.batch or 0))
-    return tuple(Point(size, median(by_size[size])) for size in every)
+    return tuple(Point(size, median(speeds)) for size, speeds in by_size.items())
 
 
 def _links(record: Record) -> Iterable[tuple[str, Any]]:

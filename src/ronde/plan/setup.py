@@ -4,12 +4,14 @@ Every fact may be unknown, that is None. An unknown fact is drawn from its prior
 widens the interval.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
 from typing import NamedTuple
 
 from ronde.parallel.buckets import BucketLimits, GradientSpec, plan_buckets
+from ronde.units import grouped
 
 
 class Overlap(StrEnum):
@@ -54,12 +56,23 @@ class Size(NamedTuple):
     batch: float | None = None  # samples of a rank in an optimizer step
     accumulation: float = 1  # micro-batches of that step
 
+    @property
+    def order(self) -> tuple[int, float]:
+        """A key to sort sizes by."""
+        return self.num_ranks, self.batch or 0.0
+
 
 class Point(NamedTuple):
     """A measured or published speed."""
 
     size: Size
     units_per_s: float  # of all ranks
+
+
+def speeds_by_size(points: Iterable[Point]) -> dict[Size, list[float]]:
+    """Return the speeds of each size, in order."""
+    found = grouped(points)
+    return {size: found[size] for size in sorted(found, key=lambda size: size.order)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,16 @@ from ronde.errors import UsageError
 from ronde.plan.answer import binding_parts
 from ronde.plan.posterior import infer
 from ronde.plan.priors import load_priors
-from ronde.plan.setup import Cluster, Exchange, Overlap, Point, Program, Setup, Size
-from ronde.units import grouped
+from ronde.plan.setup import (
+    Cluster,
+    Exchange,
+    Overlap,
+    Point,
+    Program,
+    Setup,
+    Size,
+    speeds_by_size,
+)
 
 NEEDED = ("series", "gpus", "throughput")
 ADDED = ("predicted", "low", "high", "binds")
@@ -143,12 +151,7 @@ def _complete_series(rows: Sequence[SheetRow]) -> Iterable[str]:
 def _speeds(rows: Sequence[SheetRow]) -> dict[Size, list[float]]:
     """Return the known speeds of each size, in order."""
     known = ((row.size, row.number("throughput")) for row in rows)
-    found = grouped((size, speed) for size, speed in known if speed is not None)
-    return {size: found[size] for size in sorted(found, key=_order)}
-
-
-def _order(size: Size) -> tuple[int, float]:
-    return size.num_ranks, size.batch or 0.0
+    return speeds_by_size(Point(s, speed) for s, speed in known if speed is not None)
 
 
 def _complete_grid(known: Sequence[SheetRow], asked: Sequence[SheetRow]) -> None:
@@ -174,7 +177,7 @@ def setup_of(rows: Sequence[SheetRow]) -> Setup:
         UsageError: A cell is no number.
     """
     first = SheetRow({}, 0)
-    for row in sorted(rows, key=lambda row: _order(row.size), reverse=True):
+    for row in sorted(rows, key=lambda row: row.size.order, reverse=True):
         first.cells |= {name: text for name, text in row.cells.items() if text}
         first.line = row.line
     half = any(word in first.text("precision") for word in ("16", "fp8", "bf8"))

@@ -93,8 +93,9 @@ class StepModel:
         program, busy = self.setup.program, _busy(size)
         work = compute_s * self._work(size) / program.compute_speed
         host = work * self._host_share(busy) * (free != "host")
-        sent = self._communication(size, compute_s, free)
-        exposed = self._exposed(size, sent, work + host, free)
+        costs = self._costs(compute_s, free)
+        sent = self._communication(size, costs)
+        exposed = self._exposed(size, sent, work + host, costs)
         share = exposed / np.maximum(sent.total, 1e-30)
         fixed = self._update(size) * (free != "fixed cost")
         alone = work + host + exposed + fixed
@@ -161,54 +162,50 @@ class StepModel:
         return update / size.num_ranks if is_sharded else update
 
     def _exposed(
-        self, size: Size, sent: _Communication, work: Draws, free: str
+        self, size: Size, sent: _Communication, work: Draws, costs: LinkCosts
     ) -> Draws:
         program = self.setup.program
         if program.overlap is Overlap.NONE or size.num_ranks == 1:
             return sent.total
         if program.gradients and program.phases and self.setup.is_sized:
-            return self._walked(size, program.phases, work, free)
+            return self._walked(size, program.phases, work, costs)
         is_sharded = program.exchange is Exchange.SHARD_ALL
         leak = self.draws["leak_sharded" if is_sharded else "leak"]
         hidden = self.draws["window"] * work
         return leak * sent.total + (1 - leak) * np.maximum(0, sent.total - hidden)
 
-    def _walked(self, size: Size, alone: PhaseTimes, work: Draws, free: str) -> Draws:
+    def _walked(
+        self, size: Size, alone: PhaseTimes, work: Draws, costs: LinkCosts
+    ) -> Draws:
         program = self.setup.program
         computed_s = alone.forward_s + alone.backward_s + alone.load_s
         scale = work / computed_s
         last_s = max(alone.backward_s, program.gradients[-1].ready_s)
         backward = scale * last_s
-        pay = self._payer(size, self._costs(work, free))
+        pay = self._payer(size, costs)
         buckets = buckets_of(program)
         ready = [scale * ready_s for _, ready_s in buckets]
-        costs = [pay(num_bytes) for num_bytes, _ in buckets]
+        cost_s = [pay(num_bytes) for num_bytes, _ in buckets]
         interference = self.draws["interference"]
-        found = walk(ready, costs, backward, interference)
+        found = walk(ready, cost_s, backward, interference)
         return found.exposed_s + interference * found.overlapped_s
 
-    def _communication(self, size: Size, compute_s: Draws, free: str) -> _Communication:
-        zero = np.zeros_like(compute_s)
+    def _communication(self, size: Size, costs: LinkCosts) -> _Communication:
+        zero = np.zeros_like(self.draws["host"])
         if size.num_ranks == 1:
             return _Communication(zero, zero, zero)
         program = self.setup.program
-        costs = self._costs(compute_s, free)
-        num_bytes = _UNIT
-        if self.setup.is_sized:
-            num_bytes = program.sent_bytes
-        num_calls = (
-            1.0 if program.overlap is Overlap.NONE else len(buckets_of(program)) or 1.0
-        )
-        no_alpha = [link._replace(alpha_s=0.0) for link in costs[:2]]
-        bandwidth = self._payer(
-            size, costs._replace(inside=no_alpha[0], between=no_alpha[1])
-        )(num_bytes)
-        far = costs._replace(inside=LinkCost(0.0, 0.0), between=no_alpha[1])
-        between = np.minimum(bandwidth, self._payer(size, far)(num_bytes))
+        num_bytes = program.sent_bytes if self.setup.is_sized else _UNIT
+        near, far = (link._replace(alpha_s=0.0) for link in costs[:2])
+        costs_of_bytes = costs._replace(inside=near, between=far)
+        bandwidth = self._payer(size, costs_of_bytes)(num_bytes)
+        costs_between = costs_of_bytes._replace(inside=LinkCost(0.0, 0.0))
+        between = np.minimum(bandwidth, self._payer(size, costs_between)(num_bytes))
+        latency = self._latency(size, costs)
         if program.algorithm:
-            latency = num_calls * (self._payer(size, costs)(1))
-        else:
-            latency = self._latency(size) * (free != "latency")
+            is_at_once = program.overlap is Overlap.NONE
+            num_calls = 1 if is_at_once else len(buckets_of(program)) or 1
+            latency = num_calls * self._payer(size, costs)(1)
         return _Communication(
             zero + bandwidth - between, zero + between, zero + latency
         )
@@ -264,18 +261,17 @@ class StepModel:
         rate = between_rate(cluster, draws)
         return inside, missing[1] if rate is None else 1e-9 / rate
 
-    def _latency(self, size: Size) -> Draws:
+    def _latency(self, size: Size, costs: LinkCosts) -> Draws:
         """Return the time of latency where the algorithm is unknown."""
-        program, draws = self.setup.program, self.draws
+        program = self.setup.program
         if not self.setup.is_sized:
-            return np.zeros_like(draws["alpha_rdma"])
+            return np.zeros_like(self.draws["host"])
         n, lg = size.num_ranks, math.log2(size.num_ranks)
         rounds = min(2 * (n - 1), 12 * lg)
         if not self.hypothesis.is_ring_latency:
             rounds = 4 * lg
         if program.exchange is Exchange.PARAMETER_SERVER:
             rounds = 2
-        costs = self._costs(draws["host"], "")
         alpha = (costs.between if size.num_nodes > 1 else costs.inside).alpha_s
         steps = size.accumulation if program.exchange is Exchange.SHARD_ALL else 1
         return np.asarray(steps * num_messages(program) * rounds * alpha)
