@@ -75,10 +75,7 @@ def parse_count(text: str) -> int:
     )
     count = int(float(match[1]) * _COUNT_UNITS[match[2]]) if match else 0
     if not 0 < count < 10**18:
-        raise UsageError(
-            f"must be a number of parameters, got {text!r}. Write it as 7B, 350M or "
-            "7e9."
-        )
+        raise UsageError(f"must be a count, got {text!r}. Write it as 7B, 350M or 7e9.")
     return count
 
 

@@ -103,7 +103,7 @@ def test_a_step_of_a_program(tmp_path: Path) -> None:
         ("--params 7B --mesh dp_shard=3 -n 8", "must be the number of ranks"),
         ("--params 7B --mesh cp=2", "--mesh must have no cp here, got cp=2"),
         ("--params 7B --mesh dp_shard=8 --zero 4", "--zero must be a whole number"),
-        ("--params many --mesh dp_shard=8", "--params must be a number of parameters"),
+        ("--params many --mesh dp_shard=8", "--params must be a count"),
         ("--params 9 --mesh dp_shard=8", "--params must give each rank at least one"),
         ("--params 7B --mesh dp_shard=8 --precision fp8", "must be fp32 or bf16"),
         ("--params 7B --mesh dp_shard=8 --limit much", "--limit: size must be"),

@@ -1,6 +1,7 @@
 """``ronde plan points``: a table of speeds, its empty cells predicted."""
 
 import csv
+import io
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -47,7 +48,7 @@ def run(words: Sequence[str]) -> int:
         )
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"SHEET must be a file in CSV, got {error}.") from error
-    columns, rows = read_sheet(text.splitlines())
+    columns, rows = read_sheet(io.StringIO(text, newline=""))
     left_out, notes = complete(rows)
     out = csv.DictWriter(
         sys.stdout, [*dict.fromkeys((*columns, *ADDED))], lineterminator="\n"

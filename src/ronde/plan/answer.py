@@ -4,13 +4,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from ronde.plan.posterior import Forecast, Posterior
+from ronde.plan.priors import load_priors
 from ronde.plan.setup import Setup, Size
 from ronde.plan.step import PARTS
+from ronde.units import counted
 
 _LEAST_SAVED = 0.03  # of a step; below it computing binds
 _AS_MUCH = 0.9  # of the largest saving
 _LEAST_PART = 1e-3  # of a step; smaller parts cannot bind
 _WIDEST, _LINEAR, _FARTHEST = 2.0, 1.03, 64
+_CONTRADICTION = 1.2
 
 
 class Between(NamedTuple):
@@ -91,6 +94,18 @@ def binding_parts(
     return tuple(n for n, s in saved.items() if s >= _AS_MUCH * most), saved
 
 
+def contradiction_of(posterior: Posterior) -> str:
+    """Return a sentence if the given bytes take longer than the given step, else ""."""
+    times = posterior.contradiction
+    if times < _CONTRADICTION:
+        return ""
+    ranks = counted(posterior.setup.points[0].size.num_ranks, "rank")
+    return (
+        f"speeds and bytes must agree, but the bytes of {ranks} alone take {times:.3g} "
+        "times the given step. Correct the parameters, batch, unit or links."
+    )
+
+
 def warnings_of(setup: Setup, rows: Sequence[SpeedRow]) -> Iterable[str]:
     """Yield sentences on doubtful points, and on predictions that go too far."""
     for n, row in ((row.size.num_ranks, row) for row in rows if row.is_measured):
@@ -102,5 +117,11 @@ def warnings_of(setup: Setup, rows: Sequence[SpeedRow]) -> Iterable[str]:
     most, last = setup.points[-1].size.num_ranks, rows[-1].size.num_ranks
     if last > _FARTHEST * most:
         yield f"{last:,} ranks are over {_FARTHEST} times the largest given, {most}."
+    most_gb, cluster = load_priors().unknowns["tcp_gb_per_s"].middle, setup.cluster
+    if cluster.transport == "tcp" and (cluster.node_gbit_per_s or 0) > 8 * most_gb:
+        yield (
+            f"TCP is taken to bring a node {most_gb:.1f} GB/s, so that a faster line "
+            "gains nothing: see --transport rdma."
+        )
     if any(row.speed.middle is None for row in rows):
         yield "No middle stands where the interval is wider than a factor of 2."

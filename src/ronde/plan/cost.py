@@ -28,6 +28,10 @@ class Cost(NamedTuple):
 
 def read_prices(texts: Mapping[str, str], where: str) -> dict[str, float]:
     require_known(texts, _PRICES, where)
+    if {*_PRICES[:2]} <= texts.keys():
+        raise UsageError(
+            f"{where} must have {_PRICES[0]} or {_PRICES[1]}, got both. Drop one."
+        )
     try:
         return {key: number_from(key == "pue")(text) for key, text in texts.items()}
     except UsageError as error:

@@ -20,6 +20,7 @@ from ronde.units import counted
 
 _TRAINING, _COLLECTIVES = "bench_train", "bench"
 _MOST_DIFFERENT = 0.1
+_LEAST, _MOST = 1e-9, 1e15
 _SENT = {"fp16": 2.0, "bf16": 2.0}  # bytes of an element
 _SAME = ("model", "dtype", "batch_a_rank", "framework", "optimizer", "device")
 _KEYS = ("parameters", "dtype", "overlap", "algorithm", "jitter")
@@ -50,6 +51,9 @@ def read_measured(
     runs = [(path, r.values) for path, r in records if r.kind == _TRAINING]
     _refuse_mixture(runs, are_batches_mixed=are_batches_mixed)
     try:
+        for path, values in runs:
+            for name, figure, least in _figures(values):
+                _require_figure(f"{name} in {path}", figure, least)
         return _of_records(records, runs, per_node)
     except (KeyError, TypeError, AttributeError) as error:
         raise UsageError(
@@ -72,12 +76,15 @@ def _of_records(
     if not runs:
         return Inputs(setup, known, left_out=left_out)
     last = max((values for _, values in runs), key=lambda values: values["num_ranks"])
-    g = max(last.get("hosts") or [per_node or last["num_ranks"]])
+    hosts = last.get("hosts") or [last["num_ranks"]]
+    # A run on one node does not show how many ranks further nodes have.
+    is_node_known = len(hosts) > 1 or (per_node or math.inf) < hosts[0]
+    g = max(hosts) if is_node_known and "hosts" in last else per_node or hosts[0]
     points = unite(point for _, values in runs for point in _points(values, g))
     setup = Setup(_program(last, g), replace(cluster, ranks_per_node=g), points)
     parts = [part for part in _PARTS if last.get(part)]
     known += [key for key in _KEYS if fact_of(setup, key) not in (None, "")]
-    known += ["phases", *parts, *["per_node"] * ("hosts" in parts)]
+    known += ["phases", *parts, *["per_node"] * (is_node_known and "hosts" in parts)]
     if last.get("input") == "prepared":
         left_out.append("the input: batches were prepared, so it costs nothing")
     if len(parts) < len(_PARTS):
@@ -120,6 +127,31 @@ def _refuse_mixture(
                 f"{key} must be the same in all records, got {a} in {in_a} and {b} in "
                 f"{in_b}. Give records of one kind{cure}."
             )
+
+
+def _figures(values: Mapping[str, Any]) -> Iterable[tuple[str, Any, float]]:
+    """Yield the figures of a record that predictions use, with their least values."""
+    for key in ("num_ranks", "num_parameters"):
+        yield key, values[key], 1
+    yield "batch_a_rank", values["batch_a_rank"], _LEAST
+    yield from (("hosts", num, 1) for num in values.get("hosts") or ())
+    for name, variant in values["variants"].items():
+        for key in ("step_ms", "units_per_s"):
+            yield f"{name}.{key}", variant[key], _LEAST
+        phases: dict[str, Any] = variant.get("phases_ms") or {}
+        yield from ((f"{name}.phases_ms.{key}", ms, 0) for key, ms in phases.items())
+    for numel, itemsize, ready_ms in values.get("gradients") or ():
+        yield from (("gradients", figure, 0) for figure in (numel, itemsize, ready_ms))
+    yield "spread", (values.get("spread") or {}).get("between_ranks") or 0, 0
+
+
+def _require_figure(name: str, value: object, least: float) -> None:
+    number = value if isinstance(value, int | float) else math.nan
+    if isinstance(value, bool) or not least <= number <= _MOST:
+        rule = f"from {least:g} to {_MOST:g}"
+        raise UsageError(
+            f"{name} must be a number {rule}, got {value!r}. Measure again."
+        )
 
 
 def _program(values: Mapping[str, Any], ranks_per_node: int) -> Program:

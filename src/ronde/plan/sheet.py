@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from ronde.errors import UsageError
-from ronde.plan.answer import binding_parts
+from ronde.plan.answer import binding_parts, contradiction_of
 from ronde.plan.posterior import infer
 from ronde.plan.priors import load_priors
 from ronde.plan.setup import (
@@ -27,6 +27,7 @@ _PRACTICAL = 0.75  # NCCL's planning figure of a GPU's NVLinks, relative to thei
 _NVLINK_GB_PER_S = 200.0  # of a generation that is not named
 _MOST_TCP_GBIT = 25  # faster lines of an unnamed transport are taken for RDMA
 _MOST_DIFFERENT = 1.1  # of two speeds of one size
+_MOST = 1e15
 _GRID_SPREAD = 1.3  # half of an interval between layouts of model parallelism
 _SHARDINGS = {
     "FULL_SHARD": Exchange.SHARD_ALL,
@@ -51,14 +52,14 @@ class SheetRow:
         if not text:
             return None
         try:
-            value = float(text)
+            value = float("nan" if "_" in text else text)
         except ValueError:
             value = math.nan
-        if not 0 < value < math.inf or (is_whole and value != int(value)):
+        if not 0 < value <= _MOST or (is_whole and value != int(value)):
             rule = "a whole number" if is_whole else "a number"
             raise UsageError(
-                f"line {self.line}: {column} must be {rule} above 0, got {text!r}. "
-                "Correct it, or leave the cell empty."
+                f"line {self.line}: {column} must be {rule} above 0 and at most "
+                f"{_MOST:g}, got {text!r}. Correct it, or leave the cell empty."
             )
         return value
 
@@ -92,13 +93,21 @@ def read_sheet(lines: Iterable[str]) -> tuple[list[str], list[SheetRow]]:
     columns = [*(reader.fieldnames or ())]
     if missing := [name for name in NEEDED if name not in columns]:
         raise UsageError(
-            f"SHEET must have the columns {', '.join(NEEDED)}, but has no "
-            f"{', '.join(missing)}. Add them to its first line."
+            f"SHEET must have the columns {', '.join(NEEDED)}, with commas in between, "
+            f"but has no {', '.join(missing)}, got {', '.join(columns) or 'none'}. Add "
+            "them to its first line."
         )
-    rows = [
-        SheetRow({k: v for k, v in cells.items() if k is not None}, reader.line_num)
-        for cells in reader
-    ]
+    if len({*columns}) < len(columns):
+        twice = next(name for name in columns if columns.count(name) > 1)
+        raise UsageError(f"SHEET must have each column once, got {twice!r} twice.")
+    rows: list[SheetRow] = []
+    for cells in reader:
+        if None in cells:
+            raise UsageError(
+                f"line {reader.line_num} must have {len(columns)} cells, got more. Put "
+                "cells with commas in quotes."
+            )
+        rows.append(SheetRow(dict(cells), reader.line_num))
     return columns, rows
 
 
@@ -140,7 +149,8 @@ def _complete_series(rows: Sequence[SheetRow]) -> Iterable[str]:
         figures = (f"{value:.6g}" for value in (found.middle, found.low, found.high))
         cells = *figures, " and ".join(binds)
         row.cells |= dict(zip(ADDED, cells, strict=True))
-    return [
+    doubts = [text] if (text := contradiction_of(posterior)) else []
+    return doubts + [
         f"speeds of {size.num_ranks} ranks are {min(speeds):g} to {max(speeds):g}, of "
         "which the median counts."
         for size, speeds in _speeds(known).items()
