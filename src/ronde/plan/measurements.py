@@ -136,7 +136,7 @@ def _figures(values: Mapping[str, Any]) -> Iterable[tuple[str, Any, float]]:
     yield "batch_a_rank", values["batch_a_rank"], _LEAST
     yield from (("hosts", num, 1) for num in values.get("hosts") or ())
     for name, variant in values["variants"].items():
-        for key in ("step_ms", "units_per_s"):
+        for key in {"step_ms", "units_per_s"} & variant.keys():
             yield f"{name}.{key}", variant[key], _LEAST
         phases: dict[str, Any] = variant.get("phases_ms") or {}
         yield from ((f"{name}.phases_ms.{key}", ms, 0) for key, ms in phases.items())

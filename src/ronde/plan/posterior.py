@@ -129,7 +129,7 @@ class Posterior:
         """Return the weights of the points' residuals at a size, and the deviation."""
         sizes = [point.size for point in self.setup.points]
         own, across, alone = _covariances(sizes, size, self.priors)
-        solved = np.linalg.solve(own, across).astype(np.float64)
+        solved = _solve(own, across)
         variance = max(alone - float(across @ solved), self.priors.error**2)
         return solved, math.sqrt(variance)
 
@@ -183,11 +183,12 @@ def _sample(
             z = _updated(branch, priors, rng)
             branch = _weigh(setup, hypothesis, priors, z, log_proposal)
         mean = z.mean(0)
-        root = np.linalg.cholesky(_SPREAD * np.cov(z.T))
+        apart = z - mean
+        root = _root(_SPREAD * apart.T @ apart / num_draws)
         fresh = rng.standard_normal(z.shape)
         is_prior = np.arange(num_draws) % _DEFENSIVE == 0
         z = np.where(is_prior[:, None], fresh, mean + fresh @ root.T)
-        scaled: Draws = np.linalg.solve(root, (z - mean).T)
+        scaled = _solve(root, (z - mean).T)
         fitted = _log_normal(scaled.T) - np.log(np.diag(root)).sum()
         log_proposal = np.logaddexp(
             _log_normal(z) - math.log(_DEFENSIVE),
@@ -203,10 +204,10 @@ def _updated(branch: _Branch, priors: Priors, rng: np.random.Generator) -> Draws
     z, residuals = branch.z, np.clip(branch.residuals, -_MOST_RESIDUAL, _MOST_RESIDUAL)
     sizes = [point.size for point in branch.model.setup.points]
     own = _NUM_UPDATES * _covariances(sizes, sizes[-1], priors)[0]
-    noise = np.linalg.cholesky(own) @ rng.standard_normal(residuals.shape)
+    noise = _root(own) @ rng.standard_normal(residuals.shape)
     apart = residuals - residuals.mean(1)[:, None]
     both = apart @ (z - z.mean(0)) / len(z)
-    gain: Draws = np.linalg.solve(apart @ apart.T / len(z) + own, both)
+    gain = _solve(apart @ apart.T / len(z) + own, both)
     return z - (residuals + noise).T @ gain
 
 
@@ -228,6 +229,14 @@ def _weigh(
     likelihood = -(_STUDENT + len(sizes)) / 2 * np.log1p(distance / _STUDENT)
     log_weights = likelihood + _log_normal(z) - log_proposal
     return _Branch(model, z, compute_s, log_weights, residuals)
+
+
+def _root(matrix: Draws) -> Draws:
+    return np.linalg.cholesky(matrix).astype(np.float64)
+
+
+def _solve(matrix: Draws, right: Draws) -> Draws:
+    return np.linalg.solve(matrix, right).astype(np.float64)
 
 
 def _log_normal(z: Draws) -> Draws:

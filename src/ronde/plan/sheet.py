@@ -58,8 +58,8 @@ class SheetRow:
         if not 0 < value <= _MOST or (is_whole and value != int(value)):
             rule = "a whole number" if is_whole else "a number"
             raise UsageError(
-                f"line {self.line}: {column} must be {rule} above 0 and at most "
-                f"{_MOST:g}, got {text!r}. Correct it, or leave the cell empty."
+                f"line {self.line}: {column} must be {rule} above 0, got {text!r}. "
+                "Correct it, or leave the cell empty."
             )
         return value
 
