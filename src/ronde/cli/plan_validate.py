@@ -173,7 +173,7 @@ def _validate(options: argparse.Namespace, per_node: int, num_measured: int) -> 
     )
     env = {"RONDE_ENGINE": engine, "RONDE_ALGORITHM": options.algorithm or ""}
     cores = math.inf if options.hosts else count_cores()
-    facts = Measurement((), algorithm, cores, math.isfinite(rate), not is_real)
+    facts = Measurement((), algorithm, cores, not is_real)
     layouts = [layout_of(num_ranks, per_node) for num_ranks in options.n]
     log = partial(print, file=sys.stderr if options.json else sys.stdout, flush=True)
     with _testbed(options, per_node, env) as start:
@@ -197,7 +197,7 @@ def _validate(options: argparse.Namespace, per_node: int, num_measured: int) -> 
     if options.json:
         content = {
             **request._asdict(),
-            "rate_bit_per_s": rate if facts.is_line_limited else None,
+            "rate_bit_per_s": rate if math.isfinite(rate) else None,
             "engine": engine,
             "algorithm": algorithm,
             "ranks_per_node": per_node,

@@ -11,7 +11,7 @@ from ronde.bench.training.outcome import GradientArrival, Phase
 from ronde.bench.training.replica import Stopwatch
 from ronde.bench.training.torch_replicas import TorchReplica
 
-_BEGUN = 1 + list(Phase).index(Phase.FORWARD)  # a step's start is marked, too
+_BEGUN = list(Phase).index(Phase.FORWARD) - len(Phase)  # counted from a step's end
 
 
 def measure_arrivals(
