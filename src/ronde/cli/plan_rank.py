@@ -24,13 +24,13 @@ from ronde.bench.training.outcome import Phase, TrainOptions, Variant, find_mode
 from ronde.bench.training.replica import Stopwatch
 from ronde.bench.training.torch_replicas import torch_replicas
 from ronde.parallel.buckets import BucketLimits, GradientSpec, plan_buckets
-from ronde.plan.validation import SIZES_BYTES, MeasuredSteps, StepRequest
+from ronde.plan.validation import MeasuredSteps, StepRequest
 from ronde.session.session import current_session
 
 _NUM_WARM_UP = 2
 _NUM_BUCKETS = 8
 _NUM_BATCHES = 5
-_NUM_SMALL_CALLS = 8
+_NUM_SMALL_CALLS, _SMALL_BYTES = 8, 1 << 16
 
 
 def run_rank(text: str) -> None:
@@ -166,15 +166,16 @@ def _time_steps(
         ends_s.append(time.perf_counter())
     used_s = (time.process_time() - used_s) / num_steps
     steps_s = torch.tensor(ends_s, dtype=torch.float64).diff()
-    means = hvd.allreduce(torch.cat([steps_s, steps_s.new_tensor([used_s])])).tolist()
-    return means[:-1], means[-1]
+    own_s = torch.cat([steps_s, steps_s.new_tensor([used_s])])
+    *steps, cpu_s = cast("list[float]", hvd.allreduce(own_s).tolist())
+    return steps, cpu_s
 
 
 def _time_all_reduce(num_bytes: int) -> float:
     """Return the slowest rank's seconds, the median of several calls; collective."""
     communicator = current_session().states[0].communicator
     tensor = communicator.allocate(num_bytes // 4, torch.float32)
-    num_calls = _NUM_SMALL_CALLS if num_bytes == SIZES_BYTES[0] else 1
+    num_calls = _NUM_SMALL_CALLS if num_bytes <= _SMALL_BYTES else 1
     times_s: list[float] = []
     for _ in range(1 + _NUM_BATCHES):
         communicator.barrier().wait()

@@ -27,7 +27,7 @@ from ronde.plan.validation import (
     summarize,
 )
 from ronde.topology.machine import count_cores
-from ronde.units import counted
+from ronde.units import counted, parse_bit_per_s
 from ronde.world.environment import ALGORITHMS
 
 _HELP = """\
@@ -69,7 +69,6 @@ example:
 """
 _NUM_STEPS = 8
 _UNLIMITED_RATE = 2e9  # for which a model is sized if the line has no limit
-_FACTORS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 _ENGINES = ("auto", "shared_memory", "gloo", "scheduled", "hierarchical")
 _EMULATED, _REAL = ("resnet", "vgg"), "mlp"
 
@@ -86,15 +85,10 @@ def _read_sizes(text: str) -> list[int]:
 
 
 def _read_rate(text: str) -> float:
-    match = re.fullmatch(r"([0-9]+\.?[0-9]*)\s*([kmgt]?)bit/s", text.lower())
-    rate = math.inf if text == "unlimited" else 0.0
-    if match:
-        rate = float(match[1]) * _FACTORS[match[2]]
-    if not rate:
-        raise UsageError(
-            f"must be a rate in bit/s or unlimited, got {text!r}. Type: --rate 1Gbit/s"
-        )
-    return rate
+    try:
+        return math.inf if text == "unlimited" else parse_bit_per_s(text)
+    except UsageError as error:
+        raise UsageError(str(error).replace("rate,", "rate or unlimited,")) from None
 
 
 _TYPES = {
