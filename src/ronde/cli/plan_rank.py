@@ -49,13 +49,15 @@ def run_rank(text: str) -> None:
 def _measure(request: StepRequest) -> dict[str, Any]:
     with _replicas(request) as (make, groups):
         alone = make(Variant.ONE_RANK)
-        arrivals = measure_arrivals(alone, 1)
+        arrivals = measure_arrivals(alone, 1)  # warms it up, too
         clock = Stopwatch(lambda: None)
         # Only the first sizes are known by their parts.
         num_alone = -(-request.num_steps // 2) if len(request.sizes) > 1 else 1
         alone_s, alone_cpu_s = steps_s, cpu_s = _time_steps(alone, num_alone, clock)
         if hvd.size() > 1:
             both = make(Variant.ALL_RANKS)
+            for _ in range(_NUM_WARM_UP):
+                both.step(Stopwatch())
             steps_s, cpu_s = _time_steps(both, request.num_steps, Stopwatch())
     phases_s = clock.seconds_a_step(num_alone)
     order = range(len(arrivals))
@@ -157,8 +159,6 @@ def _time_steps(
     clock: Stopwatch,
 ) -> tuple[list[float], float]:
     """Return steps' seconds, and one step's of processors, as means; collective."""
-    for _ in range(_NUM_WARM_UP):
-        replica.step(Stopwatch())
     hvd.barrier()
     ends_s, used_s = [time.perf_counter()], time.process_time()
     for _ in range(num_steps):
