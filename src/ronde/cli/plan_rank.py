@@ -19,10 +19,9 @@ from torch import Tensor, nn
 
 import ronde.torch as hvd
 from ronde.bench.timing import Marks
-from ronde.bench.training.arrivals import measure_arrivals
 from ronde.bench.training.outcome import Phase, TrainOptions, Variant, find_model
 from ronde.bench.training.replica import Stopwatch
-from ronde.bench.training.torch_replicas import torch_replicas
+from ronde.bench.training.torch_replicas import measure_arrivals, torch_replicas
 from ronde.parallel.buckets import BucketLimits, GradientSpec, plan_buckets
 from ronde.plan.validation import MeasuredSteps, StepRequest
 from ronde.session.session import current_session

@@ -100,15 +100,6 @@ class MeasuredSteps(NamedTuple):
         return float(rounds) * self.times_s[0] / self.step_s
 
 
-class Measurement(NamedTuple):
-    """Steps of few ranks, by number of ranks, and facts about all sizes."""
-
-    runs: Sequence[MeasuredSteps]
-    algorithm: str  # as for ``all_reduce_s``
-    shared_cores: float = inf  # of all ranks; infinite if each has its own
-    is_emulated: bool = True
-
-
 class Predicted(NamedTuple):
     """The seconds of a step, with an interval of 80 %."""
 
@@ -123,11 +114,19 @@ def layout_of(num_ranks: int, ranks_per_node: int) -> RankLayout:
 
 
 def predict_steps(
-    measurement: Measurement, layouts: Sequence[RankLayout]
+    runs: Sequence[MeasuredSteps],
+    layouts: Sequence[RankLayout],
+    algorithm: str,
+    *,
+    shared_cores: float = inf,
+    is_emulated: bool = True,
 ) -> list[Predicted]:
-    """Predict steps of more ranks than the last measured run has, which is several."""
-    algorithm, base = measurement.algorithm, measurement.runs[-1]
-    within = [r for r in measurement.runs if r.layout.num_nodes == 1 < r.num_ranks]
+    """Predict steps of more ranks than the last measured run has, which is several.
+
+    ``shared_cores`` are those of all ranks; infinite if each has its own.
+    """
+    base = runs[-1]
+    within = [r for r in runs if r.layout.num_nodes == 1 < r.num_ranks]
     (inside, fit_error) = (between, _) = _fit(algorithm, [base, *within][-1])
     if within and base.layout.num_nodes > 1:
         between, fit_error = _fit(algorithm, base, inside)
@@ -140,10 +139,10 @@ def predict_steps(
         return float(all_reduce_s(algorithm, size, layout, costs))
 
     def steps_s(layout: RankLayout, cost_error: float) -> NDArray[np.float64]:
-        of_cores = layout.num_ranks / measurement.shared_cores
-        crowd = max(1, of_cores) / max(1, base.num_ranks / measurement.shared_cores)
+        of_cores = layout.num_ranks / shared_cores
+        crowd = max(1, of_cores) / max(1, base.num_ranks / shared_cores)
         error = crowd ** (CROWD_ERROR * draws[2] / np.log(2))
-        work = 1.0 if measurement.is_emulated else crowd * error
+        work = 1.0 if is_emulated else crowd * error
         sent, base_sent = (
             price_s(each, _ONLY_BYTES, all_bytes) for each in (layout, base.layout)
         )
@@ -161,7 +160,7 @@ def predict_steps(
         )
         alone_s = work * base.alone_s + (crowd * error - work) * base.update_s
         # An emulated forward needs no cores, and nothing is sent meanwhile.
-        idle_s = forward_s * measurement.is_emulated
+        idle_s = forward_s * is_emulated
         needed_s = idle_s + of_cores * (base.alone_cpu_s + sending_s) * error
         return np.maximum(alone_s + walked.exposed_s, needed_s)
 

@@ -18,7 +18,6 @@ from torch.autograd.graph import saved_tensors_hooks
 import ronde.torch as hvd
 from ronde.bench.ranks import cuda_device
 from ronde.bench.timing import Marks, without_collector
-from ronde.bench.training.arrivals import measure_arrivals
 from ronde.bench.training.compiled import (
     jax_replicas,
     keras_replicas,
@@ -50,6 +49,7 @@ from ronde.bench.training.torch_replicas import (
     TorchReplica,
     has_data_parallel,
     loss_of,
+    measure_arrivals,
     torch_replicas,
 )
 from ronde.errors import UsageError
