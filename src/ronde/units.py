@@ -32,6 +32,7 @@ _MICROSECONDS = {
     "ms": 1000,
     "us": 1,
 }
+_MOST_BIT_PER_S = 1e24  # above it predictions would overflow
 _NUMBER = r"([0-9]{1,18}(?:\.[0-9]{1,18})?|\.[0-9]{1,18})"
 
 
@@ -51,6 +52,26 @@ def parse_size_bytes(text: str, option: str = "") -> int:
             f"bytes. Give it in a smaller unit."
         )
     return int(size)
+
+
+def parse_bit_per_s(text: str) -> float:
+    """Read a rate such as ``100Mbit/s``, ``50GB/s`` or ``8x400Gbit/s``, in decimal.
+
+    ``b`` is a bit and ``B`` a byte, ``ps`` is ``/s``, and ``8x`` means 8 such links.
+    """
+    links = r"(?:([1-9][0-9]{0,3})x)?"
+    pattern = rf"{links}{_NUMBER}\s*([kmgtKMGT]?)(B|b|bit)(?:/s|ps)"
+    rate = 0.0
+    if match := re.fullmatch(pattern, text):
+        num_links, number, prefix, unit = match.groups()
+        factor = _SIZE_UNITS[prefix.lower() + "b"] * (8 if unit == "B" else 1)
+        rate = int(num_links or 1) * float(number) * factor
+    if not 1 <= rate <= _MOST_BIT_PER_S:
+        raise UsageError(
+            f"must be a rate, got {text!r}. Write it as 400Gbit/s, 50GB/s or "
+            "8x400Gbit/s."
+        )
+    return rate
 
 
 def format_size(size_bytes: int) -> str:

@@ -71,7 +71,6 @@ def test_the_costs_of_a_ring_are_found(
         "level": level,
         "alpha_us": pytest.approx(ALPHA_US),
         "beta_ns_per_byte": pytest.approx(NS_PER_BYTE),
-        "gamma_ns_per_byte": None,
         "largest_residual": pytest.approx(0.0, abs=1e-9),
     }
 

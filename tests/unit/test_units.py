@@ -7,6 +7,7 @@ from ronde.errors import UsageError
 from ronde.units import (
     format_duration,
     format_size,
+    parse_bit_per_s,
     parse_duration_s,
     parse_size_bytes,
 )
@@ -35,6 +36,30 @@ def test_sizes(text: str, size: int) -> None:
 def test_no_sizes(text: str) -> None:
     with pytest.raises(UsageError, match=r"^size must be a .*, got"):
         parse_size_bytes(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "bit_per_s"),
+    [
+        ("1bit/s", 1),
+        ("100Mbit/s", 100e6),
+        ("800kbit/s", 800e3),
+        ("2.5 Gb/s", 2.5e9),
+        ("100Gbps", 100e9),
+        ("50GB/s", 400e9),
+        ("8x400Gbit/s", 3.2e12),
+    ],
+)
+def test_rates(text: str, bit_per_s: float) -> None:
+    assert parse_bit_per_s(text) == pytest.approx(bit_per_s)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "5", "10G/s", "0bit/s", "x1Gbit/s", "0x1Gbit/s", "1Gibit/s", "9" * 40]
+)
+def test_no_rates(text: str) -> None:
+    with pytest.raises(UsageError, match="must be a rate, got"):
+        parse_bit_per_s(text)
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,6 @@ __getattr__ = lazy_exports(
         ),
         "sweeps": "RowBench SweepBench",
         "timing": "Clock Marks Watchdog combine",
-        "training.arrivals": "measure_arrivals",
         "training.catalogue": "CHARACTERS MODELS PORTABLE",
         "training.measurement": (
             "is_in_step measure measure_footprint split_by_differences time_block"
@@ -40,7 +39,9 @@ __getattr__ = lazy_exports(
             "TrainingOutcome Variant record_values spread_of"
         ),
         "training.replica": "Stopwatch batches make_samples",
-        "training.torch_replicas": "ParameterServer TorchReplica loss_of",
+        "training.torch_replicas": (
+            "ParameterServer TorchReplica loss_of measure_arrivals"
+        ),
         "variables": "read_variables",
     },
 )

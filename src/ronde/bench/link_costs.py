@@ -36,7 +36,6 @@ def fit_rows(heading: Heading, rows: Sequence[Row]) -> dict[str, Any]:
         "level": "inside" if len(hosts) == 1 else level,
         "alpha_us": fit.alpha_s * 1e6,
         "beta_ns_per_byte": fit.beta_s_per_byte * 1e9,
-        "gamma_ns_per_byte": None,
         "largest_residual": fit.largest_residual,
     }
     return {"hosts": hosts, "fit": found}

@@ -6,15 +6,13 @@ from pathlib import Path
 from ronde.check.check import FAIL, Family, Problem, Problems, check
 from ronde.check.fleet import Fleet, Value, Values
 from ronde.errors import UsageError
-from ronde.units import format_size, parse_size_bytes
+from ronde.units import format_size, parse_bit_per_s, parse_size_bytes
 
 EXPECTED = "expected"  # setting; see ``read_expected``
 # Firmware and kernel take the rest.
 _SHARE_OF_MEMORY = 0.9
 _PORTS = re.compile(r"(\d{1,4})x(\d{1,5})G(?:b(?:it)?(?:/s|ps)?)?", re.IGNORECASE)
 _GPUS = re.compile(r"(\d{1,4})x([A-Za-z][\w .-]*)")
-_RATE = re.compile(r"(\d+(?:\.\d+)?) ?([kKMGT])(B|bit|b)(?:/s|ps)")
-_RATE_UNITS = {"k": 1e-6, "M": 1e-3, "G": 1.0, "T": 1e3}
 
 
 def read_expected(text: str) -> dict[str, Value]:
@@ -34,14 +32,14 @@ def read_expected(text: str) -> dict[str, Value]:
             part = {"ports": [int(found[1]), int(found[2]) * 1000]}
         elif found := _GPUS.fullmatch(word):
             part = {"gpus": [int(found[1]), found[2]]}
-        elif found := _RATE.fullmatch(word):
-            rate = float(found[1]) * _RATE_UNITS[found[2].replace("K", "k")]
-            part = {"gb_per_s": rate if found[3] == "B" else rate / 8}
         else:
             try:
-                # A size needs a unit.
-                size = parse_size_bytes("" if word.isdecimal() else word)
-                part = {"memory_bytes": size}
+                if word.endswith(("/s", "ps")):
+                    part = {"gb_per_s": parse_bit_per_s(word) / 8e9}
+                else:
+                    # A size needs a unit.
+                    size = parse_size_bytes("" if word.isdecimal() else word)
+                    part = {"memory_bytes": size}
             except UsageError:
                 raise _bad(word) from None
         if part.keys() & expected.keys():

@@ -18,17 +18,18 @@ import torch
 from torch import Tensor, nn
 
 import ronde.torch as hvd
+from ronde.bench.timing import Marks
 from ronde.bench.training.outcome import Phase, TrainOptions, Variant, find_model
 from ronde.bench.training.replica import Stopwatch
-from ronde.bench.training.torch_replicas import torch_replicas
+from ronde.bench.training.torch_replicas import measure_arrivals, torch_replicas
 from ronde.parallel.buckets import BucketLimits, GradientSpec, plan_buckets
-from ronde.plan.validation import SIZES_BYTES, MeasuredSteps, StepRequest
+from ronde.plan.validation import MeasuredSteps, StepRequest
 from ronde.session.session import current_session
 
 _NUM_WARM_UP = 2
 _NUM_BUCKETS = 8
 _NUM_BATCHES = 5
-_NUM_SMALL_CALLS = 8
+_NUM_SMALL_CALLS, _SMALL_BYTES = 8, 1 << 16
 
 
 def run_rank(text: str) -> None:
@@ -47,22 +48,21 @@ def run_rank(text: str) -> None:
 def _measure(request: StepRequest) -> dict[str, Any]:
     with _replicas(request) as (make, groups):
         alone = make(Variant.ONE_RANK)
-        arrivals = _note_arrivals(alone)
+        arrivals = measure_arrivals(alone, 1)  # warms it up, too
         clock = Stopwatch(lambda: None)
         # Only the first sizes are known by their parts.
         num_alone = -(-request.num_steps // 2) if len(request.sizes) > 1 else 1
-        alone_s = steps_s = _time_steps(alone, num_alone, clock)
+        alone_s, alone_cpu_s = steps_s, cpu_s = _time_steps(alone, num_alone, clock)
         if hvd.size() > 1:
             both = make(Variant.ALL_RANKS)
-            steps_s = _time_steps(both, request.num_steps, Stopwatch())
+            for _ in range(_NUM_WARM_UP):
+                both.step(Stopwatch())
+            steps_s, cpu_s = _time_steps(both, request.num_steps, Stopwatch())
     phases_s = clock.seconds_a_step(num_alone)
-    timed = [_time_all_reduce(size) for size in request.sizes if hvd.size() > 1]
-    weights = list(alone.model.parameters())
-    order = sorted(arrivals, key=lambda index: arrivals[index])
-    offset_s = phases_s[Phase.BACKWARD] - arrivals[order[-1]]
-    specs = [GradientSpec(weight.numel(), weight.itemsize, "") for weight in weights]
+    order = range(len(arrivals))
+    specs = [GradientSpec(each.numel, each.itemsize, "") for each in arrivals]
     plans = plan_buckets(specs, order, BucketLimits(), groups)
-    latest_s = [max(arrivals[slot.index] for slot in plan.slots) for plan in plans]
+    latest = [max(slot.index for slot in plan.slots) for plan in plans]
     return MeasuredSteps(
         hvd.size(),
         hvd.local_size(),
@@ -71,9 +71,10 @@ def _measure(request: StepRequest) -> dict[str, Any]:
         phases_s[Phase.BACKWARD],
         phases_s[Phase.UPDATE],
         [specs[0].itemsize * plan.numel for plan in plans],
-        [max(0.0, each + offset_s) for each in latest_s],
-        [time_s for time_s, _ in timed],
-        timed[-1][1] if timed else 1.0,
+        [arrivals[index].ready_ms / 1e3 for index in latest],
+        [_time_all_reduce(size) for size in request.sizes if hvd.size() > 1],
+        alone_cpu_s,
+        cpu_s,
     )._asdict()
 
 
@@ -90,6 +91,8 @@ class _Layer(torch.autograd.Function):
 
 class _EmulatedReplica:
     """An emulated model and its optimizer."""
+
+    marks = Marks()
 
     def __init__(self, request: StepRequest, variant: Variant) -> None:
         self._forward_s, layers = request.emulated_layers()
@@ -122,6 +125,9 @@ class _EmulatedReplica:
         self._optimizer.zero_grad()
         clock.mark(Phase.UPDATE)
 
+    def synchronize(self) -> None:
+        pass
+
     def _wait(self, index: int) -> Tensor:
         due_s = self._begun_s + self._ready_s[index]
         time.sleep(max(0.0, due_s - time.perf_counter()))
@@ -146,48 +152,35 @@ def _replicas(request: StepRequest) -> Generator[tuple[Any, Sequence[Sequence[in
         yield make, ()
 
 
-def _note_arrivals(replica: Any) -> dict[int, float]:  # noqa: ANN401
-    """Return the times at which the gradients of the last step arrived."""
-    arrivals: dict[int, float] = {}
-    for index, weight in enumerate(replica.model.parameters()):
-
-        def note(_: Tensor, index: int = index) -> None:
-            arrivals[index] = time.perf_counter()
-
-        weight.register_post_accumulate_grad_hook(note)
-    return arrivals
-
-
-def _time_steps(replica: Any, num_steps: int, clock: Stopwatch) -> list[float]:  # noqa: ANN401
-    """Return the steps' seconds, as means over the ranks; collective."""
-    for _ in range(_NUM_WARM_UP):
-        replica.step(Stopwatch())
+def _time_steps(
+    replica: Any,  # noqa: ANN401
+    num_steps: int,
+    clock: Stopwatch,
+) -> tuple[list[float], float]:
+    """Return steps' seconds, and one step's of processors, as means; collective."""
     hvd.barrier()
-    ends_s = [time.perf_counter()]
+    ends_s, used_s = [time.perf_counter()], time.process_time()
     for _ in range(num_steps):
         replica.step(clock)
         ends_s.append(time.perf_counter())
+    used_s = (time.process_time() - used_s) / num_steps
     steps_s = torch.tensor(ends_s, dtype=torch.float64).diff()
-    return cast("list[float]", hvd.allreduce(steps_s).tolist())
+    own_s = torch.cat([steps_s, steps_s.new_tensor([used_s])])
+    *steps, cpu_s = cast("list[float]", hvd.allreduce(own_s).tolist())
+    return steps, cpu_s
 
 
-def _time_all_reduce(num_bytes: int) -> tuple[float, float]:
-    """Return the slowest rank's seconds, and the cores that ranks use; collective.
-
-    The seconds are the median of several calls, the cores the mean of the ranks.
-    """
+def _time_all_reduce(num_bytes: int) -> float:
+    """Return the slowest rank's seconds, the median of several calls; collective."""
     communicator = current_session().states[0].communicator
     tensor = communicator.allocate(num_bytes // 4, torch.float32)
-    num_calls = _NUM_SMALL_CALLS if num_bytes == SIZES_BYTES[0] else 1
-    own_s, used_s = list[float](), 0.0
+    num_calls = _NUM_SMALL_CALLS if num_bytes <= _SMALL_BYTES else 1
+    times_s: list[float] = []
     for _ in range(1 + _NUM_BATCHES):
         communicator.barrier().wait()
-        begun_s, used_before_s = time.perf_counter(), time.process_time()
+        begun_s = time.perf_counter()
         for _ in range(num_calls):
             communicator.all_reduce(tensor).wait()
-        own_s.append((time.perf_counter() - begun_s) / num_calls)
-        used_s += (time.process_time() - used_before_s) / num_calls
-    times_s = torch.tensor(own_s[1:], dtype=torch.float64)
-    busy = torch.tensor(used_s / sum(own_s), dtype=torch.float64)
-    longest_s = hvd.allreduce(times_s, op=hvd.Max)
-    return float(longest_s.median()), float(hvd.allreduce(busy))
+        times_s.append((time.perf_counter() - begun_s) / num_calls)
+    own_s = torch.tensor(times_s[1:], dtype=torch.float64)
+    return float(hvd.allreduce(own_s, op=hvd.Max).median())

@@ -5,8 +5,8 @@ import json
 import math
 import re
 import sys
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
 
 from ronde.arguments import CommandParser, one_of, whole_number
@@ -18,7 +18,6 @@ from ronde.plan.testbed import Starter, emulated_hosts, launched, run_ranks
 from ronde.plan.validation import (
     SIZES_BYTES,
     MeasuredSteps,
-    Measurement,
     StepComparison,
     StepRequest,
     judge,
@@ -27,7 +26,7 @@ from ronde.plan.validation import (
     summarize,
 )
 from ronde.topology.machine import count_cores
-from ronde.units import counted
+from ronde.units import counted, parse_bit_per_s
 from ronde.world.environment import ALGORITHMS
 
 _HELP = """\
@@ -69,7 +68,6 @@ example:
 """
 _NUM_STEPS = 8
 _UNLIMITED_RATE = 2e9  # for which a model is sized if the line has no limit
-_FACTORS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 _ENGINES = ("auto", "shared_memory", "gloo", "scheduled", "hierarchical")
 _EMULATED, _REAL = ("resnet", "vgg"), "mlp"
 
@@ -86,15 +84,10 @@ def _read_sizes(text: str) -> list[int]:
 
 
 def _read_rate(text: str) -> float:
-    match = re.fullmatch(r"([0-9]+\.?[0-9]*)\s*([kmgt]?)bit/s", text.lower())
-    rate = math.inf if text == "unlimited" else 0.0
-    if match:
-        rate = float(match[1]) * _FACTORS[match[2]]
-    if not rate:
-        raise UsageError(
-            f"must be a rate in bit/s or unlimited, got {text!r}. Type: --rate 1Gbit/s"
-        )
-    return rate
+    try:
+        return math.inf if text == "unlimited" else parse_bit_per_s(text)
+    except UsageError as error:
+        raise UsageError(str(error).replace("rate,", "rate or unlimited,")) from None
 
 
 _TYPES = {
@@ -173,17 +166,22 @@ def _validate(options: argparse.Namespace, per_node: int, num_measured: int) -> 
     )
     env = {"RONDE_ENGINE": engine, "RONDE_ALGORITHM": options.algorithm or ""}
     cores = math.inf if options.hosts else count_cores()
-    facts = Measurement((), algorithm, cores, math.isfinite(rate), not is_real)
     layouts = [layout_of(num_ranks, per_node) for num_ranks in options.n]
     log = partial(print, file=sys.stderr if options.json else sys.stdout, flush=True)
-    with _testbed(options, per_node, env) as start:
+    with ExitStack() as exits:
+        start: Starter = partial(launched, _launch_options(options, per_node), env)
+        if options.rate and not options.hosts:
+            hosts = emulated_hosts(layouts[-1].num_nodes, per_node, rate, env)
+            start = exits.enter_context(hosts)
         log(_title(options, request, per_node, algorithm))
         runs: list[MeasuredSteps] = []
         for layout in layouts[:num_measured]:
             runs.append(_measure(start, layout, request))
             log(f"{layout.num_ranks:5}  measured   {runs[-1].step_s:.4f} s")
         others = layouts[num_measured:]
-        predictions = predict_steps(facts._replace(runs=runs), others)
+        predictions = predict_steps(
+            runs, others, algorithm, shared_cores=cores, is_emulated=not is_real
+        )
         for layout, (low, middle, high) in zip(others, predictions, strict=True):
             interval = f"80 % within {low:.4f} .. {high:.4f} s"
             log(f"{layout.num_ranks:5}  predicted  {middle:.4f} s, {interval}")
@@ -197,7 +195,7 @@ def _validate(options: argparse.Namespace, per_node: int, num_measured: int) -> 
     if options.json:
         content = {
             **request._asdict(),
-            "rate_bit_per_s": rate if facts.is_line_limited else None,
+            "rate_bit_per_s": rate if math.isfinite(rate) else None,
             "engine": engine,
             "algorithm": algorithm,
             "ranks_per_node": per_node,
@@ -213,6 +211,12 @@ def _measure(start: Starter, layout: RankLayout, request: StepRequest) -> Measur
     return MeasuredSteps(**run_ranks(start(layout.num_ranks, words)))
 
 
+def _launch_options(options: argparse.Namespace, per_node: int) -> tuple[str, ...]:
+    if options.hosts:
+        return ("-H", options.hosts, "--nproc-per-node", str(per_node))
+    return ("--standalone",)
+
+
 def _priced(engine: str, num_ranks: int, per_node: int) -> str:
     """Return the algorithm with the price of an engine."""
     is_one_node = num_ranks <= per_node
@@ -222,29 +226,15 @@ def _priced(engine: str, num_ranks: int, per_node: int) -> str:
     return "two_levels" if is_split else "ring"
 
 
-@contextmanager
-def _testbed(
-    options: argparse.Namespace, per_node: int, env: Mapping[str, str]
-) -> Generator[Starter]:
-    if options.rate and not options.hosts:
-        num_hosts = -(-options.n[-1] // per_node)
-        with emulated_hosts(num_hosts, per_node, options.rate, env) as start:
-            yield start
-    elif options.hosts:
-        words = ("-H", options.hosts, "--nproc-per-node", str(per_node))
-        yield partial(launched, words, env)
-    else:
-        yield partial(launched, ("--standalone",), env)
-
-
 def _title(
     options: argparse.Namespace, request: StepRequest, per_node: int, algorithm: str
 ) -> str:
-    where = "this machine, without a limited line"
-    if options.hosts or options.rate:
-        where = f"hosts of {counted(per_node, 'rank')}"
-    if options.rate:
-        rate = f"of {options.rate / 1e6:g} Mbit/s"
-        where += f", lines {'without a limit' if math.isinf(options.rate) else rate}"
+    where = f"hosts of {counted(per_node, 'rank')}"
+    if not options.hosts and not options.rate:
+        where = "this machine, without a limited line"
+    elif options.rate == math.inf:
+        where += ", lines without a limit"
+    elif options.rate:
+        where += f", lines of {options.rate / 1e6:g} Mbit/s"
     name = f"{request.compute} {request.model}, seed {request.seed}"
     return f"{name}; priced as {algorithm}; {where}"

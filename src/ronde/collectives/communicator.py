@@ -447,11 +447,14 @@ class Communicator:
         Raises:
             CollectiveError: There is not enough memory; raised on every rank.
         """
-        num_bytes = numel * dtype.itemsize
         engine = self._engine
         if is_populated:
-            engine = self._routes.engine("all_reduce", num_bytes, device.type)
+            engine = self.reducing_engine(numel * dtype.itemsize, device)
         return engine.allocate(numel, dtype, device, is_populated=is_populated)
+
+    def reducing_engine(self, num_bytes: int, device: torch.device = CPU) -> Engine:
+        """Return the engine that all_reduce uses for a size; collective."""
+        return self._routes.engine("all_reduce", num_bytes, device.type)
 
     @property
     def has_shared_memory(self) -> bool:

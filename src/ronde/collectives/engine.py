@@ -210,6 +210,7 @@ class Engine(ABC):
     size: int
     timeout_s: float  # longest wait of a call for another rank
     algorithm: str = ""  # name of the schedule
+    sender: str = ""  # name of the engine that sends messages, if it is another
     devices: frozenset[str] = frozenset({"cpu"})  # supported device types
 
     @abstractmethod

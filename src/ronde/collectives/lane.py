@@ -65,6 +65,7 @@ class LaneEngine(Engine):
     def __init__(self, world: Engine, *inner: Communicator | Engine) -> None:
         """Take ownership of ``inner`` and of ``world``, which has all ranks."""
         self.rank, self.size, self.timeout_s = world.rank, world.size, world.timeout_s
+        self.sender = world.name
         self._world = world
         self._inner = inner
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ronde-lane")

@@ -18,7 +18,6 @@ from ronde.plan.step import PARTS, Hypothesis, StepModel, mean_of_largest
 from ronde.plan.validation import (
     SIZES_BYTES,
     MeasuredSteps,
-    Measurement,
     Predicted,
     StepComparison,
     StepRequest,
@@ -40,7 +39,6 @@ __all__ = [
     "Hypothesis",
     "LinkFacts",
     "MeasuredSteps",
-    "Measurement",
     "Overlap",
     "PhaseTimes",
     "Point",

@@ -1,7 +1,6 @@
 """Facts of programs and clusters as text, from options, files and changes."""
 
 import math
-import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -12,30 +11,13 @@ from ronde.arguments import nearest, one_of, whole_number
 from ronde.collectives.pricing import ALL_REDUCES
 from ronde.errors import UsageError
 from ronde.plan.setup import Exchange, Overlap, Setup
-from ronde.units import parse_count, parse_size_bytes
+from ronde.units import parse_bit_per_s, parse_count, parse_size_bytes
 
 _ITEMSIZES = {"float32": 4.0, "float16": 2.0, "bfloat16": 2.0}
 # PowerSGD of rank 4 on a large network, without the time of packing.
 _COMPRESSIONS = {"none": 1.0, "fp16": 0.5, "bf16": 0.5, "powersgd": 1 / 30}
-_RATE = re.compile(r"(?:([1-9]\d{0,3})x)?(\d+(?:\.\d+)?)([GMT]bit/s|[GM]B/s)")
-_GBIT = {"Mbit/s": 1e-3, "Gbit/s": 1.0, "Tbit/s": 1e3, "MB/s": 8e-3, "GB/s": 8.0}
 _FARTHEST_BATCH = 8
 _LEAST, _MOST = 1e-9, 1e15  # beyond them predictions would overflow
-
-
-def read_gbit_per_s(text: str) -> float:
-    match = _RATE.fullmatch(text)
-    rate = float(match[2]) * int(match[1] or 1) * _GBIT[match[3]] if match else 0.0
-    if not _LEAST <= rate <= _MOST:
-        raise UsageError(
-            f"must be a rate, got {text!r}. Write it as 400Gbit/s, 50GB/s or "
-            "8x400Gbit/s."
-        )
-    return rate
-
-
-def _read_gb_per_s(text: str) -> float:
-    return read_gbit_per_s(text) / 8
 
 
 def read_pairs(text: str) -> dict[str, str]:
@@ -57,6 +39,10 @@ def number_from(least: float = _LEAST) -> Callable[[str], float]:
         raise UsageError(f"must be a number {rule} and at most 1e15, got {text!r}.")
 
     return read
+
+
+def _rate_in(bit_per_s: float) -> Callable[[str], float]:
+    return lambda text: parse_bit_per_s(text) / bit_per_s
 
 
 def _choice(values: Mapping[str, Any]) -> Callable[[str], Any]:
@@ -85,8 +71,8 @@ FACTS: Mapping[str, KnownFact] = {
     "jitter": KnownFact(number_from(0), "program", "jitter"),
     "input": KnownFact(number_from(), "program", "input_units_per_s"),
     "per_node": KnownFact(whole_number(1), "cluster", "ranks_per_node"),
-    "link": KnownFact(read_gbit_per_s, "cluster", "node_gbit_per_s"),
-    "gpu_link": KnownFact(_read_gb_per_s, "cluster", "gpu_link_gb_per_s"),
+    "link": KnownFact(_rate_in(1e9), "cluster", "node_gbit_per_s"),
+    "gpu_link": KnownFact(_rate_in(8e9), "cluster", "gpu_link_gb_per_s"),
     "transport": KnownFact(one_of("tcp", "rdma"), "cluster", "transport"),
     "alpha_us": KnownFact(number_from(), "cluster", "alpha_us"),
     "oversubscription": KnownFact(number_from(1), "cluster", "oversubscription"),

@@ -217,7 +217,6 @@ def _links(record: Record) -> Iterable[tuple[str, Any]]:
     fit = record.values.get("facts", {}).get("fit")
     if fit and fit["level"] != "mixed":
         alpha_us, beta_ns = fit["alpha_us"], fit["beta_ns_per_byte"]
-        gamma_ns = fit["gamma_ns_per_byte"] or 0.0
         spread = max(0.05, fit["largest_residual"])
-        costs = alpha_us * 1e-6, beta_ns * 1e-9, gamma_ns * 1e-9
-        yield fit["level"], given.LinkFacts(*costs, spread)
+        facts = given.LinkFacts(alpha_us * 1e-6, beta_ns * 1e-9, spread)
+        yield fit["level"], facts

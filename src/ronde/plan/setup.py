@@ -124,7 +124,6 @@ class LinkFacts(NamedTuple):
 
     alpha_s: float
     beta_s_per_byte: float
-    gamma_s_per_byte: float = 0.0
     spread: float = 0.05
 
 

@@ -289,7 +289,7 @@ def _measured(link: LinkFacts | None, draws: Mapping[str, Draws]) -> LinkCost | 
     if link is None:
         return None
     beta = link.beta_s_per_byte * draws["fit"] ** (link.spread / 0.05)
-    return LinkCost(link.alpha_s, beta, link.gamma_s_per_byte)
+    return LinkCost(link.alpha_s, beta)
 
 
 def num_messages(program: Program) -> float:

@@ -9,6 +9,7 @@ Note [Slow lines]
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -48,38 +49,35 @@ def run_ranks(commands: Commands) -> dict[str, Any]:
     Raises:
         LaunchError: A command failed.
     """
-    processes: list[subprocess.Popen[str]] = []
-    with tempfile.TemporaryFile("w+") as errors:
-        try:
-            for command, env in commands:
-                process = subprocess.Popen(
-                    command,
-                    env=env,
-                    stdin=subprocess.DEVNULL,
-                    stdout=errors if processes else subprocess.PIPE,
-                    stderr=errors,
-                    text=True,
-                    process_group=0,  # Ctrl-C must reach this process only
-                    preexec_fn=end_with(os.getpid(), signal.SIGTERM),  # noqa: PLW1509
-                )
-                processes.append(process)
-            running = processes
-            while running and not any(process.poll() for process in processes):
-                running = [each for each in processes if each.returncode is None]
-                for process in running[:1]:
-                    with suppress(subprocess.TimeoutExpired):
-                        process.wait(_POLL_S)
-        finally:
-            for process in processes:
-                process.terminate()
-            output = [process.communicate()[0] for process in processes]
-        errors.seek(0)
-        codes = [process.returncode for process in processes]
+    with ExitStack() as exits:
+        files = [exits.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2)]
+        output, errors = files
+        processes: list[subprocess.Popen[bytes]] = []
+        for command, env in commands:
+            process = subprocess.Popen(
+                command,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=errors if processes else output,
+                stderr=errors,
+                process_group=0,  # Ctrl-C must reach this process only
+                preexec_fn=end_with(os.getpid(), signal.SIGTERM),  # noqa: PLW1509
+            )
+            processes.append(exits.enter_context(process))  # waits for its end
+            exits.callback(process.terminate)
+        codes: list[int | None] = [None]
+        while None in codes and not any(codes):
+            with suppress(subprocess.TimeoutExpired):
+                processes[codes.index(None)].wait(_POLL_S)
+            codes = [each.poll() for each in processes]
+        for file in files:
+            file.seek(0)
         if any(codes):
             raise LaunchError(
                 f"every rank must exit with 0, got {codes}:\n{errors.read()[-2000:]}"
             )
-    return json.loads(output[0][output[0].index("{") :])
+        text = output.read()
+    return json.loads(text[text.index("{") :])
 
 
 @contextmanager
@@ -96,24 +94,24 @@ def emulated_hosts(
             "--rate needs root, as only root can limit a line. Leave it out to use "
             "this machine's own."
         )
+    limit = ""
+    if rate_bit < inf:
+        burst = max(_LEAST_BURST_BYTES, rate_bit / 8 * _BURST_S)
+        limit = f"tbf rate {rate_bit:.0f}bit burst {burst:.0f} latency 50ms"
+        limit = f"; tc qdisc add dev $device root {limit}"
     with ExitStack() as exits:
-        switch = exits.enter_context(_namespace())
-        _run_in(switch, "ip link add switch type bridge; ip link set switch up")
-        hosts = [exits.enter_context(_namespace()) for _ in range(num)]
-        limit = ""
-        if rate_bit < inf:
-            burst = max(_LEAST_BURST_BYTES, rate_bit / 8 * _BURST_S)
-            limit = f"tbf rate {rate_bit:.0f}bit burst {burst:.0f} latency 50ms"
-            limit = f"tc qdisc add dev $device root {limit}"
-        for index, host in enumerate(hosts):
+        bridge = "ip link add switch type bridge; ip link set switch up"
+        switch = exits.enter_context(_namespace(bridge))
+        enter, hosts = shlex.join(_enter(switch)), list[str]()
+        for index in range(num):
             end = f"host{index}"
-            pair = f"ip link add {end} type veth peer name eth0 netns {host}"
-            join = f"ip link set {end} master switch up"
-            _run_in(switch, f"device={end}; {pair}; {join}; {limit}")
+            pair = f"ip link add eth0 type veth peer name {end} netns {switch}"
+            join = f"device={end}; ip link set {end} master switch up{limit}"
             address = f"ip address add {_address(index)}/16 dev eth0"
-            up = "ip link set lo up; ip link set eth0 up"
-            name = f"hostname ronde-{end}"
-            _run_in(host, f"device=eth0; {name}; {address}; {up}; {limit}")
+            up = f"ip link set lo up; device=eth0; ip link set eth0 up{limit}"
+            join = f"{enter} sh -ec {shlex.quote(join)}"
+            script = f"hostname ronde-{end}; {pair}; {join}; {address}; {up}"
+            hosts.append(exits.enter_context(_namespace(script)))
         yield partial(_on_hosts, hosts, ranks_per_node, env)
 
 
@@ -142,9 +140,10 @@ def _on_hosts(
 
 
 @contextmanager
-def _namespace() -> Generator[str]:
-    """Yield the pid of a process that keeps new namespaces."""
-    words = ("unshare", "--net", "--uts", "sh", "-c", "echo; exec sleep infinity")
+def _namespace(script: str) -> Generator[str]:
+    """Run a script in new namespaces; yield the pid of a process that keeps them."""
+    script += "; echo; exec sleep infinity"
+    words = ("unshare", "--net", "--uts", "sh", "-ec", script)
     with subprocess.Popen(
         words,
         stdin=subprocess.DEVNULL,
@@ -156,7 +155,11 @@ def _namespace() -> Generator[str]:
     ) as keeper:
         try:
             line = keeper.stdout.readline() if keeper.stdout else ""
-            _require_success(line != "\n", line)
+            if line != "\n":
+                raise UsageError(
+                    f"--rate needs network namespaces, but got: {line.strip()}. Leave "
+                    "it out to use this machine's own line."
+                )
             yield str(keeper.pid)
         finally:
             keeper.kill()
@@ -168,17 +171,3 @@ def _enter(pid: str) -> tuple[str, ...]:
 
 def _address(index: int) -> str:
     return f"10.213.{index // 250}.{index % 250 + 1}"
-
-
-def _run_in(pid: str, script: str) -> None:
-    words = (*_enter(pid), "sh", "-ec", script)
-    done = subprocess.run(words, check=False, capture_output=True, text=True)
-    _require_success(done.returncode, done.stderr)
-
-
-def _require_success(code: int, error: str) -> None:
-    if code:
-        raise UsageError(
-            f"--rate needs network namespaces, but got: {error.strip()}. Leave it out "
-            "to use this machine's own line."
-        )

@@ -4,11 +4,13 @@ Note [Prediction]
     Few ranks give the parts of a step, its buckets, and times of all_reduce by size.
     The walk over the buckets, at prices fitted to these times, gives steps of more
     ranks. A measured step minus its own walk is added to all. Ranks that outnumber the
-    cores of one machine share them, and what is done by cores takes longer; of an
-    all_reduce as many cores count as a rank was seen to use. Intervals
-    come from the spread of the steps, and from assumed errors of the model.
+    cores of one machine share them: a bucket takes no less than the cores need for it,
+    and a step no less than for all its work. That work is the measured time of the
+    processors, and what communication takes of it grows with the bytes that a rank
+    sends. Intervals come from the spread of the steps, and from assumed errors.
 """
 
+import logging
 import random
 from collections.abc import Sequence
 from itertools import accumulate
@@ -33,6 +35,8 @@ CROWD_ERROR = 0.1  # of the work of cores at twice the ranks
 _NUM_DRAWS = 1000
 _MOST_LATENCY = 0.1  # of a step
 _SIZING_POWER = 0.25
+_ONLY_BYTES = LinkCosts(LinkCost(0.0, 1.0), LinkCost(0.0, 1.0))
+_logger = logging.getLogger("ronde")
 
 
 class StepRequest(NamedTuple):
@@ -78,7 +82,8 @@ class MeasuredSteps(NamedTuple):
     bucket_bytes: Sequence[int]
     ready_s: Sequence[float]  # of each bucket, after backward's start
     times_s: Sequence[float]  # of all_reduces
-    busy_cores: float  # of a rank in the longest all_reduce
+    alone_cpu_s: float  # of a rank's processors, in a step without communication
+    cpu_s: float  # in a step
 
     @property
     def layout(self) -> RankLayout:
@@ -95,16 +100,6 @@ class MeasuredSteps(NamedTuple):
         return float(rounds) * self.times_s[0] / self.step_s
 
 
-class Measurement(NamedTuple):
-    """Steps of few ranks, by number of ranks, and facts about all sizes."""
-
-    runs: Sequence[MeasuredSteps]
-    algorithm: str  # as for ``all_reduce_s``
-    shared_cores: float = inf  # of all ranks; infinite if each has its own
-    is_line_limited: bool = False
-    is_emulated: bool = True
-
-
 class Predicted(NamedTuple):
     """The seconds of a step, with an interval of 80 %."""
 
@@ -119,42 +114,63 @@ def layout_of(num_ranks: int, ranks_per_node: int) -> RankLayout:
 
 
 def predict_steps(
-    measurement: Measurement, layouts: Sequence[RankLayout]
+    runs: Sequence[MeasuredSteps],
+    layouts: Sequence[RankLayout],
+    algorithm: str,
+    *,
+    shared_cores: float = inf,
+    is_emulated: bool = True,
 ) -> list[Predicted]:
-    """Predict steps of more ranks than the last measured run has, which is several."""
-    base, cores = measurement.runs[-1], measurement.shared_cores
-    within = [r for r in measurement.runs if r.layout.num_nodes == 1 < r.num_ranks]
-    inside = between = _fit(measurement.algorithm, [base, *within][-1])
+    """Predict steps of more ranks than the last measured run has, which is several.
+
+    ``shared_cores`` are those of all ranks; infinite if each has its own.
+    """
+    base = runs[-1]
+    within = [r for r in runs if r.layout.num_nodes == 1 < r.num_ranks]
+    (inside, fit_error) = (between, _) = _fit(algorithm, [base, *within][-1])
     if within and base.layout.num_nodes > 1:
-        between = _fit(measurement.algorithm, base, inside)
-    costs = LinkCosts(inside, between)
+        between, fit_error = _fit(algorithm, base, inside)
     draws = np.random.default_rng(0).standard_normal((3, _NUM_DRAWS))
+    forward_s = base.alone_s - base.backward_s - base.update_s
+    all_bytes = sum(base.bucket_bytes)
+    shares = np.divide(base.bucket_bytes, all_bytes)
+
+    def price_s(layout: RankLayout, costs: LinkCosts, size: int) -> float:
+        return float(all_reduce_s(algorithm, size, layout, costs))
 
     def steps_s(layout: RankLayout, cost_error: float) -> NDArray[np.float64]:
-        power = 1 + CROWD_ERROR * draws[2] / np.log(2)
-        crowd, slow = (
-            (max(1, layout.num_ranks * busy) / max(1, base.num_ranks * busy)) ** power
-            for busy in (1 / cores, base.busy_cores / cores)
+        of_cores = layout.num_ranks / shared_cores
+        crowd = max(1, of_cores) / max(1, base.num_ranks / shared_cores)
+        error = crowd ** (CROWD_ERROR * draws[2] / np.log(2))
+        work = 1.0 if is_emulated else crowd * error
+        sent, base_sent = (
+            price_s(each, _ONLY_BYTES, all_bytes) for each in (layout, base.layout)
         )
-        work = 1.0 if measurement.is_emulated else crowd
-        if measurement.is_line_limited:
-            slow = 1.0
-        prices = [
-            float(all_reduce_s(measurement.algorithm, size, layout, costs))
-            for size in base.bucket_bytes
-        ]
-        cost_s = np.outer(prices, slow * np.exp(cost_error * draws[0]))
-        ready_s = np.outer(base.ready_s, np.full(_NUM_DRAWS, work))
-        walked = walk(ready_s, cost_s, work * base.backward_s)
-        crowded_s = (crowd - work) * base.update_s
-        return work * base.alone_s + crowded_s + walked.exposed_s
+        sending_s = max(0.0, base.cpu_s - base.alone_cpu_s) * sent / base_sent
+        costs = LinkCosts(inside, between)
+        prices_s = [price_s(layout, costs, size) for size in base.bucket_bytes]
+        cost_s = np.maximum(
+            np.outer(prices_s, np.exp(cost_error * draws[0])),
+            np.outer(shares, of_cores * sending_s * error),
+        )
+        walked = walk(
+            np.outer(base.ready_s, work * np.ones(_NUM_DRAWS)),
+            cost_s,
+            work * base.backward_s,
+        )
+        alone_s = work * base.alone_s + (crowd * error - work) * base.update_s
+        # An emulated forward needs no cores, and nothing is sent meanwhile.
+        idle_s = forward_s * is_emulated
+        needed_s = idle_s + of_cores * (base.alone_cpu_s + sending_s) * error
+        return np.maximum(alone_s + walked.exposed_s, needed_s)
 
     rest_s = base.step_s - float(steps_s(base.layout, 0.0)[0])
     error = np.hypot(STEP_ERROR, np.std(base.steps_s) / base.step_s)
     found: list[Predicted] = []
     for layout in layouts:
         doublings = np.log2(layout.num_ranks / base.num_ranks)
-        drawn = steps_s(layout, COST_ERROR * np.sqrt(doublings)) + rest_s
+        cost_error = np.hypot(COST_ERROR * np.sqrt(doublings), fit_error)
+        drawn = steps_s(layout, cost_error) + rest_s
         quantiles = np.quantile(drawn * np.exp(error * draws[1]), (0.1, 0.5, 0.9))
         found.append(Predicted(*quantiles.tolist()))
     return found
@@ -162,8 +178,11 @@ def predict_steps(
 
 def _fit(
     algorithm: str, run: MeasuredSteps, inside: LinkCost | None = None
-) -> LinkCost:
-    """Fit the cost of links between nodes, or of all if those inside are unknown."""
+) -> tuple[LinkCost, float]:
+    """Fit the cost of links between nodes, or of all if those inside are unknown.
+
+    Returns the cost, and a relative error of prices besides those of a line's fit.
+    """
     free, most = LinkCost(0.0, 0.0), SIZES_BYTES[-1]
 
     def time_s(size: int, links: LinkCosts) -> float:
@@ -179,9 +198,20 @@ def _fit(
         times_s = [max(t - k, t / 10) for t, k in zip(times_s, known_s, strict=True)]
     try:
         fit = fit_link(SIZES_BYTES, times_s, rounds, sent / most)
-    except UsageError:  # the times are too noisy for a line
-        return LinkCost(times_s[0] / rounds, times_s[-1] / sent)
-    return LinkCost(fit.alpha_s, fit.beta_s_per_byte)
+    except UsageError as error:
+        # Two sizes give a line through any noise. So the distance of all sizes from
+        # it, as a standard deviation of their logarithms, is an error of every price.
+        alpha_s, beta_s = times_s[0] / rounds, times_s[-1] / sent
+        line_s = rounds * alpha_s + np.multiply(SIZES_BYTES, sent / most * beta_s)
+        noise = float(np.sqrt(np.mean(np.log(line_s / times_s) ** 2)))
+        _logger.warning(
+            "Priced by the shortest and the longest all_reduce alone, with an error of "
+            "%.0f %%: %s",
+            100 * noise,
+            error,
+        )
+        return LinkCost(alpha_s, beta_s), noise
+    return LinkCost(fit.alpha_s, fit.beta_s_per_byte), 0.0
 
 
 class StepComparison(NamedTuple):

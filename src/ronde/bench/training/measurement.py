@@ -18,7 +18,6 @@ from torch.autograd.graph import saved_tensors_hooks
 import ronde.torch as hvd
 from ronde.bench.ranks import cuda_device
 from ronde.bench.timing import Marks, without_collector
-from ronde.bench.training.arrivals import measure_arrivals
 from ronde.bench.training.compiled import (
     jax_replicas,
     keras_replicas,
@@ -50,9 +49,9 @@ from ronde.bench.training.torch_replicas import (
     TorchReplica,
     has_data_parallel,
     loss_of,
+    measure_arrivals,
     torch_replicas,
 )
-from ronde.collectives.connections import choose_engine
 from ronde.errors import UsageError
 from ronde.memory import available_memory
 from ronde.records import MachineRecord
@@ -210,7 +209,6 @@ def _time_steps(replica: Replica, num_steps: int, *, is_split: bool) -> StepTime
 _BLOCK_S = 0.4
 _MAX_STEPS = 100
 _MAX_ARRIVAL_STEPS = 5
-_SENDERS = {"scheduled": "gloo", "hierarchical": "gloo"}
 
 OnProgress = Callable[[int, int], None]  # numbers of finished and of all blocks
 
@@ -250,28 +248,25 @@ def measure(
 
 
 def _setting(options: TrainOptions, device: torch.device) -> Setting:
-    name = MachineRecord.here().cpu
+    device_name = MachineRecord.here().cpu
     if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
+        device_name = torch.cuda.get_device_name(device)
     framework: Any = import_module(options.framework)
     backend = options.framework
     if backend == "keras":
         backend = str(framework.backend.backend())
     session = current_session()
     communicator, hosts = session.states[0].communicator, Counter(session.hosts)
-    engine = communicator.engine if communicator.size > 1 else ""
-    if engine == "auto":
-        num_bytes = options.model.num_parameters * torch.float32.itemsize
-        engine = choose_engine(hosts.values(), "all_reduce", num_bytes, device.type)
-        if engine == "shared_memory" and not communicator.has_shared_memory:
-            engine = "gloo"
-    if engine == "gloo" and device.type == "cuda":
-        engine = "nccl"  # the same engine, which chooses by the tensor's device
+    num_bytes = options.model.num_parameters * torch.float32.itemsize
+    engine = communicator.reducing_engine(num_bytes, device)
+    name = engine.name if communicator.size > 1 else ""
+    if name == "gloo" and device.type == "cuda":
+        name = "nccl"  # the same engine, which chooses by the tensor's device
     return Setting(
-        *(communicator.size, torch.get_num_threads(), device.type, name),
-        *(engine, torch.__version__, str(framework.__version__), backend),
-        algorithm=communicator.algorithm,
-        collective_backend=_SENDERS.get(engine, engine),
+        *(communicator.size, torch.get_num_threads(), device.type, device_name),
+        *(name, torch.__version__, str(framework.__version__), backend),
+        algorithm=engine.algorithm,
+        collective_backend=engine.sender or name,
         hosts=tuple(hosts.values()),
     )
 

@@ -1,5 +1,9 @@
-"""Replicas of torch: all-reduce, parameter server, and torch's own strategies."""
+"""Replicas of torch: all-reduce, parameter server, and torch's own strategies.
 
+Also the arrival of gradients during backward, without communication.
+"""
+
+import math
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -15,7 +19,13 @@ from torch.optim import SGD, Adam, Optimizer
 import ronde.torch as hvd
 from ronde.bench.timing import marks_of
 from ronde.bench.training.models import build
-from ronde.bench.training.outcome import Phase, ReducedBuckets, TrainOptions, Variant
+from ronde.bench.training.outcome import (
+    GradientArrival,
+    Phase,
+    ReducedBuckets,
+    TrainOptions,
+    Variant,
+)
 from ronde.bench.training.replica import (
     Replica,
     Stopwatch,
@@ -179,3 +189,45 @@ class ParameterServer:
         if hvd.rank() == 0:
             torch.mean(received.view(size, -1), 0, out=own)
         hvd.broadcast_(own, 0, name="parameter_server.broadcast")
+
+
+_BEGUN = list(Phase).index(Phase.FORWARD) - len(Phase)  # counted from a step's end
+
+
+def measure_arrivals(
+    replica: TorchReplica, num_steps: int
+) -> tuple[GradientArrival, ...]:
+    """Return the gradients in order of arrival; collective.
+
+    All ranks step without communication. Times are medians over the steps of all ranks.
+    Hooks exist during these steps only. Unused weights are left out.
+    """
+    weights: list[Any] = [w for w in replica.model.parameters() if w.requires_grad]
+    mark, between = replica.marks
+    ready: dict[Tensor, Any] = {}
+    ends: list[Any] = []  # of the step's phases
+
+    def arrive(weight: Tensor) -> None:
+        ready[weight] = mark()
+
+    hooks = [each.register_post_accumulate_grad_hook(arrive) for each in weights]
+    clock, rows = Stopwatch(lambda: ends.append(mark())), list[list[float]]()
+    hvd.barrier()
+    for _ in range(1 + num_steps):
+        ready.clear()
+        ends.clear()
+        replica.step(clock)
+        replica.synchronize()
+        stamps = [ready.get(each) for each in weights]
+        rows.append([between(ends[_BEGUN], s) if s else math.nan for s in stamps])
+    for hook in hooks:
+        hook.remove()
+    # The first step brings the replica's memory back into the caches.
+    everyone: Any = hvd.allgather(torch.tensor(rows[1:], dtype=torch.float64))
+    medians_ms: list[float] = (everyone.quantile(0.5, dim=0) * 1e3).tolist()
+    arrivals = [
+        GradientArrival(weight.numel(), weight.element_size(), ready_ms)
+        for weight, ready_ms in zip(weights, medians_ms, strict=True)
+        if not math.isnan(ready_ms)
+    ]
+    return tuple(sorted(arrivals, key=lambda each: each.ready_ms))
