@@ -3,7 +3,7 @@
 import math
 import re
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -11,7 +11,8 @@ from typing import Any, NamedTuple, cast
 from ronde.arguments import nearest, one_of, whole_number
 from ronde.collectives.pricing import ALL_REDUCES
 from ronde.errors import UsageError
-from ronde.plan.setup import Exchange, Overlap, Setup
+from ronde.parallel.layout import Layout
+from ronde.plan.setup import Exchange, Overlap, Setup, Size
 from ronde.units import parse_count, parse_size_bytes
 
 _ITEMSIZES = {"float32": 4.0, "float16": 2.0, "bfloat16": 2.0}
@@ -36,6 +37,13 @@ def read_gbit_per_s(text: str) -> float:
 
 def _read_gb_per_s(text: str) -> float:
     return read_gbit_per_s(text) / 8
+
+
+def _read_mesh(text: str) -> Layout:
+    mesh = Layout.parse(text)
+    if mesh.cp != 1 or -1 in (mesh.tp, mesh.pp):
+        raise UsageError(f"must have no cp, and numbers of tp and pp, got {mesh}.")
+    return mesh
 
 
 def read_pairs(text: str) -> dict[str, str]:
@@ -75,6 +83,13 @@ FACTS: Mapping[str, KnownFact] = {
     "parameters": KnownFact(parse_count, "program", "num_parameters"),
     "dtype": KnownFact(_choice(_ITEMSIZES), "program", "itemsize"),
     "overlap": KnownFact(_choice({str(o): o for o in Overlap}), "program", "overlap"),
+    "mesh": KnownFact(_read_mesh, "program", "mesh"),  # before exchange
+    "blocks": KnownFact(whole_number(1), "program", "num_blocks"),
+    "hidden": KnownFact(whole_number(1), "program", "hidden"),
+    "sequence": KnownFact(number_from(1), "program", "sequence"),
+    "microbatches": KnownFact(whole_number(1), "program", "microbatches"),
+    "chunks": KnownFact(whole_number(1), "program", "chunks"),
+    "period": KnownFact(number_from(1), "program", "period"),
     "exchange": KnownFact(
         _choice({str(e): e for e in Exchange}), "program", "exchange"
     ),
@@ -96,9 +111,62 @@ FACTS: Mapping[str, KnownFact] = {
 
 
 def with_fact(setup: Setup, key: str, value: object) -> Setup:
+    """Return a setup with a fact; the data axes of a mesh also state the exchange."""
     part, field = FACTS[key][1:]
-    changed = replace(getattr(setup, part), **{field: value})
-    return replace(setup, **{part: changed})
+    changes = {field: value}
+    if isinstance(value, Layout) and (value.dp_shard, value.dp_replicate) != (1, 1):
+        is_whole = value.dp_shard == 1
+        changes["exchange"] = Exchange.ALL_REDUCE if is_whole else Exchange.SHARD_ALL
+    return replace(setup, **{part: replace(getattr(setup, part), **changes)})
+
+
+def layout_notes(setup: Setup, sizes: Sequence[Size]) -> Iterable[str]:
+    """Yield doubts about a layout, or raise ``UsageError`` if it does not fit."""
+    program, mesh, exchange = setup.program, setup.program.mesh, setup.program.exchange
+    for size in sizes:
+        program.layout(size.num_ranks)
+    is_sharded, is_local = mesh.dp_shard != 1, program.period > 1
+    is_stated = is_sharded or is_local or mesh.dp_replicate != 1
+    is_served = exchange is Exchange.PARAMETER_SERVER
+    if (
+        (is_stated and is_sharded != (exchange.zero > 0))
+        or (is_served and (is_stated or program.model_ranks > 1))
+        or (is_sharded and is_local)
+    ):
+        raise UsageError(
+            "exchange must be shard_all or shard_gradients with dp_shard, and all_reduce "
+            f"with a period, got {exchange}, mesh {mesh}, period {program.period:g}."
+        )
+    if program.model_ranks > 1:
+        _require_model_facts(setup, min(size.batch or 0.0 for size in sizes))
+    g = min(setup.cluster.ranks_per_node, *(size.num_ranks for size in sizes))
+    if g % mesh.tp:
+        yield f"tp={mesh.tp} does not fit into nodes of {g}: blocks wait for the network."
+    if (
+        program.model_ranks > 1
+        or is_local
+        or 1 not in (mesh.dp_shard, mesh.dp_replicate)
+    ):
+        yield (
+            "Model parallelism, HSDP and local SGD go by volume: not validated here, "
+            "and no interval holds the error of that."
+        )
+
+
+def _require_model_facts(setup: Setup, batch: float) -> None:
+    program, pp = setup.program, setup.program.mesh.pp
+    keys = ["parameters", "blocks", "hidden", "sequence", "microbatches"][
+        : 4 + (pp > 1)
+    ]
+    missing = [f"--{key}" for key in keys if fact_of(setup, key) is None]
+    if missing := missing + ["--batch"] * (batch == 0):
+        raise UsageError(f"tp and pp need {', '.join(missing)}. Give all of them.")
+    parts, stages = program.microbatches or 1, pp * program.chunks
+    if parts > batch or stages > (program.num_blocks or 1):
+        raise UsageError(
+            f"microbatches must be at most the {batch:g} samples of a model copy, and "
+            f"pp * chunks the {program.num_blocks} blocks, got {parts} and {stages}."
+        )
 
 
 def fact_of(setup: Setup, key: str) -> object:
