@@ -116,13 +116,14 @@ def run_speed(words: Sequence[str]) -> int:
     changes = [c for text in options.what_if for c in what_if.read_changes(text, setup)]
     asked, samples = sizes[-_MOST_COLUMNS:], _read_samples(options)
     every = [*(point.size for point in setup.points), *sizes]
-    doubts = [*facts.layout_notes(setup, every)]
-    fits = [*_fit_lines(options, setup, every[-1])]
-    for change in changes:
-        new = [change.size(size) for size in asked]
-        doubts += facts.layout_notes(change.setup, new)
-        if change.setup.program.mesh != setup.program.mesh:
-            fits += _fit_lines(options, change.setup, new[-1])
+    cases = [(setup, every), *((c.setup, [*map(c.size, asked)]) for c in changes)]
+    doubts = dict.fromkeys(line for case in cases for line in facts.layout_notes(*case))
+    meshes = {case.program.mesh: (case, of[-1]) for case, of in reversed(cases)}
+    fits = [
+        line
+        for case in reversed(meshes.values())
+        for line in _fit_lines(options, *case)
+    ]
     posterior = infer(setup, load_priors())
     rows = answer(posterior, sizes)
     advised = what_if.advised_changes(setup, sizes[-1].batch)
@@ -132,7 +133,7 @@ def run_speed(words: Sequence[str]) -> int:
         inputs,
         rows,
         posterior.parameters(),
-        [*fits, *dict.fromkeys(doubts), *warnings_of(setup, rows)],
+        [*fits, *doubts, *warnings_of(setup, rows)],
         what_if.try_changes(posterior, asked, changes),
         advice,
         cost.costs_of(rows, prices, samples, units) if samples else [],

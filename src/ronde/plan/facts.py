@@ -82,7 +82,7 @@ class KnownFact(NamedTuple):
 FACTS: Mapping[str, KnownFact] = {
     "parameters": KnownFact(parse_count, "program", "num_parameters"),
     "dtype": KnownFact(_choice(_ITEMSIZES), "program", "itemsize"),
-    "overlap": KnownFact(_choice({str(o): o for o in Overlap}), "program", "overlap"),
+    "overlap": KnownFact(_choice({o: o for o in Overlap}), "program", "overlap"),
     "mesh": KnownFact(_read_mesh, "program", "mesh"),  # before exchange
     "blocks": KnownFact(whole_number(1), "program", "num_blocks"),
     "hidden": KnownFact(whole_number(1), "program", "hidden"),
@@ -90,9 +90,7 @@ FACTS: Mapping[str, KnownFact] = {
     "microbatches": KnownFact(whole_number(1), "program", "microbatches"),
     "chunks": KnownFact(whole_number(1), "program", "chunks"),
     "period": KnownFact(number_from(1), "program", "period"),
-    "exchange": KnownFact(
-        _choice({str(e): e for e in Exchange}), "program", "exchange"
-    ),
+    "exchange": KnownFact(_choice({e: e for e in Exchange}), "program", "exchange"),
     "algorithm": KnownFact(one_of(*ALL_REDUCES), "program", "algorithm"),
     "compression": KnownFact(_choice(_COMPRESSIONS), "program", "compression"),
     "bucket": KnownFact(parse_size_bytes, "program", "bucket_cap_bytes"),
@@ -122,50 +120,39 @@ def with_fact(setup: Setup, key: str, value: object) -> Setup:
 
 def layout_notes(setup: Setup, sizes: Sequence[Size]) -> Iterable[str]:
     """Yield doubts about a layout, or raise ``UsageError`` if it does not fit."""
-    program, mesh, exchange = setup.program, setup.program.mesh, setup.program.exchange
+    program, mesh = setup.program, setup.program.mesh
     for size in sizes:
         program.layout(size.num_ranks)
+    data, zero = (mesh.dp_shard, mesh.dp_replicate), program.exchange.zero > 0
     is_sharded, is_local = mesh.dp_shard != 1, program.period > 1
-    is_stated = is_sharded or is_local or mesh.dp_replicate != 1
-    is_served = exchange is Exchange.PARAMETER_SERVER
-    if (
-        (is_stated and is_sharded != (exchange.zero > 0))
-        or (is_served and (is_stated or program.model_ranks > 1))
-        or (is_sharded and is_local)
-    ):
+    has_copies, is_stated = program.model_ranks > 1, is_local or data != (1, 1)
+    is_served = program.exchange is Exchange.PARAMETER_SERVER
+    is_unfit = (is_sharded and is_local) or (is_stated and is_sharded != zero)
+    if is_unfit or (is_served and (is_stated or has_copies)):
         raise UsageError(
-            "exchange must be shard_all or shard_gradients with dp_shard, and all_reduce "
-            f"with a period, got {exchange}, mesh {mesh}, period {program.period:g}."
+            "exchange must be shard_all or shard_gradients with dp_shard, all_reduce "
+            f"with a period, and no server with tp or pp, got {program.exchange} with "
+            f"mesh {mesh} and period {program.period:g}."
         )
-    if program.model_ranks > 1:
-        _require_model_facts(setup, min(size.batch or 0.0 for size in sizes))
-    g = min(setup.cluster.ranks_per_node, *(size.num_ranks for size in sizes))
-    if g % mesh.tp:
-        yield f"tp={mesh.tp} does not fit into nodes of {g}: blocks wait for the network."
-    if (
-        program.model_ranks > 1
-        or is_local
-        or 1 not in (mesh.dp_shard, mesh.dp_replicate)
-    ):
-        yield (
-            "Model parallelism, HSDP and local SGD go by volume: not validated here, "
-            "and no interval holds the error of that."
-        )
-
-
-def _require_model_facts(setup: Setup, batch: float) -> None:
-    program, pp = setup.program, setup.program.mesh.pp
-    keys = ["parameters", "blocks", "hidden", "sequence", "microbatches"][
-        : 4 + (pp > 1)
-    ]
-    missing = [f"--{key}" for key in keys if fact_of(setup, key) is None]
-    if missing := missing + ["--batch"] * (batch == 0):
+    batch = min(size.batch or 0.0 for size in sizes)
+    keys = ("parameters", "blocks", "hidden", "sequence", "microbatches")
+    needed = keys[: 4 + (mesh.pp > 1)] if has_copies else ()
+    missing = [f"--{key}" for key in needed if fact_of(setup, key) is None]
+    if missing := missing + ["--batch"] * (has_copies and not batch):
         raise UsageError(f"tp and pp need {', '.join(missing)}. Give all of them.")
-    parts, stages = program.microbatches or 1, pp * program.chunks
-    if parts > batch or stages > (program.num_blocks or 1):
+    parts, stages = program.microbatches or 1, mesh.pp * program.chunks
+    if has_copies and (parts > batch or stages > (program.num_blocks or 1)):
         raise UsageError(
             f"microbatches must be at most the {batch:g} samples of a model copy, and "
             f"pp * chunks the {program.num_blocks} blocks, got {parts} and {stages}."
+        )
+    g = min(setup.cluster.ranks_per_node, *(size.num_ranks for size in sizes))
+    if g % mesh.tp:
+        yield f"tp={mesh.tp} leaves nodes of {g}: every block waits for the network."
+    if has_copies or is_local or 1 not in data:
+        yield (
+            "Model parallelism, HSDP and local SGD go by volume: not validated here, "
+            "and no interval holds the error of that."
         )
 
 

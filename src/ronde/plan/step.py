@@ -38,6 +38,7 @@ PARTS = (
     *("compute", "host", "bandwidth inside", "bandwidth between", "latency"),
     *("fixed cost", "stragglers", "input", "bubble"),
 )
+_Group = tuple[RankLayout, LinkCosts]
 _LEAST_WORK = 0.02  # the least share of a step that computes
 _NEWTON_ROUNDS = 4
 _TENSORS = 160, 25.6e6, 0.35  # tensors of a model with so many parameters; exponent
@@ -105,10 +106,11 @@ class StepModel:
         shown = [each * share for each in sent]
         waited = bubble = np.zeros_like(work)
         if program.model_ranks > 1:
-            model, idle = self._model_parallel(size, costs)
+            model, idle = self._model_axes(size, costs)
             shown = [each + more for each, more in zip(shown, model, strict=True)]
-            bubble = (busy_s + model.total) * idle * (free != "bubble")
-            busy_s = busy_s + model.total + bubble
+            busy_s = busy_s + model.total
+            bubble = busy_s * idle / (1 - idle) * (free != "bubble")
+            busy_s = busy_s + bubble
         alone = busy_s + exposed + fixed
         waiting = alone * self._straggling(size) * (free != "stragglers")
         step = alone + waiting
@@ -249,19 +251,14 @@ class StepModel:
 
         return pay
 
-    def _groups(
-        self, size: Size, costs: LinkCosts
-    ) -> list[tuple[RankLayout, LinkCosts]]:
+    def _groups(self, size: Size, costs: LinkCosts) -> list[_Group]:
         """Return the groups that exchange gradients: of shards, then of copies."""
         program, busy = self.setup.program, _busy(size)
-        if (
-            program.model_ranks
-            == 1
-            in (program.mesh.dp_shard, program.mesh.dp_replicate)
-        ):
+        data = program.mesh.dp_shard, program.mesh.dp_replicate
+        if program.model_ranks == 1 and 1 in data:
             return [(RankLayout(size.num_ranks, size.num_nodes, busy), costs)]
         layout = program.layout(size.num_ranks)
-        found, stride = list[tuple[RankLayout, LinkCosts]](), layout.tp
+        found, stride = list[_Group](), layout.tp
         for num in (layout.dp_shard, layout.dp_replicate):
             near = max(1, min(num, busy // stride))
             group = RankLayout(num, math.ceil(num / near), near)
@@ -269,10 +266,8 @@ class StepModel:
             stride *= num
         return found
 
-    def _model_parallel(
-        self, size: Size, costs: LinkCosts
-    ) -> tuple[_Communication, float]:
-        """Return times between blocks and stages, and the bubble by the busy time."""
+    def _model_axes(self, size: Size, costs: LinkCosts) -> tuple[_Communication, float]:
+        """Return the times of tp and pp, which nothing hides, and the idle share."""
         program, busy = self.setup.program, _busy(size)
         layout, sizes = program.layout(size.num_ranks), self.setup.step_sizes(size)
         sent = step_traffic(layout, sizes, 0)
@@ -286,13 +281,11 @@ class StepModel:
             (sent["tp"], message / layout.tp, busy % layout.tp > 0, 1),
             (sent["pp"] * program.chunks, message, size.num_nodes > 1, crossing),
         ):
-            beta = costs.inside.beta_s_per_byte
-            if is_far:
-                beta = np.maximum(beta, lines * costs.between.beta_s_per_byte)
-            alpha = (costs.between if is_far else costs.inside).alpha_s
+            link = costs.at_once(lines).between if is_far else costs.inside
+            beta = np.maximum(link.beta_s_per_byte, costs.inside.beta_s_per_byte)
             times[is_far] = times[is_far] + num_bytes * beta
-            times[2] = times[2] + num_bytes / each * alpha
-        return _Communication(*times), idle / (1 - idle)
+            times[2] = times[2] + num_bytes / each * link.alpha_s
+        return _Communication(*times), idle
 
     def _costs(self, compute_s: Draws, free: str) -> LinkCosts:
         cluster, draws = self.setup.cluster, self.draws
