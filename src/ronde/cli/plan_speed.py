@@ -102,10 +102,13 @@ _MOST_COLUMNS = 3  # of --what-if
 _UNITS = ("samples", "images", "sequences", "tokens")
 _WANTED = ("parameters", "link", "transport", "gpu_link", "overlap")
 _USUAL_NODES = (8, 4, 2)
+_Case = tuple[Setup, Sequence[Size]]
 
 
 def run_speed(words: Sequence[str]) -> int:
-    parser = CommandParser("ronde plan", HELP, types=_TYPES, positionals=_POSITIONALS)
+    parser = CommandParser(
+        "ronde plan", HELP, types=_TYPES, positionals={"records": "*"}
+    )
     parser.alias("--exchange", "--method")
     options = parser.read(words)
     if options is None:
@@ -118,12 +121,6 @@ def run_speed(words: Sequence[str]) -> int:
     every = [*(point.size for point in setup.points), *sizes]
     cases = [(setup, every), *((c.setup, [*map(c.size, asked)]) for c in changes)]
     doubts = dict.fromkeys(line for case in cases for line in facts.layout_notes(*case))
-    meshes = {case.program.mesh: (case, of[-1]) for case, of in reversed(cases)}
-    fits = [
-        line
-        for case in reversed(meshes.values())
-        for line in _fit_lines(options, *case)
-    ]
     posterior = infer(setup, load_priors())
     rows = answer(posterior, sizes)
     advised = what_if.advised_changes(setup, sizes[-1].batch)
@@ -133,7 +130,7 @@ def run_speed(words: Sequence[str]) -> int:
         inputs,
         rows,
         posterior.parameters(),
-        [*fits, *doubts, *warnings_of(setup, rows)],
+        [*_fit_lines(options, cases), *doubts, *warnings_of(setup, rows)],
         what_if.try_changes(posterior, asked, changes),
         advice,
         cost.costs_of(rows, prices, samples, units) if samples else [],
@@ -316,26 +313,28 @@ def _read_samples(options: argparse.Namespace) -> float | None:
     return samples
 
 
-def _fit_lines(options: argparse.Namespace, setup: Setup, size: Size) -> Iterable[str]:
-    """Yield the bytes that a rank sends and holds, by formulas."""
-    program = setup.program
-    if program.num_parameters is None:
-        return
-    zero, layout = program.exchange.zero, program.layout(size.num_ranks)
-    sent = step_traffic(layout, setup.step_sizes(size), zero)
-    precision = Precision.BF16 if program.itemsize < 4 else Precision.FP32
-    share = math.ceil(program.num_parameters / program.model_ranks)
-    held = Sharding(layout.dp_shard, zero, precision).peak([share])
-    yield (
-        f"A rank of {layout} sends {format_size(round(sum(sent.values())))} a step and "
-        f"holds {format_size(held.total_bytes)} for Adam, besides activations."
-    )
-    if options.limit is not None:
-        shortage = held.shortage(options.limit)
-        yield f"It does not fit: {shortage}" if shortage else "It fits."
+def _fit_lines(options: argparse.Namespace, cases: Iterable[_Case]) -> Iterable[str]:
+    """Yield the bytes that a rank of each mesh sends and holds, by formulas."""
+    meshes = set[object]()
+    for setup, sizes in cases:
+        program, size = setup.program, sizes[-1]
+        if program.num_parameters is None or program.mesh in meshes:
+            continue
+        meshes.add(program.mesh)
+        zero, layout = program.exchange.zero, program.layout(size.num_ranks)
+        sent = sum(step_traffic(layout, setup.step_sizes(size), zero).values())
+        precision = Precision.BF16 if program.itemsize < 4 else Precision.FP32
+        share = math.ceil(program.num_parameters / program.model_ranks)
+        held = Sharding(layout.dp_shard, zero, precision).peak([share])
+        yield (
+            f"A rank of {layout} sends {format_size(round(sent))} a step and holds "
+            f"{format_size(held.total_bytes)} for Adam, besides activations."
+        )
+        if options.limit is not None:
+            shortage = held.shortage(options.limit)
+            yield f"It does not fit: {shortage}" if shortage else "It fits."
 
 
-_POSITIONALS = {"records": "*"}
 _TYPES: Mapping[str, Callable[[str], Any]] = {
     **{f"--{key.replace('_', '-')}": fact.read for key, fact in facts.FACTS.items()},
     "NUMBERS": _read_numbers,

@@ -28,10 +28,7 @@ def read_gbit_per_s(text: str) -> float:
     match = _RATE.fullmatch(text)
     rate = float(match[2]) * int(match[1] or 1) * _GBIT[match[3]] if match else 0.0
     if not _LEAST <= rate <= _MOST:
-        raise UsageError(
-            f"must be a rate, got {text!r}. Write it as 400Gbit/s, 50GB/s or "
-            "8x400Gbit/s."
-        )
+        raise UsageError(f"must be a rate, got {text!r}. Write 50GB/s or 8x400Gbit/s.")
     return rate
 
 
@@ -113,8 +110,9 @@ def with_fact(setup: Setup, key: str, value: object) -> Setup:
     part, field = FACTS[key][1:]
     changes = {field: value}
     if isinstance(value, Layout) and (value.dp_shard, value.dp_replicate) != (1, 1):
-        is_whole = value.dp_shard == 1
-        changes["exchange"] = Exchange.ALL_REDUCE if is_whole else Exchange.SHARD_ALL
+        changes["exchange"] = Exchange(
+            "all_reduce" if value.dp_shard == 1 else "shard_all"
+        )
     return replace(setup, **{part: replace(getattr(setup, part), **changes)})
 
 
@@ -123,33 +121,34 @@ def layout_notes(setup: Setup, sizes: Sequence[Size]) -> Iterable[str]:
     program, mesh = setup.program, setup.program.mesh
     for size in sizes:
         program.layout(size.num_ranks)
-    data, zero = (mesh.dp_shard, mesh.dp_replicate), program.exchange.zero > 0
+    data, exchange = (mesh.dp_shard, mesh.dp_replicate), program.exchange
     is_sharded, is_local = mesh.dp_shard != 1, program.period > 1
-    has_copies, is_stated = program.model_ranks > 1, is_local or data != (1, 1)
-    is_served = program.exchange is Exchange.PARAMETER_SERVER
-    is_unfit = (is_sharded and is_local) or (is_stated and is_sharded != zero)
-    if is_unfit or (is_served and (is_stated or has_copies)):
+    is_split, is_stated = program.model_ranks > 1, is_local or data != (1, 1)
+    is_unfit = exchange is Exchange.PARAMETER_SERVER and (is_stated or is_split)
+    is_unfit |= is_stated and is_sharded != (exchange.zero > 0)
+    if is_unfit or (is_sharded and is_local):
         raise UsageError(
             "exchange must be shard_all or shard_gradients with dp_shard, all_reduce "
-            f"with a period, and no server with tp or pp, got {program.exchange} with "
-            f"mesh {mesh} and period {program.period:g}."
+            f"with a period, and no server with tp or pp, got {exchange} with mesh "
+            f"{mesh} and period {program.period:g}."
         )
-    batch = min(size.batch or 0.0 for size in sizes)
-    keys = ("parameters", "blocks", "hidden", "sequence", "microbatches")
-    needed = keys[: 4 + (mesh.pp > 1)] if has_copies else ()
-    missing = [f"--{key}" for key in needed if fact_of(setup, key) is None]
-    if missing := missing + ["--batch"] * (has_copies and not batch):
-        raise UsageError(f"tp and pp need {', '.join(missing)}. Give all of them.")
-    parts, stages = program.microbatches or 1, mesh.pp * program.chunks
-    if has_copies and (parts > batch or stages > (program.num_blocks or 1)):
-        raise UsageError(
-            f"microbatches must be at most the {batch:g} samples of a model copy, and "
-            f"pp * chunks the {program.num_blocks} blocks, got {parts} and {stages}."
-        )
+    if is_split:
+        keys = ("parameters", "blocks", "hidden", "sequence", "microbatches")
+        keys = keys[: 4 + (mesh.pp > 1)]
+        batch = min(size.batch or 0.0 for size in sizes)
+        missing = [f"--{key}" for key in keys if fact_of(setup, key) is None]
+        if missing := missing + ["--batch"] * (not batch):
+            raise UsageError(f"tp and pp need {', '.join(missing)}. Give all of them.")
+        parts, stages = program.microbatches or 1, mesh.pp * program.chunks
+        if parts > batch or stages > (program.num_blocks or 1):
+            raise UsageError(
+                f"microbatches must be at most the {batch:g} samples of a copy, and pp "
+                f"* chunks the {program.num_blocks} blocks, got {parts} and {stages}."
+            )
     g = min(setup.cluster.ranks_per_node, *(size.num_ranks for size in sizes))
     if g % mesh.tp:
         yield f"tp={mesh.tp} leaves nodes of {g}: every block waits for the network."
-    if has_copies or is_local or 1 not in data:
+    if is_split or is_local or 1 not in data:
         yield (
             "Model parallelism, HSDP and local SGD go by volume: not validated here, "
             "and no interval holds the error of that."

@@ -188,12 +188,8 @@ class Setup:
     def is_sized(self) -> bool:
         """True if the seconds of a step and the bytes of its gradients follow."""
         program = self.program
-        known = (
-            program.num_parameters,
-            program.units_a_sample,
-            self.points[0].size.batch,
-        )
-        return None not in known
+        known = program.num_parameters, program.units_a_sample
+        return None not in (*known, self.points[0].size.batch)
 
     def units(self, size: Size) -> float:
         """Return the units of a step of all ranks.

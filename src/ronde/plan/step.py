@@ -94,8 +94,9 @@ class StepModel:
             free: One of ``PARTS``, which costs nothing.
         """
         program, busy = self.setup.program, _busy(size)
-        speed = program.compute_speed * program.model_ranks
-        work = compute_s * self._work(size) / speed
+        work = (
+            compute_s * (self._work(size) / program.model_ranks) / program.compute_speed
+        )
         host = work * self._host_share(busy) * (free != "host")
         costs = self._costs(compute_s, free)
         sent = self._communication(size, costs)
@@ -253,9 +254,8 @@ class StepModel:
 
     def _groups(self, size: Size, costs: LinkCosts) -> list[_Group]:
         """Return the groups that exchange gradients: of shards, then of copies."""
-        program, busy = self.setup.program, _busy(size)
-        data = program.mesh.dp_shard, program.mesh.dp_replicate
-        if program.model_ranks == 1 and 1 in data:
+        program, mesh, busy = self.setup.program, self.setup.program.mesh, _busy(size)
+        if program.model_ranks == 1 and 1 in (mesh.dp_shard, mesh.dp_replicate):
             return [(RankLayout(size.num_ranks, size.num_nodes, busy), costs)]
         layout = program.layout(size.num_ranks)
         found, stride = list[_Group](), layout.tp
@@ -336,9 +336,10 @@ class StepModel:
             rounds = 2
         is_far = n * program.mesh.tp > _busy(size)
         alpha = (costs.between if is_far else costs.inside).alpha_s
-        is_sharded = program.exchange is Exchange.SHARD_ALL
-        steps = size.accumulation if is_sharded else 1 / program.period
-        return np.asarray(steps * num_messages(program) * rounds * alpha)
+        steps = size.accumulation if program.exchange is Exchange.SHARD_ALL else 1
+        return np.asarray(
+            steps * num_messages(program) / program.period * rounds * alpha
+        )
 
 
 def _busy(size: Size) -> int:

@@ -22,8 +22,7 @@ _OF_BYTES = (  # without effect where bytes are unknown
     *("parameters", "dtype", "compression", "bucket"),
     *("link", "gpu_link", "alpha_us", "transport"),
 )
-# A comma before an axis belongs to the mesh.
-_COMMA = re.compile(rf",(?!\s*(?:{'|'.join(AXES)})=)")
+_COMMA = re.compile(rf",(?!\s*(?:{'|'.join(AXES)})=)")  # not one in a mesh
 KEYS = (*facts.FACTS, *_OTHER_NAMES, *_OF_SIZES)
 
 
