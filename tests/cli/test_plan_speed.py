@@ -307,7 +307,10 @@ def test_doubtful_inputs(
             "{points} --what-if exchange=shard_all,period=4",
             "exchange must be shard_all",
         ),
-        ("{points} --mesh dp_shard=-1 --exchange all_reduce", "exchange must be shard"),
+        (
+            "{points} --mesh dp_shard=-1 --exchange all_reduce",
+            "with dp_shard shard_all",
+        ),
         ("{points} --period 0.5", "--period must be a number of at least 1"),
         (f"{{known}} --what-if {BLOCKS},microbatches=65,mesh=pp=2", "at most the 64"),
         ("{points} --epochs 90", "a cost needs --samples, or --epochs and"),

@@ -102,13 +102,12 @@ _MOST_COLUMNS = 3  # of --what-if
 _UNITS = ("samples", "images", "sequences", "tokens")
 _WANTED = ("parameters", "link", "transport", "gpu_link", "overlap")
 _USUAL_NODES = (8, 4, 2)
+_POSITIONALS = {"records": "*"}
 _Case = tuple[Setup, Sequence[Size]]
 
 
 def run_speed(words: Sequence[str]) -> int:
-    parser = CommandParser(
-        "ronde plan", HELP, types=_TYPES, positionals={"records": "*"}
-    )
+    parser = CommandParser("ronde plan", HELP, types=_TYPES, positionals=_POSITIONALS)
     parser.alias("--exchange", "--method")
     options = parser.read(words)
     if options is None:

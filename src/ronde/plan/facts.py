@@ -110,9 +110,8 @@ def with_fact(setup: Setup, key: str, value: object) -> Setup:
     part, field = FACTS[key][1:]
     changes = {field: value}
     if isinstance(value, Layout) and (value.dp_shard, value.dp_replicate) != (1, 1):
-        changes["exchange"] = Exchange(
-            "all_reduce" if value.dp_shard == 1 else "shard_all"
-        )
+        name = "all_reduce" if value.dp_shard == 1 else "shard_all"
+        changes["exchange"] = Exchange(name)
     return replace(setup, **{part: replace(getattr(setup, part), **changes)})
 
 
@@ -128,9 +127,8 @@ def layout_notes(setup: Setup, sizes: Sequence[Size]) -> Iterable[str]:
     is_unfit |= is_stated and is_sharded != (exchange.zero > 0)
     if is_unfit or (is_sharded and is_local):
         raise UsageError(
-            "exchange must be shard_all or shard_gradients with dp_shard, all_reduce "
-            f"with a period, and no server with tp or pp, got {exchange} with mesh "
-            f"{mesh} and period {program.period:g}."
+            "exchange must be all_reduce, with dp_shard shard_all or shard_gradients, "
+            f"got {exchange} with mesh {mesh} and period {program.period:g}."
         )
     if is_split:
         keys = ("parameters", "blocks", "hidden", "sequence", "microbatches")

@@ -94,31 +94,28 @@ class StepModel:
             free: One of ``PARTS``, which costs nothing.
         """
         program, busy = self.setup.program, _busy(size)
-        work = (
-            compute_s * (self._work(size) / program.model_ranks) / program.compute_speed
-        )
+        speed = program.compute_speed * program.model_ranks
+        work = compute_s * self._work(size) / speed
         host = work * self._host_share(busy) * (free != "host")
         costs = self._costs(compute_s, free)
         sent = self._communication(size, costs)
-        busy_s = work + host
-        exposed = self._exposed(size, sent, busy_s, costs)
+        exposed = self._exposed(size, sent, work + host, costs)
         share = exposed / np.maximum(sent.total, 1e-30)
         fixed = self._update(size) * (free != "fixed cost")
-        shown = [each * share for each in sent]
+        alone, shown = work + host + exposed + fixed, [each * share for each in sent]
         waited = bubble = np.zeros_like(work)
         if program.model_ranks > 1:
             model, idle = self._model_axes(size, costs)
             shown = [each + more for each, more in zip(shown, model, strict=True)]
-            busy_s = busy_s + model.total
-            bubble = busy_s * idle / (1 - idle) * (free != "bubble")
-            busy_s = busy_s + bubble
-        alone = busy_s + exposed + fixed
+            bubble = (
+                (work + host + model.total) * idle / (1 - idle) * (free != "bubble")
+            )
+            alone = alone + model.total + bubble
         waiting = alone * self._straggling(size) * (free != "stragglers")
         step = alone + waiting
         if program.input_units_per_s is not None and free != "input":
-            waited = np.maximum(
-                0.0, self.setup.units(size) / program.input_units_per_s - step
-            )
+            least = self.setup.units(size) / program.input_units_per_s
+            waited = np.maximum(0.0, least - step)
         parts = work, host, *shown, fixed, waiting, waited, bubble
         return StepParts(step + waited, dict(zip(PARTS, parts, strict=True)))
 
@@ -225,9 +222,8 @@ class StepModel:
             is_at_once = program.overlap is Overlap.NONE
             num_calls = 1 if is_at_once else len(buckets_of(program)) or 1
             latency = num_calls * self._payer(size, costs)(1)
-        return _Communication(
-            zero + bandwidth - between, zero + between, zero + latency
-        )
+        inside = zero + bandwidth - between
+        return _Communication(inside, zero + between, zero + latency)
 
     def _payer(self, size: Size, costs: LinkCosts) -> Callable[[float], Seconds]:
         """Return the function from bytes to the time of their exchange."""
@@ -335,11 +331,9 @@ class StepModel:
         if program.exchange is Exchange.PARAMETER_SERVER:
             rounds = 2
         is_far = n * program.mesh.tp > _busy(size)
-        alpha = (costs.between if is_far else costs.inside).alpha_s
+        alpha = (costs.between if is_far else costs.inside).alpha_s / program.period
         steps = size.accumulation if program.exchange is Exchange.SHARD_ALL else 1
-        return np.asarray(
-            steps * num_messages(program) / program.period * rounds * alpha
-        )
+        return np.asarray(steps * num_messages(program) * rounds * alpha)
 
 
 def _busy(size: Size) -> int:
@@ -389,6 +383,5 @@ def between_rate(cluster: Cluster, draws: Mapping[str, Draws]) -> Draws | None:
     if cluster.transport == "tcp":
         return np.minimum(_LINE_SHARE * line, draws["tcp_gb_per_s"])
     # What takes a part of a fast line, such as PCIe, is no limit to a slow one.
-    return np.minimum(
-        _LINE_SHARE * line, draws["rdma_share"] * max(line, _FAST_LINE_GB_PER_S)
-    )
+    reached = draws["rdma_share"] * max(line, _FAST_LINE_GB_PER_S)
+    return np.minimum(_LINE_SHARE * line, reached)

@@ -137,8 +137,7 @@ def try_changes(
         changed = tuple(map(change.size, sizes))
         new = [posterior.predict(size, change.setup) for size in changed]
         speeds = tuple(Between(f.low, f.middle, f.high) for f in new)
-        ratios = (posterior.ratio(f, b) for f, b in zip(new, base, strict=True))
-        outcomes.append(
-            WhatIfSpeeds(change, changed, speeds, tuple(Between(*r) for r in ratios))
-        )
+        pairs = zip(new, base, strict=True)
+        ratios = tuple(Between(*posterior.ratio(*pair)) for pair in pairs)
+        outcomes.append(WhatIfSpeeds(change, changed, speeds, ratios))
     return outcomes
