@@ -139,7 +139,8 @@ def test_a_ratio_is_surer_than_the_speeds(capsys: pytest.CaptureFixture[str]) ->
 def test_changes(
     capsys: pytest.CaptureFixture[str], *, change: str, is_faster: bool
 ) -> None:
-    found = read(capsys, *KNOWN, "-n", "64", "--what-if", change)
+    words = (*KNOWN, "--gpu-link", "10GB/s", "-n", "64", "--what-if", change)
+    found = read(capsys, *words)
     assert (found["what_if"][0]["rows"][0]["ratio"][1] > 1) == is_faster
 
 
@@ -165,7 +166,7 @@ def test_records(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         *((8, 32), (16, 32))
     ]
     layouts = read(
-        *(capsys, new, *asked, "--mesh", "tp=2"),
+        *(capsys, new, *asked, "--mesh", "tp=2", "--gpu-link", "10GB/s"),
         *("--what-if", f"{BLOCKS},mesh=tp=2/dp_shard=-1"),
     )
     assert layouts["rows"] == found["rows"]
@@ -302,17 +303,20 @@ def test_doubtful_inputs(
         ("{points} --batch 8 --global-batch 8 -n 16", "--global-batch must leave a"),
         ("{points} --mesh tp=-1", "--mesh must have no cp, and numbers of tp and pp"),
         ("{points} --mesh tp=4", "must divide the number of ranks"),
-        ("{points} --batch 8 --what-if mesh=tp=2", "need --parameters, --blocks, --hi"),
+        ("{points} --batch 8 --what-if mesh=tp=2", "tp and pp need parameters, blocks"),
         (
             "{points} --what-if exchange=shard_all,period=4",
-            "exchange must be shard_all",
+            "exchange must be all_reduce",
         ),
         (
             "{points} --mesh dp_shard=-1 --exchange all_reduce",
             "with dp_shard shard_all",
         ),
         ("{points} --period 0.5", "--period must be a number of at least 1"),
-        (f"{{known}} --what-if {BLOCKS},microbatches=65,mesh=pp=2", "at most the 64"),
+        (
+            f"{{known}} --gpu-link 9GB/s --what-if {BLOCKS},microbatches=65,mesh=pp=2",
+            "microbatches must be at most the 64 samples of a copy",
+        ),
         ("{points} --epochs 90", "a cost needs --samples, or --epochs and"),
         ("{points} --max-global-batch 8", "must allow 8 ranks of a known --batch"),
         ("{points} --cluster missing.toml", "--cluster must be a file of TOML"),

@@ -131,11 +131,11 @@ def layout_notes(setup: Setup, sizes: Sequence[Size]) -> Iterable[str]:
             f"got {exchange} with mesh {mesh} and period {program.period:g}."
         )
     if is_split:
-        keys = ("parameters", "blocks", "hidden", "sequence", "microbatches")
-        keys = keys[: 4 + (mesh.pp > 1)]
+        keys = ["parameters", "blocks", "hidden", "sequence", "gpu_link"]
+        keys += ["microbatches"] * (mesh.pp > 1)
         batch = min(size.batch or 0.0 for size in sizes)
-        missing = [f"--{key}" for key in keys if fact_of(setup, key) is None]
-        if missing := missing + ["--batch"] * (not batch):
+        missing = [key for key in keys if fact_of(setup, key) is None]
+        if missing := missing + ["batch"] * (not batch):
             raise UsageError(f"tp and pp need {', '.join(missing)}. Give all of them.")
         parts, stages = program.microbatches or 1, mesh.pp * program.chunks
         if parts > batch or stages > (program.num_blocks or 1):
