@@ -20,6 +20,7 @@ PROGRAM = ("--parameters", "25.6M", "--batch", "64", "--unit", "images")
 CLUSTER = ("--link", "10Gbit/s", "--transport", "tcp", "--alpha-us", "10")
 KNOWN = (*POINTS, *PROGRAM, *CLUSTER, "--overlap", "none")
 HEADINGS = ["ranks", "nodes", "step", "samples/s", "80", "%", "efficiency", "binds"]
+BLOCKS = "blocks=12,hidden=768,sequence=196"
 PHASES = ("input", "host_to_device", "forward", "backward", "update")
 
 
@@ -131,12 +132,15 @@ def test_a_ratio_is_surer_than_the_speeds(capsys: pytest.CaptureFixture[str]) ->
         *(("compute=2", True), ("compute=0.5", False), ("batch=128", True)),
         *(("accumulation=2", True), ("jitter=0.2", False), ("input=5000", False)),
         *(("exchange=shard_all", False), ("sharding=shard_all", False)),
+        *((f"{BLOCKS},mesh=tp=2", False), ("period=8", True)),
+        *((f"{BLOCKS},microbatches=8,mesh=pp=2,tp=4", False),),
     ],
 )
 def test_changes(
     capsys: pytest.CaptureFixture[str], *, change: str, is_faster: bool
 ) -> None:
-    found = read(capsys, *KNOWN, "-n", "64", "--what-if", change)
+    words = (*KNOWN, "--gpu-link", "10GB/s", "-n", "64", "--what-if", change)
+    found = read(capsys, *words)
     assert (found["what_if"][0]["rows"][0]["ratio"][1] > 1) == is_faster
 
 
@@ -161,6 +165,14 @@ def test_records(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert [(row["ranks"], row["batch"]) for row in more["rows"][2:]] == [
         *((8, 32), (16, 32))
     ]
+    layouts = read(
+        *(capsys, new, *asked, "--mesh", "tp=2", "--gpu-link", "10GB/s"),
+        *("--what-if", f"{BLOCKS},mesh=tp=2/dp_shard=-1"),
+    )
+    assert layouts["rows"] == found["rows"]
+    assert any("stated mesh" in each for each in layouts["inputs"]["left_out"])
+    assert len(layouts["what_if"]) == 2
+    assert any("not validated here" in each for each in layouts["notes"])
     twice = read(capsys, new, new, *asked)
     assert twice["rows"] == found["rows"]
     training(tmp_path / "new.jsonl", **NEW_KEYS, batch_a_rank=64)
@@ -216,6 +228,26 @@ def test_memory_and_traffic(capsys: pytest.CaptureFixture[str]) -> None:
     assert "It does not fit: a rank has 1MiB" in show(capsys, *words[:-1], "1MiB")
 
 
+def test_the_mesh_of_given_speeds(capsys: pytest.CaptureFixture[str]) -> None:
+    words = (
+        *("--points", "64=9532", "--per-node", "8", "--unit", "tokens:2048"),
+        *("--batch", "64", "--parameters", "175B", "--dtype", "float16"),
+        *("--mesh", "tp=8,pp=8", "--blocks", "96", "--hidden", "12288"),
+        *("--microbatches", "64", "--link", "1600Gbit/s", "--gpu-link", "225GB/s"),
+        *("--transport", "rdma", "-n", "128", "--global-batch", "128"),
+    )
+    found = read(capsys, *words, "--what-if", "mesh=tp=16,pp=8")
+    few, more = found["rows"]
+    assert few["step_s"] == pytest.approx(64 * 2048 / 9532)
+    assert more["batch"] == 64
+    bubbles = [row["parts_s"]["bubble"] for row in (few, more)]
+    assert bubbles[0] == pytest.approx(bubbles[1], rel=0.2)
+    assert found["what_if"][0]["rows"][0]["ratio"][1] < 1
+    notes = " ".join(found["notes"])
+    for text in ("A rank of pp=8,dp_replicate=2,tp=8", "tp=16 leaves nodes of 8"):
+        assert text in notes
+
+
 @pytest.mark.parametrize(
     ("words", "note"),
     [
@@ -269,6 +301,22 @@ def test_doubtful_inputs(
         ("{points} --cost usd=1 --samples 1M", "unknown key 'usd'"),
         ("{points} --cost pue=0.5 --samples 1M", "must be a number of at least 1"),
         ("{points} --batch 8 --global-batch 8 -n 16", "--global-batch must leave a"),
+        ("{points} --mesh tp=-1", "--mesh must have no cp, and numbers of tp and pp"),
+        ("{points} --mesh tp=4", "must divide the number of ranks"),
+        ("{points} --batch 8 --what-if mesh=tp=2", "tp and pp need parameters, blocks"),
+        (
+            "{points} --what-if exchange=shard_all,period=4",
+            "exchange must be all_reduce",
+        ),
+        (
+            "{points} --mesh dp_shard=-1 --exchange all_reduce",
+            "with dp_shard shard_all",
+        ),
+        ("{points} --period 0.5", "--period must be a number of at least 1"),
+        (
+            f"{{known}} --gpu-link 9GB/s --what-if {BLOCKS},microbatches=65,mesh=pp=2",
+            "microbatches must be at most the 64 samples of a copy",
+        ),
         ("{points} --epochs 90", "a cost needs --samples, or --epochs and"),
         ("{points} --max-global-batch 8", "must allow 8 ranks of a known --batch"),
         ("{points} --cluster missing.toml", "--cluster must be a file of TOML"),
@@ -309,6 +357,7 @@ def test_refusals(
     variants = record.values["variants"]
     faster = variants["all_ranks"] | {"units_per_s": 440.0}
     training(Path("speeds.jsonl"), variants=variants | {"all_ranks": faster})
-    shown = refusal(capsys, "plan", *words.format(points=" ".join(POINTS)).split())
+    words = words.format(points=" ".join(POINTS), known=" ".join(KNOWN))
+    shown = refusal(capsys, "plan", *words.split())
     assert message in shown
     assert shown.count("\n") == 1

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from ronde.parallel import Layout
 from ronde.plan import (
     PARTS,
     ArrivingGradient,
@@ -28,6 +29,9 @@ from ronde.plan import (
 _CLUSTER = Cluster(8, node_gbit_per_s=100.0, transport="rdma", gpu_link_gb_per_s=200.0)
 _PROGRAM = Program("resnet50", num_parameters=25.6e6, overlap=Overlap.BUCKET)
 _SETUP = Setup(_PROGRAM, _CLUSTER, (Point(Size(1, 1, 64.0), 250.0),))
+_BLOCKS = replace(
+    _PROGRAM, num_parameters=8e9, itemsize=2.0, num_blocks=32, hidden=4096, sequence=512
+)
 _SIZES = [Size(n, max(1, n // 8), 64.0) for n in (2, 4, 8, 16, 64, 512, 4096, 27_600)]
 
 
@@ -177,3 +181,111 @@ def test_a_device_twice_as_fast_doubles_the_speed_of_one_rank_at_most() -> None:
     for size in (Size(1, 1, 64.0), *_SIZES):
         ratio = posterior.ratio(posterior.predict(size, fast), posterior.predict(size))
         assert 1.0 < ratio[1] <= 2.0
+
+
+def _parts(mesh: Layout, size: Size, **facts: int) -> dict[str, float]:
+    """Return the parts of a step of a model of blocks; a copy computes 40 s."""
+    program = replace(_BLOCKS, mesh=mesh, **facts)
+    model = _model(replace(_SETUP, program=program))
+    parts = model.at(size, np.array([40.0])).parts_s
+    return {name: float(part[0]) for name, part in parts.items()}
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    st.sampled_from([1, 2, 8, 16]),
+    st.sampled_from([1, 2, 8]),
+    st.sampled_from(["hidden", "num_blocks"]),
+    st.integers(1, 9),
+)
+def test_steps_are_never_faster_with_larger_or_more_blocks(
+    tp: int, pp: int, name: str, factor: int
+) -> None:
+    mesh, size = Layout(tp=tp, pp=pp), Size(256, 32, 64.0)
+    known = {"microbatches": 8}
+    whole = sum(_parts(mesh, size, **known).values())
+    larger = known | {name: factor * getattr(_BLOCKS, name)}
+    assert sum(_parts(mesh, size, **larger).values()) >= whole
+
+
+@pytest.mark.parametrize("exchange", [Exchange.ALL_REDUCE, Exchange.SHARD_ALL])
+def test_a_mesh_of_data_parallelism_changes_nothing(exchange: Exchange) -> None:
+    program = replace(_PROGRAM, exchange=exchange)
+    axis = "dp_shard" if exchange.zero else "dp_replicate"
+    for size in (Size(1, 1, 64.0), *_SIZES):
+        steps = [
+            _step_s(_model(replace(_SETUP, program=replace(program, mesh=mesh))), size)
+            for mesh in (Layout(), Layout(**{axis: -1}), Layout(**{axis: 2}))
+        ]
+        assert steps[1:] == steps[:1] * 2
+
+
+def test_ranks_of_a_copy_share_its_arithmetic_and_its_speed_is_found_again() -> None:
+    size = Size(64, 8, 64.0)
+    for mesh in (Layout(tp=8), Layout(pp=4), Layout(tp=2, pp=32)):
+        program = replace(_BLOCKS, mesh=mesh, microbatches=16)
+        points = (Point(size, 10.0),)
+        model = _model(Setup(program, _CLUSTER, points))
+        step_s = model.setup.units(size) / 10.0
+        compute_s = model.compute_s(step_s)
+        step = model.at(size, compute_s)
+        assert step.step_s[0] == pytest.approx(step_s, rel=1e-6)
+        ranks = mesh.tp * mesh.pp
+        assert ranks * step.parts_s["compute"][0] == pytest.approx(compute_s[0])
+        assert model.setup.units(size) == 64 / ranks * 64
+
+
+def test_a_bubble_is_of_pipelines_and_vanishes_with_many_microbatches() -> None:
+    size = Size(64, 8, 4096.0)
+    assert _parts(Layout(tp=8), size, microbatches=4)["bubble"] == 0
+    few, chunked, many = (
+        _parts(Layout(pp=4), size, microbatches=m, chunks=v)
+        for m, v in ((4, 1), (4, 2), (4096, 1))
+    )
+    messages = _parts(Layout(pp=4), size, microbatches=4, hidden=0)
+    busy_s = messages["compute"] + messages["host"]
+    assert messages["bubble"] == pytest.approx(3 / 4 * busy_s, rel=1e-3)
+    assert few["bubble"] > 1.9 * chunked["bubble"]
+    assert many["bubble"] < 1e-3 * many["compute"]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "crossing"),
+    [
+        # Bytes through a node's adapters, relative to all gradients.
+        (Layout(), 2 * 63 / 64),
+        (Layout(tp=2), 2 * (2 * 31 / 32) / 2),
+        (Layout(tp=8), 8 * (2 * 7 / 8) / 8),
+        (Layout(pp=8), 0),
+        (Layout(dp_shard=8, dp_replicate=-1), 8 * (2 * 7 / 8) / 8),
+    ],
+    ids=str,
+)
+def test_gradients_cross_nodes_by_volume(mesh: Layout, crossing: float) -> None:
+    exchange = Exchange.SHARD_GRADIENTS if mesh.dp_shard > 1 else Exchange.ALL_REDUCE
+    program = replace(_BLOCKS, mesh=mesh, exchange=exchange, overlap=Overlap.NONE)
+    program = replace(program, algorithm="ring", hidden=0, microbatches=64)
+    beta = 1e-9
+    # Inside is free, so that all time of bytes is that between nodes.
+    cluster = Cluster(8, inside=LinkFacts(0.0, 0.0), between=LinkFacts(0.0, beta))
+    model = _model(replace(_SETUP, program=program, cluster=cluster))
+    parts = model.at(Size(64, 8, 64.0), np.array([40.0])).parts_s
+    assert parts["bandwidth between"][0] == pytest.approx(
+        crossing * 16e9 * beta, rel=1e-3, abs=1e-6
+    )
+
+
+def test_a_period_divides_an_exchange_that_nothing_hides() -> None:
+    size, whole = Size(64, 8, 64.0), replace(_PROGRAM, overlap=Overlap.NONE)
+    each = [
+        _model(replace(_SETUP, program=replace(whole, period=period)))
+        .at(size, np.array([0.25]))
+        .parts_s
+        for period in (1.0, 4.0)
+    ]
+    for name in ("bandwidth between", "latency"):
+        assert each[1][name] == pytest.approx(each[0][name] / 4)
+    hidden = _model(replace(_SETUP, program=replace(_PROGRAM, period=4.0)))
+    assert hidden.at(size, np.array([0.25])).parts_s["latency"] == pytest.approx(
+        each[1]["latency"]
+    )

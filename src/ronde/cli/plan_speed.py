@@ -12,15 +12,14 @@ from typing import Any
 from ronde.arguments import CommandParser, one_of, whole_number
 from ronde.cli.topo import print_json
 from ronde.errors import UsageError
-from ronde.parallel.layout import Layout
 from ronde.parallel.memory import Precision, Sharding
-from ronde.parallel.traffic import StepSizes, step_traffic
+from ronde.parallel.traffic import step_traffic
 from ronde.plan import cost, facts, what_if
 from ronde.plan.answer import answer, warnings_of
 from ronde.plan.measurements import Inputs, read_measured, unite
 from ronde.plan.posterior import infer
 from ronde.plan.priors import load_priors
-from ronde.plan.setup import Exchange, Point, Setup, Size
+from ronde.plan.setup import Point, Setup, Size
 from ronde.records import Record, append_record
 from ronde.render.plan import PlanReport, draw_plan, plan_as_json
 from ronde.render.plan_chart import draw_chart
@@ -48,12 +47,20 @@ sizes:
 program:
   --points POINTS       speeds of all ranks by their number, as 1=253,8=1282
   --unit UNIT           images, samples, sequences, or tokens:N with N in a sample
-  --batch X             samples of a rank in an optimizer step
+  --batch X             samples of a rank, or model copy, in an optimizer step
   --parameters COUNT    parameters of the model, as 25.6M
   --dtype NAME          of exchanged gradients: float32, bfloat16 or float16
   --overlap NAME        gradients sent during backward: none, bucket or tensor
   --exchange NAME       all_reduce, parameter_server, shard_gradients or shard_all
   --algorithm NAME      algorithm of all_reduce, as ring or two_levels
+layout:
+  --mesh AXES           layout of the given speeds, as dp_shard=-1,tp=8
+  --blocks N            blocks of the model, for tp and pp
+  --hidden N            width of the activations between them
+  --sequence N          tokens of a sample (default: N of --unit tokens:N)
+  --microbatches N      of a pipeline, in the batch of a model copy
+  --chunks N            stages of each of its ranks (default: 1)
+  --period X            steps between exchanges, as in local SGD (default: 1)
 cluster:
   --per-node N          ranks of a node
   --link RATE           all adapters of a node, as 400Gbit/s or 8x400Gbit/s
@@ -74,7 +81,6 @@ questions:
   --cost KEY=VALUE[,KEY=VALUE]
                         usd_per_rank_hour, usd_per_node_hour, usd_per_kwh,
                         watts_per_rank and pue
-  --mesh AXES           layout, as dp_shard=8,tp=2, for the memory of a rank
   --limit SIZE          memory of a rank's device, as 80GiB
 output:
   --svg FILE            draw the speed and the parts of a step
@@ -96,7 +102,8 @@ _MOST_COLUMNS = 3  # of --what-if
 _UNITS = ("samples", "images", "sequences", "tokens")
 _WANTED = ("parameters", "link", "transport", "gpu_link", "overlap")
 _USUAL_NODES = (8, 4, 2)
-_ZERO_STAGES = {Exchange.SHARD_GRADIENTS: 2, Exchange.SHARD_ALL: 3}
+_POSITIONALS = {"records": "*"}
+_Case = tuple[Setup, Sequence[Size]]
 
 
 def run_speed(words: Sequence[str]) -> int:
@@ -109,7 +116,10 @@ def run_speed(words: Sequence[str]) -> int:
     setup, sizes = inputs.setup, _read_sizes(options, inputs.setup)
     _require_network(inputs, sizes)
     changes = [c for text in options.what_if for c in what_if.read_changes(text, setup)]
-    samples = _read_samples(options)
+    asked, samples = sizes[-_MOST_COLUMNS:], _read_samples(options)
+    every = [*(point.size for point in setup.points), *sizes]
+    cases = [(setup, every), *((c.setup, [*map(c.size, asked)]) for c in changes)]
+    doubts = dict.fromkeys(line for case in cases for line in facts.layout_notes(*case))
     posterior = infer(setup, load_priors())
     rows = answer(posterior, sizes)
     advised = what_if.advised_changes(setup, sizes[-1].batch)
@@ -119,8 +129,8 @@ def run_speed(words: Sequence[str]) -> int:
         inputs,
         rows,
         posterior.parameters(),
-        [*_fit_lines(options, setup, sizes[-1]), *warnings_of(setup, rows)],
-        what_if.try_changes(posterior, sizes[-_MOST_COLUMNS:], changes),
+        [*_fit_lines(options, cases), *doubts, *warnings_of(setup, rows)],
+        what_if.try_changes(posterior, asked, changes),
         advice,
         cost.costs_of(rows, prices, samples, units) if samples else [],
     )
@@ -147,7 +157,8 @@ def _read_inputs(options: argparse.Namespace) -> tuple[Inputs, dict[str, float]]
     inputs = read_measured(paths, stated.get("per_node"), are_batches_mixed=is_mixed)
     setup, left_out = inputs.setup, [*inputs.left_out]
     for key, value in stated.items():
-        if key not in inputs.measured:
+        is_of_copy = key == "mesh" and inputs.setup.points and value.tp * value.pp > 1
+        if key not in inputs.measured and not is_of_copy:
             setup = facts.with_fact(setup, key, value)
         elif value != facts.fact_of(setup, key):
             left_out.append(f"the stated {key}, as the record has another")
@@ -178,6 +189,8 @@ def _with_points(options: argparse.Namespace, inputs: Inputs) -> Inputs:
     elif options.unit:
         unit, units_a_sample = options.unit
         program = replace(setup.program, unit=unit, units_a_sample=units_a_sample)
+        if unit == "tokens" and program.sequence is None:
+            program = replace(program, sequence=units_a_sample)
         setup = replace(setup, program=program)
     sizes = _sizes([n for n, _ in given], setup, batch)
     points = [Point(size, speed) for size, (_, speed) in zip(sizes, given, strict=True)]
@@ -235,13 +248,14 @@ def _read_sizes(options: argparse.Namespace, setup: Setup) -> list[Size]:
     if not numbers:
         numbers = {max(last.num_ranks, g) * 2**k for k in range(4)}
     sizes, most = _sizes(sorted(numbers), setup, last.batch), options.max_global_batch
+    ranks = setup.program.model_ranks
     if whole := options.global_batch:
-        sizes = [size._replace(batch=whole / size.num_ranks) for size in sizes]
+        sizes = [s._replace(batch=whole * ranks / s.num_ranks) for s in sizes]
         for size in sizes:
             facts.require_near(setup, size.batch or 0.0, "--global-batch")
     if most is None:
         return sizes
-    kept = [size for size in sizes if size.num_ranks * (size.batch or most) <= most]
+    kept = [s for s in sizes if s.num_ranks / ranks * (s.batch or most) <= most]
     if last.batch is None or not kept:
         raise UsageError(
             f"--max-global-batch must allow {sizes[0].num_ranks} ranks of a known "
@@ -298,36 +312,34 @@ def _read_samples(options: argparse.Namespace) -> float | None:
     return samples
 
 
-def _fit_lines(options: argparse.Namespace, setup: Setup, size: Size) -> Iterable[str]:
-    """Yield the bytes that a rank sends and holds, by formulas."""
-    count, itemsize = setup.program.num_parameters, setup.program.itemsize
-    if count is None:
-        return
-    zero = _ZERO_STAGES.get(setup.program.exchange, 0)
-    layout = Layout(**{"dp_shard" if zero else "dp_replicate": size.num_ranks})
-    if options.mesh:
-        layout, zero = options.mesh.resolve(size.num_ranks), 3
-    share = count / layout.tp / layout.pp
-    sent = step_traffic(layout, StepSizes(share * itemsize, 0, 1), zero)
-    precision = Precision.BF16 if itemsize < 4 else Precision.FP32
-    held = Sharding(layout.dp_shard, zero, precision).peak([math.ceil(share)])
-    yield (
-        f"A rank of {layout} sends {format_size(round(sum(sent.values())))} a step and "
-        f"holds {format_size(held.total_bytes)} for Adam, besides activations."
-    )
-    if options.limit is not None:
-        shortage = held.shortage(options.limit)
-        yield f"It does not fit: {shortage}" if shortage else "It fits."
+def _fit_lines(options: argparse.Namespace, cases: Iterable[_Case]) -> Iterable[str]:
+    """Yield the bytes that a rank of each mesh sends and holds, by formulas."""
+    meshes = set[object]()
+    for setup, sizes in cases:
+        program, size = setup.program, sizes[-1]
+        if program.num_parameters is None or program.mesh in meshes:
+            continue
+        meshes.add(program.mesh)
+        zero, layout = program.exchange.zero, program.layout(size.num_ranks)
+        sent = sum(step_traffic(layout, setup.step_sizes(size), zero).values())
+        precision = Precision.BF16 if program.itemsize < 4 else Precision.FP32
+        share = math.ceil(program.num_parameters / program.model_ranks)
+        held = Sharding(layout.dp_shard, zero, precision).peak([share])
+        yield (
+            f"A rank of {layout} sends {format_size(round(sent))} a step and holds "
+            f"{format_size(held.total_bytes)} for Adam, besides activations."
+        )
+        if options.limit is not None:
+            shortage = held.shortage(options.limit)
+            yield f"It does not fit: {shortage}" if shortage else "It fits."
 
 
-_POSITIONALS = {"records": "*"}
 _TYPES: Mapping[str, Callable[[str], Any]] = {
     **{f"--{key.replace('_', '-')}": fact.read for key, fact in facts.FACTS.items()},
     "NUMBERS": _read_numbers,
     "--points": _read_points,
     "--unit": _read_unit,
     "--cost": facts.read_pairs,
-    "AXES": Layout.parse,
     "SIZE": parse_size_bytes,
     "COUNT": parse_count,
     "X": facts.number_from(),

@@ -44,6 +44,11 @@ class LinkCosts(NamedTuple):
     oversubscription: Seconds = 1.0  # rate below a leaf switch, relative to that above
     nodes_per_leaf: int = 0  # 0: one switch joins all nodes
 
+    def at_once(self, num_ranks: int) -> "LinkCosts":
+        """Return the costs if so many ranks of each node use its adapters at once."""
+        beta = num_ranks * self.between.beta_s_per_byte
+        return self._replace(between=self.between._replace(beta_s_per_byte=beta))
+
 
 def price(
     schedule: Schedule,
@@ -126,7 +131,7 @@ def _two_levels_s(
         share = math.ceil(piece / num_at_once)
         loads = algorithms.ring_all_reduce(num_nodes, share).loads
     inside_s = _loads_s(inside, _inside(layout), costs)
-    between_s = _loads_s(loads, _between(layout), _at_once(num_at_once, costs))
+    between_s = _loads_s(loads, _between(layout), costs.at_once(num_at_once))
     # One thread runs both steps inside a node; exchanges between nodes are in turn.
     further_s = np.maximum(inside_s, between_s)
     num_pieces = max(1.0, size / (piece_bytes or math.inf))
@@ -154,12 +159,6 @@ def _inside(layout: RankLayout) -> RankLayout:
 
 def _between(layout: RankLayout) -> RankLayout:
     return RankLayout(layout.num_nodes, layout.num_nodes, 1)
-
-
-def _at_once(num_ranks: int, costs: LinkCosts) -> LinkCosts:
-    """Return the costs if so many ranks of each node use its adapters at once."""
-    beta = num_ranks * costs.between.beta_s_per_byte
-    return costs._replace(between=costs.between._replace(beta_s_per_byte=beta))
 
 
 def _loads_s(

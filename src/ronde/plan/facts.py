@@ -2,7 +2,7 @@
 
 import math
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -10,7 +10,8 @@ from typing import Any, NamedTuple, cast
 from ronde.arguments import nearest, one_of, whole_number
 from ronde.collectives.pricing import ALL_REDUCES
 from ronde.errors import UsageError
-from ronde.plan.setup import Exchange, Overlap, Setup
+from ronde.parallel.layout import Layout
+from ronde.plan.setup import Exchange, Overlap, Setup, Size
 from ronde.units import parse_bit_per_s, parse_count, parse_size_bytes
 
 _ITEMSIZES = {"float32": 4.0, "float16": 2.0, "bfloat16": 2.0}
@@ -18,6 +19,13 @@ _ITEMSIZES = {"float32": 4.0, "float16": 2.0, "bfloat16": 2.0}
 _COMPRESSIONS = {"none": 1.0, "fp16": 0.5, "bf16": 0.5, "powersgd": 1 / 30}
 _FARTHEST_BATCH = 8
 _LEAST, _MOST = 1e-9, 1e15  # beyond them predictions would overflow
+
+
+def _read_mesh(text: str) -> Layout:
+    mesh = Layout.parse(text)
+    if mesh.cp != 1 or -1 in (mesh.tp, mesh.pp):
+        raise UsageError(f"must have no cp, and numbers of tp and pp, got {mesh}.")
+    return mesh
 
 
 def read_pairs(text: str) -> dict[str, str]:
@@ -60,10 +68,15 @@ class KnownFact(NamedTuple):
 FACTS: Mapping[str, KnownFact] = {
     "parameters": KnownFact(parse_count, "program", "num_parameters"),
     "dtype": KnownFact(_choice(_ITEMSIZES), "program", "itemsize"),
-    "overlap": KnownFact(_choice({str(o): o for o in Overlap}), "program", "overlap"),
-    "exchange": KnownFact(
-        _choice({str(e): e for e in Exchange}), "program", "exchange"
-    ),
+    "overlap": KnownFact(_choice({o: o for o in Overlap}), "program", "overlap"),
+    "mesh": KnownFact(_read_mesh, "program", "mesh"),  # before exchange
+    "blocks": KnownFact(whole_number(1), "program", "num_blocks"),
+    "hidden": KnownFact(whole_number(1), "program", "hidden"),
+    "sequence": KnownFact(number_from(1), "program", "sequence"),
+    "microbatches": KnownFact(whole_number(1), "program", "microbatches"),
+    "chunks": KnownFact(whole_number(1), "program", "chunks"),
+    "period": KnownFact(number_from(1), "program", "period"),
+    "exchange": KnownFact(_choice({e: e for e in Exchange}), "program", "exchange"),
     "algorithm": KnownFact(one_of(*ALL_REDUCES), "program", "algorithm"),
     "compression": KnownFact(_choice(_COMPRESSIONS), "program", "compression"),
     "bucket": KnownFact(parse_size_bytes, "program", "bucket_cap_bytes"),
@@ -82,9 +95,51 @@ FACTS: Mapping[str, KnownFact] = {
 
 
 def with_fact(setup: Setup, key: str, value: object) -> Setup:
+    """Return a setup with a fact; the data axes of a mesh also state the exchange."""
     part, field = FACTS[key][1:]
-    changed = replace(getattr(setup, part), **{field: value})
-    return replace(setup, **{part: changed})
+    changes = {field: value}
+    if isinstance(value, Layout) and (value.dp_shard, value.dp_replicate) != (1, 1):
+        name = "all_reduce" if value.dp_shard == 1 else "shard_all"
+        changes["exchange"] = Exchange(name)
+    return replace(setup, **{part: replace(getattr(setup, part), **changes)})
+
+
+def layout_notes(setup: Setup, sizes: Sequence[Size]) -> Iterable[str]:
+    """Yield doubts about a layout, or raise ``UsageError`` if it does not fit."""
+    program, mesh = setup.program, setup.program.mesh
+    for size in sizes:
+        program.layout(size.num_ranks)
+    data, exchange = (mesh.dp_shard, mesh.dp_replicate), program.exchange
+    is_sharded, is_local = mesh.dp_shard != 1, program.period > 1
+    is_split, is_stated = program.model_ranks > 1, is_local or data != (1, 1)
+    is_unfit = exchange is Exchange.PARAMETER_SERVER and (is_stated or is_split)
+    is_unfit |= is_stated and is_sharded != (exchange.zero > 0)
+    if is_unfit or (is_sharded and is_local):
+        raise UsageError(
+            "exchange must be all_reduce, with dp_shard shard_all or shard_gradients, "
+            f"got {exchange} with mesh {mesh} and period {program.period:g}."
+        )
+    if is_split:
+        keys = ["parameters", "blocks", "hidden", "sequence", "gpu_link"]
+        keys += ["microbatches"] * (mesh.pp > 1)
+        batch = min(size.batch or 0.0 for size in sizes)
+        missing = [key for key in keys if fact_of(setup, key) is None]
+        if missing := missing + ["batch"] * (not batch):
+            raise UsageError(f"tp and pp need {', '.join(missing)}. Give all of them.")
+        parts, stages = program.microbatches or 1, mesh.pp * program.chunks
+        if parts > batch or stages > (program.num_blocks or 1):
+            raise UsageError(
+                f"microbatches must be at most the {batch:g} samples of a copy, and pp "
+                f"* chunks the {program.num_blocks} blocks, got {parts} and {stages}."
+            )
+    g = min(setup.cluster.ranks_per_node, *(size.num_ranks for size in sizes))
+    if g % mesh.tp:
+        yield f"tp={mesh.tp} leaves nodes of {g}: every block waits for the network."
+    if is_split or is_local or 1 not in data:
+        yield (
+            "Model parallelism, HSDP and local SGD go by volume: not validated here, "
+            "and no interval holds the error of that."
+        )
 
 
 def fact_of(setup: Setup, key: str) -> object:

@@ -4,13 +4,16 @@ Every fact may be unknown, that is None. An unknown fact is drawn from its prior
 widens the interval.
 """
 
+import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 from ronde.parallel.buckets import BucketLimits, GradientSpec, plan_buckets
+from ronde.parallel.layout import Layout
+from ronde.parallel.traffic import StepSizes
 from ronde.units import grouped
 
 
@@ -29,6 +32,10 @@ class Exchange(StrEnum):
     PARAMETER_SERVER = "parameter_server"
     SHARD_GRADIENTS = "shard_gradients"  # ZeRO-1 and -2, FSDP's SHARD_GRAD_OP
     SHARD_ALL = "shard_all"  # ZeRO-3, FSDP's FULL_SHARD
+
+    @property
+    def zero(self) -> int:
+        return {"shard_gradients": 2, "shard_all": 3}.get(self, 0)
 
 
 class ArrivingGradient(NamedTuple):
@@ -49,11 +56,11 @@ class PhaseTimes(NamedTuple):
 
 
 class Size(NamedTuple):
-    """A number of ranks, and the samples that a rank processes in a step."""
+    """A number of ranks, and the samples of a model copy in a step."""
 
     num_ranks: int
     num_nodes: int
-    batch: float | None = None  # samples of a rank in an optimizer step
+    batch: float | None = None  # of a rank, or of the tp * pp ranks of a copy
     accumulation: float = 1  # micro-batches of that step
 
     @property
@@ -97,11 +104,36 @@ class Program:
     host_share: float | None = None  # measured: of a step, with 8 busy ranks a node
     jitter: float | None = None  # measured: deviation between ranks of log step times
     input_units_per_s: float | None = None  # that a shared store delivers to all ranks
+    mesh: Layout = Layout()  # noqa: RUF009 - frozen
+    num_blocks: int | None = None
+    hidden: int | None = None  # width of the activations between blocks
+    sequence: float | None = None  # tokens of a sample
+    microbatches: int | None = None  # of a pipeline, in each batch of a copy
+    chunks: int = 1  # stages of each rank of a pipeline
+    period: float = 1.0  # steps between exchanges, as in local SGD
+
+    @property
+    def model_ranks(self) -> int:
+        """The number of ranks that share a copy of the model and its work."""
+        return self.mesh.tp * self.mesh.pp
 
     @property
     def sent_bytes(self) -> float:
-        """The bytes of all gradients on the line; 0 if their number is unknown."""
-        return (self.num_parameters or 0.0) * self.itemsize * self.compression
+        """The bytes of a rank's gradients on the line; 0 if they are unknown."""
+        held = (self.num_parameters or 0.0) / self.model_ranks
+        return held * self.itemsize * self.compression
+
+    def layout(self, num_ranks: int) -> Layout:
+        """Return the layout of so many ranks: tp and pp stay, a data axis grows."""
+        return _grown(self.mesh, num_ranks, is_sharded=self.exchange.zero > 0)
+
+
+@cache
+def _grown(mesh: Layout, num_ranks: int, *, is_sharded: bool) -> Layout:
+    if -1 not in mesh.sizes.values():
+        is_sharded = is_sharded and mesh.dp_replicate == 1
+        mesh = replace(mesh, **{"dp_shard" if is_sharded else "dp_replicate": -1})
+    return mesh.resolve(num_ranks)
 
 
 @lru_cache(maxsize=64)
@@ -114,6 +146,7 @@ def buckets_of(program: Program) -> tuple[tuple[float, float], ...]:
     for plan in plan_buckets(specs, range(len(specs)), limits):
         last = program.gradients[max(slot.index for slot in plan.slots)]
         numel = sum(slot.numel for slot in plan.slots)
+        numel /= program.model_ranks
         sent = numel * program.itemsize * program.compression
         found.append((sent, last.ready_s))
     return tuple(found)
@@ -154,12 +187,8 @@ class Setup:
     def is_sized(self) -> bool:
         """True if the seconds of a step and the bytes of its gradients follow."""
         program = self.program
-        known = (
-            program.num_parameters,
-            program.units_a_sample,
-            self.points[0].size.batch,
-        )
-        return None not in known
+        known = program.num_parameters, program.units_a_sample
+        return None not in (*known, self.points[0].size.batch)
 
     def units(self, size: Size) -> float:
         """Return the units of a step of all ranks.
@@ -168,4 +197,14 @@ class Setup:
         """
         base = self.points[0].size.batch
         batch = 1.0 if base is None else size.batch or base
-        return size.num_ranks * batch * (self.program.units_a_sample or 1.0)
+        copies = size.num_ranks / self.program.model_ranks
+        return copies * batch * (self.program.units_a_sample or 1.0)
+
+    def step_sizes(self, size: Size) -> StepSizes:
+        """Return the sizes of weights and activations on a rank; 0 if unknown."""
+        program = self.program
+        weights = (program.num_parameters or 0.0) * program.itemsize
+        tokens = (size.batch or 0.0) * (program.sequence or 0.0)
+        activations = tokens * (program.hidden or 0) * program.itemsize
+        blocks = math.ceil((program.num_blocks or 1) / program.mesh.pp)
+        return StepSizes(weights / program.model_ranks, activations, blocks)

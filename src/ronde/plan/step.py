@@ -18,6 +18,8 @@ import numpy as np
 
 from ronde.collectives.pricing import LinkCost, LinkCosts, Seconds, all_reduce_s
 from ronde.parallel.layout import RankLayout
+from ronde.parallel.pipelines import Pipeline, ScheduleName
+from ronde.parallel.traffic import step_traffic
 from ronde.plan.priors import Draws
 from ronde.plan.setup import (
     Cluster,
@@ -34,8 +36,9 @@ from ronde.plan.walk import walk
 
 PARTS = (
     *("compute", "host", "bandwidth inside", "bandwidth between", "latency"),
-    *("fixed cost", "stragglers", "input"),
+    *("fixed cost", "stragglers", "input", "bubble"),
 )
+_Group = tuple[RankLayout, LinkCosts]
 _LEAST_WORK = 0.02  # the least share of a step that computes
 _NEWTON_ROUNDS = 4
 _TENSORS = 160, 25.6e6, 0.35  # tensors of a model with so many parameters; exponent
@@ -87,34 +90,42 @@ class StepModel:
 
         Args:
             size: The number of ranks and their batch.
-            compute_s: Computing time of a rank at the smallest measured size.
+            compute_s: Computing time of a model copy at the smallest measured size.
             free: One of ``PARTS``, which costs nothing.
         """
         program, busy = self.setup.program, _busy(size)
-        work = compute_s * self._work(size) / program.compute_speed
+        speed = program.compute_speed * program.model_ranks
+        work = compute_s * self._work(size) / speed
         host = work * self._host_share(busy) * (free != "host")
         costs = self._costs(compute_s, free)
         sent = self._communication(size, costs)
         exposed = self._exposed(size, sent, work + host, costs)
         share = exposed / np.maximum(sent.total, 1e-30)
         fixed = self._update(size) * (free != "fixed cost")
-        alone = work + host + exposed + fixed
+        alone, shown = work + host + exposed + fixed, [each * share for each in sent]
+        waited = bubble = np.zeros_like(work)
+        if program.model_ranks > 1:
+            model, idle = self._model_axes(size, costs)
+            shown = [each + more for each, more in zip(shown, model, strict=True)]
+            bubble = (
+                (work + host + model.total) * idle / (1 - idle) * (free != "bubble")
+            )
+            alone = alone + model.total + bubble
         waiting = alone * self._straggling(size) * (free != "stragglers")
         step = alone + waiting
-        waited = np.zeros_like(step)
         if program.input_units_per_s is not None and free != "input":
-            waited = np.maximum(
-                0.0, self.setup.units(size) / program.input_units_per_s - step
-            )
-        parts = work, host, *(each * share for each in sent), fixed, waiting, waited
+            least = self.setup.units(size) / program.input_units_per_s
+            waited = np.maximum(0.0, least - step)
+        parts = work, host, *shown, fixed, waiting, waited, bubble
         return StepParts(step + waited, dict(zip(PARTS, parts, strict=True)))
 
     def compute_s(self, step_s: float) -> Draws:
         """Return the computing time with which the smallest size takes ``step_s``."""
         size = self.setup.points[0].size
         known = step_s / (1 + self._straggling(size)) - self._update(size)
-        floor = np.full_like(self.draws["host"], _LEAST_WORK * step_s)
-        guess = np.maximum(known, floor)
+        ranks = self.setup.program.model_ranks
+        floor = np.full_like(self.draws["host"], ranks * _LEAST_WORK * step_s)
+        guess = np.maximum(ranks * known, floor)
         # The step is a convex function of the computing time, in straight pieces:
         # Newton's method from above ends after as many rounds as there are pieces.
         for _ in range(_NEWTON_ROUNDS):
@@ -153,20 +164,25 @@ class StepModel:
     def _update(self, size: Size) -> Draws:
         program, update = self.setup.program, self.draws["update"]
         if program.phases is not None:
-            update = np.full_like(update, program.phases.update_s)
+            update = np.full_like(update, program.phases.update_s / program.model_ranks)
         elif self.setup.is_sized:
-            update = update * (program.num_parameters or 0.0) / 336e6
+            held = (program.num_parameters or 0.0) / program.model_ranks
+            update = update * held / 336e6
         else:
             return np.zeros_like(update)
-        is_sharded = program.exchange is Exchange.SHARD_ALL
-        return update / size.num_ranks if is_sharded else update
+        if program.exchange is Exchange.SHARD_ALL:
+            return update / program.layout(size.num_ranks).dp_shard
+        return update
 
     def _exposed(
         self, size: Size, sent: _Communication, work: Draws, costs: LinkCosts
     ) -> Draws:
         program = self.setup.program
-        if program.overlap is Overlap.NONE or size.num_ranks == 1:
+        is_alone = size.num_ranks == program.model_ranks
+        if is_alone or program.overlap is Overlap.NONE or program.period > 1:
             return sent.total
+        if program.microbatches:  # gradients are complete in the last one alone
+            work = work / program.microbatches
         if program.gradients and program.phases and self.setup.is_sized:
             return self._walked(size, program.phases, work, costs)
         is_sharded = program.exchange is Exchange.SHARD_ALL
@@ -192,9 +208,9 @@ class StepModel:
 
     def _communication(self, size: Size, costs: LinkCosts) -> _Communication:
         zero = np.zeros_like(self.draws["host"])
-        if size.num_ranks == 1:
-            return _Communication(zero, zero, zero)
         program = self.setup.program
+        if size.num_ranks == program.model_ranks:
+            return _Communication(zero, zero, zero)
         num_bytes = program.sent_bytes if self.setup.is_sized else _UNIT
         near, far = (link._replace(alpha_s=0.0) for link in costs[:2])
         costs_of_bytes = costs._replace(inside=near, between=far)
@@ -206,14 +222,14 @@ class StepModel:
             is_at_once = program.overlap is Overlap.NONE
             num_calls = 1 if is_at_once else len(buckets_of(program)) or 1
             latency = num_calls * self._payer(size, costs)(1)
-        return _Communication(
-            zero + bandwidth - between, zero + between, zero + latency
-        )
+        inside = zero + bandwidth - between
+        return _Communication(inside, zero + between, zero + latency)
 
     def _payer(self, size: Size, costs: LinkCosts) -> Callable[[float], Seconds]:
         """Return the function from bytes to the time of their exchange."""
-        program, layout = self.setup.program, _layout(size)
-        algorithm, factor = program.algorithm or self.hypothesis.algorithm, 1.0
+        program, groups = self.setup.program, self._groups(size, costs)
+        algorithm = program.algorithm or self.hypothesis.algorithm
+        factor = 1 / program.period
         if program.exchange is Exchange.SHARD_ALL:
             factor = _SHARDED_PASSES * size.accumulation
         elif program.exchange is Exchange.PARAMETER_SERVER and size.num_nodes > 1:
@@ -223,9 +239,49 @@ class StepModel:
                 factor = factor * size.num_nodes / 2
 
         def pay(num_bytes: float) -> Seconds:
-            return factor * all_reduce_s(algorithm, num_bytes, layout, costs)
+            (group, links), *outer = groups
+            sent = factor * all_reduce_s(algorithm, num_bytes, group, links)
+            for copies, links in outer:
+                share = num_bytes / group.num_ranks
+                sent = sent + all_reduce_s(algorithm, share, copies, links)
+            return sent
 
         return pay
+
+    def _groups(self, size: Size, costs: LinkCosts) -> list[_Group]:
+        """Return the groups that exchange gradients: of shards, then of copies."""
+        program, mesh, busy = self.setup.program, self.setup.program.mesh, _busy(size)
+        if program.model_ranks == 1 and 1 in (mesh.dp_shard, mesh.dp_replicate):
+            return [(RankLayout(size.num_ranks, size.num_nodes, busy), costs)]
+        layout = program.layout(size.num_ranks)
+        found, stride = list[_Group](), layout.tp
+        for num in (layout.dp_shard, layout.dp_replicate):
+            near = max(1, min(num, busy // stride))
+            group = RankLayout(num, math.ceil(num / near), near)
+            found += [(group, costs.at_once(busy // near))] * (num > 1)
+            stride *= num
+        return found
+
+    def _model_axes(self, size: Size, costs: LinkCosts) -> tuple[_Communication, float]:
+        """Return the times of tp and pp, which nothing hides, and the idle share."""
+        program, busy = self.setup.program, _busy(size)
+        layout, sizes = program.layout(size.num_ranks), self.setup.step_sizes(size)
+        sent = step_traffic(layout, sizes, 0)
+        parts = max(1, round((program.microbatches or 1) * size.accumulation))
+        schedule = ScheduleName.ONE_F_ONE_B
+        idle = Pipeline(schedule, layout.pp, parts * program.chunks).idle_share
+        message = max(1.0, sizes.activations_bytes / parts)
+        crossing = min(busy, size.num_ranks // layout.pp)
+        times = [np.zeros_like(self.draws["host"])] * 3
+        for num_bytes, each, is_far, lines in (
+            (sent["tp"], message / layout.tp, busy % layout.tp > 0, 1),
+            (sent["pp"] * program.chunks, message, size.num_nodes > 1, crossing),
+        ):
+            link = costs.at_once(lines).between if is_far else costs.inside
+            beta = np.maximum(link.beta_s_per_byte, costs.inside.beta_s_per_byte)
+            times[is_far] = times[is_far] + num_bytes * beta
+            times[2] = times[2] + num_bytes / each * link.alpha_s
+        return _Communication(*times), idle
 
     def _costs(self, compute_s: Draws, free: str) -> LinkCosts:
         cluster, draws = self.setup.cluster, self.draws
@@ -252,6 +308,7 @@ class StepModel:
         """Return the seconds of a byte inside and between nodes."""
         program, cluster, draws = self.setup.program, self.setup.cluster, self.draws
         passes = _SHARDED_PASSES if program.exchange is Exchange.SHARD_ALL else 1.0
+        passes *= program.model_ranks
         num_bytes = program.sent_bytes if self.setup.is_sized else _UNIT
         unknown = compute_s / passes / num_bytes
         missing = unknown * draws["missing_inside"], unknown * draws["missing_between"]
@@ -266,23 +323,21 @@ class StepModel:
         program = self.setup.program
         if not self.setup.is_sized:
             return np.zeros_like(self.draws["host"])
-        n, lg = size.num_ranks, math.log2(size.num_ranks)
+        n = size.num_ranks // program.model_ranks
+        lg = math.log2(n)
         rounds = min(2 * (n - 1), 12 * lg)
         if not self.hypothesis.is_ring_latency:
             rounds = 4 * lg
         if program.exchange is Exchange.PARAMETER_SERVER:
             rounds = 2
-        alpha = (costs.between if size.num_nodes > 1 else costs.inside).alpha_s
+        is_far = n * program.mesh.tp > _busy(size)
+        alpha = (costs.between if is_far else costs.inside).alpha_s / program.period
         steps = size.accumulation if program.exchange is Exchange.SHARD_ALL else 1
         return np.asarray(steps * num_messages(program) * rounds * alpha)
 
 
 def _busy(size: Size) -> int:
     return math.ceil(size.num_ranks / size.num_nodes)
-
-
-def _layout(size: Size) -> RankLayout:
-    return RankLayout(size.num_ranks, size.num_nodes, _busy(size))
 
 
 def _measured(link: LinkFacts | None, draws: Mapping[str, Draws]) -> LinkCost | None:
@@ -298,6 +353,7 @@ def num_messages(program: Program) -> float:
     if program.overlap is Overlap.TENSOR:
         typical, of, exponent = _TENSORS
         return typical * (num / of) ** exponent
+    num /= program.model_ranks
     return 1 + num * program.itemsize / program.bucket_cap_bytes
 
 
@@ -327,6 +383,5 @@ def between_rate(cluster: Cluster, draws: Mapping[str, Draws]) -> Draws | None:
     if cluster.transport == "tcp":
         return np.minimum(_LINE_SHARE * line, draws["tcp_gb_per_s"])
     # What takes a part of a fast line, such as PCIe, is no limit to a slow one.
-    return np.minimum(
-        _LINE_SHARE * line, draws["rdma_share"] * max(line, _FAST_LINE_GB_PER_S)
-    )
+    reached = draws["rdma_share"] * max(line, _FAST_LINE_GB_PER_S)
+    return np.minimum(_LINE_SHARE * line, reached)

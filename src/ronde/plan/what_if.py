@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from ronde.collectives.algorithms import ALGORITHMS
 from ronde.errors import UsageError
+from ronde.parallel.layout import AXES
 from ronde.plan import facts
 from ronde.plan.answer import Between
 from ronde.plan.posterior import Posterior
@@ -21,6 +22,7 @@ _OF_BYTES = (  # without effect where bytes are unknown
     *("parameters", "dtype", "compression", "bucket"),
     *("link", "gpu_link", "alpha_us", "transport"),
 )
+_COMMA = re.compile(rf",(?!\s*(?:{'|'.join(AXES)})=)")  # not one in a mesh
 KEYS = (*facts.FACTS, *_OTHER_NAMES, *_OF_SIZES)
 
 
@@ -54,7 +56,7 @@ class WhatIfSpeeds(NamedTuple):
 def read_changes(text: str, setup: Setup, kind: str = "") -> Iterable[WhatIf]:
     """Yield the changes of ``KEY=VALUE,...``; ``KEY=A/B`` gives one for each value."""
     axes: list[list[tuple[str, str]]] = []
-    for part in text.split(","):
+    for part in _COMMA.split(text):
         key, _, values = part.strip().partition("=")
         facts.require_known([key], KEYS, "--what-if")
         # The slash of a unit, as in Gbit/s, separates no values.
@@ -135,8 +137,7 @@ def try_changes(
         changed = tuple(map(change.size, sizes))
         new = [posterior.predict(size, change.setup) for size in changed]
         speeds = tuple(Between(f.low, f.middle, f.high) for f in new)
-        ratios = (posterior.ratio(f, b) for f, b in zip(new, base, strict=True))
-        outcomes.append(
-            WhatIfSpeeds(change, changed, speeds, tuple(Between(*r) for r in ratios))
-        )
+        pairs = zip(new, base, strict=True)
+        ratios = tuple(Between(*posterior.ratio(*pair)) for pair in pairs)
+        outcomes.append(WhatIfSpeeds(change, changed, speeds, ratios))
     return outcomes

@@ -43,7 +43,8 @@ def draw_plan(report: PlanReport, *, is_advice_shown: bool = False) -> str:
     text += _wrapped([_binding(rows[-1], unit), _advice(best), *report.notes])
     text += _changes("what if", report.what_if)
     text += _changes("change", best if is_advice_shown else ())
-    return text + _costs(report.costs) + "\n" + _wrapped(_origins(report.inputs))
+    ranks = report.inputs.setup.program.model_ranks
+    return text + _costs(report.costs, ranks) + "\n" + _wrapped(_origins(report.inputs))
 
 
 def _wrapped(lines: Iterable[str]) -> str:
@@ -54,7 +55,8 @@ def header(report: PlanReport) -> str:
     setup = report.inputs.setup
     program, cluster, base = setup.program, setup.cluster, setup.points[0].size
     noun = program.unit if program.units_a_sample == 1 else "samples"
-    batch = f"{base.batch:g} {noun} a rank" if base.batch else "time of one sample"
+    of = "rank" if program.model_ranks == 1 else f"copy of {program.mesh}"
+    batch = f"{base.batch:g} {noun} a {of}" if base.batch else "time of one sample"
     way = program.algorithm or program.exchange
     sizes = ", ".join(f"{point.size.num_ranks:,}" for point in setup.points)
     words = [program.name, batch, way.replace("_", " ")]
@@ -138,14 +140,14 @@ def _changes(heading: str, outcomes: Sequence[WhatIfSpeeds]) -> str:
     return "\n" + align(table)
 
 
-def _costs(costs: Sequence[Cost]) -> str:
+def _costs(costs: Sequence[Cost], model_ranks: int) -> str:
     if not costs:
         return ""
     names = [name for name in costs[0].figures if name != "J a sample"]
     table = [["ranks", "batch", *names, "unused", ""]]
     for row, figures, unused, marks in costs:
         n, batch = row.size.num_ranks, row.size.batch
-        of_all = "-" if batch is None else f"{batch * n:,.0f}"
+        of_all = "-" if batch is None else f"{batch * n / model_ranks:,.0f}"
         cells = [_between(figures[name]) for name in names]
         # One interval is that of all: they differ by factors.
         short = [cell.partition(" ")[0] for cell in cells]

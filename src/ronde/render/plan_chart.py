@@ -11,7 +11,7 @@ from ronde.render.plan import PlanReport, header, number, part_name
 
 _COLORS = (
     *("#4e79a7", "#a0cbe8", "#f1ce63", "#e15759"),
-    *("#b07aa1", "#bab0ac", "#f28e2b", "#76b7b2"),
+    *("#b07aa1", "#bab0ac", "#f28e2b", "#76b7b2", "#9c755f"),
 )
 _LEFT, _RIGHT = 80, 700
 _TOP, _MIDDLE, _BARS, _BOTTOM = 50, 330, 380, 560
