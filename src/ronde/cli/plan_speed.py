@@ -4,7 +4,8 @@ import argparse
 import math
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from ronde.errors import UsageError
 from ronde.parallel.memory import Precision, Sharding
 from ronde.parallel.traffic import step_traffic
 from ronde.plan import cost, facts, what_if
-from ronde.plan.answer import answer, warnings_of
+from ronde.plan.answer import answer, contradiction_of, warnings_of
 from ronde.plan.measurements import Inputs, read_measured, unite
 from ronde.plan.posterior import infer
 from ronde.plan.priors import load_priors
@@ -90,6 +91,9 @@ output:
 
 keys of --what-if: those of the options, without dashes, and
 {_KEYS}
+(sharding is exchange, alpha is alpha_us, compute the device's speed as a factor, input
+the units a second that a store delivers, jitter the deviation of log step times between
+ranks, bucket a size as 25MiB)
 
 exit code: 0; 64 for a wrong command line, record or file
 
@@ -117,10 +121,16 @@ def run_speed(words: Sequence[str]) -> int:
     _require_network(inputs, sizes)
     changes = [c for text in options.what_if for c in what_if.read_changes(text, setup)]
     asked, samples = sizes[-_MOST_COLUMNS:], _read_samples(options)
+    is_cut = bool(changes) and len(asked) < len(sizes)
+    shown = [f"--what-if is shown for the last {_MOST_COLUMNS} sizes."] * is_cut
+    if options.limit is not None and setup.program.num_parameters is None:
+        raise UsageError("--limit needs --parameters. Give both.")
     every = [*(point.size for point in setup.points), *sizes]
     cases = [(setup, every), *((c.setup, [*map(c.size, asked)]) for c in changes)]
     doubts = dict.fromkeys(line for case in cases for line in facts.layout_notes(*case))
     posterior = infer(setup, load_priors())
+    if doubt := contradiction_of(posterior):
+        raise UsageError(doubt)
     rows = answer(posterior, sizes)
     advised = what_if.advised_changes(setup, sizes[-1].batch)
     advice = what_if.try_changes(posterior, sizes[-1:], advised)
@@ -129,20 +139,33 @@ def run_speed(words: Sequence[str]) -> int:
         inputs,
         rows,
         posterior.parameters(),
-        [*_fit_lines(options, cases), *doubts, *warnings_of(setup, rows)],
+        [*_fit_lines(options, cases), *doubts, *warnings_of(setup, rows), *shown],
         what_if.try_changes(posterior, asked, changes),
         advice,
         cost.costs_of(rows, prices, samples, units) if samples else [],
     )
     if options.svg:
-        Path(options.svg).write_text(draw_chart(report), encoding="utf-8")
+        with _writing("--svg"):
+            Path(options.svg).write_text(draw_chart(report), encoding="utf-8")
     if options.record:
-        append_record(Path(options.record), Record("plan", plan_as_json(report)))
+        with _writing("--record"):
+            append_record(Path(options.record), Record("plan", plan_as_json(report)))
     if options.json:
         print_json("ronde-plan", plan_as_json(report))
     else:
         print(draw_plan(report, is_advice_shown=options.advise), end="")
     return 0
+
+
+@contextmanager
+def _writing(option: str) -> Generator[None]:
+    try:
+        yield
+    except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
+        raise UsageError(
+            f"{option} must be a file that can be written, got {error.filename!r}: "
+            f"{error.strerror}."
+        ) from None
 
 
 def _read_inputs(options: argparse.Namespace) -> tuple[Inputs, dict[str, float]]:
@@ -233,11 +256,7 @@ def _require_network(inputs: Inputs, sizes: Sequence[Size]) -> None:
 def _sizes(numbers: Iterable[int], setup: Setup, batch: float | None) -> list[Size]:
     g, sizes = setup.cluster.ranks_per_node, list[Size]()
     for n in numbers:
-        if n > g and n % g:
-            raise UsageError(
-                f"ranks must be a multiple of {g} a node, got {n}. Give {n // g * g}, "
-                "or another --per-node."
-            )
+        facts.require_nodes(g, n)
         sizes.append(Size(n, math.ceil(n / g), batch))
     return sizes
 
@@ -302,6 +321,11 @@ def _read_unit(text: str) -> tuple[str, float | None]:
 
 def _read_samples(options: argparse.Namespace) -> float | None:
     samples, dataset = options.samples, options.dataset_samples
+    if samples is not None and (options.epochs or dataset) is not None:
+        raise UsageError(
+            "--samples cannot be combined with --epochs and --dataset-samples. Drop "
+            "one of them."
+        )
     if options.epochs is not None and dataset is not None:
         samples = options.epochs * dataset
     if samples is None and (options.cost or options.epochs is not None):
@@ -331,7 +355,7 @@ def _fit_lines(options: argparse.Namespace, cases: Iterable[_Case]) -> Iterable[
         )
         if options.limit is not None:
             shortage = held.shortage(options.limit)
-            yield f"It does not fit: {shortage}" if shortage else "It fits."
+            yield f"It does not fit: {shortage}" if shortage else "These fit."
 
 
 _TYPES: Mapping[str, Callable[[str], Any]] = {

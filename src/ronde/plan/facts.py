@@ -14,10 +14,15 @@ from ronde.parallel.layout import Layout
 from ronde.plan.setup import Exchange, Overlap, Setup, Size
 from ronde.units import parse_bit_per_s, parse_count, parse_size_bytes
 
-_ITEMSIZES = {"float32": 4.0, "float16": 2.0, "bfloat16": 2.0}
+_ITEMSIZES = {
+    **{"float32": 4.0, "float16": 2.0, "bfloat16": 2.0},
+    **{"fp32": 4.0, "fp16": 2.0, "bf16": 2.0},
+}
 # PowerSGD of rank 4 on a large network, without the time of packing.
 _COMPRESSIONS = {"none": 1.0, "fp16": 0.5, "bf16": 0.5, "powersgd": 1 / 30}
+_TRANSPORTS = {"tcp": "tcp", "rdma": "rdma", "roce": "rdma", "infiniband": "rdma"}
 _FARTHEST_BATCH = 8
+_LEAST_BUCKET = 1 << 16
 _LEAST, _MOST = 1e-9, 1e15  # beyond them predictions would overflow
 
 
@@ -33,18 +38,25 @@ def read_pairs(text: str) -> dict[str, str]:
     return {key: value for key, _, value in parts}
 
 
-def number_from(least: float = _LEAST) -> Callable[[str], float]:
-    """Return a reader of numbers of at least ``least``."""
+def _read_bucket(text: str) -> int:
+    size = parse_size_bytes(text)
+    if size < _LEAST_BUCKET:
+        raise UsageError(f"must be at least 64KiB, got {text!r}.")
+    return size
+
+
+def number_from(least: float = _LEAST, most: float = _MOST) -> Callable[[str], float]:
+    """Return a reader of numbers from ``least`` to ``most``."""
 
     def read(text: str) -> float:
         try:
             value = float(text)
         except ValueError:
             value = math.nan
-        if least <= value <= _MOST:
+        if least <= value <= most:
             return value
         rule = "above 0" if least == _LEAST else f"of at least {least:g}"
-        raise UsageError(f"must be a number {rule} and at most 1e15, got {text!r}.")
+        raise UsageError(f"must be a number {rule} and at most {most:g}, got {text!r}.")
 
     return read
 
@@ -79,14 +91,14 @@ FACTS: Mapping[str, KnownFact] = {
     "exchange": KnownFact(_choice({e: e for e in Exchange}), "program", "exchange"),
     "algorithm": KnownFact(one_of(*ALL_REDUCES), "program", "algorithm"),
     "compression": KnownFact(_choice(_COMPRESSIONS), "program", "compression"),
-    "bucket": KnownFact(parse_size_bytes, "program", "bucket_cap_bytes"),
+    "bucket": KnownFact(_read_bucket, "program", "bucket_cap_bytes"),
     "compute": KnownFact(number_from(), "program", "compute_speed"),
-    "jitter": KnownFact(number_from(0), "program", "jitter"),
+    "jitter": KnownFact(number_from(0, 1), "program", "jitter"),
     "input": KnownFact(number_from(), "program", "input_units_per_s"),
     "per_node": KnownFact(whole_number(1), "cluster", "ranks_per_node"),
     "link": KnownFact(_rate_in(1e9), "cluster", "node_gbit_per_s"),
     "gpu_link": KnownFact(_rate_in(8e9), "cluster", "gpu_link_gb_per_s"),
-    "transport": KnownFact(one_of("tcp", "rdma"), "cluster", "transport"),
+    "transport": KnownFact(_choice(_TRANSPORTS), "cluster", "transport"),
     "alpha_us": KnownFact(number_from(), "cluster", "alpha_us"),
     "oversubscription": KnownFact(number_from(1), "cluster", "oversubscription"),
     "leaf_nodes": KnownFact(whole_number(1), "cluster", "nodes_per_leaf"),
@@ -109,6 +121,10 @@ def layout_notes(setup: Setup, sizes: Sequence[Size]) -> Iterable[str]:
     program, mesh = setup.program, setup.program.mesh
     for size in sizes:
         program.layout(size.num_ranks)
+        require_nodes(setup.cluster.ranks_per_node, size.num_ranks)
+    cluster = setup.cluster
+    if (cluster.oversubscription > 1) != (cluster.nodes_per_leaf > 0):
+        raise UsageError("oversubscription and leaf_nodes need each other. Give both.")
     data, exchange = (mesh.dp_shard, mesh.dp_replicate), program.exchange
     is_sharded, is_local = mesh.dp_shard != 1, program.period > 1
     is_split, is_stated = program.model_ranks > 1, is_local or data != (1, 1)
@@ -139,6 +155,16 @@ def layout_notes(setup: Setup, sizes: Sequence[Size]) -> Iterable[str]:
         yield (
             "Model parallelism, HSDP and local SGD go by volume: not validated here, "
             "and no interval holds the error of that."
+        )
+
+
+def require_nodes(ranks_per_node: int, num_ranks: int) -> None:
+    """Raise ``UsageError`` if ranks do not fill their nodes."""
+    g, n = ranks_per_node, num_ranks
+    if n > g and n % g:
+        raise UsageError(
+            f"ranks must be a multiple of {g} a node, got {n}. Give {n // g * g}, or "
+            "another number of ranks per node."
         )
 
 

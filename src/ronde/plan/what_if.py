@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
 
+from ronde.arguments import whole_number
 from ronde.collectives.algorithms import ALGORITHMS
 from ronde.errors import UsageError
 from ronde.parallel.layout import AXES
@@ -59,6 +60,8 @@ def read_changes(text: str, setup: Setup, kind: str = "") -> Iterable[WhatIf]:
     for part in _COMMA.split(text):
         key, _, values = part.strip().partition("=")
         facts.require_known([key], KEYS, "--what-if")
+        if key in (pairs[0][0] for pairs in axes):
+            raise UsageError(f"--what-if {text} must have {key} once. Write {key}=A/B.")
         # The slash of a unit, as in Gbit/s, separates no values.
         axes.append([(key, value) for value in re.split(r"/(?!s\b)", values)])
     for pairs in product(*axes):
@@ -90,8 +93,9 @@ def _with(change: WhatIf, key: str, text: str) -> WhatIf:
 
 
 def _with_size(change: WhatIf, key: str, text: str) -> WhatIf:
+    read = facts.number_from() if key == "batch" else whole_number(1)
     try:
-        value = facts.number_from()(text)
+        value = read(text)
     except UsageError as error:
         raise UsageError(f"--what-if {key} {error}") from None
     setup, batch = change.setup, change.setup.points[0].size.batch or 0.0

@@ -56,7 +56,11 @@ def header(report: PlanReport) -> str:
     program, cluster, base = setup.program, setup.cluster, setup.points[0].size
     noun = program.unit if program.units_a_sample == 1 else "samples"
     of = "rank" if program.model_ranks == 1 else f"copy of {program.mesh}"
-    batch = f"{base.batch:g} {noun} a {of}" if base.batch else "time of one sample"
+    batch = (
+        f"{base.batch:g} {noun} a {of}"
+        if base.batch
+        else "time of one sample on a rank"
+    )
     way = program.algorithm or program.exchange
     sizes = ", ".join(f"{point.size.num_ranks:,}" for point in setup.points)
     words = [program.name, batch, way.replace("_", " ")]
@@ -97,7 +101,7 @@ def _cells(row: SpeedRow) -> list[str]:
         efficiency = f"{row.efficiency:.0%}"
         middle = [format_duration(step_s), number(speed.middle), efficiency]
     interval = f"{number(speed.low)} .. {number(speed.high)}"
-    interval = "measured" if row.is_measured else interval
+    interval = "given" if row.is_measured else interval
     binds = ", ".join(row.binds[:2])
     binds = part_name(binds) if len(row.binds) == 1 else binds
     sizes = [f"{n:,}" for n in row.size[:2]]
