@@ -115,6 +115,7 @@ def wait_in_brief_group(communicator, port):
     store.wait(others, HANG)
 
 
+@pytest.mark.waits
 @pytest.mark.parametrize("engine", ["auto", "gloo"])
 def test_timeout_names_the_absent_rank(engine):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -122,6 +123,7 @@ def test_timeout_names_the_absent_rank(engine):
     run_ranks(3, wait_in_brief_group, store.port, timeout_s=HANG_S, connecting=by)
 
 
+@pytest.mark.waits
 def test_a_lost_store_does_not_delay_a_late_call():
     """A clone of the store would try to connect until its timeout."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
