@@ -11,12 +11,12 @@ import pytest
 from tests.cluster.faults import done_on, firewall, narrowed, replaced
 from tests.cluster.test_check import (
     ENVIRONMENT,
-    LIMIT_S,
     NAMES,
     assert_found,
     run_check,
 )
 from tests.cluster.training import assert_nothing_left
+from tests.limits import HANG_S
 
 pytestmark = pytest.mark.waits
 
@@ -93,13 +93,13 @@ def test_ctrl_c_while_a_pair_reduces_ends_its_ranks(cluster):
         stderr=subprocess.DEVNULL,
     )
     with program:
-        due_s = time.monotonic() + LIMIT_S
+        due_s = time.monotonic() + HANG_S
         while not ranks_of_pairs(cluster):
             assert program.poll() is None
             assert time.monotonic() < due_s
             time.sleep(0.05)
         program.send_signal(signal.SIGINT)
-        assert program.wait(LIMIT_S) == 130
+        assert program.wait(HANG_S) == 130
     assert_nothing_left(cluster)
 
 
