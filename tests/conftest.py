@@ -1,6 +1,7 @@
 """The fixtures of all tests that need more than one process."""
 
 import compileall
+import gc
 import signal
 from pathlib import Path
 
@@ -45,6 +46,17 @@ def pytest_sessionstart():
     Where ``PYTHONDONTWRITEBYTECODE`` is set, each of them would compile it by itself.
     """
     compileall.compile_dir(PACKAGE, quiet=2)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Leave tests that are yet to run out of all collections of garbage."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture(scope="session")

@@ -85,6 +85,7 @@ def test_a_launcher_that_started_ranks_is_not_asked_for_more():
     assert "cannot be used here" in err
 
 
+@pytest.mark.waits
 def test_half_a_world_is_no_single_run():
     """A launcher's variables without the other ranks: not n unrelated runs."""
     code, out, err = bench("all_reduce", RANK="0", WORLD_SIZE="2")
@@ -198,6 +199,7 @@ def _words(pid: int) -> list[bytes]:
     return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
 
 
+@pytest.mark.waits
 def test_a_rank_that_stops_is_noticed_in_time():
     words = ("all_reduce", "-g", "2", *SMALL, "-N", "0", "-T", "5", "--engine", "gloo")
     process = start("bench", *words)

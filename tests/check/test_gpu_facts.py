@@ -167,6 +167,7 @@ def test_a_driver_that_does_not_start_makes_all_unreadable(use_library):
     assert "version mismatch" in reading.values["gpu.nvml_error"]
 
 
+@pytest.mark.waits
 def test_a_gpu_that_hangs_the_driver_leaves_the_facts_of_the_others(use_library):
     use_library(record=healthy(3), hanging=(1,))
     reading = FactReader({})

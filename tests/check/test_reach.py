@@ -84,6 +84,7 @@ def test_a_closed_port_is_refused(context):
     assert reported["is_refused"]
 
 
+@pytest.mark.waits
 def test_a_port_that_never_answers_is_reported(context):
     opened = listen(context, {})
     with socket.socket() as full:
@@ -101,6 +102,7 @@ def test_a_port_that_never_answers_is_reported(context):
     assert not reported["is_refused"]
 
 
+@pytest.mark.waits
 def test_lost_large_messages_are_no_closed_port(context):
     opened = listen(context, {})
 
@@ -150,6 +152,7 @@ def test_ports_are_closed_at_the_end():
         socket.create_connection(("127.0.0.1", port), 1.0)
 
 
+@pytest.mark.waits
 @pytest.mark.parametrize("limit", [1371, 9001])
 def test_the_path_mtu_is_found_to_the_byte(limit):
     """A receiver of the test's own, deaf to packets above a size."""

@@ -190,6 +190,7 @@ def test_a_bad_answer_is_refused_and_the_last_one_stays(scripted, answer, shown)
     assert children() == before
 
 
+@pytest.mark.waits
 def test_a_script_that_hangs_is_killed_with_all_that_it_started(scripted, tmp_path):
     left = tmp_path / "left"
     hangs = f"setsid sleep 1000 & sleep 999 & echo $$ $! > {left}; echo a:9; sleep 1000"

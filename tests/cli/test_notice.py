@@ -12,16 +12,19 @@ from tests.limits import HANG_S, until
 
 from ronde.processes import descendants
 
+ROOT = Path(__file__).parents[2]
 RANK = str(Path(__file__).with_name("elastic_rank.py"))
 TRAIN = """
 import sys
 import time
+sys.path.insert(0, sys.argv[2])
 import torch
 import ronde.torch as hvd
+from tests.cluster.training_rank import Descent
 
 hvd.init()
 model = torch.nn.Linear(2, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+optimizer = Descent(model.parameters(), lr=0.1)
 optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
 data = torch.utils.data.TensorDataset(torch.ones(8, 2))
 loop = hvd.elastic.Loop(
@@ -106,7 +109,7 @@ def test_it_ends_with_an_agent_that_was_killed(start):
 
 def test_a_checkpoint_is_written_where_all_hosts_are_about_to_end(ronde, tmp_path):
     (tmp_path / "train.py").write_text(TRAIN)
-    program = ("--", sys.executable, "train.py", "state")
+    program = ("--", sys.executable, "train.py", "state", str(ROOT))
     words = ("run", "-np", "2", "--min-ranks", "1", "--notice", "file:taken", *program)
     with ronde.start(*words, cwd=tmp_path) as process:
         assert read_first_step(process) == 0

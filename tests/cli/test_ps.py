@@ -15,15 +15,17 @@ from ronde.launch import find_sockets, list_jobs, watch
 
 TRAIN = """
 import pathlib, sys, time
+sys.path.insert(0, sys.argv[3])
 import torch
 import torch.distributed as dist
 import ronde.process_group
 import ronde.torch as hvd
+from tests.cluster.training_rank import Descent
 
 hvd.init()
 torch.manual_seed(0)
 model = torch.nn.Linear(4, 1)
-wrapped = torch.optim.SGD(model.parameters(), lr=0.1)
+wrapped = Descent(model.parameters(), lr=0.1)
 optimizer = hvd.DistributedOptimizer(wrapped, model.named_parameters())
 for step in range(6):
     if step == 4 and hvd.rank() == 2:  # a data loader that hangs
@@ -40,6 +42,7 @@ if dist.get_rank() != 1:
     dist.barrier(group)
 dist.barrier()
 """
+ROOT = Path(__file__).parents[2]
 ELASTIC = str(Path(__file__).with_name("elastic_rank.py"))
 
 
@@ -72,7 +75,7 @@ def statuses(table):
 def test_what_each_rank_does_is_listed_while_a_job_hangs(ronde, ronde_here, tmp_path):
     script, files = tmp_path / "train.py", [tmp_path / name for name in "ab"]
     script.write_text(TRAIN)
-    words = ("-n", "3", sys.executable, str(script), *map(str, files))
+    words = ("-n", "3", sys.executable, *map(str, (script, *files, ROOT)))
     with running(ronde, *words) as (process, path):
         both = {0: (2,), 1: (2,)}
         table = await_table(path, lambda each: each.find_awaited() == both)

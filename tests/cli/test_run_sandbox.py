@@ -101,6 +101,7 @@ def test_too_few_open_files_are_told_before_anything_starts(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.waits
 def test_many_hosts_need_no_higher_limit_of_open_files(ronde):
     hosts = ",".join(f"n{number}.invalid" for number in range(24))
     done = ronde("run", "-H", hosts, "true", preexec_fn=limit_open_files(40, 400))

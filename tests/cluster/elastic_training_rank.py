@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
 from tests import ledger  # noqa: E402  found by the line above
+from tests.cluster.training_rank import Descent  # noqa: E402
 
 import ronde.torch as hvd  # noqa: E402
 from ronde.membership import own_member  # noqa: E402
@@ -52,7 +53,7 @@ def main(folder: Path) -> None:
     applied = (folder / f"applied-{host}-{member.number}").open("a", buffering=1)
     model = torch.nn.Linear(4, 2)
     optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), 0.01), model.named_parameters()
+        Descent(model.parameters(), 0.01), model.named_parameters()
     )
     inputs = torch.randn(NUM_SAMPLES, 4, generator=torch.Generator().manual_seed(5))
     samples = torch.utils.data.TensorDataset(inputs, inputs[:, :2])

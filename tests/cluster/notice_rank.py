@@ -10,6 +10,10 @@ from pathlib import Path
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from tests.cluster.training_rank import Descent
+
 import ronde.torch as hvd
 
 _STEP_S = 0.02  # while there are others
@@ -23,7 +27,7 @@ def main() -> None:
     inputs = torch.ones(num_steps * _BATCH, 4)
     data = torch.utils.data.TensorDataset(inputs)
     model = torch.nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer = Descent(model.parameters(), lr=0.01)
     optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
     loop = hvd.elastic.Loop(model, optimizer, data, batch=_BATCH, epochs=1)
     with (folder / f"steps.{os.uname().nodename}").open("a", buffering=1) as steps:

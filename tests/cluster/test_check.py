@@ -5,11 +5,7 @@ import importlib.util
 import json
 import os
 import re
-import shutil
-import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,11 +15,9 @@ from tests.cluster.faults import (
     altered,
     done_on,
     find_cpu_groups,
-    firewall,
     grouped,
     in_shell,
     limited,
-    narrowed,
     replaced,
 )
 from tests.cluster.machines import ROOT
@@ -114,23 +108,11 @@ def find(cluster, usual):
     return find
 
 
-def paste(cluster, host, fix, **env):
-    """Type a fix on a host, all of it."""
-    done = cluster.run(host, ["sh", "-ec", fix], env=ENVIRONMENT | env)
-    assert done.returncode == 0, (fix, done.stdout, done.stderr)
-
-
 def assert_found(checked, check, host, *more):
     """Assert that a host is found, by this check and no others than ``more``."""
     assert (check, host) in checked.found, checked.said
     allowed = {(name, host) for name in (check, *more)}
     assert checked.found <= allowed, checked.said
-
-
-needs_nft = pytest.mark.skipif(
-    shutil.which("nft", path="/usr/sbin:/sbin") is None,
-    reason="firewalls need nft. Debian: apt-get install nftables",
-)
 
 
 def test_with_nothing_wrong_all_hosts_are_ready(usual):
@@ -140,28 +122,6 @@ def test_with_nothing_wrong_all_hosts_are_ready(usual):
 def test_nothing_of_it_stays(cluster, usual, disk):
     assert_nothing_left(cluster)
     assert [path.name for path in disk.iterdir()] == ["train.bin"]
-
-
-@needs_nft
-def test_a_firewall_before_a_host(cluster, find):
-    closed = "tcp dport != 22 tcp flags & (syn | ack) == syn"
-    with firewall(cluster, cluster.hosts[1], closed):
-        checked = find("--only", "network")
-    assert_found(checked, "reachable", "node2")
-    said = checked.said["reachable", "node2"]
-    assert "node1, node3 cannot connect to it; the other way it works" in said
-    assert "no answer; datagrams arrive" in said
-
-
-@needs_nft
-def test_large_packets_to_a_host_are_lost(cluster, find):
-    # Those of ssh are not: without it nothing could be asked.
-    with firewall(cluster, cluster.hosts[2], "ip length > 1400 th dport != 22"):
-        checked = find("--only", "network")
-    assert_found(checked, "path-mtu", "node3")
-    assert checked.said["path-mtu", "node3"] == (
-        "from node1, node2: no packets above 1400 bytes arrive, its MTU is 1500"
-    )
 
 
 def test_hosts_that_are_all_slow(cluster):
@@ -180,66 +140,10 @@ def test_hosts_that_are_all_slow(cluster):
     assert checked.found == frozenset(), checked.said
 
 
-def test_a_black_hole_on_the_only_way_to_a_host(cluster):
-    """What is larger than the way takes is lost without a word, in either direction."""
-    near, far = cluster.hosts[:2]
-    # Else the kernel hands on whole messages, and only the wire would cut them.
-    whole, cut = (
-        ["ip", "link", "set", "eth0", "gso_max_segs", n] for n in ("65535", "1")
-    )
-    with contextlib.ExitStack() as undoing:
-        for host in (near, far):
-            undoing.enter_context(done_on(cluster, host, cut, whole))
-        undoing.enter_context(narrowed(cluster, far, 1400))
-        only = {"names": "node1,node2", "connect_s": 2.0}
-        checked = run_check(cluster, "--only", "network", **only)
-        assert checked.found == {("host-answers", "node2")}
-        said = checked.said["host-answers", "node2"]
-        assert said.endswith(
-            "packets above 1400 bytes to it are lost, and the MTU of eth0 is 1500"
-        )
-        usual = ["ip", "link", "set", "eth0", "mtu", "1500"]
-        undoing.callback(cluster.run, near, usual)
-        paste(cluster, near, checked.fixes["host-answers", "node2"])
-        checked = run_check(cluster, "--only", "network", names="node1,node2")
-        assert checked.found == {("mtu", "node1"), ("mtu", "node2")}
-        undoing.callback(cluster.run, far, usual)
-        paste(cluster, far, checked.fixes["mtu", "node2"])
-        checked = run_check(cluster, "--only", "network", names="node1,node2")
-        assert checked.found == frozenset(), checked.said
-
-
 def test_a_link_with_a_tenth_of_the_others(cluster, find):
     with limited(cluster, cluster.hosts[1], "100mbit"):
         checked = find("--only", "network", "--bandwidth")
     assert_found(checked, "slow-host-link", "node2")
-
-
-def test_ctrl_c_while_a_pair_reduces_ends_its_ranks(cluster):
-    words = [sys.executable, "-m", "ronde", "check", "-H", NAMES]
-    program = cluster.start(
-        cluster.hosts[0],
-        [*words, "--ssh-args", f"-F {cluster.ssh_config}", "--bandwidth", "gloo"],
-        env=ENVIRONMENT,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    with program:
-        due_s = time.monotonic() + LIMIT_S
-        while not ranks_of_pairs(cluster):
-            assert program.poll() is None
-            assert time.monotonic() < due_s
-            time.sleep(0.05)
-        program.send_signal(signal.SIGINT)
-        assert program.wait(LIMIT_S) == 130
-    assert_nothing_left(cluster)
-
-
-def ranks_of_pairs(cluster):
-    """Return the processes of jobs that the check itself has started."""
-    mark = b"RONDE_JOB_ID=check-"
-    everyone = (p for host in cluster.hosts for p in cluster.processes(host))
-    return [process for process in everyone if mark in process.environment]
 
 
 needs_cgroups = pytest.mark.skipif(
@@ -297,30 +201,6 @@ def renamed(host):
         yield
     finally:
         names.write_text(text)
-
-
-def test_folders_that_one_host_lacks(cluster, find, disk, tmp_path):
-    """``ronde run`` refuses the one that lacks the folder to start in."""
-    job, empty = tmp_path / "tree" / "job", tmp_path / "empty"
-    job.mkdir(parents=True)
-    empty.mkdir()
-    only = ("--only", "storage")
-    with (
-        replaced(cluster, cluster.hosts[1], job.parent, empty),
-        replaced(cluster, cluster.hosts[2], disk.parent, empty),
-    ):
-        checked = find(*only, "--path", str(disk), cwd=job)
-        elsewhere = find(*only, "--chdir", str(tmp_path), cwd=job)
-        words = [sys.executable, "-m", "ronde", "run", "-H", NAMES, "true"]
-        words[4:4] = ["--ssh-args", f"-F {cluster.ssh_config}"]
-        ran = cluster.run(cluster.hosts[0], words, cwd=job, env=ENVIRONMENT)
-    assert checked.said == {
-        ("folder-missing", "node2"): f"{job}: No such file or directory",
-        ("folder-missing", "node3"): f"{disk}: No such file or directory",
-    }
-    assert elsewhere.found == frozenset(), elsewhere.said
-    assert ran.returncode == 64
-    assert "node2: cannot enter --chdir" in ran.stderr
 
 
 @needs_cgroups

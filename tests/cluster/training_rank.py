@@ -22,6 +22,8 @@ class Descent(torch.optim.Optimizer):
 
     add_param_group = torch.optim.Optimizer.add_param_group.__wrapped__
     zero_grad = torch.optim.Optimizer.zero_grad.__wrapped__
+    state_dict = torch.optim.Optimizer.state_dict.__wrapped__
+    load_state_dict = torch.optim.Optimizer.load_state_dict.__wrapped__
 
     def __init__(self, params, lr):
         super().__init__(params, {"lr": lr})

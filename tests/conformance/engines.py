@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 
+from tests.conformance.samples import ALL_CASES, FEW, THIRD
 from torch.distributed import HashStore
 
 from ronde.collectives import (
@@ -26,12 +27,12 @@ class Setting:
     size: int
     algorithm: str = ""
     hosts: str = ""  # a letter for the host of each rank
-    is_whole: bool = True  # all cases, else few: another setting runs the same code
+    share: str = ALL_CASES  # or less: another setting runs the same code
     timeout_s: float = 60.0
 
     def __str__(self) -> str:
         words = [self.engine, self.algorithm, self.hosts, str(self.size)]
-        words.append("" if self.is_whole else "few")
+        words.append("" if self.share == ALL_CASES else self.share)
         return "-".join(filter(None, words))
 
     def __call__(self, claim: RankInfo) -> Communicator:
@@ -58,17 +59,19 @@ def gloo(claim: RankInfo, timeout_s: float) -> Engine:
     return ENGINES["gloo"](EngineConfig(claim, timeout_s))
 
 
+SHARES = {1: FEW, 2: FEW, 3: ALL_CASES, 4: FEW}
 SETTINGS = [
     Setting("solo", 1),
-    *(Setting("gloo", size, is_whole=size == 3) for size in (1, 2, 3, 4)),
-    *(Setting("shared_memory", size, is_whole=size == 3) for size in (2, 3, 4)),
-    *(Setting("scheduled", size, "ring", is_whole=size == 3) for size in (1, 2, 3, 4)),
-    Setting("scheduled", 3, "tree", is_whole=False),
-    Setting("scheduled", 3, "halving_doubling", is_whole=False),
-    Setting("hierarchical", 4, hosts="abab", is_whole=False),
-    Setting("hierarchical", 3, hosts="aab"),
+    *(Setting("gloo", size, share=SHARES[size]) for size in (1, 2, 3, 4)),
+    *(Setting("shared_memory", size, share=SHARES[size]) for size in (2, 3, 4)),
+    *(Setting("scheduled", size, "ring", share=FEW) for size in (1, 2, 4)),
+    Setting("scheduled", 3, "ring", share=THIRD),
+    Setting("scheduled", 3, "tree", share=FEW),
+    Setting("scheduled", 3, "halving_doubling", share=FEW),
+    Setting("hierarchical", 4, hosts="abab", share=FEW),
+    Setting("hierarchical", 3, hosts="aab", share=THIRD),
 ]
 LONG = [
     Setting("auto", 2),  # on one host it is shared memory once more
-    *(replace(setting, is_whole=True) for setting in SETTINGS if not setting.is_whole),
+    *(replace(each, share=ALL_CASES) for each in SETTINGS if each.share != ALL_CASES),
 ]

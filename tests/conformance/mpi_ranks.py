@@ -7,11 +7,13 @@ import os
 import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from tests.conformance.data_movement import objects_travel
+from tests.conformance.samples import ALL_CASES, FEW, THIRD
 from tests.conformance.test_engines import SUITE, run_checks
 from tests.limits import HANG_S
 
@@ -20,9 +22,9 @@ from ronde.errors import CollectiveError
 from ronde.world import read_rank_info
 
 
-def run_suite(communicator):
+def run_suite(communicator, share=THIRD):
     for part in ("reductions", "movements", "refusals"):  # it copies from any place
-        run_checks(communicator, SUITE[part])
+        run_checks(communicator, SUITE[part], share=share)
     leave_work_alone(communicator)
     run_in_short_calls(communicator)
 
@@ -32,7 +34,7 @@ def run_in_short_calls(communicator):
     short = again(communicator, max_count=5)
     checks = SUITE["movements"] + SUITE["reductions"]
     checks.remove(objects_travel)  # of 100,000 bytes, as broadcasts
-    run_checks(short, checks, is_whole=False)
+    run_checks(short, checks, share=FEW)
 
 
 def again(communicator, **options):
@@ -108,6 +110,7 @@ def main() -> None:
     assert communicator.engine == "mpi"
     doing = {
         "suite": run_suite,
+        "whole": partial(run_suite, share=ALL_CASES),
         "turns": take_turns,
         "late": be_late,
         "die": die,

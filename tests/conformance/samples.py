@@ -33,28 +33,31 @@ def checks_in(names: dict[str, Any]) -> list[Callable[[Any, str], None]]:
     return [f for f in functions if [*inspect.signature(f).parameters] == signature]
 
 
-_kept_few = list[bool]()
+ALL_CASES, THIRD, FEW = "all", "third", "few"
+_kept = [ALL_CASES]
 
 
-def keep_few() -> None:
-    """Make :func:`cases` return few cases from now on, in this process."""
-    _kept_few.append(True)
+def keep(share: str) -> None:
+    """Make :func:`cases` return this share from now on, in this process."""
+    _kept[0] = share
 
 
 def cases(size: int, *axes: Iterable[Any]) -> list[tuple[Any, ...]]:
     """Return all combinations on three ranks, and on others a third of them.
 
     Every value of an axis occurs, and every pair of values if there is a third axis.
-    After ``keep_few`` every value occurs in as many cases as the longest axis has.
+    After ``keep(THIRD)`` it is a third on three ranks, too. After ``keep(FEW)`` every
+    value occurs in as many cases as the longest axis has.
     """
     lists = [list(axis) for axis in axes]
-    if _kept_few:
+    if _kept[0] == FEW:
         longest = max(map(len, lists))
         return [tuple(axis[i % len(axis)] for axis in lists) for i in range(longest)]
     return [
         tuple(value for _, value in case)
         for case in itertools.product(*map(enumerate, lists))
-        if size == 3 or sum(index for index, _ in case) % 3 == size % 3
+        if (size == 3 and _kept[0] == ALL_CASES)
+        or sum(index for index, _ in case) % 3 == size % 3
     ]
 
 

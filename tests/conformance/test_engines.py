@@ -8,7 +8,7 @@ from tests.conformance.engines import LONG, SETTINGS
 from tests.conformance.places import PLACES
 from tests.conformance.reductions import REDUCTIONS
 from tests.conformance.refusals import REFUSALS
-from tests.conformance.samples import keep_few
+from tests.conformance.samples import ALL_CASES, keep
 
 SUITE = {
     "reductions": REDUCTIONS,
@@ -21,10 +21,9 @@ LIMIT_S = 200.0
 MINDFUL = ("shared_memory", "auto", "hierarchical")
 
 
-def run_checks(communicator, checks, *, is_whole=True):
-    """Run all checks in order; return their names."""
-    if not is_whole:
-        keep_few()
+def run_checks(communicator, checks, *, share=ALL_CASES):
+    """Run all checks in order on a share of their cases; return their names."""
+    keep(share)
     own = communicator.duplicate()
     for check in checks:
         check(own, "cpu")
@@ -50,7 +49,7 @@ def test_engine(run_ranks, setting):
     checks = [check for part in parts_of(setting) for check in SUITE[part]]
     names = run_ranks(
         setting.size,
-        partial(run_checks, is_whole=setting.is_whole),
+        partial(run_checks, share=setting.share),
         checks,
         timeout_s=LIMIT_S,
         connecting=setting,

@@ -266,7 +266,7 @@ def connect_often(claim, times, engine):
 
 @pytest.mark.parametrize("engine", [*ENGINES, "scheduled"])
 def test_closing_frees_descriptors_and_threads(run_ranks_bare, engine):
-    for early, late in run_ranks_bare(3, connect_often, 30, engine, timeout_s=HANG_S):
+    for early, late in run_ranks_bare(3, connect_often, 12, engine, timeout_s=HANG_S):
         assert early == late
 
 

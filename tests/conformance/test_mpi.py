@@ -57,11 +57,15 @@ def assert_all_through(done, size):
         assert f"rank {rank} of {size} is through" in done.stdout
 
 
+LONG = [(1, "suite"), (4, "suite"), (3, "whole")]
+
+
 @pytest.mark.parametrize(
-    "size", [3, *(pytest.param(size, marks=pytest.mark.long) for size in (1, 4))]
+    ("size", "share"),
+    [(3, "suite"), *(pytest.param(*each, marks=pytest.mark.long) for each in LONG)],
 )
-def test_suite_under_mpirun(size):
-    assert_all_through(mpirun(size, "suite"), size)
+def test_suite_under_mpirun(size, share):
+    assert_all_through(mpirun(size, share), size)
 
 
 def test_threads_take_turns():

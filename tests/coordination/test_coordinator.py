@@ -401,6 +401,7 @@ def stall(coordinator, submitted):
     return heard.lines
 
 
+@pytest.mark.waits
 @pytest.mark.parametrize(
     "engine",
     [

@@ -2,20 +2,25 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 from tests.limits import HANG_S
 
+ROOT = Path(__file__).parents[2]
+
 PROGRAM = """
 import os, signal, sys, time
+sys.path.insert(0, sys.argv[1])
 import torch
 import ronde.torch as hvd
 from ronde.membership import own_member
+from tests.cluster.training_rank import Descent
 
 hvd.init()
 number = own_member().number
 model = torch.nn.Linear(4, 1).double()
 optimizer = hvd.DistributedOptimizer(
-    torch.optim.SGD(model.parameters(), 0.1), model.named_parameters()
+    Descent(model.parameters(), 0.1), model.named_parameters()
 )
 
 
@@ -60,7 +65,7 @@ def test_those_that_are_left_have_lost_no_step(tmp_path):
     script.write_text(PROGRAM)
     words = ["run", "--nested", "-H", "localhost:3", "--min-ranks", "1"]
     done = subprocess.run(
-        [sys.executable, "-m", "ronde", *words, sys.executable, str(script)],
+        [sys.executable, "-m", "ronde", *words, sys.executable, script, ROOT],
         capture_output=True,
         text=True,
         timeout=HANG_S,

@@ -92,6 +92,7 @@ def test_a_spare_copy_on_one_rank_does_not_shift_what_all_make_later():
     assert_equal(run_sessions(3, work), alone(4, range(3)))
 
 
+@pytest.mark.waits
 @pytest.mark.parametrize(
     "op", [hvd.Average, pytest.param(hvd.Adasum, marks=pytest.mark.long)]
 )

@@ -42,6 +42,7 @@ def _listen():
     return heard
 
 
+@pytest.mark.waits
 def test_late_gradients_are_told_of_and_then_used():
     """Rank 1 computes for long; rank 0 is warned; then both go on."""
 
@@ -74,6 +75,7 @@ def test_late_gradients_are_told_of_and_then_used():
     assert "rank 1: waiting for [barrier.noname]" in first[0]
 
 
+@pytest.mark.waits
 @pytest.mark.parametrize(
     "engine", ["auto", pytest.param("gloo", marks=pytest.mark.long)]
 )

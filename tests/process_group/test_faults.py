@@ -115,6 +115,7 @@ def wait_in_brief_group(communicator, port):
     store.wait(others, HANG)
 
 
+@pytest.mark.waits
 @pytest.mark.parametrize("engine", ["auto", "gloo"])
 def test_timeout_names_the_absent_rank(engine):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -122,6 +123,7 @@ def test_timeout_names_the_absent_rank(engine):
     run_ranks(3, wait_in_brief_group, store.port, timeout_s=HANG_S, connecting=by)
 
 
+@pytest.mark.waits
 def test_a_lost_store_does_not_delay_a_late_call():
     """A clone of the store would try to connect until its timeout."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -254,7 +256,7 @@ def begin_again(_):
     """Return the resources held, without Python's cycle collector."""
     gc.disable()
     counts = []
-    for turn in range(15):
+    for turn in range(10):
         dist.init_process_group("ronde", timeout=HANG)
         tensor = torch.ones(1)
         dist.all_reduce(tensor)
@@ -265,7 +267,7 @@ def begin_again(_):
         if turn % 2:
             message_of(other_shape, dist.get_rank())
         dist.destroy_process_group()
-        if turn in (4, 14):
+        if turn in (4, 9):
             counts.append(least_resources())
     return counts
 

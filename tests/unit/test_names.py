@@ -42,10 +42,15 @@ REPLACED = {
 
 
 @functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@functools.cache
 def named(path: Path) -> list[str]:
     return [
         node.name
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(parsed(path))
         if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
     ]
 
@@ -84,7 +89,7 @@ def test_nothing_is_called_by_a_word_of_our_own(package: str) -> None:
 def test_no_two_public_classes_share_a_name() -> None:
     places = defaultdict(list)
     for path in SOURCE.rglob("*.py"):
-        for node in ast.parse(path.read_text()).body:
+        for node in parsed(path).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places[node.name].append(str(path.relative_to(SOURCE)))
     assert not {name: where for name, where in places.items() if len(where) > 1}

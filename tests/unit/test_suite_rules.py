@@ -6,6 +6,7 @@ the product come from its packages, so that files can move.
 """
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -138,6 +139,11 @@ def inner_imports(tree: ast.Module) -> Iterator[int]:
                 yield node.lineno
 
 
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 @pytest.mark.parametrize("find", [short_limits, inner_imports])
 def test_every_test_keeps_to_it(find):
     found = [
@@ -145,6 +151,6 @@ def test_every_test_keeps_to_it(find):
         for path in sorted(TESTS.rglob("*.py"))
         # The loops of the soak break jobs at moments that they choose.
         if find is inner_imports or path.parent != TESTS / "soak"
-        for line in sorted(set(find(ast.parse(path.read_text()))))
+        for line in sorted(set(find(parsed(path))))
     ]
     assert not found
