@@ -19,7 +19,7 @@ from ronde.store.protocol import MAX_FRAME_BYTES, Splitter
 from ronde.topology.machine import Machine
 
 T = TypeVar("T")
-PROTOCOL = 15  # changes with any message; both sides must have the same
+PROTOCOL = 16  # changes with any message; both sides must have the same
 FIRST_CREDIT_BYTES = 16 << 10  # output that may be sent before any credit was granted
 
 _READ_BYTES = 256 << 10
