@@ -38,7 +38,7 @@ from ronde.cli.hosts import (
     make_spawner,
     read_slots,
 )
-from ronde.cli.place import place_node
+from ronde.cli.pods import apply_pod
 from ronde.errors import RondeError, UsageError, WorldError
 from ronde.launch import environments
 from ronde.launch.host import (
@@ -81,7 +81,7 @@ _DEFAULTS = {
     "bind_policy": "best-effort",
     "gpu_view": "all",
     "join_timeout": 300.0,
-    "place": None,  # of a pod
+    "pod": None,  # of a pod
     "awaits_hosts": False,  # hosts may not be up yet
 }
 # Names of the same options in other launchers.
@@ -235,8 +235,8 @@ def read_request(
         from ronde.cli.elastic import read_elastic
 
         elastic = read_elastic(options, horovod, environ, num_ranks, num_each)
-    is_placed = options.nested or options.place  # whose RANK may be that of a pod
-    if not is_placed and environ.keys() & RANK_VARIABLES:
+    is_known = options.nested or options.pod  # whose RANK may be that of a pod
+    if not is_known and environ.keys() & RANK_VARIABLES:
         refuse_nesting(num_ranks, environ)
     env = _rank_env(options, horovod, environ)
     if elastic is None:
@@ -412,7 +412,7 @@ def token_file(options: argparse.Namespace, environ: Mapping[str, str]) -> str:
     if path or Path(_TOKEN_OF_PODS).is_file():
         return path or _TOKEN_OF_PODS
     cure = "Make one: (umask 077; openssl rand -hex 32 > token)"
-    if options.place:
+    if options.pod:
         cure += (
             f"; kubectl create secret generic NAME --from-file=token; mount it at "
             f"{Path(_TOKEN_OF_PODS).parent}, with defaultMode 0440"
@@ -474,7 +474,7 @@ def run(words: Sequence[str], agent: _Agent, signal_fd: int, timeouts: Timeouts)
         parser.read(["--help"])
         return 0
     environ = environments.own_environment()
-    options, where = place_node(parser, options, parser.given(options), environ)
+    options, where = apply_pod(parser, options, parser.given(options), environ)
     require_listen_or_agent(options, parser.given(options))
     if where:
         _report(where)
@@ -638,7 +638,7 @@ def _run_node(start: _Start) -> int:
         node_info=tls.NodeInfo(
             tls.host_name(os.uname().nodename),
             own_slots(options),
-            options.place.number if options.place else -1,
+            options.pod.number if options.pod else -1,
         ),
         timeout_s=options.join_timeout,
     )

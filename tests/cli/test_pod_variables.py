@@ -1,11 +1,10 @@
-"""The place of a node, from the variables of what started it."""
+"""A pod's number and head, from the variables of its controller."""
 
 import pytest
 
-from ronde.cli import make_run_parser
-from ronde.cli.place import place_node
+from ronde.cli import apply_pod, make_run_parser
 from ronde.errors import UsageError
-from ronde.launch import MachineFile, NodeName, find_place
+from ronde.launch import MachineFile, PodName, find_pod
 
 FULL = "train-2.train.default.svc.cluster.local"
 HEAD = "joins train-0.train.default.svc.cluster.local:29400"
@@ -53,8 +52,8 @@ VOLCANO = {
 }
 
 
-def place(environ, nodes="", host="train-2"):
-    return find_place(environ, NodeName(host, lambda: FULL), nodes)
+def pod(environ, nodes="", host="train-2"):
+    return find_pod(environ, PodName(host, lambda: FULL), nodes)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +70,7 @@ def place(environ, nodes="", host="train-2"):
     ],
 )  # fmt: skip
 def test_pod_two_of_three_joins_the_head(environ, nodes, text, slots):
-    found = place(environ, nodes)
+    found = pod(environ, nodes)
     assert (found.number, found.nodes, found.slots) == (2, "3", slots)
     assert str(found).startswith("pod 2 of 3 (")
     assert str(found).endswith(text)
@@ -81,18 +80,18 @@ def test_pod_two_of_three_joins_the_head(environ, nodes, text, slots):
 def test_pod_zero_is_the_head(environ):
     numbers = ("JOB_COMPLETION_INDEX", "RANK", "LWS_WORKER_INDEX", "PET_NODE_RANK")
     zero = dict.fromkeys({*numbers, "SKYPILOT_NODE_RANK"} & environ.keys(), "0")
-    assert str(place({**environ, **zero})).endswith("is the head")
+    assert str(pod({**environ, **zero})).endswith("is the head")
 
 
 def test_pods_without_a_number_know_the_head_by_its_name():
-    assert place(ELASTIC, host="train-worker-0").number == 0
-    found = place(ELASTIC, host="train-worker-3")
+    assert pod(ELASTIC, host="train-worker-0").number == 0
+    found = pod(ELASTIC, host="train-worker-3")
     assert (found.number, found.nodes) == (-1, "2:4")
     assert str(found) == "pod of 2:4 (PET_RDZV_ENDPOINT) joins train-worker-0:23456"
 
 
 def test_numbers_of_an_elastic_job_may_have_gaps():
-    assert place({"RONDE_NODES": "2:3", "JOB_COMPLETION_INDEX": "5"}).number == 5
+    assert pod({"RONDE_NODES": "2:3", "JOB_COMPLETION_INDEX": "5"}).number == 5
 
 
 @pytest.mark.parametrize(
@@ -108,7 +107,7 @@ def test_numbers_of_an_elastic_job_may_have_gaps():
     ],
 )
 def test_variables_of_one_node_are_no_place(environ):
-    assert place(environ) is None
+    assert pod(environ) is None
 
 
 @pytest.mark.parametrize(
@@ -137,7 +136,7 @@ def test_variables_of_one_node_are_no_place(environ):
 )  # fmt: skip
 def test_contradictions_and_incomplete_variables_are_refused(environ, nodes, said):
     with pytest.raises(UsageError) as refused:
-        place(environ, nodes)
+        pod(environ, nodes)
     assert said in str(refused.value)
 
 
@@ -148,13 +147,13 @@ def test_an_mpi_launcher_has_its_hosts_in_a_file(tmp_path):
         "OMPI_MCA_orte_default_hostfile": str(path),
         "K_MPI_JOB_ROLE": "launcher",
     }
-    assert place(environ) == MachineFile("OMPI_MCA_orte_default_hostfile", str(path))
+    assert pod(environ) == MachineFile("OMPI_MCA_orte_default_hostfile", str(path))
 
 
 def read(words, environ):
     parser = make_run_parser()
     options = parser.parse_args(words)
-    return place_node(parser, options, parser.given(options), environ)
+    return apply_pod(parser, options, parser.given(options), environ)
 
 
 def test_the_same_line_counts_as_far_as_a_node_needs_it():
@@ -182,7 +181,7 @@ def test_the_same_line_counts_as_far_as_a_node_needs_it():
 )
 def test_options_win(words):
     options, text = read([*words, "train.py"], TRAIN_JOB)
-    assert (options.place, text) == (None, "")
+    assert (options.pod, text) == (None, "")
 
 
 def test_pod_zero_without_a_count_warns():

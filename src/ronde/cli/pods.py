@@ -1,4 +1,4 @@
-"""Options of ``ronde run`` in a pod, from the variables of what started it."""
+"""Options of ``ronde run`` in a pod, from the variables of its controller."""
 
 import argparse
 import os
@@ -7,7 +7,7 @@ from collections.abc import Container, Mapping
 from functools import partial
 
 from ronde.arguments import CommandParser
-from ronde.launch.hosts.place import INDEX, MachineFile, NodeName, find_place
+from ronde.launch.hosts.pods import INDEX, MachineFile, PodName, find_pod
 
 _WINNING = (
     *("standalone", "listen", "agent", "hosts", "hostfile", "launcher"),
@@ -18,37 +18,37 @@ _KEPT = ("token_file", "join_timeout", "slots", "nproc_per_node")
 """Attributes of options that also count on the nodes that join."""
 
 
-def place_node(
+def apply_pod(
     parser: CommandParser,
     options: argparse.Namespace,
     given: Container[str],
     environ: Mapping[str, str],
 ) -> tuple[argparse.Namespace, str]:
-    """Return the options of this node, and a line that names its place or is empty.
+    """Return the options of this node, and a line that names its pod or is empty.
 
     Raises:
-        UsageError: As ``find_place``, or a number of slots is wrong.
+        UsageError: As ``find_pod``, or a number of slots is wrong.
     """
     if any(name in given for name in _WINNING):
         return options, ""
     host = os.uname().nodename
-    node = NodeName(host, partial(socket.getfqdn, host))
-    place = find_place(environ, node, options.nodes or "")
-    if place is None:
+    node = PodName(host, partial(socket.getfqdn, host))
+    pod = find_pod(environ, node, options.nodes or "")
+    if pod is None:
         is_alone = environ.get(INDEX) == "0"
         text = f"{INDEX}=0 alone: if there are more pods, each trains for itself"
         return options, text if is_alone else ""
-    if isinstance(place, MachineFile):
-        options.hostfile, options.awaits_hosts = place.path, True
-        return options, str(place)
-    if place.number:
+    if isinstance(pod, MachineFile):
+        options.hostfile, options.awaits_hosts = pod.path, True
+        return options, str(pod)
+    if pod.number:
         kept = {name: getattr(options, name) for name in _KEPT}
-        options = parser.parse_args(["--agent", place.endpoint])
+        options = parser.parse_args(["--agent", pod.endpoint])
         vars(options).update(kept)
     else:
-        options.listen, options.nodes = str(place.port), place.nodes
-    if place.slots and not any(name in given for name in _KEPT[-2:]):
-        words = ["--nproc-per-node", place.slots]
+        options.listen, options.nodes = str(pod.port), pod.nodes
+    if pod.slots and not any(name in given for name in _KEPT[-2:]):
+        words = ["--nproc-per-node", pod.slots]
         options.nproc_per_node = parser.parse_args(words).nproc_per_node
-    options.place = place
-    return options, str(place)
+    options.pod = pod
+    return options, str(pod)

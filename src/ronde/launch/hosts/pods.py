@@ -1,6 +1,6 @@
-"""The place of a node among the nodes of a job, from variables of what started it.
+"""Pods of a job: their number and their head, from variables of their controller.
 
-Note [Places]
+Note [Numbers of pods]
     Controllers of Kubernetes, Volcano and SkyPilot start one command in every pod, with
     its number in variables of their own. Number 0 is the head; the others join it.
     Ronde's own variables count before those of a controller, which must agree with
@@ -52,7 +52,7 @@ _SKYPILOT = _Names(
 _VOLCANO = _Names("WORLD_SIZE", "RANK", "MASTER_ADDR")
 
 
-class NodeName(NamedTuple):
+class PodName(NamedTuple):
     """The host name of this node, and a function that finds its domain."""
 
     host: str
@@ -70,8 +70,8 @@ class NodeName(NamedTuple):
         return -(head.partition(".")[0] != self.host.partition(".")[0])
 
 
-class Place(NamedTuple):
-    """The number of a node, the numbers of nodes of its job, and their head."""
+class Pod(NamedTuple):
+    """The number of a pod, the numbers of pods of its job, and their head."""
 
     source: str  # the variable of the number
     number: int  # 0 for the head, -1 if unknown
@@ -98,7 +98,7 @@ class Place(NamedTuple):
 
 
 class MachineFile(NamedTuple):
-    """A host file of an MPI launcher, whose hosts are reached by ssh."""
+    """A host file of an MPI launcher, which reaches its hosts by ssh."""
 
     source: str
     path: str
@@ -107,12 +107,12 @@ class MachineFile(NamedTuple):
         return f"hosts of {self.path} ({self.source})"
 
 
-def find_place(
-    environ: _Environment, node: NodeName, nodes: str = ""
-) -> Place | MachineFile | None:
-    """Return this node's place; None if no variable implies several nodes.
+def find_pod(
+    environ: _Environment, node: PodName, nodes: str = ""
+) -> Pod | MachineFile | None:
+    """Return this pod's number and head; None if no variable implies several pods.
 
-    ``nodes`` is the value of ``--nodes``. See Note [Places].
+    ``nodes`` is the value of ``--nodes``. See Note [Numbers of pods].
 
     Raises:
         UsageError: Variables are incomplete, invalid or contradict each other.
@@ -121,10 +121,10 @@ def find_place(
         return file
     given = _range({"--nodes": nodes}, "--nodes") if nodes else None
     index = _number(environ, INDEX) if INDEX in environ else -1
-    found = list(_places(environ, node))
+    found = list(_pods(environ, node))
     count = (found[0].least, found[0].most) if found else given
     if index >= 0 and count is not None:
-        found.append(Place(INDEX, index, *count, node.head(index)))
+        found.append(Pod(INDEX, index, *count, node.head(index)))
     if not found and index > 0:
         raise UsageError(
             f"nodes must be known in pod {index} of an Indexed Job, got {INDEX} alone. "
@@ -133,24 +133,22 @@ def find_place(
         )
     if not found:
         return None
-    place = found[0]
+    pod = found[0]
     if given:
-        found.append(place._replace(source="--nodes", least=given[0], most=given[1]))
+        found.append(pod._replace(source="--nodes", least=given[0], most=given[1]))
     for other in found[1:]:
-        if other.number not in (-1, place.number) and place.number >= 0:
-            raise _contradiction(place.source, place.number, other.source, other.number)
-        if other.least > place.most or place.least > other.most:
-            names = f"nodes by {place.source}", f"by {other.source}"
-            raise _contradiction(names[0], place.nodes, names[1], other.nodes)
-    place = (
-        place._replace(least=found[-1].least, most=found[-1].most) if given else place
-    )
-    if place.least == place.most <= place.number:
+        if other.number not in (-1, pod.number) and pod.number >= 0:
+            raise _contradiction(pod.source, pod.number, other.source, other.number)
+        if other.least > pod.most or pod.least > other.most:
+            names = f"nodes by {pod.source}", f"by {other.source}"
+            raise _contradiction(names[0], pod.nodes, names[1], other.nodes)
+    pod = pod._replace(least=found[-1].least, most=found[-1].most) if given else pod
+    if pod.least == pod.most <= pod.number:
         raise UsageError(
-            f"{place.source} must be below the number of nodes, got {place.number} of "
-            f"{place.most}. Correct one of them."
+            f"{pod.source} must be below the number of nodes, got {pod.number} of "
+            f"{pod.most}. Correct one of them."
         )
-    return place if place.most > 1 else None
+    return pod if pod.most > 1 else None
 
 
 def _contradiction(name: str, value: object, other: str, its: object) -> UsageError:
@@ -176,18 +174,18 @@ def _machine_file(environ: _Environment) -> MachineFile | None:
     return there
 
 
-def _places(environ: _Environment, node: NodeName) -> Iterable[Place]:
-    """Yield the places by the variables of ronde and of each controller."""
+def _pods(environ: _Environment, node: PodName) -> Iterable[Pod]:
+    """Yield the pod by the variables of ronde and of each controller."""
     is_own = _OURS.number in environ or INDEX not in environ
     ours = _OURS if is_own else _OURS._replace(number=INDEX)
     for names in (ours, _LEADER_WORKER_SET, _TORCHRUN, _SKYPILOT):
         if environ.get(names.nodes, "1") != "1":
-            yield _read_place(environ, names, node)
+            yield _read_pod(environ, names, node)
     if "VC_TASK_INDEX" in environ and "LOCAL_RANK" not in environ:
-        yield _read_place(environ, _VOLCANO, node)
+        yield _read_pod(environ, _VOLCANO, node)
 
 
-def _read_place(environ: _Environment, names: _Names, node: NodeName) -> Place:
+def _read_pod(environ: _Environment, names: _Names, node: PodName) -> Pod:
     count, source, number = _range(environ, names.nodes), names.number, -1
     if source in environ:
         number = _number(environ, source)
@@ -208,7 +206,7 @@ def _read_place(environ: _Environment, names: _Names, node: NodeName) -> Place:
     head = heads[0] if heads else node.head(number)
     slots = environ.get(names.slots, "")
     slots = "" if slots in ("auto", "0") else slots
-    return Place(source, number, *count, head, port, slots)
+    return Pod(source, number, *count, head, port, slots)
 
 
 def _incomplete(first: str, missing: str) -> UsageError:
