@@ -277,10 +277,12 @@ class Notice(NamedTuple):
 
 
 class Pong(NamedTuple):
-    """From the agent: the answer to a ``Ping``, with the agent's clock."""
+    """From the agent: the answer to a ``Ping``, with its clock and its memory."""
 
     sent_at_s: float
     here_s: float
+    used_bytes: int = 0  # of the control group nearest to its limit
+    limit_bytes: int = 0  # 0 without one
 
 
 class Finished(NamedTuple):
