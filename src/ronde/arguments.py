@@ -85,7 +85,8 @@ class CommandParser(argparse.ArgumentParser):
         given: dict[str, str] = {}
         for action in self._actions:
             value = getattr(options, action.dest, action.default)
-            is_given = value != action.default and action.const in (None, value)
+            is_own = action.nargs == "?" or action.const in (None, value)
+            is_given = value != action.default and is_own
             if action.option_strings and is_given:
                 given[action.dest] = action.option_strings[0]
         return given

@@ -96,6 +96,15 @@ def list_limits(root: str) -> Iterator[GroupLimit]:
                 yield GroupLimit(limit_name, int(limit), used)
 
 
+def nearest_limit(root: str = "") -> tuple[int, int]:
+    """Return the used bytes and the limit of the group that is nearest to its limit.
+
+    Both are 0 without a limit.
+    """
+    limits = [(each.used_bytes, each.limit_bytes) for each in list_limits(root)]
+    return max(limits, key=lambda pair: pair[0] / max(1, pair[1]), default=(0, 0))
+
+
 def list_groups(root: str, controller: str) -> list[str]:
     """List this process's cgroup directories, innermost first; some may not exist."""
     mounts = f"{root}/sys/fs/cgroup"

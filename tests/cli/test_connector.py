@@ -17,6 +17,7 @@ from ronde.launch import (
     Handler,
     Host,
     NoOutput,
+    Pong,
     SshSpawner,
     StartProgress,
     caught_signals,
@@ -125,6 +126,15 @@ def test_an_ssh_without_an_agent_is_killed(watching, ssh):
             node.transport.wait(HANG_S)
         handler.connector.advance()
         assert handler.loop.nodes == []
+
+
+def test_a_host_lost_near_its_memory_limit_says_so(watching):
+    with watching() as handler:
+        node = handler.connect("node.invalid")["node.invalid"]
+        node.on_pong(Pong(0.0, 0.0, 99 << 20, 100 << 20))
+        os.killpg(node.transport.pid, signal.SIGKILL)
+        _, reason, _ = handler.await_loss()
+    assert "s before it used 99MiB of 100MiB of memory, and a container is" in reason
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from ronde.collectives import (
     store_at,
 )
 from ronde.errors import CollectiveError, PeerLostError
-from ronde.memory import available_memory
+from ronde.memory import available_memory, nearest_limit
 
 MIB = 1 << 20
 
@@ -232,6 +232,7 @@ def test_available_memory_is_that_of_the_tightest_cgroup(tmp_path):
     found = available_memory(tmp_path)
     assert found.num_bytes == 4_000_000
     assert found.source == "memory.max 6000000 of the control group"
+    assert nearest_limit(str(tmp_path)) == (2_000_000, 6_000_000)
     (tmp_path / "proc/meminfo").write_text("MemAvailable: 100 kB\n")
     assert available_memory(tmp_path).num_bytes == 102_400
 

@@ -183,9 +183,12 @@ nodes that join:
   --agent HEAD:PORT     join the run that listens there, with this node's own
                         --slots
   --token-file FILE     file with the secret of all nodes; - is standard input
-                        (default: $RONDE_TOKEN_FILE)
+                        (default: $RONDE_TOKEN_FILE, /etc/ronde/token)
   --join-timeout TIME   time for which head and nodes wait for each other
                         (default: 5m)
+
+In a pod of Kubernetes, Volcano or SkyPilot, variables of the controller have the effect
+of --listen, --agent and --nodes: see docs/how-to/kubernetes.md.
 
 Ranks get RANK, WORLD_SIZE, LOCAL_RANK and so on, as under torchrun. The first rank to
 fail ends the job: the others get SIGTERM, and after --grace every process of the job is

@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from functools import partial
 from itertools import takewhile
 from math import inf
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from ronde.arguments import (
@@ -37,6 +38,7 @@ from ronde.cli.hosts import (
     make_spawner,
     read_slots,
 )
+from ronde.cli.pods import apply_pod
 from ronde.errors import RondeError, UsageError, WorldError
 from ronde.launch import environments
 from ronde.launch.host import (
@@ -64,6 +66,7 @@ _Agent = subprocess.Popen[bytes]
 _UNITS = {"gpu": SLOTS_GPUS, "cpu": SLOTS_CORES}
 _LEAST_HANG_S = 5.0  # reports of ranks are up to two seconds old
 _TOKEN_VARIABLE = "RONDE_TOKEN_FILE"  # noqa: S105 - a name, and of a file at that
+_TOKEN_OF_PODS = "/etc/ronde/token"  # noqa: S105 - the name of a file
 _HIDDEN = """\
   --local-ranks-filter RANKS
   -t, --tee WHAT
@@ -78,6 +81,8 @@ _DEFAULTS = {
     "bind_policy": "best-effort",
     "gpu_view": "all",
     "join_timeout": 300.0,
+    "pod": None,  # of a pod
+    "awaits_hosts": False,  # hosts may not be up yet
 }
 # Names of the same options in other launchers.
 _OTHER_NAMES = {
@@ -230,7 +235,8 @@ def read_request(
         from ronde.cli.elastic import read_elastic
 
         elastic = read_elastic(options, horovod, environ, num_ranks, num_each)
-    if not options.nested and environ.keys() & RANK_VARIABLES:
+    is_known = options.nested or options.pod  # whose RANK may be that of a pod
+    if not is_known and environ.keys() & RANK_VARIABLES:
         refuse_nesting(num_ranks, environ)
     env = _rank_env(options, horovod, environ)
     if elastic is None:
@@ -252,6 +258,7 @@ def read_request(
         grace_s=options.grace,
         master_port=options.master_port,
         hosts=hosts,
+        patience_s=options.join_timeout if options.awaits_hosts else 0.0,
         num_ranks=num_ranks,
         min_ranks=elastic.min_ranks if elastic else None,
         interfaces=tuple(n for n in (options.interface or "").split(",") if n),
@@ -378,7 +385,7 @@ def require_listen_or_agent(
     if options.listen and options.agent:
         raise UsageError("--agent and --listen cannot be used together. Drop one.")
     for option, name in given.items():
-        if not how and option in _OF_JOINING:
+        if not how and option in _OF_JOINING and not options.awaits_hosts:
             raise UsageError(
                 f"{name} has no effect without --listen or --agent. Type: ronde run "
                 "--nodes 3 --listen 29400 ..."
@@ -402,12 +409,18 @@ def own_slots(options: argparse.Namespace) -> int:
 
 def token_file(options: argparse.Namespace, environ: Mapping[str, str]) -> str:
     path = options.token_file or environ.get(_TOKEN_VARIABLE, "")
-    if not path:
-        raise UsageError(
-            "--token-file is required. It names a file with a secret that all nodes "
-            "share. Make one: (umask 077; openssl rand -hex 32 > token)"
+    if path or Path(_TOKEN_OF_PODS).is_file():
+        return path or _TOKEN_OF_PODS
+    cure = "Make one: (umask 077; openssl rand -hex 32 > token)"
+    if options.pod:
+        cure += (
+            f"; kubectl create secret generic NAME --from-file=token; mount it at "
+            f"{Path(_TOKEN_OF_PODS).parent}, with defaultMode 0440"
         )
-    return path
+    raise UsageError(
+        "--token-file is required. It names a file with a secret that all nodes "
+        f"share. {cure}"
+    )
 
 
 def make_sinks(
@@ -460,7 +473,11 @@ def run(words: Sequence[str], agent: _Agent, signal_fd: int, timeouts: Timeouts)
     if options.help:
         parser.read(["--help"])
         return 0
+    environ = environments.own_environment()
+    options, where = apply_pod(parser, options, parser.given(options), environ)
     require_listen_or_agent(options, parser.given(options))
+    if where:
+        _report(where)
     return run_job(options, agent, signal_fd, timeouts)
 
 
@@ -618,7 +635,11 @@ def _run_node(start: _Start) -> int:
         host=host,
         port=port,
         token=tls.read_token(token_file(options, start.environ)),
-        node_info=tls.NodeInfo(tls.host_name(os.uname().nodename), own_slots(options)),
+        node_info=tls.NodeInfo(
+            tls.host_name(os.uname().nodename),
+            own_slots(options),
+            options.pod.number if options.pod else -1,
+        ),
         timeout_s=options.join_timeout,
     )
     try:

@@ -46,6 +46,7 @@ _SECRET_VALUE = re.compile(
 # Set by other launchers: if passed on, all ranks would get the same rank.
 _RANK_PREFIXES = (
     *("TORCHELASTIC_", "TORCH_ELASTIC_", "PET_", "OMPI_", "PMIX_", "PRTE_"),
+    *("LWS_", "VC_TASK_", "SKYPILOT_N"),
     *("PMI_", "HYDI_", "MPI_LOCAL", "MV2_COMM_WORLD_"),
     *("HOROVOD_GLOO_RENDEZVOUS_", "SLURM_STEP", "SLURM_SRUN_COMM_"),
     *("SLURM_CPU_BIND",),
@@ -55,6 +56,7 @@ _RANK_NAMES = frozenset(
         *("RONDE_JOB_ID", "RONDE_EPOCH", "RONDE_COOKIE", "RONDE_HOST"),
         *("RONDE_NODE_RANK", "RONDE_CHANNEL", "RONDE_STACKS", "RONDE_STORE"),
         *("RONDE_RANK", "RONDE_JOINS"),
+        *("RONDE_NODES", "RONDE_NODE_INDEX", "RONDE_HEAD", "JOB_COMPLETION_INDEX"),
         *("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_NAME", "ROLE_RANK"),
         *("ROLE_WORLD_SIZE", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"),
         *("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NTASKS_PER_NODE"),

@@ -30,6 +30,7 @@ from ronde.launch.signals import (
     signal_pipe,
 )
 from ronde.launch.wire import messages
+from ronde.memory import nearest_limit
 from ronde.processes import (
     adopt_orphans,
     children,
@@ -279,7 +280,9 @@ class Agent:
             case messages.Ping():
                 self._lease_s = order.lease_s or _NEVER
                 self._controller_addresses = order.addresses
-                self._sender.send(messages.Pong(order.sent_at_s, time.monotonic()))
+                memory = nearest_limit()
+                pong = messages.Pong(order.sent_at_s, time.monotonic(), *memory)
+                self._sender.send(pong)
             case messages.Locate():
                 sources = locate(order.addresses, order.port)
                 self._sender.send(messages.Located(sources))

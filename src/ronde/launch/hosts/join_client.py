@@ -13,9 +13,11 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple, NoReturn
 
+from ronde.addresses import family_of
 from ronde.errors import HostError, LaunchError, StoreError
 from ronde.launch.agent.agent import run_agent, run_reaped
 from ronde.launch.agent.relay import name_directory
+from ronde.launch.host import LOOK_S, LookUp
 from ronde.launch.hosts.node import EXIT_UNREACHABLE
 from ronde.launch.signals import STOPPING, raise_if_stopped, wait_for
 from ronde.launch.wire.tls import (
@@ -36,10 +38,13 @@ _REASONS = (
         (EOFError, ConnectionResetError, BrokenPipeError),
         "it closed the connection: its token differs, or all nodes have joined",
     ),
-    ((socket.gaierror,), "its name is not known"),
+    (
+        (socket.gaierror,),
+        "its name is not known; a pod's needs a Service named as its subdomain",
+    ),
     ((ConnectionRefusedError,), "nothing listens there"),
     ((TimeoutError,), "it does not answer"),
-    ((ssl.SSLError,), "it does not speak TLS 1.3"),
+    ((ssl.SSLError,), "it does not speak TLS 1.3, or a service mesh is in between"),
 )
 _UNANSWERED_S = 10.0
 _FAILURES = (OSError, EOFError, LaunchError, StoreError)
@@ -95,14 +100,13 @@ def _explain(error: Exception) -> str:
 
 
 def _try_all(request: JoinRequest, signal_fd: int, ends_at: float) -> TlsChannel:
-    found = socket.getaddrinfo(request.host, request.port, type=socket.SOCK_STREAM)
     failure: Exception = TimeoutError()
-    for family, _, _, _, address in found:
+    for address in _look_up(request.host, signal_fd):
         sock = make_node_context().wrap_socket(
-            socket.socket(family), do_handshake_on_connect=False
+            socket.socket(family_of(address)), do_handshake_on_connect=False
         )
         try:
-            for wanted in _connect(sock, address, request):
+            for wanted in _connect(sock, (address, request.port), request):
                 _wait(signal_fd, sock.fileno(), wanted, ends_at)
             return TlsChannel(sock)
         except BaseException as error:
@@ -111,6 +115,19 @@ def _try_all(request: JoinRequest, signal_fd: int, ends_at: float) -> TlsChannel
                 raise
             failure = error
     raise failure
+
+
+def _look_up(name: str, signal_fd: int) -> tuple[str, ...]:
+    """Resolve a name in a thread, so that a signal is answered meanwhile."""
+    look_up = LookUp([name])
+    while not look_up.is_over(LOOK_S):
+        raise_if_stopped(signal_fd)
+    found = look_up.answers.get(name)
+    if found is None:
+        raise LaunchError("no name server answers.")
+    if not found:
+        raise socket.gaierror(socket.EAI_NONAME, f"{name} is not known")
+    return found
 
 
 def _connect(

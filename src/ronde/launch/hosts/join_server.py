@@ -50,6 +50,16 @@ class JoinConfig(NamedTuple):
     clock: Callable[[], float] = time.monotonic
 
 
+class _JoinedNode(NamedTuple):
+    number: int  # -1 if unknown
+    host: Host
+    channel: TlsChannel
+
+    @property
+    def order(self) -> tuple[bool, int, list[tuple[int, str]]]:
+        return self.number < 0, self.number, _natural(self.host.name)
+
+
 @dataclass(slots=True)
 class _PendingConnection:
     sock: ssl.SSLSocket
@@ -94,11 +104,12 @@ class _JoinServer:
         self._notice = notice
         self._tls = make_head_tls()
         self._pending: dict[int, _PendingConnection] = {}
-        self._joined: dict[int, tuple[Host, TlsChannel]] = {}
+        self._joined: dict[int, _JoinedNode] = {}
         self._refused: Counter[str] = Counter()
 
     def nodes(self) -> list[tuple[Host, TlsChannel]]:
-        return sorted(self._joined.values(), key=lambda node: _natural(node[0].name))
+        ordered = sorted(self._joined.values(), key=lambda node: node.order)
+        return [(host, channel) for _, host, channel in ordered]
 
     def run(self, signal_fd: int) -> None:
         config, (address, port) = self._config, self._listener.getsockname()[:2]
@@ -156,7 +167,7 @@ class _JoinServer:
             yield self._listener.fileno(), select.POLLIN, self._accept
 
     def _on_leaving(self, fd: int) -> None:
-        host, channel = self._joined.pop(fd)
+        _, host, channel = self._joined.pop(fd)
         channel.kill()
         self._notice(f"{host.name} left before the job began")
 
@@ -194,17 +205,20 @@ class _JoinServer:
             self._notice(f"a connection from {pending.address} {kind}; it was closed")
 
     def _add_node(self, pending: _PendingConnection, node_info: NodeInfo) -> None:
+        host, slots, number = node_info
+        if number == 0 or number in {n.number for n in self._joined.values()} - {-1}:
+            self._refuse(pending, f"is a second pod {number}, {host}")
+            return
         fd = pending.sock.fileno()
         del self._pending[fd]
         # Containers may share a name.
-        taken = {host.name for host, _ in self._joined.values()} | {self._config.head}
-        host = node_info.host
+        taken = {node.host.name for node in self._joined.values()} | {self._config.head}
         names = [host, *(f"{host}-{i}" for i in range(2, len(taken) + 2))]
         name = next(each for each in names if each not in taken)
         channel = TlsChannel(pending.sock)
         # Unlike a head, a node cannot be suspended.
         channel.require_answers(_UNANSWERED_NODE_S)
-        self._joined[fd] = (Host(name, node_info.slots), channel)
+        self._joined[fd] = _JoinedNode(number, Host(name, slots), channel)
         wanted = self._config.num_nodes
         self._notice(f"{name} has joined ({len(self._joined)} of {wanted})")
 

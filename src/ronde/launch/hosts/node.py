@@ -25,6 +25,7 @@ from ronde.launch.limits import (
 from ronde.launch.signals import raise_if_stopped, wait_for
 from ronde.launch.wire import messages
 from ronde.processes import end_with
+from ronde.units import format_size
 
 if TYPE_CHECKING:
     from ronde.launch.hosts.spawner import HelloReader, Spawner
@@ -141,6 +142,7 @@ class AgentNode(messages.MessageWriter):
         self._last_words = b""
         self._pinged_at_s = 0.0
         self._round_trip_s = _NEVER
+        self._memory = 0, 0  # bytes in use and their limit, in its last answer
         self.clock_offset_s = 0.0
         self._is_watched = False
 
@@ -237,10 +239,18 @@ class AgentNode(messages.MessageWriter):
     def on_pong(self, pong: messages.Pong) -> None:
         """Estimate the offset of the agent's clock from the fastest answer so far."""
         now_s = time.monotonic()
+        self._memory = pong.used_bytes, pong.limit_bytes
         round_trip_s = now_s - pong.sent_at_s
         if 0 <= round_trip_s < self._round_trip_s:
             self._round_trip_s = round_trip_s
             self.clock_offset_s = pong.here_s - (pong.sent_at_s + now_s) / 2
+
+    def memory_use(self, least_share: float) -> str:
+        """Return the memory it used at last; empty below a share of its limit."""
+        used, limit = self._memory
+        if not limit or used < least_share * limit:
+            return ""
+        return f"{format_size(used)} of {format_size(limit)} of memory"
 
     def explain_end(self) -> HostLoss:
         last_s = time.monotonic() + self.timeouts.end_s

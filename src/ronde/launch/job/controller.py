@@ -316,7 +316,7 @@ def _find_hosts(controller: Controller, spec: JobSpec) -> _Found:
     if spec.elastic is not None:
         return _find_elastic_hosts(controller, hosts, spec.elastic)
     asked = hosts_to_ask(hosts, spec.num_ranks, spec.min_ranks)
-    nodes = controller.connect(asked)
+    nodes = controller.connect(asked, spec.patience_s)
     _require_different(nodes)
     count = _slot_counter(nodes)
     return nodes, allocate(hosts, spec.num_ranks, count, spec.min_ranks), ()

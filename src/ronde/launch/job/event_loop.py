@@ -46,6 +46,7 @@ _MAX_NAMES = 4
 _MAX_UNSENT_BYTES = 256 << 20
 _MAX_BACKLOG_BYTES = 256 << 10
 _LAST_S = 1.0
+_MUCH_MEMORY, _ALL_MEMORY = 0.8, 0.95  # of the limit of a container
 
 
 class StartProgress:
@@ -195,6 +196,7 @@ class EventLoop:
         self.store = StoreService()  # each generation has a new one
         self.job_id = ""
         self.status: StatusService | None = None  # after a moment
+        self._warned: set[AgentNode] = set()  # of their memory
 
     @property
     def live_nodes(self) -> list[AgentNode]:
@@ -284,6 +286,9 @@ class EventLoop:
     def _note(self, node: AgentNode, message: Pong | Notice | Observed) -> None:
         if isinstance(message, Pong):
             node.on_pong(message)
+            if (use := node.memory_use(_ALL_MEMORY)) and node not in self._warned:
+                self._warned.add(node)
+                self.notice(node, f"uses {use}")
         elif isinstance(message, Notice):
             self.notice(node, message.text)
         elif self.status is not None:
@@ -294,6 +299,12 @@ class EventLoop:
         self.output.notice(where + text)
 
     def lose(self, handler: Handler, node: AgentNode, loss: HostLoss) -> None:
+        if use := node.memory_use(_MUCH_MEMORY):
+            age_s = time.monotonic() - node.heard_at_s
+            reason = (
+                f"{loss.reason}; {age_s:.0f} s before it used {use}, and a container"
+            )
+            loss = loss._replace(reason=f"{reason} is killed at its limit")
         node.close()
         self.store.forget(node)
         handler.on_loss(node, loss)

@@ -35,6 +35,7 @@ class JobSpec(NamedTuple):
     grace_s: float = 15.0  # from the stop signal to the sweep
     master_port: int = 0  # of the rendezvous; 0 for any
     hosts: tuple[Host, ...] = ()  # in the order of the ranks; empty for this machine
+    patience_s: float = 0.0  # for hosts that are not up yet
     num_ranks: int | None = None  # None for one per slot
     min_ranks: int | None = None  # enough if there are fewer slots
     interfaces: tuple[str, ...] = ()  # for the ranks; empty for any

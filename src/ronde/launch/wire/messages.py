@@ -19,7 +19,7 @@ from ronde.store.protocol import MAX_FRAME_BYTES, Splitter
 from ronde.topology.machine import Machine
 
 T = TypeVar("T")
-PROTOCOL = 15  # changes with any message; both sides must have the same
+PROTOCOL = 16  # changes with any message; both sides must have the same
 FIRST_CREDIT_BYTES = 16 << 10  # output that may be sent before any credit was granted
 
 _READ_BYTES = 256 << 10
@@ -277,10 +277,12 @@ class Notice(NamedTuple):
 
 
 class Pong(NamedTuple):
-    """From the agent: the answer to a ``Ping``, with the agent's clock."""
+    """From the agent: the answer to a ``Ping``, with its clock and its memory."""
 
     sent_at_s: float
     here_s: float
+    used_bytes: int = 0  # of the control group nearest to its limit
+    limit_bytes: int = 0  # 0 without one
 
 
 class Finished(NamedTuple):

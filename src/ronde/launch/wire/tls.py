@@ -139,6 +139,7 @@ class NodeInfo(NamedTuple):
 
     host: str  # its name, for messages
     slots: int  # as in ``Host``
+    number: int = -1  # of its place among the nodes; -1 if unknown
 
 
 def decode_node_info(raw: bytes) -> NodeInfo:
