@@ -38,10 +38,6 @@ options:
   --gang            start all pods or none (Kubernetes 1.37, gate WorkloadWithJob)
   -h, --help        show this help and exit
 """
-_SAME = (
-    *("kind", "name", "image", "nodes", "shm", "queue", "topology", "restarts"),
-    *("gang", "secret"),
-)
 _KINDS = ("job", "jobset", "trainjob", "mpijob")
 _FORMS = {
     "NAME": ("[a-z]([a-z0-9-]{0,61}[a-z0-9])?", "a-z, 0-9 and - as in train-1"),
@@ -51,10 +47,7 @@ _FORMS = {
     "NAME=N": (r"[a-z0-9.-]+/[\w.-]+=[1-9][0-9]{0,8}", "a device as rdma/hca=1"),
     "LABEL": (r"([a-z0-9.-]+/)?\w([\w.-]{0,61}\w)?", "the name of a label"),
 }
-_PLACING = (
-    *("--nodes", "--standalone", "--listen", "--agent", "--hosts", "--hostfile"),
-    *DISCOVERIES,
-)
+_PLACING = ("--nodes", "--standalone", "--listen", "--agent", "--hosts", "--hostfile")
 
 
 def run(words: Sequence[str]) -> int:
@@ -82,7 +75,9 @@ def _read_job(options: argparse.Namespace, words: Sequence[str]) -> KubernetesJo
     if options.kind not in _KINDS:
         refuse_verb(options.kind, _KINDS, "ronde kubernetes")
     own = make_run_parser(words).parse_args(words)
-    placing = [name for name in _PLACING if getattr(own, attribute_of(name))]
+    placing = [
+        name for name in (*_PLACING, *DISCOVERIES) if getattr(own, attribute_of(name))
+    ]
     if not placing:
         read_request(own, {}, {})  # refuses what ronde run would refuse in the pods
     few, _, many = options.nodes.rpartition(":")
@@ -90,7 +85,11 @@ def _read_job(options: argparse.Namespace, words: Sequence[str]) -> KubernetesJo
     sizes |= {"nvidia.com/gpu": options.gpus}
     devices = (text.split("=") for text in options.resource)
     job = KubernetesJob(
-        **{name: getattr(options, name) for name in _SAME},
+        **{
+            name: getattr(options, name)
+            for name in KubernetesJob._fields
+            if name in options
+        },
         least=int(few or many),
         most=int(many),
         resources={name: size for name, size in sizes.items() if size}
@@ -107,7 +106,7 @@ def _read_job(options: argparse.Namespace, words: Sequence[str]) -> KubernetesJo
 
 
 def _refuse_mistakes(job: KubernetesJob, placing: Sequence[str]) -> None:
-    """Refuse what Kubernetes would refuse late, or accept and not run."""
+    """Refuse mistakes that Kubernetes finds late, or accepts."""
     last = f"{job.most - 1}"
     suffixes = {"job": f"-{last}", "mpijob": f"-worker-{last}"}
     suffix = suffixes.get(job.kind, f"-node-0-{last}-12345")

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 _Data = dict[str, Any]
 # Other words are quoted, also those that some reader takes for a boolean or null.
 _INDEX = "batch.kubernetes.io/job-completion-index"
+_GRACE = "terminationGracePeriodSeconds"
 _PLAIN = re.compile(
     r"(?!(?i:true|false|yes|no|on|off|y|n|null)$)"
     r"(--)?[A-Za-z/][A-Za-z0-9_./-]*([:=][A-Za-z0-9_./-]+)*"
@@ -22,9 +23,6 @@ class KubernetesJob(NamedTuple):
     name: str
     image: str
     nodes: str  # 3, or 2:8 for an elastic job
-    least: int
-    most: int
-    resources: _Data
     shm: str
     queue: str | None
     topology: str | None
@@ -32,6 +30,9 @@ class KubernetesJob(NamedTuple):
     gang: bool
     secret: str | None  # an existing one, in place of token
     token: str
+    least: int
+    most: int
+    resources: _Data
     words: Sequence[str]  # options of ronde run, and the program
     slots: int | None
     grace_s: int
@@ -101,61 +102,60 @@ def _job(job: KubernetesJob, lost: str = "Ignore") -> _Data:
 
 
 def _jobset(job: KubernetesJob) -> _Data:
-    def rule(action: str, index: str) -> _Data:
-        where = {"onJobFailureReasons": ["PodFailurePolicy"]}
-        # The end of the Job controller's message.
-        where |= {"onJobFailureMessagePatterns": [f"FailJob rule at index {index}"]}
-        return {"name": action, "action": action, **where}
-
-    rules = [rule("FailJobSet", "0"), rule("RestartJobSetAndIgnoreMaxRestarts", "[12]")]
     # Unless lost pods come back alone, their Job fails and the JobSet makes a new one.
     spec = _job(job, "Ignore" if job.is_open else "FailJob")
+    actions = {"0": "FailJobSet", "[12]": "RestartJobSetAndIgnoreMaxRestarts"}
+    # The patterns match the end of the Job controller's message.
+    rules = [
+        {"name": action, "action": action, "onJobFailureReasons": ["PodFailurePolicy"],
+         "onJobFailureMessagePatterns": [f"FailJob rule at index {index}"]}
+        for index, action in actions.items()
+    ]  # fmt: skip
     policy = {"maxRestarts": 0 if job.is_open else job.restarts, "rules": rules}
     jobs = [{"name": "node", "replicas": 1, "template": {"spec": spec}}]
     return {"failurePolicy": policy, "replicatedJobs": jobs}
 
 
 def _trainjob(job: KubernetesJob) -> _Data:
-    def only(data: _Data, names: str) -> _Data:
-        return {name: data[name] for name in names.split()}
-
     pod = _pod(job, "--preflight", *job.words)
-    [container] = pod["spec"]["containers"]
+    spec, [container] = pod["spec"], pod["spec"]["containers"]
     # All that a TrainJob can change in the pods of a runtime.
-    names = "securityContext tolerations volumes terminationGracePeriodSeconds"
-    parts = [only(container, "name securityContext volumeMounts")]
-    pod["spec"] = only(pod["spec"], names) | {"containers": parts}
+    names = ("name", "securityContext", "volumeMounts")
+    parts = {"containers": [{name: container[name] for name in names}]}
+    names = ("securityContext", "tolerations", "volumes", _GRACE)
+    pod["spec"] = {name: spec[name] for name in names} | parts
     jobs = [{"name": "node", "template": {"spec": {"template": pod}}}]
     patch = {"template": {"spec": {"replicatedJobs": jobs}}}
-    trainer = only(container, "image command env")
-    trainer |= {"numNodes": job.most, "numProcPerNode": job.slots or 1}
-    trainer |= {"resourcesPerNode": container["resources"]}
     return {
-        "runtimeRef": {"name": "torch-distributed"}, "trainer": trainer,
+        "runtimeRef": {"name": "torch-distributed"},
+        "trainer": {name: container[name] for name in ("image", "command", "env")}
+        | {"numNodes": job.most, "numProcPerNode": job.slots or 1}
+        | {"resourcesPerNode": container["resources"]},
         "runtimePatches": [{"manager": "ronde/run", "trainingRuntimeSpec": patch}],
-    }  # fmt: skip
+    }
 
 
 def _mpijob(job: KubernetesJob) -> _Data:
-    def role(replicas: int, *words: str) -> _Data:
-        pods = {"replicas": replicas, "template": _pod(job, *words)}
-        return {"restartPolicy": "Never", **pods}
-
-    listen = ("--nodes", job.nodes, "--listen", "29400", "--preflight", *job.words)
+    listen = ["--nodes", job.nodes, "--listen", "29400", "--preflight", *job.words]
     agent = ["--agent", f"{job.name}-launcher.{job.name}:29400"]
     agent += ["--slots", str(job.slots)] if job.slots else []
+    roles = {"Launcher": (1, listen), "Worker": (job.most - 1, agent)}
     return {
-        "slotsPerWorker": job.slots or 1, "runLauncherAsWorker": True,
+        "slotsPerWorker": job.slots or 1,
+        "runLauncherAsWorker": True,
         # A failed worker is not made again: a second launcher would wait in vain.
         "runPolicy": {"backoffLimit": 0, "cleanPodPolicy": "Running"},
         "mpiReplicaSpecs": {
-            "Launcher": role(1, *listen), "Worker": role(job.most - 1, *agent),
+            role: {"replicas": n, "restartPolicy": "Never"}
+            | {"template": _pod(job, *words)}
+            for role, (n, words) in roles.items()
         },
-    }  # fmt: skip
+    }
 
 
 def _pod(job: KubernetesJob, *words: str) -> _Data:
     token = {"secretName": job.secret or job.name, "defaultMode": 0o440}
+    nodes = [{"name": "RONDE_NODES", "value": job.nodes}]
     shm = {"medium": "Memory", "sizeLimit": job.shm}
     volumes: dict[str, _Data] = {
         "/dev/shm": {"name": "shm", "emptyDir": shm},  # noqa: S108
@@ -167,7 +167,8 @@ def _pod(job: KubernetesJob, *words: str) -> _Data:
         # Kubernetes would replace $(NAME).
         "command": ["ronde", "run", "--join-timeout", "30m",
                     *(word.replace("$", "$$") for word in words)],
-        "env": [{"name": "RONDE_NODES", "value": job.nodes}],
+        # Not where options name the place.
+        "env": None if job.kind == "mpijob" else nodes,
         # Both the same, so that cores and memory are the pod's own.
         "resources": {"requests": job.resources, "limits": job.resources},
         "terminationMessagePolicy": "FallbackToLogsOnError",
@@ -179,7 +180,7 @@ def _pod(job: KubernetesJob, *words: str) -> _Data:
     spec = {
         "restartPolicy": "Never", "subdomain": job.name if job.kind == "job" else None,
         "enableServiceLinks": False, "automountServiceAccountToken": False,
-        "terminationGracePeriodSeconds": job.grace_s + 30,
+        _GRACE: job.grace_s + 30,
         "securityContext": {
             "runAsNonRoot": True, "runAsUser": 1000, "runAsGroup": 1000,
             "fsGroup": 1000, "seccompProfile": {"type": "RuntimeDefault"}},
