@@ -330,6 +330,11 @@ REFUSED = {
     "cores": (["job", *THREE, "--cpu", "0"], "--cpu must be a number of cores"),
     "gpus": (["job", *THREE, "--gpus", "0"], "--gpus must be a whole number"),
     "device": (["job", *THREE, "--resource", "hca=1"], "--resource must be a device"),
+    "devices": (
+        ["job", *THREE, "--gpus", "8", "--resource", "nvidia.com/gpu=4"],
+        "--resource must name each device once, beside --gpus",
+    ),
+    "image": (["job", *THREE, "--image", "a b"], "--image must be the name of an"),
     "gang": (["jobset", *THREE, "--gang"], "--gang must be left out, got jobset"),
     "topology": (["job", *THREE, "--topology", "rack"], "--topology has no effect"),
     "restarts": (["mpijob", *THREE, "--restarts", "1"], "--restarts must be left out"),

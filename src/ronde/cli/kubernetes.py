@@ -41,6 +41,7 @@ options:
 _KINDS = ("job", "jobset", "trainjob", "mpijob")
 _FORMS = {
     "NAME": ("[a-z]([a-z0-9-]{0,61}[a-z0-9])?", "a-z, 0-9 and - as in train-1"),
+    "IMAGE": (r"[\w.:/@-]+", "the name of an image"),
     "--nodes": ("([1-9][0-9]{0,4}:)?[1-9][0-9]{0,4}", "a number or A:B"),
     "CORES": ("[1-9][0-9]*m?", "a number of cores as 64 or 500m"),
     "SIZE": ("[1-9][0-9]*([KMGTP]i|[kMGTP])?", "a size as 512Gi or 500M"),
@@ -75,21 +76,17 @@ def _read_job(options: argparse.Namespace, words: Sequence[str]) -> KubernetesJo
     if options.kind not in _KINDS:
         refuse_verb(options.kind, _KINDS, "ronde kubernetes")
     own = make_run_parser(words).parse_args(words)
-    placing = [
-        name for name in (*_PLACING, *DISCOVERIES) if getattr(own, attribute_of(name))
-    ]
+    placing = [n for n in (*_PLACING, *DISCOVERIES) if getattr(own, attribute_of(n))]
     if not placing:
         read_request(own, {}, {})  # refuses what ronde run would refuse in the pods
     few, _, many = options.nodes.rpartition(":")
     sizes = {"cpu": options.cpu, "memory": options.memory}
     sizes |= {"nvidia.com/gpu": options.gpus}
-    devices = (text.split("=") for text in options.resource)
+    devices = [text.split("=") for text in options.resource]
+    if len({name for name, _ in devices} - sizes.keys()) < len(devices):
+        raise UsageError("--resource must name each device once, beside --gpus.")
     job = KubernetesJob(
-        **{
-            name: getattr(options, name)
-            for name in KubernetesJob._fields
-            if name in options
-        },
+        **{n: getattr(options, n) for n in KubernetesJob._fields if n in options},
         least=int(few or many),
         most=int(many),
         resources={name: size for name, size in sizes.items() if size}
