@@ -296,6 +296,11 @@ def test_comments_at_the_end_say_what_comes_next(
             is_elastic = kind == "job" and ":" in nodes
             assert any(line.startswith(patch) for line in comments) == is_elastic
             assert f",{kind} -l ronde/job=train" in comments[-1]
+            if kind == "job":
+                assert f"\n{comments[0].removeprefix('# log: ')}\n" in PAGE
+            if is_elastic:
+                command = comments[1].removeprefix("# N pods: ")
+                assert f"\n{command.replace('N', '5')}\n" in PAGE
 
 
 REFUSED = {
