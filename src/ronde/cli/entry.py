@@ -13,7 +13,7 @@ from ronde.launch.limits import USUAL, Timeouts
 
 _TOOLS = (
     *("ps", "top", "why", "profile"),
-    *("bench", "trace", "check", "topo", "plan", "alias"),
+    *("bench", "trace", "check", "topo", "plan", "kubernetes", "alias"),
 )
 _VERBS = ("run", *_TOOLS, "horovodrun")
 

@@ -18,6 +18,7 @@ __getattr__ = lazy_exports(
         "hosts": "fold_hosts write_hostfile",
         "job": "plan_text summarize tabulate_failures",
         "jobs": "draw_jobs",
+        "manifests": "KubernetesJob draw_manifests write_yaml",
         "profile": "draw_profile",
         "profile_exports": "write_collapsed write_speedscope",
         "profile_page": "write_page",
