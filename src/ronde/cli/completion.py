@@ -119,12 +119,10 @@ def write_script(shell: str) -> str:
     cases = ""
     for key, words in list_words().items():
         ordered = sorted(words, key=lambda w: (w.startswith("-"), w == _FILES, w))
-        cases += f"        '{key}') list='{''.join(f' {w}' for w in ordered)}' ;;\n"
-    script = f"_ronde_find() {{\n    case $1 in\n{cases}        *) return 1 ;;\n"
-    script += f"    esac\n}}\n{_WALK}"
+        cases += f"    '{key}') list='{''.join(f' {w}' for w in ordered)}' ;;\n"
+    script = f"_ronde_find() {{ case $1 in\n{cases}    *) return 1 ;; esac; }}\n{_WALK}"
     if shell == "fish":
-        quoted = script.replace("\\", "\\\\").replace("'", "\\'")
-        script = f"set -g __ronde '{quoted}"
+        script = "set -g __ronde '" + re.sub(r"([\\'])", r"\\\1", script)
     return script + _ENDS[shell]
 
 
