@@ -65,8 +65,6 @@ class CommandParser(argparse.ArgumentParser):
                 how = {"action": "store_true"}
             elif match[3]:
                 how |= {"action": "append", "default": []}
-            elif value.startswith("{"):
-                how["choices"] = value[1:-1].split(",")
             elif value.startswith("["):
                 how |= {"nargs": "?", "const": ""}
             self.add_argument(*names, **how)

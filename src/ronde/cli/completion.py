@@ -110,9 +110,10 @@ def _add_options(found: dict[str, set[str]], command: str, text: str) -> None:
     for option, action in CommandParser(command, text).options.items():
         found[command].add(option)
         if action.nargs != 0:
-            is_file = re.search("DIR|FILE|PATH|SOURCE", str(action.metavar))
-            values = action.choices or ([_FILES] if is_file else [])
-            found[f"{command} {option}"] = {*values}
+            value = str(action.metavar)
+            values = value[1:-1].split(",") if value.startswith("{") else []
+            is_file = re.search("DIR|FILE|PATH|SOURCE", value)
+            found[f"{command} {option}"] = {_FILES} if is_file else {*values}
 
 
 def write_script(shell: str) -> str:
