@@ -55,7 +55,8 @@ class CommandParser(argparse.ArgumentParser):
         """Add the options that further lines of help declare."""
         for match in filter(None, map(_OPTION.fullmatch, text.splitlines())):
             names, value = match[1].split(", "), match[2] or ""
-            read = self._types.get(names[0]) or self._types.get(value, str)
+            usual = one_of(*value[1:-1].split(",")) if value.startswith("{") else str
+            read = self._types.get(names[0]) or self._types.get(value, usual)
             how: dict[str, Any] = {"metavar": value, "type": _argparse_type(read)}
             if _OPTIONAL in names[0]:
                 names = [names[0].replace(_OPTIONAL, "")]
@@ -64,8 +65,6 @@ class CommandParser(argparse.ArgumentParser):
                 how = {"action": "store_true"}
             elif match[3]:
                 how |= {"action": "append", "default": []}
-            elif value.startswith("{"):
-                how["choices"] = value[1:-1].split(",")
             elif value.startswith("["):
                 how |= {"nargs": "?", "const": ""}
             self.add_argument(*names, **how)

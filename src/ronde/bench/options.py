@@ -202,7 +202,8 @@ engines:
   --algorithm NAME      schedule of the scheduled engine
   --compare A,B         compare engines, which take turns on each row
   --rounds N            turns of --compare (default: 5)
-  --device NAME         cpu, cuda or auto (default: auto)
+  --device {cpu,cuda,auto}
+                        device of the tensors (default: auto)
   --foreign             measure tensors outside the engine's own memory
   --share-gpu           let all ranks use one GPU; NCCL sees each as a host
 
@@ -279,7 +280,6 @@ _TYPES = {
     "-d": parse_dtypes,
     "-o": parse_ops,
     "--compare": _engines,
-    "--device": one_of("cpu", "cuda", "auto"),
 }
 # Defaults by attribute; options with other numbers have 0.
 _DEFAULTS: Mapping[str, Any] = {

@@ -13,9 +13,9 @@ from ronde.launch.limits import USUAL, Timeouts
 
 _TOOLS = (
     *("ps", "top", "why", "profile"),
-    *("bench", "trace", "check", "topo", "plan", "kubernetes", "alias"),
+    *("bench", "trace", "check", "topo", "plan", "kubernetes", "alias", "completion"),
 )
-_VERBS = ("run", *_TOOLS, "horovodrun")
+VERBS = ("run", *_TOOLS, "horovodrun")
 
 
 def main(argv: Sequence[str] | None = None, timeouts: Timeouts = USUAL) -> int:
@@ -96,7 +96,7 @@ def _dispatch(words: list[str], timeouts: Timeouts) -> int:
         case _:
             from ronde.arguments import refuse_verb
 
-            refuse_verb(words[0], _VERBS, "ronde")
+            refuse_verb(words[0], VERBS, "ronde")
     return 0
 
 

@@ -23,6 +23,7 @@ verbs:
   kubernetes  print manifests of a job for Kubernetes
   alias  make import horovod find ronde in this environment
   horovodrun  run a program with horovodrun's options
+  completion  complete command lines in bash, zsh or fish
 
 ronde VERB --help shows more about a verb; ronde --version shows the version.
 """
@@ -47,9 +48,9 @@ hosts:
 
 SSH_OPTIONS = """\
 other hosts:
-  --launcher NAME       starts programs on other hosts: ssh, slurm (srun), or
-                        auto, which is slurm for the hosts of its allocation,
-                        else ssh (default: auto)
+  --launcher {auto,ssh,slurm}
+                        starts programs on other hosts; auto is slurm (srun)
+                        for hosts of its allocation, else ssh (default: auto)
   --ssh-args ARGS ...   arguments for ssh in one word, as '-F my_config -J
                         gate'; they take precedence over ronde's own
   --python PATH         Python on the other hosts (default: the same path as
@@ -120,7 +121,7 @@ elastic jobs (hvd.elastic):
                         interval of --host-discovery (default: 1s)
   --spares N            extra processes, ready to replace lost ranks (default:
                         0)
-  --failure-domain DOMAIN
+  --failure-domain {{slot,host}}
                         host: a failed rank's whole host is left out at once;
                         slot: after three failures in ten minutes (default:
                         slot; host with horovodrun's options or --nodes A:B)
@@ -156,16 +157,17 @@ output:
                         JSON
 
 binding:
-  --bind MODE           bind each rank to: core (own cores near its GPU, else
+  --bind {{none,core,numa,auto}}
+                        bind each rank to: core (own cores near its GPU, else
                         an equal share of all), numa (the memory node near its
-                        GPU), auto (chosen for each host) or none (default:
-                        none)
-  --bind-policy POLICY  if a rank's cores and GPU are not near the same
+                        GPU) or auto (chosen for each host; default: none)
+  --bind-policy {{best-effort,restricted,single-numa-node}}
+                        if a rank's cores and GPU are not near the same
                         memory: best-effort starts it anyway, restricted
                         starts nothing unless its cores need several memory
                         nodes, single-numa-node starts nothing (default:
                         best-effort)
-  --gpu-view VIEW       GPUs that a rank sees: all, its own as number
+  --gpu-view {{all,one}}  GPUs that a rank sees: all, its own as number
                         LOCAL_RANK, or one, its own (default: all)
 
 tensors:

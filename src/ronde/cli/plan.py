@@ -9,7 +9,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
-from ronde.arguments import CommandParser, one_of, refuse_verb, whole_number
+from ronde.arguments import CommandParser, refuse_verb, whole_number
 from ronde.cli.topo import load_hosts, print_json
 from ronde.errors import UsageError
 from ronde.parallel.layout import Layout
@@ -20,8 +20,8 @@ from ronde.units import counted, format_size, parse_count, parse_size_bytes
 _MODEL_OPTIONS = """\
   --params COUNT  parameters of the whole model, as 7B, 350M or 7e9
   --blocks N      number of blocks, which are gathered one by one (default: 32)
-  --precision NAME
-                  precision of the computation: fp32 or bf16 (default: fp32)
+  --precision {fp32,bf16}
+                  precision of the computation (default: fp32)
 """
 _ZERO_OPTION = """\
   --zero N        ZeRO stage of dp_shard: 1 shards the optimizer's state, 2 also
@@ -50,15 +50,16 @@ options:
                   dp_shard=8,tp=2; -1 is the rest of -n
   -n RANKS        ranks of the job (default: the product of the sizes)
 {_ZERO_OPTION}\
-  --device NAME   cpu or cuda, with FILE (default: this machine's); cpu also
-                  counts the process itself and its allocator's free memory
+  --device {{cpu,cuda}}
+                  with FILE (default: this machine's); cpu also counts the
+                  process itself and its allocator's free memory
   --limit SIZE    memory of a rank's device, as 80GiB; exit with 1 if it does
                   not suffice
 {_LAST_OPTIONS}
 without FILE:
 {_MODEL_OPTIONS}\
-  --optimizer NAME
-                  adam, sgd-momentum or sgd (default: adam)
+  --optimizer {{adam,sgd-momentum,sgd}}
+                  (default: adam)
 
 exit code: 0; 1 if --limit does not suffice; 64 for a wrong layout or file
 
@@ -312,9 +313,6 @@ _TYPES = {
     "AXES": _read_layout,
     "COUNT": parse_count,
     "SIZE": parse_size_bytes,
-    "--precision": one_of(*Precision),
-    "--optimizer": one_of(*_OPTIMIZERS),
-    "--device": one_of("cpu", "cuda"),
 }
 _VERBS: Mapping[str, tuple[Callable[..., int], str, Mapping[str, str]]] = {
     "memory": (_plan_memory, _MEMORY_HELP, {"file": "?"}),

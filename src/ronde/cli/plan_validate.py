@@ -44,8 +44,9 @@ options:
   --per-node G    ranks of a host; with --rate or -H, 1 if not given
   -H, --hosts HOSTS
                   hosts and their slots, as for ronde run
-  --compute NAME  emulated: the model's layers only wait, as ranks may
-                  outnumber cores; or real (default: emulated)
+  --compute {emulated,real}
+                  emulated: the model's layers only wait, as ranks may
+                  outnumber cores (default: emulated)
   --model NAME    emulated: vgg, with few large gradients, or resnet, with many
                   small ones (default: resnet); real: a model of ronde bench
                   train (default: mlp)
@@ -96,7 +97,6 @@ _TYPES = {
     "G": whole_number(1),
     "--seed": whole_number(),
     "--steps": whole_number(1),
-    "--compute": one_of("emulated", "real"),
     "--engine": one_of(*_ENGINES),
     "--algorithm": one_of(*ALGORITHMS),
 }

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, NamedTuple
 from ronde.arguments import (
     CommandParser,
     attribute_of,
-    one_of,
     read_number,
     require_alone,
     whole_number,
@@ -149,10 +148,6 @@ _TYPES = {
     "--min-ranks": whole_number(1),
     "--max-ranks": whole_number(1),
     "--spares": whole_number(),
-    "--failure-domain": one_of("slot", "host"),
-    "--bind": one_of("none", "core", "numa", "auto"),
-    "--bind-policy": one_of("best-effort", "restricted", "single-numa-node"),
-    "--gpu-view": one_of("all", "one"),
 }
 
 
