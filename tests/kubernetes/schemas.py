@@ -17,7 +17,7 @@ from referencing import Registry, Resource
 VERSIONS = [f"1.{minor}" for minor in range(31, 38)]
 CRDS = Path(__file__).parents[3] / "shared" / "crds"
 # Of libyaml where PyYAML has it: it reads a definition in 0.2 s instead of 3 s.
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def list_mistakes(document: dict[str, Any], version: str) -> list[str]:
@@ -66,7 +66,7 @@ def _custom_validator(kind: str) -> Draft202012Validator:
     found = list(CRDS.glob(f"{kind.lower()}-v*.yaml.gz"))
     if not found:
         pytest.skip(f"the definition of {kind} is not in {CRDS}")
-    definition = yaml.load(gzip.decompress(found[0].read_bytes()), _LOADER)  # noqa: S506
+    definition = yaml.load(gzip.decompress(found[0].read_bytes()), LOADER)  # noqa: S506
     [version] = definition["spec"]["versions"]
     schema = version["schema"]["openAPIV3Schema"]
     for part in _structures(schema):
