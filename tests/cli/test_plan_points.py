@@ -57,6 +57,9 @@ def test_a_grid_of_layouts_is_predicted_by_arithmetic(tmp_path: Path) -> None:
     [
         ("", "no series, gpus, throughput"),
         ("series,gpus\na,1\n", "no throughput"),
+        ("series;gpus;throughput\n", "with commas in between, but has no series"),
+        ("series,gpus,throughput,gpus\n", "got 'gpus' twice"),
+        ("series,gpus,throughput\na,1,2,3\n", "line 2 must have 3 cells, got more"),
     ],
 )
 def test_a_table_without_its_columns_is_refused(

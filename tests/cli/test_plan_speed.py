@@ -76,7 +76,7 @@ def test_two_published_numbers_are_enough(capsys: pytest.CaptureFixture[str]) ->
     assert rows[1].split() == HEADINGS
     assert [row.split()[0] for row in rows[2:6]] == ["1", "8", "16", "32"]
     assert "unknown: parameters, link, transport, gpu_link, overlap, batch" in text
-    assert "measured" in rows[3]
+    assert "given" in rows[3]
 
 
 def test_all_of_a_prediction(capsys: pytest.CaptureFixture[str]) -> None:
@@ -224,7 +224,7 @@ def test_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
 def test_memory_and_traffic(capsys: pytest.CaptureFixture[str]) -> None:
     words = (*KNOWN, "-n", "16", "--mesh", "dp_shard=16", "--limit", "1GiB")
     assert "A rank of dp_shard=16 sends 274.7MiB" in show(capsys, *words)
-    assert "It fits." in show(capsys, *words)
+    assert "It fits without activations." in show(capsys, *words)
     assert "It does not fit: a rank has 1MiB" in show(capsys, *words[:-1], "1MiB")
 
 
@@ -291,7 +291,7 @@ def test_doubtful_inputs(
         ("{points} --link 0Gbit/s", "--link must be a rate, got '0Gbit/s'"),
         ("{points} --alpha-us nan", "--alpha-us must be a number above 0"),
         ("{points} --oversubscription 0.5", "must be a number of at least 1"),
-        ("{points} --transport ib", "--transport must be tcp or rdma, got 'ib'"),
+        ("{points} --transport ib", "--transport must be tcp, rdma, roce or"),
         ("{points} --what-if lnk=1GB/s", "unknown key 'lnk'. Did you mean link?"),
         ("{points} --what-if link", "--what-if link must be a rate, got ''"),
         ("{points} --what-if link=2GB/s", "link needs --parameters and --batch"),
@@ -317,6 +317,27 @@ def test_doubtful_inputs(
             f"{{known}} --gpu-link 9GB/s --what-if {BLOCKS},microbatches=65,mesh=pp=2",
             "microbatches must be at most the 64 samples of a copy",
         ),
+        (
+            "--points 8=24000,16=47000 --per-node 8 --parameters 7B --batch 4",
+            "the bytes of 8 ranks alone take",
+        ),
+        ("{points} --limit 80GB", "--limit needs --parameters"),
+        ("{points} --oversubscription 2", "oversubscription and leaf_nodes need each"),
+        ("{points} --samples 1M --epochs 2", "--samples cannot be combined with"),
+        (
+            "{points} --svg no/such/folder.svg",
+            "--svg must be a file that can be written",
+        ),
+        ("{points} --what-if dtype=bf16,dtype=fp16", "must have dtype once"),
+        ("{known} --what-if bucket=1KiB", "bucket must be at least 64KiB"),
+        ("{known} --what-if accumulation=1.5", "must be a whole number"),
+        ("{known} --what-if per_node=3", "ranks must be a multiple of 3 a node"),
+        (
+            "{points} --samples 1M --cost usd_per_rank_hour=1,usd_per_node_hour=3",
+            "both",
+        ),
+        ("minus.jsonl", "one_rank.step_ms in minus.jsonl must be a number"),
+        ("hosts.jsonl", "hosts in hosts.jsonl must be a number from 1"),
         ("{points} --epochs 90", "a cost needs --samples, or --epochs and"),
         ("{points} --max-global-batch 8", "must allow 8 ranks of a known --batch"),
         ("{points} --cluster missing.toml", "--cluster must be a file of TOML"),
@@ -351,6 +372,8 @@ def test_refusals(
     for name, changed in changes.items():
         training(training(Path(f"{name}.jsonl")), **changed)
     training(Path("cut.jsonl"), variants={"one_rank": {}})
+    training(Path("minus.jsonl"), variants={"one_rank": {"step_ms": -1.0}})
+    training(Path("hosts.jsonl"), hosts=[1, 0])
     training(Path("one.jsonl"))
     training(Path("speeds.jsonl"))
     [record] = read_records(Path("speeds.jsonl"))

@@ -355,7 +355,11 @@ def _fit_lines(options: argparse.Namespace, cases: Iterable[_Case]) -> Iterable[
         )
         if options.limit is not None:
             shortage = held.shortage(options.limit)
-            yield f"It does not fit: {shortage}" if shortage else "These fit."
+            yield (
+                f"It does not fit: {shortage}"
+                if shortage
+                else "It fits without activations."
+            )
 
 
 _TYPES: Mapping[str, Callable[[str], Any]] = {

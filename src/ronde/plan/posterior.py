@@ -179,9 +179,10 @@ def _sample(
     branch = _weigh(setup, hypothesis, priors, z, log_proposal)
     # A single point has no likelihood but for draws that it makes impossible.
     if len(setup.points) > 1:
-        for _ in range(_NUM_UPDATES):
+        for _ in range(_NUM_UPDATES - 1):
             z = _updated(branch, priors, rng)
             branch = _weigh(setup, hypothesis, priors, z, log_proposal)
+        z = _updated(branch, priors, rng)
         mean = z.mean(0)
         apart = z - mean
         root = _root(_SPREAD * apart.T @ apart / num_draws)
