@@ -59,7 +59,8 @@ class Head:
                 return found
 
     def nodes(self):
-        return self.done.result(HANG_S)
+        server = self.done.result(HANG_S)
+        return [(host, server.take(host.name)) for host in server.hosts]
 
 
 @pytest.fixture
@@ -90,7 +91,7 @@ def start_head(pool, signals):
     os.write(signals[1], bytes([signal.SIGTERM]) * 8)
     for head in heads:
         if head.done.exception(HANG_S) is None:
-            release([transport for _, transport in head.nodes()], 0)
+            release(head.done.result().channels, 0)
 
 
 def request(port, *, token=TOKEN, name="node1", timeout_s=HANG_S, slots=-1):

@@ -244,7 +244,8 @@ def read_request(
         horovod = horovod._replace(ignored=(*horovod.ignored, *unused))
     else:
         env = {"HOROVOD_ELASTIC": "1", **env}
-        if num_ranks is None and elastic.num_processes is not None:
+        is_limited = elastic.num_processes is not None and not elastic.counts_nodes
+        if num_ranks is None and is_limited:
             num_ranks = elastic.max_ranks
     preflight = None
     if options.preflight:
@@ -493,14 +494,15 @@ def run_job(
         with _limited(options.timeout), recorded as timeline_env:
             request = read_request(options, start.environ, timeline_env)
             _warn(request, start.environ)
+            elastic = request.spec.elastic
+            if elastic and timeouts == USUAL:
+                timeouts = ELASTIC
             if options.listen:
+                start = start._replace(timeouts=timeouts)
                 return _launch_with_nodes(request, start)
             make = partial(
                 make_spawner, options, start.environ, request.horovod.ssh_args
             )
-            elastic = request.spec.elastic
-            if elastic and timeouts == USUAL:
-                timeouts = ELASTIC
             # Users of Horovod try it out with several names of one machine.
             has_aliases = elastic and elastic.failure_domain == "host"
             starter = AgentStarter(
@@ -587,20 +589,24 @@ def _launch_with_nodes(request: RunRequest, start: _Start) -> int:
 
     options = start.options
     cure = "With --listen, type: ronde run --nodes 3 --listen 29400 ..."
-    num_nodes = read_number("--nodes", options.nodes or "none", cure, least=2)
+    few, _, many = (options.nodes or "none").partition(":")
+    least = read_number("--nodes", few, cure, least=1 if many else 2)
+    most = read_number("--nodes", many or few, cure, least=max(2, least))
     host, port = tls.parse_endpoint(options.listen, "--listen")
     config = join_server.JoinConfig(
         address=tls.choose_address(host),
         port=port,
         token=tls.read_token(token_file(options, start.environ)),
         head=os.uname().nodename,
-        num_nodes=num_nodes - 1,
+        num_nodes=least - 1,
         timeout_s=options.join_timeout,
+        most=most - 1 if most > least else 0,
+        stays_open=bool(request.spec.max_restarts or request.spec.elastic),
     )
     head = Host(config.head, own_slots(options))
-    nodes = join_server.wait_for_nodes(config, start.signal_fd, _report)
-    agents = join_server.JoinedAgents(start.agent, nodes, start.timeouts)
-    hosts = [head, *(host for host, _ in nodes)]
+    server = join_server.wait_for_nodes(config, start.signal_fd, _report)
+    agents = join_server.JoinedAgents(start.agent, server, start.timeouts)
+    hosts = [head, *server.hosts[: most - 1]]
     code = EXIT_INTERNAL
     try:
         code = _launch(request, hosts, agents, start.signal_fd)
@@ -611,7 +617,8 @@ def _launch_with_nodes(request: RunRequest, start: _Start) -> int:
         code = exit_code_of(error)
         raise
     finally:
-        tls.release([transport for _, transport in nodes], code)
+        server.close()
+        tls.release(server.channels, code)
     return code
 
 

@@ -55,7 +55,9 @@ class ElasticView:
         self._generation, self._loop = generation, loop
         self._plan, self._hosts = plan, hosts
         now_s = time.monotonic()
-        self._discovery = open_discovery(options, plan.spec.hosts, now_s)
+        self._discovery = open_discovery(
+            options, plan.spec.hosts, now_s, loop.join_server
+        )
         self._membership = Membership(_rules_of(options), lambda: secrets.token_hex(16))
         self._stopped_s: dict[int, float] = {}  # when stopped workers are lost
         self._releasing: set[str] = set()
@@ -180,11 +182,16 @@ class ElasticView:
         elif node in nodes and not self._generation.is_stopping:
             nodes.remove(node)
             reason = f"{node.name} was lost: {loss.reason}"
-            self._apply(events.HostGone(node.name, reason))
+            self._on_gone(node.name, reason)
 
     def _give_up(self, name: str, reason: str) -> None:
         self._loop.output.notice(f"{name} cannot be used: {reason}")
-        self._apply(events.HostGone(name, f"{name} cannot be used: {reason}"))
+        self._on_gone(name, f"{name} cannot be used: {reason}")
+
+    def _on_gone(self, name: str, reason: str) -> None:
+        server = self._loop.join_server
+        joins_itself = server is not None and name != server.config.head
+        self._apply(events.HostGone(name, reason, joins_itself))
 
     def due_s(self) -> float:
         others = self._membership.due_s, self._discovery.due_s, self._notices.due_s
