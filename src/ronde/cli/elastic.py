@@ -18,6 +18,9 @@ from ronde.launch.elastic_options import (
     ElasticOptions,
     FailureDomain,
 )
+from ronde.launch.host import SLOTS_CORES, SLOTS_OPEN
+from ronde.topology.machine import usable_cores
+from ronde.topology.sysfs import read_machine
 from ronde.units import parse_duration_s
 
 _OF_HOROVOD = frozenset(("min-num-proc", "max-num-proc", "blacklist-cooldown-range"))
@@ -36,7 +39,7 @@ def read_elastic(
 ) -> ElasticOptions | None:
     """Return the options of an elastic job; None for a job of fixed size."""
     given, script = horovod.elastic, options.host_discovery_script
-    few, many = _read_nodes_range(options, num_ranks, num_each)
+    few, many = _read_nodes_range(options, environ, num_each)
     least = _limit(
         {"--min-ranks": options.min_ranks, "--min-np": given.get("min-num-proc")}, few
     )
@@ -61,7 +64,6 @@ def read_elastic(
     return ElasticOptions(
         min_ranks=least[1] if least else num_ranks or 1,
         max_ranks=most[1] if most else open_ended,
-        counts_nodes=bool(few and not (num_ranks or num_each or 0) > 0),
         spares=options.spares or 0,
         discovery=discovery,
         discover_every_s=options.discover_every or _USUAL.discover_every_s,
@@ -81,8 +83,17 @@ def read_elastic(
     )
 
 
+def count_slots(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
+    """Return the number of ranks on this node, one of several."""
+    slots = options.nproc_per_node or read_slots(options)
+    machine = read_machine(environ=environ)
+    if slots == SLOTS_CORES:
+        return usable_cores(machine)
+    return slots if slots > 0 else len(machine.gpus) or int(slots == SLOTS_OPEN)
+
+
 def _read_nodes_range(
-    options: argparse.Namespace, num_ranks: int | None, num_each: int | None
+    options: argparse.Namespace, environ: Mapping[str, str], num_each: int | None
 ) -> tuple[_Limit | None, _Limit | None]:
     if not options.nodes or ":" not in options.nodes:
         return None, None
@@ -90,8 +101,8 @@ def _read_nodes_range(
     least, most = read_nodes(options.nodes)
     if least == most:
         return None, None
-    if options.listen and num_ranks is None and (num_each is None or num_each < 0):
-        return (name, least), (name, most)  # see ``ElasticOptions.counts_nodes``
+    if options.listen and options.num_proc is None:
+        num_each = count_slots(options, environ) or None
     if num_each is None or num_each < 0:
         raise UsageError(
             f"{name} needs a number of ranks for each host. "

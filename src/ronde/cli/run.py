@@ -244,8 +244,7 @@ def read_request(
         horovod = horovod._replace(ignored=(*horovod.ignored, *unused))
     else:
         env = {"HOROVOD_ELASTIC": "1", **env}
-        is_limited = elastic.num_processes is not None and not elastic.counts_nodes
-        if num_ranks is None and is_limited:
+        if num_ranks is None and elastic.num_processes is not None:
             num_ranks = elastic.max_ranks
     preflight = None
     if options.preflight:
@@ -600,13 +599,19 @@ def _launch_with_nodes(request: RunRequest, start: _Start) -> int:
         head=os.uname().nodename,
         num_nodes=least - 1,
         timeout_s=options.join_timeout,
-        most=most - 1 if most > least else 0,
+        most=most - 1,
+        num_each=options.nproc_per_node or 0,
         stays_open=bool(request.spec.max_restarts or request.spec.elastic),
     )
-    head = Host(config.head, own_slots(options))
+    slots = own_slots(options)
+    if many:
+        from ronde.cli.elastic import count_slots
+
+        slots = count_slots(options, start.environ)
+    head = Host(config.head, slots)
     server = join_server.wait_for_nodes(config, start.signal_fd, _report)
     agents = join_server.JoinedAgents(start.agent, server, start.timeouts)
-    hosts = [head, *server.hosts[: most - 1]]
+    hosts = [head, *server.choose(most - 1)]
     code = EXIT_INTERNAL
     try:
         code = _launch(request, hosts, agents, start.signal_fd)

@@ -44,7 +44,6 @@ class ElasticOptions(NamedTuple):
     reform_timeout_s: float = 30.0  # for a rank to answer when a view ends
     reset_limit: int | None = None  # most changes of the view; None for any number
     notice: tuple[str, ...] = ("signal",)  # sources of --notice
-    counts_nodes: bool = False  # the limits count nodes, each with the head's slots
 
     @property
     def num_processes(self) -> int | None:

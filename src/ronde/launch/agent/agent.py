@@ -20,7 +20,7 @@ from ronde.launch.agent.ranks import JobPhase, LocalJob
 from ronde.launch.agent.relay import OutputSender, RemoteProgram, name_directory
 from ronde.launch.bootstrap import explain_shortage
 from ronde.launch.environments import own_environment
-from ronde.launch.limits import EXIT_NO_FORK
+from ronde.launch.limits import EXIT_NO_FORK, EXIT_UNREACHABLE
 from ronde.launch.network import find_answering, locate
 from ronde.launch.signals import (
     Watched,
@@ -106,7 +106,8 @@ def run_reaped(
     code = os.waitstatus_to_exitcode(_wait_for_child(child))
     sweep(spared=others)
     remove(directory)
-    if is_foreground and received and code < 0:
+    # Released by the head, or without it.
+    if is_foreground and received and (code < 0 or code == EXIT_UNREACHABLE):
         os._exit(128 + received[-1])
     os._exit(code if code >= 0 else 128 - code)
 

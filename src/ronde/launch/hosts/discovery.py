@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ronde.errors import UsageError
 from ronde.launch.elastic_options import DiscoverySpec, ElasticOptions
@@ -36,9 +35,6 @@ from ronde.processes import (
     signal_process,
     sweep,
 )
-
-if TYPE_CHECKING:
-    from ronde.launch.hosts.join_server import JoinServer
 
 _COMMAND_LIMIT_S = 10.0
 _POLL_S = 0.05
@@ -319,33 +315,10 @@ def _read_file(path: Path) -> tuple[bytes, str]:
 _Source = _Command | _Hostfile
 
 
-class _JoinedNodes(Discovery):
-    """The head and the nodes that have joined it; each change counts at once."""
-
-    def __init__(self, server: "JoinServer", head: Host) -> None:
-        super().__init__(None, (), None)
-        self._server, self._head, self._seen = server, head, -1
-
-    @property
-    def due_s(self) -> float:
-        return inf if self._seen == self._server.version else 0.0
-
-    def advance(self, now_s: float) -> tuple[Host, ...] | None:  # noqa: ARG002
-        if self._seen == self._server.version:
-            return None
-        self._seen = self._server.version
-        return self._head, *self._server.hosts
-
-
 def open_discovery(
-    options: ElasticOptions,
-    hosts: Sequence[Host],
-    now_s: float,
-    server: "JoinServer | None" = None,
+    options: ElasticOptions, hosts: Sequence[Host], now_s: float
 ) -> Discovery:
     """Start the discovery of hosts for a job that begins with ``hosts``."""
-    if server is not None:
-        return _JoinedNodes(server, hosts[0])
     spec, every_s = options.discovery, options.discover_every_s
     if spec is None:
         return Discovery(None, hosts, None)

@@ -18,7 +18,7 @@ from ronde.addresses import family_of
 from ronde.errors import Failure, HostError, LaunchError, StoreError, UsageError
 from ronde.launch.host import Host
 from ronde.launch.hosts.node import AgentNode, AgentStarter
-from ronde.launch.limits import Timeouts
+from ronde.launch.limits import EXIT_UNREACHABLE, Timeouts
 from ronde.launch.signals import Watched, raise_if_stopped, serve_ready
 from ronde.launch.wire.tls import (
     NodeInfo,
@@ -38,7 +38,7 @@ _BACKLOG = 512
 _UNANSWERED_NODE_S = 20.0  # longer than the head gives a silent node
 _SETTLE_S = 5.0  # for further nodes to join before the start
 _AGAIN_S = 1.0  # between two connections of an address while the job runs
-_PROBE_S = 2.0  # for the host of a node to answer
+_SILENT_S = 2.0  # after which another node may take the place of one
 _SPARE_S = 1.0  # a node that the job has not taken by then is reported
 _NOT_PROVEN = "did not prove that it knows the token"
 
@@ -52,7 +52,8 @@ class JoinConfig(NamedTuple):
     head: str  # name of this node, which no other gets
     num_nodes: int  # without this one
     timeout_s: float
-    most: int = 0  # if more than ``num_nodes`` may join before the start
+    most: int = 0  # nodes that may join before the start, if more than ``num_nodes``
+    num_each: int = 0  # ranks of each node, if given
     stays_open: bool = False  # until the job ends
     authenticate_s: float = 10.0  # for each connection
     clock: Callable[[], float] = time.monotonic
@@ -65,7 +66,7 @@ class _JoinedNode:
     channel: TlsChannel
     since_s: float
     is_taken: bool = False  # by the job
-    is_reported: bool = False  # as a spare
+    is_spare: bool = False
 
     @property
     def order(self) -> tuple[bool, int, list[tuple[int, str]]]:
@@ -79,7 +80,6 @@ class _PendingConnection:
     steps: Steps[NodeInfo]
     since_s: float
     wanted: int = select.POLLIN
-    node_info: NodeInfo | None = None  # proven, but another node has its number
 
 
 def wait_for_nodes(
@@ -105,10 +105,11 @@ def wait_for_nodes(
 
 
 class JoinServer:
-    """Listens for nodes, and keeps those that wait until the job takes them.
+    """Listens for nodes, and keeps them until the job takes them.
 
-    A node with the number of another one takes its place if the other's host does not
-    answer the kernel. Call ``advance``, which never blocks, at ``due_s``.
+    A node is refused while another has its number, unless that one's host is silent:
+    then its connection ends, and the node can join when it tries again. Call
+    ``advance``, which never blocks, at ``due_s``.
     """
 
     def __init__(self, config: JoinConfig, notice: Callable[[str], None]) -> None:
@@ -125,7 +126,7 @@ class JoinServer:
                 "Give --listen another address or port of this machine."
             ) from None
         self._listener.settimeout(0)
-        self._is_open, self._has_begun = True, False
+        self._has_begun = False
         self._tls = make_head_tls()
         self._pending: dict[int, _PendingConnection] = {}
         self._nodes: dict[str, _JoinedNode] = {}
@@ -140,9 +141,12 @@ class JoinServer:
         ordered = sorted(self._nodes.values(), key=lambda node: node.order)
         return [node.host for node in ordered]
 
-    @property
-    def waiting(self) -> list[Host]:
-        return [h for h in self.hosts if not self._nodes[h.name].is_taken]
+    def choose(self, num: int) -> list[Host]:
+        """Return the nodes that the job has taken, and others up to ``num``."""
+        hosts = self.hosts
+        taken = [host for host in hosts if self._nodes[host.name].is_taken]
+        chosen = (taken + [host for host in hosts if host not in taken])[:num]
+        return [host for host in hosts if host in taken or host in chosen]
 
     @property
     def channels(self) -> list[TlsChannel]:
@@ -172,15 +176,11 @@ class JoinServer:
         self._start_s, self._end_s = now_s + _SETTLE_S, now_s + config.timeout_s
 
     def has_enough(self) -> bool:
-        """Return True once the job can start.
-
-        Raises:
-            HostError: The nodes have not joined in time.
-        """
+        """Return True once the job can start; raise HostError if it is too late."""
         config, now_s = self.config, self.config.clock()
         num, least = len(self._nodes), config.num_nodes
         if num >= max(least, config.most if now_s < self._start_s else 0):
-            self._has_begun, self._end_s, self._start_s = True, inf, inf
+            self._has_begun, self._start_s, self._end_s = True, inf, inf
             return True
         if now_s < self._end_s:
             return False
@@ -193,9 +193,6 @@ class JoinServer:
 
     def close(self) -> None:
         """Listen no longer; nodes that have joined stay connected."""
-        if not self._is_open:
-            return
-        self._is_open = False
         self._listener.close()
         for pending in self._pending.values():
             pending.sock.close()
@@ -203,45 +200,35 @@ class JoinServer:
         for kind, count in self._refused.items():
             if count > 1:
                 self.notice(f"{count} connections in total: each {kind}")
+        self._refused.clear()
 
     @property
     def due_s(self) -> float:
-        dues = [p.since_s + self._patience_of(p) for p in self._pending.values()]
-        spares = (n for n in self._nodes.values() if self._is_new_spare(n))
-        dues += [node.since_s + _SPARE_S for node in spares]
+        dues = [p.since_s + self._patience_s for p in self._pending.values()]
         if len(self._nodes) >= self.config.num_nodes:
             dues.append(self._start_s)
         return min([self._end_s, *dues])
 
-    def _patience_of(self, pending: _PendingConnection) -> float:
-        if pending.node_info is not None:
-            return _PROBE_S
+    @property
+    def _patience_s(self) -> float:
         return _CROWDED_S if self._is_crowded else self.config.authenticate_s
 
     @property
     def _is_crowded(self) -> bool:
         return len(self._pending) >= MAX_PENDING
 
-    def _is_new_spare(self, node: _JoinedNode) -> bool:
-        return self._has_begun and not (node.is_taken or node.is_reported)
-
     def advance(self) -> None:
         now_s = self.config.clock()
         for name, node in list(self._nodes.items()):
+            is_known = node.is_taken or node.is_spare or not self._has_begun
             if node.channel.is_closed:
-                del self._nodes[name]
-                if node.channel.read_fd >= 0:
-                    self._left.append(node.channel)
-                self.version += 1
-            elif self._is_new_spare(node) and now_s >= node.since_s + _SPARE_S:
-                node.is_reported = True
+                self._forget(node)
+            elif not is_known and now_s >= node.since_s + _SPARE_S:
+                node.is_spare = True
                 self.notice(f"{name} waits as a spare")
-        for pending in list(self._pending.values()):
-            is_late = now_s >= pending.since_s + self._patience_of(pending)
-            if pending.node_info is not None:
-                self._settle(pending, pending.node_info, is_late=is_late)
-            elif is_late:
-                self._refuse(pending, _NOT_PROVEN)
+        late_s = now_s - self._patience_s
+        for pending in [p for p in self._pending.values() if p.since_s <= late_s]:
+            self._refuse(pending, _NOT_PROVEN)
 
     def watched(self) -> Watched:
         for node in self._nodes.values():
@@ -250,17 +237,25 @@ class JoinServer:
                 yield node.channel.read_fd, select.POLLRDHUP, leave
         for fd, pending in self._pending.items():
             yield fd, pending.wanted, partial(self._go_on, pending)
-        if self._is_open and not self._is_crowded:
+        if self._listener.fileno() >= 0 and not self._is_crowded:
             yield self._listener.fileno(), select.POLLIN, self._accept
 
     def _on_leaving(self, node: _JoinedNode) -> None:
         if node.is_taken:
             return  # since the poll
         node.channel.kill()
-        del self._nodes[node.host.name]
-        self.version += 1
+        self._forget(node)
         when = "used it" if self._has_begun else "began"
         self.notice(f"{node.host.name} left before the job {when}")
+
+    def _forget(self, node: _JoinedNode) -> None:
+        del self._nodes[node.host.name]
+        self.version += 1
+        if node.channel.wait(0.0) is None:
+            node.channel.send_result(EXIT_UNREACHABLE)
+            self._left.append(node.channel)
+        else:
+            node.channel.kill()
 
     def _accept(self) -> None:
         now_s = self.config.clock()
@@ -285,13 +280,10 @@ class JoinServer:
         self._go_on(pending)
 
     def _go_on(self, pending: _PendingConnection) -> None:
-        if pending.node_info is not None:
-            self._refuse(pending, "left before it was let in")
-            return
         try:
             pending.wanted = next(pending.steps)
         except StopIteration as end:
-            self._settle(pending, end.value, is_late=False)
+            self._on_proven(pending, end.value)
         except StoreError:
             self._refuse(pending, "does not know the token")
         except LaunchError as error:
@@ -306,33 +298,18 @@ class JoinServer:
         if self._refused[kind] == 1:
             self.notice(f"a connection from {pending.address} {kind}; it was closed")
 
-    def _settle(
-        self, pending: _PendingConnection, info: NodeInfo, *, is_late: bool
-    ) -> None:
-        """Let a node in, unless another has its number and its host answers."""
-        numbered = [n for n in self._nodes.values() if n.number == info.number >= 0]
-        if numbered and pending.node_info is None:
-            pending.node_info, pending.wanted = info, select.POLLRDHUP
-            pending.since_s = self.config.clock()
-            numbered[0].channel.probe()
-            return
-        if numbered and not is_late:
-            return
-        name, is_alive = self.config.head, info.number == 0
-        if numbered:
-            waited_s = self.config.clock() - pending.since_s
-            name = numbered[0].host.name
-            is_alive = numbered[0].channel.silence_s < waited_s
-        if is_alive:
-            number = f"number {info.number}"
-            answer_node(pending.sock, f"its {number} is that of {name}, which answers.")
-            self._refuse(pending, f"has the {number} of {name}, which answers")
-        elif not numbered:
-            self._add_node(pending, info)
-        elif numbered[0].is_taken:
-            numbered[0].channel.sever()  # the job loses it, and closes the channel
+    def _on_proven(self, pending: _PendingConnection, info: NodeInfo) -> None:
+        number, name = info.number, self.config.head if info.number == 0 else ""
+        for node in self._nodes.values():
+            if node.number == number >= 0:
+                name = node.host.name
+                if node.channel.silence_s > _SILENT_S:
+                    node.channel.sever()
+        if name:
+            answer_node(pending.sock, f"{name} is connected as number {number}.")
+            self._refuse(pending, f"is a second pod {number}, beside {name}")
         else:
-            self._on_leaving(numbered[0])
+            self._add_node(pending, info)
 
     def _add_node(self, pending: _PendingConnection, info: NodeInfo) -> None:
         answer_node(pending.sock)
@@ -345,14 +322,16 @@ class JoinServer:
         # Unlike a head, a node cannot be suspended.
         channel.require_answers(_UNANSWERED_NODE_S)
         now_s = self.config.clock()
-        node = _JoinedNode(info.number, Host(name, info.slots), channel, now_s)
+        is_smaller = 0 < info.slots < self.config.num_each
+        slots = info.slots if is_smaller else self.config.num_each or info.slots
+        node = _JoinedNode(info.number, Host(name, slots), channel, now_s)
         self._nodes[name] = node
         self.version += 1
         if self._has_begun:
             self.notice(f"{name} has joined")
             return
         self._start_s = now_s + _SETTLE_S
-        num, wanted = len(self._nodes), self.config.num_nodes
+        num, wanted = len(self._nodes), self.config.most or self.config.num_nodes
         self.notice(f"{name} has joined ({num} of {wanted})")
 
 

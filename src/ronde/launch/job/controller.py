@@ -78,7 +78,12 @@ class Controller(Handler):
     def connect(
         self, hosts: Sequence[Host], patience_s: float = 0.0
     ) -> list[AgentNode]:
-        return AgentConnector(self._loop, self._starter).run(hosts, patience_s)
+        """Return a node for each host; connect to those that are not connected."""
+        by_name = {node.name: node for node in self._loop.live_nodes if node.hello}
+        others = [host for host in hosts if host.name not in by_name]
+        connector = AgentConnector(self._loop, self._starter)
+        by_name |= {node.name: node for node in connector.run(others, patience_s)}
+        return [by_name[host.name] for host in hosts]
 
     def connect_ready(
         self, hosts: Sequence[Host]
@@ -192,66 +197,53 @@ class Controller(Handler):
             generation.watch_programs.append(live_view)
 
     def _replace_lost(self, plan: JobPlan) -> JobPlan:
-        server = self._loop.join_server
-        if server is None:
-            return plan._replace(nodes=self._reconnect(list(plan.nodes)))
-        while True:
-            nodes = self._await_nodes(server, plan.nodes[0].host)
-            try:
-                return _plan_again(self, plan, nodes)
-            except LaunchError:
-                if not any(node.is_over for node in nodes):
-                    raise
-
-    def _reconnect(self, nodes: list[AgentNode]) -> tuple[AgentNode, ...]:
-        return_s = self._loop.timeouts.return_s
+        server, return_s = self._loop.join_server, self._loop.timeouts.return_s
+        if server is not None:
+            return self._await_nodes(plan, server)
+        nodes = plan.nodes
         # Another may be lost meanwhile.
-        while lost := [node for node in nodes if node.is_over]:
-            for node in lost:
-                node.transport.wait(_LEAVE_S)
-                self._loop.nodes.remove(node)
+        while lost := self._remove_lost(nodes):
             names = ", ".join(node.name for node in lost)
             self._output.notice(
                 f"connecting to {names} again, for up to {return_s:g} s"
             )
             fresh = self.connect([node.host for node in lost], return_s)
             by_name = {node.name: node for node in fresh}
-            nodes = [by_name.get(node.name, node) for node in nodes]
-        return tuple(nodes)
+            nodes = tuple(by_name.get(node.name, node) for node in nodes)
+        return plan._replace(nodes=nodes)
 
-    def _await_nodes(self, server: "JoinServer", head: Host) -> list[AgentNode]:
-        """Return all nodes, with others that have joined in the place of lost ones."""
-        loop, lost = self._loop, dict[str, None]()
-        num_nodes, limit_s = 1 + server.config.num_nodes, server.config.timeout_s
+    def _await_nodes(self, plan: JobPlan, server: "JoinServer") -> JobPlan:
+        """Plan the job again once other nodes have joined in the place of lost ones."""
+        num, limit_s = server.config.num_nodes, server.config.timeout_s
         due_s = time.monotonic() + limit_s
         while True:
-            lost |= {node.name: None for node in loop.nodes if node.is_over}
-            loop.nodes = loop.live_nodes
-            if not any(node.is_here for node in loop.nodes):
-                self.connect([head])
-            num_lacking = num_nodes - len(loop.nodes)
-            if num_lacking <= 0:
-                break
-            names = ", ".join(lost)
-            if len(server.waiting) < num_lacking:
+            names = ", ".join(node.name for node in self._remove_lost(self._loop.nodes))
+            server.advance()
+            if len(server.hosts) < num:
                 text = f"waiting for {names} or other nodes to join"
                 self._output.notice(f"{text}, for up to {limit_s:g} s")
-            if not loop.serve(
-                self,
-                lambda: len(server.waiting) >= num_nodes - len(loop.live_nodes),
-                lambda: due_s,
+            if not self._loop.serve(
+                self, lambda: len(server.hosts) >= num, lambda: due_s
             ):
                 raise HostError(
-                    f"{names} was lost, and no other node has joined within "
-                    f"{limit_s:g} s. Run there again: {server.command}. Or wait "
-                    "longer: --join-timeout"
+                    f"{names} was lost, and no other node joined within {limit_s:g} s. "
+                    f"Run there: {server.command}. Or wait longer: --join-timeout"
                 )
-            _, failures = self.connect_ready(server.waiting[:num_lacking])
-            for host, failure in failures:
-                self._output.notice(f"{host} cannot be used: {failure.reason}")
-        by_name = {node.name: node for node in loop.nodes}
-        names = (head.name, *(host.name for host in server.hosts))
-        return [by_name[name] for name in names if name in by_name]
+            hosts = plan.spec.hosts[0], *server.choose(num)
+            try:
+                again = resolve(self, plan.spec._replace(hosts=hosts))
+                return again._replace(facts=plan.facts)
+            except LaunchError:
+                live = {node.name for node in self._loop.live_nodes}
+                if live.issuperset(host.name for host in hosts):
+                    raise
+
+    def _remove_lost(self, nodes: Sequence[AgentNode]) -> list[AgentNode]:
+        lost = [node for node in nodes if node.is_over]
+        for node in lost:
+            node.transport.wait(_LEAVE_S)
+            self._loop.nodes.remove(node)
+        return lost
 
     def _prepare(
         self, nodes: Sequence[AgentNode], jobs: Sequence[messages.NodeJob]
@@ -336,29 +328,6 @@ def resolve(
     """Connect to the hosts, and plan the job with their reported resources."""
     nodes, shares, notices = _find_hosts(controller, spec)
     notices += preflight(controller, nodes) if preflight else ()
-    if spec.elastic is not None and spec.elastic.counts_nodes:
-        spec = spec._replace(elastic=_count_ranks(spec.elastic, nodes[0]))
-    return _make_plan(controller, spec, nodes, shares, notices)
-
-
-def _plan_again(
-    controller: Controller, plan: JobPlan, nodes: Sequence[AgentNode]
-) -> JobPlan:
-    """Plan the job on other nodes than before."""
-    hosts, is_elastic = [node.host for node in nodes], plan.spec.elastic is not None
-    spec = plan.spec._replace(hosts=tuple(hosts))
-    size = None if is_elastic else spec.num_ranks
-    shares = allocate(hosts, size, _slot_counter(nodes))
-    return _make_plan(controller, spec, nodes, shares, ())._replace(facts=plan.facts)
-
-
-def _make_plan(
-    controller: Controller,
-    spec: JobSpec,
-    nodes: Sequence[AgentNode],
-    shares: Sequence[HostShare],
-    notices: tuple[str, ...],
-) -> JobPlan:
     by_name = {node.name: node for node in nodes}
     job_nodes = tuple(by_name[share.host.name] for share in shares)
     address, check = _LOOPBACK, None
@@ -406,30 +375,15 @@ def _find_elastic_hosts(
     size, min_ranks = options.num_processes, options.min_ranks
     if options.discovery is not None:
         min_ranks = 1  # others may still be found
-    if not options.counts_nodes:
-        hosts = hosts_to_ask(hosts, size, min_ranks)
-    nodes, failures = controller.connect_ready(hosts)
+    nodes, failures = controller.connect_ready(hosts_to_ask(hosts, size, min_ranks))
     if not nodes:
         raise HostError("no host can be used.", failures)
-    if options.counts_nodes:
-        options = _count_ranks(options, nodes[0])
-        size, min_ranks = options.num_processes, options.min_ranks
     notices = tuple(f"{f.host} cannot be used: {f.failure.reason}." for f in failures)
     hosts, count = [node.host for node in nodes], _slot_counter(nodes)
     shares = allocate(hosts, size, count, min_ranks)
     if len(hosts) > 1 or hosts[0].slots != SLOTS_OPEN:
         shares = allocate(hosts, None, count)
     return nodes, shares, notices
-
-
-def _count_ranks(options: ElasticOptions, head: AgentNode) -> ElasticOptions:
-    """Return options whose limits are ranks; all nodes have as many as the head."""
-    each = head.host.slots
-    if each < 0:
-        each = count_slots_of(head, 2)
-        head.host = head.host._replace(slots=each)
-    least, most = each * options.min_ranks, each * options.max_ranks
-    return options._replace(min_ranks=least, max_ranks=most, counts_nodes=False)
 
 
 def _slot_counter(nodes: Sequence[AgentNode]) -> Callable[[Host], int]:

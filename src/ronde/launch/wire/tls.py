@@ -54,10 +54,10 @@ _READ_BYTES = 256 << 10
 _LAST_WORD_S = 0.5
 _KEEPALIVE = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-    # Longer than the leases of head and agent.
-    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 3),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 5),
+    # In total longer than the leases of head and agent.
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 20),
     (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
 )
 _GOODBYE_S = 2.0
@@ -318,14 +318,9 @@ class TlsChannel:
             level, option = socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT
             self._sock.setsockopt(level, option, int(limit_s * 1000))
 
-    def probe(self) -> None:
-        """Have the kernel ask the other host now, for ``silence_s``."""
-        for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
-            self._sock.setsockopt(socket.IPPROTO_TCP, option, 1)
-
     @property
     def silence_s(self) -> float:
-        """Time since the other host's last packet, even if its processes are stopped.
+        """Time since the last packet of the other host, whose kernel is asked often.
 
         Source: tcpi_last_ack_recv in linux/tcp.h.
         """
