@@ -9,6 +9,8 @@ from contextlib import contextmanager, suppress
 
 from tests.limits import HANG_S, until
 
+from ronde.launch import own_environment
+
 SECRET = "5ec2e7" + hashlib.sha256(b"of this test alone").hexdigest()
 PORT = 29400
 STAY = 'touch "$0/ready.$RANK.$RONDE_EPOCH"; exec sleep 1000'
@@ -45,6 +47,13 @@ class Party:
         """Start ``ronde run --agent`` on a host."""
         own = ("--agent", f"node1:{PORT}", "--token-file", str(self.token))
         return self.start(self.cluster.hosts[number - 1], *own, *words, **popen)
+
+    def pod(self, number, host, *words, nodes="2:3"):
+        """Start a pod of an elastic job on a host, with variables for its number."""
+        own = {"RONDE_NODES": nodes, "RONDE_NODE_INDEX": str(number)}
+        own |= {"RONDE_HEAD": f"node1:{PORT}", "RONDE_TOKEN_FILE": str(self.token)}
+        env = own_environment() | own
+        return self.start(self.cluster.hosts[host - 1], *words, env=env)
 
     def run(self, *words):
         """Start all three; wait until each rank of ``STAY`` is there."""

@@ -1,6 +1,7 @@
 """Nodes that join a job while it runs: the head listens until the job ends."""
 
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -15,6 +16,14 @@ pytestmark = [
     pytest.mark.waits,
     pytest.mark.skipif(bool(why_not()), reason=why_not() or "-"),
 ]
+OTHER_TOKEN = "0123456789abcdef" * 2
+SILENT = """
+import socket, sys
+place = sys.argv[1], int(sys.argv[2])
+held = [socket.create_connection(place) for _ in range(64)]
+print("there", flush=True)
+sys.stdin.read()
+"""
 TRAIN = [sys.executable, str(Path(__file__).with_name("elastic_training_rank.py"))]
 
 
@@ -36,32 +45,61 @@ def places(party):
     ]
 
 
-def test_a_node_that_is_killed_comes_back_while_the_others_train(party):
-    folder = party.folder
-    head = party.head(*TRAIN, str(folder), nodes="2:3")
-    nodes = [party.node(2), party.node(3)]
+def test_pods_come_and_go_while_the_others_train(party):
+    """One is replaced while it is cut off, one comes back, strangers stay outside."""
+    folder, train = party.folder, [*TRAIN, str(party.folder)]
+    head, first, second = (party.pod(n, n + 1, *train) for n in range(3))
     hosts = ("node1", "node2", "node3")
     until(lambda: all(newest(folder, host)[1] >= 5 for host in hosts), "all train")
-    nodes[1].kill()
-    until(lambda: newest(folder, "node1")[0] >= 1, "the others train on")
-    nodes += [party.node(3), party.node(3)]
-    until(lambda: newest(folder, "node3")[0] >= 2, "it trains again")
-    await_line(head, "waits as a spare")
+    other = folder / "other"
+    other.write_text(OTHER_TOKEN)
+    other.chmod(0o600)
+    silent = [sys.executable, "-c", SILENT, party.cluster.hosts[0].address, str(PORT)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with party.cluster.start(party.cluster.hosts[1], silent, **pipes) as stranger:
+        assert stranger.stdout.readline() == b"there\n"
+        liar = party.node(2, "--token-file", str(other))
+        await_line(liar, "its token differs")
+        liar.kill()
+        again = party.pod(2, 2, *train)
+        await_line(again, "node3 is connected as number 2")
+        party.cluster.cut(party.cluster.hosts[2])
+        await_line(again, "has joined")
+        stranger.communicate()
+    await_line(head, "a rank joins on node2-2")
+    first.kill()
+    await_line(head, "node2 was lost")
+    back = party.pod(1, 2, *train)
+    await_line(head, "a rank joins on node2;")
+    spare = party.pod(3, 2, *train)
+    await_line(head, "node2-3 waits as a spare")
     (folder / "finish").touch()
-    ends = [end_of(each) for each in (head, *nodes)]
-    assert [code for code, _, _ in ends] == [0, 0, -signal.SIGKILL, 0, 0], ends
+    ends = {each: end_of(each) for each in (head, again, back, spare, second)}
+    assert [code for code, _, _ in ends.values()] == [0, 0, 0, 0, 69], ends
     entries = ledger.read(folder.glob("ledger-*"))
     assert ledger.problems_of(entries, NUM_SAMPLES, 0, batch_size=BATCH) == []
     party.require_nothing_left()
 
 
-def test_all_ranks_start_again_with_nodes_that_come_back(party):
-    head, _, node = party.run("--max-restarts", "3")
+def test_all_ranks_start_again_with_a_node_that_comes_back_or_not_at_all(party):
+    head, other, node = party.run("--max-restarts", "9", "--join-timeout", "8s")
     for epoch in (1, 2, 3):
         node.kill()
         node = party.node(3)
         party.await_ready(epoch)
     assert places(party) == [[(party.cluster.hosts[0].address, PORT)], [], []]
+    node.kill()
+    code, _, errors = end_of(head)
+    assert code == 69, errors
+    assert "node3 was lost, and no other node joined within 8 s." in errors
+    assert end_of(other)[0] == 69
+    party.require_nothing_left()
+
+
+def test_a_signal_ends_the_wait_for_a_node_everywhere(party):
+    head, other, node = party.run("--max-restarts", "1")
+    node.kill()
+    await_line(head, "waiting for node3 or other nodes to join")
     head.send_signal(signal.SIGTERM)
-    assert [end_of(each)[0] for each in party.started] == [143, 143, -9, -9, -9, 143]
+    assert [end_of(each)[0] for each in (head, other)] == [143, 143]
     party.require_nothing_left()
