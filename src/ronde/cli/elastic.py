@@ -83,8 +83,7 @@ def read_elastic(
     )
 
 
-def count_slots(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
-    """Return the number of ranks on this node, one of several."""
+def _count_slots(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     slots = options.nproc_per_node or read_slots(options)
     machine = read_machine(environ=environ)
     if slots == SLOTS_CORES:
@@ -102,7 +101,8 @@ def _read_nodes_range(
     if least == most:
         return None, None
     if options.listen and options.num_proc is None:
-        num_each = count_slots(options, environ) or None
+        # Each node is as large as the head.
+        num_each = options.slots = _count_slots(options, environ) or None
     if num_each is None or num_each < 0:
         raise UsageError(
             f"{name} needs a number of ranks for each host. "

@@ -603,12 +603,7 @@ def _launch_with_nodes(request: RunRequest, start: _Start) -> int:
         num_each=options.nproc_per_node or 0,
         stays_open=bool(request.spec.max_restarts or request.spec.elastic),
     )
-    slots = own_slots(options)
-    if many:
-        from ronde.cli.elastic import count_slots
-
-        slots = count_slots(options, start.environ)
-    head = Host(config.head, slots)
+    head = Host(config.head, own_slots(options))
     server = join_server.wait_for_nodes(config, start.signal_fd, _report)
     agents = join_server.JoinedAgents(start.agent, server, start.timeouts)
     hosts = [head, *server.choose(most - 1)]

@@ -64,9 +64,8 @@ class _JoinedNode:
     number: int  # -1 if unknown
     host: Host
     channel: TlsChannel
-    since_s: float
+    since_s: float  # infinite once it is reported as a spare
     is_taken: bool = False  # by the job
-    is_spare: bool = False
 
     @property
     def order(self) -> tuple[bool, int, list[tuple[int, str]]]:
@@ -89,7 +88,6 @@ def wait_for_nodes(
     server = JoinServer(config, notice)
     stop = signal_fd, select.POLLIN, partial(raise_if_stopped, signal_fd)
     try:
-        server.begin()
         while not server.has_enough():
             wait_s = server.due_s - config.clock()
             serve_ready([stop, *server.watched()], max(0.0, wait_s) + 0.001)
@@ -133,13 +131,24 @@ class JoinServer:
         self._left: list[TlsChannel] = []  # closed by the job
         self._refused: Counter[str] = Counter()
         self._tried_s: dict[str, float] = {}  # by address, in the last second
-        self._start_s = self._end_s = inf
-        self.command = ""  # to type on a node
+        self._end_s = config.clock() + config.timeout_s
+        self._start_s = config.clock() + _SETTLE_S
+        address, port = self._listener.getsockname()[:2]
+        host = address
+        if address in ("0.0.0.0", "::"):  # noqa: S104 - to be warned of
+            host = config.head
+            self.notice(
+                f"listening on all networks of this machine ({address}); "
+                "name one address to listen only there"
+            )
+        self.command = f"ronde run --agent {with_port(host, port)} --token-file FILE"
+        nodes = counted(config.num_nodes, "node")
+        self.notice(f"waiting for {nodes}; run on each: {self.command}")
 
     @property
     def hosts(self) -> list[Host]:
         ordered = sorted(self._nodes.values(), key=lambda node: node.order)
-        return [node.host for node in ordered]
+        return [node.host for node in ordered if not node.channel.is_closed]
 
     def choose(self, num: int) -> list[Host]:
         """Return the nodes that the job has taken, and others up to ``num``."""
@@ -152,38 +161,22 @@ class JoinServer:
     def channels(self) -> list[TlsChannel]:
         return [*self._left, *(node.channel for node in self._nodes.values())]
 
-    def take(self, name: str) -> TlsChannel | None:
+    def take(self, name: str) -> TlsChannel:
         """Return the connection of a node that waits."""
         node = self._nodes.get(name)
         if node is None or node.is_taken:
-            return None
+            raise OSError(errno.ENOTCONN, "its connection was lost")
         node.is_taken = True
         return node.channel
-
-    def begin(self) -> None:
-        config, (address, port) = self.config, self._listener.getsockname()[:2]
-        host = address
-        if address in ("0.0.0.0", "::"):  # noqa: S104 - to be warned of
-            host = config.head
-            self.notice(
-                f"listening on all networks of this machine ({address}); "
-                "name one address to listen only there"
-            )
-        self.command = f"ronde run --agent {with_port(host, port)} --token-file FILE"
-        nodes = counted(config.num_nodes, "node")
-        self.notice(f"waiting for {nodes}; run on each: {self.command}")
-        now_s = config.clock()
-        self._start_s, self._end_s = now_s + _SETTLE_S, now_s + config.timeout_s
 
     def has_enough(self) -> bool:
         """Return True once the job can start; raise HostError if it is too late."""
         config, now_s = self.config, self.config.clock()
         num, least = len(self._nodes), config.num_nodes
-        if num >= max(least, config.most if now_s < self._start_s else 0):
-            self._has_begun, self._start_s, self._end_s = True, inf, inf
-            return True
-        if now_s < self._end_s:
-            return False
+        is_settling = now_s < self._start_s
+        self._has_begun = num >= max(least, config.most if is_settling else 0)
+        if self._has_begun or now_s < self._end_s:
+            return self._has_begun
         here = ", ".join(host.name for host in self.hosts) or "none"
         raise HostError(
             f"only {num} of {least} nodes joined within {config.timeout_s:g} s: "
@@ -205,9 +198,10 @@ class JoinServer:
     @property
     def due_s(self) -> float:
         dues = [p.since_s + self._patience_s for p in self._pending.values()]
-        if len(self._nodes) >= self.config.num_nodes:
-            dues.append(self._start_s)
-        return min([self._end_s, *dues])
+        if not self._has_begun:
+            is_settling = len(self._nodes) >= self.config.num_nodes
+            dues.append(self._start_s if is_settling else self._end_s)
+        return min(dues, default=inf)
 
     @property
     def _patience_s(self) -> float:
@@ -220,11 +214,11 @@ class JoinServer:
     def advance(self) -> None:
         now_s = self.config.clock()
         for name, node in list(self._nodes.items()):
-            is_known = node.is_taken or node.is_spare or not self._has_begun
+            is_spare = self._has_begun and not node.is_taken
             if node.channel.is_closed:
                 self._forget(node)
-            elif not is_known and now_s >= node.since_s + _SPARE_S:
-                node.is_spare = True
+            elif is_spare and now_s >= node.since_s + _SPARE_S:
+                node.since_s = inf
                 self.notice(f"{name} waits as a spare")
         late_s = now_s - self._patience_s
         for pending in [p for p in self._pending.values() if p.since_s <= late_s]:
@@ -241,8 +235,6 @@ class JoinServer:
             yield self._listener.fileno(), select.POLLIN, self._accept
 
     def _on_leaving(self, node: _JoinedNode) -> None:
-        if node.is_taken:
-            return  # since the poll
         node.channel.kill()
         self._forget(node)
         when = "used it" if self._has_begun else "began"
@@ -353,8 +345,6 @@ class JoinedAgents(AgentStarter):
         if host.name == self._server.config.head:
             return super().start(host)
         channel = self._server.take(host.name)
-        if channel is None:
-            raise OSError(errno.ENOTCONN, "its connection was lost")
         return AgentNode(host, channel, is_here=False, timeouts=self.timeouts)
 
     def explain(self, node: AgentNode, exit_code: int, errors: str) -> Failure:
