@@ -73,9 +73,11 @@ def test_pods_come_and_go_while_the_others_train(party):
     await_line(head, "a rank joins on node2;")
     spare = party.pod(3, 2, *train)
     await_line(head, "node2-3 waits as a spare")
+    spare.send_signal(signal.SIGTERM)
+    await_line(head, "node2-3 left before the job used it")
     (folder / "finish").touch()
     ends = {each: end_of(each) for each in (head, again, back, spare, second)}
-    assert [code for code, _, _ in ends.values()] == [0, 0, 0, 0, 69], ends
+    assert [code for code, _, _ in ends.values()] == [0, 0, 0, 143, 69], ends
     entries = ledger.read(folder.glob("ledger-*"))
     assert ledger.problems_of(entries, NUM_SAMPLES, 0, batch_size=BATCH) == []
     party.require_nothing_left()

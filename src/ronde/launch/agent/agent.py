@@ -23,6 +23,7 @@ from ronde.launch.environments import own_environment
 from ronde.launch.limits import EXIT_NO_FORK, EXIT_UNREACHABLE
 from ronde.launch.network import find_answering, locate
 from ronde.launch.signals import (
+    InterruptedStartError,
     Watched,
     is_kept_ignored,
     notice_signals,
@@ -162,6 +163,8 @@ def run_agent(
             Agent(transport, directory, first_message_s).run()
     except EOFError:
         return 1
+    except InterruptedStartError as error:
+        return 128 + error.number
     finally:
         if has_children():
             sweep()
@@ -249,7 +252,7 @@ class Agent:
             if os.getppid() != self._reaper:
                 raise EOFError("the reaper has ended")
             if self._job is None:
-                raise EOFError("there is no job to end")
+                raise InterruptedStartError(signal.SIGTERM)
             self._sender.send(messages.HostEnding(signal.SIGTERM))
         while True:
             try:

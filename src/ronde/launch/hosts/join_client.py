@@ -190,6 +190,8 @@ def follow_head(
             if os.getppid() != reaper:
                 os._exit(code)  # the node was killed
             channel.send_result(code)
+        if code > 128:
+            return code  # of a signal before there was a job
         channel.wait(math.inf)
         if channel.result is None:
             on_lost()

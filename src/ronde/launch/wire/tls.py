@@ -320,7 +320,7 @@ class TlsChannel:
 
     @property
     def silence_s(self) -> float:
-        """Time since the last packet of the other host, whose kernel is asked often."""
+        """Time since the last packet of the other host; its kernel is asked often."""
         # Source: tcpi_last_ack_recv in linux/tcp.h.
         info = self._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 60)
         return int.from_bytes(info[56:60], sys.byteorder) / 1000
