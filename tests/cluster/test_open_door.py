@@ -83,9 +83,10 @@ def test_pods_come_and_go_while_the_others_train(party):
     party.require_nothing_left()
 
 
-def test_all_ranks_start_again_with_a_node_that_comes_back_or_not_at_all(party):
-    head, other, node = party.run("--max-restarts", "9", "--join-timeout", "8s")
-    for epoch in (1, 2, 3):
+@pytest.mark.parametrize("times", [3, pytest.param(20, marks=pytest.mark.soak)])
+def test_all_ranks_start_again_with_a_node_that_comes_back_or_not(party, times):
+    head, other, node = party.run("--max-restarts", "30", "--join-timeout", "8s")
+    for epoch in range(1, times + 1):
         node.kill()
         node = party.node(3)
         party.await_ready(epoch)

@@ -18,8 +18,6 @@ from ronde.launch.elastic_options import (
     ElasticOptions,
     FailureDomain,
 )
-from ronde.launch.host import SLOTS_CORES, SLOTS_OPEN
-from ronde.topology.machine import usable_cores
 from ronde.topology.sysfs import read_machine
 from ronde.units import parse_duration_s
 
@@ -83,14 +81,6 @@ def read_elastic(
     )
 
 
-def _count_slots(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
-    slots = options.nproc_per_node or read_slots(options)
-    machine = read_machine(environ=environ)
-    if slots == SLOTS_CORES:
-        return usable_cores(machine)
-    return slots if slots > 0 else len(machine.gpus) or int(slots == SLOTS_OPEN)
-
-
 def _read_nodes_range(
     options: argparse.Namespace, environ: Mapping[str, str], num_each: int | None
 ) -> tuple[_Limit | None, _Limit | None]:
@@ -100,9 +90,10 @@ def _read_nodes_range(
     least, most = read_nodes(options.nodes)
     if least == most:
         return None, None
-    if options.listen and options.num_proc is None:
+    if options.listen and num_each is None and options.num_proc is None:
         # Each node is as large as the head.
-        num_each = options.slots = _count_slots(options, environ) or None
+        num_gpus = len(read_machine(environ=environ).gpus)
+        num_each = options.slots = options.slots or num_gpus or 1
     if num_each is None or num_each < 0:
         raise UsageError(
             f"{name} needs a number of ranks for each host. "

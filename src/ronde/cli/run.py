@@ -60,6 +60,7 @@ from ronde.units import format_duration, parse_duration_s, parse_positive_s
 from ronde.world.launcher_env import RANK_VARIABLES
 
 if TYPE_CHECKING:
+    from ronde.launch.hosts.join_server import JoinServer
     from ronde.topology.placement.binding import PlacementRequest
 
 _Agent = subprocess.Popen[bytes]
@@ -547,7 +548,11 @@ def _warn(request: RunRequest, environ: Mapping[str, str]) -> None:
 
 
 def _launch(
-    request: RunRequest, hosts: Sequence[Host], starter: AgentStarter, signal_fd: int
+    request: RunRequest,
+    hosts: Sequence[Host],
+    starter: AgentStarter,
+    signal_fd: int,
+    join_server: "JoinServer | None" = None,
 ) -> int:
     options = request.options
     hosts = limit_slots(hosts, options.nproc_per_node)
@@ -560,7 +565,7 @@ def _launch(
         return 0
     make = partial(make_sinks, options, request.horovod.output_dir)
     return controller.launch(
-        spec, starter, signal_fd, make, request.preflight
+        spec, starter, signal_fd, make, request.preflight, join_server
     ).exit_code
 
 
@@ -609,7 +614,7 @@ def _launch_with_nodes(request: RunRequest, start: _Start) -> int:
     hosts = [head, *server.choose(most - 1)]
     code = EXIT_INTERNAL
     try:
-        code = _launch(request, hosts, agents, start.signal_fd)
+        code = _launch(request, hosts, agents, start.signal_fd, server)
     except InterruptedStartError as error:
         code = interruption_code(error.number)
         raise

@@ -339,7 +339,7 @@ class JoinedAgents(AgentStarter):
         self, local: "subprocess.Popen[bytes]", server: JoinServer, timeouts: Timeouts
     ) -> None:
         super().__init__(local, timeouts=timeouts)
-        self.join_server = self._server = server
+        self._server = server
 
     def start(self, host: Host) -> AgentNode:
         if host.name == self._server.config.head:

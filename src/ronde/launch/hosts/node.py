@@ -27,7 +27,6 @@ from ronde.launch.wire import messages
 from ronde.processes import end_with
 
 if TYPE_CHECKING:
-    from ronde.launch.hosts.join_server import JoinServer
     from ronde.launch.hosts.spawner import HelloReader, Spawner
 
 _READ_BYTES = 256 << 10
@@ -324,7 +323,6 @@ class AgentStarter:
         self._here: set[str] = set()
         self._found: dict[str, tuple[str, ...]] = {}
         self._look_ups: dict[str, LookUp] = {}
-        self.join_server: JoinServer | None = None  # of nodes that join
 
     @functools.cached_property
     def spawner(self) -> "Spawner":

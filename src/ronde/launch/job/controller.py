@@ -62,15 +62,15 @@ class Controller(Handler):
         signal_fd: int,
         starter: AgentStarter,
         progress: StartProgress | None = None,
+        join_server: "JoinServer | None" = None,
     ) -> None:
         self._output = output
         progress = progress or StartProgress(output.notice)
         super().__init__(EventLoop(output, signal_fd, progress, starter.timeouts))
         self._starter = starter
-        server = starter.join_server
-        if server is not None and server.config.stays_open:
-            self._loop.join_server = server
-            server.notice = output.notice
+        if join_server is not None and join_server.config.stays_open:
+            self._loop.join_server = join_server
+            join_server.notice = output.notice
         self._others = children()
         self._answers: dict[str, messages.FromAgent] = {}
         self._lost: list[tuple[AgentNode, HostLoss]] = []
@@ -430,6 +430,7 @@ def launch(
     signal_fd: int,
     make_sinks: MakeSinks,
     preflight: Preflight | None = None,
+    join_server: "JoinServer | None" = None,
 ) -> JobResult:
     """Run a job on all its hosts.
 
@@ -438,7 +439,7 @@ def launch(
     """
     output = OutputProcess(make_sinks)
     progress = StartProgress(output.notice, is_verbose=spec.is_verbose)
-    controller = Controller(output, signal_fd, starter, progress)
+    controller = Controller(output, signal_fd, starter, progress, join_server)
     try:
         try:
             result = controller.run(resolve(controller, spec, preflight))
