@@ -59,7 +59,8 @@ class Head:
                 return found
 
     def nodes(self):
-        return self.done.result(HANG_S)
+        server = self.done.result(HANG_S)
+        return [(host, server.take(host.name)) for host in server.hosts]
 
 
 @pytest.fixture
@@ -90,11 +91,11 @@ def start_head(pool, signals):
     os.write(signals[1], bytes([signal.SIGTERM]) * 8)
     for head in heads:
         if head.done.exception(HANG_S) is None:
-            release([transport for _, transport in head.nodes()], 0)
+            release(head.done.result().channels, 0)
 
 
-def request(port, *, token=TOKEN, name="node1", timeout_s=HANG_S, slots=-1):
-    return JoinRequest(HERE, port, token, NodeInfo(name, slots), timeout_s)
+def request(port, *, token=TOKEN, name="node1", timeout_s=HANG_S, slots=-1, number=-1):
+    return JoinRequest(HERE, port, token, NodeInfo(name, slots, number), timeout_s)
 
 
 @contextmanager
@@ -381,6 +382,36 @@ def test_a_node_that_goes_again_is_waited_for_again(start_head, signals):
         assert [host.name for host, _ in nodes] == ["node1", "node2"]
         for _, transport in nodes:
             transport.kill()
+
+
+def test_an_elastic_job_starts_when_nobody_else_has_come_for_a_while(
+    start_head, signals
+):
+    ahead_s = 0.0
+    head = start_head(1, most=2, num_each=4, stays_open=True, clock=lambda: ahead_s)
+    with joined(head, signals[0], name="node7"):
+        head.await_notice(r"node7 has joined \(1 of 2\)")
+        assert not head.done.done()
+        ahead_s = 5.0
+        socket.create_connection((HERE, head.port), HANG_S).close()  # wakes it
+        [(host, transport)] = head.nodes()
+        assert (host.name, host.slots) == ("node7", 4)
+        transport.kill()
+        assert is_open(head.port)
+        head.done.result().close()
+        assert not is_open(head.port)
+
+
+def test_a_number_that_is_connected_is_refused_with_a_reason(start_head, signals):
+    head = start_head(2)
+    with joined(head, signals[0], name="node1", number=1):
+        for number, other in ((1, "node1"), (0, "head")):
+            again = request(head.port, number=number, timeout_s=0.0)
+            with pytest.raises(
+                HostError, match=f"{other} is connected as number {number}."
+            ):
+                join_head(again, signals[0], lambda _: None)
+            head.await_notice(f"is a second pod {number}, beside {other}")
 
 
 def test_the_head_lists_the_nodes_that_joined_in_time(start_head, signals):

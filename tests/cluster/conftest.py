@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from tests.cluster.machines import Cluster, machines, why_not
+from tests.cluster.party import Party, open_party
 from tests.cluster.training_rank import train
 from tests.ranks import run_ranks_bare
 
@@ -25,6 +26,13 @@ def cluster(three_hosts) -> Iterator[Cluster]:
     """Return the three hosts; what a test does to them is undone after it."""
     yield three_hosts
     three_hosts.heal()
+
+
+@pytest.fixture
+def party(cluster, tmp_path) -> Iterator[Party]:
+    """Yield a job whose nodes join by themselves."""
+    with open_party(cluster, tmp_path) as party:
+        yield party
 
 
 @pytest.fixture(scope="session")

@@ -1,117 +1,23 @@
 """Jobs whose nodes join by themselves, on hosts that no ssh goes between."""
 
-import hashlib
 import os
 import signal
-import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from tests.cluster.machines import why_not
+from tests.cluster.party import PORT, SECRET, STAY, await_line, end_of, is_ours
 from tests.limits import HANG_S, until
 from tests.timed import impatient_ronde, ronde
 
 from ronde.launch import own_environment
 
-SECRET = "5ec2e7" + hashlib.sha256(b"of this test alone").hexdigest()
-PORT = 29400
-STAY = 'touch "$0/ready.$RANK.$RONDE_EPOCH"; exec sleep 1000'
-
 pytestmark = [
     pytest.mark.waits,
     pytest.mark.skipif(bool(why_not()), reason=why_not() or "-"),
 ]
-
-
-class Party:
-    """A head on the first host and nodes on the others."""
-
-    def __init__(self, cluster, folder):
-        self.cluster = cluster
-        self.folder = folder
-        self.token = folder / "token"
-        self.token.write_text(SECRET + "\n")
-        self.token.chmod(0o600)
-        self.command = [sys.executable, "-m", "ronde"]
-        self.started = []
-
-    def start(self, host, *words, **popen):
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        process = self.cluster.start(
-            host,
-            [*self.command, "run", *words],
-            **{"stdin": subprocess.DEVNULL, **pipes, **popen},
-        )
-        self.started.append(process)
-        return process
-
-    def head(self, *words, **popen):
-        """Start the head: a run of ``words`` that waits for two nodes."""
-        own = ("--nodes", "3", "--listen", str(PORT), "--token-file", str(self.token))
-        return self.start(self.cluster.hosts[0], *own, *words, **popen)
-
-    def node(self, number, *words, **popen):
-        """Start ``ronde run --agent`` on a host."""
-        own = ("--agent", f"node1:{PORT}", "--token-file", str(self.token))
-        return self.start(self.cluster.hosts[number - 1], *own, *words, **popen)
-
-    def run(self, *words):
-        """Start all three; wait until each rank of ``STAY`` is there."""
-        processes = [self.head(*words, "--", "sh", "-c", STAY, str(self.folder))]
-        processes += [self.node(2), self.node(3)]
-        self.await_ready(epoch=0)
-        return processes
-
-    def await_ready(self, epoch):
-        for rank in range(3):
-            path = self.folder / f"ready.{rank}.{epoch}"
-            until(path.exists, f"rank {rank}")
-
-    def leftovers(self, number):
-        """Return what of ronde or of its ranks is on a host."""
-        return [
-            process
-            for process in self.cluster.processes(self.cluster.hosts[number - 1])
-            if process.state != "Z"
-            and (b"RONDE_COOKIE" in process.environment or _is_ours(process.words))
-        ]
-
-    def require_nothing_left(self):
-        for number in (1, 2, 3):
-            found = self.leftovers(number)
-            assert not found, f"left on node{number}: {found}"
-
-
-def _is_ours(words):
-    return any(w in ("ronde", "tests.timed") or "ronde.launch" in w for w in words)
-
-
-def await_line(process, text):
-    """Read what a process complains of up to a line that has this in it."""
-    said = iter(process.stderr.readline, "")
-    assert any(text in line for line in said), f"ended without a word of: {text}"
-
-
-def end_of(process):
-    """Wait for a process; return its exit code, output and errors."""
-    out, errors = process.communicate(timeout=HANG_S)
-    return process.returncode, out, errors
-
-
-@pytest.fixture
-def party(cluster, tmp_path):
-    party = Party(cluster, tmp_path)
-    yield party
-    for process in party.started:
-        process.kill()
-        process.communicate()
-    # Of a test that failed something may be left, which the next must not find.
-    for number in (1, 2, 3):
-        for process in party.leftovers(number):
-            with suppress(ProcessLookupError):
-                os.kill(process.pid, signal.SIGKILL)
 
 
 def test_nodes_that_were_started_first_follow_the_head_and_end_with_it(party):
@@ -148,7 +54,7 @@ def test_while_the_head_waits_it_listens_at_one_address_and_then_nowhere(party):
     host = party.cluster.hosts[0]
 
     def ours():
-        return [s for s in party.cluster.listening(host) if _is_ours(s.words)]
+        return [s for s in party.cluster.listening(host) if is_ours(s.words)]
 
     head = party.head("--", "sh", "-c", STAY, str(party.folder))
     until(ours, "the head listens")

@@ -142,13 +142,14 @@ class Environment:
         if self.now_s >= self.membership.due_s:
             self.tell(TimerExpired())
 
-    def fail_host(self, name: str) -> None:
+    def fail_host(self, name: str, *, joins_itself: bool = False) -> None:
         host = self.hosts[name]
+        host.is_found = host.is_found and not joins_itself
         host.is_ready = host.is_connecting = host.is_leaving = False
         for number, process in list(self.processes.items()):
             if process.worker.host == name:
                 del self.processes[number]
-        self.tell(HostGone(name, f"{name} was lost"))
+        self.tell(HostGone(name, f"{name} was lost", joins_itself))
 
     def leave_host(self, name: str) -> None:
         self.hosts[name].is_leaving = True

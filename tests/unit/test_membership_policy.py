@@ -104,11 +104,11 @@ class Faults(RuleBasedStateMachine):
         if at_last:
             self.env.finish(at_last[pick % len(at_last)].worker.id)
 
-    @rule(name=st.sampled_from(NAMES))
-    def fail_host(self, name: str) -> None:
+    @rule(name=st.sampled_from(NAMES), joins_itself=st.booleans())
+    def fail_host(self, name: str, joins_itself: bool) -> None:  # noqa: FBT001
         host = self.env.hosts.get(name)
         if host and (host.is_ready or host.is_connecting):
-            self.env.fail_host(name)
+            self.env.fail_host(name, joins_itself=joins_itself)
 
     @rule(name=st.sampled_from(NAMES))
     def leave_host(self, name: str) -> None:
@@ -183,6 +183,18 @@ def test_a_host_that_does_not_get_ready_is_not_waited_for():
     env.wait(30.0)
     assert ordered(env, Connect)[-1] == Connect("b")
     env.run(lambda: len(ranks(env)) == 4)
+
+
+def test_a_host_that_joins_by_itself_is_used_as_soon_as_it_is_there_again():
+    env = running(Rules(1, 4), a=2, b=2)
+    env.orders.clear()
+    env.fail_host("b", joins_itself=True)
+    env.settle(0)
+    env.settle(1)
+    env.wait(1000.0)
+    assert ordered(env, Connect) == []
+    env.find({"a": 2, "b": 2})
+    assert ordered(env, Connect) == [Connect("b")]
 
 
 def test_survivors_go_on_at_once_and_the_replacement_takes_the_lost_rank():

@@ -18,6 +18,7 @@ from ronde.launch.elastic_options import (
     ElasticOptions,
     FailureDomain,
 )
+from ronde.topology.sysfs import read_machine
 from ronde.units import parse_duration_s
 
 _OF_HOROVOD = frozenset(("min-num-proc", "max-num-proc", "blacklist-cooldown-range"))
@@ -36,7 +37,7 @@ def read_elastic(
 ) -> ElasticOptions | None:
     """Return the options of an elastic job; None for a job of fixed size."""
     given, script = horovod.elastic, options.host_discovery_script
-    few, many = _read_nodes_range(options, num_each)
+    few, many = _read_nodes_range(options, environ, num_each)
     least = _limit(
         {"--min-ranks": options.min_ranks, "--min-np": given.get("min-num-proc")}, few
     )
@@ -81,7 +82,7 @@ def read_elastic(
 
 
 def _read_nodes_range(
-    options: argparse.Namespace, num_each: int | None
+    options: argparse.Namespace, environ: Mapping[str, str], num_each: int | None
 ) -> tuple[_Limit | None, _Limit | None]:
     if not options.nodes or ":" not in options.nodes:
         return None, None
@@ -89,6 +90,10 @@ def _read_nodes_range(
     least, most = read_nodes(options.nodes)
     if least == most:
         return None, None
+    if options.listen and num_each is None and options.num_proc is None:
+        # Each node is as large as the head.
+        num_gpus = len(read_machine(environ=environ).gpus)
+        num_each = options.slots = options.slots or num_gpus or 1
     if num_each is None or num_each < 0:
         raise UsageError(
             f"{name} needs a number of ranks for each host. "

@@ -75,8 +75,8 @@ ranks:
 
 {HOST_OPTIONS}\
   --nodes, --nnodes N   use only the first N hosts; with --listen: number of
-                        nodes, this one included; A:B with
-                        --nproc-per-node is --min-ranks and --max-ranks
+                        nodes, this one included; A:B is --min-ranks and
+                        --max-ranks, with --nproc-per-node or --listen
   --standalone          use only this machine
 
 start:
@@ -182,7 +182,8 @@ tensors:
                         (default: 32MiB)
 
 nodes that join:
-  --listen [ADDR:]PORT  wait there until --nodes nodes have joined
+  --listen [ADDR:]PORT  wait there until --nodes nodes have joined; elastic jobs
+                        and those with --max-restarts: let nodes in until the end
   --agent HEAD:PORT     join the run that listens there, with this node's own
                         --slots
   --token-file FILE     file with the secret of all nodes; - is standard input

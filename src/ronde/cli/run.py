@@ -59,6 +59,7 @@ from ronde.units import format_duration, parse_duration_s, parse_positive_s
 from ronde.world.launcher_env import RANK_VARIABLES
 
 if TYPE_CHECKING:
+    from ronde.launch.hosts.join_server import JoinServer
     from ronde.topology.placement.binding import PlacementRequest
 
 _Agent = subprocess.Popen[bytes]
@@ -488,14 +489,15 @@ def run_job(
         with _limited(options.timeout), recorded as timeline_env:
             request = read_request(options, start.environ, timeline_env)
             _warn(request, start.environ)
+            elastic = request.spec.elastic
+            if elastic and timeouts == USUAL:
+                timeouts = ELASTIC
             if options.listen:
+                start = start._replace(timeouts=timeouts)
                 return _launch_with_nodes(request, start)
             make = partial(
                 make_spawner, options, start.environ, request.horovod.ssh_args
             )
-            elastic = request.spec.elastic
-            if elastic and timeouts == USUAL:
-                timeouts = ELASTIC
             # Users of Horovod try it out with several names of one machine.
             has_aliases = elastic and elastic.failure_domain == "host"
             starter = AgentStarter(
@@ -541,7 +543,11 @@ def _warn(request: RunRequest, environ: Mapping[str, str]) -> None:
 
 
 def _launch(
-    request: RunRequest, hosts: Sequence[Host], starter: AgentStarter, signal_fd: int
+    request: RunRequest,
+    hosts: Sequence[Host],
+    starter: AgentStarter,
+    signal_fd: int,
+    join_server: "JoinServer | None" = None,
 ) -> int:
     options = request.options
     hosts = limit_slots(hosts, options.nproc_per_node)
@@ -554,7 +560,7 @@ def _launch(
         return 0
     make = partial(make_sinks, options, request.horovod.output_dir)
     return controller.launch(
-        spec, starter, signal_fd, make, request.preflight
+        spec, starter, signal_fd, make, request.preflight, join_server
     ).exit_code
 
 
@@ -582,23 +588,28 @@ def _launch_with_nodes(request: RunRequest, start: _Start) -> int:
 
     options = start.options
     cure = "With --listen, type: ronde run --nodes 3 --listen 29400 ..."
-    num_nodes = read_number("--nodes", options.nodes or "none", cure, least=2)
+    few, _, many = (options.nodes or "none").partition(":")
+    least = read_number("--nodes", few, cure, least=1 if many else 2)
+    most = read_number("--nodes", many or few, cure, least=max(2, least))
     host, port = tls.parse_endpoint(options.listen, "--listen")
     config = join_server.JoinConfig(
         address=tls.choose_address(host),
         port=port,
         token=tls.read_token(token_file(options, start.environ)),
         head=os.uname().nodename,
-        num_nodes=num_nodes - 1,
+        num_nodes=least - 1,
         timeout_s=options.join_timeout,
+        most=most - 1,
+        num_each=options.nproc_per_node or 0,
+        stays_open=bool(request.spec.max_restarts or request.spec.elastic),
     )
     head = Host(config.head, own_slots(options))
-    nodes = join_server.wait_for_nodes(config, start.signal_fd, _report)
-    agents = join_server.JoinedAgents(start.agent, nodes, start.timeouts)
-    hosts = [head, *(host for host, _ in nodes)]
+    server = join_server.wait_for_nodes(config, start.signal_fd, _report)
+    agents = join_server.JoinedAgents(start.agent, server, start.timeouts)
+    hosts = [head, *server.choose(most - 1)]
     code = EXIT_INTERNAL
     try:
-        code = _launch(request, hosts, agents, start.signal_fd)
+        code = _launch(request, hosts, agents, start.signal_fd, server)
     except InterruptedStartError as error:
         code = interruption_code(error.number)
         raise
@@ -606,7 +617,8 @@ def _launch_with_nodes(request: RunRequest, start: _Start) -> int:
         code = exit_code_of(error)
         raise
     finally:
-        tls.release([transport for _, transport in nodes], code)
+        server.close()
+        tls.release(server.channels, code)
     return code
 
 

@@ -24,6 +24,7 @@ class HostGone(NamedTuple):
 
     host: str
     reason: str  # such as ``node1 was lost: no message from it for 5 s``
+    joins_itself: bool = False  # once it can be used again
 
 
 class HostLeaves(NamedTuple):

@@ -511,7 +511,10 @@ class Membership(_Roster):
     def _on_host_gone(self, event: events.HostGone) -> None:
         host = self._host(event.host)
         host.is_ready, host.is_connecting, host.leaves = False, False, ""
-        self._blacklist(host)
+        if event.joins_itself:
+            host.is_known = False
+        else:
+            self._blacklist(host)
         for worker in host.used.values():
             self._ending.pop(worker, None)
         self._remove(self._workers_on(event.host), event.reason)

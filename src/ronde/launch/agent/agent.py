@@ -20,9 +20,10 @@ from ronde.launch.agent.ranks import JobPhase, LocalJob
 from ronde.launch.agent.relay import OutputSender, RemoteProgram, name_directory
 from ronde.launch.bootstrap import explain_shortage
 from ronde.launch.environments import own_environment
-from ronde.launch.limits import EXIT_NO_FORK
+from ronde.launch.limits import EXIT_NO_FORK, EXIT_UNREACHABLE
 from ronde.launch.network import find_answering, locate
 from ronde.launch.signals import (
+    InterruptedStartError,
     Watched,
     is_kept_ignored,
     notice_signals,
@@ -107,7 +108,8 @@ def run_reaped(
     code = os.waitstatus_to_exitcode(_wait_for_child(child))
     sweep(spared=others)
     remove(directory)
-    if is_foreground and received and code < 0:
+    # Released by the head, or without it.
+    if is_foreground and received and (code < 0 or code == EXIT_UNREACHABLE):
         os._exit(128 + received[-1])
     os._exit(code if code >= 0 else 128 - code)
 
@@ -162,6 +164,8 @@ def run_agent(
             Agent(transport, directory, first_message_s).run()
     except EOFError:
         return 1
+    except InterruptedStartError as error:
+        return 128 + error.number
     finally:
         if has_children():
             sweep()
@@ -249,7 +253,7 @@ class Agent:
             if os.getppid() != self._reaper:
                 raise EOFError("the reaper has ended")
             if self._job is None:
-                raise EOFError("there is no job to end")
+                raise InterruptedStartError(signal.SIGTERM)
             self._sender.send(messages.HostEnding(signal.SIGTERM))
         while True:
             try:

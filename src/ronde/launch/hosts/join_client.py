@@ -36,7 +36,7 @@ _LONGEST_PAUSE_S = 2.0
 _REASONS = (
     (
         (EOFError, ConnectionResetError, BrokenPipeError),
-        "it closed the connection: its token differs, or all nodes have joined",
+        "it closed the connection: its token differs, or it takes no node now",
     ),
     (
         (socket.gaierror,),
@@ -76,6 +76,8 @@ def join_head(
             return _try_all(request, signal_fd, due_s)
         except _FAILURES as error:
             reason = _explain(error)
+            if isinstance(error, (EOFError, LaunchError)):
+                pause_s = _LONGEST_PAUSE_S  # it has answered
         left_s = ends_at - time.monotonic()
         if left_s <= 0:
             raise HostError(
@@ -188,6 +190,8 @@ def follow_head(
             if os.getppid() != reaper:
                 os._exit(code)  # the node was killed
             channel.send_result(code)
+        if code > 128:
+            return code  # of a signal before there was a job
         channel.wait(math.inf)
         if channel.result is None:
             on_lost()

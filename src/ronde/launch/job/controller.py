@@ -37,6 +37,7 @@ from ronde.processes import adopting_orphans, children, sweep
 from ronde.units import counted
 
 if TYPE_CHECKING:
+    from ronde.launch.hosts.join_server import JoinServer
     from ronde.launch.job.programs import RemotePrograms
 
 _LOOPBACK = "127.0.0.1"
@@ -61,11 +62,15 @@ class Controller(Handler):
         signal_fd: int,
         starter: AgentStarter,
         progress: StartProgress | None = None,
+        join_server: "JoinServer | None" = None,
     ) -> None:
         self._output = output
         progress = progress or StartProgress(output.notice)
         super().__init__(EventLoop(output, signal_fd, progress, starter.timeouts))
         self._starter = starter
+        if join_server is not None and join_server.config.stays_open:
+            self._loop.join_server = join_server
+            join_server.notice = output.notice
         self._others = children()
         self._answers: dict[str, messages.FromAgent] = {}
         self._lost: list[tuple[AgentNode, HostLoss]] = []
@@ -73,7 +78,12 @@ class Controller(Handler):
     def connect(
         self, hosts: Sequence[Host], patience_s: float = 0.0
     ) -> list[AgentNode]:
-        return AgentConnector(self._loop, self._starter).run(hosts, patience_s)
+        """Return a node for each host; connect to those that are not connected."""
+        by_name = {node.name: node for node in self._loop.live_nodes if node.hello}
+        others = [host for host in hosts if host.name not in by_name]
+        connector = AgentConnector(self._loop, self._starter)
+        by_name |= {node.name: node for node in connector.run(others, patience_s)}
+        return [by_name[host.name] for host in hosts]
 
     def connect_ready(
         self, hosts: Sequence[Host]
@@ -104,10 +114,11 @@ class Controller(Handler):
 
     def run(self, plan: JobPlan) -> JobResult:
         """Run all ranks; restart them up to ``max_restarts`` times if one fails."""
-        spec, nodes, epoch = plan.spec, list(plan.nodes), 0
+        spec, epoch = plan.spec, 0
         for notice in plan.notices:
             self._output.notice(notice)
         while True:
+            nodes = plan.nodes
             try:
                 jobs = plan.jobs(epoch)
                 port = self._prepare(nodes, jobs)
@@ -132,7 +143,7 @@ class Controller(Handler):
                     why = f"rank {result.cause.rank} failed on {result.cause.host}"
             epoch += 1
             self._output.notice(f"restart {epoch} of {spec.max_restarts}: {why}")
-            nodes = self._replace_lost(nodes)
+            plan = self._replace_lost(plan)
 
     def _run_once(
         self,
@@ -185,21 +196,54 @@ class Controller(Handler):
             )
             generation.watch_programs.append(live_view)
 
-    def _replace_lost(self, nodes: list[AgentNode]) -> list[AgentNode]:
-        return_s = self._loop.timeouts.return_s
+    def _replace_lost(self, plan: JobPlan) -> JobPlan:
+        server, return_s = self._loop.join_server, self._loop.timeouts.return_s
+        if server is not None:
+            return self._await_nodes(plan, server)
+        nodes = plan.nodes
         # Another may be lost meanwhile.
-        while lost := [node for node in nodes if node.is_over]:
-            for node in lost:
-                node.transport.wait(_LEAVE_S)
-                self._loop.nodes.remove(node)
+        while lost := self._remove_lost(nodes):
             names = ", ".join(node.name for node in lost)
             self._output.notice(
                 f"connecting to {names} again, for up to {return_s:g} s"
             )
             fresh = self.connect([node.host for node in lost], return_s)
             by_name = {node.name: node for node in fresh}
-            nodes = [by_name.get(node.name, node) for node in nodes]
-        return nodes
+            nodes = tuple(by_name.get(node.name, node) for node in nodes)
+        return plan._replace(nodes=nodes)
+
+    def _await_nodes(self, plan: JobPlan, server: "JoinServer") -> JobPlan:
+        """Plan the job again once other nodes have joined in the place of lost ones."""
+        num, limit_s = server.config.num_nodes, server.config.timeout_s
+        due_s = time.monotonic() + limit_s
+        while True:
+            names = ", ".join(node.name for node in self._remove_lost(self._loop.nodes))
+            server.advance()
+            if len(server.hosts) < num:
+                text = f"waiting for {names} or other nodes to join"
+                self._output.notice(f"{text}, for up to {limit_s:g} s")
+            if not self._loop.serve(
+                self, lambda: len(server.hosts) >= num, lambda: due_s
+            ):
+                raise HostError(
+                    f"{names} was lost, and no other node joined within {limit_s:g} s. "
+                    f"Run there: {server.command}. Or wait longer: --join-timeout"
+                )
+            hosts = plan.spec.hosts[0], *server.choose(num)
+            try:
+                again = resolve(self, plan.spec._replace(hosts=hosts))
+                return again._replace(facts=plan.facts)
+            except LaunchError:
+                live = {node.name for node in self._loop.live_nodes}
+                if live.issuperset(host.name for host in hosts):
+                    raise
+
+    def _remove_lost(self, nodes: Sequence[AgentNode]) -> list[AgentNode]:
+        lost = [node for node in nodes if node.is_over]
+        for node in lost:
+            node.transport.wait(_LEAVE_S)
+            self._loop.nodes.remove(node)
+        return lost
 
     def _prepare(
         self, nodes: Sequence[AgentNode], jobs: Sequence[messages.NodeJob]
@@ -265,6 +309,8 @@ class Controller(Handler):
     def close(self) -> None:
         if self._loop.status is not None:
             self._loop.status.close()
+        if self._loop.join_server is not None:
+            self._loop.join_server.close()
         for node in self._loop.live_nodes:
             if node.hello is None:
                 # Its ssh need not end when its input is closed.
@@ -384,6 +430,7 @@ def launch(
     signal_fd: int,
     make_sinks: MakeSinks,
     preflight: Preflight | None = None,
+    join_server: "JoinServer | None" = None,
 ) -> JobResult:
     """Run a job on all its hosts.
 
@@ -392,7 +439,7 @@ def launch(
     """
     output = OutputProcess(make_sinks)
     progress = StartProgress(output.notice, is_verbose=spec.is_verbose)
-    controller = Controller(output, signal_fd, starter, progress)
+    controller = Controller(output, signal_fd, starter, progress, join_server)
     try:
         try:
             result = controller.run(resolve(controller, spec, preflight))

@@ -38,6 +38,7 @@ from ronde.store.protocol import Splitter, StoreState
 from ronde.units import format_duration, list_first
 
 if TYPE_CHECKING:
+    from ronde.launch.hosts.join_server import JoinServer
     from ronde.launch.job.status import StatusService
 
 SLOW_S = 10.0  # a longer step of the start is reported once
@@ -197,6 +198,11 @@ class EventLoop:
         self.job_id = ""
         self.status: StatusService | None = None  # after a moment
         self._warned: set[AgentNode] = set()  # of their memory
+        self.join_server: JoinServer | None = None  # if nodes may still join
+
+    @property
+    def _services(self) -> "list[StatusService | JoinServer]":
+        return [each for each in (self.status, self.join_server) if each is not None]
 
     @property
     def live_nodes(self) -> list[AgentNode]:
@@ -217,9 +223,9 @@ class EventLoop:
             now_s, nodes = time.monotonic(), self.live_nodes
             due_s = min([deadline(), *(node.silent_by_s for node in nodes)])
             due_s = min([due_s, *(node.ping(now_s) for node in nodes)])
-            if self.status is not None:
-                self.status.advance()
-                due_s = min(due_s, self.status.due_s)
+            for service in self._services:
+                service.advance()
+                due_s = min(due_s, service.due_s)
             due_s = min(due_s, self.progress.due_s)
             serve_ready(self._watched(handler), due_s - now_s)
             self.progress.report_late()
@@ -246,8 +252,8 @@ class EventLoop:
                 yield transport.error_fd, select.POLLIN, node.read_errors
             serve = partial(self._serve_node, handler, node)
             yield transport.read_fd, select.POLLIN, serve
-        if self.status is not None:
-            yield from self.status.watched()
+        for service in self._services:
+            yield from service.watched()
         yield from handler.watched()
 
     def _read_output(self, handler: Handler) -> None:

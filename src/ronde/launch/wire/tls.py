@@ -18,6 +18,7 @@ import select
 import socket
 import ssl
 import stat
+import sys
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
@@ -53,10 +54,10 @@ _READ_BYTES = 256 << 10
 _LAST_WORD_S = 0.5
 _KEEPALIVE = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-    # Longer than the leases of head and agent.
-    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 3),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 5),
+    # In total longer than the leases of head and agent.
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 20),
     (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
 )
 _GOODBYE_S = 2.0
@@ -227,6 +228,13 @@ def authenticate_node(
     return decoded
 
 
+def answer_node(sock: ssl.SSLSocket, refusal: str = "") -> None:
+    """Let an authenticated node in, or send it the reason for a refusal."""
+    text = refusal.encode()
+    with suppress(OSError):  # its end is noticed by reading
+        sock.send(len(text).to_bytes(2, "big") + text)
+
+
 def authenticate_head(
     sock: ssl.SSLSocket, token: SharedKey, node_info: NodeInfo
 ) -> Steps[None]:
@@ -251,6 +259,10 @@ def authenticate_head(
             "the program that answered does not know the token: it is not the head "
             "node, or it intercepts the connection."
         )
+    size = int.from_bytes((yield from _receive_all(sock, 2)), "big")
+    if size:
+        refusal = yield from _receive_all(sock, size)
+        raise LaunchError(refusal.decode("utf-8", "backslashreplace"))
 
 
 def _go_on(call: Callable[[], T]) -> Steps[T]:
@@ -293,6 +305,7 @@ class TlsChannel:
     def __init__(self, sock: ssl.SSLSocket) -> None:
         self.result: int | None = None  # of the other side, its last record
         self.is_ended = False  # the other side sends no more data
+        self.is_closed = False  # by this side
         self._sock = sock
         self._splitter = Splitter(_TLS_RECORD_BYTES)
         self._is_broken = False
@@ -304,6 +317,18 @@ class TlsChannel:
         if self.read_fd >= 0:
             level, option = socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT
             self._sock.setsockopt(level, option, int(limit_s * 1000))
+
+    @property
+    def silence_s(self) -> float:
+        """Time since the last packet of the other host; its kernel is asked often."""
+        # Source: tcpi_last_ack_recv in linux/tcp.h.
+        info = self._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 60)
+        return int.from_bytes(info[56:60], sys.byteorder) / 1000
+
+    def sever(self) -> None:
+        """Make the next ``read`` find the end of the connection."""
+        with suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
 
     @property
     def read_fd(self) -> int:
@@ -367,6 +392,7 @@ class TlsChannel:
         return self.result or 0
 
     def close(self) -> None:
+        self.is_closed = True
         self._send(_record(_END))
 
     def send_result(self, code: int) -> None:
@@ -383,7 +409,7 @@ class TlsChannel:
                     return
 
     def kill(self) -> None:
-        self._is_broken = True
+        self._is_broken = self.is_closed = True
         self._sock.close()
 
 

@@ -56,6 +56,7 @@ class ElasticView:
         self._plan, self._hosts = plan, hosts
         now_s = time.monotonic()
         self._discovery = open_discovery(options, plan.spec.hosts, now_s)
+        self._server, self._seen = loop.join_server, -1  # version of its list of nodes
         self._membership = Membership(_rules_of(options), lambda: secrets.token_hex(16))
         self._stopped_s: dict[int, float] = {}  # when stopped workers are lost
         self._releasing: set[str] = set()
@@ -180,13 +181,19 @@ class ElasticView:
         elif node in nodes and not self._generation.is_stopping:
             nodes.remove(node)
             reason = f"{node.name} was lost: {loss.reason}"
-            self._apply(events.HostGone(node.name, reason))
+            self._on_gone(node.name, reason)
 
     def _give_up(self, name: str, reason: str) -> None:
         self._loop.output.notice(f"{name} cannot be used: {reason}")
-        self._apply(events.HostGone(name, f"{name} cannot be used: {reason}"))
+        self._on_gone(name, f"{name} cannot be used: {reason}")
+
+    def _on_gone(self, name: str, reason: str) -> None:
+        joins_itself = self._server is not None and name != self._server.config.head
+        self._apply(events.HostGone(name, reason, joins_itself))
 
     def due_s(self) -> float:
+        if self._server is not None and self._server.version != self._seen:
+            return 0.0
         others = self._membership.due_s, self._discovery.due_s, self._notices.due_s
         return min(self._hosts.due_s(), *others, *self._stopped_s.values())
 
@@ -199,7 +206,11 @@ class ElasticView:
             self._apply(events.WorkerLost(worker, -signal.SIGSTOP, how))
         for name, reason in self._hosts.advance():
             self._give_up(name, reason)
-        if (hosts := self._discovery.advance(now_s)) is not None:
+        hosts = self._discovery.advance(now_s)
+        if self._server is not None and self._server.version != self._seen:
+            self._seen = self._server.version
+            hosts = self._plan.spec.hosts[0], *self._server.hosts
+        if hosts is not None:
             self._on_hosts(hosts)
         while self._discovery.notices:
             self._loop.output.notice(self._discovery.notices.pop(0))
