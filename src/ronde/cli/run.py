@@ -35,6 +35,7 @@ from ronde.cli.hosts import (
     HorovodOptions,
     find_run_hosts,
     make_spawner,
+    read_nodes,
     read_slots,
 )
 from ronde.errors import RondeError, UsageError, WorldError
@@ -58,6 +59,7 @@ from ronde.units import format_duration, parse_duration_s, parse_positive_s
 from ronde.world.launcher_env import RANK_VARIABLES
 
 if TYPE_CHECKING:
+    from ronde.launch.wire.tls import TlsChannel
     from ronde.topology.placement.binding import PlacementRequest
 
 _Agent = subprocess.Popen[bytes]
@@ -132,6 +134,7 @@ def _exit_codes(text: str) -> frozenset[int]:
 
 _TYPES = {
     **HOST_TYPES,
+    "--launcher": one_of("auto", "ssh", "slurm", "ray"),
     "TIME": parse_positive_s,
     "--grace": parse_duration_s,
     "--join-timeout": parse_duration_s,
@@ -374,11 +377,14 @@ def require_listen_or_agent(
     options: argparse.Namespace, given: Mapping[str, str]
 ) -> None:
     """Refuse options that conflict with ``--listen`` or ``--agent``, or need either."""
-    how = "--listen" if options.listen else "--agent" if options.agent else ""
+    by_ray = "--launcher ray" if options.launcher == "ray" else ""
+    how = "--listen" if options.listen else "--agent" if options.agent else by_ray
     if options.listen and options.agent:
         raise UsageError("--agent and --listen cannot be used together. Drop one.")
     for option, name in given.items():
-        if not how and option in _OF_JOINING:
+        if how and how == by_ray and option in ("launcher", "join_timeout"):
+            continue
+        if how in ("", by_ray) and option in _OF_JOINING:
             raise UsageError(
                 f"{name} has no effect without --listen or --agent. Type: ronde run "
                 "--nodes 3 --listen 29400 ..."
@@ -478,6 +484,8 @@ def run_job(
             _warn(request, start.environ)
             if options.listen:
                 return _launch_with_nodes(request, start)
+            if options.launcher == "ray":
+                return _launch_on_ray(request, start)
             make = partial(
                 make_spawner, options, start.environ, request.horovod.ssh_args
             )
@@ -582,8 +590,38 @@ def _launch_with_nodes(request: RunRequest, start: _Start) -> int:
     )
     head = Host(config.head, own_slots(options))
     nodes = join_server.wait_for_nodes(config, start.signal_fd, _report)
+    return _launch_joined(request, start, [head], nodes)
+
+
+def _launch_on_ray(request: RunRequest, start: _Start) -> int:
+    from ronde.launch.hosts import ray_cluster
+
+    options, spec = start.options, request.spec
+    if spec.elastic and start.timeouts == USUAL:
+        start = start._replace(timeouts=ELASTIC)
+    num_each = options.nproc_per_node
+    wanted = ray_cluster.RayRequest(
+        num_ranks=None if spec.elastic else spec.num_ranks,
+        num_each=options.slots if num_each is None else num_each,
+        num_nodes=read_nodes(options.nodes) if options.nodes else None,
+        timeout_s=options.join_timeout,
+    )
+    placed = ray_cluster.joined_ray_nodes(wanted, start.signal_fd, _report)
+    with placed as nodes:
+        return _launch_joined(request, start, [], nodes)
+
+
+def _launch_joined(
+    request: RunRequest,
+    start: _Start,
+    heads: Sequence[Host],
+    nodes: "Sequence[tuple[Host, TlsChannel]]",
+) -> int:
+    from ronde.launch.hosts import join_server
+    from ronde.launch.wire import tls
+
     agents = join_server.JoinedAgents(start.agent, nodes, start.timeouts)
-    hosts = [head, *(host for host, _ in nodes)]
+    hosts = [*heads, *(host for host, _ in nodes)]
     code = EXIT_INTERNAL
     try:
         code = _launch(request, hosts, agents, start.signal_fd)

@@ -48,6 +48,7 @@ class JoinConfig(NamedTuple):
     timeout_s: float
     authenticate_s: float = 10.0  # for each connection
     clock: Callable[[], float] = time.monotonic
+    on_listening: Callable[[str], None] | None = None  # starts the nodes that join
 
 
 @dataclass(slots=True)
@@ -60,8 +61,12 @@ class _PendingConnection:
 
 
 def wait_for_nodes(
-    config: JoinConfig, signal_fd: int, notice: Callable[[str], None]
+    config: JoinConfig,
+    signal_fd: int,
+    notice: Callable[[str], None],
+    watched: Watched = (),
 ) -> list[tuple[Host, TlsChannel]]:
+    """Return the nodes that have joined; ``watched`` is served meanwhile."""
     where = config.address, config.port
     try:
         listener = socket.create_server(
@@ -73,7 +78,7 @@ def wait_for_nodes(
             "--listen another address or port of this machine."
         ) from None
     listener.settimeout(0)
-    server = _JoinServer(config, listener, notice)
+    server = _JoinServer(config, listener, notice, watched)
     try:
         server.run(signal_fd)
     except BaseException:
@@ -87,8 +92,13 @@ def wait_for_nodes(
 
 class _JoinServer:
     def __init__(
-        self, config: JoinConfig, listener: socket.socket, notice: Callable[[str], None]
+        self,
+        config: JoinConfig,
+        listener: socket.socket,
+        notice: Callable[[str], None],
+        watched: Watched,
     ) -> None:
+        self._others = watched
         self._config = config
         self._listener = listener
         self._notice = notice
@@ -111,17 +121,23 @@ class _JoinServer:
             )
         nodes, command = counted(config.num_nodes, "node"), "ronde run --agent"
         where = with_port(host, port)
-        self._notice(
-            f"waiting for {nodes}; run on each: {command} {where} --token-file FILE"
+        cure = (
+            f"Run on each of the others: {command} {where} --token-file FILE. Or wait"
         )
+        if config.on_listening is None:
+            self._notice(
+                f"waiting for {nodes}; run on each: {command} {where} --token-file FILE"
+            )
+        else:
+            config.on_listening(where)
+            cure = "Wait"
         ends_at = config.clock() + config.timeout_s
         while len(self._joined) < config.num_nodes:
             if config.clock() >= ends_at:
                 here = ", ".join(host.name for host, _ in self.nodes()) or "none"
                 raise HostError(
                     f"only {len(self._joined)} of {config.num_nodes} nodes joined "
-                    f"within {config.timeout_s:g} s: {here}. Run on each of the "
-                    f"others: {command} {where} --token-file FILE. Or wait longer: "
+                    f"within {config.timeout_s:g} s: {here}. {cure} longer: "
                     "--join-timeout"
                 )
             self._serve(signal_fd, ends_at)
@@ -148,6 +164,7 @@ class _JoinServer:
 
     def _watched(self, signal_fd: int, *, is_crowded: bool) -> Watched:
         yield signal_fd, select.POLLIN, partial(raise_if_stopped, signal_fd)
+        yield from self._others
         for fd in self._joined:
             yield fd, select.POLLRDHUP, partial(self._on_leaving, fd)
         for fd, pending in self._pending.items():
