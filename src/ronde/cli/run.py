@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from ronde.launch.wire.tls import TlsChannel
     from ronde.topology.placement.binding import PlacementRequest
 
+    _Nodes = list[tuple[Host, TlsChannel]]
 _Agent = subprocess.Popen[bytes]
 _UNITS = {"gpu": SLOTS_GPUS, "cpu": SLOTS_CORES}
 _LEAST_HANG_S = 5.0  # reports of ranks are up to two seconds old
@@ -594,34 +595,32 @@ def _launch_with_nodes(request: RunRequest, start: _Start) -> int:
 
 
 def _launch_on_ray(request: RunRequest, start: _Start) -> int:
-    from ronde.launch.hosts import ray_cluster
+    from ronde.launch.hosts import ray_nodes
 
     options, spec = start.options, request.spec
     if spec.elastic and start.timeouts == USUAL:
         start = start._replace(timeouts=ELASTIC)
-    num_each = options.nproc_per_node
-    wanted = ray_cluster.RayRequest(
+    each = options.nproc_per_node
+    plan = partial(
+        ray_nodes.plan_bundles,
         num_ranks=None if spec.elastic else spec.num_ranks,
-        num_each=options.slots if num_each is None else num_each,
+        each=options.slots if each is None else each,
         num_nodes=read_nodes(options.nodes) if options.nodes else None,
-        timeout_s=options.join_timeout,
     )
-    placed = ray_cluster.joined_ray_nodes(wanted, start.signal_fd, _report)
-    with placed as nodes:
+    with ray_nodes.joined_ray_nodes(
+        plan, options.join_timeout, start.signal_fd, _report
+    ) as nodes:
         return _launch_joined(request, start, [], nodes)
 
 
 def _launch_joined(
-    request: RunRequest,
-    start: _Start,
-    heads: Sequence[Host],
-    nodes: "Sequence[tuple[Host, TlsChannel]]",
+    request: RunRequest, start: _Start, own: list[Host], nodes: "_Nodes"
 ) -> int:
     from ronde.launch.hosts import join_server
     from ronde.launch.wire import tls
 
     agents = join_server.JoinedAgents(start.agent, nodes, start.timeouts)
-    hosts = [*heads, *(host for host, _ in nodes)]
+    hosts = [*own, *(host for host, _ in nodes)]
     code = EXIT_INTERNAL
     try:
         code = _launch(request, hosts, agents, start.signal_fd)

@@ -48,7 +48,8 @@ class JoinConfig(NamedTuple):
     timeout_s: float
     authenticate_s: float = 10.0  # for each connection
     clock: Callable[[], float] = time.monotonic
-    on_listening: Callable[[str], None] | None = None  # starts the nodes that join
+    on_listening: Callable[[str], None] | None = None  # starts the nodes, as HEAD:PORT
+    watched: Watched = ()  # served while the head waits
 
 
 @dataclass(slots=True)
@@ -61,12 +62,8 @@ class _PendingConnection:
 
 
 def wait_for_nodes(
-    config: JoinConfig,
-    signal_fd: int,
-    notice: Callable[[str], None],
-    watched: Watched = (),
+    config: JoinConfig, signal_fd: int, notice: Callable[[str], None]
 ) -> list[tuple[Host, TlsChannel]]:
-    """Return the nodes that have joined; ``watched`` is served meanwhile."""
     where = config.address, config.port
     try:
         listener = socket.create_server(
@@ -78,7 +75,7 @@ def wait_for_nodes(
             "--listen another address or port of this machine."
         ) from None
     listener.settimeout(0)
-    server = _JoinServer(config, listener, notice, watched)
+    server = _JoinServer(config, listener, notice)
     try:
         server.run(signal_fd)
     except BaseException:
@@ -92,13 +89,8 @@ def wait_for_nodes(
 
 class _JoinServer:
     def __init__(
-        self,
-        config: JoinConfig,
-        listener: socket.socket,
-        notice: Callable[[str], None],
-        watched: Watched,
+        self, config: JoinConfig, listener: socket.socket, notice: Callable[[str], None]
     ) -> None:
-        self._others = watched
         self._config = config
         self._listener = listener
         self._notice = notice
@@ -121,24 +113,20 @@ class _JoinServer:
             )
         nodes, command = counted(config.num_nodes, "node"), "ronde run --agent"
         where = with_port(host, port)
-        cure = (
-            f"Run on each of the others: {command} {where} --token-file FILE. Or wait"
-        )
+        by_hand = f"{command} {where} --token-file FILE"
+        cure = f"Run on each of the others: {by_hand}. Or wait longer: --join-timeout"
         if config.on_listening is None:
-            self._notice(
-                f"waiting for {nodes}; run on each: {command} {where} --token-file FILE"
-            )
+            self._notice(f"waiting for {nodes}; run on each: {by_hand}")
         else:
             config.on_listening(where)
-            cure = "Wait"
+            cure = "Wait longer: --join-timeout"
         ends_at = config.clock() + config.timeout_s
         while len(self._joined) < config.num_nodes:
             if config.clock() >= ends_at:
                 here = ", ".join(host.name for host, _ in self.nodes()) or "none"
                 raise HostError(
                     f"only {len(self._joined)} of {config.num_nodes} nodes joined "
-                    f"within {config.timeout_s:g} s: {here}. {cure} longer: "
-                    "--join-timeout"
+                    f"within {config.timeout_s:g} s: {here}. {cure}"
                 )
             self._serve(signal_fd, ends_at)
 
@@ -164,7 +152,7 @@ class _JoinServer:
 
     def _watched(self, signal_fd: int, *, is_crowded: bool) -> Watched:
         yield signal_fd, select.POLLIN, partial(raise_if_stopped, signal_fd)
-        yield from self._others
+        yield from self._config.watched
         for fd in self._joined:
             yield fd, select.POLLRDHUP, partial(self._on_leaving, fd)
         for fd, pending in self._pending.items():

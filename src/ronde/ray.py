@@ -1,0 +1,72 @@
+"""A backend of Ray Train: ``hvd.init()`` works in its workers.
+
+``TorchTrainer(train_loop, torch_config=RondeConfig(), scaling_config=...)``; other
+trainers take it as ``backend_config``.
+"""
+
+import os
+import socket
+import sys
+from contextlib import suppress
+from importlib import import_module
+from typing import Any
+
+from ronde.world import World
+
+ray: Any = import_module("ray")
+_train: Any = import_module("ray.train.backend")
+_LEAVE_S = 5.0
+_NAMES = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    *("CROSS_RANK", "CROSS_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+)
+
+
+class RondeConfig(_train.BackendConfig):
+    """Makes each worker of Ray Train a rank."""
+
+    backend = "ronde"  # TorchTrainer would set another one
+
+    @property
+    def backend_cls(self) -> type[Any]:
+        return RondeBackend
+
+
+class RondeBackend(_train.Backend):
+    """Sets the variables that ``hvd.init()`` reads, and removes them at the end."""
+
+    share_cuda_visible_devices = True  # a rank's GPU has the number LOCAL_RANK
+
+    def on_start(self, workers: Any, _: RondeConfig) -> None:  # noqa: ANN401
+        nodes = workers.execute(_node_id)
+        meeting = workers.execute_single(0, _free_address)
+        for rank in range(len(nodes)):
+            values = *World.from_hosts(rank, nodes), *meeting
+            workers.execute_single(rank, _set_variables, values)
+
+    def on_shutdown(self, workers: Any, _: RondeConfig) -> None:  # noqa: ANN401
+        # Ray ends a worker that waits for a lost one.
+        with suppress(ray.exceptions.GetTimeoutError):
+            ray.get(workers.execute_async(_leave), timeout=_LEAVE_S)
+
+
+def _node_id() -> str:
+    return ray.get_runtime_context().get_node_id()
+
+
+def _free_address() -> tuple[str, int]:
+    address = ray.util.get_node_ip_address()
+    with socket.create_server((address, 0)) as free:
+        return address, free.getsockname()[1]
+
+
+def _set_variables(values: tuple[int | str, ...]) -> None:
+    texts = map(str, values)
+    os.environ.update(zip(_NAMES, texts, strict=True))  # noqa: TID251 - Ray's worker
+
+
+def _leave() -> None:
+    if "ronde.session" in sys.modules:
+        sys.modules["ronde.session"].shutdown()
+    for name in _NAMES:
+        os.environ.pop(name, None)  # noqa: TID251 - as above
