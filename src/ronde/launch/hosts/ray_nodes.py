@@ -57,17 +57,19 @@ def plan_bundles(
     has_gpus = any(node.get("GPU", 0) >= 1 for node in nodes)
     is_gpu = each == SLOTS_GPUS or (has_gpus and each != SLOTS_CORES)
     kind, wanted = "GPU" if is_gpu else "CPU", num_ranks or 0
-    found = sorted((int(node.get(kind, 0)) for node in nodes), reverse=True)
+    counts = (int(node.get(kind, 0)) for node in nodes)
+    found = sorted(filter(None, counts), reverse=True)
     least, most = num_nodes or (1, len(nodes))
-    if each is None and not is_gpu:
-        each = max(1, -(-wanted // min(most, max(1, len(list(filter(None, found)))))))
+    if each is None and found and not is_gpu:
+        each = max(1, -(-wanted // min(most, len(found))))
     own = max(each or 0, 0)  # 0 for all of a node
-    slots = [own or n for n in found if n >= max(own, 1)][:most]
+    slots = [own or n for n in found if n >= own][:most]
     if len(slots) < least or sum(slots) < wanted:
+        total, own = max(wanted, least * (own or 1)), own or 1
         raise UsageError(
-            f"Ray must have {counted(least, 'node')} with {counted(own or 1, kind)} and "
-            f"{counted(wanted or least, 'slot')} or more, got {len(slots)} of "
-            f"{len(nodes)} with {sum(slots)}. See: ray status"
+            f"Ray must have {counted(total, kind)}, {own} or more on each of at least "
+            f"{counted(least, 'node')}, got nodes with: "
+            f"{', '.join(map(str, found)) or 'none'}. See: ray status"
         )
     if wanted:
         slots = [n for i, n in enumerate(slots) if sum(slots[:i]) < wanted]

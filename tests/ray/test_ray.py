@@ -1,0 +1,106 @@
+"""``ronde run --launcher ray`` and Ray Train on two nodes of a real Ray."""
+
+import json
+import signal
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from tests.cluster.machines import ROOT, why_not
+from tests.limits import HANG_S, until
+from tests.ray.cluster import end_of, ray_cluster
+
+EXAMPLES = ROOT / "examples"
+SHOW = 'echo "rank $RANK on $RONDE_HOST sees $CUDA_VISIBLE_DEVICES"; exit $RANK'
+STAY = 'touch "$0/ready.$RANK"; exec sleep 1000'
+ELASTIC = str(ROOT / "tests" / "ray" / "elastic_rank.py")
+
+
+@pytest.fixture(scope="module")
+def ray(tmp_path_factory):
+    if find_spec("ray") is None:
+        pytest.skip("Ray is not installed: scripts/test_ray installs it")
+    if reason := why_not():
+        pytest.skip(reason)
+    with ray_cluster(shared=[tmp_path_factory.getbasetemp()]) as ray:
+        yield ray
+
+
+def losses_of(record: Path) -> list[float]:
+    (line,) = record.read_text().splitlines()
+    values = json.loads(line)
+    return [values["loss"], values["test_accuracy"]]
+
+
+def test_losses_are_the_same_by_the_launcher_in_ray_train_and_on_one_host(
+    ray, tmp_path
+):
+    here, launched, trained = (tmp_path / name for name in ("1", "2", "3"))
+    digits = [str(EXAMPLES / "digits.py"), "--epochs", "2", "--json"]
+    by_gloo = ["--engine", "gloo", "-n", "2", "-x", "OMP_NUM_THREADS=1"]
+    inside = str(ROOT / "tests" / "ray" / "train_in_ray.py")
+    job = ray.launch(*by_gloo, *digits, str(launched))
+    alone = subprocess.Popen(
+        [sys.executable, "-m", "ronde", "run", *by_gloo, *digits, str(here)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    assert alone.wait(HANG_S) == 0
+    code, _, errors = end_of(job)
+    assert code == 0, errors
+    words = [sys.executable, inside, str(EXAMPLES), str(trained), str(tmp_path / "all")]
+    code, out, errors = end_of(ray.start(words))
+    assert code == 0, out + errors
+    assert losses_of(here) == losses_of(launched) == losses_of(trained)
+    ray.await_nothing_left()
+
+
+def test_a_job_has_rays_gpus_and_ends_with_its_ranks_code(ray):
+    code, out, errors = end_of(ray.launch("--", "sh", "-c", SHOW))
+    assert code == 1, errors
+    assert {line.partition(" ")[2] for line in out.splitlines()} == {
+        f"rank {rank} on node{rank + 1} sees 0" for rank in (0, 1)
+    }
+    ray.await_nothing_left()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_nothing_stays_without_the_launcher(ray, tmp_path, number):
+    job = ray.launch("--", "sh", "-c", STAY, str(tmp_path))
+    for rank in (0, 1):
+        until((tmp_path / f"ready.{rank}").exists)
+    job.send_signal(number)
+    code, _, errors = end_of(job)
+    assert code == (130 if number == signal.SIGINT else -number), errors
+    ray.await_nothing_left()
+
+
+def test_bad_input_is_one_sentence(ray):
+    cases = [
+        (["--nodes", "3"], 64, "Ray must have 3 GPUs, 1 or more on each of at least 3"),
+        (["-n", "3"], 64, "got nodes with: 1, 1. See: ray status"),
+        (["-H", "node2"], 64, "-H cannot be combined with --launcher ray"),
+        (["--token-file", "x"], 64, "--token-file has no effect without --listen"),
+    ]
+    jobs = [ray.launch(*words, "true") for words, _, _ in cases]
+    for job, (_, wanted, text) in zip(jobs, cases, strict=True):
+        code, out, errors = end_of(job)
+        assert (code, out) == (wanted, ""), errors
+        (line,) = errors.splitlines()
+        assert text in line
+    ray.await_nothing_left()
+
+
+# Last: afterwards Ray has one node.
+def test_an_elastic_job_goes_on_without_a_lost_node(ray, tmp_path):
+    job = ray.launch("--min-ranks", "1", ELASTIC, str(tmp_path))
+    for rank in (0, 1):
+        until((tmp_path / f"begun.{rank}.2").exists)
+    ray.cluster.crash(ray.cluster.hosts[1])
+    code, _, errors = end_of(job)
+    assert code == 0, errors
+    assert (tmp_path / "done.0.1").exists()
+    assert "node2" in errors
+    ray.await_nothing_left(num_nodes=1)
