@@ -38,10 +38,9 @@ class RondeBackend(_train.Backend):
     share_cuda_visible_devices = True  # a rank's GPU has the number LOCAL_RANK
 
     def on_start(self, workers: Any, _: RondeConfig) -> None:  # noqa: ANN401
-        nodes = workers.execute(_node_id)
-        meeting = workers.execute_single(0, _free_address)
+        nodes, addresses, ports = zip(*workers.execute(_place), strict=True)
         for rank in range(len(nodes)):
-            values = *World.from_hosts(rank, nodes), *meeting
+            values = *World.from_hosts(rank, nodes), addresses[0], ports[0]
             workers.execute_single(rank, _set_variables, values)
 
     def on_shutdown(self, workers: Any, _: RondeConfig) -> None:  # noqa: ANN401
@@ -50,14 +49,12 @@ class RondeBackend(_train.Backend):
             ray.get(workers.execute_async(_leave), timeout=_LEAVE_S)
 
 
-def _node_id() -> str:
-    return ray.get_runtime_context().get_node_id()
-
-
-def _free_address() -> tuple[str, int]:
+def _place() -> tuple[str, str, int]:
+    """Return this worker's node, its address, and a free port there."""
     address = ray.util.get_node_ip_address()
     with socket.create_server((address, 0)) as free:
-        return address, free.getsockname()[1]
+        node = ray.get_runtime_context().get_node_id()
+        return node, address, free.getsockname()[1]
 
 
 def _set_variables(values: tuple[int | str, ...]) -> None:

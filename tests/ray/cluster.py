@@ -30,7 +30,9 @@ _ENVIRONMENT = {
 }
 _OWN = ("--num-cpus", str(CPUS), "--num-gpus", str(GPUS))
 _OBSERVER = """
-import json, sys, ray
+import json, os, sys, ray
+replies = os.fdopen(os.dup(1), "w")  # Ray writes of lost nodes to standard output
+os.dup2(2, 1)
 ray.init(address="auto", logging_level="ERROR", log_to_driver=False)
 for _ in sys.stdin:
     groups = ray.util.placement_group_table().values()
@@ -38,7 +40,7 @@ for _ in sys.stdin:
         "free": {k: ray.available_resources().get(k, 0) for k in ("CPU", "GPU")},
         "groups": [g["state"] for g in groups if g["state"] != "REMOVED"],
         "nodes": sum(node["Alive"] for node in ray.nodes()),
-    }), flush=True)
+    }), file=replies, flush=True)
 """
 
 
@@ -48,8 +50,8 @@ def ray_cluster(shared: Sequence[Path] = ()) -> Generator["RayCluster"]:
     with machines(2, shared=shared) as cluster:
         ray = RayCluster(cluster)
         ray.start_nodes(cluster.hosts)
-        observer = ray.start([sys.executable, "-c", _OBSERVER], stdin=subprocess.PIPE)
-        ray.observer = observer
+        pipes = {"stdin": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        ray.observer = ray.start([sys.executable, "-c", _OBSERVER], **pipes)
         try:
             yield ray
         finally:
@@ -88,6 +90,11 @@ class RayCluster:
         for process in starting:
             out, _ = process.communicate(timeout=HANG_S)
             assert process.returncode == 0, out
+
+    def restart_node(self, host: Machine) -> None:
+        """Start Ray again on a host where it was killed."""
+        end_of(self.start([str(_BIN / "ray"), "stop", "--force"], host))
+        self.start_nodes([host])
 
     def start(
         self, words: Sequence[str], host: Machine | None = None, **popen: Any

@@ -30,7 +30,7 @@ def ray(tmp_path_factory):
 
 def losses_of(record: Path) -> list[float]:
     (line,) = record.read_text().splitlines()
-    values = json.loads(line)
+    values = json.loads(line)["values"]
     return [values["loss"], values["test_accuracy"]]
 
 
@@ -41,22 +41,18 @@ def test_losses_are_the_same_by_the_launcher_in_ray_train_and_on_one_host(
     digits = [str(EXAMPLES / "digits.py"), "--epochs", "2", "--json"]
     by_gloo = ["--engine", "gloo", "-n", "2", "-x", "OMP_NUM_THREADS=1"]
     inside = str(ROOT / "tests" / "ray" / "train_in_ray.py")
-    job = ray.launch(*by_gloo, *digits, str(launched))
-    alone = subprocess.Popen(
-        [sys.executable, "-m", "ronde", "run", *by_gloo, *digits, str(here)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    assert alone.wait(HANG_S) == 0
-    code, _, errors = end_of(job)
-    assert code == 0, errors
     words = [sys.executable, inside, str(EXAMPLES), str(trained), str(tmp_path / "all")]
-    code, out, errors = end_of(ray.start(words))
-    assert code == 0, out + errors
+    jobs = [ray.launch(*by_gloo, *digits, str(launched)), ray.start(words)]
+    alone = [sys.executable, "-m", "ronde", "run", *by_gloo, *digits, str(here)]
+    subprocess.run(alone, check=True, capture_output=True, timeout=HANG_S)
+    for job in jobs:
+        code, out, errors = end_of(job)
+        assert code == 0, out + errors
     assert losses_of(here) == losses_of(launched) == losses_of(trained)
     ray.await_nothing_left()
 
 
+@pytest.mark.soak
 def test_a_job_has_rays_gpus_and_ends_with_its_ranks_code(ray):
     code, out, errors = end_of(ray.launch("--", "sh", "-c", SHOW))
     assert code == 1, errors
@@ -66,6 +62,7 @@ def test_a_job_has_rays_gpus_and_ends_with_its_ranks_code(ray):
     ray.await_nothing_left()
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_nothing_stays_without_the_launcher(ray, tmp_path, number):
     job = ray.launch("--", "sh", "-c", STAY, str(tmp_path))

@@ -46,7 +46,8 @@ hosts:
 
 SSH_OPTIONS = """\
 other hosts:
-  --launcher NAME       starts programs on other hosts: ssh, slurm (srun), or
+  --launcher NAME       starts programs on other hosts: ssh, slurm (srun), for
+                        ronde run also ray (the nodes of a Ray cluster), or
                         auto, which is slurm for the hosts of its allocation,
                         else ssh (default: auto)
   --ssh-args ARGS ...   arguments for ssh in one word, as '-F my_config -J

@@ -119,16 +119,10 @@ def joined_ray_nodes(
                 raise HostError(f"Ray: no answer. {_CURES[ConnectionError]}")
         bundles = plan([resources for _, resources in nodes])
         token, (address, _) = os.urandom(32).hex(), nodes[-1]
-        config = JoinConfig(
-            address=source_towards(address) or address,
-            port=0,
-            token=SharedKey(token.encode()),
-            head="",  # it runs no ranks
-            num_nodes=len(bundles),
-            timeout_s=timeout_s,
-            on_listening=start,
-            watched=(watched,),
-        )
+        listening, key = source_towards(address) or address, SharedKey(token.encode())
+        # The head has no name here, as it runs no ranks.
+        config = JoinConfig(listening, 0, key, "", len(bundles), timeout_s)
+        config = config._replace(on_listening=start, watched=(watched,))
         yield wait_for_nodes(config, signal_fd, notice)
 
 
@@ -142,13 +136,9 @@ def run_agent(words: list[str], token: str, version: str) -> list[str]:
         return [host, f"{error} (for {sys.executable})"]
     if ronde.__version__ != version:
         return [host, f"its ronde is {ronde.__version__}, here it is {version}"]
-    done = subprocess.run(
-        [sys.executable, "-c", _AGENT, str(os.getpid()), "run", *words],
-        input=token,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    agent = [sys.executable, "-c", _AGENT, str(os.getpid()), "run", *words]
+    run = partial(subprocess.run, capture_output=True, text=True, check=False)
+    done = run(agent, input=token)
     errors = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
     return [host, errors[-1].removeprefix("ronde: ")]
 
