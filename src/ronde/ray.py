@@ -58,12 +58,11 @@ def _place() -> tuple[str, str, int]:
 
 
 def _set_variables(values: tuple[int | str, ...]) -> None:
-    texts = map(str, values)
-    os.environ.update(zip(_NAMES, texts, strict=True))  # noqa: TID251 - Ray's worker
+    os.environ.update(zip(_NAMES, map(str, values), strict=True))  # noqa: TID251
 
 
 def _leave() -> None:
     if "ronde.session" in sys.modules:
         sys.modules["ronde.session"].shutdown()
     for name in _NAMES:
-        os.environ.pop(name, None)  # noqa: TID251 - as above
+        os.environ.pop(name, None)  # noqa: TID251

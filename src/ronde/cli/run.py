@@ -59,10 +59,9 @@ from ronde.units import format_duration, parse_duration_s, parse_positive_s
 from ronde.world.launcher_env import RANK_VARIABLES
 
 if TYPE_CHECKING:
-    from ronde.launch.wire.tls import TlsChannel
+    from ronde.launch.hosts.join_server import JoinedNodes
     from ronde.topology.placement.binding import PlacementRequest
 
-    _Nodes = list[tuple[Host, TlsChannel]]
 _Agent = subprocess.Popen[bytes]
 _UNITS = {"gpu": SLOTS_GPUS, "cpu": SLOTS_CORES}
 _LEAST_HANG_S = 5.0  # reports of ranks are up to two seconds old
@@ -614,7 +613,7 @@ def _launch_on_ray(request: RunRequest, start: _Start) -> int:
 
 
 def _launch_joined(
-    request: RunRequest, start: _Start, own: list[Host], nodes: "_Nodes"
+    request: RunRequest, start: _Start, own: list[Host], nodes: "JoinedNodes"
 ) -> int:
     from ronde.launch.hosts import join_server
     from ronde.launch.wire import tls

@@ -35,6 +35,7 @@ _CROWDED_S = 1.0  # for authentication while others wait
 _BACKLOG = 512
 _UNANSWERED_NODE_S = 20.0  # longer than the head gives a silent node
 _NOT_PROVEN = "did not prove that it knows the token"
+JoinedNodes = list[tuple[Host, TlsChannel]]
 
 
 class JoinConfig(NamedTuple):
@@ -63,7 +64,7 @@ class _PendingConnection:
 
 def wait_for_nodes(
     config: JoinConfig, signal_fd: int, notice: Callable[[str], None]
-) -> list[tuple[Host, TlsChannel]]:
+) -> JoinedNodes:
     where = config.address, config.port
     try:
         listener = socket.create_server(
@@ -99,7 +100,7 @@ class _JoinServer:
         self._joined: dict[int, tuple[Host, TlsChannel]] = {}
         self._refused: Counter[str] = Counter()
 
-    def nodes(self) -> list[tuple[Host, TlsChannel]]:
+    def nodes(self) -> JoinedNodes:
         return sorted(self._joined.values(), key=lambda node: _natural(node[0].name))
 
     def run(self, signal_fd: int) -> None:
@@ -113,20 +114,18 @@ class _JoinServer:
             )
         nodes, command = counted(config.num_nodes, "node"), "ronde run --agent"
         where = with_port(host, port)
-        by_hand = f"{command} {where} --token-file FILE"
-        cure = f"Run on each of the others: {by_hand}. Or wait longer: --join-timeout"
-        if config.on_listening is None:
-            self._notice(f"waiting for {nodes}; run on each: {by_hand}")
-        else:
-            config.on_listening(where)
-            cure = "Wait longer: --join-timeout"
+        by_hand = f"run on each: {command} {where} --token-file FILE"
+        start = config.on_listening
+        start(where) if start else self._notice(f"waiting for {nodes}; {by_hand}")
         ends_at = config.clock() + config.timeout_s
         while len(self._joined) < config.num_nodes:
             if config.clock() >= ends_at:
                 here = ", ".join(host.name for host, _ in self.nodes()) or "none"
                 raise HostError(
                     f"only {len(self._joined)} of {config.num_nodes} nodes joined "
-                    f"within {config.timeout_s:g} s: {here}. {cure}"
+                    f"within {config.timeout_s:g} s: {here}. Run on each of the "
+                    f"others: {command} {where} --token-file FILE. Or wait longer: "
+                    "--join-timeout"
                 )
             self._serve(signal_fd, ends_at)
 

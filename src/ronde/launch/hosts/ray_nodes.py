@@ -23,15 +23,13 @@ from typing import IO, Any, cast
 import ronde
 from ronde.addresses import source_towards
 from ronde.errors import HostError, UsageError
-from ronde.launch.host import SLOTS_CORES, SLOTS_GPUS, Host
-from ronde.launch.hosts.join_server import JoinConfig, wait_for_nodes
+from ronde.launch.host import SLOTS_CORES, SLOTS_GPUS
+from ronde.launch.hosts.join_server import JoinConfig, JoinedNodes, wait_for_nodes
 from ronde.launch.signals import raise_if_stopped, serve_ready
-from ronde.launch.wire.tls import TlsChannel
 from ronde.store.authentication import SharedKey
 from ronde.units import counted
 
-_CONNECT_S = 60.0
-_END_S, _BUSY_S, _WEEK_S = 10, 2, 604_800
+_CONNECT_S, _END_S, _BUSY_S = 60, 10, 2
 # If Ray kills a task, the kernel kills its agent: the node is lost at once.
 _AGENT = """
 import sys; from ronde.__main__ import main; from ronde.processes import die_with_parent
@@ -40,6 +38,7 @@ sys.exit(main() if die_with_parent(int(sys.argv.pop(1)), 9) else 1)
 _CURES = {
     ModuleNotFoundError: "Type: pip install 'ronde[ray]'",
     ConnectionError: "Start a cluster with ray start --head, or set RAY_ADDRESS.",
+    TimeoutError: "Wait longer: --join-timeout. See: ray status",
 }
 
 
@@ -82,7 +81,7 @@ def joined_ray_nodes(
     timeout_s: float,
     signal_fd: int,
     notice: Callable[[str], None],
-) -> Generator[list[tuple[Host, TlsChannel]]]:
+) -> Generator[JoinedNodes]:
     """Start an agent on nodes of a Ray cluster; yield them once all have joined.
 
     At the end of the block Ray's resources are freed.
@@ -105,10 +104,11 @@ def joined_ray_nodes(
             nodes.extend(value) if kind == "nodes" else notice(value)
 
         def start(head: str) -> None:
-            # The node, which knows the reason, gives up before the head.
-            options = ["--token-file", "-", "--join-timeout", f"{timeout_s * 0.9:g}s"]
-            request = bundles, ["--agent", head, *options], token, ronde.__version__
-            pipes[0].write(json.dumps(request).encode() + b"\n")
+            # The others, who know the reason, give up before the head.
+            limit_s = timeout_s * 0.9
+            words = ["--token-file", "-", "--join-timeout", f"{limit_s:g}s"]
+            request = bundles, ["--agent", head, *words], token, ronde.__version__
+            pipes[0].write(json.dumps([limit_s, *request]).encode() + b"\n")
 
         stop = signal_fd, select.POLLIN, partial(raise_if_stopped, signal_fd)
         watched = pipes[1].fileno(), select.POLLIN, on_readable
@@ -153,11 +153,12 @@ def _place_agents(inputs: "SimpleQueue[str]", tasks: list[Any]) -> None:
     ray.init(address="auto", log_to_driver=False, logging_level="ERROR")
     alive = [node for node in ray.nodes() if node["Alive"]]
     _reply("nodes", [(n["NodeManagerAddress"], n["Resources"]) for n in alive])
-    bundles, words, token, version = json.loads(inputs.get())
+    limit_s, bundles, words, token, version = json.loads(inputs.get())
     group = ray.util.placement_group(bundles, strategy="STRICT_SPREAD")
     if not group.wait(_BUSY_S):
         _reply("notice", f"waiting for {counted(len(bundles), 'free node')} of Ray")
-        group.wait(_WEEK_S)
+        if not group.wait(limit_s):
+            raise TimeoutError(f"its nodes must be free within {limit_s:g} s")
     scheduling = import_module("ray.util.scheduling_strategies")
     task = ray.remote(max_retries=0, max_calls=1)(run_agent)
     for index, bundle in enumerate(bundles):
@@ -178,8 +179,7 @@ def _follow_input(inputs: "SimpleQueue[str]", tasks: list[Any]) -> None:
     signal.alarm(2 * _END_S)
     with suppress(Exception):
         ray = import_module("ray")
-        if tasks:
-            ray.wait(tasks, num_returns=len(tasks), timeout=_END_S)
+        ray.wait(tasks, num_returns=len(tasks), timeout=_END_S)
         ray.shutdown()
     os._exit(0)
 
