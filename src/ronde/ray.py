@@ -38,7 +38,7 @@ class RondeBackend(_train.Backend):
     share_cuda_visible_devices = True  # a rank's GPU has the number LOCAL_RANK
 
     def on_start(self, workers: Any, _: RondeConfig) -> None:  # noqa: ANN401
-        nodes, addresses, ports = zip(*workers.execute(_place), strict=True)
+        nodes, addresses, ports = zip(*workers.execute(_node_and_address), strict=True)
         for rank in range(len(nodes)):
             values = *World.from_hosts(rank, nodes), addresses[0], ports[0]
             workers.execute_single(rank, _set_variables, values)
@@ -49,7 +49,7 @@ class RondeBackend(_train.Backend):
             ray.get(workers.execute_async(_leave), timeout=_LEAVE_S)
 
 
-def _place() -> tuple[str, str, int]:
+def _node_and_address() -> tuple[str, str, int]:
     """Return this worker's node, its address, and a free port there."""
     address = ray.util.get_node_ip_address()
     with socket.create_server((address, 0)) as free:

@@ -3,9 +3,9 @@
 import pytest
 
 from ronde.errors import UsageError
-from ronde.launch.host import SLOTS_CORES, SLOTS_GPUS
-from ronde.launch.hosts.ray_nodes import plan_bundles
+from ronde.launch import plan_bundles
 
+SLOTS_GPUS, SLOTS_CORES = -2, -3  # --nproc-per-node gpu and cpu
 CPUS = [{"CPU": 4.0, "memory": 1e9}, {"CPU": 8.0}, {"memory": 1e9}]
 GPUS = [{"CPU": 16.0}, {"CPU": 8.0, "GPU": 2.0}, {"CPU": 8.0, "GPU": 4.0}]
 

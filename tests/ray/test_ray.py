@@ -1,6 +1,7 @@
 """``ronde run --launcher ray`` and Ray Train on two nodes of a real Ray."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -88,6 +89,33 @@ def test_bad_input_is_one_sentence(ray):
         (line,) = errors.splitlines()
         assert text in line
     ray.await_nothing_left()
+
+
+@pytest.mark.soak
+def test_the_page_shows_what_works(ray, tmp_path):
+    page = (ROOT / "docs" / "how-to" / "ray.md").read_text()
+    program = tmp_path / "train_in_ray.py"
+    (block,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    program.write_text(block)
+    (tmp_path / "train.py").write_text('import os; print("rank", os.environ["RANK"])')
+    (line,) = re.findall(r"^ronde run .*", page, flags=re.MULTILINE)
+    words = line.removeprefix("ronde run --launcher ray ").split()
+    launched = ray.launch("--chdir", str(tmp_path), *words)
+    trained = ray.start([sys.executable, str(program)])
+    outputs = []
+    for job in (launched, trained):
+        code, out, errors = end_of(job)
+        assert code == 0, out + errors
+        outputs.append(out + errors)
+    for rank in (0, 1):
+        assert f"rank {rank}\n" in outputs[0]
+        assert f"rank {rank} of 2: 2" in outputs[1]
+
+
+def test_ronde_does_not_import_ray():
+    imports = "import sys, ronde.torch, ronde.cli.run, ronde.launch.hosts.ray_nodes"
+    words = [sys.executable, "-c", f"{imports}; sys.exit('ray' in sys.modules)"]
+    assert subprocess.run(words, check=False).returncode == 0
 
 
 # Last: afterwards Ray has one node.

@@ -148,7 +148,7 @@ def _reply(kind: str, value: object) -> None:
         os.write(_replies_fd, json.dumps((kind, value)).encode() + b"\n")
 
 
-def _place_agents(inputs: "SimpleQueue[str]", tasks: list[Any]) -> None:
+def _start_agents(inputs: "SimpleQueue[str]", tasks: list[Any]) -> None:
     ray: Any = import_module("ray")
     ray.init(address="auto", log_to_driver=False, logging_level="ERROR")
     alive = [node for node in ray.nodes() if node["Alive"]]
@@ -162,9 +162,9 @@ def _place_agents(inputs: "SimpleQueue[str]", tasks: list[Any]) -> None:
     scheduling = import_module("ray.util.scheduling_strategies")
     task = ray.remote(max_retries=0, max_calls=1)(run_agent)
     for index, bundle in enumerate(bundles):
-        place = scheduling.PlacementGroupSchedulingStrategy(group, index)
+        strategy = scheduling.PlacementGroupSchedulingStrategy(group, index)
         gpus, cpus = bundle.get("GPU", 0), bundle["CPU"]
-        options = {"num_cpus": cpus, "num_gpus": gpus, "scheduling_strategy": place}
+        options = {"num_cpus": cpus, "num_gpus": gpus, "scheduling_strategy": strategy}
         own = [*words, "--slots", str(gpus or cpus)]
         tasks.append(task.options(**options).remote(own, token, version))
     left = list(tasks)
@@ -190,7 +190,7 @@ if __name__ == "__main__":
     _shared = SimpleQueue[str](), list[Any]()
     Thread(target=_follow_input, args=_shared, daemon=True).start()
     try:
-        _place_agents(*_shared)
+        _start_agents(*_shared)
     except Exception as _error:  # noqa: BLE001 - the process's outermost line
         _text = " ".join(str(_error).partition(". ")[0].split()).rstrip(".")
         _cures = [cure for kind, cure in _CURES.items() if isinstance(_error, kind)]
