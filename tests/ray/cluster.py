@@ -109,10 +109,10 @@ class RayCluster:
         self.started.append(process)
         return process
 
-    def launch(self, *words: str, **popen: Any) -> HostProcess:
-        """Start ``ronde run --launcher ray``."""
+    def launch(self, *words: str, **variables: str) -> HostProcess:
+        """Start ``ronde run --launcher ray``, with further variables."""
         ronde = [sys.executable, "-m", "ronde", "run", "--launcher", "ray"]
-        return self.start([*ronde, *words], **popen)
+        return self.start([*ronde, *words], env={**_ENVIRONMENT, **variables})
 
     def state(self) -> dict[str, Any]:
         """Return Ray's free resources, placement groups and number of nodes."""

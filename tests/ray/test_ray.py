@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +13,8 @@ import pytest
 from tests.cluster.machines import ROOT, why_not
 from tests.limits import HANG_S, until
 from tests.ray.cluster import end_of, ray_cluster
+
+import ronde
 
 EXAMPLES = ROOT / "examples"
 SHOW = 'echo "rank $RANK on $RONDE_HOST sees $CUDA_VISIBLE_DEVICES"; exit $RANK'
@@ -75,7 +78,7 @@ def test_nothing_stays_without_the_launcher(ray, tmp_path, number):
     ray.await_nothing_left()
 
 
-def test_bad_input_is_one_sentence(ray):
+def test_bad_input_is_one_sentence(ray, tmp_path):
     cases = [
         (["--nodes", "3"], 64, "Ray must have 3 GPUs, 1 or more on each of at least 3"),
         (["-n", "3"], 64, "got nodes with: 1, 1. See: ray status"),
@@ -83,6 +86,12 @@ def test_bad_input_is_one_sentence(ray):
         (["--token-file", "x"], 64, "--token-file has no effect without --listen"),
     ]
     jobs = [ray.launch(*words, "true") for words, _, _ in cases]
+    # A launcher of another version than the nodes.
+    shutil.copytree(ROOT / "src" / "ronde", tmp_path / "ronde")
+    with (tmp_path / "ronde" / "__init__.py").open("a") as file:
+        file.write('\n__version__ = "9.9"\n')
+    jobs.append(ray.launch("true", PYTHONPATH=str(tmp_path)))
+    cases.append(([], 69, f"its ronde is {ronde.__version__}, here it is 9.9."))
     for job, (_, wanted, text) in zip(jobs, cases, strict=True):
         code, out, errors = end_of(job)
         assert (code, out) == (wanted, ""), errors
