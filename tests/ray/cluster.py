@@ -148,4 +148,4 @@ def end_of(process: HostProcess) -> tuple[int, str, str]:
 
 def _is_ours(words: Sequence[str]) -> bool:
     ours = ("ronde", "ray::run_agent", "ronde.launch.hosts.ray_nodes", "tests.timed")
-    return any(word in ours or "ronde.launch" in word for word in words)
+    return any(word in ours or "from ronde." in word for word in words)

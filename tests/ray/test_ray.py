@@ -72,6 +72,10 @@ def test_nothing_stays_without_the_launcher(ray, tmp_path, number):
     job = ray.launch("--", "sh", "-c", STAY, str(tmp_path))
     for rank in (0, 1):
         until((tmp_path / f"ready.{rank}").exists)
+    # It has all GPUs: another job waits for them.
+    code, _, errors = end_of(ray.launch("--join-timeout", "4s", "true"))
+    assert code == 69, errors
+    assert "Ray: its nodes must be free within 3.6 s. Wait longer: --join" in errors
     job.send_signal(number)
     code, _, errors = end_of(job)
     assert code == (130 if number == signal.SIGINT else -number), errors

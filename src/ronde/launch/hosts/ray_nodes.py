@@ -155,9 +155,9 @@ def _start_agents(inputs: "SimpleQueue[str]", tasks: list[Any]) -> None:
     _reply("nodes", [(n["NodeManagerAddress"], n["Resources"]) for n in alive])
     limit_s, bundles, words, token, version = json.loads(inputs.get())
     group = ray.util.placement_group(bundles, strategy="STRICT_SPREAD")
-    if not group.wait(_BUSY_S):
+    if not group.wait(min(_BUSY_S, limit_s)):
         _reply("notice", f"waiting for {counted(len(bundles), 'free node')} of Ray")
-        if not group.wait(limit_s):
+        if not group.wait(max(limit_s - _BUSY_S, 0)):
             raise TimeoutError(f"its nodes must be free within {limit_s:g} s")
     scheduling = import_module("ray.util.scheduling_strategies")
     task = ray.remote(max_retries=0, max_calls=1)(run_agent)
