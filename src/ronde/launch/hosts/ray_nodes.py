@@ -138,7 +138,7 @@ def run_agent(words: list[str], token: str, version: str) -> list[str]:
         return [host, f"its ronde is {ronde.__version__}, here it is {version}"]
     agent = [sys.executable, "-c", _AGENT, str(os.getpid()), "run", *words]
     run = partial(subprocess.run, capture_output=True, text=True, check=False)
-    done = run(agent, input=token)
+    done = run(agent, input=token, start_new_session=True)  # no signals of Ray's
     errors = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
     return [host, errors[-1].removeprefix("ronde: ")]
 
@@ -170,7 +170,8 @@ def _start_agents(inputs: "SimpleQueue[str]", tasks: list[Any]) -> None:
     left = list(tasks)
     while left:
         (ended,), left = ray.wait(left, num_returns=1)
-        _reply("failed", "{}: {}".format(*ray.get(ended)))
+        host, reason = ray.get(ended)
+        _reply("failed", f"{host}: {reason.rstrip('.')}.")
 
 
 def _follow_input(inputs: "SimpleQueue[str]", tasks: list[Any]) -> None:
