@@ -93,7 +93,10 @@ def usage_error(done) -> str:
             ["-H", "localhost:1", "--nproc-per-node", "2", "true"],
             "localhost (-H) has 1.",
         ),
-        (["--launcher", "x", "true"], "--launcher must be auto, ssh or slurm, got"),
+        (
+            ["--launcher", "x", "true"],
+            "--launcher must be auto, ssh, slurm or ray, got",
+        ),
         (["-n", "2"], "a program is required"),
         (["-n", "2", "--"], "a program is required"),
         (["no-such-program"], "is neither a file nor a command on PATH"),

@@ -48,9 +48,11 @@ hosts:
 
 SSH_OPTIONS = """\
 other hosts:
-  --launcher {auto,ssh,slurm}
-                        starts programs on other hosts; auto is slurm (srun)
-                        for hosts of its allocation, else ssh (default: auto)
+  --launcher {auto,ssh,slurm,ray}
+                        starts programs on other hosts: ssh, slurm (srun), for
+                        ronde run also ray (the nodes of a Ray cluster); auto
+                        is slurm for hosts of its allocation, else ssh
+                        (default: auto)
   --ssh-args ARGS ...   arguments for ssh in one word, as '-F my_config -J
                         gate'; they take precedence over ronde's own
   --python PATH         Python on the other hosts (default: the same path as

@@ -67,8 +67,8 @@ def find_run_hosts(
                     f"got the host {host.name}. Start the program on several hosts "
                     "with: ronde run -H a:4,b:4 python SCRIPT"
                 )
-    # With --listen, --nodes counts the nodes that join.
-    if not options.nodes or options.listen:
+    # With --listen and Ray, --nodes counts the nodes that join.
+    if not options.nodes or options.listen or options.launcher == "ray":
         return hosts
     least, most = read_nodes(options.nodes)
     usable = [host for host in hosts if host.slots]

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ronde.arguments import (
     CommandParser,
     attribute_of,
+    one_of,
     read_number,
     require_alone,
     whole_number,
@@ -35,6 +36,7 @@ from ronde.cli.hosts import (
     HorovodOptions,
     find_run_hosts,
     make_spawner,
+    read_nodes,
     read_slots,
 )
 from ronde.cli.pods import apply_pod
@@ -137,6 +139,7 @@ def _exit_codes(text: str) -> frozenset[int]:
 
 _TYPES = {
     **HOST_TYPES,
+    "--launcher": one_of("auto", "ssh", "slurm", "ray"),
     "TIME": parse_positive_s,
     "--grace": parse_duration_s,
     "--join-timeout": parse_duration_s,
@@ -377,11 +380,15 @@ def require_listen_or_agent(
     options: argparse.Namespace, given: Mapping[str, str]
 ) -> None:
     """Refuse options that conflict with ``--listen`` or ``--agent``, or need either."""
-    how = "--listen" if options.listen else "--agent" if options.agent else ""
+    by_ray = "--launcher ray" if options.launcher == "ray" else ""
+    how = "--listen" if options.listen else "--agent" if options.agent else by_ray
     if options.listen and options.agent:
         raise UsageError("--agent and --listen cannot be used together. Drop one.")
     for option, name in given.items():
-        if not how and option in _OF_JOINING and not options.awaits_hosts:
+        if how and how == by_ray and option in ("launcher", "join_timeout"):
+            continue
+        is_unused = how in ("", by_ray) and not options.awaits_hosts
+        if is_unused and option in _OF_JOINING:
             raise UsageError(
                 f"{name} has no effect without --listen or --agent. Type: ronde run "
                 "--nodes 3 --listen 29400 ..."
@@ -492,9 +499,11 @@ def run_job(
             elastic = request.spec.elastic
             if elastic and timeouts == USUAL:
                 timeouts = ELASTIC
+            start = start._replace(timeouts=timeouts)
             if options.listen:
-                start = start._replace(timeouts=timeouts)
                 return _launch_with_nodes(request, start)
+            if options.launcher == "ray":
+                return _launch_on_ray(request, start)
             make = partial(
                 make_spawner, options, start.environ, request.horovod.ssh_args
             )
@@ -605,8 +614,33 @@ def _launch_with_nodes(request: RunRequest, start: _Start) -> int:
     )
     head = Host(config.head, own_slots(options))
     server = join_server.wait_for_nodes(config, start.signal_fd, _report)
+    return _launch_joined(request, start, [head, *server.choose(most - 1)], server)
+
+
+def _launch_on_ray(request: RunRequest, start: _Start) -> int:
+    from ronde.launch.hosts import ray_nodes
+
+    options, spec = start.options, request.spec
+    each = options.nproc_per_node
+    plan = partial(
+        ray_nodes.plan_bundles,
+        num_ranks=None if spec.elastic else spec.num_ranks,
+        each=options.slots if each is None else each,
+        num_nodes=read_nodes(options.nodes) if options.nodes else None,
+    )
+    with ray_nodes.joined_ray_nodes(
+        plan, options.join_timeout, start.signal_fd, _report
+    ) as server:
+        return _launch_joined(request, start, server.hosts, server)
+
+
+def _launch_joined(
+    request: RunRequest, start: _Start, hosts: Sequence[Host], server: "JoinServer"
+) -> int:
+    from ronde.launch.hosts import join_server
+    from ronde.launch.wire import tls
+
     agents = join_server.JoinedAgents(start.agent, server, start.timeouts)
-    hosts = [head, *server.choose(most - 1)]
     code = EXIT_INTERNAL
     try:
         code = _launch(request, hosts, agents, start.signal_fd, server)

@@ -30,6 +30,7 @@ __getattr__ = lazy_exports(
             "AgentNode AgentStarter HostLoss ProcessTransport start_remote_agent"
         ),
         "hosts.pods": "MachineFile PodName Pod find_pod",
+        "hosts.ray_nodes": "plan_bundles",
         "hosts.slurm": "SlurmSpawner",
         "hosts.sources": "parse_hostfile parse_hosts read_allocation",
         "hosts.spawner": "HelloReader MAX_HELLO_BYTES MAX_NOISE_BYTES last_line",

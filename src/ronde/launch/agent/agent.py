@@ -235,12 +235,14 @@ class Agent:
         self._lease_s *= 2
 
     def _read_control(self) -> None:
+        # Twice: with the last data TLS may have read the end, which poll does not show.
         data = self._transport.read()
+        more = self._transport.read() if data else None
         if data is None:
             return
-        self._is_leaving = not data
+        self._is_leaving = b"" in (data, more)
         self._heard_at = time.monotonic()
-        for message in self._reader.feed(data):
+        for message in self._reader.feed(data + (more or b"")):
             if not isinstance(message, messages.Relayed):
                 self._handle(message)
             elif self._job is not None and self._job.store is not None:

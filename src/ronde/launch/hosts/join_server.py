@@ -57,6 +57,8 @@ class JoinConfig(NamedTuple):
     stays_open: bool = False  # until the job ends
     authenticate_s: float = 10.0  # for each connection
     clock: Callable[[], float] = time.monotonic
+    on_listening: Callable[[str], None] | None = None  # starts the nodes, as HEAD:PORT
+    watched: Watched = ()  # served while the head waits
 
 
 @dataclass(slots=True, eq=False)
@@ -90,7 +92,8 @@ def wait_for_nodes(
     try:
         while not server.has_enough():
             wait_s = server.due_s - config.clock()
-            serve_ready([stop, *server.watched()], max(0.0, wait_s) + 0.001)
+            watched = stop, *config.watched, *server.watched()
+            serve_ready(watched, max(0.0, wait_s) + 0.001)
             server.advance()
     except BaseException:
         server.close()
@@ -141,9 +144,12 @@ class JoinServer:
                 f"listening on all networks of this machine ({address}); "
                 "name one address to listen only there"
             )
-        self.command = f"ronde run --agent {with_port(host, port)} --token-file FILE"
-        nodes = counted(config.num_nodes, "node")
-        self.notice(f"waiting for {nodes}; run on each: {self.command}")
+        head, nodes = with_port(host, port), counted(config.num_nodes, "node")
+        self.command = f"ronde run --agent {head} --token-file FILE"
+        if config.on_listening is not None:
+            config.on_listening(head)
+        else:
+            self.notice(f"waiting for {nodes}; run on each: {self.command}")
 
     @property
     def hosts(self) -> list[Host]:
