@@ -172,7 +172,7 @@ def test_verbs_and_values_are_offered(
     complete: Callable[[list[str]], list[set[str]]],
 ) -> None:
     cases = {
-        "ronde run --launcher ": {"auto", "slurm", "ssh"},
+        "ronde run --launcher ": {"auto", "ray", "slurm", "ssh"},
         "ronde run --launcher = s": {"slurm", "ssh"},
         "ronde run --bind ": {"auto", "core", "none", "numa"},
         "ronde run -n ": set[str](),

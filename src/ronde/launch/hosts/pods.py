@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ronde.errors import UsageError
-from ronde.launch.wire.tls import parse_endpoint, with_port
 
 PORT = 29400
 """The head's port if no variable has one."""
@@ -89,6 +88,9 @@ class Pod(NamedTuple):
 
     @property
     def endpoint(self) -> str:
+        # Imported here: most jobs start without ssl.
+        from ronde.launch.wire.tls import with_port
+
         return with_port(self.head, self.port)
 
     def __str__(self) -> str:
@@ -195,6 +197,8 @@ def _read_pod(environ: _Environment, names: _Names, node: PodName) -> Pod:
     if names.port in environ:
         port = _number(environ, names.port, 1)
     if not heads and names.endpoint in environ:
+        from ronde.launch.wire.tls import parse_endpoint
+
         text = environ[names.endpoint]
         text = text if ":" in text else f"{text}:{PORT}"
         head, port = parse_endpoint(text, names.endpoint)
