@@ -137,3 +137,53 @@ def test_pods_of_an_indexed_job_train_as_ranks_of_one_host_do(
     assert [code for code, _, _ in ends] == [0, 0, 0], ends
     assert training.loss(3) == local_loss(3)
     assert_nothing_left(cluster)
+
+
+def test_the_launcher_of_an_mpijob_waits_for_workers_that_are_not_up_yet(
+    cluster, tmp_path
+):
+    hosts = cluster.hosts[0].folder / "hosts"
+    before = hosts.read_text()
+    config, hostfile = tmp_path / "ssh_config", tmp_path / "hostfile"
+    config.write_text(
+        f"Host train-worker-0\n  HostKeyAlias node2\n{cluster.ssh_config.read_text()}"
+    )
+    hostfile.write_text("train-worker-0 slots=1\nnode3 slots=1\n")
+    variables = {
+        "K_MPI_JOB_ROLE": "launcher",
+        "OMPI_MCA_orte_default_hostfile": str(hostfile),
+        "OMPI_MCA_orte_keep_fqdn_hostnames": "true",
+    }
+    words = ["run", "-v", "--ssh-args", f"-F {config}", "--join-timeout", "10m"]
+    script = 'echo "$RANK of $WORLD_SIZE on $(hostname)"'
+    launcher = cluster.start(
+        cluster.hosts[0],
+        [
+            sys.executable,
+            "-m",
+            "ronde",
+            *words,
+            "--no-prefix",
+            "--",
+            "sh",
+            "-c",
+            script,
+        ],
+        env=own_environment() | variables,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        errors = iter(launcher.stderr.readline, "")
+        assert any("waiting for train-worker-0" in line for line in errors)
+        hosts.write_text(f"{cluster.hosts[1].address} train-worker-0\n{before}")
+        out, _ = launcher.communicate(timeout=HANG_S)
+    finally:
+        hosts.write_text(before)
+        launcher.kill()
+    assert (launcher.returncode, sorted(out.splitlines())) == (
+        0,
+        ["0 of 2 on node2", "1 of 2 on node3"],
+    )
