@@ -52,21 +52,21 @@ VOLCANO = {
 }
 
 
-def pod(environ, nodes="", host="train-2"):
+def pod(environ, nodes=None, host="train-2"):
     return find_pod(environ, PodName(host, lambda: FULL), nodes)
 
 
 @pytest.mark.parametrize(
     ("environ", "nodes", "text", "slots"),
     [
-        (INDEXED, "", HEAD, ""),
-        ({"JOB_COMPLETION_INDEX": "2"}, "3", HEAD, ""),
-        ({**INDEXED, "RONDE_HEAD": "a:1"}, "", "joins a:1", ""),
-        (LWS, "", "joins lws-0.lws.ns:29400", ""),
-        (TRAIN_JOB, "", "joins train-node-0-0.train:29500", "4"),
-        (PYTORCH_JOB, "", "joins train-master-0:29500", "4"),
-        (SKYPILOT, "", "joins 10.0.0.1:29400", ""),
-        (VOLCANO, "", "joins train-master-0.train:29400", ""),
+        (INDEXED, None, HEAD, ""),
+        ({"JOB_COMPLETION_INDEX": "2"}, (3, 3), HEAD, ""),
+        ({**INDEXED, "RONDE_HEAD": "a:1"}, None, "joins a:1", ""),
+        (LWS, None, "joins lws-0.lws.ns:29400", ""),
+        (TRAIN_JOB, None, "joins train-node-0-0.train:29500", "4"),
+        (PYTORCH_JOB, None, "joins train-master-0:29500", "4"),
+        (SKYPILOT, None, "joins 10.0.0.1:29400", ""),
+        (VOLCANO, None, "joins train-master-0.train:29400", ""),
     ],
 )  # fmt: skip
 def test_pod_two_of_three_joins_the_head(environ, nodes, text, slots):
@@ -102,7 +102,6 @@ def test_numbers_of_an_elastic_job_may_have_gaps():
         {"PET_NNODES": "1", "PET_NODE_RANK": "0"},
         {"SKYPILOT_NUM_NODES": "1"},
         {"JOB_COMPLETION_INDEX": "0"},
-        {"RANK": "1", "WORLD_SIZE": "3", "LOCAL_RANK": "1", "VC_TASK_INDEX": "1"},
         {"OMPI_MCA_orte_default_hostfile": "/no/such/file"},
     ],
 )
@@ -113,25 +112,25 @@ def test_variables_of_one_node_are_no_place(environ):
 @pytest.mark.parametrize(
     ("environ", "nodes", "said"),
     [
-        ({"JOB_COMPLETION_INDEX": "1"}, "", "nodes must be known in pod 1"),
-        ({**TRAIN_JOB, "PET_NNODES": "abc"}, "", "PET_NNODES must be a whole number"),
-        ({**TRAIN_JOB, "PET_NNODES": "2:1"}, "", "begin with the smaller number"),
-        ({**TRAIN_JOB, "PET_NNODES": "0"}, "", "PET_NNODES must be a whole"),
-        ({**TRAIN_JOB, "PET_NNODES": "2"}, "", "must be below the number"),
-        ({**TRAIN_JOB, "PET_NODE_RANK": "-1"}, "", "PET_NODE_RANK must be a whole"),
-        ({**TRAIN_JOB, "PET_NODE_RANK": "1"}, "", "must agree, got 1 and 2"),
-        ({**TRAIN_JOB, "PET_MASTER_ADDR": " "}, "", "PET_MASTER_ADDR must be set"),
-        ({**TRAIN_JOB, "PET_MASTER_PORT": "x"}, "", "PET_MASTER_PORT must be a whole"),
-        (TRAIN_JOB, "2", "by --nodes must agree, got 3 and 2"),
-        (TRAIN_JOB | LWS | {"LWS_WORKER_INDEX": "1"}, "", "must agree, got 1 and 2"),
-        (TRAIN_JOB | LWS | {"LWS_GROUP_SIZE": "4"}, "", "must agree, got 4 and 3"),
-        ({"LWS_GROUP_SIZE": "3"}, "", "LWS_WORKER_INDEX must be set"),
-        ({**LWS, "LWS_LEADER_ADDRESS": ""}, "", "LWS_LEADER_ADDRESS must be"),
-        ({**SKYPILOT, "SKYPILOT_NODE_IPS": ""}, "", "SKYPILOT_NODE_IPS must be set"),
-        ({"RONDE_NODES": "3"}, "", "RONDE_NODE_INDEX must be set"),
-        ({**INDEXED, "RONDE_HEAD": "a:b"}, "", "RONDE_HEAD must be HOST:PORT"),
-        ({"K_MPI_JOB_ROLE": "worker"}, "", "worker of an MPIJob must run sshd"),
-        ({"K_MPI_JOB_ROLE": "launcher"}, "", "launcher of an MPIJob must have a host"),
+        ({"JOB_COMPLETION_INDEX": "1"}, None, "nodes must be known in pod 1"),
+        ({**TRAIN_JOB, "PET_NNODES": "abc"}, None, "PET_NNODES must be a whole number"),
+        ({**TRAIN_JOB, "PET_NNODES": "2:1"}, None, "begin with the smaller number"),
+        ({**TRAIN_JOB, "PET_NNODES": "0"}, None, "PET_NNODES must be a whole"),
+        ({**TRAIN_JOB, "PET_NNODES": "2"}, None, "must be below the number"),
+        ({**TRAIN_JOB, "PET_NODE_RANK": "-1"}, None, "PET_NODE_RANK must be a whole"),
+        ({**TRAIN_JOB, "PET_NODE_RANK": "1"}, None, "must agree, got 1 and 2"),
+        ({**TRAIN_JOB, "PET_MASTER_ADDR": " "}, None, "PET_MASTER_ADDR must be set"),
+        ({**TRAIN_JOB, "PET_MASTER_PORT": "x"}, None, "PET_MASTER_PORT must be a"),
+        (TRAIN_JOB, (2, 2), "by --nodes must agree, got 3 and 2"),
+        (TRAIN_JOB | LWS | {"LWS_WORKER_INDEX": "1"}, None, "must agree, got 1 and 2"),
+        (TRAIN_JOB | LWS | {"LWS_GROUP_SIZE": "4"}, None, "must agree, got 4 and 3"),
+        ({"LWS_GROUP_SIZE": "3"}, None, "LWS_WORKER_INDEX must be set"),
+        ({**LWS, "LWS_LEADER_ADDRESS": ""}, None, "LWS_LEADER_ADDRESS must be"),
+        ({**SKYPILOT, "SKYPILOT_NODE_IPS": ""}, None, "SKYPILOT_NODE_IPS must be set"),
+        ({"RONDE_NODES": "3"}, None, "RONDE_NODE_INDEX must be set"),
+        ({**INDEXED, "RONDE_HEAD": "a:b"}, None, "RONDE_HEAD must be HOST:PORT"),
+        ({"K_MPI_JOB_ROLE": "worker"}, None, "worker of an MPIJob must run sshd"),
+        ({"K_MPI_JOB_ROLE": "launcher"}, None, "launcher of an MPIJob must have a"),
     ],
 )  # fmt: skip
 def test_contradictions_and_incomplete_variables_are_refused(environ, nodes, said):
@@ -182,6 +181,12 @@ def test_the_same_line_counts_as_far_as_a_node_needs_it():
 def test_options_win(words):
     options, text = read([*words, "train.py"], TRAIN_JOB)
     assert (options.pod, text) == (None, "")
+
+
+@pytest.mark.parametrize("rank", ["LOCAL_RANK", "OMPI_COMM_WORLD_RANK", "HOROVOD_RANK"])
+@pytest.mark.parametrize("environ", [TRAIN_JOB, VOLCANO, SKYPILOT])
+def test_a_rank_of_another_launcher_is_no_pod(environ, rank):
+    assert read(["train.py"], {**environ, rank: "1"})[1] == ""
 
 
 def test_pod_zero_without_a_count_warns():

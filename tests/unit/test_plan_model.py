@@ -168,6 +168,17 @@ def test_measured_sizes_narrow_an_interval_and_draw_it_to_them() -> None:
     assert known.middle == pytest.approx(64 * 200.0, rel=0.05)
 
 
+def test_many_draws_agree_with_several_speeds() -> None:
+    """Also where hardly anything but the speeds is known."""
+    speeds = {1: 253.1, 4: 925.0, 8: 1282.0}
+    points = [Point(Size(n, -(-n // 4)), speed) for n, speed in speeds.items()]
+    posterior = infer(Setup(Program(), Cluster(4), tuple(points)), load_priors())
+    assert posterior.effective_draws > 100
+    for low, middle, high, _ in posterior.parameters().values():
+        assert low < middle < high
+    assert posterior.contradiction == pytest.approx(1, abs=0.01)
+
+
 def test_a_change_of_nothing_changes_nothing() -> None:
     posterior = infer(_SETUP, load_priors())
     same = replace(_SETUP, program=replace(_PROGRAM, compression=1.0))

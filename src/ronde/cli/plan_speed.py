@@ -143,6 +143,7 @@ def run_speed(words: Sequence[str]) -> int:
         what_if.try_changes(posterior, asked, changes),
         advice,
         cost.costs_of(rows, prices, samples, units) if samples else [],
+        posterior.effective_draws,
     )
     if options.svg:
         with _writing("--svg"):

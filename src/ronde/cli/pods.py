@@ -7,13 +7,17 @@ from collections.abc import Container, Mapping
 from functools import partial
 
 from ronde.arguments import CommandParser
+from ronde.cli.hosts import read_nodes
 from ronde.launch.hosts.pods import INDEX, MachineFile, PodName, find_pod
+from ronde.world.launcher_env import RANK_VARIABLES
 
 _WINNING = (
     *("standalone", "listen", "agent", "hosts", "hostfile", "launcher"),
     *("host_discovery", "host_discovery_script", "nested"),
 )
 """Attributes of options that decide where ranks run; they win over variables."""
+_OF_PODS = {"RANK", "WORLD_SIZE"}
+"""Variables of ranks that controllers set for pods, too."""
 _KEPT = ("token_file", "join_timeout", "slots", "nproc_per_node")
 """Attributes of options that also count on the nodes that join."""
 
@@ -29,11 +33,13 @@ def apply_pod(
     Raises:
         UsageError: As ``find_pod``, or a number of slots is wrong.
     """
-    if any(name in given for name in _WINNING):
+    is_rank = bool(environ.keys() & (RANK_VARIABLES - _OF_PODS))
+    if is_rank or any(name in given for name in _WINNING):
         return options, ""
     host = os.uname().nodename
     node = PodName(host, partial(socket.getfqdn, host))
-    pod = find_pod(environ, node, options.nodes or "")
+    nodes = read_nodes(options.nodes) if options.nodes else None
+    pod = find_pod(environ, node, nodes)
     if pod is None:
         is_alone = environ.get(INDEX) == "0"
         text = f"{INDEX}=0 alone: if there are more pods, each trains for itself"

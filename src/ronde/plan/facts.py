@@ -27,7 +27,8 @@ _COMPRESSIONS = {"none": 1.0, "fp16": 0.5, "bf16": 0.5, "powersgd": 1 / 30}
 _TRANSPORTS = {"tcp": "tcp", "rdma": "rdma", "roce": "rdma", "infiniband": "rdma"}
 _FARTHEST_BATCH = 8
 _LEAST_BUCKET = 1 << 16
-_LEAST, _MOST = 1e-9, 1e15  # beyond them predictions would overflow
+LEAST, MOST = 1e-9, 1e15
+"""Limits of all figures; beyond them predictions would overflow."""
 
 
 def _read_mesh(text: str) -> Layout:
@@ -49,7 +50,7 @@ def _read_bucket(text: str) -> int:
     return size
 
 
-def number_from(least: float = _LEAST, most: float = _MOST) -> Callable[[str], float]:
+def number_from(least: float = LEAST, most: float = MOST) -> Callable[[str], float]:
     """Return a reader of numbers from ``least`` to ``most``."""
 
     def read(text: str) -> float:
@@ -59,7 +60,7 @@ def number_from(least: float = _LEAST, most: float = _MOST) -> Callable[[str], f
             value = math.nan
         if least <= value <= most:
             return value
-        rule = "above 0" if least == _LEAST else f"of at least {least:g}"
+        rule = "above 0" if least == LEAST else f"of at least {least:g}"
         raise UsageError(f"must be a number {rule} and at most {most:g}, got {text!r}.")
 
     return read

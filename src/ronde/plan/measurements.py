@@ -13,14 +13,13 @@ from typing import Any, NamedTuple
 from ronde.errors import UsageError
 from ronde.parallel.buckets import BucketLimits
 from ronde.plan import setup as given
-from ronde.plan.facts import fact_of
+from ronde.plan.facts import LEAST, MOST, fact_of
 from ronde.plan.setup import Cluster, Point, Program, Setup, Size, speeds_by_size
 from ronde.records import Record, read_records
 from ronde.units import counted
 
 _TRAINING, _COLLECTIVES = "bench_train", "bench"
 _MOST_DIFFERENT = 0.1
-_LEAST, _MOST = 1e-9, 1e15
 _SENT = {"fp16": 2.0, "bf16": 2.0}  # bytes of an element
 _SAME = ("model", "dtype", "batch_a_rank", "framework", "optimizer", "device")
 _KEYS = ("parameters", "dtype", "overlap", "algorithm", "jitter")
@@ -133,11 +132,11 @@ def _figures(values: Mapping[str, Any]) -> Iterable[tuple[str, Any, float]]:
     """Yield the figures of a record that predictions use, with their least values."""
     for key in ("num_ranks", "num_parameters"):
         yield key, values[key], 1
-    yield "batch_a_rank", values["batch_a_rank"], _LEAST
+    yield "batch_a_rank", values["batch_a_rank"], LEAST
     yield from (("hosts", num, 1) for num in values.get("hosts") or ())
     for name, variant in values["variants"].items():
         for key in {"step_ms", "units_per_s"} & variant.keys():
-            yield f"{name}.{key}", variant[key], _LEAST
+            yield f"{name}.{key}", variant[key], LEAST
         phases: dict[str, Any] = variant.get("phases_ms") or {}
         yield from ((f"{name}.phases_ms.{key}", ms, 0) for key, ms in phases.items())
     for numel, itemsize, ready_ms in values.get("gradients") or ():
@@ -147,8 +146,8 @@ def _figures(values: Mapping[str, Any]) -> Iterable[tuple[str, Any, float]]:
 
 def _require_figure(name: str, value: object, least: float) -> None:
     number = value if isinstance(value, int | float) else math.nan
-    if isinstance(value, bool) or not least <= number <= _MOST:
-        rule = f"from {least:g} to {_MOST:g}"
+    if isinstance(value, bool) or not least <= number <= MOST:
+        rule = f"from {least:g} to {MOST:g}"
         raise UsageError(
             f"{name} must be a number {rule}, got {value!r}. Measure again."
         )

@@ -22,6 +22,8 @@ _STUDENT = 5.0
 _HALF = (0.0825, 0.2501, 0.4265, 0.6199, 0.8434, 1.1229, 1.5262, 2.3886)
 _NOISE = np.array([*(-x for x in reversed(_HALF)), *_HALF])
 _DEFENSIVE = 8  # one of so many draws of a later round is from the prior
+_QUANTILES = 0.1, 0.5, 0.9
+_NUM_HALVINGS = 44  # until two bounds differ by rounding only
 _LEAST_EFFECTIVE = 100  # draws
 _NUM_UPDATES = 3
 _MOST_RESIDUAL = 1.0
@@ -89,9 +91,7 @@ class Posterior:
             speeds.append(units / step.step_s * np.exp(mean @ branch.residuals))
             parts.append(np.array([step.parts_s[name] for name in PARTS]))
         found = np.concatenate(speeds)
-        noisy = np.multiply.outer(found, np.exp(deviation * _NOISE)).ravel()
-        weights = np.repeat(self.weights / len(_NOISE), len(_NOISE))
-        low, middle, high = weighted_quantiles(noisy, weights)
+        low, middle, high = _noisy_quantiles(found, self.weights, deviation)
         factor = self.priors.widening[self.situation(size)]
         low, high = (middle * (bound / middle) ** factor for bound in (low, high))
         means = dict(zip(PARTS, np.concatenate(parts, 1) @ self.weights, strict=True))
@@ -261,10 +261,31 @@ def _position(size: Size, priors: Priors) -> float:
     return math.log2(size.num_ranks) + priors.crossing * (size.num_nodes > 1)
 
 
+def _noisy_quantiles(
+    values: Draws, weights: Draws, deviation: float
+) -> tuple[float, float, float]:
+    """Return the quantiles of values with noise in their logarithms.
+
+    All pairs of a value and a noise are counted, but only the values are sorted.
+    """
+    order = np.argsort(values)
+    logs, noise = np.log(values[order]), deviation * _NOISE
+    shares = np.append(0.0, np.cumsum(weights[order]))
+    wanted = shares[-1] * np.array(_QUANTILES)
+    low, high = (np.full(3, logs[i] + noise[i]) for i in (0, -1))
+    for _ in range(_NUM_HALVINGS):
+        middle = (low + high) / 2
+        below = np.searchsorted(logs, middle[:, None] - noise, side="right")
+        is_enough = shares[below].mean(1) >= wanted
+        low, high = np.where(is_enough, low, middle), np.where(is_enough, middle, high)
+    first, second, third = np.exp(high).tolist()
+    return first, second, third
+
+
 def weighted_quantiles(values: Draws, weights: Draws) -> tuple[float, float, float]:
     """Return the quantiles 10, 50 and 90 %."""
     order = np.argsort(values)
     cumulated = np.cumsum(weights[order])
-    shares = cumulated[-1] * np.array([0.1, 0.5, 0.9])
+    shares = cumulated[-1] * np.array(_QUANTILES)
     low, middle, high = values[order][np.searchsorted(cumulated, shares)].tolist()
     return low, middle, high

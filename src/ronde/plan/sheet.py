@@ -8,6 +8,7 @@ from statistics import median
 
 from ronde.errors import UsageError
 from ronde.plan.answer import binding_parts, contradiction_of
+from ronde.plan.facts import MOST
 from ronde.plan.posterior import infer
 from ronde.plan.priors import load_priors
 from ronde.plan.setup import (
@@ -27,7 +28,6 @@ _PRACTICAL = 0.75  # NCCL's planning figure of a GPU's NVLinks, relative to thei
 _NVLINK_GB_PER_S = 200.0  # of a generation that is not named
 _MOST_TCP_GBIT = 25  # faster lines of an unnamed transport are taken for RDMA
 _MOST_DIFFERENT = 1.1  # of two speeds of one size
-_MOST = 1e15
 _GRID_SPREAD = 1.3  # half of an interval between layouts of model parallelism
 _SHARDINGS = {
     "FULL_SHARD": Exchange.SHARD_ALL,
@@ -55,7 +55,7 @@ class SheetRow:
             value = float("nan" if "_" in text else text)
         except ValueError:
             value = math.nan
-        if not 0 < value <= _MOST or (is_whole and value != int(value)):
+        if not 0 < value <= MOST or (is_whole and value != int(value)):
             rule = "a whole number" if is_whole else "a number"
             raise UsageError(
                 f"line {self.line}: {column} must be {rule} above 0, got {text!r}. "

@@ -29,6 +29,7 @@ class PlanReport(NamedTuple):
     what_if: Sequence[WhatIfSpeeds] = ()
     advice: Sequence[WhatIfSpeeds] = ()
     costs: Sequence[Cost] = ()
+    effective_draws: float = 0.0  # of the unknowns
 
 
 def draw_plan(report: PlanReport, *, is_advice_shown: bool = False) -> str:
@@ -177,6 +178,7 @@ def plan_as_json(report: PlanReport) -> dict[str, Any]:
     return {
         "inputs": inputs,
         "parameters": dict(report.parameters),
+        "effective_draws": report.effective_draws,
         "rows": [_plain_row(row) for row in report.rows],
         "what_if": [_plain_outcome(each) for each in report.what_if],
         "advice": [_plain_outcome(each) for each in report.advice],

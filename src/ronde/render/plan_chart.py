@@ -40,7 +40,7 @@ def draw_chart(report: PlanReport) -> str:
     low = [(at, y(speed.low)) for at, speed in speeds]
     middle = [(at, y(speed.middle)) for at, speed in speeds if speed.middle]
     marks = [at for at, row in zip(high, rows, strict=True) if row.is_measured]
-    labels = f"{unit}/s of all ranks; band: 80 %; dashed: linear; circles: measured"
+    labels = f"{unit}/s of all ranks; band: 80 %; dashed: linear; circles: given"
     body = [
         *_axes(rows, x, y, (least, most)),
         _text(_LEFT, 22, header(report)),

@@ -110,21 +110,21 @@ class MachineFile(NamedTuple):
 
 
 def find_pod(
-    environ: _Environment, node: PodName, nodes: str = ""
+    environ: _Environment, node: PodName, nodes: tuple[int, int] | None = None
 ) -> Pod | MachineFile | None:
     """Return this pod's number and head; None if no variable implies several pods.
 
-    ``nodes`` is the value of ``--nodes``. See Note [Numbers of pods].
+    ``nodes`` are the least and the most that the user asks for: see
+    Note [Numbers of pods].
 
     Raises:
         UsageError: Variables are incomplete, invalid or contradict each other.
     """
     if (file := _machine_file(environ)) is not None:
         return file
-    given = _range({"--nodes": nodes}, "--nodes") if nodes else None
     index = _number(environ, INDEX) if INDEX in environ else -1
     found = list(_pods(environ, node))
-    count = (found[0].least, found[0].most) if found else given
+    count = (found[0].least, found[0].most) if found else nodes
     if index >= 0 and count is not None:
         found.append(Pod(INDEX, index, *count, node.head(index)))
     if not found and index > 0:
@@ -136,15 +136,15 @@ def find_pod(
     if not found:
         return None
     pod = found[0]
-    if given:
-        found.append(pod._replace(source="--nodes", least=given[0], most=given[1]))
+    if nodes:
+        found.append(pod._replace(source="--nodes", least=nodes[0], most=nodes[1]))
     for other in found[1:]:
         if other.number not in (-1, pod.number) and pod.number >= 0:
             raise _contradiction(pod.source, pod.number, other.source, other.number)
         if other.least > pod.most or pod.least > other.most:
             names = f"nodes by {pod.source}", f"by {other.source}"
             raise _contradiction(names[0], pod.nodes, names[1], other.nodes)
-    pod = pod._replace(least=found[-1].least, most=found[-1].most) if given else pod
+    pod = pod._replace(least=found[-1].least, most=found[-1].most) if nodes else pod
     if pod.least == pod.most <= pod.number:
         raise UsageError(
             f"{pod.source} must be below the number of nodes, got {pod.number} of "
@@ -183,7 +183,7 @@ def _pods(environ: _Environment, node: PodName) -> Iterable[Pod]:
     for names in (ours, _LEADER_WORKER_SET, _TORCHRUN, _SKYPILOT):
         if environ.get(names.nodes, "1") != "1":
             yield _read_pod(environ, names, node)
-    if "VC_TASK_INDEX" in environ and "LOCAL_RANK" not in environ:
+    if "VC_TASK_INDEX" in environ and "RANK" in environ:
         yield _read_pod(environ, _VOLCANO, node)
 
 
