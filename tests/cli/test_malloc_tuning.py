@@ -14,7 +14,7 @@ from ronde.memory import MallocThresholds, malloc_thresholds
 from ronde.world import read_malloc_tuning
 
 MIB = 1 << 20
-NUM_STEPS = 8
+NUM_STEPS = 32
 NUM_PAGES = NUM_STEPS * 36 * MIB // resource.getpagesize()
 """Of the gradients of all steps, which are what faults where memory is given back."""
 FAULTS = f"""
@@ -22,7 +22,8 @@ import resource, torch
 def count_faults():
     torch.set_num_threads(1)
     layer, rows = torch.nn.Linear(3072, 3072, bias=False), torch.ones(2, 3072)
-    # Where the heap begins decides how often it grows before each size has its place.
+    # Where the heap begins decides how often it grows before each size has its place: a
+    # step or two may still fault then.
     for step in range({NUM_STEPS} + 20):
         if step == 20:
             before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
