@@ -214,7 +214,7 @@ def multiply(
         "checksum": checksum,
         "num_products": num_products,
         "num_wrong": num_wrong,
-        "gflop_per_s": round(flop / passed_s / 1e9, 3),
+        "gflop_per_s": round(flop / passed_s / 1e9, 6),
     }
 
 
