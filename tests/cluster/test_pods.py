@@ -129,6 +129,7 @@ def test_the_same_command_in_every_pod_is_one_world(pods, controller, words):
         assert ends[number][1] == ""
 
 
+@pytest.mark.soak
 def test_pods_of_an_indexed_job_train_as_ranks_of_one_host_do(
     pods, cluster, tmp_path, local_loss
 ):
