@@ -56,7 +56,7 @@ def variables(line: str) -> dict[str, str]:
 
 
 def test_the_script_is_bash() -> None:
-    subprocess.run(["bash", "-n", ROOT / "scripts" / "images"], check=True)
+    subprocess.run(["/bin/bash", "-n", ROOT / "scripts" / "images"], check=True)
 
 
 def test_the_image_runs_as_a_number_and_ronde_is_its_last_layer() -> None:
@@ -74,7 +74,7 @@ def test_the_image_runs_as_a_number_and_ronde_is_its_last_layer() -> None:
     assert variables(environment) == ENVIRONMENT
     (run,) = (line for line in image if line.startswith("RUN"))
     assert "ronde:x:1000:1000::/tmp:/bin/sh" in run
-    assert "rm -rf /var/lib/apt/lists/* /etc/ssh/ssh_host_*" in run
+    assert "rm -rf /var/lib/apt/lists/* /var/cache/apt/* /etc/ssh/ssh_host_*" in run
     assert re.findall(r"StrictHostKeyChecking \S+", run) == [
         "StrictHostKeyChecking accept-new'"
     ]
@@ -87,7 +87,7 @@ def test_dependencies_are_built_before_the_source_is_there() -> None:
     _, build, _ = read_instructions()
     copies = [line for line in build if line.startswith(("COPY", "RUN"))]
     assert copies[0] == "COPY pyproject.toml constraints.txt ./"
-    assert "pip install $TORCH --requirement requirements.txt" in copies[1]
+    assert "pip install --no-cache-dir $TORCH --requirement requirements.txt" in copies[1]
     assert copies[-2] == "COPY src src"
     assert copies[-1] == "RUN /opt/ronde/bin/pip install --no-deps --root /new ."
     assert "--no-compile" not in " ".join(build)
