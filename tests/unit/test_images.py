@@ -87,7 +87,9 @@ def test_dependencies_are_built_before_the_source_is_there() -> None:
     _, build, _ = read_instructions()
     copies = [line for line in build if line.startswith(("COPY", "RUN"))]
     assert copies[0] == "COPY pyproject.toml constraints.txt ./"
-    assert "pip install --no-cache-dir $TORCH --requirement requirements.txt" in copies[1]
+    assert (
+        "pip install --no-cache-dir $TORCH --requirement requirements.txt" in copies[1]
+    )
     assert copies[-2] == "COPY src src"
     assert copies[-1] == "RUN /opt/ronde/bin/pip install --no-deps --root /new ."
     assert "--no-compile" not in " ".join(build)
