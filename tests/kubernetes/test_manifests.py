@@ -34,6 +34,7 @@ VARIANTS = {
     "elastic": ("--nodes", "2:8"),
     "queue": ("--nodes", "3", "--queue", "team", "--topology", "cloud.example/rack"),
     "secret": ("--nodes", "3", "--secret", "mine"),
+    "volume": ("--nodes", "3", "--volume", "data:/data", "--volume", "data:/out"),
 }
 
 
@@ -289,9 +290,10 @@ def test_comments_at_the_end_say_what_comes_next(
     for kind in KINDS:
         for nodes in ("3", "2:8"):
             main(["kubernetes", kind, *NEEDED, "--nodes", nodes, "--", "a.py"])
-            lines = capsys.readouterr().out.splitlines()
+            shown = capsys.readouterr()
+            lines = shown.out.splitlines()
             comments = [line for line in lines if line.startswith("#")]
-            assert lines[-len(comments) :] == comments
+            assert lines[-len(comments) :] == comments == shown.err.splitlines()
             patch = "# N pods: kubectl patch job train"
             is_elastic = kind == "job" and ":" in nodes
             assert any(line.startswith(patch) for line in comments) == is_elastic
@@ -338,6 +340,11 @@ REFUSED = {
     "devices": (
         ["job", *THREE, "--gpus", "8", "--resource", "nvidia.com/gpu=4"],
         "--resource must name each device once, beside --gpus",
+    ),
+    "volume": (["job", *THREE, "--volume", "data"], "--volume must be a claim and"),
+    "volumes": (
+        ["job", *THREE, "--volume", "a:/data", "--volume", "b:/data"],
+        "--volume must name each folder once",
     ),
     "image": (["job", *THREE, "--image", "a b"], "--image must be the name of an"),
     "gang": (["jobset", *THREE, "--gang"], "--gang must be left out, got jobset"),

@@ -3,6 +3,7 @@
 import argparse
 import re
 import secrets
+import sys
 from collections.abc import Sequence
 from functools import partial
 from math import ceil
@@ -37,6 +38,8 @@ options:
   --shm SIZE        size of /dev/shm, a part of that memory (default: 1Gi)
   --resource NAME=N ...
                     other devices of each pod, as rdma/hca=1
+  --volume CLAIM:DIR ...
+                    persistent volume claims of all pods, as data:/data
   --queue NAME      local queue of Kueue
   --topology LABEL  with --queue or --gang: use nodes with one value of this label
   --restarts N      how often all start again after a failure (default: 3)
@@ -52,6 +55,10 @@ _FORMS = {
     "CORES": ("[1-9][0-9]*m?", "a number of cores as 64 or 500m"),
     "SIZE": ("[1-9][0-9]*([KMGTP]i|[kMGTP])?", "a size as 512Gi or 500M"),
     "NAME=N": (r"[a-z0-9.-]+/[\w.-]+=[1-9][0-9]{0,8}", "a device as rdma/hca=1"),
+    "CLAIM:DIR": (
+        r"[a-z0-9][a-z0-9.-]*:/\w[\w./-]*",
+        "a claim and a folder as data:/data",
+    ),
     "LABEL": (r"([a-z0-9.-]+/)?\w([\w.-]{0,61}\w)?", "the name of a label"),
 }
 _PLACING = ("--nodes", "--standalone", "--listen", "--agent", "--hosts", "--hostfile")
@@ -70,7 +77,11 @@ def run(words: Sequence[str]) -> int:
     for name in ("--name", "--image", "--nodes"):
         parser.options[name].required = True
     if options := parser.read(words[:at]):
-        print(draw_manifests(_read_job(options, words[at + 1 :])), end="")
+        text = draw_manifests(_read_job(options, words[at + 1 :]))
+        print(text, end="")
+        if not sys.stdout.isatty():  # kubectl reads it: show what comes next
+            notes = re.findall("^# .*\n", text, re.MULTILINE)
+            print("".join(notes), end="", file=sys.stderr)
     return 0
 
 
@@ -96,6 +107,9 @@ def _read_job(options: argparse.Namespace, words: Sequence[str]) -> KubernetesJo
     devices = [text.split("=") for text in options.resource]
     if len({name for name, _ in devices} - sizes.keys()) < len(devices):
         raise UsageError("--resource must name each device once, beside --gpus.")
+    folders = [text.partition(":")[2] for text in options.volume]
+    if len({*folders}) < len(folders):
+        raise UsageError("--volume must name each folder once.")
     job = KubernetesJob(
         **{n: getattr(options, n) for n in KubernetesJob._fields if n in options},
         least=least,
