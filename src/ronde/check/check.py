@@ -4,7 +4,7 @@ A check is a function with the decorator ``check`` (for all hosts together),
 ``each_host``, ``same_everywhere`` or ``each_gpu``. The function's name becomes the id.
 Its docstring consists of the title and a paragraph ``name: text`` for each of
 ``reads``, ``threshold``, ``source``, ``fix``, ``needs``, ``why``, and perhaps ``pod``:
-the fix in a pod of Kubernetes, where nobody is root. The default source is "ronde's
+the fix in a pod of Kubernetes, without root. The default source is "ronde's
 choice", and the default family the prefix of the first fact, such as ``host.``.
 ``catalogue`` lists the modules with checks.
 """

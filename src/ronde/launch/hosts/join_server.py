@@ -55,7 +55,7 @@ class JoinConfig(NamedTuple):
     most: int = 0  # nodes that may join before the start, if more than ``num_nodes``
     num_each: int = 0  # ranks of each node, if given
     stays_open: bool = False  # until the job ends
-    cure: str = ""  # if nodes do not join, unless somebody types a command there
+    cure: str = ""  # if nodes do not join, in place of a command to type there
     authenticate_s: float = 10.0  # for each connection
     clock: Callable[[], float] = time.monotonic
     on_listening: Callable[[str], None] | None = None  # starts the nodes, as HEAD:PORT
