@@ -109,7 +109,7 @@ class CommandParser(argparse.ArgumentParser):
         if match := re.match(r"(ambiguous option|unrecog.* arguments): (\S+)", message):
             self._refuse_unknown(match[2])
         if match := re.match("the following arguments are required: (.*)", message):
-            message = f"{match[1]} is required"
+            message = f"{match[1]} {'are' if ',' in match[1] else 'is'} required"
         if match := re.match(r"argument ([^\s/]+)\S*: (.*)", message):
             option, problem = match[1], match[2]
             sign = "" if problem.startswith("must ") else ":"
@@ -201,6 +201,20 @@ def read_number(
         return whole_number(least, most)(text)
     except UsageError as error:
         raise UsageError(f"{name} {error}. {cure}") from None
+
+
+def read_nodes(
+    text: str, name: str = "--nodes", cure: str = "Type: ronde run -H a,b --nodes 2 ..."
+) -> tuple[int, int]:
+    """Read a number of nodes, such as ``3``, or a range, such as ``2:4``."""
+    few, is_range, many = text.partition(":")
+    least = read_number(name, few, cure, least=1)
+    most = read_number(name, many, cure, least=1) if is_range else least
+    if least > most:
+        raise UsageError(
+            f"{name} must begin with the smaller number, got {text!r}. {cure}"
+        )
+    return least, most
 
 
 def read_one_of(option: str, word: str, words: Sequence[str]) -> str:

@@ -1,11 +1,13 @@
 """Checks of the limits and the memory of a host."""
 
+import re
+
 import pytest
 from hypothesis import given, strategies as st
 from tests.check.fleets import of_family
 from tests.check.host_values import GIB, make_fleet
 
-from ronde.check import Family, Severity, find_low, judge
+from ronde.check import Family, Problem, Severity, all_checks, find_low, judge
 
 FAIL, WARN, INFORM = Severity
 
@@ -98,6 +100,30 @@ def test_usual_limits_are_no_fault(changes):
 def test_the_fix_respects_the_hard_limit(changes, fix):
     (finding,) = find(make_fleet("a", a=changes))
     assert finding.fix.startswith(fix)
+
+
+def test_in_a_pod_the_fix_is_one_of_kubernetes():
+    changes = {"memlock_bytes": 8 << 20, "shm_free_bytes": 64 << 20, **RDMA}
+    fleet = make_fleet("a", "b", a=changes, b=changes)
+    fleet.hosts[0].values["probe.in_pod"] = True
+    fixes = {(f.check, f.host): f.fix for f in find(fleet)}
+    assert "LimitMEMLOCK=infinity for containerd" in fixes["locked-memory", "a"]
+    assert "docker run --ulimit memlock=-1" in fixes["locked-memory", "b"]
+    assert "emptyDir at /dev/shm" in fixes["shared-memory", "a"]
+    assert "docker run --shm-size" in fixes["shared-memory", "b"]
+
+
+def test_a_check_for_a_pod_has_a_fix_that_a_pod_allows():
+    """Fixes with docker or root are replaced in a pod, or name its node."""
+    for check in all_checks():
+        problem = Problem("broken", host="a")
+        broken = check._replace(judge=lambda _, found=problem: iter([found]))
+        fleet = make_fleet("a")
+        fleet.hosts[0].values["probe.in_pod"] = True
+        (finding,) = broken.find(fleet)
+        assert not re.search("docker run|ulimit|limits.conf", finding.fix), check.id
+        if "sudo" in finding.fix:
+            assert finding.fix.startswith("On the pod's node: "), check.id
 
 
 @pytest.mark.parametrize(

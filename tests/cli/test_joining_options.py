@@ -28,6 +28,7 @@ def token(tmp_path):
         (["--listen", "1", "--nodes", "1", "true"], "2, got '1'. With --listen"),
         (["--listen", "a:b", "--nodes", "2", "true"], "--listen must be HOST:PORT"),
         (["--listen", "1", "--nodes", "2"], "a program is required"),
+        (["--listen", "1", "--nodes", "2", "--token-file", "TOKEN", "a.py"], "neither"),
         (["--listen", "1", "-H", "a:1", "true"], "-H cannot be combined with --listen"),
         (["--listen", "1", "--python", "x", "true"], "--python cannot be combined"),
         (["--join-timeout", "1s", "true"], "--join-timeout has no effect without"),
@@ -87,6 +88,19 @@ def test_a_head_that_nobody_joins_ends_with_69_and_says_what_to_start(
     errors = done.stderr.decode()
     assert done.returncode == 69, errors
     assert "only 0 of 1 nodes joined within 0.3 s: none. Run on" in errors
+
+
+def test_a_head_in_a_pod_asks_nobody_to_type_a_command(ronde, token):
+    here = {"RONDE_NODES": "2", "RONDE_NODE_INDEX": "0", "RONDE_HEAD": "127.0.0.1:0"}
+    done = ronde(
+        *("run", "--join-timeout", "300ms", "true"),
+        env={**here, "RONDE_TOKEN_FILE": token},
+    )
+    errors = done.stderr.decode()
+    assert done.returncode == 69, errors
+    assert "waiting for 1 node to join " in errors
+    assert "within 0.3 s: none. Look for the other pods with kubectl" in errors
+    assert "--agent" not in errors
 
 
 def test_a_node_without_a_head_ends_with_69_and_says_why(ronde, token):

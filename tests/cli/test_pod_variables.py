@@ -128,9 +128,16 @@ def test_variables_of_one_node_are_no_place(environ):
         ({**LWS, "LWS_LEADER_ADDRESS": ""}, None, "LWS_LEADER_ADDRESS must be"),
         ({**SKYPILOT, "SKYPILOT_NODE_IPS": ""}, None, "SKYPILOT_NODE_IPS must be set"),
         ({"RONDE_NODES": "3"}, None, "RONDE_NODE_INDEX must be set"),
+        # Otherwise each pod would train a world of its own.
+        ({"RONDE_NODE_INDEX": "1"}, None, "RONDE_NODES must be above 1 where"),
+        ({**INDEXED, "RONDE_NODES": "1", "RONDE_NODE_INDEX": "2"}, None, "got 1. Corr"),
+        ({"RONDE_HEAD": "a:1"}, None, "must be above 1 where RONDE_HEAD is"),
+        ({**LWS, "LWS_GROUP_SIZE": "1"}, None, "LWS_GROUP_SIZE must be above 1 where"),
+        ({"PET_NODE_RANK": "1"}, None, "must be above 1 where PET_NODE_RANK"),
         ({**INDEXED, "RONDE_HEAD": "a:b"}, None, "RONDE_HEAD must be HOST:PORT"),
         ({"K_MPI_JOB_ROLE": "worker"}, None, "worker of an MPIJob must run sshd"),
         ({"K_MPI_JOB_ROLE": "launcher"}, None, "launcher of an MPIJob must have a"),
+        ({"K_MPI_JOB_ROLE": "launcher", "HYDRA_HOST_FILE": "/no"}, None, "got /no. "),
     ],
 )  # fmt: skip
 def test_contradictions_and_incomplete_variables_are_refused(environ, nodes, said):

@@ -34,6 +34,7 @@ VARIANTS = {
     "elastic": ("--nodes", "2:8"),
     "queue": ("--nodes", "3", "--queue", "team", "--topology", "cloud.example/rack"),
     "secret": ("--nodes", "3", "--secret", "mine"),
+    "volume": ("--nodes", "3", "--volume", "data:/data", "--volume", "data:/out"),
 }
 
 
@@ -289,9 +290,10 @@ def test_comments_at_the_end_say_what_comes_next(
     for kind in KINDS:
         for nodes in ("3", "2:8"):
             main(["kubernetes", kind, *NEEDED, "--nodes", nodes, "--", "a.py"])
-            lines = capsys.readouterr().out.splitlines()
+            shown = capsys.readouterr()
+            lines = shown.out.splitlines()
             comments = [line for line in lines if line.startswith("#")]
-            assert lines[-len(comments) :] == comments
+            assert lines[-len(comments) :] == comments == shown.err.splitlines()
             patch = "# N pods: kubectl patch job train"
             is_elastic = kind == "job" and ":" in nodes
             assert any(line.startswith(patch) for line in comments) == is_elastic
@@ -304,12 +306,12 @@ def test_comments_at_the_end_say_what_comes_next(
 
 
 REFUSED = {
-    "no kind": ([], "--name, --image, --nodes, KIND is required"),
+    "no kind": ([], "--name, --image, --nodes, KIND are required"),
     "kind": (
         ["pod", *THREE],
-        "verb must be job, jobset, trainjob or mpijob, got 'pod'",
+        "kind must be job, jobset, trainjob or mpijob, got 'pod'. Type: ronde",
     ),
-    "no name": (["job"], "--name, --image, --nodes is required. Type: ronde"),
+    "no name": (["job"], "--name, --image, --nodes are required. Type: ronde"),
     "capitals": (["job", *THREE, "--name", "Train"], "--name must be a-z, 0-9 and -"),
     "dot": (["job", *THREE, "--name", "a.b"], "--name must be"),
     "digit": (["job", *THREE, "--name", "1a"], "--name must be"),
@@ -321,10 +323,10 @@ REFUSED = {
     "jobset": (["jobset", *THREE, "--name", "a" * 49], "at most 48 characters"),
     "trainjob": (["trainjob", *THREE, "--name", "a" * 49], "at most 48 characters"),
     "mpijob": (["mpijob", *THREE, "--name", "a" * 55], "at most 54 characters"),
-    "one pod": (["job", *THREE, "--nodes", "1"], "--nodes must be at least 2, or A:B"),
-    "no pod": (["job", *THREE, "--nodes", "0"], "--nodes must be a number or A:B"),
-    "backwards": (["job", *THREE, "--nodes", "3:2"], "--nodes must be at least 2"),
-    "words": (["job", *THREE, "--nodes", "all"], "--nodes must be a number or A:B"),
+    "one pod": (["job", *THREE, "--nodes", "1"], "--nodes must be at least 2, got 1."),
+    "no pod": (["job", *THREE, "--nodes", "0"], "--nodes must be a whole number"),
+    "backwards": (["job", *THREE, "--nodes", "3:2"], "must begin with the smaller"),
+    "words": (["job", *THREE, "--nodes", "all"], "--nodes must be a whole number"),
     "unit": (["job", *THREE, "--memory", "512gi"], "--memory must be a size as 512Gi"),
     "milli": (["job", *THREE, "--memory", "512m"], "--memory must be a size"),
     "shm": (
@@ -338,6 +340,11 @@ REFUSED = {
     "devices": (
         ["job", *THREE, "--gpus", "8", "--resource", "nvidia.com/gpu=4"],
         "--resource must name each device once, beside --gpus",
+    ),
+    "volume": (["job", *THREE, "--volume", "data"], "--volume must be a claim and"),
+    "volumes": (
+        ["job", *THREE, "--volume", "a:/data", "--volume", "b:/data"],
+        "--volume must name each folder once",
     ),
     "image": (["job", *THREE, "--image", "a b"], "--image must be the name of an"),
     "gang": (["jobset", *THREE, "--gang"], "--gang must be left out, got jobset"),
@@ -359,6 +366,7 @@ def test_mistakes_are_refused(capsys: pytest.CaptureFixture[str], case: str) -> 
     ("words", "reason"),
     [
         ("", "a program is required"),
+        ("ronde run a.py", "ronde run must be left out after --"),
         ("--no-restart-codes 93,300 a.py", "must be codes from 1 to 255, got [300]"),
         ("--no-restart-codes 0 a.py", "must be codes from 1 to 255, got [0]"),
         ("--lisen 1 a.py", "Did you mean --listen?"),
@@ -373,6 +381,11 @@ def test_options_of_ronde_run_are_checked_here(
     capsys: pytest.CaptureFixture[str], words: str, reason: str
 ) -> None:
     assert reason in refusal(capsys, "kubernetes", "job", *THREE, "--", *words.split())
+
+
+def test_the_program_follows_two_dashes(capsys: pytest.CaptureFixture[str]) -> None:
+    text = refusal(capsys, "kubernetes", "job", *THREE, "train.py")
+    assert "the program must follow --. Type: ronde kubernetes job --name" in text
 
 
 def test_words_arrive_as_they_were_typed(show: Show) -> None:

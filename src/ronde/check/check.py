@@ -3,11 +3,13 @@
 A check is a function with the decorator ``check`` (for all hosts together),
 ``each_host``, ``same_everywhere`` or ``each_gpu``. The function's name becomes the id.
 Its docstring consists of the title and a paragraph ``name: text`` for each of
-``reads``, ``threshold``, ``source``, ``fix``, ``needs`` and ``why``. The default source
-is "ronde's choice", and the default family the prefix of the first fact, such as
-``host.``. ``catalogue`` lists the modules with checks.
+``reads``, ``threshold``, ``source``, ``fix``, ``needs``, ``why``, and perhaps ``pod``:
+the fix in a pod of Kubernetes, without root. The default source is "ronde's
+choice", and the default family the prefix of the first fact, such as ``host.``.
+``catalogue`` lists the modules with checks.
 """
 
+import re
 from collections.abc import Callable, Iterator
 from enum import StrEnum
 from typing import NamedTuple
@@ -35,7 +37,11 @@ class Severity(StrEnum):
 
 
 FAIL, WARN, INFORM = Severity
+IN_POD = "probe.in_pod"  # fact: True in a pod of Kubernetes
 
+_NOT_IN_PODS = re.compile(
+    "docker run|--device|ulimit|remount|sudo |as root|umount|nft |ip link"
+)
 _BETWEEN = " - "
 
 
@@ -84,15 +90,19 @@ class Check(NamedTuple):
     facts: tuple[str, ...]  # all required; a host without one of them is skipped
     judge: Judge
     optional: tuple[str, ...] = ()  # optional facts
+    pod: str = ""  # the fix in a pod
 
     def find(self, fleet: Fleet) -> Iterator[Finding]:
+        in_pods = fleet.known(IN_POD)
         for message, severity, usual, fix, host in self.judge(fleet):
             level = severity or self.severity
             cure = fix or (self.fix if level is not INFORM else "")
+            if host in in_pods and _NOT_IN_PODS.search(cure):
+                cure = self.pod or f"On the pod's node: {cure}"
             yield Finding(self.id, level, host, message, usual, cure)
 
 
-_FIELDS = ("reads", "threshold", "source", "fix", "needs", "why")
+_FIELDS = ("reads", "threshold", "source", "fix", "needs", "why", "pod")
 
 
 def make_check(

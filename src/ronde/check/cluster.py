@@ -51,7 +51,8 @@ def probe_hung(fleet: Fleet) -> Problems:
 
     reads: the exit status of each probe, which runs in its own process
     threshold: a probe ends within 5 to 60 s, depending on the probe (for GPUs see
-        gpu-lost). A crash is a warning; a crash while importing torch is a failure
+        gpu-lost), or later if it computes or waits for a CPU. A crash is a warning; a
+        crash while importing torch is a failure
     source: ronde's choice: several times the duration of a probe on a slow host
     fix: Find the process that hangs with ps -eo pid,stat,wchan:32,cmd; usually a reboot
         helps

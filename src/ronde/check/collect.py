@@ -5,9 +5,10 @@ from typing import NamedTuple
 
 from ronde.addresses import is_loopback
 from ronde.check.catalogue import PROBES, CollectPlan
+from ronde.check.check import IN_POD
 from ronde.check.fleet import HostFacts, Value
 from ronde.check.hosts import HostSet
-from ronde.check.probing import FAILED, MOST_DEADLINES
+from ronde.check.probing import FAILED, MOST_WAIT_S
 from ronde.errors import HostError, HostFailure
 from ronde.launch.host import Host
 from ronde.launch.hosts.node import AgentNode, AgentStarter
@@ -70,7 +71,7 @@ def collect_from(
 
 def _run_probes(hosts: HostSet, names: Sequence[str]) -> None:
     question = {"do": "probe", "names": list(names), "settings": hosts.settings}
-    longest_s = MOST_DEADLINES * max(PROBES[name].deadline_s for name in names)
+    longest_s = MOST_WAIT_S + max(PROBES[name].deadline_s for name in names)
     for host, reply in hosts.ask_all(question, longest_s + _SLACK_S).items():
         failed: dict[str, str] = {}
         for name in names:
@@ -84,6 +85,8 @@ def _run_probes(hosts: HostSet, names: Sequence[str]) -> None:
             facts.unreadable.update(outcome["unreadable"])
             facts.seconds[name] = outcome["seconds"]
         hosts.note(host, FAILED, failed)
+        if reply.values.get(IN_POD):
+            hosts.note(host, IN_POD, True)  # noqa: FBT003 - the value of a fact
 
 
 def _locate(

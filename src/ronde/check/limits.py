@@ -147,6 +147,8 @@ def locked_memory(fleet: Fleet) -> Problems:
         2.30.7's manual, Troubleshooting NCCL errors; ronde's choice: 90 %
     fix: docker run --ulimit memlock=-1; on the host LimitMEMLOCK=infinity for sshd or
         slurmd, and memlock unlimited in /etc/security/limits.conf
+    pod: Set LimitMEMLOCK=infinity for containerd on the node (systemctl edit
+        containerd, then restart it); the capability IPC_LOCK helps root alone
     why: RDMA pins its buffers. If pinning fails, NCCL aborts or falls back to sockets.
     """
     limits = {host: _limit(value) for host, value in fleet.known(_LOCKED).items()}
@@ -180,6 +182,8 @@ def open_files(fleet: Fleet) -> Problems:
         rank
     fix: ulimit -n 65536, or nofile in /etc/security/limits.conf; docker run --ulimit
         nofile=65536
+    pod: Set LimitNOFILE=65536 for containerd on the node (systemctl edit containerd,
+        then restart it)
     why: Connections and shared tensors are open files: training fails with 'Too many
         open files', sometimes after hours.
     """
@@ -208,6 +212,7 @@ def process_limit(values: Values, _: Fleet) -> Problems:
     source: ronde's choice: eight ranks have a few thousand threads in all
     fix: ulimit -u unlimited, or nproc in /etc/security/limits.conf; docker run
         --pids-limit -1; TasksMax=infinity in the unit; podPidsLimit of the kubelet
+    pod: Raise podPidsLimit in the kubelet's configuration on the node
     why: Threads count as well: libraries fail with 'Resource temporarily unavailable'.
     """
     limit, left = _limit(values[_USER_PIDS]), values[_PIDS_LEFT]
@@ -236,6 +241,7 @@ def cpu_quota(values: Values, fleet: Fleet) -> Problems:
         per rank
     fix: Raise the limit (docker run --cpus, resources.limits.cpu, sbatch
         --cpus-per-task), or run fewer ranks there
+    pod: Raise resources.limits.cpu (ronde kubernetes --cpu), or run fewer ranks there
     why: Ranks that exceed their quota are stopped for the rest of each 100 ms.
     """
     quota, seen, wanted = values[_QUOTA], values[_CPUS], fleet.num_ranks
@@ -262,6 +268,8 @@ def shared_memory(values: Values, _: Fleet) -> Problems:
         8GiB: AMD's Primus fd1eeab (preflight/node_smoke/cli.py); ronde's choice: 40 %
     fix: docker run --shm-size 8g, or --ipc=host; in Kubernetes an emptyDir with medium
         Memory at /dev/shm; else mount -o remount,size=8g /dev/shm
+    pod: Mount a volume emptyDir at /dev/shm, with medium Memory and sizeLimit 8Gi, a
+        part of the pod's memory; ronde kubernetes --shm 8Gi makes one
     why: Data loaders and NCCL keep buffers there: without space, SIGBUS kills a rank.
     """
     size, free = values[_SIZE], values[_FREE]

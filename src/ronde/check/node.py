@@ -11,9 +11,11 @@ from pkgutil import resolve_name
 from typing import Any
 
 from ronde.check.catalogue import OPERATIONS, PROBES
+from ronde.check.check import IN_POD
 from ronde.check.fleet import Value
 from ronde.check.hosts import NodeContext
 from ronde.check.probing import run_probes
+from ronde.launch.environments import own_environment
 
 _MODULES = {name: module for module, names in OPERATIONS.items() for name in names}
 
@@ -39,7 +41,8 @@ def _answer(context: NodeContext, line: str) -> dict[str, Value] | None:
         if name == "probe":
             entries = {each: PROBES[each] for each in question["names"]}
             outcomes = run_probes(entries, question["settings"])
-            return {each: outcome._asdict() for each, outcome in outcomes.items()}
+            is_pod = "KUBERNETES_SERVICE_HOST" in own_environment()
+            return {IN_POD: is_pod} | {n: o._asdict() for n, o in outcomes.items()}
         if name not in _MODULES:
             return {"error": f"there is no operation {name!r}"}
         operation = resolve_name(f"ronde.check.{_MODULES[name]}.{name}")

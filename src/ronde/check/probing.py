@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
@@ -30,8 +30,8 @@ _BOOT = (
 _WORDS = ("-c", _BOOT, __file__.rpartition("/ronde/check/")[0])
 _KILLED_S = 1.0
 _POLL_S = 0.25
-MOST_DEADLINES = 10
-"""A probe that waits for a CPU is killed after this multiple of its deadline."""
+MOST_WAIT_S = 600.0
+"""A probe that still waits for a CPU is killed this long after its deadline."""
 _MAX_REASON_CHARS = 300
 
 
@@ -100,8 +100,11 @@ def run_probes(
 ) -> dict[str, ProbeOutcome]:
     """Run probes concurrently.
 
-    Past its deadline, a probe is killed if it is idle, or if it has used more CPU time
-    than the deadline.
+    Past its deadline, a probe is killed once it is idle at two looks in a row: no
+    thread of it or of the processes below it is runnable, and none used CPU time since
+    the look before. A runnable one waits for a CPU that a quota or other programs take.
+    It is killed, too, if it has used more CPU time than the deadline, or after
+    ``MOST_WAIT_S``.
     """
     # Imported here, because probes import this module and do not need it.
     from concurrent.futures import ThreadPoolExecutor
@@ -147,8 +150,8 @@ def _output_of(
 ) -> tuple[bytes, bytes]:
     """Return the output of a probe; raise ``TimeoutExpired`` if it hangs."""
     sent: bytes | None = given
-    timeout_s = max(0.0, begun_s + deadline_s - _POLL_S - time.monotonic())
-    used_s = 0.0
+    timeout_s = max(0.0, begun_s + deadline_s - 2 * _POLL_S - time.monotonic())
+    used_s, num_idle = 0.0, 0
     while True:
         try:
             return process.communicate(sent, timeout=timeout_s)
@@ -156,23 +159,33 @@ def _output_of(
             before_s, (used_s, is_ready) = used_s, _processor_use(process.pid)
             took_s = time.monotonic() - begun_s
             is_late = took_s >= deadline_s
-            is_busy = is_ready or used_s > before_s
-            most_s = MOST_DEADLINES * deadline_s
-            if is_late and (not is_busy or used_s >= deadline_s or took_s >= most_s):
+            num_idle = 0 if is_ready or used_s > before_s else num_idle + 1
+            is_over = used_s >= deadline_s or took_s >= deadline_s + MOST_WAIT_S
+            if is_late and process.poll() is not None:
+                # This process had too little CPU time to read the output.
+                return process.communicate(timeout=deadline_s)
+            if is_late and (num_idle > 1 or is_over):
                 raise
             sent, timeout_s = None, _POLL_S
 
 
-def _processor_use(group: int) -> tuple[float, bool]:
-    """Return a process group's CPU seconds, and True if a member is runnable."""
-    ticks, is_ready = 0, False
-    for path in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it has ended
-            fields = read_stat(int(path.name))
-            if int(fields[3]) == group:
-                ticks += sum(map(int, fields[12:16]))
-                is_ready |= fields[1] == "R"
-    return ticks / os.sysconf("SC_CLK_TCK"), is_ready
+def _processor_use(pid: int) -> tuple[float, bool]:
+    """Return the CPU seconds of a process and all below it, and if one is runnable.
+
+    Those below may have sessions of their own. Only their files are read, as a scan of
+    all processes would take much of a small CPU quota.
+    """
+    used_s, is_ready = 0.0, False
+    try:
+        used_s = sum(map(int, read_stat(pid)[12:16])) / os.sysconf("SC_CLK_TCK")
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            is_ready |= read_stat(int(thread.name))[1] == "R"
+            for child in (thread / "children").read_text().split():
+                below_s, is_below_ready = _processor_use(int(child))
+                used_s, is_ready = used_s + below_s, is_ready or is_below_ready
+    except OSError:
+        return used_s, True  # one has just ended
+    return used_s, is_ready
 
 
 def _kill(process: "subprocess.Popen[bytes]") -> str:

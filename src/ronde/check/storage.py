@@ -12,7 +12,7 @@ from ronde.check.fleet import Fleet, Value, Values
 from ronde.check.hosts import HostSet, NodeContext, ProbeStep, Reply
 from ronde.check.majority import find_odd
 from ronde.check.path_tasks import run_tasks
-from ronde.check.probing import MOST_DEADLINES, FactReader
+from ronde.check.probing import MOST_WAIT_S, FactReader
 from ronde.launch.environments import own_environment
 from ronde.units import format_size
 
@@ -139,7 +139,7 @@ def digest_files(_: NodeContext, question: dict[str, Value]) -> dict[str, Value]
 
 def compare_files(hosts: HostSet) -> None:
     paths: Sequence[str] = hosts.settings["files"]
-    limit_s = MOST_DEADLINES * _HANG_S * len(paths) + _SLACK_S
+    limit_s = MOST_WAIT_S + _HANG_S * len(paths) + _SLACK_S
     question = {"do": "digest_files", "paths": paths}
     for host, reply in hosts.ask_all(question, limit_s).items():
         if reply.failure:
@@ -296,7 +296,7 @@ def _try_path(
     ) -> dict[str, Reply]:
         common = {"do": "try_path", "path": path, "limit_s": limit_s}
         questions = {h: {**common, "task": {"do": do, **t}} for h, t in of.items()}
-        return hosts.ask(questions, MOST_DEADLINES * limit_s + _SLACK_S)
+        return hosts.ask(questions, MOST_WAIT_S + limit_s + _SLACK_S)
 
     try:
         own = {host: {"name": name} for host, name in files.items()}

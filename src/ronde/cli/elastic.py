@@ -3,12 +3,11 @@
 import argparse
 from collections.abc import Mapping
 
-from ronde.arguments import attribute_of, read_number
+from ronde.arguments import attribute_of, read_nodes, read_number
 from ronde.cli.hosts import (
     DISCOVERIES,
     ELASTIC_OPTIONS,
     HorovodOptions,
-    read_nodes,
     read_slots,
 )
 from ronde.errors import UsageError

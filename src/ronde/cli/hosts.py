@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ronde.arguments import (
     attribute_of,
     one_of,
-    read_number,
+    read_nodes,
     require_alone,
     whole_number,
 )
@@ -79,15 +79,6 @@ def find_run_hosts(
         )
     # With a range, further hosts may replace lost ones.
     return hosts if least < most else tuple(usable[:least])
-
-
-def read_nodes(text: str) -> tuple[int, int]:
-    """Read a number of hosts, such as ``3``, or a torchrun range, such as ``2:4``."""
-    few, is_range, many = text.partition(":")
-    cure = "Type: ronde run -H a,b --nodes 2 ..."
-    least = read_number("--nodes", few if is_range else text, cure, least=1)
-    most = read_number("--nodes", many, cure, least=least) if is_range else least
-    return least, most
 
 
 def find_hosts(

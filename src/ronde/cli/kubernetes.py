@@ -3,11 +3,17 @@
 import argparse
 import re
 import secrets
+import sys
 from collections.abc import Sequence
 from functools import partial
 from math import ceil
 
-from ronde.arguments import CommandParser, attribute_of, refuse_verb, whole_number
+from ronde.arguments import (
+    CommandParser,
+    attribute_of,
+    read_nodes,
+    whole_number,
+)
 from ronde.cli.hosts import DISCOVERIES
 from ronde.cli.run import make_run_parser, read_request
 from ronde.errors import UsageError
@@ -19,7 +25,8 @@ usage: ronde kubernetes job|jobset|trainjob|mpijob --name NAME --image IMAGE --n
                         [options] -- [options of ronde run] program [arguments]
 
 Print manifests for Kubernetes 1.31 and newer, for kubectl apply -f -. In each pod,
-ronde run gets the words after --, as user 1000 and without rights.
+ronde run gets the words after --, as user 1000 and without rights. The program's path
+is one in the image. Other kinds of pods: docs/how-to/kubernetes.md.
 
 options:
   --name NAME       name of all objects
@@ -31,6 +38,8 @@ options:
   --shm SIZE        size of /dev/shm, a part of that memory (default: 1Gi)
   --resource NAME=N ...
                     other devices of each pod, as rdma/hca=1
+  --volume CLAIM:DIR ...
+                    persistent volume claims of all pods, as data:/data
   --queue NAME      local queue of Kueue
   --topology LABEL  with --queue or --gang: use nodes with one value of this label
   --restarts N      how often all start again after a failure (default: 3)
@@ -38,14 +47,18 @@ options:
   --gang            start all pods or none (Kubernetes 1.37, gate WorkloadWithJob)
   -h, --help        show this help and exit
 """
+_CURE = "Type: ronde kubernetes job --name train --image IMAGE --nodes 3 -- train.py"
 _KINDS = ("job", "jobset", "trainjob", "mpijob")
 _FORMS = {
-    "NAME": ("[a-z]([a-z0-9-]{0,61}[a-z0-9])?", "a-z, 0-9 and - as in train-1"),
+    "NAME": ("[a-z]([a-z0-9-]*[a-z0-9])?", "a-z, 0-9 and -, from a letter on"),
     "IMAGE": (r"[\w.:/@-]+", "the name of an image"),
-    "--nodes": ("([1-9][0-9]{0,4}:)?[1-9][0-9]{0,4}", "a number or A:B"),
     "CORES": ("[1-9][0-9]*m?", "a number of cores as 64 or 500m"),
     "SIZE": ("[1-9][0-9]*([KMGTP]i|[kMGTP])?", "a size as 512Gi or 500M"),
     "NAME=N": (r"[a-z0-9.-]+/[\w.-]+=[1-9][0-9]{0,8}", "a device as rdma/hca=1"),
+    "CLAIM:DIR": (
+        r"[a-z0-9][a-z0-9.-]*:/\w[\w./-]*",
+        "a claim and a folder as data:/data",
+    ),
     "LABEL": (r"([a-z0-9.-]+/)?\w([\w.-]{0,61}\w)?", "the name of a label"),
 }
 _PLACING = ("--nodes", "--standalone", "--listen", "--agent", "--hosts", "--hostfile")
@@ -53,8 +66,10 @@ _PLACING = ("--nodes", "--standalone", "--listen", "--agent", "--hosts", "--host
 
 def run(words: Sequence[str]) -> int:
     at = words.index("--") if "--" in words else len(words)
+    if at == len(words) and not {"-h", "--help"} & {*words}:
+        raise UsageError(f"the program must follow --. {_CURE}")
     types = {name: partial(_read, *form) for name, form in _FORMS.items()}
-    types |= {"N": whole_number(1), "--restarts": whole_number()}
+    types |= {"N": whole_number(1), "--restarts": whole_number(), "--nodes": str}
     parser = CommandParser(
         "ronde kubernetes", _HELP, types=types, positionals={"kind": None}
     )
@@ -62,7 +77,11 @@ def run(words: Sequence[str]) -> int:
     for name in ("--name", "--image", "--nodes"):
         parser.options[name].required = True
     if options := parser.read(words[:at]):
-        print(draw_manifests(_read_job(options, words[at + 1 :])), end="")
+        text = draw_manifests(_read_job(options, words[at + 1 :]))
+        print(text, end="")
+        if not sys.stdout.isatty():  # kubectl reads it: show what comes next
+            notes = re.findall("^# .*\n", text, re.MULTILINE)
+            print("".join(notes), end="", file=sys.stderr)
     return 0
 
 
@@ -74,21 +93,27 @@ def _read(pattern: str, rule: str, text: str) -> str:
 
 def _read_job(options: argparse.Namespace, words: Sequence[str]) -> KubernetesJob:
     if options.kind not in _KINDS:
-        refuse_verb(options.kind, _KINDS, "ronde kubernetes")
+        names = f"{', '.join(_KINDS[:-1])} or {_KINDS[-1]}"
+        raise UsageError(f"kind must be {names}, got {options.kind!r}. {_CURE}")
     own = make_run_parser(words).parse_args(words)
+    if own.program[:2] == ["ronde", "run"]:
+        raise UsageError("ronde run must be left out after --: each pod runs it.")
     placing = [n for n in (*_PLACING, *DISCOVERIES) if getattr(own, attribute_of(n))]
     if not placing:
         read_request(own, {}, {})  # refuses what ronde run would refuse in the pods
-    few, _, many = options.nodes.rpartition(":")
+    least, most = read_nodes(options.nodes, cure=_CURE)
     sizes = {"cpu": options.cpu, "memory": options.memory}
     sizes |= {"nvidia.com/gpu": options.gpus}
     devices = [text.split("=") for text in options.resource]
     if len({name for name, _ in devices} - sizes.keys()) < len(devices):
         raise UsageError("--resource must name each device once, beside --gpus.")
+    folders = [text.partition(":")[2] for text in options.volume]
+    if len({*folders}) < len(folders):
+        raise UsageError("--volume must name each folder once.")
     job = KubernetesJob(
         **{n: getattr(options, n) for n in KubernetesJob._fields if n in options},
-        least=int(few or many),
-        most=int(many),
+        least=least,
+        most=most,
         resources={name: size for name, size in sizes.items() if size}
         | {name: int(number) for name, number in devices},
         token=secrets.token_hex(32),
@@ -96,7 +121,7 @@ def _read_job(options: argparse.Namespace, words: Sequence[str]) -> KubernetesJo
         slots=own.slots or options.gpus,
         grace_s=ceil(own.grace),
         final_codes=sorted({64, *own.no_restart_codes}),
-        is_open=bool(few or own.max_restarts or own.min_ranks),
+        is_open=bool(least < most or own.max_restarts or own.min_ranks),
     )
     _refuse_mistakes(job, placing)
     return job
@@ -113,8 +138,8 @@ def _refuse_mistakes(job: KubernetesJob, placing: Sequence[str]) -> None:
     mistakes = {
         f"{', '.join(placing)} must be left out after --: the pods know their places.":
             placing,
-        f"--nodes must be at least 2, or A:B with A of at most B, got {job.nodes}.":
-            job.least > job.most or job.most == 1,
+        f"--nodes must be at least 2, got {job.nodes}. One pod needs no other: give it "
+        "the command ronde run train.py.": job.most == 1,
         f"--name must have at most {room} characters, got {len(job.name)}: a pod is "
         f"named {job.name}{suffix}.": len(job.name) > room,
         f"--shm must be at most --memory, {memory}, got {job.shm}.": shm > limit,

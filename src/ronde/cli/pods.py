@@ -6,8 +6,7 @@ import socket
 from collections.abc import Container, Mapping
 from functools import partial
 
-from ronde.arguments import CommandParser
-from ronde.cli.hosts import read_nodes
+from ronde.arguments import CommandParser, read_nodes
 from ronde.launch.hosts.pods import INDEX, MachineFile, PodName, find_pod
 from ronde.world.launcher_env import RANK_VARIABLES
 

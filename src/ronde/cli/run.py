@@ -22,7 +22,7 @@ from ronde.arguments import (
     CommandParser,
     attribute_of,
     one_of,
-    read_number,
+    read_nodes,
     require_alone,
     whole_number,
 )
@@ -36,7 +36,6 @@ from ronde.cli.hosts import (
     HorovodOptions,
     find_run_hosts,
     make_spawner,
-    read_nodes,
     read_slots,
 )
 from ronde.cli.pods import apply_pod
@@ -55,7 +54,7 @@ from ronde.launch.job.job_files import ErrorFile, RankLogs, write_report
 from ronde.launch.job.output import JobFile, OutputSink
 from ronde.launch.job.plan import JobSpec
 from ronde.launch.limits import ELASTIC, EXIT_INTERNAL, USUAL, Timeouts
-from ronde.launch.program import absolute_path
+from ronde.launch.program import absolute_path, resolve_program
 from ronde.launch.signals import TIMED_OUT, InterruptedStartError, interruption_code
 from ronde.units import format_duration, parse_duration_s, parse_positive_s
 from ronde.world.launcher_env import RANK_VARIABLES
@@ -69,6 +68,7 @@ _UNITS = {"gpu": SLOTS_GPUS, "cpu": SLOTS_CORES}
 _LEAST_HANG_S = 5.0  # reports of ranks are up to two seconds old
 _TOKEN_VARIABLE = "RONDE_TOKEN_FILE"  # noqa: S105 - a name, and of a file at that
 _TOKEN_OF_PODS = "/etc/ronde/token"  # noqa: S105 - the name of a file
+_CURE_OF_PODS = "Look for the other pods with kubectl get pods."
 _HIDDEN = """\
   --local-ranks-filter RANKS
   -t, --tee WHAT
@@ -597,9 +597,13 @@ def _launch_with_nodes(request: RunRequest, start: _Start) -> int:
 
     options = start.options
     cure = "With --listen, type: ronde run --nodes 3 --listen 29400 ..."
-    few, _, many = (options.nodes or "none").partition(":")
-    least = read_number("--nodes", few, cure, least=1 if many else 2)
-    most = read_number("--nodes", many or few, cure, least=max(2, least))
+    least, most = read_nodes(options.nodes or "none", "--nodes", cure)
+    if most == 1:
+        raise UsageError(f"--nodes must be at least 2, got {options.nodes!r}. {cure}")
+    if not options.chdir:
+        # Before anybody waits: this node runs ranks, too.
+        path = {**start.environ, **request.spec.env}.get("PATH", "")
+        resolve_program(request.spec.argv, path)
     host, port = tls.parse_endpoint(options.listen, "--listen")
     config = join_server.JoinConfig(
         address=tls.choose_address(host),
@@ -609,6 +613,7 @@ def _launch_with_nodes(request: RunRequest, start: _Start) -> int:
         num_nodes=least - 1,
         timeout_s=options.join_timeout,
         most=most - 1,
+        cure=_CURE_OF_PODS if options.pod else "",
         num_each=options.nproc_per_node or 0,
         stays_open=bool(request.spec.max_restarts or request.spec.elastic),
     )

@@ -32,7 +32,9 @@ _MAX_VALUE = 60
 _CONTEXT_CHARS = 12
 _INDENT = 4
 
-SHOWN_FIELDS = ("reads", "threshold", "source", "severity", "needs", "why", "fix")
+SHOWN_FIELDS = (
+    *("reads", "threshold", "source", "severity", "needs", "why", "fix", "pod"),
+)
 _FIELD_WIDTH = 14
 
 

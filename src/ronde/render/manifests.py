@@ -24,6 +24,7 @@ class KubernetesJob(NamedTuple):
     image: str
     nodes: str  # 3, or 2:8 for an elastic job
     shm: str
+    volume: Sequence[str]  # claims and folders, as data:/data
     queue: str | None
     topology: str | None
     restarts: int
@@ -162,6 +163,9 @@ def _pod(job: KubernetesJob, *words: str) -> _Data:
         "/tmp": {"name": "tmp", "emptyDir": {}},  # noqa: S108
         "/etc/ronde": {"name": "token", "secret": token},
     }
+    for claim, _, folder in (text.partition(":") for text in job.volume):
+        name = {"name": f"volume-{len(volumes)}"}
+        volumes[folder] = name | {"persistentVolumeClaim": {"claimName": claim}}
     container = {
         "name": "node", "image": job.image,
         # Kubernetes would replace $(NAME).
@@ -183,7 +187,8 @@ def _pod(job: KubernetesJob, *words: str) -> _Data:
         _GRACE: job.grace_s + 30,
         "securityContext": {
             "runAsNonRoot": True, "runAsUser": 1000, "runAsGroup": 1000,
-            "fsGroup": 1000, "seccompProfile": {"type": "RuntimeDefault"}},
+            "fsGroup": 1000, "fsGroupChangePolicy": "OnRootMismatch",
+            "seccompProfile": {"type": "RuntimeDefault"}},
         "tolerations": [
             {"key": f"node.kubernetes.io/{state}", "operator": "Exists",
              "effect": "NoExecute", "tolerationSeconds": 30}

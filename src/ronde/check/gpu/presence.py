@@ -100,6 +100,9 @@ def gpu_answers(values: Values, _: Fleet) -> Problems:
         NVIDIA's driver are a warning
     source: NVIDIA's nvml.h 13 (go-nvml 2f9e261): errors of nvmlInit_v2
     fix: run nvidia-smi and read its error; sudo dmesg | grep NVRM
+    pod: Give the container nvidia.com/gpu under resources.limits (ronde kubernetes
+        --gpus N), and its image ENV NVIDIA_DRIVER_CAPABILITIES=compute,utility; then
+        read nvidia-smi there
     needs: an NVIDIA GPU
     why: CUDA does not start, or training silently runs on the CPU.
     """
@@ -129,6 +132,8 @@ def gpu_files(values: Values, _: Fleet) -> Problems:
     source: NVIDIA's driver README, FAQ: device files are created with mode 0666
     fix: docker run --gpus all; srun --gres=gpu:N; sudo chmod 666 /dev/nvidiactl
         /dev/nvidia-uvm /dev/nvidia[0-9]*
+    pod: Give the container nvidia.com/gpu under resources.limits (ronde kubernetes
+        --gpus N)
     needs: an NVIDIA GPU
     why: CUDA reports no device, or fails with an unknown error.
     """

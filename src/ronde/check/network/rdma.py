@@ -332,6 +332,8 @@ def rdma_devices(values: Values, fleet: Fleet) -> Problems:
         files
     fix: In a container: --device=/dev/infiniband --ulimit memlock=-1, and install
         rdma-core (Debian: libibverbs1, ibverbs-providers) in it.
+    pod: Request the adapter from its device plugin (ronde kubernetes --resource
+        rdma/hca=1), and install rdma-core in the image
     needs: several hosts with RDMA adapters
     why: NCCL silently uses TCP sockets instead, which are several times slower.
     """

@@ -460,6 +460,8 @@ def reachable(fleet: Fleet) -> Problems:
         6298)
     fix: Let TCP through: nft list ruleset, or iptables -S; then look at routes and the
         cloud's firewall rules.
+    pod: Let all ports through between the job's pods: kubectl get networkpolicy; then
+        look at the network plugin, and at a service mesh in the pods
     needs: several hosts
     why: The start of a job hangs until its timeout, and the error names no host.
     """

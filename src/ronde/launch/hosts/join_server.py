@@ -55,6 +55,7 @@ class JoinConfig(NamedTuple):
     most: int = 0  # nodes that may join before the start, if more than ``num_nodes``
     num_each: int = 0  # ranks of each node, if given
     stays_open: bool = False  # until the job ends
+    cure: str = ""  # if nodes do not join, in place of a command to type there
     authenticate_s: float = 10.0  # for each connection
     clock: Callable[[], float] = time.monotonic
     on_listening: Callable[[str], None] | None = None  # starts the nodes, as HEAD:PORT
@@ -145,11 +146,14 @@ class JoinServer:
                 "name one address to listen only there"
             )
         head, nodes = with_port(host, port), counted(config.num_nodes, "node")
-        self.command = f"ronde run --agent {head} --token-file FILE"
+        command = f"ronde run --agent {head} --token-file FILE"
+        self.cure = config.cure or f"Run on each of the others: {command}."
         if config.on_listening is not None:
             config.on_listening(head)
+        elif config.cure:
+            self.notice(f"waiting for {nodes} to join {head}")
         else:
-            self.notice(f"waiting for {nodes}; run on each: {self.command}")
+            self.notice(f"waiting for {nodes}; run on each: {command}")
 
     @property
     def hosts(self) -> list[Host]:
@@ -186,8 +190,7 @@ class JoinServer:
         here = ", ".join(host.name for host in self.hosts) or "none"
         raise HostError(
             f"only {num} of {least} nodes joined within {config.timeout_s:g} s: "
-            f"{here}. Run on each of the others: {self.command}. Or wait longer: "
-            "--join-timeout"
+            f"{here}. {self.cure} Or wait longer: --join-timeout"
         )
 
     def close(self) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from ronde.arguments import read_nodes, read_number
 from ronde.errors import UsageError
 
 PORT = 29400
@@ -24,6 +25,7 @@ _HOSTFILES = (
     "HYDRA_HOST_FILE",
 )
 _MOST = 1 << 16
+_CURE = "Correct it, or unset it."
 _Environment = Mapping[str, str]
 
 
@@ -162,6 +164,7 @@ def _contradiction(name: str, value: object, other: str, its: object) -> UsageEr
 def _machine_file(environ: _Environment) -> MachineFile | None:
     role = environ.get("K_MPI_JOB_ROLE")
     files = [MachineFile(n, environ[n]) for n in _HOSTFILES if environ.get(n)]
+    names = ", ".join(file.path for file in files) or "none"
     there = next((file for file in files if Path(file.path).is_file()), None)
     if role == "worker":
         raise UsageError(
@@ -170,8 +173,8 @@ def _machine_file(environ: _Environment) -> MachineFile | None:
         )
     if role == "launcher" and there is None:
         raise UsageError(
-            f"launcher of an MPIJob must have a host file, got {files or 'none'}. Name "
-            "one with --hostfile."
+            f"launcher of an MPIJob must have a host file, got {names}. Name one "
+            "with --hostfile."
         )
     return there
 
@@ -183,12 +186,28 @@ def _pods(environ: _Environment, node: PodName) -> Iterable[Pod]:
     for names in (ours, _LEADER_WORKER_SET, _TORCHRUN, _SKYPILOT):
         if environ.get(names.nodes, "1") != "1":
             yield _read_pod(environ, names, node)
+        else:
+            _require_alone(environ, names)
     if "VC_TASK_INDEX" in environ and "RANK" in environ:
         yield _read_pod(environ, _VOLCANO, node)
 
 
+def _require_alone(environ: _Environment, names: _Names) -> None:
+    """Refuse variables that a pod without others does not have."""
+    own = (_OURS.endpoint,) if names.nodes == _OURS.nodes else ()
+    numbers = (names.number,) if environ.get(names.number, "0").strip("0") else ()
+    for name in (*own, *numbers):
+        if name in environ and name != INDEX:
+            count = environ.get(names.nodes, "none")
+            raise UsageError(
+                f"{names.nodes} must be above 1 where {name} is set, got {count}. "
+                f"Correct it, or unset {name}."
+            )
+
+
 def _read_pod(environ: _Environment, names: _Names, node: PodName) -> Pod:
-    count, source, number = _range(environ, names.nodes), names.number, -1
+    count = read_nodes(environ[names.nodes], names.nodes, _CURE)
+    source, number = names.number, -1
     if source in environ:
         number = _number(environ, source)
     elif names.endpoint not in environ:
@@ -220,21 +239,4 @@ def _incomplete(first: str, missing: str) -> UsageError:
 
 
 def _number(environ: _Environment, name: str, least: int = 0) -> int:
-    text = environ[name]
-    if re.fullmatch("[0-9]{1,6}", text) and least <= int(text) <= _MOST:
-        return int(text)
-    raise UsageError(
-        f"{name} must be a whole number from {least} to {_MOST}, got {text!r}. "
-        "Correct it, or unset it."
-    )
-
-
-def _range(environ: _Environment, name: str) -> tuple[int, int]:
-    few, _, many = environ[name].partition(":")
-    least, most = (_number({name: text}, name, 1) for text in (few, many or few))
-    if least > most:
-        raise UsageError(
-            f"{name} must begin with the smaller number, got {environ[name]!r}. "
-            "Correct it."
-        )
-    return least, most
+    return read_number(name, environ[name], _CURE, least=least, most=_MOST)

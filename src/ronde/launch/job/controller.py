@@ -227,7 +227,7 @@ class Controller(Handler):
             ):
                 raise HostError(
                     f"{names} was lost, and no other node joined within {limit_s:g} s. "
-                    f"Run there: {server.command}. Or wait longer: --join-timeout"
+                    f"{server.cure} Or wait longer: --join-timeout"
                 )
             hosts = plan.spec.hosts[0], *server.choose(num)
             try:
