@@ -150,7 +150,7 @@ ALONE = "needs --min-ranks, --max-ranks or --host-discovery. Type"
         ),
         (
             "--nnodes 4:2 -ppn 1",
-            "--nodes must be a whole number of at least 4, got '2'",
+            "--nodes must begin with the smaller number, got '4:2'",
         ),
         ("--nnodes 1:2", "--nodes 1:2 needs a number of ranks for each host"),
         ("--nnodes 2:4 -ppn 1", "--nodes must be at most 1, the number of known hosts"),

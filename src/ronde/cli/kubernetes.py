@@ -8,12 +8,7 @@ from collections.abc import Sequence
 from functools import partial
 from math import ceil
 
-from ronde.arguments import (
-    CommandParser,
-    attribute_of,
-    read_nodes,
-    whole_number,
-)
+from ronde.arguments import CommandParser, attribute_of, read_nodes, whole_number
 from ronde.cli.hosts import DISCOVERIES
 from ronde.cli.run import make_run_parser, read_request
 from ronde.errors import UsageError
