@@ -144,7 +144,7 @@ def test_every_pod_has_what_training_needs(show: Show) -> None:
         mounts = {m["name"]: m["mountPath"] for m in container["volumeMounts"]}
         assert [*mounts.values()] == ["/dev/shm", "/tmp", "/etc/ronde"]  # noqa: S108
         shm, tmp, token = pod["spec"]["volumes"]
-        assert shm["emptyDir"] == {"medium": "Memory", "sizeLimit": "1Gi"}
+        assert shm["emptyDir"] == {"medium": "Memory", "sizeLimit": "8Gi"}
         assert tmp["emptyDir"] == {}
         assert token["secret"] == {"secretName": "train", "defaultMode": 0o440}
         rights = container["securityContext"]

@@ -30,7 +30,7 @@ options:
   --gpus N          GPUs of each pod (nvidia.com/gpu)
   --cpu CORES       cores of each pod, as 64 or 500m
   --memory SIZE     memory of each pod, as 512Gi
-  --shm SIZE        size of /dev/shm, a part of that memory (default: 1Gi)
+  --shm SIZE        size of /dev/shm, a part of that memory (default: 8Gi, or all)
   --resource NAME=N ...
                     other devices of each pod, as rdma/hca=1
   --volume CLAIM:DIR ...
@@ -68,7 +68,7 @@ def run(words: Sequence[str]) -> int:
     parser = CommandParser(
         "ronde kubernetes", _HELP, types=types, positionals={"kind": None}
     )
-    parser.set_defaults(shm="1Gi", restarts=3)
+    parser.set_defaults(restarts=3)
     for name in ("--name", "--image", "--nodes"):
         parser.options[name].required = True
     if options := parser.read(words[:at]):
@@ -105,6 +105,7 @@ def _read_job(options: argparse.Namespace, words: Sequence[str]) -> KubernetesJo
     folders = [text.partition(":")[2] for text in options.volume]
     if len({*folders}) < len(folders):
         raise UsageError("--volume must name each folder once.")
+    options.shm = options.shm or min("8Gi", options.memory or "8Gi", key=_bytes)
     job = KubernetesJob(
         **{n: getattr(options, n) for n in KubernetesJob._fields if n in options},
         least=least,
@@ -122,13 +123,16 @@ def _read_job(options: argparse.Namespace, words: Sequence[str]) -> KubernetesJo
     return job
 
 
+def _bytes(size: str) -> int:
+    return parse_size_bytes(f"{size}B")
+
+
 def _refuse_mistakes(job: KubernetesJob, placing: Sequence[str]) -> None:
     """Refuse mistakes that Kubernetes finds late, or accepts."""
     last = f"{job.most - 1}"
     suffixes = {"job": f"-{last}", "mpijob": f"-worker-{last}"}
     suffix = suffixes.get(job.kind, f"-node-0-{last}-12345")
     room, memory = 63 - len(suffix), job.resources.get("memory", job.shm)
-    shm, limit = (parse_size_bytes(f"{size}B") for size in (job.shm, memory))
     codes = [code for code in job.final_codes if not 0 < code < 256]
     mistakes = {
         f"{', '.join(placing)} must be left out after --: the pods know their places.":
@@ -137,7 +141,8 @@ def _refuse_mistakes(job: KubernetesJob, placing: Sequence[str]) -> None:
         "the command ronde run train.py.": job.most == 1,
         f"--name must have at most {room} characters, got {len(job.name)}: a pod is "
         f"named {job.name}{suffix}.": len(job.name) > room,
-        f"--shm must be at most --memory, {memory}, got {job.shm}.": shm > limit,
+        f"--shm must be at most --memory, {memory}, got {job.shm}.":
+            _bytes(job.shm) > _bytes(memory),
         f"--no-restart-codes must be codes from 1 to 255, got {codes}.": codes,
         f"--gang must be left out, got {job.kind}: only a Job has it. Use --queue.":
             job.gang and job.kind != "job",
