@@ -172,6 +172,11 @@ def test_every_pod_has_what_training_needs(show: Show) -> None:
             assert not pod["spec"]["enableServiceLinks"]
 
 
+def test_shared_memory_is_at_most_all_memory(show: Show) -> None:
+    pod = pod_of(show("job", *THREE, "--memory", "4Gi"))
+    assert pod["spec"]["volumes"][0]["emptyDir"]["sizeLimit"] == "4Gi"
+
+
 def test_only_own_pods_reach_a_pod_and_know_its_name(show: Show) -> None:
     documents = show("job", *THREE)
     own = {"matchLabels": {"ronde/job": "train"}}
@@ -333,7 +338,6 @@ REFUSED = {
         ["job", *THREE, "--memory", "1000M", "--shm", "1Gi"],
         "--shm must be at most --memory, 1000M, got 1Gi",
     ),
-    "default shm": (["job", *THREE, "--memory", "1G"], "--shm must be at most"),
     "cores": (["job", *THREE, "--cpu", "0"], "--cpu must be a number of cores"),
     "gpus": (["job", *THREE, "--gpus", "0"], "--gpus must be a whole number"),
     "device": (["job", *THREE, "--resource", "hca=1"], "--resource must be a device"),
