@@ -89,6 +89,7 @@ _USERS = {
     "group": "root:x:0:\nronde:x:1000:\nnogroup:x:65534:\n",
     "nsswitch.conf": "hosts: files dns\n",
 }
+_MOUNTED = ("etc/ronde", "etc/mpi", "work", "shared")  # where some mount something
 _COPIED = ("ld.so.cache", "alternatives", "login.defs", "ssl", "ssh/moduli")
 
 
@@ -413,7 +414,7 @@ class Pod:
 
 def _write_root(root: Path) -> None:
     """Write the root file system of the pods: folders, and some files of /etc."""
-    for name in ("usr", "proc", "sys", "dev", "tmp", "run", "var/tmp", "etc/ronde"):
+    for name in ("usr", "proc", "sys", "dev", "tmp", "run", "var/tmp", *_MOUNTED):
         (root / name).mkdir(parents=True)
     for name in ("bin", "sbin", "lib", "lib64"):
         (root / name).symlink_to(f"usr/{name}")

@@ -1,0 +1,68 @@
+"""One command in every pod of a printed manifest is one world."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tests.cluster.training import Training
+from tests.containers.manifests import print_manifest
+from tests.containers.pods import Pod, PodNetwork, PodSpec
+
+pytestmark = pytest.mark.soak
+
+TELL = 'echo "$RANK of $WORLD_SIZE on $RONDE_HOST: $PET_NNODES$RONDE_NODES"'
+PROGRAM = ("--no-prefix", "--", "sh", "-c", TELL)
+
+
+def assert_one_world(pods: list[Pod], names: list[str]) -> None:
+    ends = [pod.wait() for pod in pods]
+    told = [pod.describe() for pod in pods]
+    assert ends == [0] * len(pods), told
+    assert sorted(pods[0].out().splitlines()) == [
+        f"{rank} of {len(names)} on {name}: " for rank, name in enumerate(names)
+    ], told
+    assert [pod.out() for pod in pods[1:]] == [""] * (len(pods) - 1), told
+
+
+@pytest.mark.parametrize("kind", ["jobset", "trainjob", "mpijob"])
+def test_the_pods_of_a_manifest_are_one_world(network: PodNetwork, kind: str) -> None:
+    manifest = print_manifest(kind, "--nodes", "3", program=PROGRAM)
+    specs = manifest.pods(network.folder)
+    for spec in specs:
+        # It imports torch; test_a_training_... runs it.
+        spec.words.remove("--preflight") if "--preflight" in spec.words else None
+    assert_one_world([network.start(s) for s in specs], [s.name for s in specs])
+
+
+def test_the_pods_of_a_leader_worker_set_are_one_world(network: PodNetwork) -> None:
+    manifest = print_manifest("job", "--nodes", "3", program=PROGRAM)
+    names = ["train-0", "train-0-1", "train-0-2"]
+    specs: list[PodSpec] = []
+    for i, spec in enumerate(manifest.pods(network.folder)):
+        address = {"LWS_LEADER_ADDRESS": "train-0.train.default"}
+        own = {"LWS_GROUP_SIZE": "3", "LWS_WORKER_INDEX": str(i), **address}
+        words = [word for word in spec.words if word != "--preflight"]
+        specs.append(spec._replace(name=names[i], environment=own, words=words))
+    # The leader comes last.
+    pods = [network.start(spec) for spec in reversed(specs)]
+    assert_one_world(pods[::-1], names)
+
+
+def test_a_training_in_pods_of_a_job_is_that_of_ranks_of_one_host(
+    network: PodNetwork, local_loss: Callable[[int], float]
+) -> None:
+    shared = network.folder / "training"
+    shared.mkdir()
+    shared.chmod(0o777)
+    training = Training(shared / "record")
+    shutil.copy(training.words[1], shared / "train.py")
+    program = ("-x", "RONDE_ENGINE=gloo", "train.py", "/shared/record")
+    manifest = print_manifest("job", "--nodes", "3", "--cpu", "1", program=program)
+    folders = {"/shared": shared}
+    specs = manifest.pods(network.folder, workdir="/shared")
+    pods = [network.start(s._replace(folders={**s.folders, **folders})) for s in specs]
+    codes = [pod.wait() for pod in pods]
+    assert codes == [0, 0, 0], [pod.describe() for pod in pods]
+    assert training.loss(3) == local_loss(3)
+    assert Path(shared / "record").stat().st_uid == 1000
