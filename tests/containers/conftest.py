@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 import pytest
+from tests.cluster.conftest import local_loss as local_loss
 from tests.containers.pods import PodNetwork, pod_network, why_not
 
 

@@ -14,7 +14,9 @@ from tests.containers.pods import Pod, PodNetwork
 pytestmark = pytest.mark.soak
 
 FIRST_TIME = "test $RANK != 1 || test -e /shared/tried || { >/shared/tried; exit 42; }"
-STAY = "test -e /shared/tried || { >/shared/tried; echo up; exec sleep 1000; }"
+STAY = """
+test -e /shared/$RANK || { >/shared/$RANK; echo $RANK is up; exec sleep 1000; }
+"""
 
 
 class Case(NamedTuple):
@@ -28,14 +30,19 @@ class Case(NamedTuple):
     option: str = ""
 
 
+def await_all(pods: list[Pod]) -> None:
+    for rank in range(3):
+        pods[0].await_line(f"{rank} is up")
+
+
 def evict(pods: list[Pod]) -> Collection[int]:
-    pods[0].await_line("up")
+    await_all(pods)
     pods[2].terminate()
     return [2]
 
 
 def kill(pods: list[Pod]) -> Collection[int]:
-    pods[0].await_line("up")
+    await_all(pods)
     pods[1].kill()
     return []
 

@@ -15,6 +15,11 @@ TELL = 'echo "$RANK of $WORLD_SIZE on $RONDE_HOST: $PET_NNODES$RONDE_NODES"'
 PROGRAM = ("--no-prefix", "--", "sh", "-c", TELL)
 
 
+def light(spec: PodSpec) -> PodSpec:
+    """Leave out what imports torch and is in the test of a training."""
+    return spec._replace(words=[word for word in spec.words if word != "--preflight"])
+
+
 def assert_one_world(pods: list[Pod], names: list[str]) -> None:
     ends = [pod.wait() for pod in pods]
     told = [pod.describe() for pod in pods]
@@ -28,10 +33,7 @@ def assert_one_world(pods: list[Pod], names: list[str]) -> None:
 @pytest.mark.parametrize("kind", ["jobset", "trainjob", "mpijob"])
 def test_the_pods_of_a_manifest_are_one_world(network: PodNetwork, kind: str) -> None:
     manifest = print_manifest(kind, "--nodes", "3", program=PROGRAM)
-    specs = manifest.pods(network.folder)
-    for spec in specs:
-        # It imports torch; test_a_training_... runs it.
-        spec.words.remove("--preflight") if "--preflight" in spec.words else None
+    specs = [light(spec) for spec in manifest.pods(network.folder)]
     assert_one_world([network.start(s) for s in specs], [s.name for s in specs])
 
 
@@ -42,8 +44,7 @@ def test_the_pods_of_a_leader_worker_set_are_one_world(network: PodNetwork) -> N
     for i, spec in enumerate(manifest.pods(network.folder)):
         address = {"LWS_LEADER_ADDRESS": "train-0.train.default"}
         own = {"LWS_GROUP_SIZE": "3", "LWS_WORKER_INDEX": str(i), **address}
-        words = [word for word in spec.words if word != "--preflight"]
-        specs.append(spec._replace(name=names[i], environment=own, words=words))
+        specs.append(light(spec)._replace(name=names[i], environment=own))
     # The leader comes last.
     pods = [network.start(spec) for spec in reversed(specs)]
     assert_one_world(pods[::-1], names)
