@@ -212,7 +212,8 @@ class PodNetwork:
     def start(self, spec: PodSpec) -> "Pod":
         """Begin a pod, which others of the same name do not hinder."""
         number = len(self.pods)
-        pod = Pod(self, spec, f"{spec.name}-{number}", f"10.77.1.{number + 1}")
+        address = f"10.77.{1 + number // 250}.{1 + number % 250}"
+        pod = Pod(self, spec, f"{spec.name}-{number}", address)
         self.pods.append(pod)
         pod.begin()
         return pod
@@ -223,16 +224,12 @@ class PodNetwork:
             return Path(f"/proc/{self._init_pid}/root{path}").read_text()
         return ""
 
-    def delete_all(self) -> None:
-        """Kill all pods and forget their files; their addresses stay theirs."""
+    def kill_all(self) -> None:
+        """Kill all pods; podman frees what they held by itself."""
         for pod in self.pods:
-            pod.settle()
-        names = [pod.id for pod in self.pods if pod.id and not pod.is_deleted]
-        if names:
-            self.podman("rm", "--force", "--time", "0", *names)
+            pod.kill()
         for pod in self.pods:
-            pod.is_deleted = True
-            (pod.files / "names").unlink(missing_ok=True)
+            pod.wait()
 
     def close(self) -> None:
         """Remove everything, once all of it has ended."""
@@ -249,7 +246,6 @@ class Pod:
         spec: Its container.
         id: Its name for podman.
         address: Its IPv4 address.
-        is_deleted: No container is left of it.
         files: Its folder on this machine, with the log.
     """
 
@@ -259,7 +255,6 @@ class Pod:
         self.spec = spec
         self.id = name
         self.address = address
-        self.is_deleted = False
         self._network = network
         self.files = network.folder / name
         self._starting: subprocess.Popen[str] | None = None
@@ -322,13 +317,6 @@ class Pod:
         """Run a program in the container; return its output."""
         assert self.init_pid
         return self._network.podman("exec", self.id, *words)
-
-    def delete(self) -> None:
-        """Kill the container and forget it; its name is unknown to others then."""
-        self.settle()
-        self._network.podman("rm", "--force", "--time", "0", self.id)
-        self.is_deleted = True
-        (self.files / "names").unlink(missing_ok=True)
 
     def out(self) -> str:
         """Return the standard output so far."""

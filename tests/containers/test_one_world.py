@@ -1,6 +1,8 @@
 """One command in every pod of a printed manifest is one world."""
 
+import os
 import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -48,6 +50,69 @@ def test_the_pods_of_a_leader_worker_set_are_one_world(network: PodNetwork) -> N
     # The leader comes last.
     pods = [network.start(spec) for spec in reversed(specs)]
     assert_one_world(pods[::-1], names)
+
+
+SSHD = """
+Port 2222
+HostKey /shared/key
+AuthorizedKeysFile /shared/key.pub
+PidFile none
+StrictModes no
+UsePAM no
+"""
+SSH = """
+Host *
+    Port 2222
+    IdentityFile /shared/key
+    UserKnownHostsFile /shared/known_hosts
+    StrictHostKeyChecking yes
+"""
+
+
+@pytest.mark.skipif(shutil.which("sshd", path="/usr/sbin") is None, reason="no sshd")
+def test_the_launcher_of_an_mpijob_reaches_its_workers_by_ssh(
+    network: PodNetwork,
+) -> None:
+    """Start the launcher first, as the user of the others: 1000, without any rights."""
+    names = [f"train-worker-{i}" for i in range(2)]
+    shared = network.folder / "ssh"
+    shared.mkdir(mode=0o755)
+    key = shared / "key"
+    words = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key)]
+    subprocess.run(words, check=True)
+    os.chown(key, 1000, 1000)
+    (shared / "sshd_config").write_text(SSHD)
+    (shared / "ssh_config").write_text(SSH)
+    (shared / "known_hosts").write_text(f"* {key.with_suffix('.pub').read_text()}")
+    hosts = "".join(f"{name}.train slots=1\n" for name in names)
+    (shared / "hostfile").write_text(hosts)
+    run = ["ronde", "run", "-v", "--ssh-args", "-F /shared/ssh_config"]
+    run += [
+        "--join-timeout",
+        "10m",
+        *PROGRAM[:-1],
+        'echo "$RANK of $WORLD_SIZE on $(hostname)"',
+    ]
+    launcher = PodSpec(
+        "train-launcher",
+        run,
+        environment={
+            "K_MPI_JOB_ROLE": "launcher",
+            "OMPI_MCA_orte_default_hostfile": "/etc/mpi/hostfile",
+            "OMPI_MCA_orte_keep_fqdn_hostnames": "true",
+        },
+        files={"/shared": shared, "/etc/mpi": shared},
+        memory_folders={"/tmp": None},  # noqa: S108
+    )
+    sshd = ["/usr/sbin/sshd", "-D", "-e", "-f", "/shared/sshd_config"]
+    own = {"K_MPI_JOB_ROLE": "worker"}
+    head = network.start(launcher)
+    head.await_line("waiting for train-worker-0.train")
+    for name in names:
+        network.start(launcher._replace(name=name, words=sshd, environment=own))
+    assert head.wait() == 0, [pod.describe() for pod in network.pods[-3:]]
+    lines = [f"{i} of 2 on {name}" for i, name in enumerate(names)]
+    assert sorted(head.out().splitlines()) == lines
 
 
 def test_a_training_in_pods_of_a_job_is_that_of_ranks_of_one_host(
