@@ -226,9 +226,10 @@ class PodNetwork:
 
     def kill_all(self) -> None:
         """Kill all pods; podman frees what they held by itself."""
-        for pod in self.pods:
+        here = [pod for pod in self.pods if not pod.is_deleted]
+        for pod in here:
             pod.kill()
-        for pod in self.pods:
+        for pod in here:
             pod.wait()
 
     def close(self) -> None:
@@ -257,6 +258,7 @@ class Pod:
         self.address = address
         self._network = network
         self.files = network.folder / name
+        self.is_deleted = False  # by podman rm
         self._starting: subprocess.Popen[str] | None = None
         self._container = ""
         self._code: int | None = None
