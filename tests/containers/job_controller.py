@@ -33,8 +33,6 @@ class JobController:
             wanted = [set(map(int, r["succeededIndexes"].split(","))) for r in rules]
             if any(indexes <= self.succeeded for indexes in wanted):
                 self.outcome = "Complete SuccessPolicy"
-            elif len(self.succeeded) == self._spec["completions"]:
-                self.outcome = "Complete CompletionsReached"
             return
         action, number = self._action(code, is_disrupted=is_disrupted)
         if action == "FailJob":
@@ -44,11 +42,10 @@ class JobController:
             self._check_limits()
 
     def _action(self, code: int, *, is_disrupted: bool) -> tuple[str, int]:
-        """Return the action and the number of the first rule that applies."""
-        names = [c["name"] for c in self._spec["template"]["spec"]["containers"]]
+        [container] = self._spec["template"]["spec"]["containers"]
         for number, rule in enumerate(self._spec["podFailurePolicy"]["rules"]):
             codes = rule.get("onExitCodes")
-            is_ours = codes and codes.get("containerName", names[0]) in names
+            is_ours = codes and codes["containerName"] == container["name"]
             if is_ours and (code in codes["values"]) == (codes["operator"] == "In"):
                 return rule["action"], number
             for condition in rule.get("onPodConditions", ()):
