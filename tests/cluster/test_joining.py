@@ -124,6 +124,18 @@ def test_a_node_that_is_told_to_stop_ends_the_whole_job_politely(party):
     party.require_nothing_left()
 
 
+def test_a_node_whose_ranks_have_ended_may_be_told_to_stop_too(party):
+    script = f'touch "$0/begun.$RANK"; test $RANK = 1 || {{ {STAY}; }}'
+    head = party.head("--", "sh", "-c", script, str(party.folder))
+    first, second = party.node(2), party.node(3)
+    until((party.folder / "begun.1").exists, "rank 1")
+    until(lambda: not any(b"RANK=1" in p.environment for p in party.leftovers(2)))
+    first.send_signal(signal.SIGTERM)
+    ends = [end_of(each) for each in (head, first, second)]
+    assert [code for code, _, _ in ends] == [143, 143, 143], ends
+    party.require_nothing_left()
+
+
 def test_without_its_head_a_node_ends_its_ranks(party):
     head, *nodes = party.run()
     head.kill()

@@ -185,6 +185,7 @@ class Agent:
         self._sender = OutputSender(transport.write)
         self._directory = directory
         self._job: LocalJob | None = None
+        self._had_job = False  # its ranks have ended, perhaps not those of others
         self._program: RemoteProgram | None = None
         self._lease_s = first_message_s
         self._controller_addresses: tuple[str, ...] = ()
@@ -215,7 +216,7 @@ class Agent:
             if self._job is not None:
                 self._job.advance()
                 if self._job.phase is JobPhase.OVER:
-                    self._job = None
+                    self._job, self._had_job = None, True
             self._sender.flush()
 
     def _watched(self) -> Watched:
@@ -254,7 +255,7 @@ class Agent:
         if signal.SIGTERM in os.read(self._signal_fd, _NUMBERS_BYTES):
             if os.getppid() != self._reaper:
                 raise EOFError("the reaper has ended")
-            if self._job is None:
+            if self._job is None and not self._had_job:
                 raise InterruptedStartError(signal.SIGTERM)
             self._sender.send(messages.HostEnding(signal.SIGTERM))
         while True:
