@@ -201,7 +201,8 @@ class PodNetwork:
     def start(self, spec: PodSpec) -> "Pod":
         """Begin a pod, which others of the same name do not hinder."""
         number = len(self.pods)
-        pod = Pod(self, spec, f"{spec.name}-{number}", f"10.77.1.{number + 1}")
+        address = f"10.77.{1 + number // 250}.{1 + number % 250}"
+        pod = Pod(self, spec, f"{spec.name}-{number}", address)
         self.pods.append(pod)
         pod.begin()
         return pod

@@ -1,0 +1,47 @@
+"""A light rank of an elastic job that ``pod_faults.py`` breaks, without torch.
+
+It has no data: a step is a short sleep. It writes the views it was in, as the ranks of
+``pod_job.STAY`` write the starts they were in.
+"""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+from ronde.membership import own_member  # noqa: E402  found by the line above
+
+_STEP_S = 0.05
+
+
+def main(folder: Path) -> None:
+    """Go from view to view until ``finish`` appears."""
+    member = own_member()
+    if member is None:
+        raise SystemExit("start it by ronde run --nodes A:B")
+    step, (view, begun) = 0, member.join()
+    while True:
+        step = max(step, begun.step)
+        numbers = [worker.id for worker in view.members]
+        rank, size = numbers.index(member.number), len(numbers)
+        members = ",".join(map(str, numbers))
+        words = (os.environ["RONDE_EPOCH"], view.view, rank, size)
+        words = (*words, os.environ["RONDE_COOKIE"], os.uname().nodename, members)
+        with (folder / "worlds").open("a") as file:
+            file.write(" ".join(map(str, words)) + "\n")
+        member.step = step
+        member.running()
+        while not member.is_over and not member.should_settle(step):
+            time.sleep(_STEP_S)
+            if (folder / "finish").exists():
+                member.done(step)
+            step += 1
+            member.step = step
+        view, begun = member.settle(step)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
