@@ -325,6 +325,9 @@ def _grow_and_shrink(job: PodJob) -> None:
             job.pods[number].terminate()
             job.expected[job.pods[number]] = (ENDED,)
     job.settle(2)
+    for pod in job.all:
+        if not job.is_living(pod):
+            job.await_end(pod)
 
 
 class Fault(NamedTuple):
@@ -372,11 +375,12 @@ ENDS = {
     "head cut off": Fault(_cut_head, ("fixed",), is_long=True),
     "node stopped": Fault(_stop_node, ("fixed",), is_long=True),
     "never replaced": Fault(_replace_never, ("impatient",)),
-    "output": Fault(_print, ("fixed",)),
+    "60 MB of output": Fault(_print, ("printing",)),
 }
 """Faults that end a job."""
 FAULTS = STARTS | SURVIVED | ENDS
-_SHARES = {"fixed": 8, "restarts": 5, "impatient": 1, "elastic": 3, "growing": 1}
+_SHARES = {"fixed": 8, "restarts": 5, "impatient": 1, "printing": 1, "elastic": 3}
+_SHARES |= {"growing": 1}
 _TRAINING = {"training": 1}
 
 

@@ -20,7 +20,7 @@ from tests import ledger
 from tests.cluster.elastic_training_rank import BATCH, NUM_SAMPLES
 from tests.containers.pods import Pod, PodNetwork, PodSpec
 
-LIMIT_S = 90.0
+LIMIT_S = 60.0
 """After which a job hangs."""
 LOST, KILLED, ENDED = 69, 137, 143
 MEMORY_BYTES = 192 << 20
@@ -77,6 +77,7 @@ _LIGHT = ("--", "python", str(_TESTS / "soak/pod_rank.py"), str(_FOLDER))
 _TRAINING = str(_TESTS / "cluster/elastic_training_rank.py")
 KINDS = {
     "fixed": Kind("3", _PATIENCE, _SHELL, MEMORY_BYTES),
+    "printing": Kind("3", _PATIENCE, _SHELL),  # into a file
     "restarts": Kind("3", (*_PATIENCE, "--max-restarts", "90"), _SHELL, MEMORY_BYTES),
     "impatient": Kind("3", ("--join-timeout", "3s", "--max-restarts", "9"), _SHELL),
     "elastic": Kind("2:3", _PATIENCE, _LIGHT),
@@ -127,15 +128,16 @@ class PodJob:
     def first_size(self) -> int:
         return int(self.own_kind.nodes[-1]) if self.kind != "growing" else 3
 
-    def start(
-        self, number: int, *, before: Sequence[str] = (), token: Path | None = None
-    ) -> Pod:
+    def start(self, number: int) -> Pod:
         """Start a pod with this number; it counts from now on."""
+        before: Sequence[str] = ()
         name, value = self.mark.split("=")
         kind = self.own_kind
         environment = {name: value, "RONDE_NODES": kind.nodes}
         environment |= {"RONDE_NODE_INDEX": str(number)}
         environment |= {"RONDE_HEAD": f"train-0.{self._name}"}
+        if self.kind == "printing" and number == 0:
+            before = ("sh", "-c", 'exec "$@" >/job/out', "sh")
         spec = PodSpec(
             f"train-{number}",
             (*before, "ronde", "run", *kind.options, *kind.program),
@@ -143,7 +145,7 @@ class PodJob:
             environment=environment,
             memory_bytes=kind.memory_bytes,
             folders={str(_FOLDER): self.folder},
-            files={"/etc/ronde/token": token or self.token},
+            files={"/etc/ronde/token": self.token},
             memory_folders={"/tmp": None, "/dev/shm": 1 << 26},  # noqa: S108
         )
         with _starting:  # numbers of all pods of a network
