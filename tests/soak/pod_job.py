@@ -42,7 +42,7 @@ nsenter --target $1 --net ip -o link show eth0 | sed 's/.*@if\\([0-9]*\\):.*/\\1
 { read -r n; ip -o link | sed -n "s/^$n: \\([^@:]*\\).*/\\1/p"; } |
 { read -r name; ip link set "$name" $2; }
 """
-_STOP = 'nsenter --target $1 --pid kill -$2 -- -1; kill -$2 $1'
+_STOP = "nsenter --target $1 --pid kill -$2 -- -1; kill -$2 $1"
 _starting = threading.Lock()
 
 
@@ -73,15 +73,16 @@ class Kind(NamedTuple):
 
 _PATIENCE = ("--join-timeout", "60s")
 _SHELL = ("--", "sh", "-c", STAY)
-_LIGHT = ("--", "python", str(_TESTS / "soak/pod_rank.py"), str(_FOLDER))
+_LIGHT = f'exec python {_TESTS}/soak/pod_rank.py /job "$RONDE_EPOCH" "$RONDE_COOKIE"'
 _TRAINING = str(_TESTS / "cluster/elastic_training_rank.py")
 KINDS = {
     "fixed": Kind("3", _PATIENCE, _SHELL, MEMORY_BYTES),
     "printing": Kind("3", _PATIENCE, _SHELL),  # into a file
     "restarts": Kind("3", (*_PATIENCE, "--max-restarts", "90"), _SHELL, MEMORY_BYTES),
     "impatient": Kind("3", ("--join-timeout", "3s", "--max-restarts", "9"), _SHELL),
-    "elastic": Kind("2:3", _PATIENCE, _LIGHT),
-    "growing": Kind("2:5", _PATIENCE, _LIGHT),
+    "elastic": Kind("2:3", _PATIENCE, ("--", "sh", "-c", _LIGHT)),
+    "growing": Kind("2:5", _PATIENCE, ("--", "sh", "-c", _LIGHT)),
+    "timed": Kind("3", _PATIENCE, ("--", "sh", "-c", "date +%s.%N >/job/rank.$RANK")),
     "training": Kind("2:3", _PATIENCE, ("--", "python", _TRAINING, str(_FOLDER))),
 }
 
@@ -108,6 +109,7 @@ class PodJob:
         self.folder.mkdir()
         self.folder.chmod(0o777)
         self.mark = f"{MARK}={os.urandom(8).hex()}"
+        self.before: Sequence[str] = ()  # the command of each pod
         self._seen = (-1, -1)
         self.token = self.write_token("token", _TOKEN)
 
@@ -130,7 +132,7 @@ class PodJob:
 
     def start(self, number: int) -> Pod:
         """Start a pod with this number; it counts from now on."""
-        before: Sequence[str] = ()
+        before = self.before
         name, value = self.mark.split("=")
         kind = self.own_kind
         environment = {name: value, "RONDE_NODES": kind.nodes}
@@ -233,7 +235,9 @@ class PodJob:
             if key > self._seen and is_whole:
                 self._seen = key
                 return True
-            if any(pod.exit_code is not None for pod in self.all if self.is_living(pod)):
+            if any(
+                pod.exit_code is not None for pod in self.all if self.is_living(pod)
+            ):
                 raise AssertionError(f"a pod ended before a world of {size}")
             return False
 

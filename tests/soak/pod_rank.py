@@ -1,7 +1,7 @@
 """A light rank of an elastic job that ``pod_faults.py`` breaks, without torch.
 
-It has no data: a step is a short sleep. It writes the views it was in, as the ranks of
-``pod_job.STAY`` write the starts they were in.
+Its arguments are a folder, ``RONDE_EPOCH`` and ``RONDE_COOKIE``. A step is a short
+sleep. It writes the views it was in, as ``pod_job.STAY`` writes the starts.
 """
 
 import os
@@ -19,7 +19,7 @@ from ronde.membership import own_member  # noqa: E402
 _STEP_S = 0.05
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, epoch: str, mark: str) -> None:
     """Go from view to view until ``finish`` appears."""
     member = own_member()
     if member is None:
@@ -30,8 +30,7 @@ def main(folder: Path) -> None:
         numbers = [worker.id for worker in view.members]
         rank, size = numbers.index(member.number), len(numbers)
         members = ",".join(map(str, numbers))
-        words = (os.environ["RONDE_EPOCH"], view.view, rank, size)
-        words = (*words, os.environ["RONDE_COOKIE"], os.uname().nodename, members)
+        words = (epoch, view.view, rank, size, mark, os.uname().nodename, members)
         with (folder / "worlds").open("a") as file:
             file.write(" ".join(map(str, words)) + "\n")
         member.step = step
@@ -48,4 +47,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *sys.argv[2:])
