@@ -31,7 +31,7 @@ _TESTS = Path(__file__).parents[1]
 _TOKEN = "5ec2e7" * 10
 # A rank runs the commands of a file of its own, and ends when ``finish`` appears.
 STAY = """
-echo "$RONDE_EPOCH 0 $RANK $WORLD_SIZE $RONDE_COOKIE $HOSTNAME -" >>/job/worlds
+echo "$RONDE_EPOCH 0 $RANK $WORLD_SIZE $RONDE_COOKIE $(hostname -i) -" >>/job/worlds
 while [ ! -e /job/finish ]; do
     [ ! -e /job/act.$RONDE_EPOCH.$RANK ] || . /job/act.$RONDE_EPOCH.$RANK
     sleep 0.1
@@ -42,7 +42,8 @@ nsenter --target $1 --net ip -o link show eth0 | sed 's/.*@if\\([0-9]*\\):.*/\\1
 { read -r n; ip -o link | sed -n "s/^$n: \\([^@:]*\\).*/\\1/p"; } |
 { read -r name; ip link set "$name" $2; }
 """
-_STOP = "nsenter --target $1 --pid kill -$2 -- -1; kill -$2 $1"
+# The first process would wake the others: it is stopped before them.
+_STOP = "kill -$2 $1; nsenter --target $1 --pid kill -$2 -- -1"
 _starting = threading.Lock()
 
 
@@ -58,7 +59,7 @@ class World(NamedTuple):
     rank: int
     size: int
     job: str
-    pod: str
+    pod: str  # its address
     members: str
 
 
@@ -231,8 +232,7 @@ class PodJob:
 
         def is_there() -> bool:
             key, found = self.newest()
-            is_whole = len(found) == size == found[0].size if found else False
-            if key > self._seen and is_whole:
+            if key > self._seen and self._is_whole(found, size):
                 self._seen = key
                 return True
             if any(
@@ -248,9 +248,17 @@ class PodJob:
 
         def is_there() -> bool:
             self._seen, found = self.newest()
-            return len(found) == size == found[0].size if found else False
+            return self._is_whole(found, size)
 
         self.until(is_there, f"a world of {size}")
+
+    def _is_whole(self, found: Sequence[World], size: int) -> bool:
+        """Return True if a world has this size, in the pods that must live."""
+        if self.kind != "training":
+            living = sorted(pod.address for pod in self.all if self.is_living(pod))
+            if sorted(world.pod for world in found) != living:
+                return False
+        return len(found) == size == found[0].size if found else False
 
     def newest(self) -> tuple[tuple[int, int], list[World]]:
         if self.kind == "training":

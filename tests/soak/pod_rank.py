@@ -4,7 +4,7 @@ Its arguments are a folder, ``RONDE_EPOCH`` and ``RONDE_COOKIE``. A step is a sh
 sleep. It writes the views it was in, as ``pod_job.STAY`` writes the starts.
 """
 
-import os
+import socket
 import sys
 import time
 from contextlib import suppress
@@ -24,13 +24,14 @@ def main(folder: Path, epoch: str, mark: str) -> None:
     member = own_member()
     if member is None:
         raise SystemExit("start it by ronde run --nodes A:B")
+    address = socket.gethostbyname(socket.gethostname())
     step, (view, begun) = 0, member.join()
     while True:
         step = max(step, begun.step)
         numbers = [worker.id for worker in view.members]
         rank, size = numbers.index(member.number), len(numbers)
         members = ",".join(map(str, numbers))
-        words = (epoch, view.view, rank, size, mark, os.uname().nodename, members)
+        words = (epoch, view.view, rank, size, mark, address, members)
         with (folder / "worlds").open("a") as file:
             file.write(" ".join(map(str, words)) + "\n")
         member.step = step
