@@ -116,9 +116,9 @@ def _cut_head(job: PodJob) -> None:
 def _stop_node(job: PodJob) -> None:
     """Stop all processes of a pod until the others have ended."""
     pod = job.pods[job.nodes()[0]]
-    job.freeze(pod, "STOP")
+    job.freeze(pod)
     job.await_end(job.pods[0])
-    job.freeze(pod, "CONT")
+    job.thaw(pod)
     job.end_with(LOST)
 
 
@@ -276,11 +276,11 @@ def _replace_stopped(job: PodJob) -> None:
     """Replace a pod whose processes are stopped; they go on later."""
     number = job.nodes()[0]
     old = job.pods[number]
-    job.freeze(old, "STOP")
+    job.freeze(old)
     job.start(number)
     job.expected[old] = (LOST,)
     job.await_world(3)
-    job.freeze(old, "CONT")
+    job.thaw(old)
     job.await_end(old)
 
 

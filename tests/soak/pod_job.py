@@ -42,8 +42,9 @@ nsenter --target $1 --net ip -o link show eth0 | sed 's/.*@if\\([0-9]*\\):.*/\\1
 { read -r n; ip -o link | sed -n "s/^$n: \\([^@:]*\\).*/\\1/p"; } |
 { read -r name; ip link set "$name" $2; }
 """
-# The first process would wake the others: it is stopped before them.
-_STOP = "kill -$2 $1; nsenter --target $1 --pid kill -$2 -- -1"
+# The first process would wake the others, and end with them.
+_STOP = "kill -STOP $1; nsenter --target $1 --pid kill -STOP -- -1"
+_CONTINUE = "nsenter --target $1 --pid kill -CONT -- -1; kill -CONT $1"
 _starting = threading.Lock()
 
 
@@ -179,9 +180,13 @@ class PodJob:
         """Set the far end of a pod's link ``up`` or ``down``."""
         self.run("sh", "-ec", _PEER, "sh", str(pod.init_pid), state)
 
-    def freeze(self, pod: Pod, sig: str) -> None:
-        """Send STOP or CONT to all processes of a pod."""
-        self.run("sh", "-c", _STOP, "sh", str(pod.init_pid), sig)
+    def freeze(self, pod: Pod) -> None:
+        """Stop all processes of a pod."""
+        self.run("sh", "-c", _STOP, "sh", str(pod.init_pid))
+
+    def thaw(self, pod: Pod) -> None:
+        """Let all processes of a pod go on."""
+        self.run("sh", "-c", _CONTINUE, "sh", str(pod.init_pid))
 
     def run(self, *words: str) -> None:
         with self.network.run_inside(*words) as process:
