@@ -136,6 +136,9 @@ class Controller(Handler):
                 is_last = epoch >= spec.max_restarts
                 if is_last or not result.is_worth_restart(spec.no_restart_codes):
                     return result
+                # The signal may have come while ranks ended for another reason.
+                if (number := self._loop.stopped_by) is not None:
+                    raise InterruptedStartError(number)
                 why = _why_again(result)
             epoch += 1
             self._output.notice(f"restart {epoch} of {spec.max_restarts}: {why}")
@@ -319,9 +322,6 @@ class Controller(Handler):
 
 
 def _why_again(result: JobResult) -> str:
-    """Return the reason for a restart, unless the user has ended the job meanwhile."""
-    if result.late_signal is not None:
-        raise InterruptedStartError(result.late_signal)
     if isinstance(result.cause, LostHost):
         return f"{result.cause.host} was lost"
     if result.cause is not None and not result.hang:

@@ -215,7 +215,6 @@ class JobResult(NamedTuple):
     also_lost: tuple[LostHost, ...] = ()  # other lost hosts
     views: tuple[ViewRecord, ...] = ()  # of an elastic job
     hang: str = ""  # the verdict on the hang that ended the job
-    late_signal: int | None = None  # the user's, while ranks ended for another reason
 
     def is_worth_restart(self, excluded_codes: Collection[int]) -> bool:
         if self.hang:

@@ -99,7 +99,6 @@ class Generation(Handler):
         self.lost: list[LostHost] = []
         self.is_stopping = False
         self._interrupted_by: int | None = None
-        self._late_signal: int | None = None
         self._is_killing = False
         self._finished: dict[str, messages.Finished] = {}
         self._answer_by_s = self._stacks_by_s = inf
@@ -158,8 +157,7 @@ class Generation(Handler):
             for host in self.lost
             if not self.survived >= {*host.ranks}
         ]
-        result = judge(ends, self._interrupted_by, lost)
-        return result._replace(hang=self._hang, late_signal=self._late_signal)
+        return judge(ends, self._interrupted_by, lost)._replace(hang=self._hang)
 
     def _starting(self) -> list[str]:
         return list({w.node.name: 0 for w in self.workers.values() if not w.pid})
@@ -291,9 +289,8 @@ class Generation(Handler):
             self._loop.status.on_statuses(statuses)
 
     def _on_host_ending(self, node: AgentNode, number: int) -> None:
-        if self.is_stopping:
-            self._late_signal = number
-        else:
+        self._loop.stopped_by = number
+        if not self.is_stopping:
             self._loop.notice(node, f"{signal_name(number)}: the job ends")
             self._interrupted_by = number
             self.stop(number)
@@ -344,8 +341,6 @@ class Generation(Handler):
 
     def on_signal(self, number: int) -> None:
         """Forward a signal or end the job; a second ending signal kills the ranks."""
-        if number in STOPPING and self.is_stopping:
-            self._late_signal = number
         if number in FORWARDED:
             self._send(messages.Forward(number))
         elif number == ASKING:
