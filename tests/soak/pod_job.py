@@ -44,7 +44,11 @@ nsenter --target $1 --net ip -o link show eth0 | sed 's/.*@if\\([0-9]*\\):.*/\\1
 """
 # The first process would wake the others, and end with them.
 _STOP = "kill -STOP $1; nsenter --target $1 --pid kill -STOP -- -1"
-_CONTINUE = "exec 2>/dev/null; nsenter --target $1 --pid kill -CONT -- -1; kill -CONT $1"
+_CONTINUE = """
+exec 2>/dev/null
+nsenter --target $1 --pid kill -CONT -- -1
+kill -CONT $1
+"""
 _starting = threading.Lock()
 
 
