@@ -3,7 +3,10 @@
 from collections.abc import Iterator
 
 import pytest
+from tests.cluster.conftest import local_loss
 from tests.containers.pods import PodNetwork, pod_network, why_not
+
+__all__ = ["local_loss"]
 
 
 @pytest.fixture(scope="session")
@@ -17,6 +20,6 @@ def shared_network() -> Iterator[PodNetwork]:
 
 @pytest.fixture
 def network(shared_network: PodNetwork) -> Iterator[PodNetwork]:
-    """Yield a network without pods; those of a test are deleted after it."""
+    """Yield a network without pods; those of a test end with it."""
     yield shared_network
-    shared_network.delete_all()
+    shared_network.kill_all()

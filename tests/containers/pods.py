@@ -29,8 +29,17 @@ from tests.limits import HANG_S, until
 
 ROOT = Path(__file__).parents[2]
 DOMAIN = "default.svc.cluster.local"
-_TOOLS = ("podman", "runc", "conmon", "iptables", "ip", "nsenter", "unshare")
-_HELPERS = ("netavark", "aardvark-dns")  # beside no other programs
+_TOOLS = (
+    "podman",
+    "runc",
+    "conmon",
+    "iptables",
+    "ip",
+    "nsenter",
+    "unshare",
+    "netavark",
+)
+_NAME_SERVER = str(Path(__file__).with_name("name_server.py"))
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _SPACES = ("--net", "--mount", "--pid")
 _UNSHARE = ("unshare", *_SPACES, "--fork", "--kill-child", "--mount-proc")
@@ -38,28 +47,25 @@ _UNSHARE = ("unshare", *_SPACES, "--fork", "--kill-child", "--mount-proc")
 _INSIDE = """
 mount -n -t tmpfs tmpfs /run
 mount -n -t tmpfs -o mode=1777 tmpfs /dev/shm
-echo nameserver 127.0.0.1 >/run/resolv.conf
-mount -n --bind /run/resolv.conf /etc/resolv.conf
 ip link set lo up
-"$1" -ISc "$2" &
+"$@" &
 exec env --ignore-signal=CHLD sleep infinity
 """
-# Other names do not exist, which podman's own server leaves to this one; its answer is
-# the question with other flags: "response", "recursion available", "no such name".
-_RESOLVER = """
-import socket
-server = socket.socket(type=socket.SOCK_DGRAM)
-server.bind(("127.0.0.1", 53))
-print("up", flush=True)
-while True:
-    question, client = server.recvfrom(512)
-    server.sendto(question[:2] + bytes([0x81, 0x83]) + question[4:], client)
+# A bridge of netavark's own goes with the last pod, and takes another hardware address
+# with each, which other pods learn 30 s later.
+_BRIDGE = """
+ip link add podman1 address 02:00:00:00:00:01 type bridge mcast_snooping 0
+ip address add 10.77.0.1/16 dev podman1
+ip link set podman1 up
+ip link add stays type veth peer name idle
+ip link set stays master podman1
 """
 # Its standard input ends with the process that wants the pods.
 _LEASE = """
 folder=$1
 shift
 "$@" &
+exec >/dev/null
 read -r _
 kill -KILL $(cat /proc/$!/task/$!/children)
 wait
@@ -84,6 +90,7 @@ _USERS = {
     "group": "root:x:0:\nronde:x:1000:\nnogroup:x:65534:\n",
     "nsswitch.conf": "hosts: files dns\n",
 }
+_MOUNTED = ("etc/ronde", "etc/mpi", "work", "shared")  # where some mount something
 _COPIED = ("ld.so.cache", "alternatives", "login.defs", "ssl", "ssh/moduli")
 
 
@@ -110,11 +117,10 @@ def why_not() -> str:
     if os.geteuid() != 0:
         return "user must be root to start containers, got another."
     places = f"{_PATH}:/usr/lib/podman:/usr/libexec/podman"
-    tools = {**dict.fromkeys(_TOOLS, _PATH), **dict.fromkeys(_HELPERS, places)}
-    if missing := [tool for tool in tools if not shutil.which(tool, path=tools[tool])]:
+    if missing := [tool for tool in _TOOLS if not shutil.which(tool, path=places)]:
         return (
             f"containers need {', '.join(missing)}, got none. Debian: apt-get install "
-            "--no-install-recommends podman runc netavark aardvark-dns iptables"
+            "--no-install-recommends podman runc netavark iptables"
         )
     return namespaces.why_not(_UNSHARE)
 
@@ -148,7 +154,8 @@ class PodNetwork:
             "HOME": str(folder),
             "CONTAINERS_CONF": str(folder / "containers.conf"),
         }
-        inside = ("sh", "-ec", _INSIDE, "sh", sys.executable, _RESOLVER)
+        server = (sys.executable, "-IS", _NAME_SERVER, str(folder))
+        inside = ("sh", "-ec", _INSIDE, "sh", *server)
         words = ("sh", "-c", _LEASE, "sh", str(folder), *_UNSHARE, *inside)
         with (folder / "lease").open("w") as errors:
             self._lease = subprocess.Popen(
@@ -172,7 +179,11 @@ class PodNetwork:
         is_up = self._lease.stdout.readline() == "up\n"
         assert is_up, (folder / "lease").read_text()
         self._init_pid = _child(_child(self._lease.pid))
-        self.podman("network", "create", "--subnet", "10.77.0.0/16", "pods")
+        size = ("--subnet", "10.77.0.0/16")
+        self.podman("network", "create", "--disable-dns", *size, "pods")
+        with self.run_inside("sh", "-ec", _BRIDGE) as process:
+            _, errors = process.communicate(timeout=HANG_S)
+        assert process.returncode == 0, errors
 
     def podman(self, *words: str) -> str:
         """Run a command of podman; return its output."""
@@ -214,15 +225,13 @@ class PodNetwork:
             return Path(f"/proc/{self._init_pid}/root{path}").read_text()
         return ""
 
-    def delete_all(self) -> None:
-        """Kill all pods and forget their files; their addresses stay theirs."""
-        for pod in self.pods:
-            pod.settle()
-        names = [pod.id for pod in self.pods if pod.id and not pod.is_deleted]
-        if names:
-            self.podman("rm", "--force", "--time", "0", *names)
-        for pod in self.pods:
-            pod.is_deleted = True
+    def kill_all(self) -> None:
+        """Kill all pods; podman frees what they held by itself."""
+        here = [pod for pod in self.pods if not pod.is_deleted]
+        for pod in here:
+            pod.kill()
+        for pod in here:
+            pod.wait()
 
     def close(self) -> None:
         """Remove everything, once all of it has ended."""
@@ -239,7 +248,7 @@ class Pod:
         spec: Its container.
         id: Its name for podman.
         address: Its IPv4 address.
-        is_deleted: No container is left of it.
+        files: Its folder on this machine, with the log.
     """
 
     def __init__(
@@ -248,20 +257,23 @@ class Pod:
         self.spec = spec
         self.id = name
         self.address = address
-        self.is_deleted = False
         self._network = network
-        self._files = network.folder / name
+        self.files = network.folder / name
+        self.is_deleted = False  # by podman rm
         self._starting: subprocess.Popen[str] | None = None
         self._container = ""
         self._code: int | None = None
 
     def begin(self) -> None:
         """Let podman start the container."""
-        self._files.mkdir()
+        self.files.mkdir()
         full = f"{self.spec.name}.{self.spec.subdomain}.{DOMAIN}"
         hosts = f"127.0.0.1 localhost\n{self.address} {full} {self.spec.name}\n"
-        (self._files / "hosts").write_text(hosts)
-        self._starting = self._network.begin(*self._words(full))
+        (self.files / "hosts").write_text(hosts)
+        parts = full.split(".")
+        names = [".".join(parts[:n]) for n in range(2, len(parts) + 1)]
+        (self.files / "names").write_text(" ".join((self.address, *names)))
+        self._starting = self._network.begin(*self._words())
 
     def wait(self) -> int:
         """Return the exit code of the container, once it has ended."""
@@ -279,6 +291,7 @@ class Pod:
             # Podman soon removes the file, and conmon ends after it has written it.
             if text or is_over:
                 self._code = int(text or self._network.podman("wait", self.id))
+                (self.files / "names").unlink(missing_ok=True)
         return self._code
 
     @property
@@ -307,12 +320,6 @@ class Pod:
         """Run a program in the container; return its output."""
         assert self.init_pid
         return self._network.podman("exec", self.id, *words)
-
-    def delete(self) -> None:
-        """Kill the container and forget it; its name is unknown to others then."""
-        self.settle()
-        self._network.podman("rm", "--force", "--time", "0", self.id)
-        self.is_deleted = True
 
     def out(self) -> str:
         """Return the standard output so far."""
@@ -360,16 +367,15 @@ class Pod:
         """Return what the container wrote to a stream, out of the log's lines."""
         text = ""
         with suppress(OSError):
-            for line in (self._files / "log").read_text().split("\n")[:-1]:
+            for line in (self.files / "log").read_text().split("\n")[:-1]:
                 _, name, tag, *rest = line.split(" ", 3)
                 if name == stream:
                     text += "".join(rest) + "\n" * (tag == "F")
         return text
 
-    def _words(self, full: str) -> list[str]:
+    def _words(self) -> list[str]:
         """Return the command of podman that starts the container."""
-        spec, files, parts = self.spec, self._files, full.split(".")
-        aliases = [".".join(parts[:n]) for n in range(2, len(parts) + 1)]
+        spec, files = self.spec, self.files
         home = {"HOME": "/tmp", "USER": "ronde"}  # noqa: S108
         environment = {**home, "PATH": f"{sys.prefix}/bin:{_PATH}", **spec.environment}
         mounts = [f"{source}:{path}:ro" for path, source in spec.files.items()]
@@ -384,7 +390,6 @@ class Pod:
         words += ["--cgroup-parent", f"/{files.parent.name}"]
         words += ["--log-driver", "k8s-file", "--log-opt", f"path={files}/log"]
         words += ["--network", "pods", "--ip", self.address, "--hostname", spec.name]
-        words += [f"--network-alias={alias}" for alias in aliases]
         words += ["--user", spec.user, "--ulimit", "host", "--cap-drop", "ALL"]
         words += [f"--cap-add={name}" for name in spec.capabilities]
         words += [] if spec.may_escalate else ["--security-opt", "no-new-privileges"]
@@ -400,7 +405,7 @@ class Pod:
 
 def _write_root(root: Path) -> None:
     """Write the root file system of the pods: folders, and some files of /etc."""
-    for name in ("usr", "proc", "sys", "dev", "tmp", "run", "var/tmp", "etc/ronde"):
+    for name in ("usr", "proc", "sys", "dev", "tmp", "run", "var/tmp", *_MOUNTED):
         (root / name).mkdir(parents=True)
     for name in ("bin", "sbin", "lib", "lib64"):
         (root / name).symlink_to(f"usr/{name}")

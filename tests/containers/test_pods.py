@@ -55,7 +55,6 @@ def test_signals_reach_a_pod_and_its_name_can_be_used_again(
     second.await_line("up")
     second.kill()
     assert second.wait() == 137
-    second.delete()
 
 
 OWNER = """
