@@ -78,11 +78,10 @@ cgroup_manager = "cgroupfs"
 runtime = "runc"
 events_logger = "none"
 """
-# Podman's name server loses questions while a container starts or ends.
 _RESOLVING = f"""
 search {DOMAIN} svc.cluster.local cluster.local
 nameserver 10.77.0.1
-options ndots:5 timeout:1 attempts:5
+options ndots:5
 """
 _USERS = {
     "passwd": "root:x:0:0::/tmp:/bin/sh\nsshd:x:100:65534::/run/sshd:/bin/false\n"
