@@ -133,6 +133,7 @@ def main() -> int:
         for number in range(options.starts):
             seconds = time_start(network, number)
             times["last pod's process to ranks started"].append(seconds)
+            print(f"start {number}: {seconds:.3f} s", file=sys.stderr)
         if options.losses:
             training = Training(network)
             sig = signal.SIGTERM if options.drain else signal.SIGKILL
@@ -140,6 +141,8 @@ def main() -> int:
                 loss_s, return_s = training.lose(sig)
                 times[f"{sig.name} to next step"].append(loss_s)
                 times["end of imports to first step"].append(return_s)
+                text = f"loss {loss_s:.3f} s, return {return_s:.3f} s"
+                print(text, file=sys.stderr)
             again = training.finish()
     loads = [round(each, 1) for each in (*load[:1], *os.getloadavg()[:1])]
     print(json.dumps({"all": times}))
