@@ -62,11 +62,11 @@ class Training:
         job = self.job
         number = job.nodes()[0]
         others = [n for n in range(3) if n != number]
+        view = max(self.applied(others[0]))[1]  # of the newest step
         at_s = time.monotonic()
         pod = job.pods[number]
         pod.signal(sig)
         job.expected[pod] = (128 + sig,)
-        view = max(self.applied(others[0]))[1]  # of the newest step
         job.until(lambda: all(self.next_s(n, view) for n in others), "survivors")
         loss_s = max(self.next_s(n, view) for n in others) - at_s
         if sig == signal.SIGTERM:
