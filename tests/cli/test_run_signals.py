@@ -40,6 +40,19 @@ def test_each_rank_gets_the_signal_that_ends_the_job(ronde, number, name, code):
         assert process.wait(HANG_S) == code
 
 
+def test_a_signal_while_ranks_end_prevents_their_restart(ronde, tmp_path):
+    program = (
+        'cd "$0"; if [ "$RANK" = 0 ]; then trap "echo ending" TERM; touch up; fi; '
+        "while [ ! -e up ] || [ $RANK = 0 ]; do sleep 0.01; done; exit 3"
+    )
+    words = ("run", "-n", "2", "--max-restarts", "9", "--grace", f"{HANG_S}s")
+    with ronde.start(*words, *shell(program), str(tmp_path)) as process:
+        read_lines(process, b"ending", 1)
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=HANG_S)
+    assert (process.returncode, b"restart" in errors) == (143, False)
+
+
 class GatedJob:
     """Two ranks with a pipe that nobody ever writes to, for them to wait on."""
 

@@ -1,8 +1,9 @@
 """A rank of an elastic training that tests break: ``elastic_training_rank.py FOLDER``.
 
-It keeps a ledger, and the times at which it applied steps (``applied-*``). Checkpoints
-are in ``FOLDER/state``. The training ends with the epoch in which ``FOLDER/finish``
-appears. Who starts while there is ``FOLDER/hold`` waits until that is gone.
+It keeps a ledger, and the times at which it had imported everything (``loaded-*``) and
+applied steps (``applied-*``). Checkpoints are in ``FOLDER/state``. The training ends
+with the epoch in which ``FOLDER/finish`` appears. Who starts while there is
+``FOLDER/hold`` waits until that is gone.
 """
 
 import os
@@ -43,6 +44,7 @@ class Ending:
 def main(folder: Path) -> None:
     """Train until all are told to finish."""
     torch.set_num_threads(1)
+    loaded_s = time.monotonic()
     while (folder / "hold").exists():
         time.sleep(_STEP_S)
     hvd.init()
@@ -51,6 +53,7 @@ def main(folder: Path) -> None:
         raise SystemExit("start it by ronde run --min-ranks")
     host = os.uname().nodename
     applied = (folder / f"applied-{host}-{member.number}").open("a", buffering=1)
+    (folder / f"loaded-{host}-{member.number}").write_text(f"{loaded_s}\n")
     model = torch.nn.Linear(4, 2)
     optimizer = hvd.DistributedOptimizer(
         Descent(model.parameters(), 0.01), model.named_parameters()

@@ -91,6 +91,7 @@ class Host:
     is_ready: bool = False
     is_connecting: bool = False
     is_leaving: bool = False
+    joins_itself: bool = False  # after it was left
 
 
 @dataclass
@@ -151,9 +152,10 @@ class Environment:
                 del self.processes[number]
         self.tell(HostGone(name, f"{name} was lost", joins_itself))
 
-    def leave_host(self, name: str) -> None:
+    def leave_host(self, name: str, *, joins_itself: bool = False) -> None:
         self.hosts[name].is_leaving = True
-        self.tell(HostLeaves(name, f"{name} is to be left"))
+        self.hosts[name].joins_itself = joins_itself
+        self.tell(HostLeaves(name, f"{name} is to be left", joins_itself))
 
     def end(self, number: int, exit_code: int) -> None:
         del self.processes[number]
@@ -339,6 +341,8 @@ class Environment:
         assert host.is_ready
         assert host.is_leaving or not host.is_found
         assert order.host not in [p.worker.host for p in self.processes.values()]
+        is_gone = host.is_leaving and host.joins_itself
+        host.is_found = host.is_found and not is_gone
         host.is_ready = host.is_leaving = False
 
     def _hear(self, numbers: tuple[int, ...], message: ToRank) -> None:

@@ -110,10 +110,10 @@ class Faults(RuleBasedStateMachine):
         if host and (host.is_ready or host.is_connecting):
             self.env.fail_host(name, joins_itself=joins_itself)
 
-    @rule(name=st.sampled_from(NAMES))
-    def leave_host(self, name: str) -> None:
+    @rule(name=st.sampled_from(NAMES), joins_itself=st.booleans())
+    def leave_host(self, name: str, joins_itself: bool) -> None:  # noqa: FBT001
         if name in self.env.hosts and self.env.hosts[name].is_ready:
-            self.env.leave_host(name)
+            self.env.leave_host(name, joins_itself=joins_itself)
 
     @rule(slots=st.dictionaries(st.sampled_from(NAMES), st.integers(0, 3)))
     def find_hosts(self, slots: dict[str, int]) -> None:
@@ -193,6 +193,13 @@ def test_a_host_that_joins_by_itself_is_used_as_soon_as_it_is_there_again():
     env.settle(1)
     env.wait(1000.0)
     assert ordered(env, Connect) == []
+    env.find({"a": 2, "b": 2})
+    assert ordered(env, Connect) == [Connect("b")]
+    env.run(lambda: len(ranks(env)) == 4)
+    env.orders.clear()
+    env.leave_host("b", joins_itself=True)
+    env.run(lambda: not env.hosts["b"].is_found)
+    assert ordered(env, Connect, Release) == [Release("b")]
     env.find({"a": 2, "b": 2})
     assert ordered(env, Connect) == [Connect("b")]
 

@@ -32,6 +32,7 @@ class HostLeaves(NamedTuple):
 
     host: str
     reason: str
+    joins_itself: bool = False  # once it can be used again
 
 
 class WorkerReport(NamedTuple):

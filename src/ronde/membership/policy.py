@@ -103,6 +103,7 @@ class _Host:
     is_ready: bool = False
     is_connecting: bool = False
     leaves: str = ""  # why it must be left
+    joins_itself: bool = False  # after it was left
     cooldown_s: float = 0.0
     blacklisted_until_s: float = -inf
     failures_s: list[float] = field(default_factory=list[float])
@@ -420,7 +421,9 @@ class _Roster:
     def _release(self) -> None:
         for name, host in self._hosts.items():
             if host.is_ready and host.is_left and not host.used:
-                if host.leaves:
+                if host.leaves and host.joins_itself:
+                    host.is_known = False
+                elif host.leaves:
                     self._blacklist(host)
                 host.is_ready, host.leaves = False, ""
                 self._orders.append(events.Release(name))
@@ -476,6 +479,7 @@ class Membership(_Roster):
             case events.HostLeaves():
                 host = self._host(event.host)
                 host.leaves = event.reason if host.is_ready else ""
+                host.joins_itself = event.joins_itself
                 self._review(event.host)
             case events.WorkerLost():
                 self._on_lost(event)

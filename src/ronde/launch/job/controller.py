@@ -136,11 +136,10 @@ class Controller(Handler):
                 is_last = epoch >= spec.max_restarts
                 if is_last or not result.is_worth_restart(spec.no_restart_codes):
                     return result
-                why = "the ranks hung" if result.hang else "a rank failed"
-                if isinstance(result.cause, LostHost):
-                    why = f"{result.cause.host} was lost"
-                elif result.cause is not None and not result.hang:
-                    why = f"rank {result.cause.rank} failed on {result.cause.host}"
+                # The signal may have come while ranks ended for another reason.
+                if (number := self._loop.stopped_by) is not None:
+                    raise InterruptedStartError(number)
+                why = _why_again(result)
             epoch += 1
             self._output.notice(f"restart {epoch} of {spec.max_restarts}: {why}")
             plan = self._replace_lost(plan)
@@ -320,6 +319,14 @@ class Controller(Handler):
         codes = [n.transport.wait(due_s - time.monotonic()) for n in self._loop.nodes]
         if self._loop.has_strays or any(code != 0 for code in codes):
             sweep(spared=self._others)
+
+
+def _why_again(result: JobResult) -> str:
+    if isinstance(result.cause, LostHost):
+        return f"{result.cause.host} was lost"
+    if result.cause is not None and not result.hang:
+        return f"rank {result.cause.rank} failed on {result.cause.host}"
+    return "the ranks hung" if result.hang else "a rank failed"
 
 
 def resolve(

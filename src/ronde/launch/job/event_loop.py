@@ -199,6 +199,7 @@ class EventLoop:
         self.status: StatusService | None = None  # after a moment
         self._warned: set[AgentNode] = set()  # of their memory
         self.join_server: JoinServer | None = None  # if nodes may still join
+        self.stopped_by: int | None = None  # the user's last signal to end the job
 
     @property
     def _services(self) -> "list[StatusService | JoinServer]":
@@ -339,6 +340,8 @@ class EventLoop:
     def _on_signals(self, handler: Handler) -> None:
         numbers = read_signals(self.signal_fd)
         for index, number in enumerate(numbers):
+            if number in STOPPING:
+                self.stopped_by = number
             if number != SUSPENDING:
                 handler.on_signal(number)
                 continue

@@ -289,6 +289,7 @@ class Generation(Handler):
             self._loop.status.on_statuses(statuses)
 
     def _on_host_ending(self, node: AgentNode, number: int) -> None:
+        self._loop.stopped_by = number
         if not self.is_stopping:
             self._loop.notice(node, f"{signal_name(number)}: the job ends")
             self._interrupted_by = number

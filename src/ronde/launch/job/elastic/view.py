@@ -117,7 +117,7 @@ class ElasticView:
                 self._notices.add(node, message.reason, time.monotonic())
             case messages.HostEnding() if self._has_others(node):
                 reason = f"{node.name} ends by {signal_name(message.signal)}"
-                self._apply(events.HostLeaves(node.name, reason))
+                self._leave(events.HostLeaves(node.name, reason))
             case messages.Finished() if node.name in self._releasing:
                 self._releasing.remove(node.name)
                 self._generation.nodes.remove(node)
@@ -188,8 +188,13 @@ class ElasticView:
         self._on_gone(name, f"{name} cannot be used: {reason}")
 
     def _on_gone(self, name: str, reason: str) -> None:
-        joins_itself = self._server is not None and name != self._server.config.head
-        self._apply(events.HostGone(name, reason, joins_itself))
+        self._apply(events.HostGone(name, reason, self._joins_itself(name)))
+
+    def _leave(self, event: events.HostLeaves) -> None:
+        self._apply(event._replace(joins_itself=self._joins_itself(event.host)))
+
+    def _joins_itself(self, name: str) -> bool:
+        return self._server is not None and name != self._server.config.head
 
     def due_s(self) -> float:
         if self._server is not None and self._server.version != self._seen:
@@ -214,9 +219,9 @@ class ElasticView:
             self._on_hosts(hosts)
         while self._discovery.notices:
             self._loop.output.notice(self._discovery.notices.pop(0))
-        leaving = self._notices.on_due(self._membership.view, now_s)
-        for event in (*leaving, events.TimerExpired()):
-            self._apply(event)
+        for event in self._notices.on_due(self._membership.view, now_s):
+            self._leave(event)
+        self._apply(events.TimerExpired())
 
     # Orders
 
