@@ -19,9 +19,8 @@ from typing import NamedTuple
 from tests import ledger
 from tests.cluster.elastic_training_rank import BATCH, NUM_SAMPLES
 from tests.containers.pods import Pod, PodNetwork, PodSpec
+from tests.limits import HANG_S
 
-LIMIT_S = 60.0
-"""After which a job hangs."""
 LOST, KILLED, ENDED = 69, 137, 143
 MEMORY_BYTES = 192 << 20
 MARK = "POD_FAULTS_JOB"
@@ -77,7 +76,7 @@ class Kind(NamedTuple):
     memory_bytes: int | None = None
 
 
-_PATIENCE = ("--join-timeout", "60s")
+_PATIENCE = ("--join-timeout", f"{HANG_S:g}s")
 _SHELL = ("--", "sh", "-c", STAY)
 _LIGHT = f'exec python {_TESTS}/soak/pod_rank.py /job "$RONDE_EPOCH" "$RONDE_COOKIE"'
 _TRAINING = str(_TESTS / "cluster/elastic_training_rank.py")
@@ -194,7 +193,7 @@ class PodJob:
 
     def run(self, *words: str) -> None:
         with self.network.run_inside(*words) as process:
-            _, errors = process.communicate(timeout=LIMIT_S)
+            _, errors = process.communicate(timeout=HANG_S)
         if errors:
             raise AssertionError(f"{words} failed: {errors}")
 
@@ -218,10 +217,10 @@ class PodJob:
     # Waiting
 
     def until(self, is_so: Callable[[], object], awaited: str) -> None:
-        ends_s = time.monotonic() + LIMIT_S
+        ends_s = time.monotonic() + HANG_S
         while not is_so():
             if time.monotonic() > ends_s:
-                raise HangError(f"waited {LIMIT_S:.0f} s for {awaited}")
+                raise HangError(f"waited {HANG_S:.0f} s for {awaited}")
             time.sleep(_POLL_S)
 
     def await_end(self, pod: Pod) -> None:
