@@ -7,7 +7,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from ronde.collectives import connect
@@ -123,21 +122,13 @@ class _Callbacks(NamedTuple):
     send_stats: Callable[[Statistics], None] | None
 
 
-@dataclass(slots=True)
-class _Running:
-    load: Load
-
-    def count(self) -> None:
-        self.load = self.load._replace(num_made=self.load.num_made + 1)
-
-
 class _Desk:
     """The leader: admits, cancels and answers; the only side with callbacks."""
 
     def __init__(self, engine: Engine, callbacks: _Callbacks, policy: Policy) -> None:
         self._engine, self._callbacks, self._policy = engine, callbacks, policy
         self._waiting: deque[Request] = deque()
-        self._running: dict[int, _Running] = {}
+        self._running: dict[int, Load] = {}
         self._iteration = 0
         self.is_ending = threading.Event()  # no further requests are taken
 
@@ -160,16 +151,16 @@ class _Desk:
                 raise UsageError(
                     f"an engine must make tokens of requests in progress, got {made}."
                 )
-            self._running[made.id].count()
+            load = self._running[made.id]
+            self._running[made.id] = load._replace(num_made=load.num_made + 1)
             is_final = made.finish is not None
-            self._respond(Response(made.id, (made.token,), is_final, made.finish))
+            self._callbacks.send_response(
+                Response(made.id, (made.token,), is_final, made.finish)
+            )
             if is_final:
                 del self._running[made.id]
         if self._callbacks.send_stats is not None and (tokens or self._running):
             self._callbacks.send_stats(self._statistics())
-
-    def _respond(self, response: Response) -> None:
-        self._callbacks.send_response(response)
 
     def _take_requests(self) -> None:
         most = self._engine.capacity.max_requests
@@ -181,7 +172,9 @@ class _Desk:
                 require_servable(request, self._engine.capacity)
                 self._require_new(request.id)
             except UsageError as error:
-                self._respond(Response(request.id, is_final=True, error=f"{error}"))
+                self._callbacks.send_response(
+                    Response(request.id, is_final=True, error=f"{error}")
+                )
             else:
                 self._waiting.append(request)
 
@@ -204,20 +197,22 @@ class _Desk:
                 self._waiting.remove(waiting[0])
             else:
                 continue  # it has ended before
-            self._respond(Response(request_id, is_final=True, finish="cancel"))
+            self._callbacks.send_response(
+                Response(request_id, is_final=True, finish="cancel")
+            )
         return tuple(stopped)
 
     def _admit(self) -> tuple[Request, ...]:
-        running = [each.load for each in self._running.values()]
+        running = list(self._running.values())
         waiting = [load_of(each) for each in self._waiting]
         num = self._policy(running, waiting, self._engine.capacity)
         chosen = tuple(self._waiting.popleft() for _ in range(num))
-        self._running |= {each.id: _Running(load_of(each)) for each in chosen}
+        self._running |= {each.id: load_of(each) for each in chosen}
         return chosen
 
     def _statistics(self) -> Statistics:
         capacity = self._engine.capacity
-        blocks = [r.load.most_blocks(capacity) for r in self._running.values()]
+        blocks = [load.most_blocks(capacity) for load in self._running.values()]
         return Statistics(
             self._iteration, len(self._running), len(self._waiting),
             sum(blocks), capacity.num_blocks, capacity.max_requests,
