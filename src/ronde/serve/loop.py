@@ -1,0 +1,93 @@
+"""The loop of all ranks: one leader sends frames, and every rank takes each step alike.
+
+A frame has the digest of all steps before. A rank with another digest ends the loop, so
+ranks that are out of step make at most one step more.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple, Protocol
+from zlib import crc32
+
+from ronde.collectives.objects import TensorGroup, broadcast_json
+from ronde.errors import CollectiveError
+from ronde.plain_values import from_plain, to_plain
+from ronde.serve.engine import Engine
+from ronde.serve.requests import Request, Token
+
+LEADER = 0
+
+
+class Commands(NamedTuple):
+    """The leader's decisions before a step."""
+
+    add: tuple[Request, ...] = ()
+    cancel: tuple[int, ...] = ()  # ids of requests of earlier frames
+    is_last: bool = False  # no step follows
+
+
+class Frame(NamedTuple):
+    """The commands as all ranks get them, and the leader's state."""
+
+    step: int
+    digest: int
+    commands: Commands
+
+
+class Leader(Protocol):
+    """The side of the loop that only the leader has."""
+
+    def commands(self, *, is_idle: bool) -> Commands:
+        """Decide what all ranks do next; may wait for a second if all are idle."""
+        ...
+
+    def on_tokens(self, tokens: Sequence[Token]) -> None:
+        """Take the tokens of a step."""
+
+
+class OutOfStepError(CollectiveError):
+    """This rank has made other tokens than the leader."""
+
+
+def run_loop(group: TensorGroup, engine: Engine, leader: Leader | None) -> int:
+    """Take steps until the leader ends the loop; return their number. Collective.
+
+    Args:
+        group: All ranks.
+        leader: Given on rank 0 alone.
+
+    Raises:
+        OutOfStepError: This rank differs from the leader.
+        CollectiveError: Another rank has ended.
+    """
+    step = digest = 0
+    while True:
+        make = partial(_make_frame, leader, engine, step, digest)
+        frame = from_plain(Frame, broadcast_json(group, make, LEADER))
+        if (frame.step, frame.digest) != (step, digest):
+            raise OutOfStepError(
+                f"ranks must make the same tokens, but rank {group.rank} has digest "
+                f"{digest:08x} before step {step}, and rank {LEADER} has "
+                f"{frame.digest:08x} before step {frame.step}. The model or the engine "
+                "is not deterministic on one of them."
+            )
+        for request_id in frame.commands.cancel:
+            engine.cancel(request_id)
+        for request in frame.commands.add:
+            engine.add(request)
+        if frame.commands.is_last:
+            return step
+        tokens = engine.step() if engine.has_work else []
+        if leader is not None:
+            leader.on_tokens(tokens)
+        words = [[token.id, token.token, token.finish] for token in tokens]
+        digest = crc32(repr((words, engine.has_work)).encode(), digest)
+        step += 1
+
+
+def _make_frame(
+    leader: Leader | None, engine: Engine, step: int, digest: int
+) -> object:
+    is_idle = not engine.has_work
+    commands = Commands() if leader is None else leader.commands(is_idle=is_idle)
+    return to_plain(Frame(step, digest, commands))
