@@ -6,8 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ronde.serve import Capacity, Request, StepEngine, StepRow
-from ronde.serve.sampling import choose_token
+from ronde.serve import Capacity, InferenceRequest, StepEngine, StepRow, choose_token
 
 NUM_WORDS, END = 23, 5
 CAPACITY = Capacity(num_blocks=40, block_tokens=4, max_requests=6, max_len=64)
@@ -32,7 +31,7 @@ def make_engine() -> StepEngine:
     return StepEngine(compute, compute, CAPACITY, stop_ids=(END,))
 
 
-def answer_to(request: Request) -> list[int]:
+def answer_to(request: InferenceRequest) -> list[int]:
     """Return the tokens that follow, with nothing else in the batch."""
     made: list[int] = []
     while len(made) < request.max_tokens:
@@ -43,9 +42,9 @@ def answer_to(request: Request) -> list[int]:
     return made
 
 
-def random_requests(chance: random.Random, num: int) -> list[Request]:
+def random_requests(chance: random.Random, num: int) -> list[InferenceRequest]:
     return [
-        Request(
+        InferenceRequest(
             id=1000 + i,
             prompt=tuple(chance.choices(range(NUM_WORDS), k=chance.randint(1, 30))),
             max_tokens=chance.randint(1, 30),

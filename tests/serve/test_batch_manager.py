@@ -9,8 +9,7 @@ import pytest
 from tests.serve.model import CAPACITY, answer_to, make_engine, random_requests
 
 from ronde.errors import CollectiveError, UsageError
-from ronde.serve import BatchManager, Request
-from ronde.serve.loop import OutOfStepError
+from ronde.serve import BatchManager, InferenceRequest, OutOfStepError
 
 NUM = 60
 PAGE = Path(__file__).parents[2] / "docs/how-to/batch-manager.md"
@@ -119,8 +118,10 @@ def test_requests_are_stopped_while_they_run_and_while_they_wait():
 
 
 def test_a_bad_request_is_answered_and_the_others_are_served():
-    good = Request(1, (1, 2), 8)
-    client = Client([good, good, Request(2, (), 8), Request(3, (1,), 99)], 3)
+    good = InferenceRequest(1, (1, 2), 8)
+    client = Client(
+        [good, good, InferenceRequest(2, (), 8), InferenceRequest(3, (1,), 99)], 3
+    )
     serve(client)
     errors = [each.error for each in client.responses if each.error]
     assert errors[0] == "id must not be in use, got 1."
@@ -151,7 +152,7 @@ class Astray:
         old = [i for i, row in rows.items() if row.tokens]
         is_now = self.num >= self.at and not self.planted and len(old) > 1
         if is_now and self.kind == "extra":
-            self.own.add(Request(9, (1,), 50))
+            self.own.add(InferenceRequest(9, (1,), 50))
         elif is_now and self.kind == "missing":
             self.own.cancel(old[0])
         elif is_now and self.kind == "order":

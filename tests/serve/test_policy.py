@@ -4,12 +4,19 @@ import pytest
 from tests.serve.model import CAPACITY
 
 from ronde.errors import UsageError
-from ronde.serve import POLICIES, Capacity, Request
-from ronde.serve.policy import Load
-from ronde.serve.requests import require_servable
+from ronde.serve import (
+    POLICIES,
+    Capacity,
+    InferenceRequest,
+    TokenCounts,
+    require_servable,
+)
 
 SMALL = Capacity(num_blocks=6, block_tokens=4, max_requests=3, max_len=100)
-LONG, SHORT = Load(4, 8), Load(1, 3)  # 3 blocks and 1 at the end; 2 and 1 at the start
+LONG, SHORT = (
+    TokenCounts(4, 8),
+    TokenCounts(1, 3),
+)  # 3 blocks and 1 at the end; 2 and 1 at the start
 
 
 @pytest.mark.parametrize(
@@ -47,7 +54,7 @@ def test_requests_start_in_order_as_long_as_there_is_room(
     ],
 )
 def test_a_request_that_cannot_be_served_is_refused(changes, message):
-    request = Request(7, (1, 2, 3), 4)
+    request = InferenceRequest(7, (1, 2, 3), 4)
     require_servable(request, CAPACITY)
     with pytest.raises(UsageError, match=message):
         require_servable(request._replace(**changes), CAPACITY)
@@ -56,4 +63,4 @@ def test_a_request_that_cannot_be_served_is_refused(changes, message):
 def test_a_request_that_never_fits_is_refused_with_the_sum():
     message = "must be at most 6 blocks of 4 tokens, got 7"
     with pytest.raises(UsageError, match=message):
-        require_servable(Request(7, (1,) * 20, 5), SMALL)
+        require_servable(InferenceRequest(7, (1,) * 20, 5), SMALL)

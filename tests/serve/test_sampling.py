@@ -7,8 +7,7 @@ import pytest
 import torch
 from tests.serve.model import answer_to, random_requests
 
-from ronde.serve import Request
-from ronde.serve.sampling import choose_token
+from ronde.serve import InferenceRequest, choose_token
 
 LOGITS = torch.tensor([0.5, 2.0, -1.0, 1.0, 1.9])
 NUM = 4000
@@ -26,7 +25,9 @@ NUM = 4000
     ],
 )
 def test_tokens_are_as_frequent_as_their_share(options, kept):
-    request = Request(1, (0,), 1, **({"temperature": 1.0, "seed": 3} | options))
+    request = InferenceRequest(
+        1, (0,), 1, **({"temperature": 1.0, "seed": 3} | options)
+    )
     drawn = Counter(choose_token(LOGITS, request, i)[0] for i in range(NUM))
     assert drawn.keys() <= {*kept}
     shares = (LOGITS[kept].double() / request.temperature).softmax(0).tolist()
@@ -36,13 +37,13 @@ def test_tokens_are_as_frequent_as_their_share(options, kept):
 
 
 def test_the_log_probability_is_that_of_the_model():
-    token, logprob = choose_token(LOGITS, Request(1, (0,), 1), 0)
+    token, logprob = choose_token(LOGITS, InferenceRequest(1, (0,), 1), 0)
     assert token == 1
     assert logprob == pytest.approx(LOGITS.double().log_softmax(0)[1].item(), abs=1e-12)
 
 
 def test_seeds_and_positions_draw_different_tokens():
-    request = Request(1, (0,), 1, temperature=1.5)
+    request = InferenceRequest(1, (0,), 1, temperature=1.5)
     rows = {
         tuple(choose_token(LOGITS, request._replace(seed=seed), i)[0] for i in range(9))
         for seed in range(200)

@@ -5,29 +5,38 @@ from typing import TYPE_CHECKING
 from ronde.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from ronde.serve.engine import Engine, StepEngine, StepRow
-    from ronde.serve.manager import BatchManager, Response
-    from ronde.serve.policy import POLICIES, Capacity
-    from ronde.serve.requests import Request, Token
+    from ronde.serve.engine import InferenceEngine, StepEngine, StepRow
+    from ronde.serve.loop import OutOfStepError
+    from ronde.serve.manager import BatchManager, Response, Statistics
+    from ronde.serve.policy import POLICIES, Capacity, TokenCounts
+    from ronde.serve.requests import InferenceRequest, Token, require_servable
+    from ronde.serve.sampling import choose_token
 
 __all__ = [
     "POLICIES",
     "BatchManager",
     "Capacity",
-    "Engine",
-    "Request",
+    "InferenceEngine",
+    "InferenceRequest",
+    "OutOfStepError",
     "Response",
+    "Statistics",
     "StepEngine",
     "StepRow",
     "Token",
+    "TokenCounts",
+    "choose_token",
+    "require_servable",
 ]
 
 __getattr__ = lazy_exports(
     __name__,
     {
-        "engine": "Engine StepEngine StepRow",
-        "manager": "BatchManager Response",
-        "policy": "POLICIES Capacity",
-        "requests": "Request Token",
+        "engine": "InferenceEngine StepEngine StepRow",
+        "loop": "OutOfStepError",
+        "manager": "BatchManager Response Statistics",
+        "policy": "POLICIES Capacity TokenCounts",
+        "requests": "InferenceRequest Token require_servable",
+        "sampling": "choose_token",
     },
 )

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from ronde.errors import UsageError
 from ronde.serve.policy import Capacity
-from ronde.serve.requests import Request, Token
+from ronde.serve.requests import InferenceRequest, Token
 from ronde.serve.sampling import choose_token
 
 
-class Engine(Protocol):
+class InferenceEngine(Protocol):
     """A model with a running batch.
 
     All ranks make the same calls, so an engine must be deterministic: no clock, no
@@ -27,7 +27,7 @@ class Engine(Protocol):
         """True while a request is in progress."""
         ...
 
-    def add(self, request: Request) -> None:
+    def add(self, request: InferenceRequest) -> None:
         """Let a request join the batch at the next step."""
 
     def cancel(self, request_id: int) -> None:
@@ -42,7 +42,7 @@ class Engine(Protocol):
 class StepRow:
     """One request of a batch, for the functions of ``StepEngine``."""
 
-    request: Request
+    request: InferenceRequest
     tokens: list[int] = field(
         default_factory=list[int]
     )  # made so far, after the prompt
@@ -85,7 +85,7 @@ class StepEngine:
     def has_work(self) -> bool:
         return bool(self._rows)
 
-    def add(self, request: Request) -> None:
+    def add(self, request: InferenceRequest) -> None:
         self._rows[request.id] = StepRow(request)
 
     def cancel(self, request_id: int) -> None:

@@ -12,8 +12,8 @@ from zlib import crc32
 from ronde.collectives.objects import TensorGroup, broadcast_json
 from ronde.errors import CollectiveError
 from ronde.plain_values import from_plain, to_plain
-from ronde.serve.engine import Engine
-from ronde.serve.requests import Request, Token
+from ronde.serve.engine import InferenceEngine
+from ronde.serve.requests import InferenceRequest, Token
 
 LEADER = 0
 
@@ -21,12 +21,12 @@ LEADER = 0
 class Commands(NamedTuple):
     """The leader's decisions before a step."""
 
-    add: tuple[Request, ...] = ()
+    add: tuple[InferenceRequest, ...] = ()
     cancel: tuple[int, ...] = ()  # ids of requests of earlier frames
     is_last: bool = False  # no step follows
 
 
-class Frame(NamedTuple):
+class StepFrame(NamedTuple):
     """The commands as all ranks get them, and the leader's state."""
 
     step: int
@@ -38,7 +38,7 @@ class Leader(Protocol):
     """The side of the loop that only the leader has."""
 
     def commands(self, *, is_idle: bool) -> Commands:
-        """Decide what all ranks do next; may wait for a second if all are idle."""
+        """Return the next commands; may wait for a second if all ranks are idle."""
         ...
 
     def on_tokens(self, tokens: Sequence[Token]) -> None:
@@ -49,7 +49,7 @@ class OutOfStepError(CollectiveError):
     """This rank has made other tokens than the leader."""
 
 
-def run_loop(group: TensorGroup, engine: Engine, leader: Leader | None) -> int:
+def run_loop(group: TensorGroup, engine: InferenceEngine, leader: Leader | None) -> int:
     """Take steps until the leader ends the loop; return their number. Collective.
 
     Args:
@@ -63,7 +63,7 @@ def run_loop(group: TensorGroup, engine: Engine, leader: Leader | None) -> int:
     step = digest = 0
     while True:
         make = partial(_make_frame, leader, engine, step, digest)
-        frame = from_plain(Frame, broadcast_json(group, make, LEADER))
+        frame = from_plain(StepFrame, broadcast_json(group, make, LEADER))
         if (frame.step, frame.digest) != (step, digest):
             raise OutOfStepError(
                 f"ranks must make the same tokens, but rank {group.rank} has digest "
@@ -86,8 +86,8 @@ def run_loop(group: TensorGroup, engine: Engine, leader: Leader | None) -> int:
 
 
 def _make_frame(
-    leader: Leader | None, engine: Engine, step: int, digest: int
+    leader: Leader | None, engine: InferenceEngine, step: int, digest: int
 ) -> object:
     is_idle = not engine.has_work
     commands = Commands() if leader is None else leader.commands(is_idle=is_idle)
-    return to_plain(Frame(step, digest, commands))
+    return to_plain(StepFrame(step, digest, commands))

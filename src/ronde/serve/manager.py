@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 from ronde.collectives import connect
 from ronde.errors import UsageError
-from ronde.serve.engine import Engine
+from ronde.serve.engine import InferenceEngine
 from ronde.serve.loop import LEADER, Commands, run_loop
-from ronde.serve.policy import POLICIES, Load, Policy
-from ronde.serve.requests import Request, Token, load_of, require_servable
+from ronde.serve.policy import POLICIES, Policy, TokenCounts
+from ronde.serve.requests import InferenceRequest, Token, load_of, require_servable
 from ronde.world import read_rank_info
 
 _IDLE_S = 1.0  # a frame at least so often, so that no rank waits for long
@@ -44,7 +44,7 @@ class Statistics(NamedTuple):
     max_requests: int
 
 
-GetRequests = Callable[[int], Iterable[Request]]
+GetRequests = Callable[[int], Iterable[InferenceRequest]]
 
 
 class BatchManager:
@@ -70,7 +70,7 @@ class BatchManager:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: InferenceEngine,
         get_requests: GetRequests,
         send_response: Callable[[Response], None],
         poll_stop: Callable[[], Iterable[int]] | None = None,
@@ -125,10 +125,12 @@ class _Callbacks(NamedTuple):
 class _Desk:
     """The leader: admits, cancels and answers; the only side with callbacks."""
 
-    def __init__(self, engine: Engine, callbacks: _Callbacks, policy: Policy) -> None:
+    def __init__(
+        self, engine: InferenceEngine, callbacks: _Callbacks, policy: Policy
+    ) -> None:
         self._engine, self._callbacks, self._policy = engine, callbacks, policy
-        self._waiting: deque[Request] = deque()
-        self._running: dict[int, Load] = {}
+        self._waiting: deque[InferenceRequest] = deque()
+        self._running: dict[int, TokenCounts] = {}
         self._iteration = 0
         self.is_ending = threading.Event()  # no further requests are taken
 
@@ -136,8 +138,8 @@ class _Desk:
         """Return the next commands; wait while there are none and nothing runs."""
         due_s, pause = time.monotonic() + _IDLE_S, threading.Event()
         while True:
-            self._take_requests()
-            cancel = self._take_stops()
+            self._receive()
+            cancel = self._stop()
             add = self._admit()
             is_last = is_idle and self.is_ending.is_set() and not self._running
             if add or cancel or is_last or not is_idle or time.monotonic() >= due_s:
@@ -162,7 +164,7 @@ class _Desk:
         if self._callbacks.send_stats is not None and (tokens or self._running):
             self._callbacks.send_stats(self._statistics())
 
-    def _take_requests(self) -> None:
+    def _receive(self) -> None:
         most = self._engine.capacity.max_requests
         num_free = most - len(self._running) - len(self._waiting)
         if num_free <= 0 or self.is_ending.is_set():
@@ -184,7 +186,7 @@ class _Desk:
         ):
             raise UsageError(f"id must not be in use, got {request_id}.")
 
-    def _take_stops(self) -> tuple[int, ...]:
+    def _stop(self) -> tuple[int, ...]:
         """End the requests that are to stop; return those that run."""
         if self._callbacks.poll_stop is None:
             return ()
@@ -202,7 +204,7 @@ class _Desk:
             )
         return tuple(stopped)
 
-    def _admit(self) -> tuple[Request, ...]:
+    def _admit(self) -> tuple[InferenceRequest, ...]:
         running = list(self._running.values())
         waiting = [load_of(each) for each in self._waiting]
         num = self._policy(running, waiting, self._engine.capacity)

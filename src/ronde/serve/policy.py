@@ -17,7 +17,7 @@ class Capacity(NamedTuple):
     evicts: bool = False  # it pauses requests when blocks run out, and resumes them
 
 
-class Load(NamedTuple):
+class TokenCounts(NamedTuple):
     """The tokens of a request."""
 
     num_prompt: int
@@ -33,35 +33,35 @@ class Load(NamedTuple):
         return -(-(self.num_prompt + self.num_made + 1) // capacity.block_tokens)
 
 
-Loads = Sequence[Load]
+_Counts = Sequence[TokenCounts]
 
 
-def guaranteed_no_evict(running: Loads, waiting: Loads, capacity: Capacity) -> int:
-    """Return how many may start, in order, so that all surely finish."""
-    return _admit(running, waiting, capacity, Load.most_blocks)
+def guaranteed_no_evict(running: _Counts, waiting: _Counts, capacity: Capacity) -> int:
+    """Return the number that may start, in order, so that all surely finish."""
+    return _admit(running, waiting, capacity, TokenCounts.most_blocks)
 
 
-def max_utilization(running: Loads, waiting: Loads, capacity: Capacity) -> int:
-    """Return how many may start so that the next step has enough blocks."""
-    return _admit(running, waiting, capacity, Load.next_blocks)
+def max_utilization(running: _Counts, waiting: _Counts, capacity: Capacity) -> int:
+    """Return the number that may start so that the next step has enough blocks."""
+    return _admit(running, waiting, capacity, TokenCounts.next_blocks)
 
 
-def static_batch(running: Loads, waiting: Loads, capacity: Capacity) -> int:
-    """Return how many may start once nothing runs; none join a running batch."""
+def static_batch(running: _Counts, waiting: _Counts, capacity: Capacity) -> int:
+    """Return the number that may start once nothing runs, and 0 before."""
     return 0 if running else guaranteed_no_evict(running, waiting, capacity)
 
 
-Policy = Callable[[Loads, Loads, Capacity], int]
+Policy = Callable[[_Counts, _Counts, Capacity], int]
 POLICIES: Mapping[str, Policy] = {
     each.__name__: each for each in (guaranteed_no_evict, max_utilization, static_batch)
 }
 
 
 def _admit(
-    running: Loads,
-    waiting: Loads,
+    running: _Counts,
+    waiting: _Counts,
     capacity: Capacity,
-    blocks_of: Callable[[Load, Capacity], int],
+    blocks_of: Callable[[TokenCounts, Capacity], int],
 ) -> int:
     num_free = capacity.num_blocks - sum(blocks_of(load, capacity) for load in running)
     most = max(0, capacity.max_requests - len(running))

@@ -4,12 +4,12 @@ from math import isfinite
 from typing import NamedTuple
 
 from ronde.errors import UsageError
-from ronde.serve.policy import Capacity, Load
+from ronde.serve.policy import Capacity, TokenCounts
 
 _MOST_ID = (1 << 64) - 1
 
 
-class Request(NamedTuple):
+class InferenceRequest(NamedTuple):
     """A request for the tokens that follow a prompt."""
 
     id: int  # not that of another request in progress
@@ -32,11 +32,11 @@ class Token(NamedTuple):
     logprob: float = 0.0
 
 
-def load_of(request: Request) -> Load:
-    return Load(len(request.prompt), request.max_tokens)
+def load_of(request: InferenceRequest) -> TokenCounts:
+    return TokenCounts(len(request.prompt), request.max_tokens)
 
 
-def require_servable(request: Request, capacity: Capacity) -> None:
+def require_servable(request: InferenceRequest, capacity: Capacity) -> None:
     """Raise ``UsageError``, with the field, if this capacity never serves it."""
     room, worst = capacity.max_len - len(request.prompt), load_of(request)
     num_blocks = worst.most_blocks(capacity)

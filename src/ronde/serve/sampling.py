@@ -8,12 +8,14 @@ alone, in any batch, on any rank, and after it was resumed.
 import torch
 from torch import Tensor
 
-from ronde.serve.requests import Request
+from ronde.serve.requests import InferenceRequest
 
 _MASK = (1 << 64) - 1
 
 
-def choose_token(logits: Tensor, request: Request, num_made: int) -> tuple[int, float]:
+def choose_token(
+    logits: Tensor, request: InferenceRequest, num_made: int
+) -> tuple[int, float]:
     """Return the next token and its log-probability without temperature.
 
     Args:
@@ -30,7 +32,7 @@ def choose_token(logits: Tensor, request: Request, num_made: int) -> tuple[int, 
     return token, float(scores[token] - scores.logsumexp(0))
 
 
-def _cut(scores: Tensor, request: Request) -> Tensor:
+def _cut(scores: Tensor, request: InferenceRequest) -> Tensor:
     """Return the scores with those outside of top_k and top_p at minus infinity."""
     if request.top_k == 0 and request.top_p == 1:
         return scores
