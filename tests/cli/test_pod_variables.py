@@ -2,9 +2,8 @@
 
 import pytest
 
-from ronde.cli import apply_pod, make_run_parser
+from ronde.cli import MachineFile, PodName, apply_pod, find_pod, make_run_parser
 from ronde.errors import UsageError
-from ronde.launch import MachineFile, PodName, find_pod
 
 FULL = "train-2.train.default.svc.cluster.local"
 HEAD = "joins train-0.train.default.svc.cluster.local:29400"

@@ -5,7 +5,6 @@ import sys
 
 import pytest
 from tests.cluster.machines import why_not
-from tests.cluster.training import Training, assert_nothing_left
 from tests.limits import HANG_S
 
 from ronde.launch import own_environment
@@ -15,10 +14,6 @@ pytestmark = [
     pytest.mark.skipif(bool(why_not()), reason=why_not() or "-"),
 ]
 NAMED = 'hostname "$0"; exec "$@"'
-
-
-def indexed(number):
-    return {"JOB_COMPLETION_INDEX": number, "RONDE_NODES": 3}
 
 
 def job_set(number):
@@ -127,17 +122,6 @@ def test_the_same_command_in_every_pod_is_one_world(pods, controller, words):
     for number in (1, 2):
         assert f"pod {number} of 3" in ends[number][2]
         assert ends[number][1] == ""
-
-
-@pytest.mark.soak
-def test_pods_of_an_indexed_job_train_as_ranks_of_one_host_do(
-    pods, cluster, tmp_path, local_loss
-):
-    training = Training(tmp_path / "record")
-    ends = pods(indexed, ["-x", "RONDE_ENGINE=gloo", "--", *training.words])
-    assert [code for code, _, _ in ends] == [0, 0, 0], ends
-    assert training.loss(3) == local_loss(3)
-    assert_nothing_left(cluster)
 
 
 def test_the_launcher_of_an_mpijob_waits_for_workers_that_are_not_up_yet(

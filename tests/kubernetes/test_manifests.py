@@ -350,6 +350,10 @@ REFUSED = {
         ["job", *THREE, "--volume", "a:/data", "--volume", "b:/data"],
         "--volume must name each folder once",
     ),
+    "own volume": (
+        ["job", *THREE, "--volume", "data:/tmp/"],
+        "and none of /dev/shm, /tmp, /etc/ronde, got /tmp.",
+    ),
     "image": (["job", *THREE, "--image", "a b"], "--image must be the name of an"),
     "gang": (["jobset", *THREE, "--gang"], "--gang must be left out, got jobset"),
     "topology": (["job", *THREE, "--topology", "rack"], "--topology has no effect"),

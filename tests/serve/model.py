@@ -9,7 +9,9 @@ from torch import Tensor
 from ronde.serve import Capacity, InferenceRequest, StepEngine, StepRow, choose_token
 
 NUM_WORDS, END = 23, 5
-CAPACITY = Capacity(num_blocks=40, block_tokens=4, max_requests=6, max_len=64)
+CAPACITY = Capacity(
+    num_blocks=40, block_tokens=4, max_requests=6, max_len=64, vocabulary=NUM_WORDS
+)
 _TABLE = torch.randn(
     101, NUM_WORDS, dtype=torch.float64, generator=torch.Generator().manual_seed(7)
 )

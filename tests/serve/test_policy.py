@@ -12,7 +12,7 @@ from ronde.serve import (
     require_servable,
 )
 
-SMALL = Capacity(num_blocks=6, block_tokens=4, max_requests=3, max_len=100)
+SMALL = Capacity(6, block_tokens=4, max_requests=3, max_len=100, vocabulary=9)
 LONG, SHORT = (
     TokenCounts(4, 8),
     TokenCounts(1, 3),
@@ -50,6 +50,15 @@ def test_requests_start_in_order_as_long_as_there_is_room(
         ({"temperature": -1.0}, "temperature must be a number from 0, got -1.0"),
         ({"temperature": float("nan")}, "temperature must be a number from 0, got nan"),
         ({"top_k": -2}, "top_k must be a whole number from 0, got -2"),
+        ({"prompt": (3, 23)}, r"stop_ids must be tokens from 0 to 22, got \[23\]"),
+        ({"stop_ids": (-1,)}, r"stop_ids must be tokens from 0 to 22, got \[-1\]"),
+        ({"num_made": 4}, "num_made must be from 0 to 3, got 4"),
+        ({"prompt": ("a",)}, r"types of its fields: it.prompt\[0\] must be int"),
+        (
+            {"max_tokens": 2.5},
+            "types of its fields: it.max_tokens must be int, got 2.5",
+        ),
+        ({"seed": object()}, "types of its fields: Object of type object"),
         ({"top_p": 0.0}, "top_p must be above 0 and at most 1, got 0.0"),
     ],
 )

@@ -30,7 +30,7 @@ _BOOT = (
 _WORDS = ("-c", _BOOT, __file__.rpartition("/ronde/check/")[0])
 _KILLED_S = 1.0
 _POLL_S = 0.25
-MOST_WAIT_S = 600.0
+MOST_WAIT_S = 120.0
 """A probe that still waits for a CPU is killed this long after its deadline."""
 _MAX_REASON_CHARS = 300
 

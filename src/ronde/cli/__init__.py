@@ -8,7 +8,7 @@ __getattr__ = lazy_exports(
     __name__,
     {
         "check": "judge_request read_check_request",
-        "pods": "apply_pod",
+        "pods": "MachineFile PodName apply_pod find_pod",
         "run": "make_run_parser read_run_request",
         "top_screen": "JobScreen",
     },

@@ -7,12 +7,13 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from math import ceil
+from posixpath import normpath
 
 from ronde.arguments import CommandParser, attribute_of, read_nodes, whole_number
 from ronde.cli.hosts import DISCOVERIES
 from ronde.cli.run import make_run_parser, read_request
 from ronde.errors import UsageError
-from ronde.render.manifests import KubernetesJob, draw_manifests
+from ronde.render.manifests import OWN_FOLDERS, KubernetesJob, draw_manifests
 from ronde.units import parse_size_bytes
 
 _HELP = """\
@@ -102,9 +103,12 @@ def _read_job(options: argparse.Namespace, words: Sequence[str]) -> KubernetesJo
     devices = [text.split("=") for text in options.resource]
     if len({name for name, _ in devices} - sizes.keys()) < len(devices):
         raise UsageError("--resource must name each device once, beside --gpus.")
-    folders = [text.partition(":")[2] for text in options.volume]
-    if len({*folders}) < len(folders):
-        raise UsageError("--volume must name each folder once.")
+    folders = [normpath(text.partition(":")[2]) for text in options.volume]
+    if len({*folders, *OWN_FOLDERS}) < len(folders) + len(OWN_FOLDERS):
+        raise UsageError(
+            f"--volume must name each folder once, and none of {', '.join(OWN_FOLDERS)}"
+            f", got {', '.join(folders)}."
+        )
     options.shm = options.shm or min("8Gi", options.memory or "8Gi", key=_bytes)
     job = KubernetesJob(
         **{n: getattr(options, n) for n in KubernetesJob._fields if n in options},

@@ -29,7 +29,6 @@ __getattr__ = lazy_exports(
         "hosts.node": (
             "AgentNode AgentStarter HostLoss ProcessTransport start_remote_agent"
         ),
-        "hosts.pods": "MachineFile PodName Pod find_pod",
         "hosts.ray_nodes": "plan_bundles",
         "hosts.slurm": "SlurmSpawner",
         "hosts.sources": "parse_hostfile parse_hosts read_allocation",

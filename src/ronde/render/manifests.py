@@ -10,6 +10,7 @@ _Data = dict[str, Any]
 # Other words are quoted, also those that some reader takes for a boolean or null.
 _INDEX = "batch.kubernetes.io/job-completion-index"
 _GRACE = "terminationGracePeriodSeconds"
+OWN_FOLDERS: Sequence[str] = ("/dev/shm", "/tmp", "/etc/ronde")  # noqa: S108 - of each pod
 _PLAIN = re.compile(
     r"(?!(?i:true|false|yes|no|on|off|y|n|null)$)"
     r"(--)?[A-Za-z/][A-Za-z0-9_./-]*([:=][A-Za-z0-9_./-]+)*"
@@ -158,11 +159,12 @@ def _pod(job: KubernetesJob, *words: str) -> _Data:
     token = {"secretName": job.secret or job.name, "defaultMode": 0o440}
     nodes = [{"name": "RONDE_NODES", "value": job.nodes}]
     shm = {"medium": "Memory", "sizeLimit": job.shm}
-    volumes: dict[str, _Data] = {
-        "/dev/shm": {"name": "shm", "emptyDir": shm},  # noqa: S108
-        "/tmp": {"name": "tmp", "emptyDir": {}},  # noqa: S108
-        "/etc/ronde": {"name": "token", "secret": token},
-    }
+    own: list[_Data] = [
+        {"name": "shm", "emptyDir": shm},
+        {"name": "tmp", "emptyDir": {}},
+        {"name": "token", "secret": token},
+    ]
+    volumes = dict(zip(OWN_FOLDERS, own, strict=True))
     for claim, _, folder in (text.partition(":") for text in job.volume):
         name = {"name": f"volume-{len(volumes)}"}
         volumes[folder] = name | {"persistentVolumeClaim": {"claimName": claim}}

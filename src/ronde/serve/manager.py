@@ -14,7 +14,7 @@ from ronde.errors import UsageError
 from ronde.serve.engine import InferenceEngine
 from ronde.serve.loop import LEADER, Commands, run_loop
 from ronde.serve.policy import POLICIES, Policy, TokenCounts
-from ronde.serve.requests import InferenceRequest, Token, load_of, require_servable
+from ronde.serve.requests import InferenceRequest, Token, counts_of, require_servable
 from ronde.world import read_rank_info
 
 _IDLE_S = 1.0  # a frame at least so often, so that no rank waits for long
@@ -136,7 +136,7 @@ class _Desk:
 
     def commands(self, *, is_idle: bool) -> Commands:
         """Return the next commands; wait while there are none and nothing runs."""
-        due_s, pause = time.monotonic() + _IDLE_S, threading.Event()
+        due_s = time.monotonic() + _IDLE_S
         while True:
             self._receive()
             cancel = self._stop()
@@ -144,7 +144,7 @@ class _Desk:
             is_last = is_idle and self.is_ending.is_set() and not self._running
             if add or cancel or is_last or not is_idle or time.monotonic() >= due_s:
                 return Commands(add, cancel, is_last)
-            pause.wait(_POLL_S)
+            self.is_ending.wait(_POLL_S)
 
     def on_tokens(self, tokens: Sequence[Token]) -> None:
         self._iteration += bool(self._running)
@@ -153,8 +153,8 @@ class _Desk:
                 raise UsageError(
                     f"an engine must make tokens of requests in progress, got {made}."
                 )
-            load = self._running[made.id]
-            self._running[made.id] = load._replace(num_made=load.num_made + 1)
+            counts = self._running[made.id]
+            self._running[made.id] = counts._replace(num_made=counts.num_made + 1)
             is_final = made.finish is not None
             self._callbacks.send_response(
                 Response(made.id, (made.token,), is_final, made.finish)
@@ -206,15 +206,15 @@ class _Desk:
 
     def _admit(self) -> tuple[InferenceRequest, ...]:
         running = list(self._running.values())
-        waiting = [load_of(each) for each in self._waiting]
+        waiting = [counts_of(each) for each in self._waiting]
         num = self._policy(running, waiting, self._engine.capacity)
         chosen = tuple(self._waiting.popleft() for _ in range(num))
-        self._running |= {each.id: load_of(each) for each in chosen}
+        self._running |= {each.id: counts_of(each) for each in chosen}
         return chosen
 
     def _statistics(self) -> Statistics:
         capacity = self._engine.capacity
-        blocks = [load.most_blocks(capacity) for load in self._running.values()]
+        blocks = [each.most_blocks(capacity) for each in self._running.values()]
         return Statistics(
             self._iteration, len(self._running), len(self._waiting),
             sum(blocks), capacity.num_blocks, capacity.max_requests,

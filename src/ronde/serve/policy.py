@@ -14,6 +14,7 @@ class Capacity(NamedTuple):
     block_tokens: int
     max_requests: int
     max_len: int  # tokens of a prompt and its answer
+    vocabulary: int  # token ids are below it
     evicts: bool = False  # it pauses requests when blocks run out, and resumes them
 
 
@@ -63,10 +64,10 @@ def _admit(
     capacity: Capacity,
     blocks_of: Callable[[TokenCounts, Capacity], int],
 ) -> int:
-    num_free = capacity.num_blocks - sum(blocks_of(load, capacity) for load in running)
+    num_free = capacity.num_blocks - sum(blocks_of(each, capacity) for each in running)
     most = max(0, capacity.max_requests - len(running))
-    for number, load in enumerate(waiting[:most]):
-        num_free -= blocks_of(load, capacity)
+    for number, each in enumerate(waiting[:most]):
+        num_free -= blocks_of(each, capacity)
         if num_free < 0:
             return number
     return min(most, len(waiting))

@@ -1,9 +1,11 @@
 """Requests for tokens, and the tokens that answer them."""
 
+import json
 from math import isfinite
 from typing import NamedTuple
 
 from ronde.errors import UsageError
+from ronde.plain_values import from_plain, to_plain
 from ronde.serve.policy import Capacity, TokenCounts
 
 _MOST_ID = (1 << 64) - 1
@@ -32,21 +34,33 @@ class Token(NamedTuple):
     logprob: float = 0.0
 
 
-def load_of(request: InferenceRequest) -> TokenCounts:
+def counts_of(request: InferenceRequest) -> TokenCounts:
     return TokenCounts(len(request.prompt), request.max_tokens)
 
 
 def require_servable(request: InferenceRequest, capacity: Capacity) -> None:
     """Raise ``UsageError``, with the field, if this capacity never serves it."""
-    room, worst = capacity.max_len - len(request.prompt), load_of(request)
-    num_blocks = worst.most_blocks(capacity)
+    try:
+        from_plain(InferenceRequest, json.loads(json.dumps(to_plain(request))), "it")
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            f"a request must have the types of its fields: {error}"
+        ) from None
+    num_prompt, tokens = len(request.prompt), {*request.prompt, *request.stop_ids}
+    room, num_blocks = (
+        capacity.max_len - num_prompt,
+        counts_of(request).most_blocks(capacity),
+    )
+    unknown = [token for token in tokens if not 0 <= token < capacity.vocabulary]
     rules = {
         "id": (f"from 0 to {_MOST_ID}", request.id, 0 <= request.id <= _MOST_ID),
-        "prompt": ("at least one token", "none", len(request.prompt) > 0),
+        "prompt": ("at least one token", "none", num_prompt > 0),
+        "prompt and stop_ids": (
+            f"tokens from 0 to {capacity.vocabulary - 1}", unknown[:1], not unknown
+        ),
         "max_tokens": (
-            f"from 1 to {max(room, 0)} after a prompt of {len(request.prompt)} tokens",
-            request.max_tokens,
-            1 <= request.max_tokens <= room,
+            f"from 1 to {max(room, 0)} after a prompt of {num_prompt} tokens",
+            request.max_tokens, 1 <= request.max_tokens <= room,
         ),
         "temperature": (
             "a number from 0", request.temperature,
@@ -54,6 +68,10 @@ def require_servable(request: InferenceRequest, capacity: Capacity) -> None:
         ),
         "top_k": ("a whole number from 0", request.top_k, request.top_k >= 0),
         "top_p": ("above 0 and at most 1", request.top_p, 0 < request.top_p <= 1),
+        "num_made": (
+            f"from 0 to {num_prompt}", request.num_made,
+            0 <= request.num_made <= num_prompt,
+        ),
         "prompt and max_tokens": (
             f"at most {capacity.num_blocks} blocks of {capacity.block_tokens} tokens",
             num_blocks, num_blocks <= capacity.num_blocks,
