@@ -7,9 +7,16 @@ from ronde.lazy_exports import lazy_exports
 if TYPE_CHECKING:
     from ronde.serve.engine import InferenceEngine, StepEngine, StepRow
     from ronde.serve.loop import OutOfStepError
-    from ronde.serve.manager import BatchManager, Response, Statistics
+    from ronde.serve.manager import BatchManager
     from ronde.serve.policy import POLICIES, Capacity, TokenCounts
-    from ronde.serve.requests import InferenceRequest, Token, require_servable
+    from ronde.serve.protocol import ReplicaConfig
+    from ronde.serve.requests import (
+        InferenceRequest,
+        Response,
+        Statistics,
+        Token,
+        require_servable,
+    )
     from ronde.serve.sampling import choose_token
 
 __all__ = [
@@ -19,6 +26,7 @@ __all__ = [
     "InferenceEngine",
     "InferenceRequest",
     "OutOfStepError",
+    "ReplicaConfig",
     "Response",
     "Statistics",
     "StepEngine",
@@ -34,9 +42,10 @@ __getattr__ = lazy_exports(
     {
         "engine": "InferenceEngine StepEngine StepRow",
         "loop": "OutOfStepError",
-        "manager": "BatchManager Response Statistics",
+        "manager": "BatchManager",
         "policy": "POLICIES Capacity TokenCounts",
-        "requests": "InferenceRequest Token require_servable",
+        "protocol": "ReplicaConfig",
+        "requests": "InferenceRequest Response Statistics Token require_servable",
         "sampling": "choose_token",
     },
 )

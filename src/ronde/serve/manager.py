@@ -14,34 +14,18 @@ from ronde.errors import UsageError
 from ronde.serve.engine import InferenceEngine
 from ronde.serve.loop import LEADER, Commands, run_loop
 from ronde.serve.policy import POLICIES, Policy, TokenCounts
-from ronde.serve.requests import InferenceRequest, Token, counts_of, require_servable
+from ronde.serve.requests import (
+    InferenceRequest,
+    Response,
+    Statistics,
+    Token,
+    counts_of,
+    require_servable,
+)
 from ronde.world import read_rank_info
 
 _IDLE_S = 1.0  # a frame at least so often, so that no rank waits for long
 _POLL_S = 0.005
-
-
-class Response(NamedTuple):
-    """An answer, or a part of one, to a request."""
-
-    id: int
-    tokens: tuple[int, ...] = ()  # made since the response before
-    is_final: bool = False  # the id may be used again
-    finish: str | None = (
-        None  # "stop", "length", "cancel"; None if not final or refused
-    )
-    error: str = ""  # the request was refused
-
-
-class Statistics(NamedTuple):
-    """Figures of one iteration."""
-
-    iteration: int
-    num_running: int
-    num_waiting: int
-    num_blocks: int  # that running requests take at most
-    max_blocks: int
-    max_requests: int
 
 
 GetRequests = Callable[[int], Iterable[InferenceRequest]]
@@ -157,7 +141,7 @@ class _Desk:
             self._running[made.id] = counts._replace(num_made=counts.num_made + 1)
             is_final = made.finish is not None
             self._callbacks.send_response(
-                Response(made.id, (made.token,), is_final, made.finish)
+                Response(made.id, (made.token,), is_final, made.finish, (made.logprob,))
             )
             if is_final:
                 del self._running[made.id]

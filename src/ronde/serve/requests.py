@@ -34,6 +34,32 @@ class Token(NamedTuple):
     logprob: float = 0.0
 
 
+class Response(NamedTuple):
+    """An answer, or a part of one, to a request."""
+
+    id: int
+    tokens: tuple[int, ...] = ()  # made since the response before
+    is_final: bool = False  # the id may be used again
+    finish: str | None = (
+        None  # "stop", "length", "cancel"; None if not final or refused
+    )
+    logprobs: tuple[float, ...] = ()  # of the tokens
+    error: str = ""  # the request was refused
+
+
+class Statistics(NamedTuple):
+    """Figures of one iteration."""
+
+    iteration: int
+    num_running: int
+    num_waiting: int
+    num_blocks: int  # that running requests take at most
+    max_blocks: int
+    max_requests: int
+    step_s: float = 0.0  # in the engine
+    frame_s: float = 0.0  # of the broadcast
+
+
 def counts_of(request: InferenceRequest) -> TokenCounts:
     return TokenCounts(len(request.prompt), request.max_tokens)
 
