@@ -7,10 +7,12 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
+from ronde.launch.environments import own_environment
 from ronde.plain_values import PlainValueError, to_plain
 from ronde.processes import ProcessStat, end_with
 from ronde.serve.protocol import (
@@ -38,6 +40,7 @@ class ReplicaOptions(NamedTuple):
 
     num_ranks: int
     run_options: tuple[str, ...] = ()  # of ronde run
+    env: Mapping[str, str] = MappingProxyType({})  # beside this process's own
     hang_timeout_s: float = 10.0
     max_restarts: int = 5  # in ten minutes
 
@@ -135,6 +138,7 @@ class Replica:
             *command,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=_STDERR,
+            env={**own_environment(), **options.env},
             start_new_session=True,
             preexec_fn=end_with(os.getpid(), signal.SIGTERM),
         )
