@@ -168,13 +168,29 @@ def test_special_tokens_are_added_as_the_model_has_it(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("tokenizer.json", None, "must have a valid tokenizer.json"),
-        ("tokenizer.json", "{}", "must have a valid tokenizer.json"),
-        ("tokenizer_config.json", "{", "tokenizer_config.json must be valid"),
-        ("tokenizer_config.json", "[]", "tokenizer_config.json must be"),
-        ("generation_config.json", "\udc80", "generation_config.json must be valid"),
-        ("chat_template.jinja", "{% if %}", "chat_template.jinja must be valid"),
-        ("chat_template.jinja", "\udc80", "chat_template.jinja must be valid"),
+        ("tokenizer.json", None, "tokenizer.json must be there and valid"),
+        ("tokenizer.json", "{}", "tokenizer.json must be there and valid"),
+        ("tokenizer_config.json", "{", "tokenizer_config.json must be there and valid"),
+        (
+            "tokenizer_config.json",
+            "[]",
+            "tokenizer_config.json must be there and valid",
+        ),
+        (
+            "generation_config.json",
+            "\udc80",
+            "generation_config.json must be there and valid",
+        ),
+        (
+            "chat_template.jinja",
+            "{% if %}",
+            "chat_template.jinja must be there and valid",
+        ),
+        (
+            "chat_template.jinja",
+            "\udc80",
+            "chat_template.jinja must be there and valid",
+        ),
     ],
 )
 def test_wrong_files_are_refused(tmp_path, name, content, message):
@@ -188,5 +204,7 @@ def test_wrong_files_are_refused(tmp_path, name, content, message):
 
 def test_a_template_that_is_not_there_is_refused(tmp_path):
     write_model(tmp_path)
-    with pytest.raises(UsageError, match=r"none.jinja must be valid: .*No such file"):
+    with pytest.raises(
+        UsageError, match=r"none.jinja must be there and valid: .*No such file"
+    ):
         ModelText(f"{tmp_path}", f"{tmp_path}/none.jinja")
