@@ -34,7 +34,7 @@ SPECIAL = ["<s>", "</s>", "<|user|>", "<|assistant|>"]
 BOS, EOS = 0, 1
 TEMPLATE = (
     "{{ bos_token }}{% for each in messages %}\n"
-    "{% if each.role == 'developer' %}{{ raise_exception('no developers') }}{% endif %}\n"
+    "{% if each.role == 'developer' %}{{ raise_exception('not them') }}{% endif %}\n"
     "<|{{ each.role }}|>{{ each.content }}\n"
     "{%- endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
@@ -90,7 +90,9 @@ class EchoEngine(StepEngine):
         logits = torch.full((len(rows), NUM_WORDS), -50.0)
         for row, scores in zip(rows, logits, strict=True):
             num_made = row.request.num_made + len(row.tokens)
-            prompt = row.request.prompt[: len(row.request.prompt) - row.request.num_made]
+            prompt = row.request.prompt[
+                : len(row.request.prompt) - row.request.num_made
+            ]
             if prompt[0] == self._random:
                 table = logits_of([*prompt, num_made]).float()
                 scores[10 : 10 + len(table)] = table
@@ -146,6 +148,7 @@ class LocalServer:
         self.http = HttpServer(make_app(self.front, self.text, options), options)
         self.is_served = threading.Event()
         bound = socket.create_server(("127.0.0.1", 0), backlog=2048)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16 << 10)  # soon full
         self.port = bound.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run(bound)))

@@ -241,7 +241,6 @@ def _plan(options: argparse.Namespace) -> "tuple[ReplicaConfig, list[ReplicaOpti
     config = ReplicaConfig(
         model=str(model),
         dtype=options.dtype or "",
-        stop_ids=facts.stop_ids,
         **{name: getattr(options, name) for name in fields},
     )
     hosts = ("-H", options.hosts) if options.hosts else ("--standalone",)

@@ -4,9 +4,10 @@ import asyncio
 import hashlib
 import hmac
 import json
+import re
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Generator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from ipaddress import ip_address
@@ -22,7 +23,7 @@ from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ronde.errors import UsageError
-from ronde.plain_values import shorten, to_plain
+from ronde.plain_values import PlainValueError, from_plain, shorten, to_plain
 from ronde.serve.front import Flight, Front, RejectedError
 from ronde.serve.requests import InferenceRequest, Token
 from ronde.serve.text import ModelText
@@ -32,30 +33,7 @@ _MAX_TOKENS = 1024  # where a request gives none
 _LEAST_TEMPERATURE = 1e-4  # scores divided by less may overflow
 _SHORT = 4096  # characters; longer texts are encoded in a thread
 _ROLES = ("system", "developer", "user", "assistant")
-_FIELDS: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(("model", "user"), (str,)),
-    **dict.fromkeys(("stream", "ignore_eos", "return_token_ids"), (bool,)),
-    **dict.fromkeys(("max_tokens", "max_completion_tokens", "top_k", "seed"), (int,)),
-    **dict.fromkeys(("temperature", "top_p"), (int, float)),
-    "stop": (str, list), "stream_options": (dict,), "n": (int,),
-}
-_COMPLETION = _FIELDS | {"prompt": (str, list), "logprobs": (int,)}
-_CHAT = _FIELDS | {"messages": (list,), "logprobs": (bool,), "top_logprobs": (int,)}
-_TOKENIZE = {"model": (str,), "prompt": (str, list), "messages": (list,)}
-_LIMITS = {
-    "n": (1, 1), "logprobs": (0, 1), "top_logprobs": (0, 0), "temperature": (0, 2),
-    **dict.fromkeys(("max_tokens", "max_completion_tokens"), (1, 1 << 31)),
-    "top_k": (0, 1 << 31), "top_p": (0, 1), "seed": (-1 << 63, (1 << 63) - 1),
-}
-_TYPES = {
-    str: "a text", list: "a list", dict: "an object", bool: "true or false",
-    int: "a whole number", float: "a number",
-}
-_NEUTRAL: dict[str, Any] = {  # values of other fields that ask for nothing
-    **dict.fromkeys(("presence_penalty", "frequency_penalty"), 0),
-    "best_of": 1, "echo": False, "suffix": "", "logit_bias": {}, "tools": [],
-    "tool_choice": "none", "response_format": {"type": "text"},
-}  # fmt: skip
+_LIMIT = "x-request-timeout"
 
 
 class HttpOptions(NamedTuple):
@@ -68,26 +46,127 @@ class HttpOptions(NamedTuple):
     write_s: float = 60.0  # for a client to read
 
 
-class _Piece(NamedTuple):
-    text: str = ""
-    tokens: Sequence[Token] = ()
-    finish: str | None = None
+class _Fields(NamedTuple):
+    """The fields of a body; absent ones have OpenAI's defaults."""
+
+    model: str = ""
+    prompt: Any = None  # a text or token ids
+    messages: tuple[dict[str, str], ...] = ()
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stream: bool = False
+    stream_options: dict[str, bool] = {}  # noqa: RUF012  it is not changed
+    n: int = 1
+    logprobs: int | bool | None = None
+    top_logprobs: int = 0
+    user: str = ""
+    ignore_eos: bool = False
+    return_token_ids: bool = False
+
+
+_COMPLETION = tuple(n for n in _Fields._fields if n not in ("messages", "top_logprobs"))
+_CHAT = tuple(name for name in _Fields._fields if name != "prompt")
+
+
+def _parse(body: bytes, known: Sequence[str]) -> _Fields:
+    """Return the fields of a body; the front checks the limits of numbers."""
+    try:
+        given: Any = json.loads(body, object_hook=_without_nulls)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"body must be JSON: {error}.") from None
+    if not isinstance(given, dict):
+        raise UsageError(f"body must be an object, got {shorten(given)}.")
+    given = cast("dict[str, Any]", given)
+    for name, value in given.items():
+        _require_plain(name, value, known)
+    if isinstance(given.get("stop"), str):
+        given["stop"] = [given["stop"]]
+    plain = cast("dict[str, Any]", to_plain(_Fields())) | given
+    try:
+        fields = from_plain(_Fields, plain, "body")
+    except PlainValueError as error:
+        raise UsageError(f"{error}".removeprefix("body.")) from None
+    for name, (rule, is_kept) in _rules(fields).items():
+        if name in known and not is_kept:
+            value = shorten(getattr(fields, name))
+            raise UsageError(f"{name} must be {rule}, got {value}.")
+    return fields
+
+
+def _without_nulls(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _require_plain(name: str, value: object, known: Sequence[str]) -> None:
+    if name not in known:
+        text = f"{shorten(name)} must not be given; known are {', '.join(known)}."
+        raise UsageError(text)
+    if isinstance(value, int) and value.bit_length() > 63:
+        raise UsageError(f"{name} must be of 64 bits, got {shorten(value)}.")
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise UsageError(f"{name} must have no lone surrogates.") from None
+
+
+def _rules(fields: _Fields) -> dict[str, tuple[str, object]]:
+    """Return the rule of each field with one, and True if it is kept."""
+    prompt, messages, logprobs = fields.prompt, fields.messages, fields.logprobs
+    if isinstance(prompt, list):
+        prompt = {*map(type, cast("list[object]", prompt))} == {int} and "ids"
+    if not messages and logprobs == 1 and fields.temperature > 0:
+        logprobs = 2  # the likeliest token is not known
+    chat = (
+        each.keys() - {"name"} == {"role", "content"} and each["role"] in _ROLES
+        for each in messages
+    )
+    return {
+        "prompt": ("a text or token ids", messages or (prompt and type(prompt) is str)),
+        "messages": (
+            f"at least one, with role ({', '.join(_ROLES)}) and content",
+            (messages or prompt) and all(chat),
+        ),
+        "stop": (
+            "up to 16 texts of 1 to 1000 characters",
+            len(fields.stop) <= 16 and all(0 < len(s) <= 1000 for s in fields.stop),
+        ),
+        "stream_options": (
+            "include_usage alone",
+            fields.stream_options.keys() <= {"include_usage"},
+        ),
+        "n": ("1", fields.n == 1),
+        "logprobs": (
+            "true or false" if messages else "0, or 1 with temperature 0",
+            logprobs is None
+            or ((type(logprobs) is bool) == bool(messages) and logprobs < 2),
+        ),
+        "top_logprobs": ("0", fields.top_logprobs == 0),
+    }
 
 
 class _Answer:
     """The answer to one request, as its tokens come."""
 
     def __init__(
-        self,
-        flight: Flight,
-        text: ModelText,
-        head: dict[str, Any],
-        fields: dict[str, Any],
+        self, flight: Flight, text: ModelText, fields: _Fields, model: str
     ) -> None:
-        self._flight, self._text, self._head, self._fields = flight, text, head, fields
-        self._stream, self._num_read = text.stream(fields.get("stop", ())), 0
-        has_usage = fields.get("stream_options", {}).get("include_usage")
+        self._flight, self._text, self._fields = flight, text, fields
+        self._stream, self._num_read = text.stream(fields.stop), 0
+        self._is_chat = bool(fields.messages)
+        has_usage = fields.stream and fields.stream_options.get("include_usage")
         self._more: dict[str, object] = {"usage": None} if has_usage else {}
+        kind = f"chat.completion{'.chunk' if fields.stream else ''}"
+        self._head: dict[str, object] = {
+            "id": f"{'chatcmpl' if self._is_chat else 'cmpl'}-{secrets.token_hex(12)}",
+            "object": kind if self._is_chat else "text_completion",
+            "created": int(time.time()),
+            "model": model,
+        }
 
     def raise_failure(self) -> None:
         """Raise the request's error once all tokens before it are read."""
@@ -97,8 +176,10 @@ class _Answer:
         if error is not None and self._num_read == len(flight.tokens):
             raise error
 
-    async def pieces(self, wait_s: float | None = None) -> AsyncIterator[_Piece]:
-        """Yield the parts; an empty one if nothing has come for ``wait_s``."""
+    async def parts(
+        self, wait_s: float | None = None
+    ) -> AsyncIterator[tuple[str, Sequence[Token], str | None]]:
+        """Yield text, tokens and finish; empty ones if none come for ``wait_s``."""
         flight, finish = self._flight, None
         while finish is None:
             with suppress(TimeoutError):
@@ -116,27 +197,23 @@ class _Answer:
                 text += self._stream.end() if finish else ""
             if self._stream.is_stopped:
                 flight.cancel(finish := "stop")
-            yield _Piece(text, flight.tokens[start : self._num_read], finish)
+            yield text, flight.tokens[start : self._num_read], finish
 
     async def whole(self) -> dict[str, object]:
-        pieces = [piece async for piece in self.pieces()]
-        text, finish = "".join(piece.text for piece in pieces), pieces[-1].finish
-        piece = _Piece(text, self._flight.tokens[: self._num_read], finish)
-        message = {"message": {"role": "assistant", "content": text}}
-        return self._body(piece, message) | {"usage": self._usage()}
+        parts = [part async for part in self.parts()]
+        text, tokens = "".join(part[0] for part in parts), self._flight.tokens
+        body = self._body(text, tokens[: self._num_read], parts[-1][-1])
+        return body | {"usage": self._usage()}
 
     async def events(self, wait_s: float) -> AsyncIterator[bytes]:
-        yield _event(
-            self._body(_Piece(), {"delta": {"role": "assistant", "content": ""}})
-        )
+        if self._is_chat:
+            yield _event(self._body("", role="assistant"))
         try:
-            async for piece in self.pieces(wait_s):
-                text, tokens, finish = piece
-                if text or (tokens and "return_token_ids" in self._fields):
-                    delta = {"delta": {"content": text}}
-                    yield _event(self._body(_Piece(text, tokens), delta))
+            async for text, tokens, finish in self.parts(wait_s):
+                if text or (tokens and self._fields.return_token_ids):
+                    yield _event(self._body(text, tokens))
                 if finish is not None:
-                    yield _event(self._body(_Piece(finish=finish), {"delta": {}}))
+                    yield _event(self._body(finish=finish))
                 elif not tokens:
                     yield b": waiting\n\n"
             if self._more:
@@ -146,23 +223,36 @@ class _Answer:
             yield _event(_describe(error)[1])
         yield b"data: [DONE]\n\n"
 
-    def _body(self, piece: _Piece, message: dict[str, Any]) -> dict[str, object]:
-        choice: dict[str, object] = {"index": 0, "finish_reason": piece.finish}
-        choice |= message if "messages" in self._fields else {"text": piece.text}
-        choice["logprobs"] = self._logprobs(piece.tokens)
-        if self._fields.get("return_token_ids"):
-            choice["token_ids"] = [token.token for token in piece.tokens]
+    def _body(
+        self,
+        text: str | None = None,
+        tokens: Sequence[Token] = (),
+        finish: str | None = None,
+        **delta: str,
+    ) -> dict[str, object]:
+        """Return an answer or a part of it; without text it is the last part."""
+        choice: dict[str, object] = {"index": 0, "text": text or ""}
+        if self._is_chat:
+            delta |= {} if text is None else {"content": text}
+            choice = {"index": 0, "delta": delta}
+        if self._is_chat and not self._fields.stream:
+            choice = {"index": 0, "message": delta | {"role": "assistant"}}
+        choice |= {"logprobs": self._logprobs(tokens), "finish_reason": finish}
+        if self._fields.return_token_ids:
+            choice["token_ids"] = [each.token for each in tokens]
         return self._head | {"choices": [choice]} | self._more
 
     def _logprobs(self, tokens: Sequence[Token]) -> dict[str, object] | None:
-        if (wanted := self._fields.get("logprobs", False)) is False:
+        wanted = self._fields.logprobs
+        if wanted is None or wanted is False:
             return None
-        pairs = [(self._text.token_text(each.token), each.logprob) for each in tokens]
-        if "messages" in self._fields:
-            rest: dict[str, object] = {"bytes": None, "top_logprobs": []}
-            return {"content": [{"token": t, "logprob": p} | rest for t, p in pairs]}
-        texts, values = [text for text, _ in pairs], [value for _, value in pairs]
-        top = [{text: value} for text, value in pairs] if wanted else None
+        texts = [self._text.token_text(each.token) for each in tokens]
+        values = [each.logprob for each in tokens]
+        if self._is_chat:
+            found = zip(texts, values, strict=True)
+            rest = {"bytes": None, "top_logprobs": list[object]()}
+            return {"content": [{"token": t, "logprob": v} | rest for t, v in found]}
+        top = [{t: v} for t, v in zip(texts, values, strict=True)] if wanted else None
         return {"tokens": texts, "token_logprobs": values, "top_logprobs": top}
 
     def _usage(self) -> dict[str, int]:
@@ -178,24 +268,23 @@ class _Api:
         self._front, self._text, self._options = front, text, options
 
     async def answer(self, request: Request, *, is_chat: bool) -> Response:
-        key = self._authorize(request)
-        fields = await self._read(request, _CHAT if is_chat else _COMPLETION)
-        prompt, limit_s = await self._encode(fields), _limit_s(request)
+        key, limit = self._authorize(request), request.headers.get(_LIMIT)
+        if limit is not None and not re.fullmatch(
+            r"(?=.*[1-9])\d{1,9}(\.\d{1,9})?", limit
+        ):
+            raise UsageError(f"{_LIMIT} must be seconds, got {shorten(limit)}.")
+        fields, prompt = await self._read(request, _CHAT if is_chat else _COMPLETION)
         flight = self._front.submit(
-            self._request(fields, prompt), key=key, timeout_s=limit_s
+            self._request(fields, prompt),
+            key=key,
+            timeout_s=None if limit is None else float(limit),
         )
-        request.state.flight = flight  # its connection cancels it
-        has_stream: bool = fields.get("stream", False)
-        kind = "chat.completion.chunk" if has_stream else "chat.completion"
-        head = {
-            "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{secrets.token_hex(12)}",
-            "object": kind if is_chat else "text_completion",
-            "created": int(time.time()),
-            "model": self._options.model,
-        }
-        answer = _Answer(flight, self._text, head, fields)
-        if not has_stream:
-            ids = {"prompt_token_ids": prompt} if "return_token_ids" in fields else {}
+        request.state.flight = flight  # its connection cancels it, if not closed yet
+        if await request.is_disconnected():
+            flight.cancel()
+        answer = _Answer(flight, self._text, fields, self._options.model)
+        if not fields.stream:
+            ids = {"prompt_token_ids": prompt} if fields.return_token_ids else {}
             return _response(await answer.whole() | ids)
         with suppress(TimeoutError):  # a failure before the first token has its status
             async with asyncio.timeout(self._options.comment_s):
@@ -207,13 +296,12 @@ class _Api:
 
     async def models(self, request: Request) -> Response:
         self._authorize(request)
-        name = self._options.model
-        self._require_model(asked := request.path_params.get("name", ""))
-        if not (health := self._front.health()).is_ready:
+        self._require_model(asked := request.path_params.get("model", ""))
+        health, capacity = self._front.health(), self._front.capacity
+        if not health.is_ready or capacity is None:
             raise RejectedError(503, "not_serving", f"the server is {health.reason}.")
-        capacity = self._front.capacity
-        model = {"id": name, "object": "model", "created": 0, "owned_by": "ronde"}
-        model |= {"max_model_len": capacity.max_len if capacity else None}
+        model = {"id": self._options.model, "object": "model", "created": 0}
+        model |= {"owned_by": "ronde", "max_model_len": capacity.max_len}
         return _response(model if asked else {"object": "list", "data": [model]})
 
     async def health(self, _request: Request) -> Response:
@@ -221,8 +309,7 @@ class _Api:
         return _response(to_plain(health), 200 if health.is_ready else 503)
 
     async def metrics(self, request: Request) -> Response:
-        is_forwarded = "x-forwarded-for" in request.headers
-        client = request.client
+        client, is_forwarded = request.client, "x-forwarded-for" in request.headers
         if is_forwarded or not client or not ip_address(client.host).is_loopback:
             self._authorize(request)
         *_, num_running, num_waiting, kv_usage = self._front.health()
@@ -231,106 +318,89 @@ class _Api:
 
     async def tokenize(self, request: Request) -> Response:
         self._authorize(request)
-        tokens = await self._encode(await self._read(request, _TOKENIZE))
+        _, tokens = await self._read(request, ("prompt", "messages", "model"))
         return _response({"count": len(tokens), "tokens": tokens})
 
     def _authorize(self, request: Request) -> str:
         """Return the hash of the client's key."""
         header = request.headers.get("authorization", "").encode("latin-1")
         scheme, _, given = header.partition(b" ")
-        known = [key.encode() for key in self._options.api_keys]
-        found = [hmac.compare_digest(given, key) for key in known]
-        if known and not (any(found) and scheme.lower() == b"bearer"):
+        keys = [key.encode() for key in self._options.api_keys]
+        found = [hmac.compare_digest(given, key) for key in keys]
+        if keys and not (any(found) and scheme.lower() == b"bearer"):
             text = "authorization must be Bearer and an API key of this server."
             raise HTTPException(401, text, {"www-authenticate": "Bearer"})
-        return hashlib.sha256(given).hexdigest() if known else ""
+        return hashlib.sha256(given).hexdigest() if keys else ""
 
     def _require_model(self, name: str) -> None:
         if name not in ("", own := self._options.model):
             raise HTTPException(404, f"model must be {own}, got {shorten(name)}.")
 
     async def _read(
-        self, request: Request, known: dict[str, tuple[type, ...]]
-    ) -> dict[str, Any]:
-        """Return the fields of a request's body; those of ``known`` types alone."""
-        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json":
-            text = f"content-type must be application/json, got {shorten(kind)}."
-            raise HTTPException(415, text)
+        self, request: Request, known: Sequence[str]
+    ) -> tuple[_Fields, tuple[int, ...]]:
+        """Return the fields of a body and the ids of its prompt."""
+        kind = request.headers.get("content-type", "").partition(";")[0].strip()
+        if kind.lower() != "application/json":
+            rule = "content-type must be application/json"
+            raise HTTPException(415, f"{rule}, got {shorten(kind)}.")
         body = bytearray()
         try:
             async with asyncio.timeout(_BODY_S):
                 async for part in request.stream():
                     body += part
                     if len(body) > _MAX_BODY:
-                        raise HTTPException(
-                            413, f"body must be at most {_MAX_BODY} bytes."
-                        )
-            given: Any = json.loads(body)
+                        rule = f"body must be at most {_MAX_BODY} bytes"
+                        raise HTTPException(413, f"{rule}, got more.")
         except TimeoutError:
-            raise HTTPException(408, f"body must come within {_BODY_S:g} s.") from None
-        except (ValueError, RecursionError) as error:
-            raise UsageError(f"body must be JSON: {error}.") from None
-        if not isinstance(given, dict):
-            raise UsageError(f"body must be an object, got {shorten(given)}.")
-        items = cast("dict[str, Any]", given).items()
-        fields = {
-            name: value
-            for name, value in items
-            if value is not None and (name in known or _NEUTRAL.get(name) != value)
-        }
-        _require_valid(fields, known)
-        self._require_model(fields.get("model", ""))
-        return fields
+            raise HTTPException(408, f"body must come in {_BODY_S:g} s.") from None
+        fields = _parse(bytes(body), known)
+        self._require_model(fields.model)
+        if isinstance(fields.prompt, list):
+            return fields, tuple(cast("list[int]", fields.prompt))
+        text, is_chat = fields.prompt, bool(fields.messages)
+        if is_chat:
+            text = self._text.render_chat(fields.messages)
+        encode = partial(self._text.encode, text, adds_special=not is_chat)
+        is_short = len(text) <= _SHORT
+        return fields, encode() if is_short else await asyncio.to_thread(encode)
 
-    async def _encode(self, fields: dict[str, Any]) -> tuple[int, ...]:
-        given: Any = fields.get("prompt", "")
-        if "messages" in fields:
-            chat = [_message(n, each) for n, each in enumerate(fields["messages"])]
-            given = self._text.render_chat(chat)
-        if isinstance(given, list) and all(type(n) is int for n in given):
-            return tuple(cast("list[int]", given))
-        if not given or not isinstance(given, str):
-            text = f"prompt must be a text or token ids, got {shorten(given)}."
-            raise UsageError(text)
-        encode = partial(self._text.encode, given, adds_special="prompt" in fields)
-        return encode() if len(given) <= _SHORT else await asyncio.to_thread(encode)
-
-    def _request(
-        self, fields: dict[str, Any], prompt: tuple[int, ...]
-    ) -> InferenceRequest:
+    def _request(self, fields: _Fields, prompt: tuple[int, ...]) -> InferenceRequest:
         room, capacity = _MAX_TOKENS, self._front.capacity
         if capacity is not None:
             most = min(capacity.max_len, capacity.num_blocks * capacity.block_tokens)
             room = most - len(prompt)
             if room < 1:
-                text = f"prompt must be at most {most - 1} tokens, got {len(prompt)}."
-                raise UsageError(text)
-        asked = fields.get("max_tokens", min(room, _MAX_TOKENS))
-        temperature = float(fields.get("temperature", 1))  # as OpenAI's
+                rule = f"prompt must be at most {most - 1} tokens"
+                raise UsageError(f"{rule}, got {len(prompt)}.")
+        asked = (
+            fields.max_completion_tokens,
+            fields.max_tokens,
+            min(room, _MAX_TOKENS),
+        )
+        is_greedy = 0 <= fields.temperature < _LEAST_TEMPERATURE
         return InferenceRequest(
             id=0,
             prompt=prompt,
-            max_tokens=fields.get("max_completion_tokens", asked),
-            temperature=0.0 if 0 < temperature < _LEAST_TEMPERATURE else temperature,
-            top_k=fields.get("top_k", 0),
-            top_p=float(fields.get("top_p", 1)),
-            seed=fields.get("seed", secrets.randbits(63)) % (1 << 63),
-            stop_ids=() if fields.get("ignore_eos") else self._text.stop_ids,
+            max_tokens=next(each for each in asked if each is not None),
+            temperature=0.0 if is_greedy else fields.temperature,
+            top_k=fields.top_k,
+            top_p=fields.top_p,
+            seed=secrets.randbits(63) if fields.seed is None else fields.seed,
+            stop_ids=() if fields.ignore_eos else self._text.stop_ids,
         )
 
 
 def make_app(front: Front, text: ModelText, options: HttpOptions) -> Starlette:
     """Return the application; ``HttpServer`` serves it."""
     api = _Api(front, text, options)
+    complete, chat = (partial(api.answer, is_chat=is_chat) for is_chat in (False, True))
     routes = [
-        Route("/v1/completions", partial(api.answer, is_chat=False), methods=["POST"]),
-        Route(
-            "/v1/chat/completions", partial(api.answer, is_chat=True), methods=["POST"]
-        ),
+        Route("/v1/completions", complete, methods=["POST"]),
+        Route("/v1/chat/completions", chat, methods=["POST"]),
         Route("/tokenize", api.tokenize, methods=["POST"]),
         Route("/v1/models", api.models),
-        Route("/v1/models/{name:path}", api.models),
+        Route("/v1/models/{model:path}", api.models),
         Route("/health", api.health),
         Route("/metrics", api.metrics),
     ]
@@ -342,12 +412,12 @@ def make_app(front: Front, text: ModelText, options: HttpOptions) -> Starlette:
 class _Connection(H11Protocol):
     """A connection that ends if its client is slow, and cancels its request then."""
 
-    def __init__(self, options: HttpOptions, **others: Any) -> None:
+    def __init__(self, options: HttpOptions, **others: Any) -> None:  # noqa: ANN401
         super().__init__(**others)
         self._options = options
         self._timer: asyncio.TimerHandle | None = None
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore
+    def connection_made(self, transport: Any) -> None:  # noqa: ANN401
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=0)  # one piece at most is not sent
         self._limit(self._options.header_s)
@@ -378,7 +448,9 @@ class _Connection(H11Protocol):
     def _limit(self, seconds: float | None) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = seconds and self.loop.call_later(seconds, self.transport.abort)
+        self._timer = None
+        if seconds is not None:
+            self._timer = self.loop.call_later(seconds, self.transport.abort)
 
 
 class HttpServer(uvicorn.Server):
@@ -388,10 +460,10 @@ class HttpServer(uvicorn.Server):
     """
 
     def __init__(self, app: Starlette, options: HttpOptions) -> None:
-        kind = cast("type[asyncio.Protocol]", partial(_Connection, options))
+        http = cast("type[asyncio.Protocol]", partial(_Connection, options))
         super().__init__(
             uvicorn.Config(
-                app, http=kind, ws="none", lifespan="off", interface="asgi3",
+                app, http=http, ws="none", lifespan="off", interface="asgi3",
                 log_config=None, log_level="error", access_log=False,
                 proxy_headers=False, server_header=False,
                 limit_concurrency=4096, timeout_keep_alive=30,
@@ -399,110 +471,40 @@ class HttpServer(uvicorn.Server):
         )  # fmt: skip
 
     @contextmanager
-    def capture_signals(self) -> Iterator[None]:
+    def capture_signals(self) -> Generator[None]:
         """Leave signals to the program."""
         yield
 
 
-def _require_valid(fields: dict[str, Any], known: dict[str, tuple[type, ...]]) -> None:
-    """Raise ``UsageError``, with the field, for values of no use."""
-    for name, value in fields.items():
-        if name not in known:
-            text = f"{shorten(name)} must not be given. Known are {', '.join(known)}."
-            raise UsageError(text)
-        rule, is_kept = " or ".join(_TYPES[kind] for kind in known[name]), True
-        if (limits := _LIMITS.get(name)) and not isinstance(value, bool):
-            rule = f"{rule} from {limits[0]} to {limits[1]}"
-            is_kept = not isinstance(value, str) and limits[0] <= value <= limits[1]
-        if type(value) not in known[name] or not is_kept:
-            raise UsageError(f"{name} must be {rule}, got {shorten(value)}.")
-        try:
-            json.dumps(value, ensure_ascii=False).encode()
-        except UnicodeEncodeError:
-            raise UsageError(f"{name} must be text without lone surrogates.") from None
-    stops, options = fields.get("stop", []), fields.get("stream_options", {})
-    stops: list[Any] = [stops] if isinstance(stops, str) else stops
-    if len(stops) > 16 or not all(
-        isinstance(s, str) and 0 < len(s) <= 1000 for s in stops
-    ):
-        rule = "up to 16 texts of 1 to 1000 characters"
-        raise UsageError(f"stop must be {rule}, got {shorten(stops)}.")
-    if options not in ({}, {"include_usage": True}, {"include_usage": False}):
-        rule = "an object with include_usage, true or false"
-        raise UsageError(f"stream_options must be {rule}, got {shorten(options)}.")
-    fields["stop"] = stops
-
-
-def _message(number: int, given: Any) -> dict[str, str]:  # noqa: ANN401  of JSON
-    """Return a message of a chat; parts of its text become lines."""
-    found: dict[str, Any] = {}
-    if isinstance(given, dict):
-        items = cast("dict[str, Any]", given).items()
-        found = {name: value for name, value in items if value is not None}
-    parts: Any = found.get("content")
-    if isinstance(parts, list) and all(
-        isinstance(p, dict) and p.keys() == {"type", "text"} and p["type"] == "text"
-        for p in parts
-    ):
-        found["content"] = "\n".join(f"{part['text']}" for part in parts)
-    if (
-        found.keys() - {"name"} != {"role", "content"}
-        or not all(isinstance(value, str) for value in found.values())
-        or found["role"] not in _ROLES
-    ):
-        rule = f"an object with role ({', '.join(_ROLES)}) and content, a text"
-        raise UsageError(f"messages[{number}] must be {rule}, got {shorten(given)}.")
-    return found
-
-
-def _limit_s(request: Request) -> float | None:
-    given = request.headers.get("x-request-timeout")
-    with suppress(ValueError):
-        if given is None or 0 < float(given) < 1e9:
-            return given and float(given)
-    raise UsageError(f"x-request-timeout must be seconds, got {shorten(given)}.")
-
-
-def _json(value: object) -> bytes:
-    return json.dumps(value, separators=(",", ":")).encode()
-
-
-def _event(value: object) -> bytes:
-    return b"data: " + _json(value) + b"\n\n"
+def _event(value: dict[str, object]) -> bytes:
+    return b"data: " + json.dumps(value).encode() + b"\n\n"
 
 
 def _response(
     value: object, status: int = 200, headers: dict[str, str] | None = None
 ) -> Response:
-    return Response(_json(value), status, headers, "application/json")
+    return Response(json.dumps(value), status, headers, "application/json")
 
 
 def _describe(error: Exception) -> tuple[int, dict[str, object]]:
     """Return the status of an error, and its description in OpenAI's form."""
-    status, code, text = 500, None, "an internal error; the server's log has its cause."
-    match error:
-        case HTTPException():
-            status, text = error.status_code, error.detail
-        case RejectedError():
-            status, code, text = error.status, error.reason, f"{error}"
-        case UsageError():
-            status, text = 400, f"{error}"
-        case RecursionError():
-            status, text = 400, "body must be less deeply nested."
-        case ClientDisconnect():
-            status = 499
-        case _:
-            pass
-    kind = "server_error" if status >= 500 else "invalid_request_error"
+    status, code, text = 500, "internal_error", "the server failed; its log has more."
+    if isinstance(error, HTTPException):
+        status, code, text = error.status_code, None, error.detail
+    elif isinstance(error, RejectedError):
+        status, code, text = error.status, error.reason, f"{error}"
+    elif isinstance(error, UsageError | RecursionError | ClientDisconnect):
+        status, code, text = 400, None, f"{error}"
     code = {401: "invalid_api_key", 404: "model_not_found"}.get(status, code)
-    param = text.partition(" must ")[0] if status in (400, 404) else None
-    error_ = {"message": text, "type": kind, "param": param, "code": code}
-    return status, {"error": error_}
+    kind = "server_error" if status >= 500 else "invalid_request_error"
+    param = text.partition(" must ")[0] if " must " in text else None
+    found = {"message": text, "type": kind, "param": param, "code": code}
+    return status, {"error": found}
 
 
 async def _on_error(_request: Request, error: Exception) -> Response:
     status, body = _describe(error)
-    headers = getattr(error, "headers", None)
+    headers = dict(getattr(error, "headers", None) or {})
     if (after_s := getattr(error, "retry_after_s", None)) is not None:
-        headers = {"retry-after": f"{after_s}"}
+        headers["retry-after"] = f"{after_s}"
     return _response(body, status, headers)

@@ -30,31 +30,35 @@ class ModelText:
     """
 
     def __init__(self, folder: str, chat_template: str = "") -> None:
-        path = Path(folder)
+        file = Path(folder, "tokenizer.json")
         try:
-            self._tokenizer = Tokenizer.from_file(f"{path / 'tokenizer.json'}")
-        except Exception as error:  # noqa: BLE001  the library raises no other type
-            raise UsageError(
-                f"{folder} must have a valid tokenizer.json, got: {error}. Save the "
-                "model's tokenizer there with save_pretrained()."
-            ) from None
+            self._tokenizer = Tokenizer.from_file(f"{file}")
+            found: list[dict[str, Any]] = []
+            for name in ("config", "generation_config", "tokenizer_config"):
+                file = Path(folder, f"{name}.json")
+                found.append({**json.loads(file.read_bytes())} if file.exists() else {})
+            file = Path(chat_template or f"{folder}/chat_template.jinja")
+            has_file = chat_template or file.exists()
+            source: Any = found[2].get("chat_template")
+            source = file.read_text(encoding="utf-8") if has_file else source
+            self._template = _compile(source)
+        except Exception as error:  # noqa: BLE001  tokenizers raises no other type
+            raise UsageError(f"{file} must be there and valid: {error}.") from None
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         added = self._tokenizer.get_added_tokens_decoder().items()
         self._special = frozenset(number for number, token in added if token.special)
-        config = _read_json(path / "tokenizer_config.json")
         self._words: dict[str, Any] = {
             name: value["content"] if isinstance(value, dict) else value
-            for name, value in config.items()
+            for name, value in found[2].items()
             if name.endswith("_token") and isinstance(value, str | dict)
         }
         eos: Any = self._tokenizer.token_to_id(self._words.get("eos_token", ""))
-        for name in ("config.json", "generation_config.json"):
-            eos = _read_json(path / name).get("eos_token_id", eos)
+        for config in found[:2]:
+            eos = config.get("eos_token_id", eos)
         eos = cast("list[Any]", eos if isinstance(eos, list) else [eos])
         self.stop_ids = tuple(int(number) for number in eos if number is not None)
         self._words |= {"raise_exception": _refuse, "strftime_now": _now}
-        self._template = _read_template(path, chat_template, config)
 
     def encode(self, text: str, *, adds_special: bool = True) -> tuple[int, ...]:
         """Return the ids of a text, with special tokens as the model's own adds them.
@@ -160,22 +164,8 @@ class _Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        found: object = json.loads(file.read_bytes())
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{file} must be valid JSON: {error}.") from None
-    if not isinstance(found, dict):
-        raise UsageError(f"{file} must be a JSON object.")
-    return cast("dict[str, Any]", found)
-
-
-def _read_template(folder: Path, own: str, config: dict[str, Any]) -> Template | None:
-    """Return the chat template, in an environment like that of transformers."""
-    file = Path(own) if own else folder / "chat_template.jinja"
-    source: Any = config.get("chat_template")
+def _compile(source: Any) -> Template | None:  # noqa: ANN401  of JSON
+    """Return a chat template, in an environment like that of transformers."""
     if isinstance(source, list):  # several, with names
         named = cast("list[dict[str, str]]", source)
         source = {each["name"]: each["template"] for each in named}.get("default")
@@ -185,12 +175,7 @@ def _read_template(folder: Path, own: str, config: dict[str, Any]) -> Template |
         extensions=[_Generation, "jinja2.ext.loopcontrols"],
     )
     environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
-    try:
-        if own or file.exists():
-            source = file.read_text(encoding="utf-8")
-        return None if source is None else environment.from_string(source)
-    except (OSError, ValueError, TemplateError) as error:
-        raise UsageError(f"chat template {file} must be valid: {error}.") from None
+    return None if source is None else environment.from_string(source)
 
 
 def _refuse(message: str) -> None:
