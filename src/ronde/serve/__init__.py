@@ -6,6 +6,17 @@ from ronde.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from ronde.serve.engine import InferenceEngine, StepEngine, StepRow
+    from ronde.serve.load import (
+        TEXT_FORM,
+        CompletionServer,
+        LoadOutcome,
+        LoadRequest,
+        Workload,
+        find_server,
+        median_figures,
+        parse_lengths,
+        run_load,
+    )
     from ronde.serve.loop import OutOfStepError
     from ronde.serve.manager import BatchManager
     from ronde.serve.policy import POLICIES, Capacity, TokenCounts
@@ -21,10 +32,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "POLICIES",
+    "TEXT_FORM",
     "BatchManager",
     "Capacity",
+    "CompletionServer",
     "InferenceEngine",
     "InferenceRequest",
+    "LoadOutcome",
+    "LoadRequest",
     "OutOfStepError",
     "ReplicaConfig",
     "Response",
@@ -33,14 +48,23 @@ __all__ = [
     "StepRow",
     "Token",
     "TokenCounts",
+    "Workload",
     "choose_token",
+    "find_server",
+    "median_figures",
+    "parse_lengths",
     "require_servable",
+    "run_load",
 ]
 
 __getattr__ = lazy_exports(
     __name__,
     {
         "engine": "InferenceEngine StepEngine StepRow",
+        "load": (
+            "TEXT_FORM CompletionServer LoadOutcome LoadRequest Workload find_server "
+            "median_figures parse_lengths run_load"
+        ),
         "loop": "OutOfStepError",
         "manager": "BatchManager",
         "policy": "POLICIES Capacity TokenCounts",
