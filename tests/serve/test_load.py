@@ -179,7 +179,7 @@ def test_answers_are_counted_and_timed_from_arrivals():
         num = each.max_tokens
         assert each.token_ids == [*range(num)]
         assert each.num_made == num
-        assert each.num_prompt == len(each.prompt)
+        assert each.usage["prompt_tokens"] == len(each.prompt)
         assert len(each.gaps_s()) == num - 1
         # No answer begins before the last request; all its delays come after.
         assert each.times_s[0] >= last_due_s + DELAY_S
@@ -396,8 +396,9 @@ def test_the_command_shows_a_table_and_appends_a_record(
     ("words", "reason"),
     [
         ((), "a URL or MODEL is required"),
-        (("ftp://h:1",), "URL must be as http://HOST:PORT"),
-        (("http://h:99999",), "URL must be as http://HOST:PORT"),
+        (("ftp://h:1",), "server must be a URL such as http://"),
+        (("http://",), "server must be a URL such as http://"),
+        (("http://h:99999",), "Port out of range"),
         (("./nothing",), "config.json"),
         (("http://h", "--rate", "-1"), "--rate must be arrivals a second"),
         (("http://h", "--rate", "nan"), "--rate must be arrivals a second"),

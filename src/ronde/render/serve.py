@@ -4,10 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from ronde.render.text import align, shorten
 from ronde.serve import LoadOutcome, median_figures
-from ronde.units import grouped
-
-_MOST_SHOWN = 160  # characters of an error
-_MOST_LATE = 0.1  # of the time between tokens
+from ronde.units import counted, grouped
 
 
 def draw_load(runs: Mapping[str, Sequence[LoadOutcome]]) -> str:
@@ -28,22 +25,15 @@ def _notes(name: str, outcomes: Sequence[LoadOutcome]) -> list[str]:
     requests = [each for outcome in outcomes for each in outcome.requests]
     whole = [each for each in requests if not each.error]
     num_made = sum(each.num_made for each in whole)
-    num_prompt = sum(each.num_prompt for each in whole)
-    lines = [
-        f"{name}: {len(whole):,} of {len(requests):,} requests answered, with "
-        f"{num_made:,} tokens; their prompts have {num_prompt:,}"
-    ]
-    num_other = sum(each.num_made != each.max_tokens for each in whole)
-    if num_other:
-        lines.append(f"{num_other:,} answers are not as long as requested")
-    kinds = grouped((each.error.partition(":")[0], each.error) for each in requests)
-    for kind, errors in sorted(kinds.items()):
+    text = f"{name}: {len(whole):,} of {counted(len(requests), 'request')} answered"
+    lines = [f"{text}, {counted(num_made, 'token')}"]
+    if num_other := sum(each.num_made != each.max_tokens for each in whole):
+        lines.append(f"{counted(num_other, 'answer')} not as long as requested")
+    failed = [(each.error.partition(":")[0], each.error) for each in requests]
+    for kind, errors in sorted(grouped(failed).items()):
         if kind:
-            lines.append(f"{kind}, {len(errors):,} times: {shorten(errors[0], 160)}")
+            lines.append(f"{kind}: {len(errors):,}, such as {shorten(errors[0], 160)}")
     figures = median_figures(outcomes)
-    if figures["client_late_p99_ms"] > _MOST_LATE * figures.get("itl_p50_ms", 0.0):
-        lines.append(
-            "this client was late by over a tenth of the time between tokens: its own "
-            "delays are in the times above"
-        )
+    if figures["client_late_p99_ms"] > figures.get("itl_p50_ms", 0.0) / 10:
+        lines.append("the times above have delays of this client: see client late")
     return lines

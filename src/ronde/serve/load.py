@@ -26,8 +26,11 @@ _FULL = _USAGE | {"ignore_eos": True, "return_token_ids": True}
 # Whether prompts are text, and further fields: the first form that a server knows.
 _FORMS = ((False, _FULL), (True, _FULL), (True, _USAGE))
 TEXT_FORM = 1
-_FAILURES = (OSError, EOFError, ValueError, LookupError, AttributeError, TypeError)
-_FAILURES += (asyncio.LimitOverrunError,)
+# Of connections, and of answers that are not HTTP or not of completions.
+_FAILURES = (
+    *(OSError, EOFError, asyncio.LimitOverrunError),
+    *(ValueError, LookupError, AttributeError, TypeError),
+)
 Lengths = Callable[[random.Random], int]
 
 
@@ -59,10 +62,6 @@ class LoadRequest:
     usage: dict[str, int] = field(default_factory=dict[str, int])  # the server's count
     is_done: bool = False
     error: str = ""  # its kind, a colon, and details
-
-    @property
-    def num_prompt(self) -> int:
-        return self.usage.get("prompt_tokens", len(self.prompt))
 
     @property
     def num_made(self) -> int:
@@ -135,49 +134,53 @@ class CompletionServer(NamedTuple):
         return json.dumps(fields | more).encode()
 
     async def complete(self, body: bytes, request: LoadRequest, limit_s: float) -> None:
-        problem = "cut: the answer has no end, or no tokens"
-        try:
-            async with asyncio.timeout(limit_s):
-                await self.send("completions", body, request.on_line)
-        except _FAILURES as error:
-            problem = f"{type(error).__name__}: {error}"
-        except _StatusError as error:
-            problem = str(error)
+        problem = await self.send("completions", body, request.on_line, limit_s)
         if not (request.error or (request.is_done and request.times_s)):
-            request.error = problem
+            request.error = problem or "cut: the answer has no end, or no tokens"
 
     async def send(
-        self, name: str, body: bytes, on_line: Callable[[bytes], None]
-    ) -> None:
-        """Send a request on a connection of its own, and handle the answer's lines."""
+        self, name: str, body: bytes, on_line: Callable[[bytes], None], limit_s: float
+    ) -> str:
+        """Send a request on a connection of its own, and handle the answer's lines.
+
+        Returns an error as of ``LoadRequest``, or "".
+        """
         url, key = urlsplit(self.url), f"Authorization: Bearer {self.key}\r\n"
-        port = url.port or (443 if url.scheme == "https" else 80)
-        reader, writer = await asyncio.open_connection(
-            url.hostname, port, ssl=url.scheme == "https" or None
-        )
+        tls, writer = url.scheme == "https", None
         try:
-            writer.write(
-                f"{'POST' if body else 'GET'} {url.path}/v1/{name} HTTP/1.1\r\n"
-                f"Host: {url.netloc}\r\n{key * bool(self.key)}Connection: close\r\n"
-                f"Content-Type: application/json\r\n"
-                f"Content-Length: {len(body)}\r\n\r\n".encode()
-                + body
-            )
-            head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower()
-            status, rest = int(head.split()[1]), b""
-            async for piece in _read_body(reader, head):
-                *lines, rest = (rest + piece).split(b"\n")
-                for line in lines if status == 200 else ():
-                    on_line(line)
-            if status != 200:
-                raise _StatusError(f"HTTP {status}: {rest.decode(errors='replace')}")
-            on_line(rest)
+            async with asyncio.timeout(limit_s):
+                port = url.port or (443 if tls else 80)
+                reader, writer = await asyncio.open_connection(
+                    url.hostname, port, ssl=tls or None
+                )
+                writer.write(
+                    f"{'POST' if body else 'GET'} {url.path}/v1/{name} HTTP/1.1\r\n"
+                    f"Host: {url.netloc}\r\n{key * bool(self.key)}Connection: close\r\n"
+                    f"Content-Type: application/json\r\n"
+                    f"Content-Length: {len(body)}\r\n\r\n".encode()
+                    + body
+                )
+                return await _handle_answer(reader, on_line)
+        except _FAILURES as error:
+            return f"{type(error).__name__}: {error}"
         finally:
-            writer.transport.abort()
+            if writer:
+                writer.transport.abort()
 
 
-class _StatusError(Exception):
-    """The server refuses a request."""
+async def _handle_answer(
+    reader: asyncio.StreamReader, on_line: Callable[[bytes], None]
+) -> str:
+    head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower()
+    status, rest = int(head.split()[1]), b""
+    async for piece in _read_body(reader, head):
+        *lines, rest = (rest + piece).split(b"\n") if status == 200 else (rest + piece,)
+        for line in lines:
+            on_line(line)
+    if status != 200:
+        return f"HTTP {status}: {rest.decode(errors='replace')}"
+    on_line(rest)
+    return ""
 
 
 async def _read_body(reader: asyncio.StreamReader, head: str) -> AsyncIterator[bytes]:
@@ -198,28 +201,27 @@ async def find_server(server: CompletionServer) -> CompletionServer:
         UsageError: It cannot be used as asked.
     """
     lines: list[bytes] = []
+    name = "models"
+    problem = await server.send(name, b"", lines.append, _PROBE_S)
     try:
-        async with asyncio.timeout(_PROBE_S):
-            await server.send("models", b"", lines.append)
         entry = json.loads(b"\n".join(lines))["data"][0]
         model, max_len = server.model or entry["id"], entry.get("max_model_len") or 0
-    except (*_FAILURES, _StatusError) as error:
-        raise UsageError(
-            f"{server.url}/v1/models must list a model, got {error!r}. Check the URL "
-            "and --api-key-file."
-        ) from None
-    probe = LoadRequest((1,), 1)
-    for form in range(server.form, len(_FORMS)):
-        server = server._replace(model=model, max_len=max_len, form=form)
-        probe = LoadRequest((1,), 1)
-        await server.complete(server.body_of(probe), probe, _PROBE_S)
-        if not probe.error:
-            return server
-        if not probe.error.startswith(("HTTP 400", "HTTP 422")):
-            break
+    except (ValueError, LookupError, TypeError):
+        problem = problem or f"{lines}"
+    else:
+        name = "completions"
+        for form in range(server.form, len(_FORMS)):
+            server = server._replace(model=model, max_len=max_len, form=form)
+            probe = LoadRequest((1,), 1)
+            await server.complete(server.body_of(probe), probe, _PROBE_S)
+            problem = probe.error
+            if not problem:
+                return server
+            if not problem.startswith(("HTTP 400", "HTTP 422")):
+                break
     raise UsageError(
-        f"{server.url}/v1/completions must answer a request for one token, got "
-        f"{probe.error}. Check --model and --api-key-file."
+        f"{server.url}/v1/{name} must answer, got {problem[:300]}. Check the URL, "
+        "--model and --api-key-file."
     )
 
 
@@ -237,10 +239,9 @@ class LoadOutcome(NamedTuple):
         A percentile is linear between the two nearest of the sorted values, as numpy's.
         """
         whole = [each for each in self.requests if not each.error]
-        found = {
-            "tokens_per_s": sum(each.num_made for each in whole) / self.span_s,
-            "requests_per_s": len(whole) / self.span_s,
-        }
+        num_made = sum(each.num_made for each in whole)
+        found = {"tokens_per_s": num_made, "requests_per_s": len(whole)}
+        found = {name: count / self.span_s for name, count in found.items()}
         times_s = {
             "ttft": [each.times_s[0] - each.due_s for each in whole],
             "itl": [gap_s for each in whole for gap_s in each.gaps_s()],
