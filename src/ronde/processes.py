@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 from ronde.errors import LaunchError
 
+FORKED_RANK = "ronde-worker"
+"""The name of a process that is forked by a rank to do the rank's work."""
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_GET_CHILD_SUBREAPER = 37

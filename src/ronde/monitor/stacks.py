@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ronde.launch.agent.diagnostics import read_stacks
 from ronde.monitor.inspection import StackFrame, make_frame
-from ronde.processes import descendants, read_process, read_text
+from ronde.processes import FORKED_RANK, descendants, read_process, read_text
 
 Stack = tuple[StackFrame, ...]
 """The frames of one thread, the innermost first."""
@@ -109,8 +109,13 @@ def find_obstacle() -> str:
 
 
 def find_python(pid: int) -> int:
-    """Return the process if it runs Python, else its first descendant that does."""
-    candidates = [pid, *(process.pid for process in descendants(pid))]
+    """Return the process if it runs Python, else its first descendant that does.
+
+    A worker that the rank has forked to do its work goes before all of them.
+    """
+    below = descendants(pid)
+    forked = [process.pid for process in below if process.name == FORKED_RANK]
+    candidates = [*forked, pid, *(process.pid for process in below)]
     return next((each for each in candidates if _is_python(each)), pid)
 
 

@@ -4,11 +4,14 @@ A frame has the digest of all steps before. A rank with another digest ends the 
 ranks that are out of step make at most one step more.
 """
 
+import time
 from collections.abc import Sequence
-from functools import partial
 from typing import NamedTuple, Protocol
 from zlib import crc32
 
+import torch
+
+from ronde import progress
 from ronde.collectives.objects import TensorGroup, broadcast_json
 from ronde.errors import CollectiveError
 from ronde.plain_values import from_plain, to_plain
@@ -34,6 +37,14 @@ class StepFrame(NamedTuple):
     commands: Commands
 
 
+class StepResult(NamedTuple):
+    """The tokens of a step, and its times on the leader."""
+
+    tokens: Sequence[Token]
+    step_s: float  # in the engine
+    frame_s: float  # in the broadcast of the frame
+
+
 class Leader(Protocol):
     """The side of the loop that only the leader has."""
 
@@ -41,7 +52,7 @@ class Leader(Protocol):
         """Return the next commands; may wait for a second if all ranks are idle."""
         ...
 
-    def on_tokens(self, tokens: Sequence[Token]) -> None:
+    def on_step(self, result: StepResult) -> None:
         """Take the tokens of a step."""
 
 
@@ -62,8 +73,7 @@ def run_loop(group: TensorGroup, engine: InferenceEngine, leader: Leader | None)
     """
     step = digest = 0
     while True:
-        make = partial(_make_frame, leader, engine, step, digest)
-        frame = from_plain(StepFrame, broadcast_json(group, make, LEADER))
+        frame_s, frame = _broadcast_frame(group, leader, engine, (step, digest))
         if (frame.step, frame.digest) != (step, digest):
             raise OutOfStepError(
                 f"ranks must make the same tokens, but rank {group.rank} has digest "
@@ -77,17 +87,34 @@ def run_loop(group: TensorGroup, engine: InferenceEngine, leader: Leader | None)
             engine.add(request)
         if frame.commands.is_last:
             return step
-        tokens = engine.step() if engine.has_work else []
+        if not engine.has_work:  # else the model's own collectives show who is lost
+            group.all_gather(torch.zeros(1)).wait()
+        begun_s, tokens = time.monotonic(), engine.step() if engine.has_work else []
+        step_s = time.monotonic() - begun_s
         if leader is not None:
-            leader.on_tokens(tokens)
+            leader.on_step(StepResult(tokens, step_s, frame_s))
+        if tokens:
+            progress(step=step, tokens=len(tokens))
         words = [[token.id, token.token, token.finish] for token in tokens]
         digest = crc32(repr((words, engine.has_work)).encode(), digest)
         step += 1
 
 
-def _make_frame(
-    leader: Leader | None, engine: InferenceEngine, step: int, digest: int
-) -> object:
-    is_idle = not engine.has_work
-    commands = Commands() if leader is None else leader.commands(is_idle=is_idle)
-    return to_plain(StepFrame(step, digest, commands))
+def _broadcast_frame(
+    group: TensorGroup,
+    leader: Leader | None,
+    engine: InferenceEngine,
+    state: tuple[int, int],
+) -> tuple[float, StepFrame]:
+    """Return the time that the broadcast took, and the leader's frame."""
+    begun_s = time.monotonic()
+
+    def make() -> object:
+        nonlocal begun_s
+        is_idle = not engine.has_work
+        commands = Commands() if leader is None else leader.commands(is_idle=is_idle)
+        begun_s = time.monotonic()
+        return to_plain(StepFrame(*state, commands))
+
+    frame = from_plain(StepFrame, broadcast_json(group, make, LEADER))
+    return time.monotonic() - begun_s, frame

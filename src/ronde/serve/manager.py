@@ -6,23 +6,22 @@ The callbacks are those of TensorRT-LLM's GptManager (docs/source/batch_manager.
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from ronde.collectives import connect
 from ronde.errors import UsageError
 from ronde.serve.engine import InferenceEngine
-from ronde.serve.loop import LEADER, Commands, run_loop
+from ronde.serve.loop import LEADER, Commands, StepResult, run_loop
 from ronde.serve.policy import POLICIES, Policy, TokenCounts
 from ronde.serve.requests import (
     InferenceRequest,
     Response,
     Statistics,
-    Token,
     counts_of,
     require_servable,
 )
-from ronde.world import read_rank_info
+from ronde.world import RankInfo, read_rank_info
 
 _IDLE_S = 1.0  # a frame at least so often, so that no rank waits for long
 _POLL_S = 0.005
@@ -82,15 +81,17 @@ class BatchManager:
         """
         self._desk.is_ending.set()
 
-    def run(self) -> None:
+    def run(self, info: RankInfo | None = None) -> None:
         """Serve until ``stop()`` was called on rank 0; collective.
+
+        ``info`` is this rank, read from the environment if None.
 
         Raises:
             CollectiveError: A rank has ended, or made other tokens than rank 0.
             Exception: A callback or the engine has raised; the other ranks then raise
                 ``CollectiveError``.
         """
-        group = connect(read_rank_info())
+        group = connect(info or read_rank_info())
         try:
             run_loop(group, self._engine, self._desk if group.rank == LEADER else None)
         except BaseException:
@@ -130,7 +131,8 @@ class _Desk:
                 return Commands(add, cancel, is_last)
             self.is_ending.wait(_POLL_S)
 
-    def on_tokens(self, tokens: Sequence[Token]) -> None:
+    def on_step(self, result: StepResult) -> None:
+        tokens = result.tokens
         self._iteration += bool(self._running)
         for made in tokens:
             if made.id not in self._running:
@@ -146,7 +148,7 @@ class _Desk:
             if is_final:
                 del self._running[made.id]
         if self._callbacks.send_stats is not None and (tokens or self._running):
-            self._callbacks.send_stats(self._statistics())
+            self._callbacks.send_stats(self._statistics(result))
 
     def _receive(self) -> None:
         most = self._engine.capacity.max_requests
@@ -196,10 +198,11 @@ class _Desk:
         self._running |= {each.id: counts_of(each) for each in chosen}
         return chosen
 
-    def _statistics(self) -> Statistics:
+    def _statistics(self, result: StepResult) -> Statistics:
         capacity = self._engine.capacity
         blocks = [each.most_blocks(capacity) for each in self._running.values()]
         return Statistics(
             self._iteration, len(self._running), len(self._waiting),
             sum(blocks), capacity.num_blocks, capacity.max_requests,
+            result.step_s, result.frame_s,
         )  # fmt: skip

@@ -38,7 +38,8 @@ class Ready(NamedTuple):
     """The first message of rank 0: all ranks have loaded and tried the model."""
 
     process: int
-    generation: int  # of the replica's workers, from 0
+    generation: int  # of this start's workers, from 0
+    cause: str  # the reason that the generation before has ended
     capacity: Capacity
 
 
