@@ -41,6 +41,12 @@ _TYPES = {"N": whole_number(), "RATE": _parse_rate, "LENGTH": serve.parse_length
     "TIME": parse_positive_s,
     **dict.fromkeys(("--requests", "--rounds", "--vocabulary"), whole_number(1)),
 }
+_DEFAULTS: Mapping[str, Any] = {
+    **{"requests": 100, "rate": 0.0, "share_prefix": 0, "seed": 0, "warmup": 0},
+    **{"rounds": 1, "timeout": 600.0, "vocabulary": 0, "model": ""},
+    "prompt_len": serve.parse_lengths("32-128"),
+    "output_len": serve.parse_lengths("64"),
+}
 
 
 def run_serve(words: Sequence[str]) -> int:
@@ -49,6 +55,7 @@ def run_serve(words: Sequence[str]) -> int:
     parser = CommandParser(
         "ronde bench serve", BENCH_SERVE_HELP, types=_TYPES, positionals=positionals
     )
+    parser.set_defaults(**_DEFAULTS)
     given = parser.read(words[:end])
     if given is None:
         return Exit.OK
@@ -57,12 +64,8 @@ def run_serve(words: Sequence[str]) -> int:
     given.options = words[end + 1 :]
     vocabulary, max_len = _limits_of(given)
     workload = serve.Workload(
-        given.requests or 100,
-        given.prompt_len or serve.parse_lengths("32-128"),
-        given.output_len or serve.parse_lengths("64"),
-        given.rate or 0.0,
-        given.share_prefix or 0,
-        given.seed or 0,
+        *(given.requests, given.prompt_len, given.output_len),
+        *(given.rate, given.share_prefix, given.seed),
     )
     _require_room(workload.draw(vocabulary), max_len)
     raise_open_files_limit(workload.num_requests + 64)
@@ -122,13 +125,14 @@ def _find_servers(
     except (OSError, ValueError, IndexError) as error:
         raise UsageError(f"--api-key-file must hold a key, got {error}.") from None
     for policy in _POLICIES if given.static else ("",):
-        url = given.server.rstrip("/").removesuffix("/v1")
+        url = given.server
         if "://" not in url:
             more = ["--policy", policy] if policy else []
             more += ["--dtype", "float64"] if given.check is not None else []
             url = stack.enter_context(_served([given.server, *more, *given.options]))
         form = serve.TEXT_FORM if given.text else 0
-        server = serve.CompletionServer(url, key, given.model or "", form=form)
+        url = url.rstrip("/").removesuffix("/v1")
+        server = serve.CompletionServer(url, key, given.model, form=form)
         server = asyncio.run(serve.find_server(server))
         if given.check is not None and server.form >= serve.TEXT_FORM:
             raise UsageError(f"--check needs token ids, but {url} gets text.")
@@ -174,12 +178,11 @@ def _measure(
         requests = drawn.draw(vocabulary)
         _require_room(requests, servers[name].max_len)
         gc.freeze()  # no pauses to look through them
-        limit_s = given.timeout or 600.0
-        return asyncio.run(serve.run_load(servers[name], requests, limit_s))
+        return asyncio.run(serve.run_load(servers[name], requests, given.timeout))
 
     for name in servers if given.warmup else ():
         load(name, workload._replace(num_requests=given.warmup, rate=0.0, seed=-1))
-    for number in range(given.rounds or 1):
+    for number in range(given.rounds):
         for name in list(servers)[:: -1 if number % 2 else 1]:
             drawn = workload._replace(seed=workload.seed + number)
             runs[name].append(load(name, drawn))

@@ -25,8 +25,9 @@ def _notes(name: str, outcomes: Sequence[LoadOutcome]) -> list[str]:
     requests = [each for outcome in outcomes for each in outcome.requests]
     whole = [each for each in requests if not each.error]
     num_made = sum(each.num_made for each in whole)
+    num_sent = sum(each.usage.get("prompt_tokens", 0) for each in whole)
     text = f"{name}: {len(whole):,} of {counted(len(requests), 'request')} answered"
-    lines = [f"{text}, {counted(num_made, 'token')}"]
+    lines = [f"{text}, with {num_made:,} tokens for {num_sent:,} of prompts"]
     if num_other := sum(each.num_made != each.max_tokens for each in whole):
         lines.append(f"{counted(num_other, 'answer')} not as long as requested")
     failed = [(each.error.partition(":")[0], each.error) for each in requests]

@@ -79,11 +79,15 @@ class LoadRequest:
         self.usage = event.get("usage") or self.usage
         for choice in event.get("choices") or ():
             ids: list[int] = choice.get("token_ids") or []
-            if count := len(ids) or int(bool(choice.get("text"))):
+            count, is_last = (
+                len(ids) or int(bool(choice.get("text"))),
+                choice.get("finish_reason"),
+            )
+            if count or (is_last and not self.times_s):  # a token may have no text
                 self.times_s.append(now_s)
                 self.counts.append(count)
                 self.token_ids += ids
-            self.is_done |= choice.get("finish_reason") is not None
+            self.is_done |= bool(is_last)
 
     def gaps_s(self) -> list[float]:
         """Return the time before each token but those of the first event.
