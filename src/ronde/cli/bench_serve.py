@@ -41,12 +41,6 @@ _TYPES = {"N": whole_number(), "RATE": _parse_rate, "LENGTH": serve.parse_length
     "TIME": parse_positive_s,
     **dict.fromkeys(("--requests", "--rounds", "--vocabulary"), whole_number(1)),
 }
-_DEFAULTS: Mapping[str, Any] = {
-    **{"requests": 100, "rate": 0.0, "share_prefix": 0, "seed": 0, "warmup": 0},
-    **{"rounds": 1, "timeout": 600.0, "vocabulary": 0, "model": ""},
-    "prompt_len": serve.parse_lengths("32-128"),
-    "output_len": serve.parse_lengths("64"),
-}
 
 
 def run_serve(words: Sequence[str]) -> int:
@@ -55,7 +49,10 @@ def run_serve(words: Sequence[str]) -> int:
     parser = CommandParser(
         "ronde bench serve", BENCH_SERVE_HELP, types=_TYPES, positionals=positionals
     )
-    parser.set_defaults(**_DEFAULTS)
+    parser.set_defaults(requests=100, rate=0.0, share_prefix=0, seed=0, warmup=0)
+    parser.set_defaults(rounds=1, timeout=600.0, vocabulary=0, model="")
+    prompt_len, output_len = map(serve.parse_lengths, ("32-128", "64"))
+    parser.set_defaults(prompt_len=prompt_len, output_len=output_len)
     given = parser.read(words[:end])
     if given is None:
         return Exit.OK

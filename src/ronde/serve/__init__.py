@@ -17,8 +17,12 @@ if TYPE_CHECKING:
         parse_lengths,
         run_load,
     )
+    from ronde.serve.front import Flight, Front, FrontOptions, Health, RejectedError
+    from ronde.serve.http import HttpOptions, HttpServer, make_app
+    from ronde.serve.link import FrontLink
     from ronde.serve.loop import OutOfStepError
     from ronde.serve.manager import BatchManager
+    from ronde.serve.metrics import ServingMetrics
     from ronde.serve.policy import POLICIES, Capacity, TokenCounts
     from ronde.serve.protocol import ReplicaConfig
     from ronde.serve.requests import (
@@ -29,6 +33,8 @@ if TYPE_CHECKING:
         require_servable,
     )
     from ronde.serve.sampling import choose_token
+    from ronde.serve.supervision import Replica, ReplicaOptions
+    from ronde.serve.text import ModelText, TextStream
 
 __all__ = [
     "POLICIES",
@@ -36,21 +42,35 @@ __all__ = [
     "BatchManager",
     "Capacity",
     "CompletionServer",
+    "Flight",
+    "Front",
+    "FrontLink",
+    "FrontOptions",
+    "Health",
+    "HttpOptions",
+    "HttpServer",
     "InferenceEngine",
     "InferenceRequest",
     "LoadOutcome",
     "LoadRequest",
+    "ModelText",
     "OutOfStepError",
+    "RejectedError",
+    "Replica",
     "ReplicaConfig",
+    "ReplicaOptions",
     "Response",
+    "ServingMetrics",
     "Statistics",
     "StepEngine",
     "StepRow",
+    "TextStream",
     "Token",
     "TokenCounts",
     "Workload",
     "choose_token",
     "find_server",
+    "make_app",
     "median_figures",
     "parse_lengths",
     "require_servable",
@@ -65,11 +85,17 @@ __getattr__ = lazy_exports(
             "TEXT_FORM CompletionServer LoadOutcome LoadRequest Workload find_server "
             "median_figures parse_lengths run_load"
         ),
+        "front": "Flight Front FrontOptions Health RejectedError",
+        "http": "HttpOptions HttpServer make_app",
+        "link": "FrontLink",
         "loop": "OutOfStepError",
         "manager": "BatchManager",
+        "metrics": "ServingMetrics",
         "policy": "POLICIES Capacity TokenCounts",
         "protocol": "ReplicaConfig",
         "requests": "InferenceRequest Response Statistics Token require_servable",
         "sampling": "choose_token",
+        "supervision": "Replica ReplicaOptions",
+        "text": "ModelText TextStream",
     },
 )

@@ -6,6 +6,7 @@ Note [Resume]
     ever. One that was in progress at two losses and got no token between them is a
     suspect, and is tried without other suspects; at the third such loss it is refused.
     (To refuse all that were present at two losses would refuse innocent ones, too.)
+    A request that waited at the ranks for others to finish was not in progress.
 """
 
 import asyncio
@@ -17,9 +18,15 @@ from typing import NamedTuple
 
 from ronde.errors import LaunchError
 from ronde.serve.metrics import ServingMetrics
-from ronde.serve.policy import Capacity
+from ronde.serve.policy import POLICIES, Capacity, TokenCounts
 from ronde.serve.protocol import Orders, Ready, ReplicaConfig, StepReport
-from ronde.serve.requests import InferenceRequest, Response, Token, require_servable
+from ronde.serve.requests import (
+    InferenceRequest,
+    Response,
+    Token,
+    counts_of,
+    require_servable,
+)
 from ronde.serve.supervision import Replica, ReplicaOptions
 
 _MOST_LOSSES = 3  # without a token between them
@@ -90,6 +97,10 @@ class Flight:
     @property
     def tokens_to_go(self) -> int:
         return self._request.max_tokens - len(self.tokens)
+
+    @property
+    def counts(self) -> TokenCounts:
+        return counts_of(self._request)
 
     def rest(self, request_id: int) -> InferenceRequest:
         """Return the request for the tokens that are missing."""
@@ -174,6 +185,7 @@ class Front:
         self.capacity: Capacity | None = None
         self.metrics = metrics
         self._options, self._report = options, report
+        self._policy = POLICIES[config.policy]
         self._queue = _Queue()
         self._flights: dict[Replica, dict[int, Flight]] = {}
         self._blocks: dict[Replica, tuple[int, int]] = {}
@@ -196,6 +208,7 @@ class Front:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            self._ended = "has ended"
             self._fail_all(RejectedError(503, "ended", "the server has ended."))
 
     def submit(
@@ -272,12 +285,15 @@ class Front:
     def on_lost(self, replica: Replica, cause: str) -> None:
         self.metrics.on_restart(cause)
         self._blocks.pop(replica, None)
-        lost = [each for each in self._flights[replica].values() if not each.is_over]
+        num_started = self._num_started(replica)
+        lost = list(self._flights[replica].values())
         self._flights[replica].clear()
         resumed: list[Flight] = []
-        for flight in lost:
+        for number, flight in enumerate(lost):
             flight.replica = None
-            flight.num_losses += 1
+            if flight.is_over:
+                continue
+            flight.num_losses += number < num_started
             if not self._options.resumes:
                 text = "the ranks were lost. Send the request again."
                 self._fail(flight, RejectedError(503, "ranks_lost", text))
@@ -290,6 +306,13 @@ class Front:
         self._queue.resume(resumed)
         self.metrics.on_resumed(len(resumed))
         self._dispatch()
+
+    def _num_started(self, replica: Replica) -> int:
+        """Return the number of requests, in order, that ranks may have begun."""
+        flights = self._flights[replica].values()
+        if self.capacity is None:
+            return 0
+        return self._policy((), [each.counts for each in flights], self.capacity)
 
     # One request.
 
@@ -372,6 +395,8 @@ class Front:
         for flight in [*flights, *self._queue.clear()]:
             if not flight.is_over:
                 self._fail(flight, error)
+                if flight.replica is not None:
+                    flight.replica.send(Orders(cancel=(flight.number,)))
 
     def _rejected(self, status: int, reason: str, message: str) -> RejectedError:
         self.metrics.on_rejected(reason)

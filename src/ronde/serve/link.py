@@ -43,8 +43,14 @@ class FrontLink:
         self._active: set[int] = set()
         self._sent_s = 0.0
 
-    def attach(self, capacity: Capacity, stop: Callable[[], None]) -> None:
-        self._capacity, self._stop = capacity, stop
+    def attach(
+        self,
+        capacity: Capacity,
+        stop: Callable[[], None],
+        on_ready: Callable[[], None],
+    ) -> None:
+        """Set the functions to call at the last order, and once the front knows."""
+        self._capacity, self._stop, self._on_ready = capacity, stop, on_ready
 
     def get_requests(self, most: int) -> list[InferenceRequest]:
         if self._responses or time.monotonic() - self._sent_s > _TICK_S:
@@ -83,6 +89,7 @@ class FrontLink:
             self._send(
                 Ready(os.getpid(), self._generation, self._cause, self._capacity)
             )
+            self._on_ready()
         return self._socket
 
     def _read(self, wait_s: float) -> None:

@@ -16,6 +16,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from datetime import timedelta
 from itertools import count
 from math import inf
 from pathlib import Path
@@ -25,7 +26,7 @@ import torch
 from torch.distributed import DistBackendError
 
 from ronde.collectives.rendezvous import open_store
-from ronde.errors import CollectiveError, UsageError
+from ronde.errors import CollectiveError, StoreError, UsageError
 from ronde.plain_values import from_plain
 from ronde.processes import FORKED_RANK, read_process
 from ronde.serve.engine import InferenceEngine
@@ -41,6 +42,7 @@ _POLL_MS = 50
 _STOPPED_S = 1.0
 _NOTICE_S = 0.3  # for workers to report by themselves that a peer is lost
 _JOIN_S = 300.0
+_ENDED_S = 10.0  # for all ranks to end a generation
 _MOST_UNREADY = 3  # generations in a row that never served
 _REASON_BYTES = 2000
 _READY, _UNREADY = b"+", b"-"  # the first byte that a worker writes to its parent
@@ -75,14 +77,17 @@ class RankParent:
                 _serve(make, self._config, own, link, writer)
             os.close(writer)
             code, killed_for = self._await(pid, generation)
-            with os.fdopen(reader, "rb") as pipe:
-                is_ready = pipe.read(1) == _READY
-                reason = pipe.read(_REASON_BYTES).decode(errors="replace")
+            os.set_blocking(reader, False)  # a child of the worker may hold it open
+            with os.fdopen(reader, "rb", 0) as pipe:
+                written = pipe.read(1 + _REASON_BYTES) or b""
+            is_ready = written[:1] == _READY
+            reason = written[1:].decode(errors="replace")
             if code in (0, _EXIT_USAGE):
                 return code
             cause = self._end_generation(generation, code, killed_for or reason)
             num_unready = 0 if is_ready else num_unready + 1
             if num_unready == (_MOST_UNREADY if generation else 1):
+                sys.stderr.write(f"ronde: not started: {cause}\n")
                 return 1
         raise AssertionError
 
@@ -116,13 +121,22 @@ class RankParent:
         return _EXIT_NOTICED if was_peer else code, reason
 
     def _end_generation(self, generation: int, code: int, reason: str) -> str:
-        """End this generation on all ranks; return the cause as known here."""
+        """End this generation on all ranks; return the cause.
+
+        A rank whose parent takes too long for that ends the job.
+        """
         if code < 0 and not reason:
             reason = f"rank {self._info.rank} was ended by {signal.Signals(-code).name}"
         kind = "noticed" if code == _EXIT_NOTICED else "cause"
         if reason:
-            self._store.set(f"{kind}/{generation}", reason)
+            self._store.compare_set(f"{kind}/{generation}", "", reason)
         self._store.set(f"lost/{generation}", "")
+        self._store.set(f"ended/{generation}/{self._info.rank}", "")
+        ended = [f"ended/{generation}/{rank}" for rank in range(self._info.size)]
+        try:
+            self._store.wait(ended, timedelta(seconds=_ENDED_S))
+        except StoreError as error:
+            sys.exit(f"ronde: rank {self._info.rank} cannot start again: {error}")
         for kind in ("cause", "noticed"):
             if self._store.check([f"{kind}/{generation}"]):
                 return self._store.get(f"{kind}/{generation}").decode()
@@ -134,6 +148,11 @@ def _serve(
 ) -> NoReturn:
     """Serve as one generation's worker of a rank, and end this process."""
     code, is_ready = 0, False
+
+    def on_ready() -> None:
+        nonlocal is_ready
+        is_ready = os.write(pipe, _READY) == 1
+
     Path("/proc/self/comm").write_text(FORKED_RANK, encoding="ascii")
     try:
         with torch.inference_mode():
@@ -146,18 +165,20 @@ def _serve(
                 link.send_stats,
                 policy=config.policy,
             )
-            link.attach(engine.capacity, manager.stop)
-            is_ready = os.write(pipe, _READY) == 1
+            link.attach(engine.capacity, manager.stop, on_ready)
+            if info.rank > 0:
+                on_ready()
             manager.run(info)
-    except UsageError as error:
-        code = _EXIT_USAGE
-        sys.stderr.write(f"ronde: {error}\n")
     except BaseException as error:  # noqa: BLE001  this process's outermost line
         is_noticed = isinstance(error, _NOTICED) and not isinstance(
             error, OutOfStepError
         )
         code = _EXIT_NOTICED if is_noticed else 1
-        traceback.print_exc()
+        if isinstance(error, UsageError) and not is_ready:
+            code = _EXIT_USAGE
+            sys.stderr.write(f"ronde: {error}\n")
+        else:
+            traceback.print_exc()
         first = f"{type(error).__name__}: {error}".partition("\n")[0]
         reason = f"{error}" if is_noticed else f"rank {info.rank} failed: {first}"
         text = reason.encode()[:_REASON_BYTES]

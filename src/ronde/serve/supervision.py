@@ -86,7 +86,7 @@ class Replica:
         self._process = 0  # rank 0's worker
         self._heard_s = 0.0
         self._lost_s: list[float] = []
-        self._is_ending = False
+        self._is_ending = self._has_served = False
         self._hang = ""
 
     def send(self, orders: Orders) -> None:
@@ -98,10 +98,9 @@ class Replica:
         """Let the ranks end; ``run()`` returns."""
         self._is_ending = True
         if self._writer is not None:
-            self._writer.write(encode_line(Orders(is_last=True)))
-        elif self._job is not None:
-            with suppress(ProcessLookupError):
-                self._job.terminate()
+            self.send(Orders(is_last=True))
+        else:
+            self._end_job()
 
     async def run(self) -> int:
         # An abstract name: no file is left behind, however this process ends.
@@ -116,15 +115,19 @@ class Replica:
                     return 0
                 if code == _EXIT_USAGE:
                     return code
-                if self._writer is None:
+                if not self._has_served:
                     self._lost_s.append(time.monotonic())
                 self._on_lost()
-                if not self._may_restart():
+                may_restart = self._may_restart()
+                next_step = "starting it again" if may_restart else "giving up"
+                self._report(f"ronde run ended with code {code}; {next_step}")
+                if not may_restart:
                     return _EXIT_FAILED
-                self._report(f"ronde run ended with code {code}; starting it again")
         finally:
             watch.cancel()
             server.close()
+            if self._writer is not None:
+                self._writer.close()
 
     async def _run_job(self) -> int:
         """Run the ranks once; return the exit code of ``ronde run``."""
@@ -142,6 +145,9 @@ class Replica:
             start_new_session=True,
             preexec_fn=end_with(os.getpid(), signal.SIGTERM),
         )
+        self._has_served = False
+        if self._is_ending:
+            self._end_job()
         try:
             return await job.wait()
         except asyncio.CancelledError:
@@ -169,16 +175,22 @@ class Replica:
                     self._events.on_report(self, message)
         except (OSError, ValueError, PlainValueError) as error:
             self._report(f"lost rank 0: {error}")
-        writer.close()
-        if self._writer is writer:
-            self._on_lost()
+        finally:
+            writer.close()
+            if self._writer is writer:
+                self._on_lost()
 
     def _on_ready(self, ready: Ready, writer: asyncio.StreamWriter) -> None:
-        if self._lost_s and not self.is_ready:
+        self._on_lost()  # its end may be read after this
+        if self._lost_s:
             ago = time.monotonic() - self._lost_s[-1]
-            self._report(f"ready again after {ago:.1f} s: {self._hang or ready.cause}")
-        self._writer, self._process, self.is_ready = writer, ready.process, True
+            cause = self._hang or ready.cause or "ronde run was started again"
+            self._report(f"ready again after {ago:.1f} s: {cause}")
+        self._writer, self._process = writer, ready.process
+        self.is_ready = self._has_served = True
         self._hang = ""
+        if self._is_ending:
+            self.send(Orders(is_last=True))
         self._events.on_ready(self, ready)
 
     def _on_lost(self) -> None:
@@ -187,14 +199,18 @@ class Replica:
         self._writer, self.is_ready = None, False
         self._lost_s.append(time.monotonic())
         self._events.on_lost(self, "hang" if self._hang else "rank")
-        if not self._may_restart() and self._job is not None:
+        if not self._may_restart():
+            self._end_job()
+
+    def _end_job(self) -> None:
+        if self._job is not None:
             with suppress(ProcessLookupError):
                 self._job.terminate()
 
     def _may_restart(self) -> bool:
         now_s = time.monotonic()
-        recent = [each for each in self._lost_s if now_s - each < _RECENT_S]
-        return len(recent) <= self._options.max_restarts
+        self._lost_s = [each for each in self._lost_s if now_s - each < _RECENT_S]
+        return len(self._lost_s) <= self._options.max_restarts
 
     async def _watch(self) -> None:
         """End ranks that take no step for too long."""
@@ -204,9 +220,11 @@ class Replica:
             if self.is_ready and silent_s > self._options.hang_timeout_s:
                 self._hang = f"the ranks took no step for {silent_s:.0f} s"
                 self._report(f"{self._hang}; their stacks:")
+                writer = self._writer
                 await self._show_stacks()
-                with suppress(ProcessLookupError):
-                    os.kill(self._process, signal.SIGKILL)
+                if self._writer is writer:
+                    with suppress(ProcessLookupError):
+                        os.kill(self._process, signal.SIGKILL)
                 self._heard_s = time.monotonic()
 
     async def _show_stacks(self) -> None:
