@@ -210,6 +210,7 @@ def _generate(
     import torch
     import transformers
 
+    transformers.utils.logging.disable_progress_bar()
     kind: Any = transformers.AutoModelForCausalLM
     model = kind.from_pretrained(folder, dtype=torch.float64, local_files_only=True)
     # Without an end of text, which the requests ignore.

@@ -6,6 +6,9 @@ from ronde.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from ronde.serve.engine import InferenceEngine, StepEngine, StepRow
+    from ronde.serve.front import Flight, Front, FrontOptions, Health, RejectedError
+    from ronde.serve.http import HttpOptions, HttpServer, make_app
+    from ronde.serve.link import FrontLink
     from ronde.serve.load import (
         TEXT_FORM,
         CompletionServer,
@@ -17,9 +20,6 @@ if TYPE_CHECKING:
         parse_lengths,
         run_load,
     )
-    from ronde.serve.front import Flight, Front, FrontOptions, Health, RejectedError
-    from ronde.serve.http import HttpOptions, HttpServer, make_app
-    from ronde.serve.link import FrontLink
     from ronde.serve.loop import OutOfStepError
     from ronde.serve.manager import BatchManager
     from ronde.serve.metrics import ServingMetrics
