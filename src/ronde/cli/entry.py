@@ -13,7 +13,17 @@ from ronde.launch.limits import USUAL, Timeouts
 
 _TOOLS = (
     *("ps", "top", "why", "profile"),
-    *("bench", "trace", "check", "topo", "plan", "kubernetes", "alias", "completion"),
+    *(
+        "bench",
+        "trace",
+        "check",
+        "topo",
+        "plan",
+        "serve",
+        "kubernetes",
+        "alias",
+        "completion",
+    ),
 )
 VERBS = ("run", *_TOOLS, "horovodrun")
 

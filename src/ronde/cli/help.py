@@ -20,6 +20,7 @@ verbs:
   check  show which hosts are ready, and how to fix the others
   topo   show how the GPUs, adapters and cores of a machine are connected
   plan   predict the speed, memory and traffic of a training on more ranks
+  serve  serve a model on several ranks, with OpenAI's API
   kubernetes  print manifests of a job for Kubernetes
   alias  make import horovod find ronde in this environment
   horovodrun  run a program with horovodrun's options

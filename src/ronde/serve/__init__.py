@@ -6,8 +6,12 @@ from ronde.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from ronde.serve.engine import InferenceEngine, StepEngine, StepRow
+    from ronde.serve.front import Flight, Front, FrontOptions, Health, RejectedError
+    from ronde.serve.http import HttpOptions, HttpServer, make_app
+    from ronde.serve.link import FrontLink
     from ronde.serve.loop import OutOfStepError
     from ronde.serve.manager import BatchManager
+    from ronde.serve.metrics import ServingMetrics
     from ronde.serve.policy import POLICIES, Capacity, TokenCounts
     from ronde.serve.protocol import ReplicaConfig
     from ronde.serve.requests import (
@@ -18,22 +22,38 @@ if TYPE_CHECKING:
         require_servable,
     )
     from ronde.serve.sampling import choose_token
+    from ronde.serve.supervision import Replica, ReplicaOptions
+    from ronde.serve.text import ModelText, TextStream
 
 __all__ = [
     "POLICIES",
     "BatchManager",
     "Capacity",
+    "Flight",
+    "Front",
+    "FrontLink",
+    "FrontOptions",
+    "Health",
+    "HttpOptions",
+    "HttpServer",
     "InferenceEngine",
     "InferenceRequest",
+    "ModelText",
     "OutOfStepError",
+    "RejectedError",
+    "Replica",
     "ReplicaConfig",
+    "ReplicaOptions",
     "Response",
+    "ServingMetrics",
     "Statistics",
     "StepEngine",
     "StepRow",
+    "TextStream",
     "Token",
     "TokenCounts",
     "choose_token",
+    "make_app",
     "require_servable",
 ]
 
@@ -41,11 +61,17 @@ __getattr__ = lazy_exports(
     __name__,
     {
         "engine": "InferenceEngine StepEngine StepRow",
+        "front": "Flight Front FrontOptions Health RejectedError",
+        "http": "HttpOptions HttpServer make_app",
+        "link": "FrontLink",
         "loop": "OutOfStepError",
         "manager": "BatchManager",
+        "metrics": "ServingMetrics",
         "policy": "POLICIES Capacity TokenCounts",
         "protocol": "ReplicaConfig",
         "requests": "InferenceRequest Response Statistics Token require_servable",
         "sampling": "choose_token",
+        "supervision": "Replica ReplicaOptions",
+        "text": "ModelText TextStream",
     },
 )

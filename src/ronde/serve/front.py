@@ -190,6 +190,7 @@ class Front:
         self._flights: dict[Replica, dict[int, Flight]] = {}
         self._blocks: dict[Replica, tuple[int, int]] = {}
         self._num_requests = self._step = self._generation = 0
+        self.was_ready = asyncio.Event()
         self._is_draining = False
         self._ended = ""
         for index, each in enumerate(replicas):
@@ -265,8 +266,9 @@ class Front:
 
     # Events of replicas.
 
-    def on_ready(self, _replica: Replica, ready: Ready) -> None:
+    def on_ready(self, replica: Replica, ready: Ready) -> None:  # noqa: ARG002  others
         self.capacity = ready.capacity
+        self.was_ready.set()
         self._generation += 1
         self._dispatch()
 

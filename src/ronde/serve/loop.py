@@ -17,6 +17,8 @@ from ronde.errors import CollectiveError
 from ronde.plain_values import from_plain, to_plain
 from ronde.serve.engine import InferenceEngine
 from ronde.serve.requests import InferenceRequest, Token
+from ronde.status.reporter import Part, add_source
+from ronde.status.values import PendingCollective
 
 LEADER = 0
 
@@ -72,8 +74,9 @@ def run_loop(group: TensorGroup, engine: InferenceEngine, leader: Leader | None)
         CollectiveError: Another rank has ended.
     """
     step = digest = 0
+    frames = _Frames(group, leader, engine)
     while True:
-        frame_s, frame = _broadcast_frame(group, leader, engine, (step, digest))
+        frame = frames.exchange(step, digest)
         if (frame.step, frame.digest) != (step, digest):
             raise OutOfStepError(
                 f"ranks must make the same tokens, but rank {group.rank} has digest "
@@ -92,7 +95,7 @@ def run_loop(group: TensorGroup, engine: InferenceEngine, leader: Leader | None)
         begun_s, tokens = time.monotonic(), engine.step() if engine.has_work else []
         step_s = time.monotonic() - begun_s
         if leader is not None:
-            leader.on_step(StepResult(tokens, step_s, frame_s))
+            leader.on_step(StepResult(tokens, step_s, frames.duration_s))
         if tokens:
             progress(step=step, tokens=len(tokens))
         words = [[token.id, token.token, token.finish] for token in tokens]
@@ -100,21 +103,38 @@ def run_loop(group: TensorGroup, engine: InferenceEngine, leader: Leader | None)
         step += 1
 
 
-def _broadcast_frame(
-    group: TensorGroup,
-    leader: Leader | None,
-    engine: InferenceEngine,
-    state: tuple[int, int],
-) -> tuple[float, StepFrame]:
-    """Return the time that the broadcast took, and the leader's frame."""
-    begun_s = time.monotonic()
+class _Frames:
+    """The broadcasts of frames, which ``ronde why`` sees as collectives."""
 
-    def make() -> object:
-        nonlocal begun_s
-        is_idle = not engine.has_work
+    def __init__(
+        self, group: TensorGroup, leader: Leader | None, engine: InferenceEngine
+    ) -> None:
+        self._group, self._leader, self._engine = group, leader, engine
+        self._step, self.duration_s = 0, 0.0
+        self._begun_s: float | None = None
+        add_source(self.report)
+
+    def report(self) -> Part:
+        begun_s = self._begun_s
+        if begun_s is None:
+            return Part()
+        age_s = time.monotonic() - begun_s
+        frame = PendingCollective("frame", "serve", "broadcast", self._step, 0, age_s)
+        return Part(collectives=(frame,))
+
+    def exchange(self, step: int, digest: int) -> StepFrame:
+        """Return the leader's frame."""
+        self._step = step
+        self._begun_s = begun_s = time.monotonic()
+        plain = broadcast_json(self._group, lambda: self._make(step, digest), LEADER)
+        self.duration_s = time.monotonic() - (self._begun_s or begun_s)
+        self._begun_s = None
+        return from_plain(StepFrame, plain)
+
+    def _make(self, step: int, digest: int) -> object:
+        is_idle = not self._engine.has_work
+        self._begun_s = None  # the leader does not wait for other ranks yet
+        leader = self._leader
         commands = Commands() if leader is None else leader.commands(is_idle=is_idle)
-        begun_s = time.monotonic()
-        return to_plain(StepFrame(*state, commands))
-
-    frame = from_plain(StepFrame, broadcast_json(group, make, LEADER))
-    return time.monotonic() - begun_s, frame
+        self._begun_s = time.monotonic()
+        return to_plain(StepFrame(step, digest, commands))

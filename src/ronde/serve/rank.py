@@ -87,6 +87,7 @@ class RankParent:
             cause = self._end_generation(generation, code, killed_for or reason)
             num_unready = 0 if is_ready else num_unready + 1
             if num_unready == (_MOST_UNREADY if generation else 1):
+                sys.stderr.write(f"ronde: not started: {cause}\n")
                 return 1
         raise AssertionError
 
