@@ -5,12 +5,16 @@ the choice of tokens are ours. Inner names of transformers change with its minor
 version, which ``require_engine`` checks.
 """
 
+from contextlib import nullcontext
 from itertools import pairwise
+from mmap import MAP_PRIVATE, mmap
 from typing import Any, cast
 
 import torch
 from torch import Tensor, distributed as dist
-from transformers import AttentionInterface, AutoModelForCausalLM
+from torch.overrides import TorchFunctionMode
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.distributed import DistributedConfig
 from transformers.generation import (
     ContinuousBatchingConfig,
@@ -40,6 +44,13 @@ from ronde.world import RankInfo
 _BLOCK_TOKENS = 32
 _START_S = 300.0
 _ON_CPU = "sdpa_by_request"
+
+
+def prepare(config: ReplicaConfig) -> None:
+    """Import the model's modules and make tables, so that forked workers need not."""
+    found: Any = AutoConfig.from_pretrained(config.model, local_files_only=True)
+    AutoModelForCausalLM._model_mapping.get(type(found), None)
+    get_checkpoint_conversion_mapping(found.model_type)
 
 
 def make_engine(config: ReplicaConfig, info: RankInfo) -> "TransformersEngine":
@@ -185,14 +196,11 @@ def _make_batch(model: Any, config: ReplicaConfig, info: RankInfo) -> Any:
     ranks.tp_size = info.size
     router: Any = continuous_api.OutputRouter()
     router.deliver_batch = list  # nowhere: ``step`` returns the tokens
-    cache = continuous_api.PagedAttentionCache(
-        text,
-        options,
-        model.device,
-        ranks,
-        model.dtype,
-        model._supports_logits_to_keep(),
-    )
+    with nullcontext() if is_on_gpu else _LazyZeros():
+        cache = continuous_api.PagedAttentionCache(
+            text, options, model.device, ranks, model.dtype,
+            model._supports_logits_to_keep(),
+        )  # fmt: skip
     batch: Any = continuous_api.ContinuousBatchProcessor(
         cache, text, GenerationConfig(do_sample=False), options,
         cb_logits_processors.ContinuousBatchingLogitsProcessorList(LogitsProcessorList()),
@@ -203,6 +211,21 @@ def _make_batch(model: Any, config: ReplicaConfig, info: RankInfo) -> Any:
     )  # fmt: skip
     batch._update_tp_group_state = lambda: False  # all ranks call ``add`` alike
     return batch
+
+
+class _LazyZeros(TorchFunctionMode):
+    """Lets the kernel clear bytes of zeros page by page, when they are first used.
+
+    Clearing a whole cache takes seconds at each start.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        options = kwargs or {}
+        if func is torch.zeros and options.get("dtype") is torch.uint8:
+            return torch.frombuffer(mmap(-1, *args, MAP_PRIVATE), dtype=torch.uint8)
+        return func(*args, **options)
 
 
 def _count_blocks(
