@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 
-from ronde.arguments import CommandParser, one_of, whole_number
+from ronde.arguments import CommandParser, whole_number
 from ronde.bench.training.outcome import find_model
 from ronde.cli.topo import print_json
 from ronde.errors import UsageError
@@ -17,7 +17,6 @@ from ronde.parallel.layout import RankLayout
 from ronde.plan.facts import require_nodes
 from ronde.plan.testbed import Starter, emulated_hosts, launched, run_ranks
 from ronde.plan.validation import (
-    SIZES_BYTES,
     MeasuredSteps,
     StepComparison,
     StepRequest,
@@ -27,7 +26,6 @@ from ronde.plan.validation import (
 )
 from ronde.topology.machine import count_cores
 from ronde.units import counted, parse_bit_per_s
-from ronde.world.environment import ALGORITHMS
 
 _HELP = """\
 usage: ronde plan validate -n SIZES [options]
@@ -52,9 +50,8 @@ options:
                   train (default: mlp)
   --seed N        variation of the emulated model (default: 0)
   --steps N       measured steps of each size (default: 8)
-  --engine NAME   engine, as for ronde run (default: gloo with --rate, or auto)
-  --algorithm NAME
-                  of the engine scheduled
+  --engine {auto,shared_memory,gloo,scheduled,hierarchical}
+                  engine, as for ronde run (default: gloo with --rate, or auto)
   --json          print one object of JSON; predictions go to standard error
   -h, --help      show this help and exit
 
@@ -69,7 +66,6 @@ example:
 """
 _NUM_STEPS = 8
 _UNLIMITED_RATE = 2e9  # for which a model is sized if the line has no limit
-_ENGINES = ("auto", "shared_memory", "gloo", "scheduled", "hierarchical")
 _EMULATED, _REAL = ("resnet", "vgg"), "mlp"
 
 
@@ -97,8 +93,6 @@ _TYPES = {
     "G": whole_number(1),
     "--seed": whole_number(),
     "--steps": whole_number(1),
-    "--engine": one_of(*_ENGINES),
-    "--algorithm": one_of(*ALGORITHMS),
 }
 
 
@@ -115,11 +109,6 @@ def run(words: Sequence[str]) -> int:
         return 0
     if options.n is None:
         raise UsageError("-n is required. Type: -n 1,2,4,8")
-    if options.algorithm and options.engine != "scheduled":
-        raise UsageError(
-            f"--algorithm needs the engine scheduled, got {options.engine or 'none'}. "
-            "Type: --engine scheduled"
-        )
     if options.compute == "real":
         find_model(options.model or _REAL)
     elif options.model not in (None, *_EMULATED):
@@ -150,19 +139,19 @@ def _validate(options: argparse.Namespace, per_node: int) -> int:
     num_measured = _count_measured(options.n, per_node)
     rate, is_real = options.rate or math.inf, options.compute == "real"
     engine = options.engine or ("gloo" if options.rate else "auto")
-    algorithm = options.algorithm or _priced(engine, options.n[-1], per_node)
+    algorithm = _priced(engine, options.n[-1], per_node)
     request = StepRequest(
         options.compute or "emulated",
         options.model or (_REAL if is_real else _EMULATED[0]),
         min(rate, _UNLIMITED_RATE) / 8,
         options.seed or 0,
         options.steps or _NUM_STEPS,
-        SIZES_BYTES,
+        is_base=True,
     )
     layouts = [layout_of(num_ranks, per_node) for num_ranks in options.n]
     log = partial(print, file=sys.stderr if options.json else sys.stdout, flush=True)
     with ExitStack() as exits:
-        env = {"RONDE_ENGINE": engine, "RONDE_ALGORITHM": options.algorithm or ""}
+        env = {"RONDE_ENGINE": engine, "RONDE_ALGORITHM": ""}  # as priced
         where, launch = "this machine", ["--standalone"]
         if options.rate or options.hosts:
             where = f"hosts of {counted(per_node, 'rank')}"
@@ -188,7 +177,7 @@ def _validate(options: argparse.Namespace, per_node: int) -> int:
             interval = f"80 % within {low:.4f} .. {high:.4f} s"
             log(f"{layout.num_ranks:5}  predicted  {middle:.4f} s, {interval}")
         for layout, predicted in zip(others, predictions, strict=True):
-            run = _measure(start, layout, request._replace(sizes=SIZES_BYTES[:1]))
+            run = _measure(start, layout, request._replace(is_base=False))
             share = run.latency_share(algorithm)
             cases.append(StepComparison(layout.num_ranks, predicted, run.step_s, share))
             log(cases[-1].shown(8 * request.bytes_per_s))

@@ -14,8 +14,14 @@ from ronde.parallel.layout import Layout
 from ronde.plan.setup import Exchange, Overlap, Setup, Size
 from ronde.units import parse_bit_per_s, parse_count, parse_size_bytes
 
-_ITEMSIZES = {"float32": 4.0, "float16": 2.0, "bfloat16": 2.0}
-_ITEMSIZES |= {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0}
+_ITEMSIZES = {
+    "float32": 4.0,
+    "float16": 2.0,
+    "bfloat16": 2.0,
+    "fp32": 4.0,
+    "fp16": 2.0,
+    "bf16": 2.0,
+}
 # PowerSGD of rank 4 on a large network, without the time of packing.
 _COMPRESSIONS = {"none": 1.0, "fp16": 0.5, "bf16": 0.5, "powersgd": 1 / 30}
 _TRANSPORTS = {"tcp": "tcp", "rdma": "rdma", "roce": "rdma", "infiniband": "rdma"}

@@ -285,7 +285,8 @@ class StepModel:
             links.append(
                 LinkCost(alpha_s * (free != "latency"), beta_s * (free != part))
             )
-        return LinkCosts(*links, cluster.oversubscription, cluster.nodes_per_leaf)
+        near, far = links
+        return LinkCosts(near, far, cluster.oversubscription, cluster.nodes_per_leaf)
 
     def _betas(self, compute_s: Draws) -> tuple[Draws, Draws]:
         """Return the seconds of a byte inside and between nodes."""

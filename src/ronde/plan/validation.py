@@ -47,7 +47,7 @@ class StepRequest(NamedTuple):
     bytes_per_s: float  # for which an emulated model is sized
     seed: int
     num_steps: int
-    sizes: Sequence[int]  # of ``SIZES_BYTES``
+    is_base: bool  # with its parts, from which others are predicted
 
     def emulated_layers(self) -> tuple[float, list[tuple[int, float]]]:
         """Return forward's time, and each gradient's elements and time in backward.
@@ -75,15 +75,16 @@ class MeasuredSteps(NamedTuple):
 
     num_ranks: int
     ranks_per_node: int
-    steps_s: Sequence[float]
-    alone_s: float  # a step without communication
-    backward_s: float  # its backward
-    update_s: float  # its update
-    bucket_bytes: Sequence[int]
-    ready_s: Sequence[float]  # of each bucket, after backward's start
-    times_s: Sequence[float]  # of all_reduces
-    alone_cpu_s: float  # of a rank's processors, in a step without communication
-    cpu_s: float  # in a step
+    steps_s: Sequence[float] = ()
+    cpu_s: float = 0.0  # of a rank's processors, in a step
+    times_s: Sequence[float] = ()  # of all_reduces of ``SIZES_BYTES``, or the first
+    # Only of ranks from which others are predicted, in a step without communication:
+    alone_s: float = 0.0
+    alone_cpu_s: float = 0.0
+    backward_s: float = 0.0
+    update_s: float = 0.0
+    bucket_bytes: Sequence[int] = ()
+    ready_s: Sequence[float] = ()  # of each bucket, after backward's start
 
     @property
     def layout(self) -> RankLayout:

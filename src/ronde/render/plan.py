@@ -65,10 +65,10 @@ def header(report: PlanReport) -> str:
         (program.algorithm or program.exchange).replace("_", " "),
         f"overlap {program.overlap or 'unknown'}",
         f"speed known of {sizes} ranks on nodes of {cluster.ranks_per_node}",
-        cluster.node_gbit_per_s and f"{cluster.node_gbit_per_s:g} Gbit/s",
-        base.num_ranks > 1 and f"efficiency by {base.num_ranks} ranks",
+        f"{cluster.node_gbit_per_s:g} Gbit/s" if cluster.node_gbit_per_s else "",
+        f"efficiency by {base.num_ranks} ranks" if base.num_ranks > 1 else "",
     )
-    return ", ".join(word for word in words if word)
+    return ", ".join(filter(None, words))
 
 
 def part_name(part: str) -> str:
