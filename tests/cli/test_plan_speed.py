@@ -326,7 +326,7 @@ def test_doubtful_inputs(
         ("{points} --samples 1M --epochs 2", "--samples cannot be combined with"),
         (
             "{points} --svg no/such/folder.svg",
-            "--svg must be a file that can be written",
+            "--svg and --record must be files that can be written",
         ),
         ("{points} --what-if dtype=bf16,dtype=fp16", "must have dtype once"),
         ("{known} --what-if bucket=1KiB", "bucket must be at least 64KiB"),

@@ -99,7 +99,7 @@ def test_computing_time_is_what_makes_the_step_as_long_as_measured() -> None:
         model = _model(replace(_SETUP, points=points))
         size, speed = points[0]
         step_s = 64.0 * size.num_ranks / speed
-        found = model.at(size, model.compute_s(step_s)).step_s
+        found = model.at(size, model.compute_s()).step_s
         assert found[0] == pytest.approx(step_s, rel=1e-6)
 
 
@@ -238,7 +238,7 @@ def test_ranks_of_a_copy_share_its_arithmetic_and_its_speed_is_found_again() -> 
         points = (Point(size, 10.0),)
         model = _model(Setup(program, _CLUSTER, points))
         step_s = model.setup.units(size) / 10.0
-        compute_s = model.compute_s(step_s)
+        compute_s = model.compute_s()
         step = model.at(size, compute_s)
         assert step.step_s[0] == pytest.approx(step_s, rel=1e-6)
         ranks = mesh.tp * mesh.pp

@@ -8,8 +8,7 @@ Note [Emulated compute]
 
 import json
 import time
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from statistics import median
 from typing import Any, cast
@@ -21,9 +20,9 @@ import ronde.torch as hvd
 from ronde.bench.timing import Marks
 from ronde.bench.training.outcome import Phase, TrainOptions, Variant, find_model
 from ronde.bench.training.replica import Stopwatch
-from ronde.bench.training.torch_replicas import measure_arrivals, torch_replicas
+from ronde.bench.training.torch_replicas import TorchReplica, measure_arrivals
 from ronde.parallel.buckets import BucketLimits, GradientSpec, plan_buckets
-from ronde.plan.validation import MeasuredSteps, StepRequest
+from ronde.plan.validation import SIZES_BYTES, MeasuredSteps, StepRequest
 from ronde.session.session import current_session
 
 _NUM_WARM_UP = 2
@@ -40,42 +39,48 @@ def run_rank(text: str) -> None:
     try:
         figures = _measure(request)
         if hvd.rank() == 0:
-            print(json.dumps(figures), flush=True)
+            print(json.dumps(figures._asdict()), flush=True)
     finally:
         hvd.shutdown()
 
 
-def _measure(request: StepRequest) -> dict[str, Any]:
-    with _replicas(request) as (make, groups):
-        alone = make(Variant.ONE_RANK)
-        arrivals = measure_arrivals(alone, 1)  # warms it up, too
+def _measure(request: StepRequest) -> MeasuredSteps:
+    found = MeasuredSteps(hvd.size(), hvd.local_size())
+    make: Any = partial(_EmulatedReplica, request)
+    groups = _groups(request) if request.compute == "emulated" else ()
+    if not groups:
+        model = find_model(request.model)
+        options = TrainOptions(model, model.batch)
+        make = partial(TorchReplica, options, torch.device("cpu"))
+    if request.is_base:
+        alone: Any = make(Variant.ONE_RANK)
         clock = Stopwatch(lambda: None)
-        # Only the first sizes are known by their parts.
-        num_alone = -(-request.num_steps // 2) if len(request.sizes) > 1 else 1
-        alone_s, alone_cpu_s = steps_s, cpu_s = _time_steps(alone, num_alone, clock)
-        if hvd.size() > 1:
-            both = make(Variant.ALL_RANKS)
-            for _ in range(_NUM_WARM_UP):
-                both.step(Stopwatch())
-            steps_s, cpu_s = _time_steps(both, request.num_steps, Stopwatch())
-    phases_s = clock.seconds_a_step(num_alone)
-    order = range(len(arrivals))
-    specs = [GradientSpec(each.numel, each.itemsize, "") for each in arrivals]
-    plans = plan_buckets(specs, order, BucketLimits(), groups)
-    latest = [max(slot.index for slot in plan.slots) for plan in plans]
-    return MeasuredSteps(
-        hvd.size(),
-        hvd.local_size(),
-        steps_s,
-        median(alone_s),
-        phases_s[Phase.BACKWARD],
-        phases_s[Phase.UPDATE],
-        [specs[0].itemsize * plan.numel for plan in plans],
-        [arrivals[index].ready_ms / 1e3 for index in latest],
-        [_time_all_reduce(size) for size in request.sizes if hvd.size() > 1],
-        alone_cpu_s,
-        cpu_s,
-    )._asdict()
+        arrivals = measure_arrivals(alone, 1)  # warms it up, too
+        num_alone = -(-request.num_steps // 2)
+        steps_s, cpu_s = _time_steps(alone, num_alone, clock)
+        phases_s = clock.seconds_a_step(num_alone)
+        specs = [GradientSpec(each.numel, each.itemsize, "") for each in arrivals]
+        plans = plan_buckets(specs, range(len(specs)), BucketLimits(), groups)
+        latest = [max(slot.index for slot in plan.slots) for plan in plans]
+        found = found._replace(
+            steps_s=steps_s,
+            cpu_s=cpu_s,
+            alone_s=median(steps_s),
+            alone_cpu_s=cpu_s,
+            backward_s=phases_s[Phase.BACKWARD],
+            update_s=phases_s[Phase.UPDATE],
+            bucket_bytes=[specs[0].itemsize * plan.numel for plan in plans],
+            ready_s=[arrivals[index].ready_ms / 1e3 for index in latest],
+        )
+    if hvd.size() > 1:
+        both = make(Variant.ALL_RANKS)
+        for _ in range(_NUM_WARM_UP):
+            both.step(Stopwatch())
+        steps_s, cpu_s = _time_steps(both, request.num_steps, Stopwatch())
+        sizes = SIZES_BYTES if request.is_base else SIZES_BYTES[:1]
+        times_s = [_time_all_reduce(size) for size in sizes]
+        found = found._replace(steps_s=steps_s, cpu_s=cpu_s, times_s=times_s)
+    return found
 
 
 class _Layer(torch.autograd.Function):
@@ -87,6 +92,22 @@ class _Layer(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:  # noqa: ANN401
         return grads[0], ctx.wait(), None
+
+
+class _Descent:
+    """The update of SGD; torch's own class imports a compiler, for a second of work."""
+
+    def __init__(self, weights: Sequence[Any]) -> None:
+        self.param_groups, self.state = [{"params": weights}], {}
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for weight in self.param_groups[0]["params"]:
+            weight.sub_(weight.grad, alpha=0.1)
+
+    def zero_grad(self, **_set_to_none: bool) -> None:
+        for weight in self.param_groups[0]["params"]:
+            weight.grad = None
 
 
 class _EmulatedReplica:
@@ -101,7 +122,7 @@ class _EmulatedReplica:
         self._weights = [nn.Parameter(torch.zeros(numel)) for numel, _ in layers]
         self._gradients = [torch.full_like(each, 1e-3) for each in self._weights]
         self.model = nn.ParameterList(self._weights)
-        self._optimizer: Any = torch.optim.SGD(self._weights, lr=0.1)
+        self._optimizer: Any = _Descent(self._weights)
         if variant is Variant.ALL_RANKS:
             groups = [[self._weights[i] for i in group] for group in _groups(request)]
             named = self.model.named_parameters()
@@ -139,17 +160,6 @@ def _groups(request: StepRequest) -> list[range]:
     num_layers = len(request.emulated_layers()[1])
     step = -(-num_layers // _NUM_BUCKETS)
     return [range(i, min(i + step, num_layers)) for i in range(0, num_layers, step)]
-
-
-@contextmanager
-def _replicas(request: StepRequest) -> Generator[tuple[Any, Sequence[Sequence[int]]]]:
-    """Yield a function that makes a replica, and the layers of its buckets."""
-    if request.compute == "emulated":
-        yield partial(_EmulatedReplica, request), _groups(request)
-        return
-    model = find_model(request.model)
-    with torch_replicas(TrainOptions(model, model.batch), torch.device("cpu")) as make:
-        yield make, ()
 
 
 def _time_steps(

@@ -4,8 +4,7 @@ import argparse
 import math
 import re
 import textwrap
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -145,12 +144,7 @@ def run_speed(words: Sequence[str]) -> int:
         cost.costs_of(rows, prices, samples, units) if samples else [],
         posterior.effective_draws,
     )
-    if options.svg:
-        with _writing("--svg"):
-            Path(options.svg).write_text(draw_chart(report), encoding="utf-8")
-    if options.record:
-        with _writing("--record"):
-            append_record(Path(options.record), Record("plan", plan_as_json(report)))
+    _write(options, report)
     if options.json:
         print_json("ronde-plan", plan_as_json(report))
     else:
@@ -158,14 +152,16 @@ def run_speed(words: Sequence[str]) -> int:
     return 0
 
 
-@contextmanager
-def _writing(option: str) -> Generator[None]:
+def _write(options: argparse.Namespace, report: PlanReport) -> None:
     try:
-        yield
+        if options.svg:
+            Path(options.svg).write_text(draw_chart(report), encoding="utf-8")
+        if options.record:
+            append_record(Path(options.record), Record("plan", plan_as_json(report)))
     except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
         raise UsageError(
-            f"{option} must be a file that can be written, got {error.filename!r}: "
-            f"{error.strerror}."
+            f"--svg and --record must be files that can be written, got "
+            f"{error.filename!r}: {error.strerror}."
         ) from None
 
 

@@ -9,25 +9,23 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 
-from ronde.arguments import CommandParser, one_of, whole_number
+from ronde.arguments import CommandParser, whole_number
 from ronde.bench.training.outcome import find_model
 from ronde.cli.topo import print_json
 from ronde.errors import UsageError
 from ronde.parallel.layout import RankLayout
+from ronde.plan.facts import require_nodes
 from ronde.plan.testbed import Starter, emulated_hosts, launched, run_ranks
 from ronde.plan.validation import (
-    SIZES_BYTES,
     MeasuredSteps,
     StepComparison,
     StepRequest,
     judge,
     layout_of,
     predict_steps,
-    summarize,
 )
 from ronde.topology.machine import count_cores
 from ronde.units import counted, parse_bit_per_s
-from ronde.world.environment import ALGORITHMS
 
 _HELP = """\
 usage: ronde plan validate -n SIZES [options]
@@ -52,9 +50,8 @@ options:
                   train (default: mlp)
   --seed N        variation of the emulated model (default: 0)
   --steps N       measured steps of each size (default: 8)
-  --engine NAME   engine, as for ronde run (default: gloo with --rate, or auto)
-  --algorithm NAME
-                  of the engine scheduled
+  --engine {auto,shared_memory,gloo,scheduled,hierarchical}
+                  engine, as for ronde run (default: gloo with --rate, or auto)
   --json          print one object of JSON; predictions go to standard error
   -h, --help      show this help and exit
 
@@ -69,7 +66,6 @@ example:
 """
 _NUM_STEPS = 8
 _UNLIMITED_RATE = 2e9  # for which a model is sized if the line has no limit
-_ENGINES = ("auto", "shared_memory", "gloo", "scheduled", "hierarchical")
 _EMULATED, _REAL = ("resnet", "vgg"), "mlp"
 
 
@@ -97,8 +93,6 @@ _TYPES = {
     "G": whole_number(1),
     "--seed": whole_number(),
     "--steps": whole_number(1),
-    "--engine": one_of(*_ENGINES),
-    "--algorithm": one_of(*ALGORITHMS),
 }
 
 
@@ -115,11 +109,6 @@ def run(words: Sequence[str]) -> int:
         return 0
     if options.n is None:
         raise UsageError("-n is required. Type: -n 1,2,4,8")
-    if options.algorithm and options.engine != "scheduled":
-        raise UsageError(
-            f"--algorithm needs the engine scheduled, got {options.engine or 'none'}. "
-            "Type: --engine scheduled"
-        )
     if options.compute == "real":
         find_model(options.model or _REAL)
     elif options.model not in (None, *_EMULATED):
@@ -128,19 +117,13 @@ def run(words: Sequence[str]) -> int:
             "model of ronde bench train is emulated. Type: --compute real"
         )
     own = 1 if options.rate or options.hosts else options.n[-1]
-    per_node = options.per_node or own
-    num_measured = _count_measured(options.n, per_node)
-    return _validate(options, per_node, num_measured)
+    return _validate(options, options.per_node or own)
 
 
 def _count_measured(sizes: Sequence[int], per_node: int) -> int:
     """Return the number of sizes that are measured before the prediction."""
     for size in sizes:
-        if size > per_node and size % per_node:
-            raise UsageError(
-                f"--per-node must divide the sizes of -n above it, got {per_node} for "
-                f"{size}. Type: -n {per_node},{2 * per_node}"
-            )
+        require_nodes(per_node, size)
     least = per_node if sizes[-1] > per_node else 1
     num_measured = sum(size <= least for size in sizes) + 1
     if num_measured >= len(sizes):
@@ -152,46 +135,54 @@ def _count_measured(sizes: Sequence[int], per_node: int) -> int:
     return num_measured
 
 
-def _validate(options: argparse.Namespace, per_node: int, num_measured: int) -> int:
+def _validate(options: argparse.Namespace, per_node: int) -> int:
+    num_measured = _count_measured(options.n, per_node)
     rate, is_real = options.rate or math.inf, options.compute == "real"
     engine = options.engine or ("gloo" if options.rate else "auto")
-    algorithm = options.algorithm or _priced(engine, options.n[-1], per_node)
+    algorithm = _priced(engine, options.n[-1], per_node)
     request = StepRequest(
         options.compute or "emulated",
         options.model or (_REAL if is_real else _EMULATED[0]),
         min(rate, _UNLIMITED_RATE) / 8,
         options.seed or 0,
         options.steps or _NUM_STEPS,
-        SIZES_BYTES,
+        is_base=True,
     )
-    env = {"RONDE_ENGINE": engine, "RONDE_ALGORITHM": options.algorithm or ""}
-    cores = math.inf if options.hosts else count_cores()
     layouts = [layout_of(num_ranks, per_node) for num_ranks in options.n]
     log = partial(print, file=sys.stderr if options.json else sys.stdout, flush=True)
     with ExitStack() as exits:
-        start: Starter = partial(launched, _launch_options(options, per_node), env)
+        env = {"RONDE_ENGINE": engine, "RONDE_ALGORITHM": ""}  # as priced
+        where, launch = "this machine", ["--standalone"]
+        if options.rate or options.hosts:
+            where = f"hosts of {counted(per_node, 'rank')}"
+            where += f", lines of {rate / 1e6:g} Mbit/s" * math.isfinite(rate)
+        if options.hosts:
+            launch = ["-H", options.hosts, "--nproc-per-node", str(per_node)]
+        start: Starter = partial(launched, launch, env)
         if options.rate and not options.hosts:
             hosts = emulated_hosts(layouts[-1].num_nodes, per_node, rate, env)
             start = exits.enter_context(hosts)
-        log(_title(options, request, per_node, algorithm))
+        program = f"{request.compute} {request.model}, seed {request.seed}"
+        log(f"{program}; priced as {algorithm}; {where}")
         runs: list[MeasuredSteps] = []
         for layout in layouts[:num_measured]:
             runs.append(_measure(start, layout, request))
             log(f"{layout.num_ranks:5}  measured   {runs[-1].step_s:.4f} s")
-        others = layouts[num_measured:]
+        others, cases = layouts[num_measured:], list[StepComparison]()
+        cores = math.inf if options.hosts else count_cores()
         predictions = predict_steps(
             runs, others, algorithm, shared_cores=cores, is_emulated=not is_real
         )
         for layout, (low, middle, high) in zip(others, predictions, strict=True):
             interval = f"80 % within {low:.4f} .. {high:.4f} s"
             log(f"{layout.num_ranks:5}  predicted  {middle:.4f} s, {interval}")
-        cases: list[StepComparison] = []
         for layout, predicted in zip(others, predictions, strict=True):
-            run = _measure(start, layout, request._replace(sizes=SIZES_BYTES[:1]))
+            run = _measure(start, layout, request._replace(is_base=False))
             share = run.latency_share(algorithm)
             cases.append(StepComparison(layout.num_ranks, predicted, run.step_s, share))
             log(cases[-1].shown(8 * request.bytes_per_s))
-    log(summarize(cases))
+    code, verdict = judge(cases)
+    log(verdict)
     if options.json:
         content = {
             **request._asdict(),
@@ -203,18 +194,12 @@ def _validate(options: argparse.Namespace, per_node: int, num_measured: int) -> 
             "predicted": [case.content() for case in cases],
         }
         print_json("ronde-plan-validate", content)
-    return judge(cases)
+    return code
 
 
 def _measure(start: Starter, layout: RankLayout, request: StepRequest) -> MeasuredSteps:
     words = ("plan", "validate", "--rank", json.dumps(request))
     return MeasuredSteps(**run_ranks(start(layout.num_ranks, words)))
-
-
-def _launch_options(options: argparse.Namespace, per_node: int) -> tuple[str, ...]:
-    if options.hosts:
-        return ("-H", options.hosts, "--nproc-per-node", str(per_node))
-    return ("--standalone",)
 
 
 def _priced(engine: str, num_ranks: int, per_node: int) -> str:
@@ -224,17 +209,3 @@ def _priced(engine: str, num_ranks: int, per_node: int) -> str:
         return "parameter_server"  # every byte is copied in and out once
     is_split = engine == "hierarchical" or (engine == "auto" and per_node > 1)
     return "two_levels" if is_split else "ring"
-
-
-def _title(
-    options: argparse.Namespace, request: StepRequest, per_node: int, algorithm: str
-) -> str:
-    where = f"hosts of {counted(per_node, 'rank')}"
-    if not options.hosts and not options.rate:
-        where = "this machine, without a limited line"
-    elif options.rate == math.inf:
-        where += ", lines without a limit"
-    elif options.rate:
-        where += f", lines of {options.rate / 1e6:g} Mbit/s"
-    name = f"{request.compute} {request.model}, seed {request.seed}"
-    return f"{name}; priced as {algorithm}; {where}"

@@ -51,8 +51,7 @@ def read_measured(
     _refuse_mixture(runs, are_batches_mixed=are_batches_mixed)
     try:
         for path, values in runs:
-            for name, figure, least in _figures(values):
-                _require_figure(f"{name} in {path}", figure, least)
+            _require_figures(path, values)
         return _of_records(records, runs, per_node)
     except (KeyError, TypeError, AttributeError) as error:
         raise UsageError(
@@ -128,29 +127,26 @@ def _refuse_mixture(
             )
 
 
-def _figures(values: Mapping[str, Any]) -> Iterable[tuple[str, Any, float]]:
-    """Yield the figures of a record that predictions use, with their least values."""
-    for key in ("num_ranks", "num_parameters"):
-        yield key, values[key], 1
-    yield "batch_a_rank", values["batch_a_rank"], LEAST
-    yield from (("hosts", num, 1) for num in values.get("hosts") or ())
+def _require_figures(path: Path, values: Mapping[str, Any]) -> None:
+    """Raise ``UsageError`` for a figure that predictions use and no run can have."""
+    figures = [(key, values[key], 1.0) for key in ("num_ranks", "num_parameters")]
+    figures += [("batch_a_rank", values["batch_a_rank"], LEAST)]
+    figures += [("hosts", num, 1) for num in values.get("hosts") or ()]
     for name, variant in values["variants"].items():
-        for key in {"step_ms", "units_per_s"} & variant.keys():
-            yield f"{name}.{key}", variant[key], LEAST
+        keys = {"step_ms", "units_per_s"} & variant.keys()
+        figures += [(f"{name}.{key}", variant[key], LEAST) for key in keys]
         phases: dict[str, Any] = variant.get("phases_ms") or {}
-        yield from ((f"{name}.phases_ms.{key}", ms, 0) for key, ms in phases.items())
-    for numel, itemsize, ready_ms in values.get("gradients") or ():
-        yield from (("gradients", figure, 0) for figure in (numel, itemsize, ready_ms))
-    yield "spread", (values.get("spread") or {}).get("between_ranks") or 0, 0
-
-
-def _require_figure(name: str, value: object, least: float) -> None:
-    number = value if isinstance(value, int | float) else math.nan
-    if isinstance(value, bool) or not least <= number <= MOST:
-        rule = f"from {least:g} to {MOST:g}"
-        raise UsageError(
-            f"{name} must be a number {rule}, got {value!r}. Measure again."
-        )
+        figures += [(f"{name}.phases_ms.{key}", ms, 0) for key, ms in phases.items()]
+    for gradient in values.get("gradients") or ():
+        figures += [("gradients", figure, 0) for figure in gradient]
+    figures += [("spread", (values.get("spread") or {}).get("between_ranks") or 0, 0)]
+    for name, value, least in figures:
+        number = value if isinstance(value, int | float) else math.nan
+        if isinstance(value, bool) or not least <= number <= MOST:
+            raise UsageError(
+                f"{name} in {path} must be a number from {least:g} to {MOST:g}, got "
+                f"{value!r}. Measure again."
+            )
 
 
 def _program(values: Mapping[str, Any], ranks_per_node: int) -> Program:

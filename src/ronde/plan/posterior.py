@@ -28,6 +28,7 @@ _LEAST_EFFECTIVE = 100  # draws
 _NUM_UPDATES = 3
 _MOST_RESIDUAL = 1.0
 _SPREAD = 1.2  # of the proposal, by the variance of the draws
+_NARROWED = 0.8  # of a prior's variance
 
 
 class Forecast(NamedTuple):
@@ -99,8 +100,7 @@ class Posterior:
 
     def ratio(self, new: Forecast, old: Forecast) -> tuple[float, float, float]:
         """Return the 80 % interval and the middle of the ratio of two speeds."""
-        low, middle, high = weighted_quantiles(new.speeds / old.speeds, self.weights)
-        return low, middle, high
+        return weighted_quantiles(new.speeds / old.speeds, self.weights)
 
     def parameters(self) -> dict[str, tuple[float, float, float, str]]:
         """Return the 80 % interval of each unknown, its middle and its origin.
@@ -108,15 +108,14 @@ class Posterior:
         The origin is ``points`` if the measured speeds narrow the prior, else
         ``prior``.
         """
-        found: dict[str, tuple[float, float, float, str]] = {}
         z = np.concatenate([branch.z for branch in self.branches])
-        for index, (name, values) in enumerate(self.priors.values(z).items()):
-            low, middle, high = weighted_quantiles(values, self.weights)
-            is_narrow = (
-                self.weights @ (z[:, index] - self.weights @ z[:, index]) ** 2 < 0.8
-            )
-            found[name] = low, middle, high, "points" if is_narrow else "prior"
-        return found
+        variances = self.weights @ (z - self.weights @ z) ** 2
+        origins = ["points" if v < _NARROWED else "prior" for v in variances]
+        drawn = zip(self.priors.values(z).items(), origins, strict=True)
+        return {
+            name: (*weighted_quantiles(values, self.weights), origin)
+            for (name, values), origin in drawn
+        }
 
     def situation(self, size: Size) -> str:
         """Return the situation of a prediction: one of ``priors.SITUATIONS``."""
@@ -127,11 +126,12 @@ class Posterior:
 
     def _carried(self, size: Size) -> tuple[Draws, float]:
         """Return the weights of the points' residuals at a size, and the deviation."""
-        sizes = [point.size for point in self.setup.points]
-        own, across, alone = _covariances(sizes, size, self.priors)
-        solved = _solve(own, across)
-        variance = max(alone - float(across @ solved), self.priors.error**2)
-        return solved, math.sqrt(variance)
+        at, new = _positions(self.setup, self.priors), _position(size, self.priors)
+        walked, error = self.priors.walk**2, self.priors.error**2
+        across = walked * np.maximum(np.minimum(at, new) - at[0], 0.0)
+        solved = _solve(_covariance(self.setup, self.priors), across)
+        variance = walked * abs(new - at[0]) + error - float(across @ solved)
+        return solved, math.sqrt(max(variance, error))
 
 
 def infer(setup: Setup, priors: Priors, num_draws: int = 600) -> Posterior:
@@ -203,8 +203,7 @@ def _sample(
 def _updated(branch: _Branch, priors: Priors, rng: np.random.Generator) -> Draws:
     """Move draws towards the measured speeds, as an ensemble Kalman smoother does."""
     z, residuals = branch.z, np.clip(branch.residuals, -_MOST_RESIDUAL, _MOST_RESIDUAL)
-    sizes = [point.size for point in branch.model.setup.points]
-    own = _NUM_UPDATES * _covariances(sizes, sizes[-1], priors)[0]
+    own = _NUM_UPDATES * _covariance(branch.model.setup, priors)
     noise = _root(own) @ rng.standard_normal(residuals.shape)
     apart = residuals - residuals.mean(1)[:, None]
     both = apart @ (z - z.mean(0)) / len(z)
@@ -217,17 +216,16 @@ def _weigh(
 ) -> _Branch:
     """Weigh draws by the multivariate Student likelihood of the residuals."""
     model = StepModel(setup, hypothesis, priors.values(z))
-    first, sizes = setup.points[0], [point.size for point in setup.points]
-    compute_s = model.compute_s(setup.units(first.size) / first.units_per_s)
+    compute_s = model.compute_s()
     residuals = np.array(
         [
             np.log(speed * model.at(size, compute_s).step_s / setup.units(size))
             for size, speed in setup.points
         ]
     )
-    own, _, _ = _covariances(sizes, sizes[-1], priors)
-    distance = np.einsum("kd,kd->d", residuals, np.linalg.solve(own, residuals))
-    likelihood = -(_STUDENT + len(sizes)) / 2 * np.log1p(distance / _STUDENT)
+    solved = _solve(_covariance(setup, priors), residuals)
+    distance = np.einsum("kd,kd->d", residuals, solved)
+    likelihood = -(_STUDENT + len(residuals)) / 2 * np.log1p(distance / _STUDENT)
     log_weights = likelihood + _log_normal(z) - log_proposal
     return _Branch(model, z, compute_s, log_weights, residuals)
 
@@ -244,16 +242,14 @@ def _log_normal(z: Draws) -> Draws:
     return -0.5 * (z**2).sum(1)
 
 
-def _covariances(
-    sizes: Sequence[Size], target: Size, priors: Priors
-) -> tuple[Draws, Draws, float]:
-    """Return covariances of residuals: at the points, with a target, and its own."""
-    at = np.array([_position(size, priors) for size in sizes])
-    new, start = _position(target, priors), float(at[0])
-    walked, error = priors.walk**2, priors.error**2
-    own = walked * (np.minimum.outer(at, at) - start) + error * np.eye(len(at))
-    across = walked * np.maximum(np.minimum(at, new) - start, 0.0)
-    return own, across, walked * abs(new - start) + error
+def _covariance(setup: Setup, priors: Priors) -> Draws:
+    """Return the covariance of the residuals at the points."""
+    at, error = _positions(setup, priors), priors.error**2
+    return priors.walk**2 * (np.minimum.outer(at, at) - at[0]) + error * np.eye(len(at))
+
+
+def _positions(setup: Setup, priors: Priors) -> Draws:
+    return np.array([_position(point.size, priors) for point in setup.points])
 
 
 def _position(size: Size, priors: Priors) -> float:

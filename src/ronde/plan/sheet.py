@@ -21,6 +21,7 @@ from ronde.plan.setup import (
     Size,
     speeds_by_size,
 )
+from ronde.units import grouped
 
 NEEDED = ("series", "gpus", "throughput")
 ADDED = ("predicted", "low", "high", "binds")
@@ -48,7 +49,7 @@ class SheetRow:
         Raises:
             UsageError: It is no number above 0.
         """
-        text = (self.cells.get(column) or "").strip()
+        text = self.text(column)
         if not text:
             return None
         try:
@@ -116,12 +117,10 @@ def complete(rows: Sequence[SheetRow]) -> tuple[list[str], list[str]]:
 
     Returns the reasons of series without a prediction, and the assumptions.
     """
-    series: dict[str, list[SheetRow]] = {}
     for row in rows:
         row.cells |= dict.fromkeys(ADDED, "")
-        series.setdefault(row.text("series"), []).append(row)
     left_out, notes = list[str](), list[str]()
-    for name, each in series.items():
+    for name, each in grouped((row.text("series"), row) for row in rows).items():
         try:
             notes += (f"series {name!r}: {note}" for note in _complete_series(each))
         except UsageError as error:

@@ -22,9 +22,7 @@ from ronde.parallel.pipelines import Pipeline, ScheduleName
 from ronde.parallel.traffic import step_traffic
 from ronde.plan.priors import Draws
 from ronde.plan.setup import (
-    Cluster,
     Exchange,
-    LinkFacts,
     Overlap,
     PhaseTimes,
     Program,
@@ -39,6 +37,7 @@ PARTS = (
     *("fixed cost", "stragglers", "input", "bubble"),
 )
 _Group = tuple[RankLayout, LinkCosts]
+_Communication = Draws  # rows of times inside, between, and of latency, if not hidden
 _LEAST_WORK = 0.02  # the least share of a step that computes
 _NEWTON_ROUNDS = 4
 _TENSORS = 160, 25.6e6, 0.35  # tensors of a model with so many parameters; exponent
@@ -65,18 +64,6 @@ class StepParts(NamedTuple):
     parts_s: Mapping[str, Draws]
 
 
-class _Communication(NamedTuple):
-    """Times of communication if nothing hides it."""
-
-    inside: Draws
-    between: Draws
-    latency: Draws
-
-    @property
-    def total(self) -> Draws:
-        return self.inside + self.between + self.latency
-
-
 @dataclass(frozen=True, slots=True)
 class StepModel:
     """The step of a setup under one hypothesis, for draws of its unknowns."""
@@ -99,18 +86,16 @@ class StepModel:
         host = work * self._host_share(busy) * (free != "host")
         costs = self._costs(compute_s, free)
         sent = self._communication(size, costs)
-        exposed = self._exposed(size, sent, work + host, costs)
-        share = exposed / np.maximum(sent.total, 1e-30)
+        exposed = self._exposed(size, sent.sum(0), work + host, costs)
+        shown = sent * (exposed / np.maximum(sent.sum(0), 1e-30))
         fixed = self._update(size) * (free != "fixed cost")
-        alone, shown = work + host + exposed + fixed, [each * share for each in sent]
+        alone = work + host + exposed + fixed
         waited = bubble = np.zeros_like(work)
         if program.model_ranks > 1:
             model, idle = self._model_axes(size, costs)
-            shown = [each + more for each, more in zip(shown, model, strict=True)]
-            bubble = (
-                (work + host + model.total) * idle / (1 - idle) * (free != "bubble")
-            )
-            alone = alone + model.total + bubble
+            shown, model_s = shown + model, model.sum(0)
+            bubble = (work + host + model_s) * idle / (1 - idle) * (free != "bubble")
+            alone = alone + model_s + bubble
         waiting = alone * self._straggling(size) * (free != "stragglers")
         step = alone + waiting
         if program.input_units_per_s is not None and free != "input":
@@ -119,9 +104,10 @@ class StepModel:
         parts = work, host, *shown, fixed, waiting, waited, bubble
         return StepParts(step + waited, dict(zip(PARTS, parts, strict=True)))
 
-    def compute_s(self, step_s: float) -> Draws:
-        """Return the computing time with which the smallest size takes ``step_s``."""
-        size = self.setup.points[0].size
+    def compute_s(self) -> Draws:
+        """Return the computing time with which the smallest size is as measured."""
+        size, speed = self.setup.points[0]
+        step_s = self.setup.units(size) / speed
         known = step_s / (1 + self._straggling(size)) - self._update(size)
         ranks = self.setup.program.model_ranks
         floor = np.full_like(self.draws["host"], ranks * _LEAST_WORK * step_s)
@@ -175,12 +161,12 @@ class StepModel:
         return update
 
     def _exposed(
-        self, size: Size, sent: _Communication, work: Draws, costs: LinkCosts
+        self, size: Size, sent_s: Draws, work: Draws, costs: LinkCosts
     ) -> Draws:
         program = self.setup.program
         is_alone = size.num_ranks == program.model_ranks
         if is_alone or program.overlap is Overlap.NONE or program.period > 1:
-            return sent.total
+            return sent_s
         if program.microbatches:  # gradients are complete in the last one alone
             work = work / program.microbatches
         if program.gradients and program.phases and self.setup.is_sized:
@@ -188,18 +174,15 @@ class StepModel:
         is_sharded = program.exchange is Exchange.SHARD_ALL
         leak = self.draws["leak_sharded" if is_sharded else "leak"]
         hidden = self.draws["window"] * work
-        return leak * sent.total + (1 - leak) * np.maximum(0, sent.total - hidden)
+        return leak * sent_s + (1 - leak) * np.maximum(0, sent_s - hidden)
 
     def _walked(
         self, size: Size, alone: PhaseTimes, work: Draws, costs: LinkCosts
     ) -> Draws:
         program = self.setup.program
-        computed_s = alone.forward_s + alone.backward_s + alone.load_s
-        scale = work / computed_s
-        last_s = max(alone.backward_s, program.gradients[-1].ready_s)
-        backward = scale * last_s
-        pay = self._payer(size, costs)
-        buckets = buckets_of(program)
+        scale = work / (alone.forward_s + alone.backward_s + alone.load_s)
+        backward = scale * max(alone.backward_s, program.gradients[-1].ready_s)
+        pay, buckets = self._payer(size, costs), buckets_of(program)
         ready = [scale * ready_s for _, ready_s in buckets]
         cost_s = [pay(num_bytes) for num_bytes, _ in buckets]
         interference = self.draws["interference"]
@@ -210,7 +193,7 @@ class StepModel:
         zero = np.zeros_like(self.draws["host"])
         program = self.setup.program
         if size.num_ranks == program.model_ranks:
-            return _Communication(zero, zero, zero)
+            return np.array([zero] * 3)
         num_bytes = program.sent_bytes if self.setup.is_sized else _UNIT
         near, far = (link._replace(alpha_s=0.0) for link in costs[:2])
         costs_of_bytes = costs._replace(inside=near, between=far)
@@ -222,8 +205,7 @@ class StepModel:
             is_at_once = program.overlap is Overlap.NONE
             num_calls = 1 if is_at_once else len(buckets_of(program)) or 1
             latency = num_calls * self._payer(size, costs)(1)
-        inside = zero + bandwidth - between
-        return _Communication(inside, zero + between, zero + latency)
+        return np.array([zero + bandwidth - between, zero + between, zero + latency])
 
     def _payer(self, size: Size, costs: LinkCosts) -> Callable[[float], Seconds]:
         """Return the function from bytes to the time of their exchange."""
@@ -281,7 +263,7 @@ class StepModel:
             beta = np.maximum(link.beta_s_per_byte, costs.inside.beta_s_per_byte)
             times[is_far] = times[is_far] + num_bytes * beta
             times[2] = times[2] + num_bytes / each * link.alpha_s
-        return _Communication(*times), idle
+        return np.array(times), idle
 
     def _costs(self, compute_s: Draws, free: str) -> LinkCosts:
         cluster, draws = self.setup.cluster, self.draws
@@ -291,17 +273,19 @@ class StepModel:
         alpha = draws["alpha_tcp"] * 1e-6 if is_tcp else alpha_inside
         if cluster.alpha_us is not None:
             alpha = np.full_like(alpha, cluster.alpha_us * 1e-6)
-        links = {
-            "bandwidth inside": _measured(cluster.inside, draws)
-            or LinkCost(alpha_inside, inside),
-            "bandwidth between": _measured(cluster.between, draws)
-            or LinkCost(alpha, between),
-        }
-        if free in links:
-            links[free] = LinkCost(links[free].alpha_s, 0.0)
-        if free == "latency":
-            links = {n: link._replace(alpha_s=0.0) for n, link in links.items()}
-        near, far = links.values()
+        links = list[LinkCost]()
+        for part, fact, usual in (
+            ("bandwidth inside", cluster.inside, (alpha_inside, inside)),
+            ("bandwidth between", cluster.between, (alpha, between)),
+        ):
+            alpha_s, beta_s = usual
+            if fact is not None:
+                alpha_s = fact.alpha_s
+                beta_s = fact.beta_s_per_byte * draws["fit"] ** (fact.spread / 0.05)
+            links.append(
+                LinkCost(alpha_s * (free != "latency"), beta_s * (free != part))
+            )
+        near, far = links
         return LinkCosts(near, far, cluster.oversubscription, cluster.nodes_per_leaf)
 
     def _betas(self, compute_s: Draws) -> tuple[Draws, Draws]:
@@ -314,9 +298,17 @@ class StepModel:
         missing = unknown * draws["missing_inside"], unknown * draws["missing_between"]
         if not self.setup.is_sized:
             return missing
-        inside = 1e-9 / inside_rate(cluster, draws)
-        rate = between_rate(cluster, draws)
-        return inside, missing[1] if rate is None else 1e-9 / rate
+        near = draws["pcie_gb_per_s"]
+        if cluster.gpu_link_gb_per_s is not None:
+            near = cluster.gpu_link_gb_per_s * draws["nvlink_share"]
+        if cluster.node_gbit_per_s is None:
+            return 1e-9 / near, missing[1]
+        line = cluster.node_gbit_per_s / 8
+        far = draws["tcp_gb_per_s"]
+        if cluster.transport != "tcp":
+            # What takes a part of a fast line, as PCIe does, is no limit to a slow one.
+            far = draws["rdma_share"] * max(line, _FAST_LINE_GB_PER_S)
+        return 1e-9 / near, 1e-9 / np.minimum(_LINE_SHARE * line, far)
 
     def _latency(self, size: Size, costs: LinkCosts) -> Draws:
         """Return the time of latency where the algorithm is unknown."""
@@ -340,13 +332,6 @@ def _busy(size: Size) -> int:
     return math.ceil(size.num_ranks / size.num_nodes)
 
 
-def _measured(link: LinkFacts | None, draws: Mapping[str, Draws]) -> LinkCost | None:
-    if link is None:
-        return None
-    beta = link.beta_s_per_byte * draws["fit"] ** (link.spread / 0.05)
-    return LinkCost(link.alpha_s, beta)
-
-
 def num_messages(program: Program) -> float:
     """Return the number of collectives in a step."""
     num = program.num_parameters or _TENSORS[1]
@@ -366,22 +351,3 @@ def mean_of_largest(num: int) -> float:
     if num <= len(_MEANS):
         return _MEANS[num - 1]
     return NormalDist().inv_cdf(0.5264 ** (1 / num))
-
-
-def inside_rate(cluster: Cluster, draws: Mapping[str, Draws]) -> Draws:
-    """Return the GB/s of a rank's link inside a node; PCIe's if none is known."""
-    if cluster.gpu_link_gb_per_s is None:
-        return draws["pcie_gb_per_s"]
-    return cluster.gpu_link_gb_per_s * draws["nvlink_share"]
-
-
-def between_rate(cluster: Cluster, draws: Mapping[str, Draws]) -> Draws | None:
-    """Return the GB/s of a node; None without a known line."""
-    if cluster.node_gbit_per_s is None:
-        return None
-    line = cluster.node_gbit_per_s / 8
-    if cluster.transport == "tcp":
-        return np.minimum(_LINE_SHARE * line, draws["tcp_gb_per_s"])
-    # What takes a part of a fast line, such as PCIe, is no limit to a slow one.
-    reached = draws["rdma_share"] * max(line, _FAST_LINE_GB_PER_S)
-    return np.minimum(_LINE_SHARE * line, reached)

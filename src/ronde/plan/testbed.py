@@ -16,7 +16,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
 from math import inf
 from typing import Any
 
@@ -50,8 +49,8 @@ def run_ranks(commands: Commands) -> dict[str, Any]:
         LaunchError: A command failed.
     """
     with ExitStack() as exits:
-        files = [exits.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2)]
-        output, errors = files
+        output = exits.enter_context(tempfile.TemporaryFile("w+"))
+        errors = exits.enter_context(tempfile.TemporaryFile("w+"))
         processes: list[subprocess.Popen[bytes]] = []
         for command, env in commands:
             process = subprocess.Popen(
@@ -70,12 +69,12 @@ def run_ranks(commands: Commands) -> dict[str, Any]:
             with suppress(subprocess.TimeoutExpired):
                 processes[codes.index(None)].wait(_POLL_S)
             codes = [each.poll() for each in processes]
-        for file in files:
-            file.seek(0)
         if any(codes):
+            errors.seek(0)
             raise LaunchError(
                 f"every rank must exit with 0, got {codes}:\n{errors.read()[-2000:]}"
             )
+        output.seek(0)
         text = output.read()
     return json.loads(text[text.index("{") :])
 
@@ -112,31 +111,25 @@ def emulated_hosts(
             join = f"{enter} sh -ec {shlex.quote(join)}"
             script = f"hostname ronde-{end}; {pair}; {join}; {address}; {up}"
             hosts.append(exits.enter_context(_namespace(script)))
-        yield partial(_on_hosts, hosts, ranks_per_node, env)
 
+        def start(num_ranks: int, words: Sequence[str]) -> Commands:
+            of_all = base_environment(own_environment()) | {
+                "WORLD_SIZE": str(num_ranks),
+                "LOCAL_WORLD_SIZE": str(min(ranks_per_node, num_ranks)),
+                "MASTER_ADDR": _address(0),
+                "MASTER_PORT": _PORT,
+                "GLOO_SOCKET_IFNAME": "eth0",
+                "TORCH_CPP_LOG_LEVEL": "ERROR",  # it remarks that addresses are unnamed
+            }
+            commands: Commands = []
+            for rank in range(num_ranks):
+                node, local_rank = divmod(rank, ranks_per_node)
+                own = {"RANK": str(rank), "LOCAL_RANK": str(local_rank), **env}
+                ronde = sys.executable, "-m", "ronde", *words
+                commands.append(((*_enter(hosts[node]), *ronde), of_all | own))
+            return commands
 
-def _on_hosts(
-    hosts: Sequence[str],
-    ranks_per_node: int,
-    env: Mapping[str, str],
-    num_ranks: int,
-    words: Sequence[str],
-) -> Commands:
-    shared = base_environment(own_environment()) | {
-        "WORLD_SIZE": str(num_ranks),
-        "LOCAL_WORLD_SIZE": str(min(ranks_per_node, num_ranks)),
-        "MASTER_ADDR": _address(0),
-        "MASTER_PORT": _PORT,
-        "GLOO_SOCKET_IFNAME": "eth0",
-        "TORCH_CPP_LOG_LEVEL": "ERROR",  # it would remark that addresses have no names
-    }
-    commands: Commands = []
-    for rank in range(num_ranks):
-        node, local_rank = divmod(rank, ranks_per_node)
-        own = {"RANK": str(rank), "LOCAL_RANK": str(local_rank), **env}
-        command = (*_enter(hosts[node]), sys.executable, "-m", "ronde", *words)
-        commands.append((command, shared | own))
-    return commands
+        yield start
 
 
 @contextmanager

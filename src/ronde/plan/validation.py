@@ -47,7 +47,7 @@ class StepRequest(NamedTuple):
     bytes_per_s: float  # for which an emulated model is sized
     seed: int
     num_steps: int
-    sizes: Sequence[int]  # of ``SIZES_BYTES``
+    is_base: bool  # with its parts, from which others are predicted
 
     def emulated_layers(self) -> tuple[float, list[tuple[int, float]]]:
         """Return forward's time, and each gradient's elements and time in backward.
@@ -75,15 +75,16 @@ class MeasuredSteps(NamedTuple):
 
     num_ranks: int
     ranks_per_node: int
-    steps_s: Sequence[float]
-    alone_s: float  # a step without communication
-    backward_s: float  # its backward
-    update_s: float  # its update
-    bucket_bytes: Sequence[int]
-    ready_s: Sequence[float]  # of each bucket, after backward's start
-    times_s: Sequence[float]  # of all_reduces
-    alone_cpu_s: float  # of a rank's processors, in a step without communication
-    cpu_s: float  # in a step
+    steps_s: Sequence[float] = ()
+    cpu_s: float = 0.0  # of a rank's processors, in a step
+    times_s: Sequence[float] = ()  # of all_reduces of ``SIZES_BYTES``, or the first
+    # Only of ranks from which others are predicted, in a step without communication:
+    alone_s: float = 0.0
+    alone_cpu_s: float = 0.0
+    backward_s: float = 0.0
+    update_s: float = 0.0
+    bucket_bytes: Sequence[int] = ()
+    ready_s: Sequence[float] = ()  # of each bucket, after backward's start
 
     @property
     def layout(self) -> RankLayout:
@@ -96,8 +97,8 @@ class MeasuredSteps(NamedTuple):
     def latency_share(self, algorithm: str) -> float:
         """Return the rounds times the shortest all_reduce, as a part of a step."""
         unit = LinkCost(1.0, 0.0)
-        rounds = all_reduce_s(algorithm, 0, self.layout, LinkCosts(unit, unit))
-        return float(rounds) * self.times_s[0] / self.step_s
+        rounds = _price_s(algorithm, 0, self.layout, LinkCosts(unit, unit))
+        return rounds * self.times_s[0] / self.step_s
 
 
 class Predicted(NamedTuple):
@@ -125,18 +126,12 @@ def predict_steps(
 
     ``shared_cores`` are those of all ranks; infinite if each has its own.
     """
-    base = runs[-1]
-    within = [r for r in runs if r.layout.num_nodes == 1 < r.num_ranks]
-    (inside, fit_error) = (between, _) = _fit(algorithm, [base, *within][-1])
-    if within and base.layout.num_nodes > 1:
-        between, fit_error = _fit(algorithm, base, inside)
+    base, (costs, fit_error) = runs[-1], _links(runs, algorithm)
     draws = np.random.default_rng(0).standard_normal((3, _NUM_DRAWS))
-    forward_s = base.alone_s - base.backward_s - base.update_s
     all_bytes = sum(base.bucket_bytes)
     shares = np.divide(base.bucket_bytes, all_bytes)
-
-    def price_s(layout: RankLayout, costs: LinkCosts, size: int) -> float:
-        return float(all_reduce_s(algorithm, size, layout, costs))
+    # An emulated forward needs no cores, and nothing is sent meanwhile.
+    idle_s = (base.alone_s - base.backward_s - base.update_s) * is_emulated
 
     def steps_s(layout: RankLayout, cost_error: float) -> NDArray[np.float64]:
         of_cores = layout.num_ranks / shared_cores
@@ -144,23 +139,18 @@ def predict_steps(
         error = crowd ** (CROWD_ERROR * draws[2] / np.log(2))
         work = 1.0 if is_emulated else crowd * error
         sent, base_sent = (
-            price_s(each, _ONLY_BYTES, all_bytes) for each in (layout, base.layout)
+            _price_s(algorithm, all_bytes, each, _ONLY_BYTES)
+            for each in (layout, base.layout)
         )
         sending_s = max(0.0, base.cpu_s - base.alone_cpu_s) * sent / base_sent
-        costs = LinkCosts(inside, between)
-        prices_s = [price_s(layout, costs, size) for size in base.bucket_bytes]
+        prices_s = [_price_s(algorithm, b, layout, costs) for b in base.bucket_bytes]
         cost_s = np.maximum(
             np.outer(prices_s, np.exp(cost_error * draws[0])),
             np.outer(shares, of_cores * sending_s * error),
         )
-        walked = walk(
-            np.outer(base.ready_s, work * np.ones(_NUM_DRAWS)),
-            cost_s,
-            work * base.backward_s,
-        )
+        ready_s = np.outer(base.ready_s, work * np.ones(_NUM_DRAWS))
+        walked = walk(ready_s, cost_s, work * base.backward_s)
         alone_s = work * base.alone_s + (crowd * error - work) * base.update_s
-        # An emulated forward needs no cores, and nothing is sent meanwhile.
-        idle_s = forward_s * is_emulated
         needed_s = idle_s + of_cores * (base.alone_cpu_s + sending_s) * error
         return np.maximum(alone_s + walked.exposed_s, needed_s)
 
@@ -176,25 +166,36 @@ def predict_steps(
     return found
 
 
+def _price_s(
+    algorithm: str, size: float, layout: RankLayout, costs: LinkCosts
+) -> float:
+    return float(all_reduce_s(algorithm, size, layout, costs))
+
+
+def _links(runs: Sequence[MeasuredSteps], algorithm: str) -> tuple[LinkCosts, float]:
+    """Return costs of links, and a relative error of prices besides those of a fit."""
+    base = runs[-1]
+    within = [run for run in runs if run.layout.num_nodes == 1 < run.num_ranks]
+    inside, error = _fit(algorithm, within[-1] if within else base)
+    if not within or base.layout.num_nodes == 1:
+        return LinkCosts(inside, inside), error
+    between, error = _fit(algorithm, base, inside)
+    return LinkCosts(inside, between), error
+
+
 def _fit(
     algorithm: str, run: MeasuredSteps, inside: LinkCost | None = None
 ) -> tuple[LinkCost, float]:
-    """Fit the cost of links between nodes, or of all if those inside are unknown.
-
-    Returns the cost, and a relative error of prices besides those of a line's fit.
-    """
+    """Fit the cost of links between nodes, or of all if those inside are unknown."""
     free, most = LinkCost(0.0, 0.0), SIZES_BYTES[-1]
-
-    def time_s(size: int, links: LinkCosts) -> float:
-        return float(all_reduce_s(algorithm, size, run.layout, links))
-
     rounds, sent = (
-        time_s(most, LinkCosts(unit if inside is None else free, unit))
+        _price_s(algorithm, most, run.layout, LinkCosts(free if inside else unit, unit))
         for unit in (LinkCost(1.0, 0.0), LinkCost(0.0, 1.0))
     )
     times_s = list(run.times_s)
     if inside is not None:
-        known_s = [time_s(size, LinkCosts(inside, free)) for size in SIZES_BYTES]
+        near = LinkCosts(inside, free)
+        known_s = (_price_s(algorithm, b, run.layout, near) for b in SIZES_BYTES)
         times_s = [max(t - k, t / 10) for t, k in zip(times_s, known_s, strict=True)]
     try:
         fit = fit_link(SIZES_BYTES, times_s, rounds, sent / most)
@@ -249,23 +250,22 @@ class StepComparison(NamedTuple):
 
 
 def slower_rate(rate: float, latency_share: float) -> float:
-    """Return a rate at which latency would be a small part of an emulated step."""
-    # The lower the rate, the longer is a step.
+    """Return a round rate at which latency would be a small part of a step."""
+    # The lower the rate, the longer is an emulated step.
     rate /= (latency_share / _MOST_LATENCY) ** (1 / _SIZING_POWER)
     unit = 10 ** np.floor(np.log10(rate))
     return float(max(digit * unit for digit in (1, 2, 5) if digit * unit <= rate))
 
 
-def judge(cases: Sequence[StepComparison]) -> int:
-    """Return 1 if most valid cases miss their interval, 2 if none is valid, else 0."""
-    inside = [case.is_inside for case in cases if case.is_valid]
-    return 2 if not inside else int(2 * sum(inside) < len(inside))
+def judge(cases: Sequence[StepComparison]) -> tuple[int, str]:
+    """Return an exit code and a sentence on the valid cases.
 
-
-def summarize(cases: Sequence[StepComparison]) -> str:
+    The code is 1 if most of them miss their interval, 2 if there are none, else 0.
+    """
     valid = [case for case in cases if case.is_valid]
     if not valid:
-        return "no size counts, as this machine has too few cores"
-    error = median(abs(case.error) for case in valid)
+        return 2, "no size counts, as this machine has too few cores"
     num_inside = sum(case.is_inside for case in valid)
-    return f"{num_inside} of {len(valid)} inside, median error {100 * error:.1f} %"
+    error = median(abs(case.error) for case in valid)
+    text = f"{num_inside} of {len(valid)} inside, median error {100 * error:.1f} %"
+    return int(2 * num_inside < len(valid)), text

@@ -53,6 +53,10 @@ class WhatIfSpeeds(NamedTuple):
     speeds: tuple[Between, ...]
     ratios: tuple[Between, ...]
 
+    @property
+    def gain(self) -> float:
+        return self.ratios[-1].middle or 0.0
+
 
 def read_changes(text: str, setup: Setup, kind: str = "") -> Iterable[WhatIf]:
     """Yield the changes of ``KEY=VALUE,...``; ``KEY=A/B`` gives one for each value."""

@@ -38,8 +38,8 @@ def draw_plan(report: PlanReport, *, is_advice_shown: bool = False) -> str:
     right = ("ranks", "nodes", "step", unit, "efficiency")
     table = [["ranks", "nodes", "step", unit, "80 %", "efficiency", "binds"]]
     table += [_cells(row) for row in rows]
-    best = sorted(report.advice, key=_gain, reverse=True)
-    best = [outcome for outcome in best if _gain(outcome) > _LEAST_GAIN]
+    best = sorted(report.advice, key=lambda each: each.gain, reverse=True)
+    best = [outcome for outcome in best if outcome.gain > _LEAST_GAIN]
     text = _wrapped([header(report)]) + align(table, right=right) + "\n"
     text += _wrapped([_binding(rows[-1], unit), _advice(best), *report.notes])
     text += _changes("what if", report.what_if)
@@ -57,20 +57,17 @@ def header(report: PlanReport) -> str:
     program, cluster, base = setup.program, setup.cluster, setup.points[0].size
     noun = program.unit if program.units_a_sample == 1 else "samples"
     of = "rank" if program.model_ranks == 1 else f"copy of {program.mesh}"
-    batch = (
-        f"{base.batch:g} {noun} a {of}"
-        if base.batch
-        else "time of one sample on a rank"
-    )
-    way = program.algorithm or program.exchange
+    batch = f"{base.batch or 0:g} {noun} a {of}"
     sizes = ", ".join(f"{point.size.num_ranks:,}" for point in setup.points)
-    words = [program.name, batch, way.replace("_", " ")]
-    words.append(f"overlap {program.overlap or 'unknown'}")
-    words.append(f"speed known of {sizes} ranks on nodes of {cluster.ranks_per_node}")
-    if cluster.node_gbit_per_s:
-        words.append(f"{cluster.node_gbit_per_s:g} Gbit/s")
-    if base.num_ranks > 1:
-        words.append(f"efficiency by {base.num_ranks} ranks")
+    words = (
+        program.name,
+        batch if base.batch else "time of one sample on a rank",
+        (program.algorithm or program.exchange).replace("_", " "),
+        f"overlap {program.overlap or 'unknown'}",
+        f"speed known of {sizes} ranks on nodes of {cluster.ranks_per_node}",
+        f"{cluster.node_gbit_per_s:g} Gbit/s" if cluster.node_gbit_per_s else "",
+        f"efficiency by {base.num_ranks} ranks" if base.num_ranks > 1 else "",
+    )
     return ", ".join(filter(None, words))
 
 
@@ -120,10 +117,6 @@ def _binding(row: SpeedRow, unit: str) -> str:
         faster = row.speed.middle * whole_s / (whole_s - saved_s)
         text += f"; without it {number(faster)} {unit}"
     return f"{where}, {part_name(name)}: {text}."
-
-
-def _gain(outcome: WhatIfSpeeds) -> float:
-    return outcome.ratios[-1].middle or 0.0
 
 
 def _advice(best: Sequence[WhatIfSpeeds]) -> str:

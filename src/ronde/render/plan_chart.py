@@ -38,7 +38,6 @@ def draw_chart(report: PlanReport) -> str:
     speeds = [(x(row.size.num_ranks), row.speed) for row in rows]
     high = [(at, y(speed.high)) for at, speed in speeds]
     low = [(at, y(speed.low)) for at, speed in speeds]
-    middle = [(at, y(speed.middle)) for at, speed in speeds if speed.middle]
     marks = [at for at, row in zip(high, rows, strict=True) if row.is_measured]
     labels = f"{unit}/s of all ranks; band: 80 %; dashed: linear; circles: given"
     body = [
@@ -47,7 +46,7 @@ def draw_chart(report: PlanReport) -> str:
         _text(_LEFT, _TOP - 8, labels),
         _line("ideal", zip(map(x, numbers), map(y, ideal), strict=True)),
         _line("band", [*high, *reversed(low)]),
-        _line("line", middle),
+        _line("line", ((at, y(speed.middle)) for at, speed in speeds if speed.middle)),
         *(
             f'<circle class="mark" cx="{a:.1f}" cy="{b:.1f}" r="4.5"/>'
             for a, b in marks
@@ -94,7 +93,7 @@ def _axes(
 
 
 def _bars(rows: Sequence[SpeedRow], x: _Scale) -> Iterable[str]:
-    """Yield the parts of a step, stacked at each number of ranks."""
+    """Yield the parts of a step, stacked at each number of ranks, and their names."""
     most_s = max(sum(row.parts_s.values()) for row in rows)
     yield _text(_LEFT, _BARS - 8, "ms of a step")
     for share in (0.0, 0.5, 1.0):
@@ -107,22 +106,17 @@ def _bars(rows: Sequence[SpeedRow], x: _Scale) -> Iterable[str]:
         for name, part_s in row.parts_s.items():
             height = part_s / most_s * (_BOTTOM - _BARS)
             bottom -= height
-            yield _box(name, (center - width / 2, bottom), (width, height))
-    shown = [
-        n for n in rows[0].parts_s if max(r.parts_s[n] for r in rows) > most_s / 500
-    ]
+            yield _box(name, center - width / 2, bottom, (width, height))
+    largest = {name: max(row.parts_s[name] for row in rows) for name in PARTS}
+    shown = [name for name in PARTS if largest[name] > most_s / 500]
     for index, name in enumerate(reversed(shown)):
-        yield _box(name, (712, _BARS + 18 * index), (12, 12))
+        yield _box(name, 712, _BARS + 18 * index, (12, 12))
         yield _text(730, _BARS + 18 * index + 11, part_name(name))
 
 
-def _box(part: str, at: tuple[float, float], size: tuple[float, float]) -> str:
-    (x, y), (width, height), fill = (
-        at,
-        size,
-        dict(zip(PARTS, _COLORS, strict=True))[part],
-    )
+def _box(part: str, x: float, y: float, size: tuple[float, float]) -> str:
+    fill = _COLORS[PARTS.index(part)]
     return (
-        f'<rect x="{x:.1f}" y="{y:.2f}" width="{width:.1f}" height="{height:.2f}" '
+        f'<rect x="{x:.1f}" y="{y:.2f}" width="{size[0]:.1f}" height="{size[1]:.2f}" '
         f'fill="{fill}"/>'
     )
