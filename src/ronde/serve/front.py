@@ -19,7 +19,7 @@ from typing import NamedTuple
 from ronde.errors import LaunchError
 from ronde.serve.metrics import ServingMetrics
 from ronde.serve.policy import POLICIES, Capacity, TokenCounts
-from ronde.serve.protocol import Orders, Ready, ReplicaConfig, StepReport
+from ronde.serve.protocol import Orders, ReplicaReady, ReplicaConfig, StepReport
 from ronde.serve.requests import (
     InferenceRequest,
     Response,
@@ -266,7 +266,7 @@ class Front:
 
     # Events of replicas.
 
-    def on_ready(self, replica: Replica, ready: Ready) -> None:  # noqa: ARG002  others
+    def on_ready(self, replica: Replica, ready: ReplicaReady) -> None:  # noqa: ARG002  others
         self.capacity = ready.capacity
         self.was_ready.set()
         self._generation += 1

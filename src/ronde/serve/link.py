@@ -11,7 +11,7 @@ from ronde.serve.policy import Capacity
 from ronde.serve.protocol import (
     Orders,
     RankMessage,
-    Ready,
+    ReplicaReady,
     StepReport,
     decode_from_front,
     encode_line,
@@ -87,7 +87,7 @@ class FrontLink:
             self._socket = dial(self._path, _DIAL_S)
             self._socket.settimeout(None)
             self._send(
-                Ready(os.getpid(), self._generation, self._cause, self._capacity)
+                ReplicaReady(os.getpid(), self._generation, self._cause, self._capacity)
             )
             self._on_ready()
         return self._socket

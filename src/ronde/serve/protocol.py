@@ -34,7 +34,7 @@ class Orders(NamedTuple):
     is_last: bool = False  # the ranks end once all requests have
 
 
-class Ready(NamedTuple):
+class ReplicaReady(NamedTuple):
     """The first message of rank 0: all ranks have loaded and tried the model."""
 
     process: int
@@ -51,7 +51,7 @@ class StepReport(NamedTuple):
 
 
 FrontMessage = Orders
-RankMessage = Ready | StepReport
+RankMessage = ReplicaReady | StepReport
 
 
 def encode_line(message: FrontMessage | RankMessage) -> bytes:
@@ -63,4 +63,4 @@ def decode_from_front(line: bytes) -> FrontMessage:
 
 
 def decode_from_rank(line: bytes) -> RankMessage:
-    return decode_message(line, (Ready, StepReport))
+    return decode_message(line, (ReplicaReady, StepReport))

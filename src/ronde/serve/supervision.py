@@ -18,7 +18,7 @@ from ronde.processes import ProcessStat, end_with
 from ronde.serve.protocol import (
     MAX_LINE_BYTES,
     Orders,
-    Ready,
+    ReplicaReady,
     ReplicaConfig,
     StepReport,
     decode_from_rank,
@@ -48,7 +48,7 @@ class ReplicaOptions(NamedTuple):
 class ReplicaEvents(Protocol):
     """The front, as a replica sees it."""
 
-    def on_ready(self, replica: "Replica", ready: Ready) -> None: ...
+    def on_ready(self, replica: "Replica", ready: ReplicaReady) -> None: ...
 
     def on_report(self, replica: "Replica", report: StepReport) -> None: ...
 
@@ -169,7 +169,7 @@ class Replica:
             async for line in reader:
                 self._heard_s = time.monotonic()
                 message = decode_from_rank(line)
-                if isinstance(message, Ready):
+                if isinstance(message, ReplicaReady):
                     self._on_ready(message, writer)
                 elif self._writer is writer:
                     self._events.on_report(self, message)
@@ -182,7 +182,7 @@ class Replica:
             if self._writer is writer:
                 self._on_lost()
 
-    def _on_ready(self, ready: Ready, writer: asyncio.StreamWriter) -> None:
+    def _on_ready(self, ready: ReplicaReady, writer: asyncio.StreamWriter) -> None:
         self._on_lost()  # its end may be read after this
         if self._lost_s:
             ago = time.monotonic() - self._lost_s[-1]
