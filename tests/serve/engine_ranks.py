@@ -1,4 +1,4 @@
-"""Serve random requests with transformers' engine, and find the answers of ``generate``.
+"""Serve random requests with transformers' engine; find ``generate``'s answers.
 
     python -m tests.serve.engine_ranks FOLDER STORE NUM SIZE[:ENGINE]...
 
@@ -169,7 +169,7 @@ def fork(path, fn, *args, **environment):
     if pid == 0:
         code = 1
         try:
-            os.environ.update(environment)
+            os.environ.update(environment)  # noqa: TID251
             Path(path).write_text(json.dumps(fn(*args)))
             code = 0
         except BaseException:  # noqa: BLE001  a child's outermost line
@@ -204,7 +204,8 @@ def main(folder, store, num, *jobs):
                     RONDE_ENGINE=engine or "auto",
                 )
             )  # fmt: skip
-        if any([os.waitpid(pid, 0)[1] for pid in pids]):
+        codes = [os.waitpid(pid, 0)[1] for pid in pids]
+        if any(codes):
             sys.exit(1)
         pids = []
     found = {name: json.loads(Path(path).read_text()) for name, path in paths.items()}

@@ -35,7 +35,7 @@ def test_each_request_gets_the_tokens_of_generate(tmp_path, num, jobs):
         subprocess.run(
             [sys.executable, *map(str, command)],
             cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1"},  # noqa: TID251
             check=True,
             timeout=HANG_S if num < 100 else 20 * HANG_S,
         )
