@@ -7,7 +7,7 @@ from ronde.lazy_exports import lazy_exports
 if TYPE_CHECKING:
     from ronde.serve.engine import InferenceEngine, StepEngine, StepRow
     from ronde.serve.front import Flight, Front, FrontOptions, Health, RejectedError
-    from ronde.serve.http import HttpOptions, HttpServer, make_app
+    from ronde.serve.http import ApiServer, HttpOptions, make_app
     from ronde.serve.link import FrontLink
     from ronde.serve.loop import OutOfStepError
     from ronde.serve.manager import BatchManager
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "POLICIES",
+    "ApiServer",
     "BatchManager",
     "Capacity",
     "Flight",
@@ -35,7 +36,6 @@ __all__ = [
     "FrontOptions",
     "Health",
     "HttpOptions",
-    "HttpServer",
     "InferenceEngine",
     "InferenceRequest",
     "ModelText",
@@ -62,7 +62,7 @@ __getattr__ = lazy_exports(
     {
         "engine": "InferenceEngine StepEngine StepRow",
         "front": "Flight Front FrontOptions Health RejectedError",
-        "http": "HttpOptions HttpServer make_app",
+        "http": "HttpOptions ApiServer make_app",
         "link": "FrontLink",
         "loop": "OutOfStepError",
         "manager": "BatchManager",
