@@ -14,13 +14,13 @@ from tests.serve.model import logits_of
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from ronde.serve import (
+    ApiServer,
     BatchManager,
     Capacity,
     Front,
     FrontLink,
     FrontOptions,
     HttpOptions,
-    ApiServer,
     ModelText,
     Replica,
     ReplicaConfig,

@@ -134,7 +134,7 @@ def run(words: Sequence[str]) -> int:
             f"ronde serve needs {', '.join(missing)}: pip install 'ronde[serve]'"
         )
     from ronde.serve.front import Front, FrontOptions
-    from ronde.serve.http import HttpOptions, ApiServer, make_app
+    from ronde.serve.http import ApiServer, HttpOptions, make_app
     from ronde.serve.metrics import ServingMetrics
     from ronde.serve.text import ModelText
 
