@@ -140,6 +140,7 @@ class Options:
 HELP = """\
 usage: ronde bench COLLECTIVE [options]
        ronde bench train --model NAME [options]
+       ronde bench serve URL|MODEL [options]
        ronde bench read LOG...
        ronde bench compare A B
 

@@ -60,6 +60,10 @@ def _dispatch(words: list[str]) -> int:
     match words:
         case ["train", *rest]:
             return run_train(rest)
+        case ["serve", *rest]:
+            from ronde.cli.bench_serve import run_serve
+
+            return run_serve(rest)
         case ["read", *rest]:
             from ronde.cli.bench_read import run_read
 

@@ -15,7 +15,7 @@ verbs:
   top    show a job live: its time, its ranks, its hosts and GPUs
   why    say which ranks hold up a job, at which line, and why
   profile  show where the time of a job's ranks goes, line by line
-  bench  measure collectives and training steps; read results of other tools
+  bench  measure collectives, training steps and servers; read others' results
   trace  show which rank waited for which, from a job's timeline
   check  show which hosts are ready, and how to fix the others
   topo   show how the GPUs, adapters and cores of a machine are connected
@@ -213,4 +213,52 @@ examples:
   ronde run train.py --epochs 3
   ronde run -n 4 --log-dir logs -m mypackage.train
   ronde run -H node1:8,node2:8 train.py
+"""
+
+BENCH_SERVE_HELP = """\
+usage: ronde bench serve URL|MODEL [options] [-- OPTIONS]
+
+Load an HTTP server that has OpenAI's completions with requests at random times.
+
+options:
+  --requests N          number of requests (default: 100)
+  --rate RATE           mean arrivals a second, of a Poisson process; 0 or max: all
+                        at once (default: max)
+  --prompt-len LENGTH   tokens of prompts: 128, 64-256 (each as likely) or exp:128
+                        (exponential with this mean) (default: 32-128)
+  --output-len LENGTH   tokens of answers (default: 64)
+  --share-prefix N      tokens at the begin of all prompts, besides their own
+                        (default: 0)
+  --seed N              of prompts, lengths and times (default: 0)
+  --warmup N            requests before the run, all at once and not counted
+                        (default: 0)
+  --rounds N            runs, each with other requests; medians are shown
+                        (default: 1)
+  --timeout TIME        limit of an answer (default: 10m)
+  --model NAME          (default: the first that the server lists)
+  --vocabulary N        token ids of prompts are below N (default: 256; of a MODEL
+                        all)
+  --text                send words; also done if the server refuses token ids
+  --api-key-file FILE   file with the server's key
+  --json FILE           append a record to FILE
+  --static              compare the policies guaranteed_no_evict and static_batch
+                        of two servers, in turn
+  --check [MODEL]       compare each answer with that of transformers' generate in
+                        float64
+  -h, --help            show this help and exit
+
+The server is at a URL, or the folder MODEL is served for the run by ronde serve, with
+the OPTIONS after --; with --check in float64.
+
+Requests start at their times, however slow the server is; all times count from there.
+ttft: time to the first token; itl: time between tokens, each gap of each answer; e2e:
+time to the last token. A percentile is linear between the two nearest of the sorted
+values. Rates and times are of whole answers. client late: delays of this program, of
+each start and of a timer every 10 ms; they are part of the times above.
+
+exit code: 0; 6 if it cannot be measured as asked; 7 if no answer came, or one differs.
+
+examples:
+  ronde bench serve http://127.0.0.1:8000 --rate 6 --output-len exp:48
+  ronde bench serve ./model --static --rate 6 --rounds 5 -- -n 2
 """

@@ -9,6 +9,17 @@ if TYPE_CHECKING:
     from ronde.serve.front import Flight, Front, FrontOptions, Health, RejectedError
     from ronde.serve.http import ApiServer, HttpOptions, make_app
     from ronde.serve.link import FrontLink
+    from ronde.serve.load import (
+        TEXT_FORM,
+        CompletionServer,
+        LoadOutcome,
+        LoadRequest,
+        Workload,
+        find_server,
+        median_figures,
+        parse_lengths,
+        run_load,
+    )
     from ronde.serve.loop import OutOfStepError
     from ronde.serve.manager import BatchManager
     from ronde.serve.metrics import ServingMetrics
@@ -27,9 +38,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "POLICIES",
+    "TEXT_FORM",
     "ApiServer",
     "BatchManager",
     "Capacity",
+    "CompletionServer",
     "Flight",
     "Front",
     "FrontLink",
@@ -38,6 +51,8 @@ __all__ = [
     "HttpOptions",
     "InferenceEngine",
     "InferenceRequest",
+    "LoadOutcome",
+    "LoadRequest",
     "ModelText",
     "OutOfStepError",
     "RejectedError",
@@ -52,15 +67,24 @@ __all__ = [
     "TextStream",
     "Token",
     "TokenCounts",
+    "Workload",
     "choose_token",
+    "find_server",
     "make_app",
+    "median_figures",
+    "parse_lengths",
     "require_servable",
+    "run_load",
 ]
 
 __getattr__ = lazy_exports(
     __name__,
     {
         "engine": "InferenceEngine StepEngine StepRow",
+        "load": (
+            "TEXT_FORM CompletionServer LoadOutcome LoadRequest Workload find_server "
+            "median_figures parse_lengths run_load"
+        ),
         "front": "Flight Front FrontOptions Health RejectedError",
         "http": "HttpOptions ApiServer make_app",
         "link": "FrontLink",

@@ -392,6 +392,8 @@ class Front:
 
     def _fail_all(self, error: RejectedError) -> None:
         flights = [each for found in self._flights.values() for each in found.values()]
+        for found in self._flights.values():
+            found.clear()
         for flight in [*flights, *self._queue.clear()]:
             if not flight.is_over:
                 self._fail(flight, error)

@@ -192,6 +192,9 @@ def _serve(
 def main(text: str) -> int:
     config = from_plain(ReplicaConfig, json.loads(text))
     make = load_engine(config.engine)
+    prepare = getattr(sys.modules[make.__module__], "prepare", None)
+    if prepare is not None:
+        prepare(config)
     return RankParent(config, read_rank_info()).run(make)
 
 

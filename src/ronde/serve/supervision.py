@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from ronde.launch.environments import own_environment
-from ronde.plain_values import PlainValueError, to_plain
+from ronde.plain_values import to_plain
 from ronde.processes import ProcessStat, end_with
 from ronde.serve.protocol import (
     MAX_LINE_BYTES,
@@ -173,8 +173,10 @@ class Replica:
                     self._on_ready(message, writer)
                 elif self._writer is writer:
                     self._events.on_report(self, message)
-        except (OSError, ValueError, PlainValueError) as error:
-            self._report(f"lost rank 0: {error}")
+        except OSError:
+            pass  # as good as its end
+        except ValueError as error:
+            self._report(f"rank 0 sent a wrong message: {error}")
         finally:
             writer.close()
             if self._writer is writer:

@@ -1,11 +1,11 @@
 """Engines by name, and facts of a model's folder. Does not import torch."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from ronde.errors import UsageError
 from ronde.serve.protocol import ReplicaConfig
@@ -32,15 +32,16 @@ class ModelFacts(NamedTuple):
 def require_engine(name: str) -> None:
     """Raise ``UsageError`` if no such engine is installed."""
     if name not in _PACKAGES:
-        if not all(name.partition(":")):
-            known = ", ".join(_PACKAGES)
-            raise UsageError(f"engine must be {known} or MODULE:FACTORY, got {name!r}.")
-        return
+        if all(name.partition(":")):
+            return
+        raise UsageError(
+            f"engine must be {', '.join(_PACKAGES)} or MODULE:FACTORY, got {name!r}."
+        )
     found = [each for each in map(_version, _PACKAGES[name]) if each]
     if not found:
-        extra = "'ronde[serve]'" if name == "transformers" else name
+        package = "'ronde[serve]'" if name == "transformers" else name
         raise UsageError(
-            f"engine must be installed, got {name!r}. Type: pip install {extra}"
+            f"{name} must be installed for this engine. Type: pip install {package}"
         )
     if name == "transformers" and not found[0].startswith(f"{_TRANSFORMERS}."):
         raise UsageError(
@@ -50,10 +51,7 @@ def require_engine(name: str) -> None:
 
 
 def load_engine(name: str) -> MakeEngine:
-    """Return the function that makes an engine on each rank.
-
-    Args:
-        name: "transformers", "vllm" or ``MODULE:FACTORY``.
+    """Return the function that makes the engine "transformers", "vllm" or another.
 
     Raises:
         UsageError: There is no such engine, or its package is missing.
@@ -71,36 +69,38 @@ def load_engine(name: str) -> MakeEngine:
 
 
 def read_model(folder: str) -> ModelFacts:
-    """Return the facts of a model that makes one token after the other.
+    """Return the facts of a model that continues a text.
 
     Raises:
         UsageError: The folder has no such model.
     """
-    if not Path(folder).is_dir():
-        raise UsageError(f"model must be a folder, got {folder!r}.")
     config = _read_json(folder, "config.json")
-    names = config.get("architectures")
-    name = names[0] if isinstance(names, list) and names else None
-    if not str(name).endswith("ForCausalLM"):
+    names = config.get("architectures") or [""]
+    if not str(names[0]).endswith("ForCausalLM"):
         raise UsageError(
-            f"architectures of {folder}/config.json must name a ...ForCausalLM, "
-            f"got {names}. Only models that continue a text can be served."
+            f"architectures of {folder}/config.json must name a ...ForCausalLM, got "
+            f"{names[0]!r}. Only models that continue a text can be served."
         )
-    inner = config.get("text_config")
-    text: Mapping[str, Any] = {**config, **(inner if isinstance(inner, dict) else {})}
-    numbers = [
-        _number(folder, text, *keys)
-        for keys in (
-            ("vocab_size",),
-            ("max_position_embeddings", "n_positions"),
-            ("num_key_value_heads", "num_attention_heads", "n_head"),
-        )
-    ]
-    generation = Path(folder) / "generation_config.json"
-    first = _read_json(folder, generation.name) if generation.exists() else {}
-    ids = first.get("eos_token_id", text.get("eos_token_id"))
-    ids = ids if isinstance(ids, list) else [ids]
-    return ModelFacts(str(name), *numbers, tuple(i for i in ids if isinstance(i, int)))
+    config |= config.get("text_config") or {}
+
+    def number(*keys: str) -> int:
+        found = [config[key] for key in keys if isinstance(config.get(key), int)]
+        if not found or found[0] < 1:
+            names = " or ".join(keys)
+            raise UsageError(f"{folder}/config.json must have {names} from 1.")
+        return found[0]
+
+    if (Path(folder) / "generation_config.json").exists():
+        config |= _read_json(folder, "generation_config.json")
+    ids = config.get("eos_token_id")
+    ids = cast("list[Any]", ids if isinstance(ids, list) else [ids])
+    return ModelFacts(
+        names[0],
+        number("vocab_size"),
+        number("max_position_embeddings", "n_positions"),
+        number("num_key_value_heads", "num_attention_heads", "n_head"),
+        tuple(each for each in ids if isinstance(each, int)),
+    )
 
 
 def require_tp(facts: ModelFacts, size: int) -> None:
@@ -121,23 +121,12 @@ def _version(package: str) -> str:
         return ""
 
 
-def _read_json(folder: str, name: str) -> Mapping[str, Any]:
-    path = Path(folder) / name
+def _read_json(folder: str, name: str) -> Any:
     try:
-        found = json.loads(path.read_bytes())
+        return dict(json.loads((Path(folder) / name).read_bytes()))
     except OSError as error:
         raise UsageError(
             f"model must be a folder with {name}, got {folder!r}: {error.strerror}."
         ) from None
-    except ValueError as error:
-        raise UsageError(f"{path} must be JSON: {error}.") from None
-    if not isinstance(found, dict):
-        raise UsageError(f"{path} must be an object, got {type(found).__name__}.")
-    return found
-
-
-def _number(folder: str, config: Mapping[str, Any], *names: str) -> int:
-    for name in names:
-        if isinstance(number := config.get(name), int) and number > 0:
-            return number
-    raise UsageError(f"{folder}/config.json must have {' or '.join(names)}, got none.")
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"{folder}/{name} must be a JSON object: {error}.") from None
