@@ -14,13 +14,13 @@ from tests.serve.model import logits_of
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from ronde.serve import (
+    ApiServer,
     BatchManager,
     Capacity,
     Front,
     FrontLink,
     FrontOptions,
     HttpOptions,
-    HttpServer,
     ModelText,
     Replica,
     ReplicaConfig,
@@ -107,6 +107,7 @@ class ThreadReplica(Replica):
     engine: EchoEngine
 
     async def _run_job(self):
+        self._has_served = False
         await asyncio.to_thread(self._serve)
         return 0
 
@@ -119,7 +120,7 @@ class ThreadReplica(Replica):
             link.poll_stop,
             link.send_stats,
         )
-        link.attach(CAPACITY, manager.stop)
+        link.attach(CAPACITY, manager.stop, lambda: None)
         try:
             manager.run()
         finally:
@@ -145,7 +146,7 @@ class LocalServer:
         )
         replica.engine = self.engine
         self.front._flights[replica] = {}
-        self.http = HttpServer(make_app(self.front, self.text, options), options)
+        self.http = ApiServer(make_app(self.front, self.text, options), options)
         self.is_served = threading.Event()
         bound = socket.create_server(("127.0.0.1", 0), backlog=2048)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16 << 10)  # soon full

@@ -22,7 +22,7 @@ from ronde.world.environment import select_variables
 
 if TYPE_CHECKING:
     from ronde.serve.front import Front
-    from ronde.serve.http import HttpServer
+    from ronde.serve.http import ApiServer
     from ronde.serve.protocol import ReplicaConfig
     from ronde.serve.supervision import ReplicaOptions
 
@@ -134,7 +134,7 @@ def run(words: Sequence[str]) -> int:
             f"ronde serve needs {', '.join(missing)}: pip install 'ronde[serve]'"
         )
     from ronde.serve.front import Front, FrontOptions
-    from ronde.serve.http import HttpOptions, HttpServer, make_app
+    from ronde.serve.http import ApiServer, HttpOptions, make_app
     from ronde.serve.metrics import ServingMetrics
     from ronde.serve.text import ModelText
 
@@ -148,7 +148,7 @@ def run(words: Sequence[str]) -> int:
 
     async def serve(listener: socket.socket) -> int:
         front = Front(config, limits, jobs, metrics, _report)
-        server = HttpServer(make_app(front, text, http), http)
+        server = ApiServer(make_app(front, text, http), http)
         address = "{}:{}".format(*listener.getsockname())
         title = f"{name} at http://{address}/v1"
         return await _serve(front, server, listener, title, options.drain)
@@ -159,7 +159,7 @@ def run(words: Sequence[str]) -> int:
 
 async def _serve(
     front: "Front",
-    server: "HttpServer",
+    server: "ApiServer",
     listener: socket.socket,
     title: str,
     drain_s: float,

@@ -7,7 +7,7 @@ from ronde.lazy_exports import lazy_exports
 if TYPE_CHECKING:
     from ronde.serve.engine import InferenceEngine, StepEngine, StepRow
     from ronde.serve.front import Flight, Front, FrontOptions, Health, RejectedError
-    from ronde.serve.http import HttpOptions, HttpServer, make_app
+    from ronde.serve.http import ApiServer, HttpOptions, make_app
     from ronde.serve.link import FrontLink
     from ronde.serve.load import (
         TEXT_FORM,
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 __all__ = [
     "POLICIES",
     "TEXT_FORM",
+    "ApiServer",
     "BatchManager",
     "Capacity",
     "CompletionServer",
@@ -48,7 +49,6 @@ __all__ = [
     "FrontOptions",
     "Health",
     "HttpOptions",
-    "HttpServer",
     "InferenceEngine",
     "InferenceRequest",
     "LoadOutcome",
@@ -86,7 +86,7 @@ __getattr__ = lazy_exports(
             "median_figures parse_lengths run_load"
         ),
         "front": "Flight Front FrontOptions Health RejectedError",
-        "http": "HttpOptions HttpServer make_app",
+        "http": "HttpOptions ApiServer make_app",
         "link": "FrontLink",
         "loop": "OutOfStepError",
         "manager": "BatchManager",

@@ -392,7 +392,7 @@ class _Api:
 
 
 def make_app(front: Front, text: ModelText, options: HttpOptions) -> Starlette:
-    """Return the application; ``HttpServer`` serves it."""
+    """Return the application; ``ApiServer`` serves it."""
     api = _Api(front, text, options)
     complete, chat = (partial(api.answer, is_chat=is_chat) for is_chat in (False, True))
     routes = [
@@ -453,7 +453,7 @@ class _Connection(H11Protocol):
             self._timer = self.loop.call_later(seconds, self.transport.abort)
 
 
-class HttpServer(uvicorn.Server):
+class ApiServer(uvicorn.Server):
     """Serves an application: ``serve(sockets=[bound])``, until ``should_exit``.
 
     It answers the requests in progress first, unless ``force_exit``.
