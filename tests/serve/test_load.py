@@ -3,6 +3,8 @@
 import asyncio
 import json
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
@@ -18,6 +20,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from tests.cli.conftest import Ronde
 from tests.commands import refusal
 from tests.limits import HANG_S
 
@@ -440,3 +443,33 @@ def test_what_the_server_refuses_is_quoted(capsys: pytest.CaptureFixture[str]) -
         planned.all_have_come.set()
         text = refusal(capsys, "bench", "serve", *long, code=Exit.USAGE)
         assert "490 + 64 = 554" in text
+
+
+def test_a_server_that_does_not_start_is_reported(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"vocab_size": 30}')
+    ended = Ronde()("bench", "serve", str(tmp_path), "--", "--port", "x")
+    assert (ended.returncode, ended.stdout) == (Exit.USAGE, b"")
+    own, reported = ended.stderr.decode().splitlines()
+    assert "--port must be a whole number" in own
+    assert "ronde serve must start" in reported
+
+
+@pytest.mark.soak
+def test_policies_of_own_servers_are_compared_and_checked(tmp_path: Path) -> None:
+    model, record = str(tmp_path / "model"), tmp_path / "records"
+    example = Path(__file__).parents[2] / "examples" / "make_llama.py"
+    subprocess.run([sys.executable, example, model], check=True)
+    words = ["--requests", "6", "--rounds", "2", "--output-len", "exp:9", "--check"]
+    words += ["--static", "--json", str(record), "--", "-n", "1"]
+    ended = Ronde()("bench", "serve", model, *words)
+    out = ended.stdout.decode()
+    assert (ended.returncode, out.count(" 12 of 12 requests answered")) == (0, 2), out
+    assert "# check: 0 of 24 answers differ" in out
+    assert "guaranteed_no_evict  static_batch  ratio" in out
+    (found,) = read_records(record, "bench_serve")
+    assert [*found.values["servers"]] == ["guaranteed_no_evict", "static_batch"]
+    # In other arithmetic some differ, and each that is not there.
+    words = ["--requests", "6", "--check", "--", "--dtype", "bfloat16"]
+    ended = Ronde()("bench", "serve", model, *words)
+    assert ended.returncode == Exit.FAILED
+    assert b" of 6 answers differ; the first, " in ended.stdout

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from ronde.render.text import align, shorten
-from ronde.serve import LoadOutcome, median_figures
+from ronde.serve.load import LoadOutcome, median_figures
 from ronde.units import counted, grouped
 
 
