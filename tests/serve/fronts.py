@@ -1,6 +1,7 @@
 """Fronts in the process of a test, with ranks that fail by order."""
 
 import asyncio
+import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -27,11 +28,14 @@ class WatchedFront(Front):
         super().__init__(*args)
         self.readies: list[Ready] = []
         self.losses: list[int] = []  # the replicas'
+        self.ready_s: list[float] = []
+        self.lost_s: list[float] = []
         self._changed = asyncio.Event()
 
     def on_ready(self, replica: Replica, ready: Ready) -> None:
         super().on_ready(replica, ready)
         self.readies.append(ready)
+        self.ready_s.append(time.monotonic())
         self._changed.set()
 
     def on_report(self, replica: Replica, report: StepReport) -> None:
@@ -41,6 +45,7 @@ class WatchedFront(Front):
     def on_lost(self, replica: Replica, cause: str) -> None:
         super().on_lost(replica, cause)
         self.losses.append(replica.index)
+        self.lost_s.append(time.monotonic())
         self._changed.set()
 
     async def until(self, is_so: Callable[[], object]) -> None:
