@@ -432,7 +432,14 @@ async def run(options: argparse.Namespace, folder: Path, results: Results) -> No
     engine = make_engine(options)
     for seed, num_ranks, names in _lives(options):
         life = Life(engine, num_ranks, seed, folder / str(seed), results)
-        begun_s = time.monotonic()
+        begun_s, killing = time.monotonic(), None
+        if options.engine == "toy":
+            where = folder / f"victim-{seed}"
+            killing = asyncio.create_task(
+                asyncio.to_thread(kill_front, num_ranks, seed, where)
+            )
+            if not options.quick:  # else at the same time
+                await killing
         await life.run(names)
         took_s = time.monotonic() - begun_s
         gc.collect()
@@ -442,8 +449,8 @@ async def run(options: argparse.Namespace, folder: Path, results: Results) -> No
             f"{results.front[-1]}",
             file=sys.stderr, flush=True,
         )  # fmt: skip
-        if options.engine == "toy":
-            took_s = kill_front(num_ranks, seed, folder / f"victim-{seed}")
+        if killing is not None:
+            took_s = await killing
             results.back_s.setdefault(_FRONT_KILLED, []).append(took_s)
             if took_s > HANG_S:
                 results.wrong[_FRONT_KILLED] = [f"seed {seed}: processes are left"]
