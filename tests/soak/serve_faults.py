@@ -52,6 +52,7 @@ _MOST_OPEN = 16
 _PAUSE_S = 0.02  # between requests, on average
 _CANCELLED = 0.1  # of the requests
 _GROWTH_MIB = 16.0
+_TRIES = 100
 
 
 class Engine(NamedTuple):
@@ -83,7 +84,7 @@ class Results:
     back_s: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
     wrong: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
     front: list[Held] = field(default_factory=list[Held])  # after each life
-    parents: list[tuple[Held, Held]] = field(default_factory=list[tuple[Held, Held]])
+    parent_mib: float = 0.0  # the most that a parent grew by
     num_requests: int = 0
     num_tokens: int = 0
     num_losses: int = 0
@@ -102,6 +103,7 @@ class Life:
         self._engine, self._results = engine, results
         self._name = "start"
         self._words = f"seed {seed}, {num_ranks} ranks"
+        self._first: dict[int, Held] = {}  # of the ranks' parents
         self._open: set[Flight] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         env = {FOLDER: str(folder), PACE: str(engine.pace_s)}
@@ -120,7 +122,6 @@ class Life:
         end = asyncio.create_task(self.front.run())
         await self.front.until(lambda: self.front.readies)
         load = asyncio.create_task(self._load())
-        self._num_processes = len(processes_with(self.orders.folder))
         if not names:
             await end
         for self._name in names:
@@ -138,7 +139,6 @@ class Life:
 
     async def _break(self, fault: "Fault") -> None:
         front, orders = self.front, self.orders
-        parents = self._hold_parents()
         (orders.folder / "acted").unlink(missing_ok=True)
         num_lost, num_ready = len(front.lost_s), len(front.ready_s)
         await asyncio.sleep(self.chance.uniform(0, 0.2))
@@ -154,25 +154,33 @@ class Life:
         orders.release()
         self.is_paused = False
         await front.until(lambda: all(f.num_losses < 2 for f in self._open))
-        await self._expect(self._num_processes)
-        self._compare(parents, self._hold_parents())
+        await self._expect(2 * self.size, "ronde.serve.rank")
+        await self._judge_parents()
 
     def _add(self, figures: dict[str, list[float]], seconds: float) -> None:
         figures.setdefault(self._name, []).append(seconds)
 
-    def _hold_parents(self) -> dict[int, Held]:
-        parents = [self.orders.processes(rank)[1] for rank in range(self.size)]
-        return {pid: Held.of(pid) for pid in parents}
+    async def _judge_parents(self) -> None:
+        """Compare what each parent holds with what it held after its first fault."""
+        for rank in range(self.size):
+            _, pid = self.orders.processes(rank)
+            first = self._first.setdefault(pid, Held.of(pid))
+            for _ in range(_TRIES):  # it opens a file now and then
+                held = Held.of(pid)
+                if held.num_descriptors <= first.num_descriptors:
+                    break
+                await asyncio.sleep(0.01)
+            else:
+                self.wrong(f"descriptors of a parent: {first} {held}")
+            growth = held.memory_mib - first.memory_mib
+            self._results.parent_mib = max(self._results.parent_mib, growth)
 
-    def _compare(self, before: dict[int, Held], after: dict[int, Held]) -> None:
-        for pid in before.keys() & after.keys():
-            self._results.parents.append((before[pid], after[pid]))
-            if before[pid].num_descriptors != after[pid].num_descriptors:
-                self.wrong(f"descriptors of a parent: {before[pid]} {after[pid]}")
-
-    async def _expect(self, num: int) -> None:
-        """Wait until only so many processes are left."""
-        while len(processes_with(self.orders.folder)) != num:
+    async def _expect(self, num: int, program: str = "") -> None:
+        """Wait until only so many processes are left, or so many of a program."""
+        while True:
+            found = processes_with(self.orders.folder)
+            if sum(not program or _program(pid) == program for pid in found) == num:
+                return
             await asyncio.sleep(0.01)
 
     # Requests.
@@ -249,6 +257,14 @@ class Life:
             self.wrong(f"{len(self._open)} requests never ended")
         if Path(os.fsdecode(store)).parent.exists():
             self.wrong(f"{store!r} is left")
+
+
+def _program(pid: int) -> str:
+    """Return the module that a process of Python runs."""
+    with suppress(OSError):
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        return words[2].decode() if words[1:2] == [b"-m"] else ""
+    return ""
 
 
 # Faults. Each returns its time, or 0 if a rank notes that by itself.
@@ -384,7 +400,7 @@ def kill_front(num_ranks: int, seed: int, folder: Path) -> float:
 
 def draw(chance: random.Random, num: int, options: argparse.Namespace) -> list[str]:
     names = [n for n, f in FAULTS.items() if not (options.quick and f.is_long)]
-    names = [name for name in names if (options.only or name) == name]
+    names = [options.only] if options.only else names
     return chance.choices(names, [FAULTS[name].share for name in names], k=num)
 
 
@@ -409,7 +425,7 @@ def make_engine(options: argparse.Namespace) -> Engine:
 
 
 def judge(results: Results) -> None:
-    """Compare what the front's process and those of parents held, early and late."""
+    """Compare what the front's process held after its first front and at the end."""
     first, last = results.front[0], results.front[-1]
     growth = last.memory_mib - first.memory_mib
     if last.num_descriptors > first.num_descriptors or growth > _GROWTH_MIB:
@@ -432,7 +448,14 @@ async def run(options: argparse.Namespace, folder: Path, results: Results) -> No
     engine = make_engine(options)
     for seed, num_ranks, names in _lives(options):
         life = Life(engine, num_ranks, seed, folder / str(seed), results)
-        begun_s = time.monotonic()
+        begun_s, killing = time.monotonic(), None
+        if options.engine == "toy":
+            where = folder / f"victim-{seed}"
+            killing = asyncio.create_task(
+                asyncio.to_thread(kill_front, num_ranks, seed, where)
+            )
+            if not options.quick:  # else at the same time
+                await killing
         await life.run(names)
         took_s = time.monotonic() - begun_s
         gc.collect()
@@ -442,8 +465,8 @@ async def run(options: argparse.Namespace, folder: Path, results: Results) -> No
             f"{results.front[-1]}",
             file=sys.stderr, flush=True,
         )  # fmt: skip
-        if options.engine == "toy":
-            took_s = kill_front(num_ranks, seed, folder / f"victim-{seed}")
+        if killing is not None:
+            took_s = await killing
             results.back_s.setdefault(_FRONT_KILLED, []).append(took_s)
             if took_s > HANG_S:
                 results.wrong[_FRONT_KILLED] = [f"seed {seed}: processes are left"]
@@ -496,9 +519,7 @@ def main() -> int:
         tokens=results.num_tokens,
         losses=results.num_losses,
         front=[results.front[0], results.front[-1]],
-        parents_mib=max(
-            (b.memory_mib - a.memory_mib for a, b in results.parents), default=0
-        ),
+        parent_mib=results.parent_mib,
     )
     if is_good:
         shutil.rmtree(folder)
