@@ -14,13 +14,13 @@ import torch
 from tests.serve.faulty_engine import FaultyEngine
 from transformers import AutoModelForCausalLM
 
+import ronde.serve.engines.transformers as own
 from ronde.plain_values import to_plain
 from ronde.serve import InferenceRequest, choose_token
-from ronde.serve.engines import transformers
 
 
 def make_engine(config: Any, info: Any) -> FaultyEngine:
-    return FaultyEngine(transformers.make_engine(config, info), info.rank)
+    return FaultyEngine(own.make_engine(config, info), info.rank)
 
 
 @torch.inference_mode()
