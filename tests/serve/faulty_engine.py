@@ -42,14 +42,14 @@ class Orders:
     def give(self, rank: int, kind: str, at: str = "step", steps: int = 1) -> None:
         """Order a fault.
 
-        ``at`` is "step", for the ``steps``-th step from now; or "load", for the next
-        ``steps`` workers as they start; or "ready", for the next worker once it has
-        connected, but before the front knows.
+        ``at`` is "step", for the ``steps``-th step from now; "add", for the next
+        request; "load", for the next ``steps`` workers as they start; or "ready", for
+        the next worker once it has connected, but before the front knows.
         """
         self.write(f"{at}-{rank}", [kind, steps])
 
     def withdraw(self) -> None:
-        for at in ("step", "load", "ready"):
+        for at in ("step", "add", "load", "ready"):
             for path in self.folder.glob(f"{at}-*"):
                 path.unlink(missing_ok=True)
 
@@ -139,6 +139,7 @@ class FaultyEngine:
     def add(self, request: Any) -> None:
         if request.prompt[: len(POISON)] == POISON:
             ACTIONS["kill"]()
+        self._act_at("add")
         self._own.add(request)
 
     def cancel(self, request_id: int) -> None:
@@ -156,7 +157,7 @@ class FaultyEngine:
         made = self._own.step()
         if kind == "token" and made:
             first = made[0]
-            made[0] = first._replace(token=(first.token + 1) % CAPACITY.vocabulary)
+            made[0] = first._replace(token=(first.token + 1) % self.capacity.vocabulary)
         return made
 
     def _act_at(self, moment: str) -> None:

@@ -1,6 +1,7 @@
 """Fronts in the process of a test, with ranks that fail by order."""
 
 import asyncio
+import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -10,11 +11,15 @@ from tests.limits import HANG_S
 from tests.serve.faulty_engine import FOLDER, Orders
 from tests.serve.model import END, answer_to
 
-from ronde.serve import InferenceRequest
-from ronde.serve.front import Flight, Front, FrontOptions
-from ronde.serve.metrics import ServingMetrics
-from ronde.serve.protocol import Ready, ReplicaConfig, StepReport
-from ronde.serve.supervision import Replica, ReplicaOptions
+from ronde.serve import (
+    Flight,
+    Front,
+    FrontOptions,
+    InferenceRequest,
+    ReplicaConfig,
+    ReplicaOptions,
+    ServingMetrics,
+)
 
 T = TypeVar("T")
 ENGINE = "tests.serve.faulty_engine:make_engine"
@@ -25,22 +30,26 @@ class WatchedFront(Front):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.readies: list[Ready] = []
+        self.readies: list[Any] = []
         self.losses: list[int] = []  # the replicas'
+        self.ready_s: list[float] = []
+        self.lost_s: list[float] = []
         self._changed = asyncio.Event()
 
-    def on_ready(self, replica: Replica, ready: Ready) -> None:
+    def on_ready(self, replica: Any, ready: Any) -> None:
         super().on_ready(replica, ready)
         self.readies.append(ready)
+        self.ready_s.append(time.monotonic())
         self._changed.set()
 
-    def on_report(self, replica: Replica, report: StepReport) -> None:
+    def on_report(self, replica: Any, report: Any) -> None:
         super().on_report(replica, report)
         self._changed.set()
 
-    def on_lost(self, replica: Replica, cause: str) -> None:
+    def on_lost(self, replica: Any, cause: str) -> None:
         super().on_lost(replica, cause)
         self.losses.append(replica.index)
+        self.lost_s.append(time.monotonic())
         self._changed.set()
 
     async def until(self, is_so: Callable[[], object]) -> None:

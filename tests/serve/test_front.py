@@ -13,9 +13,12 @@ from tests.serve.fronts import Serving, wrong_ones
 from tests.serve.model import CAPACITY, answer_to, random_requests
 
 from ronde.launch import own_environment
-from ronde.serve import InferenceRequest
-from ronde.serve.front import FrontOptions, RejectedError
-from ronde.serve.supervision import ReplicaOptions
+from ronde.serve import (
+    FrontOptions,
+    InferenceRequest,
+    RejectedError,
+    ReplicaOptions,
+)
 
 FAULTS = {
     "kill": "rank {} was ended by SIGKILL",
@@ -57,7 +60,7 @@ def test_lost_workers_cost_no_request(tmp_path, chance):
         [orders], front = serving.orders, serving.front
         serving.until(lambda: front.readies)
         for kind, cause in FAULTS.items():
-            for rank in (1,) if kind == "token" else (0, 1):
+            for rank in (0, 1) if kind in ("kill", "stop", "raise") else (1,):
                 pid, _ = orders.processes(rank)
                 orders.give(rank, kind, steps=chance.randint(1, 9))
                 assert survive(serving, chance).startswith(cause.format(rank, pid))
@@ -203,10 +206,8 @@ def test_ranks_that_cannot_start_end_the_front(tmp_path, capfd):
 
 FRONT = """
 import asyncio
-from ronde.serve.front import Front, FrontOptions
-from ronde.serve.metrics import ServingMetrics
-from ronde.serve.protocol import ReplicaConfig
-from ronde.serve.supervision import ReplicaOptions
+from ronde.serve import Front, FrontOptions, ServingMetrics
+from ronde.serve import ReplicaConfig, ReplicaOptions
 config = ReplicaConfig("toy", engine="tests.serve.faulty_engine:make_engine")
 front = Front(config, FrontOptions(), [ReplicaOptions(1)], ServingMetrics(), print)
 asyncio.run(front.run())
