@@ -18,8 +18,7 @@ from examples.make_llama import make_model
 from tests.serve.test_batch_manager import Client, serve
 from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList
 
-from ronde.serve import InferenceRequest, ReplicaConfig, choose_token
-from ronde.serve.engines import load_engine
+from ronde.serve import InferenceRequest, ReplicaConfig, choose_token, load_engine
 from ronde.world import read_rank_info
 
 END, VOCABULARY = 1, 936

@@ -22,9 +22,9 @@ from ronde.serve import (
     FrontOptions,
     HttpOptions,
     ModelText,
-    Replica,
     ReplicaConfig,
     ReplicaOptions,
+    ReplicaRanks,
     ServingMetrics,
     StepEngine,
     make_app,
@@ -101,7 +101,7 @@ class EchoEngine(StepEngine):
         return logits
 
 
-class ThreadReplica(Replica):
+class ThreadReplica(ReplicaRanks):
     """A replica of one rank that is a thread of this process."""
 
     engine: EchoEngine

@@ -12,7 +12,7 @@ from tests.limits import HANG_S
 from tests.ranks import job_store
 
 from ronde.errors import UsageError
-from ronde.serve.engines import load_engine, read_model, require_engine, require_tp
+from ronde.serve import load_engine, read_model, require_engine, require_tp
 
 ROOT = Path(__file__).parents[2]
 GOOD = {

@@ -101,6 +101,7 @@ _DEFAULTS = {
 }
 _PACKAGES = ("prometheus_client", "starlette", "tokenizers", "uvicorn")
 _BACKLOG = 1024
+_LAST_ANSWERS_S = 2.0  # for clients to read them, after the ranks have ended
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -185,7 +186,8 @@ async def _serve(
             task.cancel()
         await asyncio.gather(ranks, *events, return_exceptions=True)
         server.should_exit = True
-        server.force_exit = code != 0
+        await asyncio.wait([serving], timeout=0 if code else _LAST_ANSWERS_S)
+        server.force_exit = True  # a slow reader would hold it for a minute
         await serving
     return code
 
@@ -210,13 +212,13 @@ async def _drain(front: "Front", signals: asyncio.Queue[int], limit_s: float) ->
 
 
 def _plan(options: argparse.Namespace) -> "tuple[ReplicaConfig, list[ReplicaOptions]]":
-    """Return what the ranks get, and the job of each copy of the model."""
+    """Return the configuration of all ranks, and the job of each copy of the model."""
     from ronde.serve.engines import read_model, require_engine, require_tp
     from ronde.serve.protocol import ReplicaConfig
     from ronde.serve.supervision import ReplicaOptions
 
     environ = own_environment()
-    gpus = [each.name for each in read_gpus(Path("/"), environ)]
+    gpus = [each.visible_as for each in read_gpus("/", environ)]
     if options.hosts and not options.num_proc:
         raise UsageError("-n must be given with -H, got none. Type: -n 8")
     num = options.num_proc or max(1, len(gpus))

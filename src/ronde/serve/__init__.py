@@ -6,6 +6,13 @@ from ronde.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from ronde.serve.engine import InferenceEngine, StepEngine, StepRow
+    from ronde.serve.engines import (
+        ServedModel,
+        load_engine,
+        read_model,
+        require_engine,
+        require_tp,
+    )
     from ronde.serve.front import Flight, Front, FrontOptions, Health, RejectedError
     from ronde.serve.http import ApiServer, HttpOptions, make_app
     from ronde.serve.link import FrontLink
@@ -33,7 +40,7 @@ if TYPE_CHECKING:
         require_servable,
     )
     from ronde.serve.sampling import choose_token
-    from ronde.serve.supervision import Replica, ReplicaOptions
+    from ronde.serve.supervision import ReplicaOptions, ReplicaRanks
     from ronde.serve.text import ModelText, TextStream
 
 __all__ = [
@@ -56,10 +63,11 @@ __all__ = [
     "ModelText",
     "OutOfStepError",
     "RejectedError",
-    "Replica",
     "ReplicaConfig",
     "ReplicaOptions",
+    "ReplicaRanks",
     "Response",
+    "ServedModel",
     "ServingMetrics",
     "Statistics",
     "StepEngine",
@@ -70,16 +78,21 @@ __all__ = [
     "Workload",
     "choose_token",
     "find_server",
+    "load_engine",
     "make_app",
     "median_figures",
     "parse_lengths",
+    "read_model",
+    "require_engine",
     "require_servable",
+    "require_tp",
     "run_load",
 ]
 
 __getattr__ = lazy_exports(
     __name__,
     {
+        "engines": "ServedModel load_engine read_model require_engine require_tp",
         "engine": "InferenceEngine StepEngine StepRow",
         "load": (
             "TEXT_FORM CompletionServer LoadOutcome LoadRequest Workload find_server "
@@ -95,7 +108,7 @@ __getattr__ = lazy_exports(
         "protocol": "ReplicaConfig",
         "requests": "InferenceRequest Response Statistics Token require_servable",
         "sampling": "choose_token",
-        "supervision": "Replica ReplicaOptions",
+        "supervision": "ReplicaRanks ReplicaOptions",
         "text": "ModelText TextStream",
     },
 )

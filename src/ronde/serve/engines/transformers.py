@@ -13,8 +13,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, distributed as dist
 from torch.overrides import TorchFunctionMode
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
-from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers import (
+    AttentionInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    conversion_mapping,
+)
 from transformers.distributed import DistributedConfig
 from transformers.generation import (
     ContinuousBatchingConfig,
@@ -48,9 +52,12 @@ _ON_CPU = "sdpa_by_request"
 
 def prepare(config: ReplicaConfig) -> None:
     """Import the model's modules and make tables, so that forked workers need not."""
-    found: Any = AutoConfig.from_pretrained(config.model, local_files_only=True)
-    AutoModelForCausalLM._model_mapping.get(type(found), None)
-    get_checkpoint_conversion_mapping(found.model_type)
+    auto: Any = AutoConfig
+    found = auto.from_pretrained(config.model, local_files_only=True)
+    classes: Any = AutoModelForCausalLM
+    classes._model_mapping.get(type(found), None)
+    tables: Any = conversion_mapping
+    tables.get_checkpoint_conversion_mapping(found.model_type)
 
 
 def make_engine(config: ReplicaConfig, info: RankInfo) -> "TransformersEngine":
@@ -222,9 +229,9 @@ class _LazyZeros(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        options = kwargs or {}
+        options: dict[str, Any] = kwargs or {}
         if func is torch.zeros and options.get("dtype") is torch.uint8:
-            return torch.frombuffer(mmap(-1, *args, MAP_PRIVATE), dtype=torch.uint8)
+            return torch.frombuffer(mmap(-1, args[0], MAP_PRIVATE), dtype=torch.uint8)
         return func(*args, **options)
 
 
