@@ -38,7 +38,7 @@ def random_requests(num):
             top_k=chance.choice((0, 20)),
             top_p=chance.choice((1.0, 0.9)),
             seed=chance.getrandbits(64),
-            stop_ids=chance.choice(((), tuple(range(100, 130)))),
+            stop_ids=(END, *chance.choice(((), range(100, 130)))),
         )
         for i in range(num)
     ]
@@ -68,7 +68,7 @@ def answers(folder, requests):
             attention_mask=torch.ones(1, len(each.prompt), dtype=torch.long),
             max_new_tokens=each.max_tokens,
             do_sample=False,
-            eos_token_id=[END, *each.stop_ids],
+            eos_token_id=list(each.stop_ids),
             pad_token_id=0,
             logits_processor=LogitsProcessorList(
                 [Chooser(each)] if each.temperature else []
@@ -109,7 +109,6 @@ def serve_requests(folder, requests):
     info = read_rank_info()
     config = ReplicaConfig(
         folder, dtype="float64", max_requests=6, max_batch_tokens=40, kv_blocks=TIGHT,
-        stop_ids=(END,),
     )  # fmt: skip
     watched = Watched(load_engine("transformers")(config, info))
     client = Client(requests, 5)

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import torch
 from tests.limits import HANG_S, until
-from tests.serve.model import CAPACITY, compute
+from tests.serve.model import CAPACITY, END, compute
 
 from ronde.errors import UsageError
 from ronde.launch import own_environment
@@ -77,8 +77,8 @@ class Orders:
         draft.rename(self.folder / name)
 
 
-def make_engine(config: Any, info: Any) -> "FaultyEngine":
-    engine = StepEngine(compute, compute, CAPACITY, config.stop_ids)
+def make_engine(_config: Any, info: Any) -> "FaultyEngine":
+    engine = StepEngine(compute, compute, CAPACITY, (END,))
     return FaultyEngine(engine, info.rank)
 
 

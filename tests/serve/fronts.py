@@ -79,7 +79,7 @@ class Serving:
 
     def __enter__(self) -> Self:
         async def begin() -> WatchedFront:
-            config = ReplicaConfig("toy", engine=ENGINE, stop_ids=(END,))
+            config = ReplicaConfig("toy", engine=ENGINE)
             front = WatchedFront(
                 config, self._options, self._replicas, ServingMetrics(),
                 self.lines.append,

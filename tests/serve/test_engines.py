@@ -93,7 +93,7 @@ def test_a_models_folder_is_read(tmp_path):
             read_model(str(tmp_path))
     path.write_text(json.dumps(GOOD))
     facts = read_model(str(tmp_path))
-    assert facts == ("LlamaForCausalLM", 9, 8, 6, (1, 2))
+    assert facts == (9, 8, 6)
     require_tp(facts, 3)
     with pytest.raises(UsageError, match=r"6 KV heads, got 4. Take one of 1, 2, 3, 6"):
         require_tp(facts, 4)

@@ -422,14 +422,19 @@ def test_bad_input_is_refused_in_a_sentence(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    config = {"vocab_size": 30, "max_position_embeddings": 100}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    _write_config(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     words = tuple(each.format(port=port, folder=tmp_path) for each in words)
     text = refusal(capsys, "bench", "serve", *words, code=Exit.USAGE)
     assert reason in text
     assert text.count("\n") == 1
+
+
+def _write_config(folder: Path) -> None:
+    config = {"architectures": ["LlamaForCausalLM"], "num_attention_heads": 2}
+    config |= {"vocab_size": 30, "max_position_embeddings": 100}
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 def test_what_the_server_refuses_is_quoted(capsys: pytest.CaptureFixture[str]) -> None:
@@ -446,7 +451,7 @@ def test_what_the_server_refuses_is_quoted(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_a_server_that_does_not_start_is_reported(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"vocab_size": 30}')
+    _write_config(tmp_path)
     ended = Ronde()("bench", "serve", str(tmp_path), "--", "--port", "x")
     assert (ended.returncode, ended.stdout) == (Exit.USAGE, b"")
     own, reported = ended.stderr.decode().splitlines()

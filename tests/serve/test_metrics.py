@@ -28,7 +28,6 @@ def test_every_event_counts_under_the_names_of_dashboards():
     metrics.on_restart("hang")
     metrics.on_resumed(3)
     metrics.on_rejected("queue_full")
-    metrics.on_preempted(2)
     values = read(metrics.render(4, 6, 0.75))
     wanted = {
         "num_requests_running": 4,
@@ -36,7 +35,6 @@ def test_every_event_counts_under_the_names_of_dashboards():
         "kv_cache_usage_perc": 0.75,
         "prompt_tokens_total": 8,
         "generation_tokens_total": 6,
-        "num_preemptions_total": 2,
         "resumed_requests_total": 3,
         "steps_total": 1,
         "request_success_total stop": 1,

@@ -35,7 +35,7 @@ from typing import NamedTuple
 from tests.limits import HANG_S
 from tests.serve.faulty_engine import FOLDER, PACE, Orders, processes_with
 from tests.serve.fronts import ENGINE, WatchedFront, tokens_of
-from tests.serve.model import END, answer_to, random_requests
+from tests.serve.model import answer_to, random_requests
 from tests.soak.figures import reset_signals, show
 
 from ronde.launch import own_environment
@@ -411,7 +411,7 @@ def draw(chance: random.Random, num: int, options: argparse.Namespace) -> list[s
 def make_engine(options: argparse.Namespace) -> Engine:
     if options.engine == "toy":
         requests = random_requests(random.Random(options.seed), 200)
-        config = ReplicaConfig("toy", engine=ENGINE, stop_ids=(END,))
+        config = ReplicaConfig("toy", engine=ENGINE)
         return Engine(config, [(each, answer_to(each)) for each in requests], 0.005)
     config = ReplicaConfig(
         options.model,

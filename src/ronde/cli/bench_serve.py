@@ -2,7 +2,6 @@
 
 import asyncio
 import gc
-import json
 import os
 import re
 import signal
@@ -92,14 +91,12 @@ def _limits_of(given: Namespace) -> tuple[int, int]:
             )
         return given.vocabulary or 256, 0
     try:
-        config = json.loads(Path(given.server, "config.json").read_bytes())
-    except (OSError, ValueError) as error:
+        facts = serve.read_model(given.server)
+    except UsageError as error:
         raise UsageError(
-            "server must be a URL such as http://127.0.0.1:8000, or the folder of a "
-            f"model with its config.json, got {given.server!r}: {error}."
+            f"server must be a URL such as http://127.0.0.1:8000, or a model: {error}"
         ) from None
-    vocabulary = given.vocabulary or config.get("vocab_size", 256)
-    return vocabulary, config.get("max_position_embeddings", 0)
+    return given.vocabulary or facts.vocabulary, facts.max_len
 
 
 def _require_room(requests: Sequence[serve.LoadRequest], max_len: int) -> None:

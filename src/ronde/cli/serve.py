@@ -150,8 +150,9 @@ def run(words: Sequence[str]) -> int:
     async def serve(listener: socket.socket) -> int:
         front = Front(config, limits, jobs, metrics, _report)
         server = ApiServer(make_app(front, text, http), http)
-        address = "{}:{}".format(*listener.getsockname())
-        title = f"{name} at http://{address}/v1"
+        host, port = listener.getsockname()[:2]
+        host = f"[{host}]" if ":" in host else host
+        title = f"{name} at http://{host}:{port}/v1"
         return await _serve(front, server, listener, title, options.drain)
 
     with _listen(options.host, options.port) as listener:

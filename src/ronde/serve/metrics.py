@@ -9,8 +9,8 @@ from ronde.errors import UsageError
 
 _GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
 _COUNTERS = {  # and a label
-    **dict.fromkeys(("prompt_tokens", "generation_tokens", "num_preemptions"), ""),
-    **dict.fromkeys(("resumed_requests", "steps"), ""),
+    **dict.fromkeys(("prompt_tokens", "generation_tokens", "steps"), ""),
+    "resumed_requests": "",
     "request_success": "finished_reason",
     "restarts": "cause",
     "rejected": "reason",
@@ -79,9 +79,6 @@ class ServingMetrics:
 
     def on_rejected(self, reason: str) -> None:
         self._add("rejected", 1, reason)
-
-    def on_preempted(self, num: int) -> None:
-        self._add("num_preemptions", num)
 
     def render(self, num_running: int, num_waiting: int, kv_usage: float) -> bytes:
         """Return all metrics in Prometheus' text format."""

@@ -21,7 +21,6 @@ class ReplicaConfig(NamedTuple):
     kv_blocks: int = 0  # 0: by ``kv_memory``
     kv_memory: float = 0.0  # share of a rank's free memory; 0: 0.9, on CPUs 0.3
     max_model_len: int = 0  # tokens of a prompt and its answer; 0: the model's own
-    stop_ids: tuple[int, ...] = ()  # tokens that end each request
     socket: str = ""  # the front's
     front: tuple[int, int] = (0, 0)  # pid and start time of the front
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ronde.errors import UsageError
 from ronde.serve.protocol import ReplicaConfig
@@ -22,11 +22,9 @@ _TRANSFORMERS = "5.24"  # the adapter uses inner names
 class ServedModel(NamedTuple):
     """Figures of a model, from its folder."""
 
-    architecture: str
     vocabulary: int
     max_len: int
     num_kv_heads: int
-    stop_ids: tuple[int, ...]
 
 
 def require_engine(name: str) -> None:
@@ -90,16 +88,10 @@ def read_model(folder: str) -> ServedModel:
             raise UsageError(f"{folder}/config.json must have {names} from 1.")
         return found[0]
 
-    if (Path(folder) / "generation_config.json").exists():
-        config |= _read_json(folder, "generation_config.json")
-    ids = config.get("eos_token_id")
-    ids = cast("list[Any]", ids if isinstance(ids, list) else [ids])
     return ServedModel(
-        names[0],
         number("vocab_size"),
         number("max_position_embeddings", "n_positions"),
         number("num_key_value_heads", "num_attention_heads", "n_head"),
-        tuple(each for each in ids if isinstance(each, int)),
     )
 
 

@@ -103,7 +103,7 @@ class TransformersEngine:
     """A model of transformers as an ``InferenceEngine``."""
 
     def __init__(self, model: Any, config: ReplicaConfig, info: RankInfo) -> None:
-        self._model, self._stop_ids = model, config.stop_ids
+        self._model = model
         self._rows: dict[str, tuple[InferenceRequest, int]] = {}  # with num_made
         self._made: list[Token] = []
         self._batch: Any = _make_batch(model, config, info)
@@ -122,14 +122,14 @@ class TransformersEngine:
         return bool(self._rows)
 
     def add(self, request: InferenceRequest) -> None:
-        name, stop_ids = str(request.id), [*self._stop_ids, *request.stop_ids]
+        name = str(request.id)
         self._rows[name] = request, request.num_made
         self._batch.scheduler.add_waiting_request(
             RequestState(
                 name,
                 list(request.prompt),
                 max_new_tokens=request.max_tokens,
-                eos_token_id=stop_ids,
+                eos_token_id=[*request.stop_ids],
             )
         )
 
@@ -172,7 +172,7 @@ class TransformersEngine:
         for (request, num_made), (token, logprob) in zip(rows, chosen, strict=True):
             name, finish = str(request.id), None
             self._rows[name] = request, num_made + 1
-            if token in self._stop_ids or token in request.stop_ids:
+            if token in request.stop_ids:
                 finish = "stop"
             elif num_made + 1 - request.num_made == request.max_tokens:
                 finish = "length"

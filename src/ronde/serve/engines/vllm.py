@@ -71,7 +71,7 @@ class VllmEngine:
     """vLLM's engine as an ``InferenceEngine``."""
 
     def __init__(self, engine: Any, config: ReplicaConfig) -> None:
-        self._engine, self._stop_ids = engine, config.stop_ids
+        self._engine = engine
         self._running: dict[str, int] = {}
         of_model, cache = engine.model_config, engine.vllm_config.cache_config
         self.capacity = Capacity(
@@ -94,7 +94,7 @@ class VllmEngine:
             top_p=request.top_p,
             seed=request.seed & _MOST_SEED,
             max_tokens=request.max_tokens,
-            stop_token_ids=[*self._stop_ids, *request.stop_ids],
+            stop_token_ids=[*request.stop_ids],
             ignore_eos=True,
             logprobs=0,
             detokenize=False,
