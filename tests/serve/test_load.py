@@ -452,7 +452,9 @@ def test_what_the_server_refuses_is_quoted(capsys: pytest.CaptureFixture[str]) -
 
 def test_a_server_that_does_not_start_is_reported(tmp_path: Path) -> None:
     _write_config(tmp_path)
-    ended = Ronde()("bench", "serve", str(tmp_path), "--", "--port", "x")
+    ended = Ronde()(
+        "bench", "serve", str(tmp_path), "--prompt-len", "9", "--", "--port", "x"
+    )
     assert (ended.returncode, ended.stdout) == (Exit.USAGE, b"")
     own, reported = ended.stderr.decode().splitlines()
     assert "--port must be a whole number" in own

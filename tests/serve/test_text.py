@@ -45,11 +45,12 @@ def test_any_tokens_are_streamed_as_they_are_decoded_whole(tokens):
     assert "".join(pieces) == BYTES.decode(tokens)
 
 
-@given(st.text(st.characters(exclude_categories=["Cs"]), max_size=40))
+# A special token begins with "<".
+@given(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="<\ufffd")))
 def test_no_piece_ends_within_a_character(text):
-    pieces, _ = pieces_of(BYTES, BYTES.encode(text.replace("\ufffd", "")).ids)
+    pieces, _ = pieces_of(BYTES, BYTES.encode(text).ids)
     assert not any("\ufffd" in piece for piece in pieces)
-    assert "".join(pieces) == text.replace("\ufffd", "")
+    assert "".join(pieces) == text
 
 
 @given(
