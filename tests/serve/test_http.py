@@ -254,6 +254,7 @@ BAD = [
     (COMPLETIONS, P | {"user": 7}, "user must be str, got 7"),
     (COMPLETIONS, P | {"best_of": 2}, "'best_of' must not be given"),
     (COMPLETIONS, P | {"echo": True}, "'echo' must not be given"),
+    (COMPLETIONS, P | {"presence_penalty": 1}, "'presence_penalty' must not be given"),
     (COMPLETIONS, P | {"\ud800": 1}, "must not be given"),
     (COMPLETIONS, P | {"x" * 9999: 1}, "must not be given"),
     (COMPLETIONS, P | M, "'messages' must not be given"),
@@ -277,10 +278,13 @@ BAD = [
         {"messages": [{**USER[0], "tool_calls": [1]}]},
         "messages[0]['tool_calls'] must",
     ),
-    (
-        CHATS,
-        {"messages": [{**USER[0], "content": [3]}]},
-        "messages[0]['content'] must be",
+    *(
+        (
+            CHATS,
+            {"messages": [{**USER[0], "content": content}]},
+            "messages[0]['content'] must be",
+        )
+        for content in ([], [3], [{"type": "text"}], [{"type": "image_url"}])
     ),
     (
         CHATS,
@@ -343,12 +347,26 @@ def test_forms_of_bodies_that_are_no_json(server):
 
 def test_values_that_ask_for_nothing_are_accepted(server):
     body = P | {"max_tokens": 1, "suffix": None, "temperature": 1e-300, "seed": -5}
+    body |= {"frequency_penalty": 0, "presence_penalty": 0.0, "best_of": 1, "n": 1}
     assert send(server, COMPLETIONS, body)[0] == 200
     message = USER[0] | {"tool_calls": None, "refusal": None, "name": "me"}
     body = {"messages": [message], "max_tokens": 1, "tools": None, "logprobs": False}
     assert (
         send(server, CHATS, body | {"stream_options": {}, "top_logprobs": 0})[0] == 200
     )
+
+
+def test_a_content_of_several_texts_is_one_text(client):
+    texts = ["one", "two"]
+    parts = [{"type": "text", "text": text} for text in texts]
+    whole, divided = (
+        client.chat.completions.create(
+            model="toy", messages=[{"role": "user", "content": content}], max_tokens=30
+        )
+        for content in ("\n".join(texts), parts)
+    )
+    assert divided.choices[0].message.content == whole.choices[0].message.content
+    assert divided.usage == whole.usage
 
 
 def test_the_client_raises_the_errors_of_openai(server, guarded, client):

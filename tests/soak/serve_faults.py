@@ -124,7 +124,12 @@ class Life:
 
     async def run(self, names: Sequence[str]) -> None:
         end = asyncio.create_task(self.front.run())
-        await self.front.until(lambda: self.front.readies)
+        ready = asyncio.create_task(self.front.until(lambda: self.front.readies))
+        await asyncio.wait([end, ready], return_when=asyncio.FIRST_COMPLETED)
+        if end.done():
+            self.wrong(f"the front did not start: {end.result()}")
+            ready.cancel()
+            return
         load = asyncio.create_task(self._load())
         if not names:
             await end
@@ -443,7 +448,7 @@ def _lives(options: argparse.Namespace) -> Iterator[tuple[int, int, list[str]]]:
         num = min(options.life, options.faults - number)
         yield (
             seed,
-            options.ranks or 2 + seed % 2,
+            options.ranks or (2 + seed % 2 if options.engine == "toy" else 2),
             draw(random.Random(seed), num, options),
         )
 
@@ -488,7 +493,9 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Break the ranks of a front.")
     parser.add_argument("--faults", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--ranks", type=int, default=0, help="else 2 and 3 in turns")
+    parser.add_argument(
+        "--ranks", type=int, default=0, help="else 2, of the toy also 3"
+    )
     parser.add_argument("--life", type=int, default=_LIFE, help="faults of one front")
     parser.add_argument("--only", metavar="NAME", choices=FAULTS, help="this fault")
     parser.add_argument("--engine", choices=("toy", "transformers"), default="toy")

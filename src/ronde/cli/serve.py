@@ -64,7 +64,7 @@ requests:
   --max-requests N      requests that run at a time (default: 64)
   --max-queue N         requests that wait; further ones get 429 (default: 1024)
   --max-batch-tokens N  tokens of a step; longer prompts take several (default: 2048,
-                        on CPUs 512)
+                        on CPUs 128)
   --max-model-len N     tokens of a prompt and its answer (default: the model's)
   --kv-blocks N         blocks of the KV cache (default: by --kv-memory)
   --kv-memory SHARE     share of a rank's free memory for the KV cache (default: 0.9,
@@ -156,6 +156,7 @@ def run(words: Sequence[str]) -> int:
         return await _serve(front, server, listener, title, options.drain)
 
     with _listen(options.host, options.port) as listener:
+        _report(f"loading {name} on {counted(len(jobs) * jobs[0].num_ranks, 'rank')}")
         return asyncio.run(serve(listener))
 
 

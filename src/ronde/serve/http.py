@@ -34,6 +34,15 @@ _LEAST_TEMPERATURE = 1e-4  # scores divided by less may overflow
 _SHORT = 4096  # characters; longer texts are encoded in a thread
 _ROLES = ("system", "developer", "user", "assistant")
 _LIMIT = "x-request-timeout"
+_NEUTRAL: dict[str, object] = {  # clients send these, and ask for nothing by them
+    **dict.fromkeys(("frequency_penalty", "presence_penalty", "min_p"), 0),
+    "repetition_penalty": 1,
+    "best_of": 1,
+    "echo": False,
+    "logit_bias": {},
+    "tools": [],
+    "response_format": {"type": "text"},
+}
 
 
 class HttpOptions(NamedTuple):
@@ -76,12 +85,15 @@ _CHAT = tuple(name for name in _Fields._fields if name != "prompt")
 def _parse(body: bytes, known: Sequence[str]) -> _Fields:
     """Return the fields of a body; the front checks the limits of numbers."""
     try:
-        given: Any = json.loads(body, object_hook=_without_nulls)
+        given: Any = json.loads(body, object_hook=_simplify)
     except (ValueError, RecursionError) as error:
         raise UsageError(f"body must be JSON: {error}.") from None
     if not isinstance(given, dict):
         raise UsageError(f"body must be an object, got {shorten(given)}.")
     given = cast("dict[str, Any]", given)
+    for name, value in _NEUTRAL.items():
+        if name in given and given[name] == value:
+            del given[name]
     for name, value in given.items():
         _require_plain(name, value, known)
     if isinstance(given.get("stop"), str):
@@ -98,8 +110,21 @@ def _parse(body: bytes, known: Sequence[str]) -> _Fields:
     return fields
 
 
-def _without_nulls(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if value is not None}
+def _simplify(values: dict[str, Any]) -> dict[str, Any]:
+    """Return an object of a body without nulls, and a content of texts as one text."""
+    kept = {name: value for name, value in values.items() if value is not None}
+    parts = kept.get("content")
+    if isinstance(parts, list):
+        texts = [_text_of(each) for each in cast("list[Any]", parts)]
+        if texts and all(isinstance(text, str) for text in texts):
+            kept["content"] = "\n".join(texts)
+    return kept
+
+
+def _text_of(part: Any) -> Any:  # noqa: ANN401  of JSON
+    fields = cast("dict[str, Any]", part if isinstance(part, dict) else {})
+    is_text = fields.keys() == {"type", "text"} and fields["type"] == "text"
+    return fields["text"] if is_text else None
 
 
 def _require_plain(name: str, value: object, known: Sequence[str]) -> None:

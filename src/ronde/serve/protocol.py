@@ -17,7 +17,7 @@ class ReplicaConfig(NamedTuple):
     dtype: str = ""  # the model's own if empty
     policy: str = "guaranteed_no_evict"
     max_requests: int = 64
-    max_batch_tokens: int = 0  # of a step; 0: 2048, on CPUs 512
+    max_batch_tokens: int = 0  # of a step; 0: 2048, on CPUs 128
     kv_blocks: int = 0  # 0: by ``kv_memory``
     kv_memory: float = 0.0  # share of a rank's free memory; 0: 0.9, on CPUs 0.3
     max_model_len: int = 0  # tokens of a prompt and its answer; 0: the model's own

@@ -176,9 +176,10 @@ def _serve(
         code = _EXIT_NOTICED if is_noticed else 1
         if isinstance(error, UsageError) and not is_ready:
             code = _EXIT_USAGE
-            sys.stderr.write(f"ronde: {error}\n")
-        else:
+        if code == 1:
             traceback.print_exc()
+        else:
+            sys.stderr.write(f"ronde: {error}\n")
         first = f"{type(error).__name__}: {error}".partition("\n")[0]
         reason = f"{error}" if is_noticed else f"rank {info.rank} failed: {first}"
         text = reason.encode()[:_REASON_BYTES]

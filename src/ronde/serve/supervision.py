@@ -151,6 +151,7 @@ class ReplicaRanks:
         try:
             return await job.wait()
         except asyncio.CancelledError:
+            self._is_ending = True
             with suppress(ProcessLookupError):
                 job.terminate()
                 with suppress(TimeoutError):
@@ -200,8 +201,11 @@ class ReplicaRanks:
             return
         self._writer, self.is_ready = None, False
         self._lost_s.append(time.monotonic())
+        may_restart = self._may_restart()
+        next_step = "they start again" if may_restart else "giving up"
+        self._report(f"the ranks were lost; {next_step}")
         self._events.on_lost(self, "hang" if self._hang else "rank")
-        if not self._may_restart():
+        if not may_restart:
             self._end_job()
 
     def _end_job(self) -> None:

@@ -183,7 +183,7 @@ class TransformersEngine:
 
 def _make_batch(model: Any, config: ReplicaConfig, info: RankInfo) -> Any:
     text, is_on_gpu = model.config.get_text_config(), model.device.type == "cuda"
-    max_tokens = config.max_batch_tokens or (2048 if is_on_gpu else 512)
+    max_tokens = config.max_batch_tokens or (2048 if is_on_gpu else 128)
     options: Any = ContinuousBatchingConfig(
         page_size=_BLOCK_TOKENS,
         num_blocks=_count_blocks(model, config, info, max_tokens),

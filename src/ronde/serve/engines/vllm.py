@@ -33,6 +33,7 @@ def make_engine(config: ReplicaConfig, info: RankInfo) -> "VllmEngine":
     require_tp(read_model(config.model), info.size)
     store = dist.PrefixStore("ronde/serve", open_store(info, _START_S))
     dist.init_process_group("ronde", store=store, rank=info.rank, world_size=info.size)
+    max_tokens = config.max_batch_tokens or (2048 if torch.cuda.is_available() else 128)
     options: dict[str, Any] = {"gpu_memory_utilization": config.kv_memory or 0.9}
     if not torch.cuda.is_available():
         free = torch.tensor(available_memory().num_bytes // info.local_size)
@@ -45,9 +46,8 @@ def make_engine(config: ReplicaConfig, info: RankInfo) -> "VllmEngine":
                 config.model,
                 dtype=config.dtype or "auto",
                 max_model_len=config.max_model_len or None,
-                max_num_seqs=config.max_requests,
-                max_num_batched_tokens=config.max_batch_tokens
-                or (2048 if torch.cuda.is_available() else 512),
+                max_num_seqs=min(config.max_requests, max_tokens),
+                max_num_batched_tokens=max_tokens,
                 num_gpu_blocks_override=config.kv_blocks or None,
                 tensor_parallel_size=info.size,
                 distributed_executor_backend="external_launcher",
@@ -58,8 +58,7 @@ def make_engine(config: ReplicaConfig, info: RankInfo) -> "VllmEngine":
                 seed=0,
                 **options,
             )
-        ),
-        config,
+        )
     )
     engine.add(InferenceRequest(0, (0, 0), 2))
     while engine.has_work:
@@ -70,14 +69,15 @@ def make_engine(config: ReplicaConfig, info: RankInfo) -> "VllmEngine":
 class VllmEngine:
     """vLLM's engine as an ``InferenceEngine``."""
 
-    def __init__(self, engine: Any, config: ReplicaConfig) -> None:
+    def __init__(self, engine: Any) -> None:
         self._engine = engine
         self._running: dict[str, int] = {}
-        of_model, cache = engine.model_config, engine.vllm_config.cache_config
+        of_model, config = engine.model_config, engine.vllm_config
+        cache = config.cache_config
         self.capacity = Capacity(
             num_blocks=cache.num_gpu_blocks - 1,  # vLLM keeps one empty
             block_tokens=cache.block_size,
-            max_requests=config.max_requests,
+            max_requests=config.scheduler_config.max_num_seqs,
             max_len=of_model.max_model_len,
             vocabulary=of_model.get_vocab_size(),
             evicts=True,
