@@ -360,6 +360,9 @@ def test_a_job_begins_once_no_process_of_its_host_is_left():
         marker = os.urandom(8).hex()
         env = clean_environment() | {"RONDE_COOKIE": marker}
         with subprocess.Popen(["/bin/sleep", "100"], env=env) as left:
+            # The kernel lets Popen go on before it sets the environment.
+            environ = Path(f"/proc/{left.pid}/environ")
+            until(lambda: marker.encode() in environ.read_bytes(), "an environment")
             controller.prepare("true", job_marker=marker)
             assert not wait_for([controller.node.transport.read_fd], [], 0.3)
             left.kill()
